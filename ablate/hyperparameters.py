@@ -1,0 +1,48 @@
+"""What a training run is, apart from its model and its precision: length, learning rate, optimizer. Torch-free."""
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from ablate.numerics.spec import Spec
+
+
+class Training(Spec):
+    """AdamW with warm-up and decay. Every field is part of a trial's identity."""
+
+    steps: int = Field(300, ge=1)
+    batch: int = Field(4, ge=1)
+    """Sequences in a micro-batch."""
+    accumulate: int = Field(1, ge=1)
+    """Micro-batches per optimizer step; gradients add up in fp32."""
+    lr: float = Field(3e-3, gt=0)
+    """Peak learning rate."""
+    warmup: float = Field(0.05, ge=0, le=1)
+    """Fraction of the run over which the learning rate rises linearly."""
+    decay: Literal["wsd", "cosine", "none"] = "wsd"
+    """`wsd` stays at the peak and falls linearly at the end; `cosine` falls from the end of the warm-up."""
+    decay_fraction: float = Field(0.2, ge=0, le=1)
+    """Fraction of the run over which `wsd` falls."""
+    final_lr: float = Field(0.0, ge=0, le=1)
+    """Learning rate of the last step over the peak."""
+    weight_decay: float = Field(0.1, ge=0)
+    """On matrices only."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    clip: float | None = Field(1.0, gt=0)
+    """Largest gradient norm; null: no clipping."""
+    eval_every: int = Field(100, ge=1)
+    eval_tokens: int = Field(16384, ge=1)
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of step `step` (from 0)."""
+        warm = self.warmup * self.steps
+        if step < warm:
+            return self.lr * (step + 1) / (warm + 1)
+        if self.decay == "none":
+            return self.lr
+        start = warm if self.decay == "cosine" else max(warm, (1 - self.decay_fraction) * self.steps)
+        progress = max(0.0, (step + 1 - start) / (self.steps - start))
+        shape = (1 + math.cos(math.pi * progress)) / 2 if self.decay == "cosine" else 1 - progress
+        return self.lr * (self.final_lr + (1 - self.final_lr) * shape)

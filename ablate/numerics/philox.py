@@ -1,0 +1,75 @@
+"""Counter-based random bits: what is drawn depends on where and when, never on what was drawn before.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Hence a resumed run, a forked run, a
+recomputed activation, every device and every thread count draw the same bits, and evaluation advances nothing.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+GROUP = 16
+"""Elements that share one Philox call at 8 bits an element."""
+STREAMS = {name: number for number, name in enumerate(("training", "evaluation", "data", "weights"))}
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+
+@dataclass
+class Clock:
+    """When a draw happens: the seed, the stream, the optimizer step and the (global) micro-batch within it."""
+
+    seed: int
+    stream: str = "training"
+    step: int = 0
+    micro_batch: int = 0
+
+
+def site(layer: str, slot: str) -> int:
+    """Where a draw happens, as 32 bits: a hash of the layer's qualified name and the operand slot (`wgrad.g`)."""
+    return int.from_bytes(blake2b(f"{layer}/{slot}".encode(), digest_size=4).digest(), "little")
+
+
+def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
+    """Ten rounds on counters int64 [4, n], each word in [0, 2^32); returns int64 [4, n] of 32-bit words.
+
+    The 32x32-bit products wrap in int64; their high and low words are still exact.
+    """
+    even, odd = counter[0::2], counter[1::2]  # words (0, 2) and (1, 3)
+    multiplier, keys = _schedule(key, counter.device)
+    for round_key in keys:
+        product = even * multiplier
+        low = product & _MASK
+        high = product.bitwise_right_shift_(32).bitwise_and_(_MASK)
+        even = high.flip(0).bitwise_xor_(odd).bitwise_xor_(round_key)
+        odd = low.flip(0)
+    return torch.stack((even, odd), dim=1).reshape(4, -1)
+
+
+@lru_cache(maxsize=64)
+def _schedule(key: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    keys = [[(k + r * w) & _MASK for k, w in zip(key, _WEYL, strict=True)] for r in range(10)]
+    multiplier = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).unsqueeze(1)
+    return multiplier, torch.tensor(keys, dtype=torch.int64, device=device).unsqueeze(2)
+
+
+def random_bits(clock: Clock, where: int, rows: int, columns: int, width: int, device: torch.device) -> Tensor:
+    """Uniform integers in [0, 2^width) [rows, columns], int32 (int64 at width 32); `columns` a multiple of GROUP, `width` 8, 16 or 32.
+
+    One call gives the 128 bits of one group of consecutive elements at width 8; wider draws take more calls, told apart
+    by the second key word. Counter: (group index row-major, step, micro-batch, site); key: (seed, stream and call).
+    """
+    groups = rows * columns // GROUP
+    counter = torch.empty(4, groups, dtype=torch.int64, device=device)
+    torch.arange(groups, out=counter[0])
+    for word, value in enumerate((clock.step, clock.micro_batch, where), start=1):
+        counter[word] = value
+    calls = [philox(counter, (clock.seed & _MASK, STREAMS[clock.stream] << 8 | call)) for call in range(width // 8)]
+    words = torch.cat(calls).t()  # [groups, 4 * width / 8]
+    shifts = torch.arange(0, 32, width, device=device)
+    bits = (words.unsqueeze(-1) >> shifts).bitwise_and_((1 << width) - 1).reshape(rows, columns)
+    return bits if width == 32 else bits.to(torch.int32)

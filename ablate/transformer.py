@@ -1,0 +1,143 @@
+"""A decoder-only transformer as today's labs train it, in plain nn.Linear. It knows nothing of recipes.
+
+RMSNorm before each branch, rotary positions, QK-norm, grouped-query attention, SwiGLU or squared ReLU, untied head, no biases.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Norm(nn.Module):
+    """RMSNorm in fp32, back in the input's dtype."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; queries and keys normalised, then rotated by position. One linear for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head = heads, kv_heads, width // heads
+        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.q_norm, self.k_norm = Norm(self.head), Norm(self.head)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head)).transpose(1, 2)  # [batch, heads, tokens, head]
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k = rotary(self.q_norm(q), rotation), rotary(self.k_norm(k), rotation)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """silu(gate) * up, gate and up from one linear."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class SquaredReLU(nn.Module):
+    """relu(up)^2, as in Primer and Nemotron."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)).square())
+
+
+MLPS = {"swiglu": SwiGLU, "relu2": SquaredReLU}
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to the residual stream."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, mlp: str, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = Norm(width), Attention(width, heads, kv_heads)
+        self.mlp_norm, self.mlp = Norm(width), MLPS[mlp](width, hidden)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """Tokens [batch, context] to the mean cross-entropy in nats. `dtype` is that of activations; parameters stay fp32."""
+
+    def __init__(self, shape, vocab: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.embedding = nn.Embedding(vocab, shape.width)
+        self.blocks = nn.ModuleList(
+            Block(shape.width, shape.heads, shape.kv_heads or shape.heads, shape.mlp, shape.hidden_width)
+            for _ in range(shape.layers)
+        )
+        self.norm = Norm(shape.width)
+        self.head = nn.Linear(shape.width, vocab, bias=False)
+        self.angles = (shape.context, shape.width // shape.heads, shape.rope_theta)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        rotation = rotary_table(*self.angles, tokens.device)
+        x = self.embedding(tokens).to(self.dtype)
+        for block in self.blocks:
+            x = block(x, rotation)
+        logits = F.linear(self.norm(x), self.head.weight.to(self.dtype))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def rotary_table(context: int, head: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, fp32 [context, head / 2]."""
+    frequency = theta ** (-torch.arange(0, head, 2, device=device, dtype=torch.float32) / head)
+    angle = torch.outer(torch.arange(context, device=device, dtype=torch.float32), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the two halves of each head by position: x [..., tokens, head]."""
+    cos, sin = (r[: x.shape[-2]].to(x.dtype) for r in rotation)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+def initialise(model: Transformer, seed: int, device: torch.device) -> Transformer:
+    """Materialise a model built on the meta device: weights drawn from the seed alone, in order of name, on the CPU.
+
+    Linears with standard deviation 1/2 fan_in^-1/2, those that write to the residual stream scaled down by the depth; norms
+    one; the head zero, so that the first loss is log(vocab).
+    """
+    model.to_empty(device=device)
+    generator = torch.Generator().manual_seed(seed)
+    depth = len(model.blocks)
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.ndim == 1:
+            value = torch.ones(parameter.shape)
+        else:
+            value = torch.randn(parameter.shape, generator=generator) * _deviation(name, parameter, depth)
+        parameter.data.copy_(value)
+    return model
+
+
+def _deviation(name: str, parameter: Tensor, depth: int) -> float:
+    if name == "head.weight":
+        return 0.0
+    if name == "embedding.weight":
+        return 0.5
+    residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    return 0.5 * parameter.shape[1] ** -0.5 * ((2 * depth) ** -0.5 if residual else 1.0)

@@ -1,0 +1,124 @@
+"""Pretrain a decoder-only transformer on text. Torch is imported when it runs, so that planning stays instant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from ablate.data import open_corpus
+from ablate.data.corpus import Corpus, Source
+from ablate.hyperparameters import Training
+from ablate.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from ablate.train import Record, Telemetry
+
+
+class Gpt(Training):
+    """Shape of the model, its data, and the training run."""
+
+    VERSION: ClassVar[int] = 1
+
+    data: Source = "stdlib"
+    """`stdlib`: the Python standard library's source as bytes. Or token shards: {train: glob, val: glob, vocab: n}."""
+    layers: int = Field(4, ge=1)
+    width: int = Field(128, ge=16)
+    heads: int = Field(4, ge=1)
+    kv_heads: int | None = Field(None, ge=1)
+    """Key and value heads shared by groups of query heads; null: as many as heads."""
+    mlp: Literal["swiglu", "relu2"] = "swiglu"
+    hidden: int | None = Field(None, ge=16)
+    """Width of the MLP; null: 8/3 of the width for swiglu (rounded up to 32), 4 for relu2."""
+    context: int = Field(128, ge=2)
+    rope_theta: float = Field(10000.0, gt=1)
+
+    @property
+    def hidden_width(self) -> int:
+        """The MLP's width, resolved."""
+        if self.hidden is not None:
+            return self.hidden
+        return -(-8 * self.width // 96) * 32 if self.mlp == "swiglu" else 4 * self.width
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees."""
+        return self.batch * self.context * self.accumulate
+
+    @property
+    def blocks(self) -> int:
+        """Transformer blocks: what a layer policy counts."""
+        return self.layers
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(field, reason) for what cannot run."""
+        if self.width % self.heads:
+            yield "heads", f"{self.heads} does not divide width {self.width}"
+        elif self.width // self.heads % 2:
+            yield "heads", f"{self.heads} heads of width {self.width // self.heads}: rotary positions need an even head width"
+        if self.heads % (self.kv_heads or self.heads):
+            yield "kv_heads", f"{self.kv_heads} does not divide heads {self.heads}"
+        try:
+            corpus = open_corpus(self.data)
+        except (OSError, ValueError) as error:
+            yield "data", f"cannot be read: {error}"
+            return
+        shortest = min(len(corpus.train), len(corpus.val))
+        if shortest <= self.context + 1:
+            yield "context", f"{self.context} is longer than the text: {shortest} tokens"
+
+    def fingerprint(self) -> str:
+        """What identifies the data's content."""
+        return open_corpus(self.data).fingerprint
+
+    def parameters(self) -> int:
+        """Weights in the blocks' matrices."""
+        kv = (self.kv_heads or self.heads) * (self.width // self.heads)
+        up = (2 if self.mlp == "swiglu" else 1) * self.hidden_width
+        return self.layers * self.width * (2 * self.width + 2 * kv + up + self.hidden_width)
+
+    def cost(self, quantised: bool) -> float:
+        """Rough CPU seconds of one trial on one core: 6 N T flops at 40 Gflop/s, and element-wise passes that quantisation multiplies."""
+        tokens = self.steps * self.tokens_per_step
+        elements = tokens * self.layers * (8 * self.width + 3 * self.hidden_width)
+        return 6 * self.parameters() * tokens / 40e9 + elements * (1.2e-7 if quantised else 3e-8) + 1.5
+
+    def summary(self) -> dict[str, float]:
+        """Facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""
+        return {"data/unigram_entropy": _unigram(open_corpus(self.data))}
+
+    def records(self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry) -> Iterator[Record]:
+        """Train, and yield a Record after every step that measured something."""
+        import math
+
+        import torch
+
+        from ablate.data.batches import training_batch, validation_batches
+        from ablate.engines.emulated import DTYPES, convert
+        from ablate.numerics.philox import Clock
+        from ablate.train import Record, train
+        from ablate.transformer import Transformer, initialise
+
+        corpus, where = open_corpus(self.data), torch.device(device)
+        with torch.device("meta"):
+            model = Transformer(self, corpus.vocab, DTYPES[recipe.dtype])
+        converted = convert(initialise(model, seed, where), recipe, Clock(seed))
+
+        def batch(step: int, micro_batch: int):
+            pair = training_batch(corpus, seed, step, micro_batch, self.batch, self.context)
+            return tuple(tensor.to(where) for tensor in pair)
+
+        validation = [
+            tuple(tensor.to(where) for tensor in pair)
+            for pair in validation_batches(corpus, self.eval_tokens, self.batch, self.context)
+        ]
+        bits = None if corpus.bytes_per_token is None else math.log(2) * corpus.bytes_per_token
+        for record in train(model, converted, batch, validation, self, self.tokens_per_step, telemetry):
+            if bits and "val/loss" in record.metrics:
+                record.metrics["val/bits_per_byte"] = record.metrics["val/loss"] / bits
+            yield Record(*record)
+
+
+def _unigram(corpus: Corpus) -> float:
+    return corpus.unigram_entropy()

@@ -1,0 +1,1 @@
+"""Independent answers to compare with: other people's code, loaded as installed, never copied."""
