@@ -30,11 +30,13 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = Norm(self.head), Norm(self.head)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head)).transpose(1, 2)  # [batch, heads, tokens, head]
+        # fp32 on a CPU: there the bf16 attention kernel is three times slower, and attention is not what is quantised.
+        qkv = self.qkv(x).to(torch.float32 if x.device.type == "cpu" else x.dtype)
+        qkv = qkv.unflatten(-1, (-1, self.head)).transpose(1, 2)  # [batch, heads, tokens, head]
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q, k = rotary(self.q_norm(q), rotation), rotary(self.k_norm(k), rotation)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))
 
 
 class SwiGLU(nn.Module):

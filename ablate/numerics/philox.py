@@ -39,37 +39,40 @@ def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
 
     The 32x32-bit products wrap in int64; their high and low words are still exact.
     """
-    even, odd = counter[0::2], counter[1::2]  # words (0, 2) and (1, 3)
     multiplier, keys = _schedule(key, counter.device)
+    even, odd = counter[0::2], counter[1::2]  # words (0, 2) and (1, 3)
     for round_key in keys:
         product = even * multiplier
         low = product & _MASK
         high = product.bitwise_right_shift_(32).bitwise_and_(_MASK)
         even = high.flip(0).bitwise_xor_(odd).bitwise_xor_(round_key)
         odd = low.flip(0)
-    return torch.stack((even, odd), dim=1).reshape(4, -1)
+    return torch.stack((even, odd), dim=1).view(4, -1)
 
 
 @lru_cache(maxsize=64)
-def _schedule(key: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    keys = [[(k + r * w) & _MASK for k, w in zip(key, _WEYL, strict=True)] for r in range(10)]
+def _schedule(key: tuple[int, int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    keys = [[[(k + r * w) & _MASK] for k, w in zip(key, _WEYL, strict=True)] for r in range(10)]
     multiplier = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).unsqueeze(1)
-    return multiplier, torch.tensor(keys, dtype=torch.int64, device=device).unsqueeze(2)
+    return multiplier, list(torch.tensor(keys, dtype=torch.int64, device=device))
 
 
 def random_bits(clock: Clock, where: int, rows: int, columns: int, width: int, device: torch.device) -> Tensor:
-    """Uniform integers in [0, 2^width) [rows, columns], int32 (int64 at width 32); `columns` a multiple of GROUP, `width` 8, 16 or 32.
+    """Uniform integers in [0, 2^width) as fp32 [rows, columns]; `columns` a multiple of GROUP, `width` 8, 16 or 24.
 
-    One call gives the 128 bits of one group of consecutive elements at width 8; wider draws take more calls, told apart
-    by the second key word. Counter: (group index row-major, step, micro-batch, site); key: (seed, stream and call).
+    One call gives the 128 bits of one group of consecutive elements at width 8; wider draws take more calls, told apart by
+    the second key word. Counter: (group index row-major, step, micro-batch, site); key: (seed, stream and call).
     """
     groups = rows * columns // GROUP
     counter = torch.empty(4, groups, dtype=torch.int64, device=device)
     torch.arange(groups, out=counter[0])
     for word, value in enumerate((clock.step, clock.micro_batch, where), start=1):
         counter[word] = value
-    calls = [philox(counter, (clock.seed & _MASK, STREAMS[clock.stream] << 8 | call)) for call in range(width // 8)]
-    words = torch.cat(calls).t()  # [groups, 4 * width / 8]
-    shifts = torch.arange(0, 32, width, device=device)
-    bits = (words.unsqueeze(-1) >> shifts).bitwise_and_((1 << width) - 1).reshape(rows, columns)
-    return bits if width == 32 else bits.to(torch.int32)
+    fields = {8: 4, 16: 2, 24: 1}[width]  # draws in one 32-bit word
+    key = STREAMS[clock.stream] << 8
+    words = [philox(counter, (clock.seed & _MASK, key | call)) for call in range(4 // fields)]
+    bits = torch.empty(groups, 4 // fields, 4, fields, device=device)
+    for call, four in enumerate(words):
+        for field in range(fields):
+            bits[:, call, :, field] = (four.t() >> (32 // fields) * field).bitwise_and_((1 << width) - 1)
+    return bits.view(rows, columns)

@@ -74,18 +74,20 @@ def quantize(
     x = x.contiguous()
     if rotation:
         x = rotate(pad(x, 1, rotation.size), rotation)
-    statistic = tensor_statistic(x, quant)
-    scale = encode_scale(statistic, quant)
     tile_rows, tile_columns = quant.tile
-    rows = x.shape[0]
-    x = pad(x, tile_rows, max(tile_columns, GROUP))
-    tiles = x.to(torch.float32).view(x.shape[0] // tile_rows, tile_rows, x.shape[1] // tile_columns, tile_columns)
-    block_scale = block_scales(tiles.abs().amax(dim=(1, 3), keepdim=True), scale, quant)
+    padded = pad(x, tile_rows, max(tile_columns, GROUP)).to(torch.float32)
+    tiles = padded.view(padded.shape[0] // tile_rows, tile_rows, padded.shape[1] // tile_columns, tile_columns)
+    block_amax = tiles.abs().amax(dim=1, keepdim=True).amax(dim=3, keepdim=True)
+    statistic = tensor_statistic(x, block_amax, quant)
+    scale = encode_scale(statistic, quant)
+    block_scale = block_scales(block_amax, scale, quant)
     scaled = tiles * element_scales(block_scale, scale)
     bits = None
     if quant.rounding == "stochastic":
-        bits = random_bits(clock, where, *x.shape, quant.bits, x.device).view(tiles.shape)
+        bits = random_bits(clock, where, *padded.shape, quant.bits, x.device).view(tiles.shape)
     codes = ROUNDINGS[quant.rounding](scaled, ELEMENTS[quant.element], bits, quant.bits)
-    values = codes.mul_(block_scale).to(torch.bfloat16).view(x.shape)[:rows]
+    values = codes.mul_(block_scale).to(torch.bfloat16).view(padded.shape)[: x.shape[0]]
     operand = Operand(values, quant, statistic, block_scale)
-    return replace(operand, source=x[:rows], scaled=scaled.view(x.shape)[:rows]) if keep else operand
+    if not keep:
+        return operand
+    return replace(operand, source=padded[: x.shape[0]], scaled=scaled.view(padded.shape)[: x.shape[0]])

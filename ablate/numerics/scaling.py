@@ -11,23 +11,23 @@ from ablate.numerics.spec import Quant, argument
 FLT_MAX = torch.finfo(torch.float32).max
 
 
-def amax(x: Tensor, _: None) -> Tensor:
+def amax(x: Tensor, block_amax: Tensor, _: None) -> Tensor:
     """The largest magnitude, fp32 scalar."""
-    return x.abs().amax().to(torch.float32)
+    return block_amax.amax()
 
 
-def percentile(x: Tensor, p: float) -> Tensor:
+def percentile(x: Tensor, block_amax: Tensor, p: float) -> Tensor:
     """The order statistic k = ceil(p n) of the magnitudes, no interpolation, fp32 scalar. Blocks above it saturate."""
     k = math.ceil(p * x.numel())
     return x.abs().flatten().kthvalue(k).values.to(torch.float32)
 
 
-def tensor_statistic(x: Tensor, quant: Quant) -> Tensor:
-    """The tensor's outer statistic (fp32 scalar) of the copy `x` that is quantised; 0 for an empty tensor."""
+def tensor_statistic(x: Tensor, block_amax: Tensor, quant: Quant) -> Tensor:
+    """The outer statistic (fp32 scalar) of the copy `x` that is quantised, whose blocks' maxima are known; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     statistic = quant.outer.statistic
-    return STATISTICS[statistic.partition(":")[0]](x, argument(statistic))
+    return STATISTICS[statistic.partition(":")[0]](x, block_amax, argument(statistic))
 
 
 def encode_scale(amax: Tensor, quant: Quant) -> Tensor:
@@ -35,7 +35,7 @@ def encode_scale(amax: Tensor, quant: Quant) -> Tensor:
     # A tensor, not a Python number: torch computes `number / tensor` as number * reciprocal, which rounds twice.
     top = torch.full_like(amax, ELEMENTS[quant.element].max * quant.outer.bound)
     scale = (top / amax).clamp(max=FLT_MAX)
-    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+    return scale.masked_fill_((amax == 0) | (scale == 0), 1.0)
 
 
 def block_scales(block_amax: Tensor, scale: Tensor, quant: Quant) -> Tensor:
