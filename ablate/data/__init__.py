@@ -1,4 +1,4 @@
-"""Where tokens come from. A corpus is two flat arrays of token ids, a vocabulary size and a fingerprint; opening one is torch-free."""
+"""Where tokens come from. A corpus: two flat arrays of token ids, a vocabulary size, a fingerprint. Opening one is torch-free."""
 
 from ablate.data.corpus import Corpus, Shards, open_corpus
 

@@ -1,9 +1,11 @@
-"""Text as tokens: the Python standard library's own source as bytes, or token shards on disk, split into training and validation."""
+"""Text as tokens: the Python standard library's own source as bytes, or token shards on disk; for training and for validation."""
 
 import glob
 import hashlib
 import math
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -60,15 +62,10 @@ def open_corpus(source: Source) -> Corpus:
     return _stdlib() if source == "stdlib" else _shards(source)
 
 
-def fingerprint(source: Source) -> str:
-    """What identifies the corpus's content, 16 hex digits."""
-    return open_corpus(source).fingerprint
-
-
 @cache
 def _stdlib() -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py") if not _EXCLUDED & set(p.relative_to(root).parts))
+    names = sorted(_sources(root))
     if not names:
         raise ValueError(f"no source files of the standard library under {root}; use token shards: data: {{train: ..., val: ...}}")
     digest, split = hashlib.sha256(), ([], [])
@@ -78,6 +75,12 @@ def _stdlib() -> Corpus:
         split[hashlib.sha256(name.encode()).digest()[0] % _VALIDATION_SHARE == 0].append(content)
     train, val = (np.frombuffer(b"".join(files), dtype=np.uint8) for files in split)
     return Corpus(train, val, 256, digest.hexdigest()[:16], bytes_per_token=1.0)
+
+
+def _sources(root: Path) -> Iterator[str]:
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in _EXCLUDED]
+        yield from ((Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py"))
 
 
 @cache

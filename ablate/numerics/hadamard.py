@@ -34,6 +34,6 @@ def matrix(spec: Hadamard, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def rotate(z: Tensor, spec: Hadamard) -> Tensor:
-    """z @ R along the last dimension ([rows, columns], `columns` a multiple of `size`), rounded to z's dtype as the hardware does."""
+    """z @ R along the last dimension ([rows, columns], `columns` a multiple of `size`), rounded to z's dtype as hardware does."""
     r = matrix(spec, z.dtype, z.device)
     return (z.reshape(-1, spec.size) @ r).view(z.shape)

@@ -1,4 +1,4 @@
-"""Two-level scaling: one fp32 statistic for the tensor, one small scale for each block. The order of operations is the specification."""
+"""Two-level scaling: an fp32 statistic for the tensor, a small scale for each block. The order of operations is the specification."""
 
 import math
 
@@ -23,7 +23,7 @@ def percentile(x: Tensor, block_amax: Tensor, p: float) -> Tensor:
 
 
 def tensor_statistic(x: Tensor, block_amax: Tensor, quant: Quant) -> Tensor:
-    """The outer statistic (fp32 scalar) of the copy `x` that is quantised, whose blocks' maxima are known; 0 for an empty tensor."""
+    """The outer statistic (fp32 scalar) of the copy `x` that is quantised, its blocks' maxima known; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     statistic = quant.outer.statistic

@@ -73,7 +73,7 @@ class Quant(Spec):
     outer: Outer = Outer()
     rounding: Literal["nearest", "stochastic"] = "nearest"
     bits: Literal[8, 16, 24] = 8
-    """Random bits per element under stochastic rounding: P(up) = floor(2^bits f) / 2^bits. Transformer Engine uses 8; 24 is exact."""
+    """Random bits per element under stochastic rounding: P(up) = floor(2^bits f) / 2^bits. TE uses 8; 24 is exact."""
 
     @property
     def tile(self) -> tuple[int, int]:

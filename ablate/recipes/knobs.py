@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from ablate.recipes.recipe import SLOTS
 
@@ -20,7 +20,7 @@ class Knob:
 
     def check(self, value: Any) -> Any:
         """The value, or pydantic's ValidationError."""
-        return TypeAdapter(self.type).validate_python(value, strict=self.type is not float)
+        return TypeAdapter(self.type).validate_python(value, strict=True)
 
 
 def _rht(on: bool) -> dict[str, Any]:
@@ -43,17 +43,26 @@ def _cooldown(fraction: float) -> dict[str, Any]:
     return {"schedule": [{"start": f"fraction:{round(1 - fraction, 12)}", "slots": "all"}] if fraction else []}
 
 
+_Count = Annotated[int, Field(ge=0)]
+
 KNOBS = {
     "rht": Knob(bool, "true, false", "Random Hadamard transform, 16 points with fixed signs, on both operands of wgrad.", _rht),
     "sr": Knob(bool, "true, false", "Stochastic rounding of both copies of the output gradient.", _sr),
-    "weights_2d": Knob(bool, "true, false", "One scale per 16x16 weight tile, so that w and w^T are the same numbers.", _weights_2d),
+    "weights_2d": Knob(
+        bool, "true, false", "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.", _weights_2d
+    ),
     "amax_percentile": Knob(
-        float | None,
+        Annotated[float, Field(gt=0, le=1)] | None,
         "p in (0, 1], or null",
         "Tensor scale from the p-quantile of the magnitudes; null: from the largest.",
         _amax_percentile,
     ),
-    "cooldown": Knob(float, "0 to 1", "Fraction of the run, at its end, in bf16. Never moves the learning rate.", _cooldown),
-    "skip_first": Knob(int, "0, 1, 2, ...", "Transformer blocks at the input kept in bf16.", lambda n: {"layers.skip_first": n}),
-    "skip_last": Knob(int, "0, 1, 2, ...", "Transformer blocks at the output kept in bf16.", lambda n: {"layers.skip_last": n}),
+    "cooldown": Knob(
+        Annotated[float, Field(ge=0, le=1)],
+        "0 to 1",
+        "Fraction of the run, at its end, in bf16. Never moves the learning rate.",
+        _cooldown,
+    ),
+    "skip_first": Knob(_Count, "0, 1, 2, ...", "Transformer blocks at the input kept in bf16.", lambda n: {"layers.skip_first": n}),
+    "skip_last": Knob(_Count, "0, 1, 2, ...", "Transformer blocks at the output kept in bf16.", lambda n: {"layers.skip_last": n}),
 }

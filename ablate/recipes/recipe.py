@@ -82,7 +82,7 @@ def _when(value: str) -> str:
 
 
 class Phase(Spec):
-    """From `start` to the end of the run, the products of `slots` run in high precision. Precision only, never the learning rate."""
+    """From `start` to the end of the run, the products of `slots` in high precision. Precision only, never the learning rate."""
 
     start: Annotated[str, AfterValidator(_when)]
     slots: Literal["all", "forward", "backward"] = "all"

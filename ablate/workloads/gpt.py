@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ablate.data import open_corpus
-from ablate.data.corpus import Corpus, Source
+from ablate.data.corpus import Source
 from ablate.hyperparameters import Training
 from ablate.recipes.recipe import Recipe
 
@@ -79,14 +79,14 @@ class Gpt(Training):
         return self.layers * self.width * (2 * self.width + 2 * kv + up + self.hidden_width)
 
     def cost(self, quantised: bool) -> float:
-        """Rough CPU seconds of one trial on one core: 6 N T flops at 40 Gflop/s, and element-wise passes that quantisation multiplies."""
+        """Rough seconds of one trial on one CPU core: 6 N T flops, and element-wise passes that quantisation multiplies."""
         tokens = self.steps * self.tokens_per_step
         elements = tokens * self.layers * (8 * self.width + 3 * self.hidden_width)
         return 6 * self.parameters() * tokens / 40e9 + elements * (1.2e-7 if quantised else 3e-8) + 1.5
 
     def summary(self) -> dict[str, float]:
         """Facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""
-        return {"data/unigram_entropy": _unigram(open_corpus(self.data))}
+        return {"data/unigram_entropy": open_corpus(self.data).unigram_entropy()}
 
     def records(self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry) -> Iterator[Record]:
         """Train, and yield a Record after every step that measured something."""
@@ -118,7 +118,3 @@ class Gpt(Training):
             if bits and "val/loss" in record.metrics:
                 record.metrics["val/bits_per_byte"] = record.metrics["val/loss"] / bits
             yield Record(*record)
-
-
-def _unigram(corpus: Corpus) -> float:
-    return corpus.unigram_entropy()

@@ -1,0 +1,170 @@
+"""Turning knobs: from a base and values for short names or full paths to one resolved workload and recipe, or every reason why not."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from ablate.numerics.spec import Spec
+from ablate.recipes import KNOBS, PRESETS, Recipe
+from ablate.workloads import WORKLOADS
+from ablate.yamlfile import display, nearest
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One point of an experiment: the knobs that were turned, what they resolve to, and the arm it is compared with."""
+
+    name: str
+    knobs: Mapping[str, Any]
+    config: Spec
+    recipe: Recipe
+    baseline: str | None = None
+
+    @property
+    def content(self) -> tuple[Spec, Recipe]:
+        """What makes two arms the same arm."""
+        return self.config, self.recipe
+
+
+class KnobError(ValueError):
+    """Knobs that cannot be turned so: (knob or None, reason) for each."""
+
+    def __init__(self, reasons: list[tuple[str | None, str]]) -> None:
+        super().__init__("; ".join(f"{knob}: {reason}" for knob, reason in reasons))
+        self.reasons = reasons
+
+
+@dataclass(frozen=True)
+class Base:
+    """What every arm starts from: a workload by name with the values given for it, and a preset."""
+
+    workload: str
+    values: Mapping[str, Any]
+    preset: str
+
+    def arm(self, knobs: Mapping[str, Any], name: str | None = None) -> Arm:
+        """The arm with these knobs turned; KnobError with every reason where that is not possible."""
+        reasons: list[tuple[str | None, str]] = []
+        paths = _Paths(reasons)
+        for knob, value in knobs.items():
+            paths.add(knob, value)
+        preset = knobs.get("recipe", self.preset)
+        if preset not in PRESETS:
+            raise KnobError([("recipe", f"no such preset; {nearest(str(preset), PRESETS)}")])
+        recipe = paths.apply("recipe", PRESETS[preset]().model_dump(mode="json"), Recipe)
+        config = paths.apply("workload", dict(self.values), WORKLOADS[self.workload])
+        if config is not None and recipe is not None:
+            reasons += _contradictions(config, recipe, paths)
+        if reasons:
+            raise KnobError(reasons)
+        return Arm(name or label(knobs) or preset, dict(knobs), config, recipe)
+
+
+class _Paths:
+    """Full paths to set, and which knob sets each."""
+
+    def __init__(self, reasons: list[tuple[str | None, str]]) -> None:
+        self.reasons = reasons
+        self.values: dict[str, Any] = {}
+        self.knobs: dict[str, str] = {}
+
+    def add(self, knob: str, value: Any) -> None:
+        for path, content in self._expand(knob, value):
+            for other, setter in self.knobs.items():
+                if setter != knob and (f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")):
+                    self.reasons.append((knob, f"sets {path}, which {setter} sets too; keep one of them"))
+            self.values[path], self.knobs[path] = content, knob
+
+    def _expand(self, knob: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if knob == "recipe":
+            return
+        if knob in KNOBS:
+            try:
+                checked = KNOBS[knob].check(value)
+            except ValidationError as error:
+                self.reasons += [(knob, reason(problem)) for problem in error.errors()[:1]]
+                return
+            yield from ((f"recipe.{path}", content) for path, content in KNOBS[knob].paths(checked).items())
+        elif knob.startswith(("recipe.", "workload.")):
+            yield knob, value
+        else:
+            known = [*KNOBS, "recipe", "recipe.<path>", "workload.<field>"]
+            self.reasons.append((knob, f"no such knob; {nearest(knob, known)}"))
+
+    def apply(self, root: str, content: dict[str, Any], model: type[BaseModel]) -> Any:
+        """`model` from `content` with all paths under `root` set; None, with the reasons noted, where that fails."""
+        for path, value in self.values.items():
+            if path.startswith(f"{root}."):
+                wrong = assign(content, path.split(".")[1:], value, model)
+                if wrong:
+                    self.reasons.append((self.knobs[path], wrong))
+        if self.reasons:
+            return None
+        try:
+            return model.model_validate_json(json.dumps(content))
+        except ValidationError as error:
+            for problem in error.errors():
+                where = ".".join((root, *map(str, problem["loc"])))
+                self.reasons.append((self.knob_of(where) or where, reason(problem, model)))
+            return None
+
+    def knob_of(self, path: str) -> str | None:
+        """The knob that set `path` or something it is part of."""
+        return next((knob for known, knob in self.knobs.items() if f"{path}.".startswith(f"{known}.")), None)
+
+
+def assign(content: dict[str, Any], parts: list[str], value: Any, model: type[BaseModel]) -> str | None:
+    """Set one path of nested dictionaries shaped like `model`; returns why not, where it cannot be set."""
+    for depth, part in enumerate(parts):
+        if part not in model.model_fields:
+            return f"no such knob; {nearest(part, model.model_fields)}"
+        if depth == len(parts) - 1:
+            content[part] = value
+            return None
+        child = _model(model.model_fields[part].annotation)
+        if child is None:
+            return f"{part} has no parts; set {'.'.join(parts[: depth + 1])} itself"
+        if content.get(part) is None:
+            return f"{'.'.join(parts[: depth + 1])} is off (null) in this arm, so it has no {parts[depth + 1]}"
+        content, model = content[part], child
+    return None
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    candidates = (annotation, *get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
+    for name, why in config.problems():
+        yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
+    blocks = config.blocks
+    if not recipe.plain and not any(recipe.layers.quantises(block, blocks) for block in range(blocks)):
+        knob = paths.knob_of("recipe.layers.skip_last") or paths.knob_of("recipe.layers.skip_first")
+        yield knob or "workload.layers", f"keeps all {blocks} blocks in high precision: nothing is quantised, as in preset bf16"
+
+
+def reason(problem: Mapping[str, Any], model: type[BaseModel] | None = None) -> str:
+    """One of pydantic's errors in the house's words."""
+    if problem["type"] == "extra_forbidden":
+        *parents, word = problem["loc"]
+        for parent in parents:
+            model = model and parent in model.model_fields and _model(model.model_fields[parent].annotation) or None
+        return f"no such key; {nearest(str(word), _keys(model))}" if model else "no such key"
+    if problem["type"] == "missing":
+        return "is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def label(knobs: Mapping[str, Any]) -> str:
+    """A name that says which knobs were turned: `rht=true sr=false`; a preset by its own name alone."""
+    words = [display(value).strip("'") if knob == "recipe" else f"{knob}={display(value)}" for knob, value in knobs.items()]
+    return " ".join(words)

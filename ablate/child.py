@@ -1,0 +1,100 @@
+"""The trial's own process: a warm interpreter that forks a child for each trial, and dies with whoever started it.
+
+Standard input carries one JSON line a trial: {spec, root, attempt, telemetry}. Standard output carries the child's events as
+JSON lines, then {"exit": status} (negative: the signal that killed it). Torch is imported once, so a trial starts in
+milliseconds. When standard input closes, the supervisor is gone: the warm process and the trial in it end at once.
+"""
+
+import json
+import os
+import select
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from ablate.store import Store
+from ablate.trial import TrialSpec, run
+
+_POLL_SECONDS = 0.5
+
+
+def main() -> None:
+    """Serve trials until standard input closes."""
+    tune_process()
+    for line in iter(sys.stdin.buffer.raw.readline, b""):
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _trial(request)
+        status = os.waitstatus_to_exitcode(_wait(pid))
+        print(json.dumps({"exit": status}), flush=True)
+
+
+def tune_process() -> None:
+    """One thread a trial, and an allocator that keeps freed memory: glibc's defaults give large tensors back at every free."""
+    import ctypes
+
+    import torch
+
+    import ablate.transformer  # noqa: F401 - warm
+
+    torch.set_num_threads(1)
+    mmap_threshold, trim_threshold = -3, -1  # malloc.h
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, 1 << 31 - 1)
+
+
+def _wait(pid: int) -> int:
+    """Wait for the trial; end it when standard input closes first."""
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        if _supervisor_gone(0.02):
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            os._exit(1)
+
+
+def _supervisor_gone(seconds: float) -> bool:
+    """Whether standard input is at its end, waiting that long. Requests never come while a trial runs."""
+    return bool(select.select([0], [], [], seconds)[0])
+
+
+def _trial(request: dict) -> None:
+    """In the forked child: run the trial, its events to standard output, what it prints to its log; never returns."""
+    parent = os.getppid()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    store = Store(Path(request["root"]))
+    attempt = request["attempt"]
+    status = 1
+    try:
+        spec = TrialSpec.parse(request["spec"])
+        folder = store.folder(spec.id)
+        folder.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.dup(1), "w", buffering=1) as events, (folder / f"log-{attempt}.txt").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            try:
+                for event in run(spec, store, attempt, request["telemetry"]):
+                    print(json.dumps(event), file=events)
+                status = 0
+            except Exception:  # the boundary of the process: its reason goes to the log, which the supervisor reports
+                traceback.print_exc()
+                sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def _end_with(parent: int) -> None:
+    """Watch the lifeline: the warm process, and through it the supervisor."""
+    while os.getppid() == parent and not _supervisor_gone(_POLL_SECONDS):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,445 @@
+"""An experiment as written and as meant: YAML in, arms and trial specs out. The only file that knows how one is written."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
+
+from ablate.arms import Arm, Base, KnobError, label, reason
+from ablate.engines import resolve
+from ablate.numerics.spec import Spec
+from ablate.recipes import KNOBS, PRESETS
+from ablate.trial import TrialSpec
+from ablate.workloads import WORKLOADS
+from ablate.yamlfile import Document, InputError, nearest, read
+
+_MOST_ARMS = 10_000
+
+
+def _seeds(value: Any) -> tuple[int, ...]:
+    if type(value) is int and 1 <= value <= 10_000:
+        return tuple(range(value))
+    if isinstance(value, list) and value and all(type(seed) is int and 0 <= seed < 2**32 for seed in value):
+        if len(set(value)) == len(value):
+            return tuple(value)
+        raise ValueError("a seed stands twice")
+    raise ValueError("must be how many seeds (1 or more), or a list of different seeds")
+
+
+_SEEDS_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
+
+
+class Metric(Spec):
+    """What arms are compared by: the value of the last record that has it."""
+
+    name: str = "val/loss"
+    direction: Literal["minimize", "maximize"] = "minimize"
+    min_effect: float | None = Field(None, gt=0)
+    """The smallest difference that matters, in the metric's unit."""
+
+
+class Search(Spec):
+    """How points are proposed where `ablate` holds ranges."""
+
+    sampler: Literal["tpe", "random", "gp", "cmaes"] = "tpe"
+    trials: int = Field(ge=1)
+    """Arms to propose; each runs all seeds."""
+    seed: int = Field(0, ge=0)
+    pruner: Any = None
+    rungs: Any = None
+
+
+class Budget(Spec):
+    """Stop starting trials when this much was run; the sweep then ends with status 3."""
+
+    trials: int | None = Field(None, ge=1)
+    hours: float | None = Field(None, gt=0)
+    cost: Any = None
+
+
+class Resources(Spec):
+    """What one trial needs."""
+
+    gpus: int = Field(0, ge=0)
+
+
+class TelemetryKeys(Spec):
+    """How often what is recorded; not part of a trial's identity."""
+
+    every: int = Field(50, ge=1)
+    """Steps between measurements of quantisation error."""
+    log: int = Field(10, ge=1)
+    """Steps between records of the training loss."""
+
+
+class ExperimentFile(Spec):
+    """An experiment: one question, the knobs it turns, the baseline, the seeds."""
+
+    version: Literal[1] = Field(alias="schema")
+    question: str = Field(min_length=1)
+    workload: dict[str, dict[str, Any] | None]
+    recipe: str = "nvfp4"
+    ablate: dict[str, Any] | None = None
+    arms: dict[str, dict[str, Any]] | None = None
+    against: Any = "bf16"
+    seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds), WithJsonSchema(_SEEDS_SCHEMA)] = (0, 1, 2)
+    metric: Annotated[Any, WithJsonSchema(Metric.model_json_schema())] = Field(default_factory=dict)
+    search: Search | None = None
+    engine: str = "auto"
+    retry: int = Field(2, ge=0, le=100)
+    """How often a trial that died is started again."""
+    budget: Budget = Budget()
+    resources: Resources = Resources()
+    telemetry: TelemetryKeys = TelemetryKeys()
+    constraints: Any = None
+
+
+_NOT_YET = {
+    ("search", "pruner"): "pruning is not yet available; leave it out",
+    ("search", "rungs"): "pruning is not yet available; leave it out",
+    ("budget", "cost"): "not yet available; use budget: {hours: ...} or {trials: ...}",
+    ("constraints",): "constraints are not yet available; leave the key out",
+}
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One knob's range or choices."""
+
+    kind: Literal["choice", "uniform", "int"]
+    choices: tuple[Any, ...] = ()
+    low: float = 0
+    high: float = 0
+    log: bool = False
+
+    def ends(self) -> tuple[Any, ...]:
+        """Values to try, to see whether the range makes sense."""
+        return self.choices if self.kind == "choice" else (self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment, checked: every arm it names can be built."""
+
+    name: str
+    file: str
+    text: str
+    question: str
+    base: Base
+    space: Mapping[str, Dimension]
+    arms: tuple[Arm, ...]
+    """The arms known from the start, baselines first: all of a grid, only the baseline of a search."""
+    against: Mapping[str, Any]
+    seeds: tuple[int, ...]
+    metric: Metric
+    search: Search | None
+    engine: str
+    retry: int
+    budget: Budget
+    telemetry: TelemetryKeys
+
+    def propose(self, knobs: Mapping[str, Any]) -> tuple[Arm, Arm]:
+        """A searched arm and its baseline: the same workload values under the recipe it is compared with."""
+        arm, baseline = self.base.arm(knobs), _baseline(self.base, self.against, knobs)
+        return _compared(arm, baseline), baseline
+
+    def spec(self, arm: Arm, seed: int, device: str) -> TrialSpec:
+        """The trial of one member."""
+        return TrialSpec(
+            workload=self.base.workload, config=arm.config, recipe=arm.recipe, seed=seed, engine=self.engine, device=device
+        )
+
+
+def load(path: Path) -> Experiment:
+    """Read, check and expand an experiment file; InputError with every problem where it cannot be run as it stands."""
+    document = read(path)
+    file = _surface(document)
+    _refuse_not_yet(document)
+    engine = _engine(file, document)
+    base = _base(file, document)
+    metric = _metric(file, document)
+    space = _space(file, document)
+    if base is None:
+        document.check()
+    arms = _arms(file, base, space, document)
+    against = _against(file, base, arms, document)
+    document.check()
+    return Experiment(
+        name=path.stem,
+        file=str(path),
+        text=document.text,
+        question=file.question.strip(),
+        base=base,
+        space=space,
+        arms=_with_baselines(file, base, arms, against, document),
+        against=against,
+        seeds=file.seeds,
+        metric=metric,
+        search=file.search,
+        engine=engine,
+        retry=file.retry,
+        budget=file.budget,
+        telemetry=file.telemetry,
+    )
+
+
+def _surface(document: Document) -> ExperimentFile:
+    """The file's top level. Keys that are wrong are noted and left out, so that what is wrong elsewhere shows too."""
+    content = {"schema": 1, "question": "-"} | document.value
+    try:
+        return ExperimentFile.model_validate(document.value)
+    except ValidationError as error:
+        for problem in error.errors():
+            missing = problem["type"] == "missing"
+            document.problem(problem["loc"], reason(problem, ExperimentFile), *(() if missing else (problem["input"],)))
+            content.pop(problem["loc"][0], None)
+    if "workload" not in content:
+        document.check()
+    return ExperimentFile.model_validate({"schema": 1, "question": "-"} | content)
+
+
+def _refuse_not_yet(document: Document) -> None:
+    for path, why in _NOT_YET.items():
+        value = document.value
+        for part in path:
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            document.problem(path, why)
+    resources = document.value.get("resources")
+    if isinstance(resources, dict) and isinstance(resources.get("gpus"), int) and resources["gpus"] > 1:
+        document.problem(("resources", "gpus"), "trials on several GPUs are not yet available; use 0 or 1")
+    if isinstance(document.value.get("metric"), list):
+        document.problem(("metric",), "several objectives are not yet available; give one metric")
+
+
+def _engine(file: ExperimentFile, document: Document) -> str | None:
+    try:
+        return resolve(file.engine)
+    except ValueError as error:
+        document.problem(("engine",), str(error), file.engine)
+        return None
+
+
+def _base(file: ExperimentFile, document: Document) -> Base | None:
+    if file.recipe not in PRESETS:
+        document.problem(("recipe",), f"no such preset; {nearest(file.recipe, PRESETS)}", file.recipe)
+    if len(file.workload) != 1:
+        document.problem(("workload",), f"names {len(file.workload)} workloads; give one of {', '.join(WORKLOADS)}")
+        return None
+    ((name, values),) = file.workload.items()
+    if name not in WORKLOADS:
+        document.problem(("workload", name), f"no such workload; {nearest(name, WORKLOADS)}")
+        return None
+    base = Base(name, values or {}, file.recipe if file.recipe in PRESETS else "bf16")
+    try:
+        base.arm({"recipe": "bf16"})
+    except KnobError as error:
+        for path, why in error.reasons:
+            parts = path.split(".")[1:]
+            document.problem(("workload", name, *parts), why, *_value(values, parts))
+        return replace(base, values={})  # so that what is wrong elsewhere shows too
+    return base
+
+
+def _value(content: Any, parts: list[str]) -> tuple[Any, ...]:
+    for part in parts:
+        if not isinstance(content, dict) or part not in content:
+            return ()
+        content = content[part]
+    return (content,)
+
+
+def _metric(file: ExperimentFile, document: Document) -> Metric:
+    if isinstance(file.metric, list):
+        return Metric()
+    try:
+        return Metric.model_validate(file.metric)
+    except ValidationError as error:
+        for problem in error.errors():
+            document.problem(("metric", *problem["loc"]), reason(problem, Metric), problem["input"])
+        return Metric()
+
+
+def _space(file: ExperimentFile, document: Document) -> dict[str, Dimension]:
+    if (file.ablate is None) == (file.arms is None):
+        document.problem((), "give either `ablate` (knobs and their values) or `arms` (arms by name)")
+        return {}
+    if file.search and file.arms is not None:
+        document.problem(("search",), "a search turns the knobs of `ablate`; `arms` lists points one by one")
+    if file.ablate is not None and not file.ablate:
+        document.problem(("ablate",), "is empty: name at least one knob, such as rht: [true, false]")
+    if file.arms is not None and not file.arms:
+        document.problem(("arms",), "is empty: name at least one arm")
+    return {knob: _dimension(knob, values, file, document) for knob, values in (file.ablate or {}).items()}
+
+
+def _dimension(knob: str, values: Any, file: ExperimentFile, document: Document) -> Dimension:
+    path = ("ablate", knob)
+    if isinstance(values, list):
+        if not values:
+            document.problem(path, "is an empty list: an empty grid; give the values to try", values)
+        for index, value in enumerate(values):
+            if any(type(value) is type(other) and value == other for other in values[:index]):
+                document.problem((*path, index), "stands twice", value)
+        return Dimension("choice", choices=tuple(values))
+    if not isinstance(values, dict):
+        document.problem(path, f"is a single value; give a list, [{values}], or a range", values)
+        return Dimension("choice")
+    if file.search is None:
+        document.problem(path, "is a range, which needs `search: {trials: ...}`; a grid takes a list of values")
+    return _range(path, values, document)
+
+
+def _range(path: tuple[str, ...], values: dict[str, Any], document: Document) -> Dimension:
+    kinds = [kind for kind in ("uniform", "int", "choice") if kind in values]
+    for key in values:
+        if key not in ("uniform", "int", "choice", "log"):
+            document.problem((*path, key), f"no such key of a range; {nearest(key, ('uniform', 'int', 'choice', 'log'))}")
+    if len(kinds) != 1:
+        document.problem(path, "is not a range; write {uniform: [low, high]}, {int: [low, high]} or {choice: [...]}")
+        return Dimension("choice")
+    kind, content, log = kinds[0], values[kinds[0]], values.get("log", False)
+    if kind == "choice":
+        if not isinstance(content, list) or not content:
+            document.problem((*path, kind), "must be a list of at least one value", content)
+            return Dimension("choice")
+        return Dimension("choice", choices=tuple(content))
+    types = (int,) if kind == "int" else (int, float)
+    numbers = isinstance(content, list) and len(content) == 2 and all(type(x) in types for x in content)
+    if not numbers or not all(map(math.isfinite, content)) or content[0] >= content[1]:
+        document.problem((*path, kind), "must be [low, high] with low < high", content)
+        return Dimension("choice")
+    if type(log) is not bool or (log and content[0] <= 0):
+        document.problem((*path, "log"), "must be true or false, and true only where low > 0", log)
+    return Dimension(kind, low=content[0], high=content[1], log=log is True)
+
+
+def _arms(file: ExperimentFile, base: Base, space: Mapping[str, Dimension], document: Document) -> list[Arm]:
+    """The arms of a grid or a list; for a search none, but each knob's ends are tried, so that mistakes show now."""
+    if file.arms is not None:
+        points = [(name, knobs, {knob: ("arms", name, knob) for knob in knobs}) for name, knobs in file.arms.items()]
+    elif file.search:
+        for knob, dimension in space.items():
+            for index, value in enumerate(dimension.ends()):
+                _try(base, {knob: value}, None, {knob: ("ablate", knob, index)}, document)
+        return []
+    else:
+        count = math.prod(len(dimension.choices) for dimension in space.values())
+        if count > _MOST_ARMS:
+            document.problem(("ablate",), f"makes {count} arms; at most {_MOST_ARMS} fit a grid, a `search` samples them")
+            return []
+        indices = itertools.product(*(range(len(dimension.choices)) for dimension in space.values()))
+        points = [
+            (
+                None,
+                {knob: space[knob].choices[i] for knob, i in zip(space, point, strict=True)},
+                {knob: ("ablate", knob, i) for knob, i in zip(space, point, strict=True)},
+            )
+            for point in indices
+        ]
+    arms: list[Arm] = []
+    for name, knobs, positions in points:
+        arm = _try(base, knobs, name, positions, document)
+        if arm is None:
+            continue
+        twin = next((other for other in arms if other.content == arm.content), None)
+        if twin:
+            where = ("arms", name) if name else ("ablate",)
+            document.problem(
+                where, f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice"
+            )
+        arms.append(arm)
+    return arms
+
+
+def _try(base: Base, knobs: Mapping[str, Any], name: str | None, positions: Mapping[str, tuple], document: Document) -> Arm | None:
+    try:
+        return base.arm(knobs, name)
+    except KnobError as error:
+        for knob, why in error.reasons:
+            shown = (knobs[knob],) if knob in knobs else ()
+            document.problem(positions.get(knob, ("ablate",) if name is None else ("arms", name)), why, *shown)
+        return None
+
+
+def _against(file: ExperimentFile, base: Base, arms: list[Arm], document: Document) -> dict[str, Any]:
+    """The baseline as knobs: of a preset, of an arm by name, or as written."""
+    value = file.against
+    if isinstance(value, dict):
+        _try(base, value, "against", {knob: ("against", knob) for knob in value}, document)
+        return value
+    if value in PRESETS:
+        return {"recipe": value}
+    named = {arm.name: dict(arm.knobs) for arm in arms}
+    if value in named:
+        return named[value]
+    document.problem(
+        ("against",), f"no such baseline: neither a preset nor an arm; {nearest(str(value), [*PRESETS, *named])}", value
+    )
+    return {}
+
+
+def _baseline(base: Base, against: Mapping[str, Any], knobs: Mapping[str, Any]) -> Arm:
+    """What an arm with these knobs is compared with: the baseline's recipe under the arm's own workload values."""
+    workload = {knob: value for knob, value in knobs.items() if knob.startswith("workload.")}
+    return base.arm({**against, **workload})
+
+
+def _compared(arm: Arm, baseline: Arm) -> Arm:
+    return Arm(arm.name, arm.knobs, arm.config, arm.recipe, None if arm.content == baseline.content else baseline.name)
+
+
+def _with_baselines(
+    file: ExperimentFile, base: Base, arms: list[Arm], against: Mapping[str, Any], document: Document
+) -> tuple[Arm, ...]:
+    """All arms, each with the name of its baseline; baselines that are not among them are added in front."""
+    if file.search:
+        return (_baseline(base, against, {}),) if not any(k.startswith("workload.") for k in file.ablate) else ()
+    extra: dict[str, Arm] = {}
+    compared = []
+    for arm in arms:
+        baseline = _baseline(base, against, arm.knobs)
+        known = next((other for other in arms if other.content == baseline.content), None)
+        if known is None:
+            extra[baseline.name] = known = baseline
+        compared.append(_compared(arm, known))
+    clash = {arm.name for arm in arms} & set(extra)
+    for name in clash:
+        document.problem(("arms", name), "is the baseline's name too, but another arm; choose another name")
+    document.check()
+    return (*extra.values(), *compared)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of an experiment file, for editors."""
+    schema = ExperimentFile.model_json_schema(by_alias=True)
+    values = {
+        knob: {"description": f"{entry.help} Values: {entry.values}.", "anyOf": [{"type": "array"}, {"type": "object"}]}
+        for knob, entry in KNOBS.items()
+    }
+    paths = {"^(recipe|workload)\\.": {"anyOf": [{"type": "array"}, {"type": "object"}]}}
+    values["recipe"] = {"type": "array", "items": {"enum": list(PRESETS)}}
+    schema["properties"]["ablate"] = {
+        "type": "object",
+        "properties": values,
+        "patternProperties": paths,
+        "additionalProperties": False,
+    }
+    schema["properties"]["recipe"] |= {"enum": list(PRESETS)}
+    schema["properties"]["workload"] = {
+        "type": "object",
+        "properties": {name: {"$ref": f"#/$defs/{name}"} for name in WORKLOADS},
+        "additionalProperties": False,
+        "maxProperties": 1,
+    }
+    for name, workload in WORKLOADS.items():
+        part = workload.model_json_schema(ref_template="#/$defs/{model}")
+        schema["$defs"] |= part.pop("$defs", {}) | {name: part}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "ablate experiment", **schema}
+
+
+__all__ = ["Dimension", "Experiment", "InputError", "Metric", "json_schema", "label", "load"]

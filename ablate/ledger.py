@@ -1,0 +1,169 @@
+"""The one truth of a sweep: arms, their members, trials, attempts and records. SQLite; only the controller writes it.
+
+Optuna and MLflow are pictures of it that can be dropped and rebuilt; the ledger itself can be rebuilt from the trial folders.
+"""
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FINISHED = ("done", "diverged")
+"""Statuses of a trial that need never run again."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sweep (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS arms (
+    arm INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, knobs TEXT NOT NULL, baseline INTEGER REFERENCES arms, optuna INTEGER);
+CREATE TABLE IF NOT EXISTS trials (
+    trial INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, spec TEXT NOT NULL, status TEXT NOT NULL DEFAULT 'pending',
+    reason TEXT, seconds REAL, reused INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS members (
+    arm INTEGER REFERENCES arms, seed INTEGER, trial INTEGER NOT NULL REFERENCES trials, mlflow TEXT,
+    shipped INTEGER NOT NULL DEFAULT -1, PRIMARY KEY (arm, seed)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS attempts (
+    trial INTEGER REFERENCES trials, attempt INTEGER, started REAL, ended REAL, outcome TEXT, reason TEXT,
+    PRIMARY KEY (trial, attempt)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS names (name INTEGER PRIMARY KEY, text TEXT UNIQUE NOT NULL);
+CREATE TABLE IF NOT EXISTS records (
+    trial INTEGER, name INTEGER, step INTEGER, value REAL, time REAL, PRIMARY KEY (trial, name, step)) WITHOUT ROWID;
+"""
+
+
+class Ledger:
+    """One sweep's ledger. `readonly` opens it for a projector or a report, on a thread or in a process of its own."""
+
+    def __init__(self, path: Path, readonly: bool = False) -> None:
+        if readonly:
+            self.db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, timeout=60)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.db = sqlite3.connect(path, isolation_level=None, timeout=60)
+            self.db.execute("PRAGMA journal_mode = WAL")
+            self.db.execute("PRAGMA synchronous = NORMAL")
+            self.db.executescript(_SCHEMA)
+        self.db.row_factory = sqlite3.Row
+        self._names = {row["text"]: row["name"] for row in self.db.execute("SELECT * FROM names")}
+
+    def close(self) -> None:
+        """Close the file; the ledger is complete at every moment before."""
+        self.db.close()
+
+    # The sweep
+
+    def describe(self, **facts: str) -> None:
+        """Set facts about the sweep."""
+        self.db.executemany("INSERT OR REPLACE INTO sweep VALUES (?, ?)", facts.items())
+
+    def fact(self, key: str) -> str | None:
+        """A fact about the sweep, None where it was never set."""
+        row = self.db.execute("SELECT value FROM sweep WHERE key = ?", (key,)).fetchone()
+        return row and row["value"]
+
+    # Arms and members
+
+    def add_arm(self, name: str, knobs: Mapping[str, Any], baseline: int | None, optuna: int | None) -> int:
+        """The arm's number; the arm is added where it is new."""
+        self.db.execute(
+            "INSERT INTO arms (name, knobs, baseline, optuna) VALUES (?, ?, ?, ?)"
+            " ON CONFLICT (name) DO UPDATE SET baseline = coalesce(excluded.baseline, baseline),"
+            " optuna = coalesce(excluded.optuna, optuna)",
+            (name, json.dumps(knobs), baseline, optuna),
+        )
+        return self.db.execute("SELECT arm FROM arms WHERE name = ?", (name,)).fetchone()["arm"]
+
+    def add_member(self, arm: int, seed: int, trial_id: str, spec: str) -> int:
+        """Say that `arm` at `seed` is the trial with this id; returns the trial's number. An arm whose spec changed moves on."""
+        self.db.execute("INSERT OR IGNORE INTO trials (id, spec) VALUES (?, ?)", (trial_id, spec))
+        trial = self.db.execute("SELECT trial FROM trials WHERE id = ?", (trial_id,)).fetchone()["trial"]
+        self.db.execute(
+            "INSERT INTO members (arm, seed, trial) VALUES (?1, ?2, ?3) ON CONFLICT (arm, seed) DO UPDATE"
+            " SET mlflow = iif(trial = ?3, mlflow, NULL), shipped = iif(trial = ?3, shipped, -1), trial = ?3",
+            (arm, seed, trial),
+        )
+        return trial
+
+    def arms(self) -> list[sqlite3.Row]:
+        """All arms in order."""
+        return self.db.execute("SELECT * FROM arms ORDER BY arm").fetchall()
+
+    def members(self) -> list[sqlite3.Row]:
+        """All members with their arm's name and knobs and their trial's id and status, by arm and seed."""
+        return self.db.execute(
+            "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, trials.id, trials.status, trials.reason, trials.spec,"
+            " trials.reused FROM members JOIN arms USING (arm) JOIN trials USING (trial) ORDER BY arm, seed"
+        ).fetchall()
+
+    # Trials and attempts
+
+    def start_attempt(self, trial: int, now: float) -> int:
+        """A new attempt's number, from 1. It fences off all earlier ones."""
+        row = self.db.execute("SELECT coalesce(max(attempt), 0) + 1 AS n FROM attempts WHERE trial = ?", (trial,)).fetchone()
+        self.db.execute("INSERT INTO attempts (trial, attempt, started) VALUES (?, ?, ?)", (trial, row["n"], now))
+        self.db.execute("UPDATE trials SET status = 'running' WHERE trial = ?", (trial,))
+        return row["n"]
+
+    def end_attempt(self, trial: int, attempt: int, now: float, outcome: str, reason: str | None = None) -> None:
+        """How an attempt ended: done, diverged, failed, interrupted."""
+        self.db.execute(
+            "UPDATE attempts SET ended = ?, outcome = ?, reason = ? WHERE trial = ? AND attempt = ?",
+            (now, outcome, reason, trial, attempt),
+        )
+
+    def settle(
+        self, trial: int, status: str, reason: str | None = None, seconds: float | None = None, reused: bool = False
+    ) -> None:
+        """Set a trial's status."""
+        self.db.execute(
+            "UPDATE trials SET status = ?, reason = ?, seconds = coalesce(?, seconds), reused = ? WHERE trial = ?",
+            (status, reason, seconds, reused, trial),
+        )
+
+    def requeue_orphans(self, now: float) -> int:
+        """Trials left running by a controller that is no more become pending again; returns how many."""
+        self.db.execute("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", (now,))
+        return self.db.execute("UPDATE trials SET status = 'pending' WHERE status = 'running'").rowcount
+
+    # Records
+
+    def record(self, trial: int, events: Iterable[Mapping[str, Any]]) -> None:
+        """Add events ({step, time, metrics}) of a trial. What is there already stays: recording twice is recording once."""
+        rows = [
+            (trial, self._name(name), event["step"], None if math.isnan(value) else value, event["time"])
+            for event in events
+            for name, value in event["metrics"].items()
+        ]
+        self.db.execute("BEGIN")
+        self.db.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
+        self.db.execute("COMMIT")
+
+    def _name(self, text: str) -> int:
+        if text not in self._names:
+            self._names[text] = self.db.execute("INSERT INTO names (text) VALUES (?)", (text,)).lastrowid
+        return self._names[text]
+
+    def records(self, trial: int, after: int = -1) -> Iterator[tuple[int, str, float, float]]:
+        """(step, metric, value, time) of a trial's records after step `after`, by step. A NaN was stored as NULL."""
+        rows = self.db.execute(
+            "SELECT step, text, value, time FROM records JOIN names USING (name) WHERE trial = ? AND step > ? ORDER BY step",
+            (trial, after),
+        )
+        for step, name, value, moment in rows:
+            yield step, name, math.nan if value is None else value, moment
+
+    def last_values(self, trial: int) -> dict[str, float]:
+        """The last value of every metric of a trial, per-layer series left out."""
+        rows = self.db.execute(
+            "SELECT text, value, max(step) FROM records JOIN names USING (name) WHERE trial = ? AND text NOT LIKE 'quant/%/%/%'"
+            " GROUP BY name",
+            (trial,),
+        )
+        return {name: math.nan if value is None else value for name, value, _ in rows}
+
+    # Projections
+
+    def shipped(self, arm: int, seed: int, run: str, step: int) -> None:
+        """The member's MLflow run has everything up to `step`."""
+        self.db.execute("UPDATE members SET mlflow = ?, shipped = ? WHERE arm = ? AND seed = ?", (run, step, arm, seed))

@@ -1,0 +1,94 @@
+"""The trial store: one self-describing folder a trial, shared by every sweep. Results are files; renaming one in is the commit.
+
+trials/<id>/spec.json             what was run: the hash of this is the id
+trials/<id>/events-<attempt>.jsonl  one record a line, appended as it happens
+trials/<id>/log-<attempt>.txt     what the trial printed
+trials/<id>/result.json           there when, and only when, the trial is over and need never run again
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Store:
+    """The folder `trials/` of a state folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def folder(self, trial: str) -> Path:
+        """Where the trial with this id lives; made when it is first run."""
+        return self.root / "trials" / trial
+
+    def result(self, trial: str) -> dict[str, Any] | None:
+        """The result of a finished trial, None for one that is not finished."""
+        try:
+            return json.loads((self.folder(trial) / "result.json").read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def commit(self, trial: str, result: dict[str, Any]) -> None:
+        """Make `result` the trial's result: all of it or nothing, also when the power fails."""
+        write(self.folder(trial) / "result.json", result)
+
+    def events(self, trial: str) -> Iterator[dict[str, Any]]:
+        """What the trial recorded, attempt by attempt. A last line torn by a crash is left out."""
+        for path in sorted(self.folder(trial).glob("events-*.jsonl"), key=lambda p: int(p.stem.partition("-")[2])):
+            with path.open() as lines:
+                for line in lines:
+                    if line.endswith("\n"):
+                        yield json.loads(line)
+
+    def log_tail(self, trial: str, attempt: int, lines: int = 20) -> str:
+        """The last lines that an attempt printed."""
+        path = self.folder(trial) / f"log-{attempt}.txt"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+
+    @contextmanager
+    def claim(self, trial: str) -> Iterator[None]:
+        """Hold the trial, waiting while another process does. The lock ends with the process, however it ends."""
+        folder = self.folder(trial)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def write(path: Path, content: Any) -> None:
+    """Write JSON so that a reader sees the old file or the new one: temporary file, fsync, rename."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    with temporary.open("w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+class Busy(Exception):
+    """Another process holds the lock; `holder` says which, as far as it is known."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(holder)
+        self.holder = holder
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, or raise Busy at once. The file names its holder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise Busy(lock.read().strip() or "unknown") from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {os.uname().nodename}")
+        lock.flush()
+        yield

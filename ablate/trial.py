@@ -1,0 +1,107 @@
+"""The smallest thing that can be reproduced: one workload, one recipe, one seed, one engine. No Ray, no Optuna, no MLflow."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from ablate import provenance
+from ablate.numerics import spec as numerics
+from ablate.numerics.spec import Spec
+from ablate.recipes import Recipe
+from ablate.store import Store, write
+from ablate.workloads import WORKLOADS
+
+
+class TrialSpec(Spec):
+    """Everything that determines a trial's numbers, resolved: defaults included, the data by its fingerprint, versions by hand.
+
+    Commit, library versions and hardware are recorded with the result but are not identity; nor is telemetry.
+    """
+
+    workload: str
+    config: Spec
+    recipe: Recipe
+    seed: int
+    engine: str
+    device: str
+
+    @cached_property
+    def canonical(self) -> str:
+        """The spec as canonical JSON: sorted keys, no spaces."""
+        content = {
+            "workload": {self.workload: self.config.model_dump(mode="json")},
+            "workload_version": self.config.VERSION,
+            "data": self.config.fingerprint(),
+            "recipe": self.recipe.model_dump(mode="json"),
+            "numerics_version": numerics.VERSION,
+            "seed": self.seed,
+            "engine": self.engine,
+            "device": self.device,
+        }
+        return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+    @cached_property
+    def id(self) -> str:
+        """16 hex digits of the canonical form's hash."""
+        return hashlib.sha256(self.canonical.encode()).hexdigest()[:16]
+
+    @classmethod
+    def parse(cls, canonical: str) -> "TrialSpec":
+        """The spec that a canonical form describes. ValueError when it was written by other versions, or for other data."""
+        content = json.loads(canonical)
+        ((name, config),) = content["workload"].items()
+        spec = cls(
+            workload=name,
+            config=WORKLOADS[name].model_validate_json(json.dumps(config)),
+            recipe=Recipe.model_validate_json(json.dumps(content["recipe"])),
+            **{key: content[key] for key in ("seed", "engine", "device")},
+        )
+        if spec.canonical != canonical:
+            raise ValueError(
+                "this process resolves the trial differently: other versions of the code, or other data, than the planner's"
+            )
+        return spec
+
+
+def run(spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Run the trial, or replay it where it is finished; yields events {step, time, metrics}, ends when the result is committed.
+
+    Waits while another process runs the same trial. A non-finite loss is a result (`diverged`); an exception is not.
+    """
+    with store.claim(spec.id):
+        if store.result(spec.id) is not None:
+            yield from store.events(spec.id)
+            return
+        folder = store.folder(spec.id)
+        write(folder / "spec.json", json.loads(spec.canonical))
+        started, event = time.time(), None
+        with (folder / f"events-{attempt}.jsonl").open("w") as events:
+            for event in _events(spec, telemetry):
+                print(json.dumps(event), file=events, flush=True)
+                yield event
+        store.commit(spec.id, _result(spec, attempt, started, event))
+
+
+def _events(spec: TrialSpec, telemetry: dict[str, int]) -> Iterator[dict[str, Any]]:
+    from ablate.train import Telemetry  # torch: only where a trial runs
+
+    for record in spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry)):
+        yield {"step": record.step, "time": time.time(), "metrics": record.metrics}
+
+
+def _result(spec: TrialSpec, attempt: int, started: float, last: dict[str, Any]) -> dict[str, Any]:
+    diverged = last["metrics"].get("nan/first_step")
+    return {
+        "id": spec.id,
+        "status": "done" if diverged is None else "diverged",
+        "reason": None if diverged is None else f"non-finite loss or gradient at step {int(diverged)}",
+        "attempt": attempt,
+        "steps": last["step"],
+        "seconds": time.time() - started,
+        "started": started,
+        "facts": spec.config.summary(),
+        "environment": provenance.environment(),
+    }
