@@ -152,7 +152,7 @@ def reason(problem: Mapping[str, Any], model: type[BaseModel] | None = None) -> 
     if problem["type"] == "extra_forbidden":
         *parents, word = problem["loc"]
         for parent in parents:
-            model = model and parent in model.model_fields and _model(model.model_fields[parent].annotation) or None
+            model = _model(model.model_fields[parent].annotation) if model and parent in model.model_fields else None
         return f"no such key; {nearest(str(word), _keys(model))}" if model else "no such key"
     if problem["type"] == "missing":
         return "is missing"

@@ -133,6 +133,8 @@ class Experiment:
     space: Mapping[str, Dimension]
     arms: tuple[Arm, ...]
     """The arms known from the start, baselines first: all of a grid, only the baseline of a search."""
+    added: frozenset[str]
+    """Names of the baselines among them that the file's own arms do not include."""
     against: Mapping[str, Any]
     seeds: tuple[int, ...]
     metric: Metric
@@ -149,9 +151,7 @@ class Experiment:
 
     def spec(self, arm: Arm, seed: int, device: str) -> TrialSpec:
         """The trial of one member."""
-        return TrialSpec(
-            workload=self.base.workload, config=arm.config, recipe=arm.recipe, seed=seed, engine=self.engine, device=device
-        )
+        return TrialSpec(workload=self.base.workload, config=arm.config, recipe=arm.recipe, seed=seed, engine=self.engine, device=device)
 
 
 def load(path: Path) -> Experiment:
@@ -168,6 +168,7 @@ def load(path: Path) -> Experiment:
     arms = _arms(file, base, space, document)
     against = _against(file, base, arms, document)
     document.check()
+    baselines, compared = _with_baselines(file, base, arms, against, document)
     return Experiment(
         name=path.stem,
         file=str(path),
@@ -175,7 +176,8 @@ def load(path: Path) -> Experiment:
         question=file.question.strip(),
         base=base,
         space=space,
-        arms=_with_baselines(file, base, arms, against, document),
+        arms=(*baselines, *compared),
+        added=frozenset(arm.name for arm in baselines),
         against=against,
         seeds=file.seeds,
         metric=metric,
@@ -349,9 +351,7 @@ def _arms(file: ExperimentFile, base: Base, space: Mapping[str, Dimension], docu
         twin = next((other for other in arms if other.content == arm.content), None)
         if twin:
             where = ("arms", name) if name else ("ablate",)
-            document.problem(
-                where, f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice"
-            )
+            document.problem(where, f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice")
         arms.append(arm)
     return arms
 
@@ -377,9 +377,7 @@ def _against(file: ExperimentFile, base: Base, arms: list[Arm], document: Docume
     named = {arm.name: dict(arm.knobs) for arm in arms}
     if value in named:
         return named[value]
-    document.problem(
-        ("against",), f"no such baseline: neither a preset nor an arm; {nearest(str(value), [*PRESETS, *named])}", value
-    )
+    document.problem(("against",), f"no such baseline: neither a preset nor an arm; {nearest(str(value), [*PRESETS, *named])}", value)
     return {}
 
 
@@ -395,10 +393,11 @@ def _compared(arm: Arm, baseline: Arm) -> Arm:
 
 def _with_baselines(
     file: ExperimentFile, base: Base, arms: list[Arm], against: Mapping[str, Any], document: Document
-) -> tuple[Arm, ...]:
-    """All arms, each with the name of its baseline; baselines that are not among them are added in front."""
+) -> tuple[list[Arm], list[Arm]]:
+    """The baselines that are not among the arms, and the arms, each with the name of its own baseline."""
     if file.search:
-        return (_baseline(base, against, {}),) if not any(k.startswith("workload.") for k in file.ablate) else ()
+        varies = any(knob.startswith("workload.") for knob in file.ablate)
+        return ([] if varies else [_baseline(base, against, {})]), []
     extra: dict[str, Arm] = {}
     compared = []
     for arm in arms:
@@ -407,11 +406,10 @@ def _with_baselines(
         if known is None:
             extra[baseline.name] = known = baseline
         compared.append(_compared(arm, known))
-    clash = {arm.name for arm in arms} & set(extra)
-    for name in clash:
+    for name in {arm.name for arm in arms} & set(extra):
         document.problem(("arms", name), "is the baseline's name too, but another arm; choose another name")
     document.check()
-    return (*extra.values(), *compared)
+    return list(extra.values()), compared
 
 
 def json_schema() -> dict[str, Any]:

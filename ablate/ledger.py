@@ -22,7 +22,8 @@ CREATE TABLE IF NOT EXISTS trials (
     reason TEXT, seconds REAL, reused INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS members (
     arm INTEGER REFERENCES arms, seed INTEGER, trial INTEGER NOT NULL REFERENCES trials, mlflow TEXT,
-    shipped INTEGER NOT NULL DEFAULT -1, PRIMARY KEY (arm, seed)) WITHOUT ROWID;
+    shipped INTEGER NOT NULL DEFAULT -1,
+    closed INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (arm, seed)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS attempts (
     trial INTEGER REFERENCES trials, attempt INTEGER, started REAL, ended REAL, outcome TEXT, reason TEXT,
     PRIMARY KEY (trial, attempt)) WITHOUT ROWID;
@@ -80,7 +81,8 @@ class Ledger:
         trial = self.db.execute("SELECT trial FROM trials WHERE id = ?", (trial_id,)).fetchone()["trial"]
         self.db.execute(
             "INSERT INTO members (arm, seed, trial) VALUES (?1, ?2, ?3) ON CONFLICT (arm, seed) DO UPDATE"
-            " SET mlflow = iif(trial = ?3, mlflow, NULL), shipped = iif(trial = ?3, shipped, -1), trial = ?3",
+            " SET mlflow = iif(trial = ?3, mlflow, NULL), shipped = iif(trial = ?3, shipped, -1),"
+            " closed = iif(trial = ?3, closed, 0), trial = ?3",
             (arm, seed, trial),
         )
         return trial
@@ -112,19 +114,27 @@ class Ledger:
             (now, outcome, reason, trial, attempt),
         )
 
-    def settle(
-        self, trial: int, status: str, reason: str | None = None, seconds: float | None = None, reused: bool = False
-    ) -> None:
+    def status(self, trial: int) -> str:
+        """A trial's status: pending, running, done, diverged or failed."""
+        return self.db.execute("SELECT status FROM trials WHERE trial = ?", (trial,)).fetchone()["status"]
+
+    def attempts_since(self, trial: int, moment: float) -> int:
+        """How many attempts of a trial began after a moment."""
+        return self.db.execute("SELECT count(*) FROM attempts WHERE trial = ? AND started >= ?", (trial, moment)).fetchone()[0]
+
+    def settle(self, trial: int, status: str, reason: str | None = None, seconds: float | None = None, reused: bool = False) -> None:
         """Set a trial's status."""
         self.db.execute(
             "UPDATE trials SET status = ?, reason = ?, seconds = coalesce(?, seconds), reused = ? WHERE trial = ?",
             (status, reason, seconds, reused, trial),
         )
+        if status not in FINISHED:
+            self.db.execute("UPDATE members SET closed = 0 WHERE trial = ?", (trial,))
 
-    def requeue_orphans(self, now: float) -> int:
-        """Trials left running by a controller that is no more become pending again; returns how many."""
+    def requeue(self, now: float) -> int:
+        """Trials that failed, or were left running by a controller that is no more, become pending again; returns how many."""
         self.db.execute("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", (now,))
-        return self.db.execute("UPDATE trials SET status = 'pending' WHERE status = 'running'").rowcount
+        return self.db.execute("UPDATE trials SET status = 'pending', reason = NULL WHERE status IN ('running', 'failed')").rowcount
 
     # Records
 
@@ -164,6 +174,10 @@ class Ledger:
 
     # Projections
 
-    def shipped(self, arm: int, seed: int, run: str, step: int) -> None:
-        """The member's MLflow run has everything up to `step`."""
-        self.db.execute("UPDATE members SET mlflow = ?, shipped = ? WHERE arm = ? AND seed = ?", (run, step, arm, seed))
+    def shipped(self, arm: int, seed: int, run: str, step: int, closed: bool) -> None:
+        """The member's MLflow run has everything up to `step`, and all there will be where it is closed."""
+        self.db.execute("UPDATE members SET mlflow = ?, shipped = ?, closed = ? WHERE arm = ? AND seed = ?", (run, step, closed, arm, seed))
+
+    def unshipped(self) -> int:
+        """Members whose MLflow run is not complete."""
+        return self.db.execute("SELECT count(*) FROM members WHERE NOT closed").fetchone()[0]

@@ -53,10 +53,7 @@ class Store:
     @contextmanager
     def claim(self, trial: str) -> Iterator[None]:
         """Hold the trial, waiting while another process does. The lock ends with the process, however it ends."""
-        folder = self.folder(trial)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock(self.folder(trial) / "lock"):
             yield
 
 
@@ -79,16 +76,16 @@ class Busy(Exception):
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, or raise Busy at once. The file names its holder."""
+def lock(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock file `path`, which names its holder; while another process does, wait, or raise Busy at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as lock:
+    with path.open("a+") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            lock.seek(0)
-            raise Busy(lock.read().strip() or "unknown") from None
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {os.uname().nodename}")
-        lock.flush()
+            file.seek(0)
+            raise Busy(file.read().strip() or "unknown") from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {os.uname().nodename}")
+        file.flush()
         yield

@@ -60,9 +60,7 @@ class TrialSpec(Spec):
             **{key: content[key] for key in ("seed", "engine", "device")},
         )
         if spec.canonical != canonical:
-            raise ValueError(
-                "this process resolves the trial differently: other versions of the code, or other data, than the planner's"
-            )
+            raise ValueError("this process resolves the trial differently: other versions of the code, or other data, than the planner's")
         return spec
 
 

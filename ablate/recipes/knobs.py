@@ -48,9 +48,7 @@ _Count = Annotated[int, Field(ge=0)]
 KNOBS = {
     "rht": Knob(bool, "true, false", "Random Hadamard transform, 16 points with fixed signs, on both operands of wgrad.", _rht),
     "sr": Knob(bool, "true, false", "Stochastic rounding of both copies of the output gradient.", _sr),
-    "weights_2d": Knob(
-        bool, "true, false", "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.", _weights_2d
-    ),
+    "weights_2d": Knob(bool, "true, false", "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.", _weights_2d),
     "amax_percentile": Knob(
         Annotated[float, Field(gt=0, le=1)] | None,
         "p in (0, 1], or null",

@@ -1,0 +1,391 @@
+"""One process, one loop: what is wanted, what is done, what runs next. The only writer of the ledger.
+
+It draws nothing and prints nothing: it yields a Progress whenever something happened, and ends with an Outcome.
+"""
+
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ablate import provenance
+from ablate.arms import Arm
+from ablate.experiment import Experiment
+from ablate.ledger import FINISHED, Ledger
+from ablate.store import Store
+
+_WAIT_SECONDS = 0.2
+_MLFLOW_GRACE_SECONDS = 30.0
+_INTERRUPT_GRACE_SECONDS = 10.0
+
+
+class Executor(Protocol):
+    """Where trials run; see workers.py."""
+
+    slots: int
+
+    def submit(self, request: dict[str, Any]) -> None: ...
+    def wait(self, seconds: float) -> list[tuple[str, dict[str, Any]]]: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Running:
+    """A trial in flight, as the live view shows it."""
+
+    name: str
+    seed: int
+    trial: int
+    attempt: int
+    started: float
+    steps: int
+    step: int = 0
+    loss: float = math.nan
+    request: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of the sweep after something happened; `news` says what, where it is worth a line."""
+
+    done: int
+    total: int
+    running: tuple[Running, ...]
+    news: tuple[str, ...]
+    mlflow: str | None
+    seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of the sweep ended."""
+
+    status: Literal["done", "failed", "budget"]
+    ran: int
+    reused: int
+    failed: int
+    seconds: float
+
+
+class Controller:
+    """One run of one experiment against its state folder."""
+
+    def __init__(self, experiment: Experiment, state: Path, device: str, connect: Callable[[], Executor], mlflow: str | None) -> None:
+        self.experiment, self.state, self.device = experiment, state, device
+        self.folder = state / "sweeps" / experiment.name
+        self.store, self.ledger = Store(state), Ledger(self.folder / "ledger.db")
+        self._connect, self._mlflow = connect, mlflow
+        self.study: Any = None
+        self.projector: Any = None
+        self._queue: deque[tuple[int, Arm, int, str]] = deque()
+        self._running: dict[str, Running] = {}
+        self._news: list[str] = []
+        self._ran = 0
+        self._reused: set[str] = set()
+        self._rates: list[float] = []
+        self._started = time.time()
+
+    # One run
+
+    def run(self) -> Iterator[Progress | Outcome]:
+        """Do what is missing. Ctrl-C, or closing the generator, leaves everything resumable."""
+        requeued = self.ledger.requeue(time.time())
+        self._describe()
+        for arm in self.experiment.arms:
+            self._want(arm)
+        self._resume_search()
+        if requeued:
+            self._say(f"{requeued} trials were left unfinished and go on")
+        executor = None
+        status = "killed"
+        try:
+            self._start_projections()
+            yield self._progress()
+            if self._work_left():
+                executor = self._connect()
+                yield from self._loop(executor)
+            status = self._status()
+            yield from self._settle(status)
+            yield Outcome(status, self._ran, len(self._reused), self._count("failed"), time.time() - self._started)
+        finally:
+            if executor:
+                executor.close()
+            if status == "killed":
+                self._interrupted()
+
+    def _loop(self, executor: Executor) -> Iterator[Progress]:
+        while self._running or self._work_left():
+            while len(self._running) < executor.slots and not self._spent() and (member := self._next()):
+                self._submit(executor, *member)
+                yield self._progress()
+            if not self._running:
+                return
+            for trial_id, message in executor.wait(_WAIT_SECONDS):
+                self._hear(executor, trial_id, message)
+            self._tell_study()
+            yield self._progress()
+
+    def _work_left(self) -> bool:
+        return not self._spent() and bool(self._queue or self._asks_left())
+
+    def _spent(self) -> bool:
+        budget = self.experiment.budget
+        hours = (time.time() - self._started) / 3600
+        started = self._ran + len(self._running)
+        return (budget.trials is not None and started >= budget.trials) or (budget.hours is not None and hours >= budget.hours)
+
+    def _status(self) -> Literal["done", "failed", "budget"]:
+        if self._queue or self._asks_left():
+            return "budget"
+        return "failed" if self._count("failed") else "done"
+
+    def _count(self, status: str) -> int:
+        return sum(member["status"] == status for member in self.ledger.members())
+
+    # What is wanted
+
+    def _describe(self) -> None:
+        commit, diff = provenance.commit(Path.cwd())
+        self.ledger.describe(
+            **{
+                "name": self.experiment.name,
+                "question": self.experiment.question,
+                "metric": self.experiment.metric.model_dump_json(),
+                "experiment.yaml": self.experiment.text,
+                "provenance.json": json.dumps({"commit": commit, **provenance.environment()}, indent=1),
+                "uncommitted.diff": diff,
+            }
+        )
+
+    def _want(self, arm: Arm, optuna: int | None = None) -> None:
+        """Put an arm with all its seeds into the ledger; adopt what is finished, queue what is not."""
+        baseline = self._arm_number(arm.baseline)
+        number = self.ledger.add_arm(arm.name, arm.knobs, baseline, optuna)
+        for seed in self.experiment.seeds:
+            spec = self.experiment.spec(arm, seed, self.device)
+            trial = self.ledger.add_member(number, seed, spec.id, spec.canonical)
+            if not self._adopt(trial, spec.id) and all(queued[0] != trial for queued in self._queue):
+                self._queue.append((trial, arm, seed, spec.id))
+        self._queue = deque(sorted(self._queue, key=lambda item: self.experiment.seeds.index(item[2])))  # pairs complete early
+
+    def _arm_number(self, name: str | None) -> int | None:
+        return next((arm["arm"] for arm in self.ledger.arms() if arm["name"] == name), None)
+
+    def _adopt(self, trial: int, trial_id: str) -> bool:
+        """Take over a result that the store has, from this sweep or any other; whether there was one."""
+        result = self.store.result(trial_id)
+        if result is None:
+            return False
+        status = self.ledger.status(trial)
+        if status not in FINISHED:
+            self.ledger.record(trial, self.store.events(trial_id))
+            self.ledger.settle(trial, result["status"], result["reason"], result["seconds"], reused=True)
+        self._reused.add(trial_id)
+        return True
+
+    # The search
+
+    def _resume_search(self) -> None:
+        """Arms that an earlier run of the sweep proposed are wanted again, with their points in the study."""
+        if self.experiment.search:
+            for row in self.ledger.arms():
+                if row["optuna"] is not None:
+                    self._propose(json.loads(row["knobs"]), row["optuna"])
+
+    def _asks_left(self) -> int:
+        search = self.experiment.search
+        return search.trials - sum(arm["optuna"] is not None for arm in self.ledger.arms()) if search else 0
+
+    def _next(self) -> tuple[int, Arm, int, str] | None:
+        if not self._queue and self._asks_left() > 0:
+            number, knobs = self.study.ask()
+            self._propose(knobs, number)
+            return self._next()
+        return self._queue.popleft() if self._queue else None
+
+    def _propose(self, knobs: dict[str, Any], number: int) -> None:
+        arm, baseline = self.experiment.propose(knobs)
+        self._want(baseline)
+        self._want(Arm(f"{number}: {arm.name}", arm.knobs, arm.config, arm.recipe, arm.baseline), number)
+
+    # Trials
+
+    def _submit(self, executor: Executor, trial: int, arm: Arm, seed: int, trial_id: str) -> None:
+        if self._adopt(trial, trial_id):  # another sweep was faster
+            return
+        attempt = self.ledger.start_attempt(trial, time.time())
+        request = {
+            "id": trial_id,
+            "spec": self.experiment.spec(arm, seed, self.device).canonical,
+            "root": str(self.state.resolve()),
+            "attempt": attempt,
+            "telemetry": self.experiment.telemetry.model_dump(),
+        }
+        self._running[trial_id] = Running(arm.name, seed, trial, attempt, time.time(), arm.config.steps, request=request)
+        executor.submit(request)
+
+    def _hear(self, executor: Executor, trial_id: str, message: dict[str, Any]) -> None:
+        running = self._running[trial_id]
+        if "events" in message:
+            self.ledger.record(running.trial, message["events"])
+            last = message["events"][-1]
+            running.step = last["step"]
+            running.loss = last["metrics"].get("train/loss", running.loss)
+            return
+        outcome, reason = message["end"], message.get("reason")
+        self.ledger.end_attempt(running.trial, running.attempt, time.time(), outcome, reason)
+        del self._running[trial_id]
+        if outcome == "failed":
+            self._failed(executor, trial_id, running, message)
+            return
+        if self.store.result(trial_id) is None:  # a worker that shares no file system
+            self.store.commit(trial_id, message["result"])
+        self._ran += 1
+        self._rates.append(time.time() - running.started)
+        self.ledger.settle(running.trial, outcome, reason, message["result"]["seconds"])
+        final = self.ledger.last_values(running.trial).get(self.experiment.metric.name, math.nan)
+        ending = f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.4f}"
+        self._say(f"{running.name} seed={running.seed}: {ending} ({message['result']['seconds']:.0f} s)")
+
+    def _failed(self, executor: Executor, trial_id: str, running: Running, message: dict[str, Any]) -> None:
+        reason = message["reason"]
+        tries = self.ledger.attempts_since(running.trial, self._started)
+        if tries <= self.experiment.retry:
+            self._say(f"{running.name} seed={running.seed}: {reason}; retry {tries}/{self.experiment.retry}")
+            request = running.request | {"attempt": self.ledger.start_attempt(running.trial, time.time())}
+            self._running[trial_id] = Running(
+                running.name, running.seed, running.trial, request["attempt"], time.time(), running.steps, request=request
+            )
+            executor.submit(request)
+            return
+        self.ledger.settle(running.trial, "failed", reason)
+        log = "".join(f"\n    {line}" for line in message.get("log", "").splitlines())
+        self._say(f"{running.name} seed={running.seed}: failed: {reason}{log}")
+
+    # Projections
+
+    def _start_projections(self) -> None:
+        if self._mlflow and (self._queue or self._asks_left() or self.ledger.unshipped()):
+            from ablate.tracking import Projector
+
+            facts = {key: self.ledger.fact(key) for key in ("question", "experiment.yaml", "provenance.json", "uncommitted.diff")}
+            facts["mlflow_parent"] = self.ledger.fact("mlflow_parent") or ""
+            self.projector = Projector(self._mlflow, self.state, self.folder / "ledger.db", self.experiment.name, facts)
+        if self._queue or self._asks_left() or not (self.folder / "optuna.log").exists():
+            self._open_study()
+
+    def _open_study(self) -> None:
+        from ablate.search import Study
+
+        self.study = Study(self.folder / "optuna.log", self.experiment)
+        self.study.restore({a["optuna"]: (a["name"], json.loads(a["knobs"])) for a in self.ledger.arms() if a["optuna"] is not None})
+        if not self.experiment.search:
+            for arm in self.experiment.arms:
+                row = next(row for row in self.ledger.arms() if row["name"] == arm.name)
+                if arm.name not in self.experiment.added and row["optuna"] is None:
+                    self.ledger.add_arm(arm.name, arm.knobs, None, self.study.queue(arm.name, arm.knobs))
+
+    def _tell_study(self, final: bool = False) -> None:
+        """Settle in the study every arm whose seeds are all over. Waits a moment for their MLflow ids, which are facts of it."""
+        self._hear_projector()
+        if self.study is None:
+            return
+        members = self.ledger.members()
+        for number in sorted(self.study.running()):
+            mine = [member for member in members if member["optuna"] == number]
+            if not mine or any(member["status"] not in (*FINISHED, "failed") for member in mine):
+                continue
+            if self.projector and not (final or self.projector.trouble) and not all(member["mlflow"] for member in mine):
+                continue
+            self._tell(number, mine)
+
+    def _tell(self, number: int, members: list[Any]) -> None:
+        metric = self.experiment.metric
+        series = [self._series(member["trial"]) for member in members]
+        worst = math.inf if metric.direction == "minimize" else -math.inf
+        finals = [
+            math.nan
+            if member["status"] == "failed"
+            else worst
+            if member["status"] == "diverged"
+            else steps[max(steps)]
+            if steps
+            else math.nan
+            for member, steps in zip(members, series, strict=True)
+        ]
+        shared = set.intersection(*(set(steps) for steps in series))
+        means = {step: math.fsum(steps[step] for steps in series) / len(series) for step in shared}
+        facts = {
+            "arm": members[0]["name"],
+            "seeds": [member["seed"] for member in members],
+            f"{metric.name} by seed": finals,
+            "trials": [member["id"] for member in members],
+            "mlflow_runs": [member["mlflow"] for member in members],
+        }
+        self.study.tell(number, math.fsum(finals) / len(finals), means, facts)
+
+    def _series(self, trial: int) -> dict[int, float]:
+        return {step: value for step, name, value, _ in self.ledger.records(trial) if name == self.experiment.metric.name}
+
+    def _hear_projector(self) -> None:
+        if self.projector is None:
+            return
+        while not self.projector.news.empty():
+            news = self.projector.news.get()
+            self.ledger.shipped(news.arm, news.seed, news.run, news.step, news.closed)
+        if self.projector.parent and not self.ledger.fact("mlflow_parent"):
+            self.ledger.describe(mlflow_parent=self.projector.parent)
+
+    def _settle(self, status: str) -> Iterator[Progress]:
+        """Bring the pictures up to date."""
+        yield self._progress()
+        self._finish_projector("FAILED" if status == "failed" else "FINISHED")
+        self._tell_study(final=True)
+
+    def _finish_projector(self, status: str, seconds: float = _MLFLOW_GRACE_SECONDS) -> None:
+        if self.projector is None:
+            return
+        from ablate.results import summary_markdown
+
+        if not self.projector.finish(status, summary_markdown(self.ledger), seconds):
+            trouble = self.projector.trouble or "still writing"
+            self._say(f"MLflow is behind ({trouble}); nothing is lost: the next run of this sweep ships the rest")
+        self._hear_projector()
+
+    def _interrupted(self) -> None:
+        now = time.time()
+        for running in self._running.values():
+            self.ledger.end_attempt(running.trial, running.attempt, now, "interrupted")
+            self.ledger.settle(running.trial, "pending")
+        if self.projector:
+            self._finish_projector("KILLED", _INTERRUPT_GRACE_SECONDS)
+        self._tell_study()
+        self.ledger.close()
+
+    # Telling
+
+    def _say(self, line: str) -> None:
+        self._news.append(line)
+
+    def _progress(self) -> Progress:
+        members = self.ledger.members()
+        unfinished = {member["trial"] for member in members if member["status"] in ("pending", "running")}
+        total = len({member["trial"] for member in members})
+        news, self._news = tuple(self._news), []
+        trouble = self.projector.trouble if self.projector else None
+        left = self._seconds_left(len(unfinished))
+        return Progress(total - len(unfinished), total, tuple(self._running.values()), news, trouble, left)
+
+    def _seconds_left(self, unfinished: int) -> float | None:
+        """From the mean time of the trials that ran; a search's unasked arms count too."""
+        if not self._rates:
+            return None
+        waiting = unfinished - len(self._running) + max(0, self._asks_left()) * len(self.experiment.seeds)
+        mean = sum(self._rates) / len(self._rates)
+        rest = sum(max(0.0, mean - (time.time() - running.started)) for running in self._running.values())
+        return (waiting * mean + rest) / max(1, min(len(self._running), os.cpu_count() or 1))

@@ -1,0 +1,80 @@
+"""`ablate plan X.yaml`: arms, trials, what is already done and what the rest would cost. Runs nothing, imports no torch."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ablate.cli import duration, run
+from ablate.experiment import Experiment, load
+from ablate.place import device_class
+from ablate.store import Store
+
+_START_SECONDS = 8.0
+"""Ray, and torch in each worker."""
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(help="The experiment, a YAML file.")],
+    state: Annotated[Path, typer.Option(envvar="ABLATE_STATE", help="State folder: trials, ledgers, MLflow store.")] = Path("runs"),
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where a trial computes.")] = "auto",
+) -> None:
+    """Say what an experiment would run, what of it is done, and what the rest would cost. Runs nothing."""
+    experiment, store, where = load(file), Store(state), device_class(device)
+    console = Console(highlight=False)
+    console.print(f"[bold]{experiment.question}[/]\n")
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("arm", "baseline", "trials", "done", "ids"):
+        table.add_column(name)
+    seconds, missing, seen = 0.0, 0, set()
+    for arm in experiment.arms:
+        ids = [experiment.spec(arm, seed, where).id for seed in experiment.seeds]
+        done = [trial for trial in ids if store.result(trial) is not None]
+        new = set(ids) - set(done) - seen
+        seen |= set(ids)
+        missing += len(new)
+        seconds += len(new) * arm.config.cost(not arm.recipe.plain)
+        table.add_row(
+            arm.name,
+            arm.baseline or "-",
+            str(len(ids)),
+            str(len(done)),
+            " ".join(trial[:8] for trial in ids[:4]) + (" ..." if len(ids) > 4 else ""),
+        )
+    console.print(table)
+    searched = _searched(experiment)
+    if searched:
+        missing += searched
+        seconds += searched * experiment.base.arm({}).config.cost(True)
+        console.print(f"\nand {experiment.search.trials} arms that {experiment.search.sampler} proposes within:")
+        for knob, dimension in experiment.space.items():
+            console.print(f"  {knob}: {_range(dimension)}")
+    console.print(f"\n{missing} trials to run, {len(seen) + searched - missing} done. {_cost(missing, seconds, where)}")
+
+
+def _searched(experiment: Experiment) -> int:
+    return experiment.search.trials * len(experiment.seeds) if experiment.search else 0
+
+
+def _range(dimension) -> str:
+    if dimension.kind == "choice":
+        return ", ".join(map(str, dimension.choices))
+    return f"{dimension.low:g} to {dimension.high:g}{' (log)' if dimension.log else ''}"
+
+
+def _cost(missing: int, seconds: float, device: str) -> str:
+    if not missing:
+        return "Nothing would be run."
+    if device == "cuda":
+        return "What that takes on this GPU is not known."
+    cores = min(missing, os.cpu_count() or 1)
+    return (
+        f"Roughly {duration(seconds / cores + _START_SECONDS)} on this machine's {os.cpu_count()} cores ({duration(seconds)} of one core)."
+    )
+
+
+if __name__ == "__main__":
+    run(lambda: typer.run(plan))

@@ -1,0 +1,120 @@
+"""`ablate sweep X.yaml`: run an experiment, whatever of it is missing, and answer its question."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ablate.cli import BUDGET, DONE, FAILED, INTERRUPTED, duration, run
+from ablate.experiment import Experiment, load
+from ablate.place import device_class, mlflow_uri, writable
+from ablate.store import Busy, lock
+from ablate.yamlfile import InputError
+
+_EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET}
+
+State = Annotated[Path, typer.Option(envvar="ABLATE_STATE", help="State folder: trials, ledgers, MLflow store.")]
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="The experiment, a YAML file.")],
+    state: State = Path("runs"),
+    executor: Annotated[Literal["ray", "inline"], typer.Option(help="ray: parallel; inline: one by one in this process.")] = "ray",
+    address: Annotated[
+        str | None, typer.Option(envvar="ABLATE_RAY_ADDRESS", help="An existing Ray cluster: auto, host:port, ray://...")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Trials at once; default: one a core, or one a GPU.")] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where a trial computes.")] = "auto",
+    mlflow: Annotated[
+        str | None, typer.Option(envvar="ABLATE_MLFLOW", help="MLflow address; default: a store in the state folder; none: no MLflow.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and what it would cost; run nothing.")] = False,
+) -> None:
+    """Run an experiment: do what is missing, reuse what is done, and answer its question.
+
+    Ctrl-C ends it cleanly; the same command goes on. Exit status: 0 all done, 1 some trials failed, 2 bad input, 3 budget reached,
+    130 interrupted.
+    """
+    if dry_run:
+        from ablate.plan import plan
+
+        plan(file, state, device)
+        return
+    experiment = load(file)
+    writable(state)
+    try:
+        with lock(state / "sweeps" / experiment.name / "lock", wait=False):
+            raise typer.Exit(_run(experiment, state, executor, address, workers, device_class(device), mlflow_uri(mlflow, state)))
+    except Busy as busy:
+        raise InputError([f"{file}: another process ({busy.holder}) runs this sweep; wait for it, or use another --state"]) from None
+
+
+def _run(
+    experiment: Experiment, state: Path, executor: str, address: str | None, workers: int | None, device: str, mlflow: str | None
+) -> int:
+    from ablate.controller import Controller, Outcome
+    from ablate.terminal import View, console
+    from ablate.workers import ClusterError, Inline, Pool
+
+    screen = console()
+    screen.print(f"[bold]{experiment.question}[/]")
+
+    def connect() -> Inline | Pool:
+        return Inline() if executor == "inline" else Pool(address, workers, gpus_per_trial=int(device == "cuda"))
+
+    controller = Controller(experiment, state, device, connect, mlflow)
+    outcome = None
+    try:
+        with View(screen).open() as view, closing(controller.run()) as steps:
+            for step in steps:
+                if isinstance(step, Outcome):
+                    outcome = step
+                else:
+                    view.show(step)
+    except KeyboardInterrupt:
+        screen.print("Interrupted. Nothing is lost: the same command goes on.")
+        return INTERRUPTED
+    except ClusterError as error:
+        raise InputError([str(error)]) from None
+    reused = f", {outcome.reused} already done" if outcome.reused else ""
+    screen.print(
+        f"{outcome.ran} trials run{reused}{f', {outcome.failed} failed' if outcome.failed else ''} in {duration(outcome.seconds)}\n"
+    )
+    _answer(experiment, state, mlflow, screen)
+    controller.ledger.close()
+    return _EXIT[outcome.status]
+
+
+def _answer(experiment: Experiment, state: Path, mlflow: str | None, screen) -> None:
+    """The table, what turning each knob did, and where to look next."""
+    from ablate.results import contrasts, open_ledger, summaries
+    from ablate.terminal import contrast_table, summary_table
+
+    ledger = open_ledger(state, experiment.name)
+    arms = summaries(ledger)
+    if experiment.search:
+        arms.sort(key=lambda arm: (arm.baseline is not None, arm.mean if experiment.metric.direction == "minimize" else -arm.mean))
+    screen.print(summary_table(arms, experiment.metric), "")
+    table = contrast_table(contrasts(arms, experiment.metric))
+    if table:
+        screen.print(table, "")
+    screen.print(_reading(experiment), "")
+    screen.print("Look next:", style="bold")
+    if mlflow:
+        screen.print(f"  mlflow ui --backend-store-uri {mlflow}", soft_wrap=True)
+    screen.print(f"  optuna-dashboard {state / 'sweeps' / experiment.name / 'optuna.log'}", soft_wrap=True)
+    ledger.close()
+
+
+def _reading(experiment: Experiment) -> str:
+    """How to read the table, in one or two sentences."""
+    entropy = experiment.base.arm({}).config.summary().get("data/unigram_entropy")
+    floor = f" A model that ignores context reaches {entropy:.2f}." if entropy and experiment.metric.name == "val/loss" else ""
+    pairs = f"Gaps and effects are paired over {len(experiment.seeds)} seeds; ± is a 95 % t interval, each on its own."
+    searched = " The arm that won a search was chosen by these numbers: run it again on new seeds before believing its gap."
+    return pairs + floor + (searched if experiment.search else "")
+
+
+if __name__ == "__main__":
+    run(lambda: typer.run(sweep))
