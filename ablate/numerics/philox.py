@@ -42,12 +42,10 @@ def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
     multiplier, keys = _schedule(key, counter.device)
     even, odd = counter[0::2], counter[1::2]  # words (0, 2) and (1, 3)
     for round_key in keys:
-        product = even * multiplier
-        low = product & _MASK
-        high = product.bitwise_right_shift_(32).bitwise_and_(_MASK)
-        even = high.flip(0).bitwise_xor_(odd).bitwise_xor_(round_key)
-        odd = low.flip(0)
-    return torch.stack((even, odd), dim=1).view(4, -1)
+        product = (even * multiplier).flip(0)  # the two words cross over
+        even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(_MASK)
+        odd = product  # its low half; the high half goes in the next round's mask
+    return torch.stack((even, odd & _MASK), dim=1).view(4, -1)
 
 
 @lru_cache(maxsize=64)
