@@ -8,6 +8,7 @@ from ablate import __version__
 from ablate.cli import run
 from ablate.experiment import json_schema
 from ablate.plan import plan
+from ablate.recipes import KNOBS
 from ablate.sweep import sweep
 
 app = typer.Typer(
@@ -25,6 +26,15 @@ app.command()(plan)
 def schema() -> None:
     """Print the JSON Schema of an experiment file, for editors."""
     print(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def knobs() -> None:
+    """Print the table of short knobs, as Markdown."""
+    print("| knob | values | what it turns | full paths |\n|---|---|---|---|")
+    for name, knob in KNOBS.items():
+        paths = "<br>".join(f"`recipe.{path}`" for path in knob.paths(knob.example))
+        print(f"| `{name}` | {knob.values} | {knob.help} | {paths} |")
 
 
 @app.command()

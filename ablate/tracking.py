@@ -81,7 +81,7 @@ class Projector:
     def _connect(self) -> Any:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow import MlflowClient
 
         client = MlflowClient(self._uri)
@@ -97,7 +97,8 @@ class Projector:
             return known.experiment_id
         local = self._uri.startswith("sqlite:")
         location = (self._state / "artifacts" / self._sweep).resolve().as_uri() if local else None
-        return client.create_experiment(self._sweep, artifact_location=location)
+        kind = {"mlflow.experimentKind": "custom_model_development"}  # or its page opens on traces of language models
+        return client.create_experiment(self._sweep, artifact_location=location, tags=kind)
 
     def _new_parent(self, client: Any) -> str:
         tags = {"ablate.kind": "sweep", "ablate.sweep": self._sweep, "mlflow.note.content": self._facts.get("question", "")}
@@ -201,7 +202,7 @@ class Projector:
 
 def _top_level(name: str) -> bool:
     """Whether a metric goes to MLflow: everything but per-layer series, and of the slots' errors a few."""
-    return not name.startswith("quant/") or (name.count("/") == 2 and name.endswith(_TOP_LEVEL))
+    return not name.startswith("quant/") or (name.count("/") == 2 and name.rpartition("/")[2] in _TOP_LEVEL)
 
 
 def _params(spec: Mapping[str, Any], knobs: Mapping[str, Any], arm: str) -> Iterator[tuple[str, str]]:

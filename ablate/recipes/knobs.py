@@ -11,10 +11,11 @@ from ablate.recipes.recipe import SLOTS
 
 @dataclass(frozen=True)
 class Knob:
-    """A short name: the values it takes, what it is for, and the full paths (rooted at the recipe) that a value sets."""
+    """A short name: the values it takes, one of them, what it is for, and the full paths (rooted at the recipe) that a value sets."""
 
     type: Any
     values: str
+    example: Any
     help: str
     paths: Callable[[Any], dict[str, Any]]
 
@@ -46,21 +47,25 @@ def _cooldown(fraction: float) -> dict[str, Any]:
 _Count = Annotated[int, Field(ge=0)]
 
 KNOBS = {
-    "rht": Knob(bool, "true, false", "Random Hadamard transform, 16 points with fixed signs, on both operands of wgrad.", _rht),
-    "sr": Knob(bool, "true, false", "Stochastic rounding of both copies of the output gradient.", _sr),
-    "weights_2d": Knob(bool, "true, false", "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.", _weights_2d),
+    "rht": Knob(bool, "true, false", True, "Random Hadamard transform, 16 points with fixed signs, on both operands of wgrad.", _rht),
+    "sr": Knob(bool, "true, false", True, "Stochastic rounding of both copies of the output gradient.", _sr),
+    "weights_2d": Knob(
+        bool, "true, false", True, "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.", _weights_2d
+    ),
     "amax_percentile": Knob(
         Annotated[float, Field(gt=0, le=1)] | None,
         "p in (0, 1], or null",
+        0.999,
         "Tensor scale from the p-quantile of the magnitudes; null: from the largest.",
         _amax_percentile,
     ),
     "cooldown": Knob(
         Annotated[float, Field(ge=0, le=1)],
         "0 to 1",
+        0.1,
         "Fraction of the run, at its end, in bf16. Never moves the learning rate.",
         _cooldown,
     ),
-    "skip_first": Knob(_Count, "0, 1, 2, ...", "Transformer blocks at the input kept in bf16.", lambda n: {"layers.skip_first": n}),
-    "skip_last": Knob(_Count, "0, 1, 2, ...", "Transformer blocks at the output kept in bf16.", lambda n: {"layers.skip_last": n}),
+    "skip_first": Knob(_Count, "0, 1, 2, ...", 1, "Transformer blocks at the input kept in bf16.", lambda n: {"layers.skip_first": n}),
+    "skip_last": Knob(_Count, "0, 1, 2, ...", 1, "Transformer blocks at the output kept in bf16.", lambda n: {"layers.skip_last": n}),
 }
