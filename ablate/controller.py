@@ -3,6 +3,7 @@
 It draws nothing and prints nothing: it yields a Progress whenever something happened, and ends with an Outcome.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -270,6 +271,8 @@ class Controller:
     # Projections
 
     def _start_projections(self) -> None:
+        if self._mlflow:
+            self._check_mlflow(self._mlflow)
         if self._mlflow and (self._queue or self._asks_left() or self.ledger.unshipped()):
             from ablate.tracking import Projector
 
@@ -278,6 +281,14 @@ class Controller:
             self.projector = Projector(self._mlflow, self.state, self.folder / "ledger.db", self.experiment.name, facts)
         if self._queue or self._asks_left() or not (self.folder / "optuna.log").exists():
             self._open_study()
+
+    def _check_mlflow(self, uri: str) -> None:
+        """Draw everything again where the picture is gone or another server is named. The address may hold a password: hashed."""
+        digest = hashlib.sha256(uri.encode()).hexdigest()
+        gone = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
+        if gone or self.ledger.fact("mlflow") != digest:
+            self.ledger.forget_mlflow()
+            self.ledger.describe(mlflow=digest)
 
     def _open_study(self) -> None:
         from ablate.search import Study

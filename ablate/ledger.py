@@ -181,3 +181,8 @@ class Ledger:
     def unshipped(self) -> int:
         """Members whose MLflow run is not complete."""
         return self.db.execute("SELECT count(*) FROM members WHERE NOT closed").fetchone()[0]
+
+    def forget_mlflow(self) -> None:
+        """Whatever was shipped is gone, or went elsewhere: everything is to be shipped again."""
+        self.db.execute("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0")
+        self.db.execute("DELETE FROM sweep WHERE key = 'mlflow_parent'")
