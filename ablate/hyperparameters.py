@@ -34,6 +34,8 @@ class Training(Spec):
     """Largest gradient norm; null: no clipping."""
     eval_every: int = Field(100, ge=1)
     eval_tokens: int = Field(16384, ge=1)
+    eval_batch: int = Field(16, ge=1)
+    """Sequences in a batch of the evaluation."""
 
     def lr_at(self, step: int) -> float:
         """The learning rate of step `step` (from 0)."""

@@ -110,7 +110,7 @@ class Gpt(Training):
             return tuple(tensor.to(where) for tensor in pair)
 
         validation = [
-            tuple(tensor.to(where) for tensor in pair) for pair in validation_batches(corpus, self.eval_tokens, self.batch, self.context)
+            tuple(tensor.to(where) for tensor in pair) for pair in validation_batches(corpus, self.eval_tokens, self.eval_batch, self.context)
         ]
         bits = None if corpus.bytes_per_token is None else math.log(2) * corpus.bytes_per_token
         for record in train(model, converted, batch, validation, self, self.tokens_per_step, telemetry):

@@ -1,0 +1,35 @@
+"""What every test shares: one thread, and a small synthetic corpus that is the same on every machine."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ablate.data import Shards
+
+torch.set_num_threads(1)
+
+
+def write_shards(folder: Path, train: int = 20_000, val: int = 4_000, vocab: int = 64) -> Shards:
+    """Two raw uint16 shards from a small integer generator: x -> 1103515245 x + 12345 mod 2^31, thinned so that tokens repeat."""
+    state, tokens = 1, np.empty(train + val, dtype=np.uint16)
+    for i in range(train + val):
+        state = (1103515245 * state + 12345) % 2**31
+        draw = (state >> 16) % vocab
+        tokens[i] = (tokens[i - 1] + 1) % vocab if i and draw < vocab // 2 else draw  # half the text is predictable
+    tokens[:train].tofile(folder / "train.bin")
+    tokens[train:].tofile(folder / "val.bin")
+    return Shards(train=str(folder / "train.bin"), val=str(folder / "val.bin"), vocab=vocab)
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Shards:
+    """A corpus of 20,000 training and 4,000 validation tokens over 64 words."""
+    return write_shards(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """An explicit source of randomness, the same for every test."""
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,155 @@
+"""Tiny experiments for tests: a small synthetic corpus, a YAML of about 0.3 s a trial, and the command line as a subprocess."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ablate.controller import Controller, Outcome
+from ablate.experiment import Experiment, load
+from ablate.ledger import Ledger
+from ablate.supervisor import Supervisor
+from ablate.workers import Inline
+from ablate.yamlfile import InputError, Problem
+
+VOCAB = 64
+SHAPE = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 2, "steps": 4, "eval_every": 2, "eval_tokens": 64}
+
+
+def shards(folder: Path, tokens: int = 12_000) -> dict[str, Any]:
+    """Two raw uint16 shards of hashed counters, the same on every machine; returns the `data` that names them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    counter = np.arange(tokens, dtype=np.uint64)
+    text = ((counter * 2654435761 % 2**32 >> 20) % VOCAB).astype(np.uint16)
+    text[: tokens * 5 // 6].tofile(folder / "train.bin")
+    text[tokens * 5 // 6 :].tofile(folder / "val.bin")
+    return {"train": str(folder / "train.bin"), "val": str(folder / "val.bin"), "vocab": VOCAB}
+
+
+def content(folder: Path, shape: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    """A whole experiment as a mapping; `shape` changes the workload, a key of None leaves it out."""
+    gpt = SHAPE | {"data": shards(folder)} | (shape or {})
+    base = {"schema": 1, "question": "Does it matter?", "workload": {"gpt": gpt}, "ablate": {"rht": [True, False]}, "seeds": 2}
+    return {key: value for key, value in (base | keys).items() if value is not None}
+
+
+def write(folder: Path, name: str = "tiny", shape: dict[str, Any] | None = None, **keys: Any) -> Path:
+    """The experiment as a file. JSON is YAML 1.2."""
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(content(folder, shape, **keys)))
+    return path
+
+
+def tiny(folder: Path, name: str = "tiny", shape: dict[str, Any] | None = None, **keys: Any) -> Experiment:
+    """The experiment, written and loaded."""
+    return load(write(folder, name, shape, **keys))
+
+
+def problems(path: Path) -> list[Problem | str]:
+    """Everything that loading the file complains about."""
+    try:
+        load(path)
+    except InputError as error:
+        return error.problems
+    return []
+
+
+# In this process
+
+
+class Children:
+    """An executor of one slot without Ray: the real supervisor with its real child process."""
+
+    slots = 1
+
+    def __init__(self) -> None:
+        self.supervisor, self.messages, self.trial = Supervisor(), None, ""
+
+    def submit(self, request: dict[str, Any]) -> None:
+        self.trial, self.messages = request["id"], self.supervisor.run(request)
+
+    def wait(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
+        return [(self.trial, next(self.messages))]
+
+    def close(self) -> None:
+        self.supervisor.close()
+
+
+def sweep(experiment: Experiment, state: Path, mlflow: str | None = None, connect: Callable = Inline) -> tuple[Outcome, list[str]]:
+    """Run the sweep in this process; returns its outcome and what it said."""
+    controller, news = Controller(experiment, state, "cpu", connect, mlflow), []
+    for step in controller.run():
+        if isinstance(step, Outcome):
+            outcome = step
+        else:
+            news += step.news
+    news += controller._news
+    controller.ledger.close()
+    return outcome, news
+
+
+def ledger(state: Path, name: str = "tiny") -> Ledger:
+    """The sweep's ledger, for reading."""
+    return Ledger(state / "sweeps" / name / "ledger.db", readonly=True)
+
+
+def values(state: Path, name: str = "tiny", metric: str = "val/loss") -> dict[tuple[str, int], float]:
+    """The last value of a metric by (arm, seed)."""
+    book = ledger(state, name)
+    found = {(m["name"], m["seed"]): book.last_values(m["trial"]).get(metric) for m in book.members()}
+    book.close()
+    return found
+
+
+def statuses(state: Path, name: str = "tiny") -> dict[tuple[str, int], str]:
+    """Status by (arm, seed)."""
+    book = ledger(state, name)
+    found = {(m["name"], m["seed"]): m["status"] for m in book.members()}
+    book.close()
+    return found
+
+
+# As a command
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The process's environment without what would tell ablate where things are."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("ABLATE_")}
+    return kept | {"COLUMNS": "200"} | extra
+
+
+def ablate(*words: Any, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess:
+    """`python -m ablate ...`, to its end."""
+    command = [sys.executable, "-m", "ablate", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**extra), check=False)
+
+
+def start(*words: Any, **extra: str) -> subprocess.Popen:
+    """`python -m ablate ...`, left running in a session of its own; end it with `end`."""
+    command = [sys.executable, "-m", "ablate", *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, text=True, env=environment(**extra), start_new_session=True, **pipes)
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kill the process where it still runs, and close its pipe."""
+    if process.poll() is None:
+        process.kill()
+    process.communicate(timeout=30)
+
+
+def until(condition: Callable[[], Any], seconds: float = 60, every: float = 0.02) -> Any:
+    """Wait until the condition holds and return its value; AssertionError when it never does."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(every)
+    raise AssertionError(f"did not happen within {seconds} s")

@@ -1,0 +1,210 @@
+"""The promises of a quantised operand: exact values, symmetries, padding, two dimensions, and randomness by counter."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ablate.numerics.formats import ELEMENTS
+from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import pad, quantize
+from ablate.numerics.rounding import ROUNDINGS
+from ablate.numerics.spec import Hadamard, Outer, Quant, Range
+
+BLOCKS = ("1x16", "16x16")
+QUANTS = [Quant(block=block, rounding=rounding) for block, rounding in itertools.product(BLOCKS, ROUNDINGS)]
+QUANTS += [
+    Quant(range=Range(headroom=17 / 16)),
+    Quant(outer=Outer(statistic="percentile:0.9")),
+    Quant(outer=Outer(bound=256.0)),
+    Quant(rounding="stochastic", bits=24),
+]
+EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+@pytest.fixture(params=QUANTS, ids=lambda q: f"{q.block}-{q.rounding}{q.bits}-{q.range.headroom}-{q.outer.statistic}-{q.outer.bound}")
+def quant(request) -> Quant:
+    return request.param
+
+
+def tensor(seed: int, rows: int = 32, columns: int = 64) -> torch.Tensor:
+    """Gaussian, with rows at different scales."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=g) * 2.0 ** torch.randint(-6, 7, (rows, 1), generator=g)
+
+
+def quantized(x, quant, **options):
+    return quantize(x, quant, clock=Clock(1), where=3, **options)
+
+
+def test_values_are_codes_times_block_scales_and_exact_in_bf16(quant):
+    result = quantized(tensor(0), quant)
+    rows, columns = quant.tile
+    scale = result.block_scale[:, 0, :, 0].repeat_interleave(rows, 0).repeat_interleave(columns, 1).double()
+    codes = torch.where(scale == 0, 0, result.values.double() / scale)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    assert result.values.dtype == torch.bfloat16
+    assert torch.isin(codes.abs(), grid).all()
+
+
+def test_a_value_has_at_most_six_significant_bits(quant):
+    mantissa, _ = np.frexp(quantized(tensor(1), quant).values.double().numpy())
+    np.testing.assert_array_equal(mantissa * 64, np.round(mantissa * 64))
+
+
+def test_values_are_at_most_the_divisor_and_decode_to_about_the_input(quant):
+    x = tensor(2)
+    result = quantized(x, quant)
+    assert result.divisor == 6 * quant.outer.bound
+    if quant.outer.bound == 448:
+        assert result.values.abs().max() <= result.divisor
+    if quant.outer.statistic == "amax":  # a percentile clips the largest, which hold most of the power here
+        assert (result.dequantize() - x).square().sum() < 0.05 * x.square().sum()
+
+
+@given(seed=st.integers(0, 2**31), power=st.integers(-60, 60))
+@EXAMPLES
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_scaling_by_a_power_of_two_scales_the_amax_and_changes_no_value(block, rounding, seed, power):
+    quant, x = Quant(block=block, rounding=rounding), tensor(seed)
+    a, b = quantized(x, quant), quantized(x * 2.0**power, quant)
+    assert torch.equal(a.values, b.values)
+    assert torch.equal(a.amax * 2.0**power, b.amax)
+
+
+@given(seed=st.integers(0, 2**31))
+@EXAMPLES
+def test_negating_the_input_negates_the_values(seed):
+    for rounding in ROUNDINGS:
+        x, quant = tensor(seed), Quant(rounding=rounding)
+        assert torch.equal(quantized(-x, quant).values, -quantized(x, quant).values)
+
+
+@given(seed=st.integers(0, 2**31))
+@EXAMPLES
+def test_every_decoded_value_is_one_of_its_blocks_two_neighbours(seed):
+    x = tensor(seed)
+    for rounding in ROUNDINGS:
+        result = quantized(x, Quant(rounding=rounding), keep=True)
+        y = result.scaled.clamp(-6, 6)
+        codes = (result.values.float().view(32, 4, 16) / result.block_scale.view(32, 4, 1)).view(32, 64)
+        step = ELEMENTS["e2m1"].step(y.abs())
+        assert ((codes - y).abs() <= step * (0.5 if rounding == "nearest" else 1)).all()
+
+
+@given(seed=st.integers(0, 2**31))
+@EXAMPLES
+def test_quantising_again_changes_nothing_under_nearest_rounding_with_normal_block_scales(seed):
+    # E4M3 rounds a normal scale by at most 1/16, so that the largest code is always 6 and the scale comes back.
+    once = quantize(tensor(seed), Quant())
+    assert once.block_scale.min() >= 2.0**-6
+    for again in (quantize(once.values, Quant()), quantize(once.dequantize(), Quant())):
+        assert torch.equal(again.values, once.values)
+        assert torch.equal(again.block_scale, once.block_scale)
+
+
+def test_quantising_again_does_change_what_was_rounded_stochastically_or_to_a_subnormal_scale():
+    # A largest code of 4 gives a smaller scale the second time: Q(Q(x)) = Q(x) is no promise of NVFP4.
+    stochastic = quantized(tensor(0), Quant(rounding="stochastic"))
+    subnormal = quantize(tensor(0) * torch.tensor([1.0] + 31 * [2.0**-10]).unsqueeze(1), Quant())
+    for once in (stochastic, subnormal):
+        assert not torch.equal(quantize(once.values, Quant()).values, once.values)
+
+
+@given(rows=st.integers(1, 40), columns=st.integers(1, 70), seed=st.integers(0, 2**31))
+@EXAMPLES
+def test_any_shape_equals_the_zero_padded_one(rows, columns, seed):
+    x = tensor(seed, rows, columns).bfloat16()
+    for quant, rotation in ((Quant(), None), (Quant(block="16x16"), None), (Quant(), Hadamard()), (QUANTS[1], None)):
+        padded = pad(x, 16, 16)
+        a, b = quantized(x, quant, rotation=rotation), quantized(padded, quant, rotation=rotation)
+        assert a.values.shape == (rows, padded.shape[1])
+        assert torch.equal(a.values, b.values[:rows])
+        assert a.amax == b.amax
+        assert torch.equal(a.dequantize(), b.dequantize()[:rows])
+        assert b.values[rows:].eq(0).all()
+
+
+def test_padding_adds_zeros_at_the_end_and_only_what_is_missing():
+    x = torch.ones(3, 16)
+    assert pad(x, 1, 16) is x
+    assert pad(x, 4, 32).shape == (4, 32)
+    assert pad(x, 4, 32).sum() == 48
+
+
+def test_the_transposed_copy_of_a_2d_tensor_is_the_same_numbers():
+    x = tensor(5, 48, 80)
+    row, column = quantize(x, Quant(block="16x16")), quantize(x.t(), Quant(block="16x16"))
+    assert torch.equal(row.values.t(), column.values)
+    assert torch.equal(row.dequantize().t(), column.dequantize())
+
+
+def test_the_transposed_copy_of_a_1d_tensor_is_not():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1024, 1024, generator=g)
+    row, column = quantize(x, Quant()).dequantize(), quantize(x.t(), Quant()).dequantize().t()
+    relative = ((row - column).square().sum() / x.square().sum()).item()
+    assert relative == pytest.approx(17.0e-3, rel=0.02)  # NUMERICS section 4; rounded there to three digits
+
+
+def test_stochastic_bits_depend_on_the_site_and_the_clock_alone():
+    x, quant = tensor(6), Quant(rounding="stochastic")
+    first = quantize(x, quant, clock=Clock(1, step=4), where=9)
+    assert torch.equal(quantize(x, quant, clock=Clock(1, step=4), where=9).values, first.values)
+    for clock, where in ((Clock(1, step=5), 9), (Clock(1, step=4), 10), (Clock(2, step=4), 9)):
+        assert not torch.equal(quantize(x, quant, clock=clock, where=where).values, first.values)
+
+
+def test_nearest_rounding_needs_no_clock_and_ignores_one():
+    x = tensor(7)
+    assert torch.equal(quantize(x, Quant()).values, quantized(x, Quant()).values)
+
+
+def test_the_global_generator_is_neither_read_nor_advanced():
+    before = torch.random.get_rng_state()
+    quantized(tensor(8), Quant(rounding="stochastic"), rotation=Hadamard())
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_input_is_not_changed(quant):
+    for dtype in (torch.float32, torch.bfloat16):
+        x = tensor(9).to(dtype)
+        before = x.clone()
+        quantized(x, quant)
+        assert torch.equal(x, before)
+
+
+def test_keeping_the_source_changes_no_bit(quant):
+    x = tensor(10).bfloat16()
+    a, b = quantized(x, quant), quantized(x, quant, keep=True)
+    assert torch.equal(a.values, b.values)
+    assert a.amax == b.amax
+    assert a.source is None
+    assert torch.equal(b.source, x.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_another_dtype_is_refused_by_name(dtype):
+    with pytest.raises(TypeError, match=str(dtype)):
+        quantize(torch.ones(2, 16, dtype=dtype), Quant())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_non_finite_input_shows_in_the_amax(bad, block):
+    x = tensor(11)
+    x[3, 5] = bad
+    assert not quantize(x, Quant(block=block)).amax.isfinite()
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (4, 0), (0, 0)])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_an_empty_tensor_quantises_to_an_empty_one(shape, block):
+    result = quantize(torch.empty(shape), Quant(block=block))
+    assert result.values.numel() == 0
+    assert result.amax == 0

@@ -1,0 +1,108 @@
+"""YAML as plain values with positions: YAML 1.2, duplicates and aliases refused, and never a traceback."""
+
+import pytest
+
+from ablate.yamlfile import InputError, Problem, nearest, parse, read
+
+
+def complaints(text: str) -> list[Problem | str]:
+    with pytest.raises(InputError) as caught:
+        parse(text, "x.yaml")
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("on", "on"), ("yes", "yes"), ("off", "off"), ("true", True), ("1e-3", 0.001), ("1.0e-3", 0.001), ("null", None), ("~", None)]
+    + [("012", 12), ("0o17", 15), ("'1'", "1"), ("2020-01-01", "2020-01-01"), (".5", 0.5), ("12:30", "12:30"), ("", None)],
+)
+def test_scalars_are_read_as_yaml_1_2(text, value):
+    found = parse(f"a: {text}", "x").value["a"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_every_key_and_item_knows_its_line_and_column():
+    document = parse("a: 1\nb:\n  c: [10, 20]\n", "x.yaml")
+    assert document.value == {"a": 1, "b": {"c": [10, 20]}}
+    assert document.positions["b", "c"] == (3, 3)
+    assert document.positions["b", "c", 1] == (3, 11)
+
+
+def test_a_problem_with_an_absent_key_points_at_the_nearest_thing_that_is_there():
+    document = parse("a: 1\nb:\n  c: 2\n", "x.yaml")
+    document.problem(("b", "missing"), "is missing")
+    document.problem(("a",), "is odd", 1)
+    with pytest.raises(InputError) as caught:
+        document.check()
+    assert [str(p) for p in caught.value.problems] == ["x.yaml:1:1: a: 1: is odd", "x.yaml:2:1: b.missing: is missing"]
+
+
+def test_a_duplicate_key_is_named_where_it_stands_the_second_time():
+    assert [str(p) for p in complaints("a: 1\nb: 2\na: 3\n")] == ["x.yaml:3:1: a: stands twice"]
+    assert [str(p) for p in complaints("a:\n  b: 1\n  b: 1\n")] == ["x.yaml:3:3: b: stands twice"]
+
+
+def test_an_alias_bomb_is_refused_before_it_unfolds():
+    bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n"
+    bomb += "".join(f"{this}: &{this} [{', '.join([f'*{last}'] * 9)}]\n" for last, this in zip("abcdefghij", "bcdefghijk", strict=True))
+    (problem,) = complaints(bomb)
+    assert (problem.line, problem.column) == (2, 8)
+    assert "aliases are refused" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("", "empty"), ("# only a comment\n", "empty"), ("- a\n- b\n", "a list"), ("just words", "a single value"), ("null", "a single value")],
+)
+def test_what_is_not_a_mapping_is_refused(text, what):
+    (problem,) = complaints(text)
+    assert problem.message.endswith(f"this file is {what}")
+
+
+@pytest.mark.parametrize("text", ["a: [1, 2", "a: b: c", "\ta: 1", "a: 'open", "a: 1\n---\nb: 2\n", "%FOO\n"])
+def test_what_is_not_yaml_is_refused_with_its_place(text):
+    (problem,) = complaints(text)
+    assert isinstance(problem, Problem)
+    assert problem.line >= 1
+
+
+@pytest.mark.parametrize("text", ["a: \x00\n", "a: " + "9" * 5000, "a: " + "[" * 600 + "]" * 600], ids=["nul", "digits", "levels"])
+def test_what_no_reader_can_hold_is_refused_too(text, request):
+    if request.node.callspec.id != "nul":
+        request.applymarker(pytest.mark.xfail(strict=True, reason="BUG 12: a traceback"))
+    try:
+        parse(text, "x.yaml")
+    except InputError:
+        return
+    except (ValueError, RecursionError):
+        pytest.fail("a traceback", pytrace=False)
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("question: für wen\n".encode("latin-1"))
+    with pytest.raises(InputError, match=r"latin\.yaml: cannot be read: .*utf-8"):
+        read(path)
+
+
+def test_a_folder_or_a_huge_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot be read: .*directory"):
+        read(tmp_path)
+    (tmp_path / "huge.yaml").write_text("a: 1\n" + "#" * (1 << 20))
+    with pytest.raises(InputError, match="an experiment is at most"):
+        read(tmp_path / "huge.yaml")
+
+
+def test_a_missing_file_names_the_nearest_that_is_there(tmp_path):
+    (tmp_path / "rht_sr.yaml").touch()
+    (tmp_path / "cooldown.yaml").touch()
+    with pytest.raises(InputError, match=r"rht_rs\.yaml: no such file; 'rht_sr\.yaml' is the nearest of rht_sr\.yaml, cooldown\.yaml"):
+        read(tmp_path / "rht_rs.yaml")
+    with pytest.raises(InputError, match=r"a\.yaml: no such file$"):
+        read(tmp_path / "nowhere" / "a.yaml")
+
+
+def test_the_nearest_word_comes_first():
+    assert nearest("clipp", ["rounding", "clip", "element"]).startswith("'clip' is the nearest of clip, ")
+    assert nearest("x", []) == "nothing can be set here"
