@@ -6,11 +6,10 @@ It draws nothing and prints nothing: it yields a Progress whenever something hap
 import hashlib
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -45,6 +44,7 @@ class Running:
     attempt: int
     started: float
     steps: int
+    estimate: float
     step: int = 0
     loss: float = math.nan
     request: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Progress:
     running: tuple[Running, ...]
     news: tuple[str, ...]
     mlflow: str | None
-    seconds_left: float | None
+    seconds_left: float
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Controller:
         self._news: list[str] = []
         self._ran = 0
         self._reused: set[str] = set()
-        self._rates: list[float] = []
+        self._actual = self._estimated = 0.0
         self._started = time.time()
 
     # One run
@@ -227,7 +227,7 @@ class Controller:
             "attempt": attempt,
             "telemetry": self.experiment.telemetry.model_dump(),
         }
-        self._running[trial_id] = Running(arm.name, seed, trial, attempt, time.time(), arm.config.steps, request=request)
+        self._running[trial_id] = Running(arm.name, seed, trial, attempt, time.time(), arm.config.steps, _estimate(arm), request=request)
         executor.submit(request)
 
     def _hear(self, executor: Executor, trial_id: str, message: dict[str, Any]) -> None:
@@ -247,7 +247,8 @@ class Controller:
         if self.store.result(trial_id) is None:  # a worker that shares no file system
             self.store.commit(trial_id, message["result"])
         self._ran += 1
-        self._rates.append(time.time() - running.started)
+        self._actual += time.time() - running.started
+        self._estimated += running.estimate
         self.ledger.settle(running.trial, outcome, reason, message["result"]["seconds"])
         final = self.ledger.last_values(running.trial).get(self.experiment.metric.name, math.nan)
         ending = f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.4f}"
@@ -259,8 +260,8 @@ class Controller:
         if tries <= self.experiment.retry:
             self._say(f"{running.name} seed={running.seed}: {reason}; retry {tries}/{self.experiment.retry}")
             request = running.request | {"attempt": self.ledger.start_attempt(running.trial, time.time())}
-            self._running[trial_id] = Running(
-                running.name, running.seed, running.trial, request["attempt"], time.time(), running.steps, request=request
+            self._running[trial_id] = replace(
+                running, attempt=request["attempt"], started=time.time(), step=0, loss=math.nan, request=request
             )
             executor.submit(request)
             return
@@ -389,14 +390,18 @@ class Controller:
         total = len({member["trial"] for member in members})
         news, self._news = tuple(self._news), []
         trouble = self.projector.trouble if self.projector else None
-        left = self._seconds_left(len(unfinished))
-        return Progress(total - len(unfinished), total, tuple(self._running.values()), news, trouble, left)
+        return Progress(total - len(unfinished), total, tuple(self._running.values()), news, trouble, self._seconds_left())
 
-    def _seconds_left(self, unfinished: int) -> float | None:
-        """From the mean time of the trials that ran; a search's unasked arms count too."""
-        if not self._rates:
-            return None
-        waiting = unfinished - len(self._running) + max(0, self._asks_left()) * len(self.experiment.seeds)
-        mean = sum(self._rates) / len(self._rates)
-        rest = sum(max(0.0, mean - (time.time() - running.started)) for running in self._running.values())
-        return (waiting * mean + rest) / max(1, min(len(self._running), os.cpu_count() or 1))
+    def _seconds_left(self) -> float:
+        """The workloads' own estimates for what is missing, scaled by how far off they were for the trials that ran."""
+        scale = self._actual / self._estimated if self._estimated else 1.0
+        waiting = sum(_estimate(arm) for _, arm, _, _ in self._queue)
+        if self._asks_left() > 0:
+            waiting += self._asks_left() * len(self.experiment.seeds) * _estimate(self.experiment.base.arm({}))
+        now = time.time()
+        running = sum(max(0.0, scale * item.estimate - (now - item.started)) for item in self._running.values())
+        return (scale * waiting + running) / max(1, len(self._running))
+
+
+def _estimate(arm: Arm) -> float:
+    return arm.config.cost(not arm.recipe.plain)

