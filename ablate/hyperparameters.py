@@ -44,6 +44,8 @@ class Training(Spec):
             return self.lr * (step + 1) / (warm + 1)
         if self.decay == "none":
             return self.lr
+        if self.decay == "wsd" and self.decay_fraction == 0:
+            return self.lr
         start = warm if self.decay == "cosine" else max(warm, (1 - self.decay_fraction) * self.steps)
         progress = max(0.0, (step + 1 - start) / (self.steps - start))
         shape = (1 + math.cos(math.pi * progress)) / 2 if self.decay == "cosine" else 1 - progress

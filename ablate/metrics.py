@@ -13,8 +13,9 @@ from ablate.numerics.quantize import Operand
 def quantisation(operand: Operand) -> dict[str, float]:
     """Errors and censuses of one quantised operand that kept its source.
 
-    `sqnr_db`, `rel_mse`, `cosine`, `magnitude` (1 = unbiased); fractions of non-zero elements rounded to zero and of scaled
-    elements beyond the grid; fractions of block scales that are zero (in blocks that are not) or at their bound.
+    `sqnr_db`, `rel_mse`, `cosine`, `magnitude` (1 = unbiased); fractions of elements that were not zero and are now, and
+    of scaled elements beyond the grid; of the blocks that are not zero, the fraction whose scale is;
+    the fraction of block scales at their bound.
     """
     x, q = operand.source.double(), operand.dequantize().double()
     power, error = x.square().sum().item(), (x - q).square().sum().item()
@@ -27,7 +28,7 @@ def quantisation(operand: Operand) -> dict[str, float]:
         "magnitude": inner / power if power else math.nan,
         "zero_frac": ((q == 0) & (x != 0)).double().mean().item(),
         "saturated_frac": (operand.scaled.abs() > top).double().mean().item(),
-        "scale_zero_frac": (operand.block_scale == 0).double().mean().item(),
+        "scale_zero_frac": (operand.block_scale == 0)[operand.block_amax > 0].double().mean().item() if power else 0.0,
         "scale_saturated_frac": (operand.block_scale >= operand.quant.outer.bound).double().mean().item(),
     }
 

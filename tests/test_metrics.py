@@ -53,7 +53,6 @@ def test_an_element_too_small_for_its_block_is_counted_as_zero():
     assert measured(x)["zero_frac"] == 1 / 16
 
 
-@pytest.mark.xfail(strict=True, reason="known bug: blocks of zeros are counted, although the docstring says 'in blocks that are not'")
 def test_a_zero_scale_counts_only_in_a_block_that_is_not_zero():
     x = torch.zeros(1, 64)
     x[0, 0], x[0, 16] = 1.0, 1e-9

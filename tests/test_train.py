@@ -249,7 +249,6 @@ def test_the_rate_never_leaves_zero_to_its_peak(decay, steps, warmup, fraction):
     assert all(0 <= config.lr_at(step) <= 0.5 * (1 + 1e-12) for step in range(steps))
 
 
-@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="known bug: wsd divides by the length of its fall")
 def test_wsd_without_a_fall_stays_at_its_peak():
     config = Training(steps=4, lr=0.5, warmup=0.0, decay_fraction=0.0)
     assert [config.lr_at(step) for step in range(4)] == [0.5] * 4

@@ -18,17 +18,19 @@ def training_batch(corpus: Corpus, seed: int, step: int, micro_batch: int, seque
     counter[1], counter[2] = step, micro_batch
     words = philox(counter, (seed & 0xFFFFFFFF, STREAMS["data"] << 8))
     starts = (words[0] << 31 | words[1] >> 1) % (len(corpus.train) - context)
-    return _windows(corpus.train, starts.tolist(), context)
+    return _windows(corpus, corpus.train, starts.tolist(), context)
 
 
 def validation_batches(corpus: Corpus, tokens: int, sequences: int, context: int) -> list[Batch]:
     """Evenly spaced windows of the validation text, at least one batch, the same for every seed and arm."""
     count = max(1, tokens // (sequences * context)) * sequences
     starts = np.linspace(0, len(corpus.val) - context - 1, count, dtype=np.int64).tolist()
-    return [_windows(corpus.val, starts[i : i + sequences], context) for i in range(0, count, sequences)]
+    return [_windows(corpus, corpus.val, starts[i : i + sequences], context) for i in range(0, count, sequences)]
 
 
-def _windows(tokens: np.ndarray, starts: list[int], context: int) -> Batch:
+def _windows(corpus: Corpus, tokens: np.ndarray, starts: list[int], context: int) -> Batch:
     rows = np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64)
+    if rows.max() >= corpus.vocab:
+        raise ValueError(f"token id {rows.max()} in the data is beyond the vocabulary of {corpus.vocab}")
     batch = torch.from_numpy(rows)
     return batch[:, :-1], batch[:, 1:]

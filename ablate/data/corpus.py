@@ -91,8 +91,12 @@ def _shards(source: Shards) -> Corpus:
         if not paths:
             raise OSError(f"no file matches {pattern!r}")
         parts = [_shard(Path(path), source.dtype) for path in paths]
-        for part in parts:
-            digest.update(_sample(part))
+        for path, part in zip(paths, parts, strict=True):
+            for window in _sample(part):
+                digest.update(window.tobytes())
+                if window.max() >= source.vocab:
+                    raise ValueError(f"{path}: token id {window.max()} is beyond the vocabulary of {source.vocab}")
+            digest.update(f"{len(part)}/{part.dtype}".encode())
         arrays.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
     return Corpus(*arrays, source.vocab, digest.hexdigest()[:16], source.bytes_per_token)
 
@@ -100,8 +104,9 @@ def _shards(source: Shards) -> Corpus:
 def _shard(path: Path, dtype: str) -> np.ndarray:
     size = path.stat().st_size
     with path.open("rb") as file:
-        header = np.frombuffer(file.read(12), dtype=np.int32)
-    if len(header) == 3 and int(header[0]) in _LLM_C:
+        start = file.read(12)
+    header = np.frombuffer(start, dtype=np.int32) if len(start) == 12 else (0,)
+    if int(header[0]) in _LLM_C:
         kind = np.dtype(_LLM_C[int(header[0])])
         if size < _HEADER + int(header[2]) * kind.itemsize:
             raise ValueError(f"{path}: truncated: its header promises {int(header[2])} tokens, {size} bytes are there")
@@ -112,8 +117,8 @@ def _shard(path: Path, dtype: str) -> np.ndarray:
     return np.memmap(path, kind, "r")
 
 
-def _sample(tokens: np.ndarray) -> bytes:
-    """Length and evenly spaced windows: a shard of many gigabytes is told from another in milliseconds."""
+def _sample(tokens: np.ndarray) -> list[np.ndarray]:
+    """Evenly spaced windows: a shard of many gigabytes is told from another in milliseconds."""
     window = _SAMPLE_BYTES // tokens.itemsize
     starts = np.linspace(0, max(0, len(tokens) - window), min(_SAMPLES, math.ceil(len(tokens) / window)), dtype=np.int64)
-    return f"{len(tokens)}/{tokens.dtype}".encode() + b"".join(tokens[s : s + window].tobytes() for s in starts)
+    return [tokens[start : start + window] for start in starts]

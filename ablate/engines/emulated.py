@@ -42,9 +42,9 @@ class EmulatedLinear(nn.Linear):
         dtype = DTYPES[self.recipe.dtype]
         if self.recipe.plain:
             bias = None if self.bias is None else self.bias.to(dtype)
-            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+            return F.linear(x.to(dtype), self.weight.to(dtype), bias).to(x.dtype)
         y = _Products.apply(x.reshape(-1, self.in_features), self.weight, self, self.recipe)
-        y = y if self.bias is None else y + self.bias
+        y = y if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def operand(self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None) -> Operand:

@@ -1,5 +1,6 @@
 """Random Hadamard rotations: sign flips, then a Hadamard matrix, on every `size` consecutive elements of the contraction."""
 
+import math
 from functools import cache
 
 import torch
@@ -26,7 +27,7 @@ SIGNS = {"none": no_signs, "fixed": fixed_signs}
 
 @cache
 def matrix(spec: Hadamard, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """R = diag(signs) H / sqrt(size), [size, size]; H[r, c] = (-1)^popcount(r & c). R R^T = I."""
+    """R = diag(signs) H / sqrt(size), [size, size]; H[r, c] = (-1)^popcount(r & c). R R^T = I, exactly where size is 4, 16 or 64."""
     h = torch.ones(1, 1)
     while h.shape[0] < spec.size:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
@@ -35,5 +36,6 @@ def matrix(spec: Hadamard, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def rotate(z: Tensor, spec: Hadamard) -> Tensor:
     """z @ R along the last dimension ([rows, columns], `columns` a multiple of `size`), rounded to z's dtype as hardware does."""
-    r = matrix(spec, z.dtype, z.device)
-    return (z.reshape(-1, spec.size) @ r).view(z.shape)
+    exact = math.isqrt(spec.size) ** 2 == spec.size  # else 1 / sqrt(size) would be rounded to bf16, and shrink the product
+    dtype = z.dtype if exact else torch.float32
+    return (z.reshape(-1, spec.size).to(dtype) @ matrix(spec, dtype, z.device)).to(z.dtype).view(z.shape)

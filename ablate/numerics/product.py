@@ -11,7 +11,8 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
     statistics = [o.amax for o in (a, b) if o.amax is not None]
     if not statistics:
         return None
-    return torch.stack(statistics).prod() / (a.divisor * b.divisor)
+    numerator = torch.stack(statistics).prod()
+    return numerator / torch.full_like(numerator, a.divisor * b.divisor)  # a tensor: a GPU may turn `/ number` into `* reciprocal`
 
 
 def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:

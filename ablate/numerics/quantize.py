@@ -28,8 +28,9 @@ class Operand:
     block_scale: Tensor | None = None
     """fp32 [row tiles, 1, column tiles, 1]."""
     source: Tensor | None = None
-    """What was quantised (rotated, padded), kept for telemetry on request, as is `scaled`, what was rounded."""
+    """What was quantised (rotated, padded), kept for telemetry on request, as are `scaled`, what was rounded, and `block_amax`."""
     scaled: Tensor | None = None
+    block_amax: Tensor | None = None
 
     @property
     def divisor(self) -> float:
@@ -90,4 +91,5 @@ def quantize(
     operand = Operand(values, quant, statistic, block_scale)
     if not keep:
         return operand
-    return replace(operand, source=padded[: x.shape[0]], scaled=scaled.view(padded.shape)[: x.shape[0]])
+    rows = slice(x.shape[0])
+    return replace(operand, source=padded[rows], scaled=scaled.view(padded.shape)[rows], block_amax=block_amax)

@@ -1,6 +1,7 @@
 """Two-level scaling: an fp32 statistic for the tensor, a small scale for each block. The order of operations is the specification."""
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ def amax(x: Tensor, block_amax: Tensor, _: None) -> Tensor:
     return block_amax.amax()
 
 
-def percentile(x: Tensor, block_amax: Tensor, p: float) -> Tensor:
+def percentile(x: Tensor, block_amax: Tensor, p: Fraction) -> Tensor:
     """The order statistic k = ceil(p n) of the magnitudes, no interpolation, fp32 scalar. Blocks above it saturate."""
     k = math.ceil(p * x.numel())
     return x.abs().flatten().kthvalue(k).values.to(torch.float32)
@@ -43,8 +44,7 @@ def block_scales(block_amax: Tensor, scale: Tensor, quant: Quant) -> Tensor:
 
     `block_amax / 6 * S` would differ in about 0.1 % of cases, at exact ties, which bf16 data hits.
     """
-    sixth = torch.tensor(1.0, device=scale.device) / ELEMENTS[quant.element].max
-    multiplier = scale * sixth
+    multiplier = scale * torch.full_like(scale, 1 / ELEMENTS[quant.element].max)
     if quant.range.headroom != 1:
         multiplier = multiplier * quant.range.headroom
     return SCALES[quant.scale.format]((block_amax * multiplier).clamp(max=FLT_MAX))

@@ -4,6 +4,7 @@ Every class is frozen, hashable and closed: an unknown field or an impossible va
 always None: an operand that is not quantised has no Quant, a product that is not rotated has no Hadamard.
 """
 
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -18,10 +19,13 @@ class Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
-def argument(tagged: str) -> float | None:
-    """The number behind the colon of a tagged word: `argument("percentile:0.999")` is 0.999, `argument("amax")` None."""
+def argument(tagged: str) -> Fraction | None:
+    """The number behind the colon of a tagged word, exactly as written: of "percentile:0.07" 7/100, of "amax" None.
+
+    In binary 0.07 * 100 is above 7, and its ceiling 8.
+    """
     _, colon, text = tagged.partition(":")
-    return float(text) if colon else None
+    return Fraction(text) if colon else None
 
 
 def _statistic(value: str) -> str:
@@ -29,12 +33,11 @@ def _statistic(value: str) -> str:
     if name == "amax" and not colon:
         return value
     try:
-        p = float(text) if name == "percentile" else 0.0
+        if name == "percentile" and 0 < float(text) <= 1:
+            return f"percentile:{float(text)!r}"
     except ValueError:
-        p = 0.0
-    if not 0 < p <= 1:
-        raise ValueError("must be 'amax' or 'percentile:p' with p in (0, 1]")
-    return f"percentile:{p!r}"
+        pass
+    raise ValueError("must be 'amax' or 'percentile:p' with p in (0, 1]")
 
 
 Statistic = Annotated[str, AfterValidator(_statistic)]

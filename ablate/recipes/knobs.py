@@ -40,8 +40,13 @@ def _amax_percentile(p: float | None) -> dict[str, Any]:
     return dict.fromkeys((f"{slot}.outer.statistic" for slot in SLOTS), "amax" if p is None else f"percentile:{p}")
 
 
+def _rest(fraction: float) -> str:
+    text = f"{1 - fraction:.12f}".rstrip("0").rstrip(".")
+    return f"fraction:{text}"
+
+
 def _cooldown(fraction: float) -> dict[str, Any]:
-    return {"schedule": [{"start": f"fraction:{round(1 - fraction, 12)}", "slots": "all"}] if fraction else []}
+    return {"schedule": [{"start": _rest(fraction), "slots": "all"}] if fraction else []}
 
 
 _Count = Annotated[int, Field(ge=0)]

@@ -5,6 +5,7 @@ For x [T, K], w [N, K] and dy [T, N]: fprop y = x w^T contracts K, dgrad dx = dy
 
 import math
 import re
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -71,7 +72,7 @@ class Layers(Spec):
 
     def quantises(self, block: int, blocks: int) -> bool:
         """Whether block number `block` of `blocks` is quantised."""
-        last = max(self.skip_last, math.ceil(self.last_fraction * blocks))
+        last = max(self.skip_last, math.ceil(Fraction(repr(self.last_fraction)) * blocks))
         return self.skip_first <= block < blocks - last
 
 

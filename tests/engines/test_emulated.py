@@ -240,10 +240,6 @@ def test_leading_dimensions_are_tokens():
     assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(flat, deep, strict=True))
 
 
-PROMOTES = pytest.mark.xfail(strict=True, reason="known bug: a bf16 product plus an fp32 bias is fp32")
-RECIPES_OWN = pytest.mark.xfail(strict=True, reason="known bug: an unquantised layer returns the recipe's dtype, not the input's")
-
-
 @pytest.mark.parametrize(
     ("preset", "dtype", "bias"),
     [
@@ -251,9 +247,9 @@ RECIPES_OWN = pytest.mark.xfail(strict=True, reason="known bug: an unquantised l
         ("fp32", torch.float32, True),
         ("nvfp4", torch.bfloat16, False),
         ("nvfp4", torch.float32, True),
-        pytest.param("nvfp4", torch.bfloat16, True, marks=PROMOTES),
-        pytest.param("bf16", torch.float32, False, marks=RECIPES_OWN),
-        pytest.param("fp32", torch.bfloat16, False, marks=RECIPES_OWN),
+        ("nvfp4", torch.bfloat16, True),
+        ("bf16", torch.float32, False),
+        ("fp32", torch.bfloat16, False),
     ],
 )
 def test_the_output_is_in_the_inputs_dtype(preset, dtype, bias):

@@ -1,5 +1,7 @@
 """The words of a quantised operand: closed, frozen, hashable, and one spelling for one meaning."""
 
+from fractions import Fraction
+
 import pytest
 from pydantic import ValidationError
 
@@ -42,7 +44,7 @@ def test_a_spec_is_frozen_and_equal_by_value():
 
 def test_a_percentile_has_one_spelling():
     assert Outer(statistic="percentile:.90") == Outer(statistic="percentile:0.9")
-    assert argument(Outer(statistic="percentile:.90").statistic) == 0.9
+    assert argument(Outer(statistic="percentile:.90").statistic) == Fraction(9, 10)
     assert argument("amax") is None
 
 
