@@ -1,7 +1,9 @@
 """Turning knobs: from a base and values for short names or full paths to one resolved workload and recipe, or every reason why not."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -11,6 +13,8 @@ from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS, Recipe
 from ablate.workloads import WORKLOADS
 from ablate.yamlfile import display, nearest
+
+_LONGEST_VALUE = 40
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,10 @@ class Base:
         for knob, value in knobs.items():
             paths.add(knob, value)
         preset = knobs.get("recipe", self.preset)
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             raise KnobError([("recipe", f"no such preset; {nearest(str(preset), PRESETS)}")])
         recipe = paths.apply("recipe", PRESETS[preset]().model_dump(mode="json"), Recipe)
-        config = paths.apply("workload", dict(self.values), WORKLOADS[self.workload])
+        config = paths.apply("workload", deepcopy(dict(self.values)), WORKLOADS[self.workload])
         if config is not None and recipe is not None:
             reasons += _contradictions(config, recipe, paths)
         if reasons:
@@ -73,10 +77,12 @@ class _Paths:
 
     def add(self, knob: str, value: Any) -> None:
         for path, content in self._expand(knob, value):
-            for other, setter in self.knobs.items():
-                if setter != knob and (f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")):
-                    self.reasons.append((knob, f"sets {path}, which {setter} sets too; keep one of them"))
-            self.values[path], self.knobs[path] = content, knob
+            rivals = (k for other, k in self.knobs.items() if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."))
+            rival = next((other for other in rivals if other != knob), None)
+            if rival:
+                self.reasons.append((knob, f"sets {path}, which {rival} sets too; keep one of them"))
+            else:
+                self.values[path], self.knobs[path] = content, knob
 
     def _expand(self, knob: str, value: Any) -> Iterator[tuple[str, Any]]:
         if knob == "recipe":
@@ -96,12 +102,13 @@ class _Paths:
 
     def apply(self, root: str, content: dict[str, Any], model: type[BaseModel]) -> Any:
         """`model` from `content` with all paths under `root` set; None, with the reasons noted, where that fails."""
+        before = len(self.reasons)
         for path, value in self.values.items():
             if path.startswith(f"{root}."):
                 wrong = assign(content, path.split(".")[1:], value, model)
                 if wrong:
                     self.reasons.append((self.knobs[path], wrong))
-        if self.reasons:
+        if len(self.reasons) > before:
             return None
         try:
             return model.model_validate_json(json.dumps(content))
@@ -127,9 +134,12 @@ def assign(content: dict[str, Any], parts: list[str], value: Any, model: type[Ba
         child = _model(model.model_fields[part].annotation)
         if child is None:
             return f"{part} has no parts; set {'.'.join(parts[: depth + 1])} itself"
-        if content.get(part) is None:
+        if content.get(part) is None and part in content:
             return f"{'.'.join(parts[: depth + 1])} is off (null) in this arm, so it has no {parts[depth + 1]}"
-        content, model = content[part], child
+        content = content.setdefault(part, {})
+        if not isinstance(content, dict):
+            return f"{'.'.join(parts[: depth + 1])} is {display(content)} in this arm, which has no {parts[depth + 1]}"
+        model = child
     return None
 
 
@@ -166,5 +176,10 @@ def _keys(model: type[BaseModel]) -> list[str]:
 
 def label(knobs: Mapping[str, Any]) -> str:
     """A name that says which knobs were turned: `rht=true sr=false`; a preset by its own name alone."""
-    words = [display(value).strip("'") if knob == "recipe" else f"{knob}={display(value)}" for knob, value in knobs.items()]
-    return " ".join(words)
+    return " ".join(value if knob == "recipe" and isinstance(value, str) else f"{knob}={_short(value)}" for knob, value in knobs.items())
+
+
+def _short(value: Any) -> str:
+    """A value as JSON; a long one cut, with a few digits of its hash, so that different values stay different."""
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}...{hashlib.sha256(text.encode()).hexdigest()[:6]}"

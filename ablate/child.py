@@ -72,14 +72,13 @@ def _trial(request: dict) -> None:
     attempt = request["attempt"]
     status = 1
     try:
-        spec = TrialSpec.parse(request["spec"])
-        folder = store.folder(spec.id)
+        folder = store.folder(request["id"])
         folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.dup(1), "w", buffering=1) as events, (folder / f"log-{attempt}.txt").open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             try:
-                for event in run(spec, store, attempt, request["telemetry"]):
+                for event in run(TrialSpec.parse(request["spec"]), store, attempt, request["telemetry"]):
                     print(json.dumps(event), file=events)
                 status = 0
             except Exception:  # the boundary of the process: its reason goes to the log, which the supervisor reports

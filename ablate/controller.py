@@ -4,6 +4,7 @@ It draws nothing and prints nothing: it yields a Progress whenever something hap
 """
 
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ablate import provenance
-from ablate.arms import Arm
+from ablate.arms import Arm, KnobError, label
 from ablate.experiment import Experiment
 from ablate.ledger import FINISHED, Ledger
 from ablate.store import Store
@@ -97,9 +98,7 @@ class Controller:
         """Do what is missing. Ctrl-C, or closing the generator, leaves everything resumable."""
         requeued = self.ledger.requeue(time.time())
         self._describe()
-        for arm in self.experiment.arms:
-            self._want(arm)
-        self._resume_search()
+        self._want_all()
         if requeued:
             self._say(f"{requeued} trials were left unfinished and go on")
         executor = None
@@ -163,19 +162,37 @@ class Controller:
             }
         )
 
+    def _want_all(self) -> None:
+        """Want what the file names now; what an earlier version of it named stays in the ledger, out of the answer."""
+        proposed = [json.loads(arm["knobs"]) for arm in self.ledger.arms() if arm["optuna"] is not None]
+        self.ledger.unwant()
+        numbers = itertools.count()
+        for arm in self.experiment.arms:
+            self._want(arm, None if arm.name in self.experiment.added or self.experiment.search else next(numbers))
+        if self.experiment.search:
+            for knobs in proposed:
+                self._propose(knobs, next(numbers))
+
     def _want(self, arm: Arm, optuna: int | None = None) -> None:
         """Put an arm with all its seeds into the ledger; adopt what is finished, queue what is not."""
-        baseline = self._arm_number(arm.baseline)
-        number = self.ledger.add_arm(arm.name, arm.knobs, baseline, optuna)
+        number = self.ledger.add_arm(arm.name, arm.knobs, self._arm_number(arm.baseline), optuna)
         for seed in self.experiment.seeds:
             spec = self.experiment.spec(arm, seed, self.device)
-            trial = self.ledger.add_member(number, seed, spec.id, spec.canonical)
-            if not self._adopt(trial, spec.id) and all(queued[0] != trial for queued in self._queue):
+            trial = self.ledger.add_member(number, seed, spec.id, spec.wire)
+            known = spec.id in self._running or any(queued[0] == trial for queued in self._queue)
+            if not known and not self._adopt(trial, spec.id):
                 self._queue.append((trial, arm, seed, spec.id))
         self._queue = deque(sorted(self._queue, key=lambda item: self.experiment.seeds.index(item[2])))  # pairs complete early
 
     def _arm_number(self, name: str | None) -> int | None:
-        return next((arm["arm"] for arm in self.ledger.arms() if arm["name"] == name), None)
+        """A baseline's number in the ledger; arms are named in any order, so it may have to be made room for first."""
+        if name is None:
+            return None
+        known = next((arm["arm"] for arm in self.ledger.arms() if arm["name"] == name), None)
+        if known is not None:
+            return known
+        baseline = next(arm for arm in self.experiment.arms if arm.name == name)
+        return self.ledger.add_arm(name, baseline.knobs, None, None)
 
     def _adopt(self, trial: int, trial_id: str) -> bool:
         """Take over a result that the store has, from this sweep or any other; whether there was one."""
@@ -191,28 +208,29 @@ class Controller:
 
     # The search
 
-    def _resume_search(self) -> None:
-        """Arms that an earlier run of the sweep proposed are wanted again, with their points in the study."""
-        if self.experiment.search:
-            for row in self.ledger.arms():
-                if row["optuna"] is not None:
-                    self._propose(json.loads(row["knobs"]), row["optuna"])
-
     def _asks_left(self) -> int:
         search = self.experiment.search
         return search.trials - sum(arm["optuna"] is not None for arm in self.ledger.arms()) if search else 0
 
     def _next(self) -> tuple[int, Arm, int, str] | None:
-        if not self._queue and self._asks_left() > 0:
+        while not self._queue and self._asks_left() > 0:
             number, knobs = self.study.ask()
-            self._propose(knobs, number)
-            return self._next()
+            why = self._propose(knobs, number)
+            if why:
+                self.study.refuse(number, why)
+                self._say(f"point {number} cannot be run: {why}")
         return self._queue.popleft() if self._queue else None
 
-    def _propose(self, knobs: dict[str, Any], number: int) -> None:
-        arm, baseline = self.experiment.propose(knobs)
+    def _propose(self, knobs: dict[str, Any], number: int) -> str | None:
+        """Want a searched arm and its baseline; why not, where its knobs contradict each other: an arm without members."""
+        try:
+            arm, baseline = self.experiment.propose(knobs)
+        except KnobError as error:
+            self.ledger.add_arm(f"{number}: {label(knobs)}", knobs, None, number)
+            return str(error)
         self._want(baseline)
-        self._want(Arm(f"{number}: {arm.name}", arm.knobs, arm.config, arm.recipe, arm.baseline), number)
+        self._want(replace(arm, name=f"{number}: {arm.name}"), number)
+        return None
 
     # Trials
 
@@ -222,7 +240,7 @@ class Controller:
         attempt = self.ledger.start_attempt(trial, time.time())
         request = {
             "id": trial_id,
-            "spec": self.experiment.spec(arm, seed, self.device).canonical,
+            "spec": self.experiment.spec(arm, seed, self.device).wire,
             "root": str(self.state.resolve()),
             "attempt": attempt,
             "telemetry": self.experiment.telemetry.model_dump(),
@@ -280,8 +298,19 @@ class Controller:
             facts = {key: self.ledger.fact(key) for key in ("question", "experiment.yaml", "provenance.json", "uncommitted.diff")}
             facts["mlflow_parent"] = self.ledger.fact("mlflow_parent") or ""
             self.projector = Projector(self._mlflow, self.state, self.folder / "ledger.db", self.experiment.name, facts)
-        if self._queue or self._asks_left() or not (self.folder / "optuna.log").exists():
-            self._open_study()
+        from ablate.search import Study
+
+        arms = sorted((arm for arm in self.ledger.arms() if arm["optuna"] is not None), key=lambda arm: arm["optuna"])
+        points = [self._point(arm) for arm in arms]
+        self.study = Study(self.folder / "optuna.log", self.experiment, points)
+
+    def _point(self, arm: Any) -> Any:
+        from ablate.search import Point
+
+        members = [member for member in self.ledger.members() if member["arm"] == arm["arm"]]
+        over = all(member["status"] in (*FINISHED, "failed") for member in members)
+        value = self._outcome(members)[0] if members and over else None
+        return Point(arm["name"], json.loads(arm["knobs"]), value, refused=not members)
 
     def _check_mlflow(self, uri: str) -> None:
         """Draw everything again where the picture is gone or another server is named. The address may hold a password: hashed."""
@@ -291,24 +320,13 @@ class Controller:
             self.ledger.forget_mlflow()
             self.ledger.describe(mlflow=digest)
 
-    def _open_study(self) -> None:
-        from ablate.search import Study
-
-        self.study = Study(self.folder / "optuna.log", self.experiment)
-        self.study.restore({a["optuna"]: (a["name"], json.loads(a["knobs"])) for a in self.ledger.arms() if a["optuna"] is not None})
-        if not self.experiment.search:
-            for arm in self.experiment.arms:
-                row = next(row for row in self.ledger.arms() if row["name"] == arm.name)
-                if arm.name not in self.experiment.added and row["optuna"] is None:
-                    self.ledger.add_arm(arm.name, arm.knobs, None, self.study.queue(arm.name, arm.knobs))
-
     def _tell_study(self, final: bool = False) -> None:
         """Settle in the study every arm whose seeds are all over. Waits a moment for their MLflow ids, which are facts of it."""
         self._hear_projector()
         if self.study is None:
             return
         members = self.ledger.members()
-        for number in sorted(self.study.running()):
+        for number in self.study.running():
             mine = [member for member in members if member["optuna"] == number]
             if not mine or any(member["status"] not in (*FINISHED, "failed") for member in mine):
                 continue
@@ -317,29 +335,30 @@ class Controller:
             self._tell(number, mine)
 
     def _tell(self, number: int, members: list[Any]) -> None:
-        metric = self.experiment.metric
+        value, finals, means = self._outcome(members)
+        facts = {
+            "arm": members[0]["name"],
+            "seeds": [member["seed"] for member in members],
+            f"{self.experiment.metric.name} by seed": finals,
+            "trials": [member["id"] for member in members],
+            "mlflow_runs": [member["mlflow"] for member in members],
+        }
+        self.study.tell(number, value, means, facts)
+
+    def _outcome(self, members: list[Any]) -> tuple[float, list[float], dict[int, float]]:
+        """An arm's mean metric over its seeds, the metric of each seed, and the mean at every step that all seeds recorded.
+
+        A diverged seed counts as infinitely bad, a failed one as unknown.
+        """
         series = [self._series(member["trial"]) for member in members]
-        worst = math.inf if metric.direction == "minimize" else -math.inf
+        worst = math.inf if self.experiment.metric.direction == "minimize" else -math.inf
         finals = [
-            math.nan
-            if member["status"] == "failed"
-            else worst
-            if member["status"] == "diverged"
-            else steps[max(steps)]
-            if steps
-            else math.nan
+            worst if member["status"] == "diverged" else steps[max(steps)] if steps and member["status"] == "done" else math.nan
             for member, steps in zip(members, series, strict=True)
         ]
         shared = set.intersection(*(set(steps) for steps in series))
         means = {step: math.fsum(steps[step] for steps in series) / len(series) for step in shared}
-        facts = {
-            "arm": members[0]["name"],
-            "seeds": [member["seed"] for member in members],
-            f"{metric.name} by seed": finals,
-            "trials": [member["id"] for member in members],
-            "mlflow_runs": [member["mlflow"] for member in members],
-        }
-        self.study.tell(number, math.fsum(finals) / len(finals), means, facts)
+        return math.fsum(finals) / len(finals), finals, means
 
     def _series(self, trial: int) -> dict[int, float]:
         return {step: value for step, name, value, _ in self.ledger.records(trial) if name == self.experiment.metric.name}

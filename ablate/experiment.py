@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 
-from ablate.arms import Arm, Base, KnobError, label, reason
+from ablate.arms import Arm, Base, KnobError, reason
 from ablate.engines import resolve
 from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS
@@ -80,7 +80,7 @@ class ExperimentFile(Spec):
     """An experiment: one question, the knobs it turns, the baseline, the seeds."""
 
     version: Literal[1] = Field(alias="schema")
-    question: str = Field(min_length=1)
+    question: Annotated[str, Field(pattern=r"\S")]
     workload: dict[str, dict[str, Any] | None]
     recipe: str = "nvfp4"
     ablate: dict[str, Any] | None = None
@@ -117,8 +117,11 @@ class Dimension:
     log: bool = False
 
     def ends(self) -> tuple[Any, ...]:
-        """Values to try, to see whether the range makes sense."""
-        return self.choices if self.kind == "choice" else (self.low, self.high)
+        """Values to try, to see whether the range makes sense: every choice, or both ends; of real numbers a value between too."""
+        if self.kind == "choice":
+            return self.choices
+        middle = () if self.kind == "int" else (self.low + (self.high - self.low) / math.pi,)
+        return (self.low, self.high, *middle)
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def load(path: Path) -> Experiment:
     _refuse_not_yet(document)
     engine = _engine(file, document)
     base = _base(file, document)
-    metric = _metric(file, document)
+    metric = _metric(file, base, document)
     space = _space(file, document)
     if base is None:
         document.check()
@@ -255,15 +258,18 @@ def _value(content: Any, parts: list[str]) -> tuple[Any, ...]:
     return (content,)
 
 
-def _metric(file: ExperimentFile, document: Document) -> Metric:
+def _metric(file: ExperimentFile, base: Base | None, document: Document) -> Metric:
     if isinstance(file.metric, list):
         return Metric()
     try:
-        return Metric.model_validate(file.metric)
+        metric = Metric.model_validate(file.metric)
     except ValidationError as error:
         for problem in error.errors():
             document.problem(("metric", *problem["loc"]), reason(problem, Metric), problem["input"])
         return Metric()
+    if base is not None and metric.name not in (known := WORKLOADS[base.workload].METRICS):
+        document.problem(("metric", "name"), f"no such metric of {base.workload}; {nearest(metric.name, sorted(known))}", metric.name)
+    return metric
 
 
 def _space(file: ExperimentFile, document: Document) -> dict[str, Dimension]:
@@ -284,9 +290,7 @@ def _dimension(knob: str, values: Any, file: ExperimentFile, document: Document)
     if isinstance(values, list):
         if not values:
             document.problem(path, "is an empty list: an empty grid; give the values to try", values)
-        for index, value in enumerate(values):
-            if any(type(value) is type(other) and value == other for other in values[:index]):
-                document.problem((*path, index), "stands twice", value)
+        _refuse_twins(path, values, document)
         return Dimension("choice", choices=tuple(values))
     if not isinstance(values, dict):
         document.problem(path, f"is a single value; give a list, [{values}], or a range", values)
@@ -294,6 +298,12 @@ def _dimension(knob: str, values: Any, file: ExperimentFile, document: Document)
     if file.search is None:
         document.problem(path, "is a range, which needs `search: {trials: ...}`; a grid takes a list of values")
     return _range(path, values, document)
+
+
+def _refuse_twins(path: tuple[str, ...], values: list[Any], document: Document) -> None:
+    for index, value in enumerate(values):
+        if any(type(value) is type(other) and value == other for other in values[:index]):
+            document.problem((*path, index), "stands twice", value)
 
 
 def _range(path: tuple[str, ...], values: dict[str, Any], document: Document) -> Dimension:
@@ -309,6 +319,7 @@ def _range(path: tuple[str, ...], values: dict[str, Any], document: Document) ->
         if not isinstance(content, list) or not content:
             document.problem((*path, kind), "must be a list of at least one value", content)
             return Dimension("choice")
+        _refuse_twins((*path, kind), content, document)
         return Dimension("choice", choices=tuple(content))
     types = (int,) if kind == "int" else (int, float)
     numbers = isinstance(content, list) and len(content) == 2 and all(type(x) in types for x in content)
@@ -324,7 +335,7 @@ def _arms(file: ExperimentFile, base: Base, space: Mapping[str, Dimension], docu
     """The arms of a grid or a list; for a search none, but each knob's ends are tried, so that mistakes show now."""
     if file.arms is not None:
         points = [(name, knobs, {knob: ("arms", name, knob) for knob in knobs}) for name, knobs in file.arms.items()]
-    elif file.search:
+    elif file.search or not all(dimension.ends() for dimension in space.values()):
         for knob, dimension in space.items():
             for index, value in enumerate(dimension.ends()):
                 _try(base, {knob: value}, None, {knob: ("ablate", knob, index)}, document)
@@ -372,12 +383,15 @@ def _against(file: ExperimentFile, base: Base, arms: list[Arm], document: Docume
     if isinstance(value, dict):
         _try(base, value, "against", {knob: ("against", knob) for knob in value}, document)
         return value
+    if not isinstance(value, str):
+        document.problem(("against",), "must be a preset, an arm's name, or knobs as {knob: value}", value)
+        return {}
     if value in PRESETS:
         return {"recipe": value}
     named = {arm.name: dict(arm.knobs) for arm in arms}
     if value in named:
         return named[value]
-    document.problem(("against",), f"no such baseline: neither a preset nor an arm; {nearest(str(value), [*PRESETS, *named])}", value)
+    document.problem(("against",), f"no such baseline: neither a preset nor an arm; {nearest(value, [*PRESETS, *named])}", value)
     return {}
 
 
@@ -440,4 +454,4 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "ablate experiment", **schema}
 
 
-__all__ = ["Dimension", "Experiment", "InputError", "Metric", "json_schema", "label", "load"]
+__all__ = ["Dimension", "Experiment", "InputError", "Metric", "json_schema", "load"]

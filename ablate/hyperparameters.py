@@ -7,6 +7,14 @@ from pydantic import Field
 
 from ablate.numerics.spec import Spec
 
+METRICS = frozenset(
+    (
+        *("train/loss", "val/loss", "val/loss_bf16", "grad/norm", "nan/loss", "nan/grad", "nan/activation"),
+        *("memory/rss", "throughput/step_ms", "throughput/tokens_per_s"),
+    )
+)
+"""What the training loop records whatever the recipe, and an experiment can therefore compare arms by."""
+
 
 class Training(Spec):
     """AdamW with warm-up and decay. Every field is part of a trial's identity."""

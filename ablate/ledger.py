@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 FINISHED = ("done", "diverged")
 """Statuses of a trial that need never run again."""
@@ -16,14 +17,15 @@ FINISHED = ("done", "diverged")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sweep (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS arms (
-    arm INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, knobs TEXT NOT NULL, baseline INTEGER REFERENCES arms, optuna INTEGER);
+    arm INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, knobs TEXT NOT NULL, baseline INTEGER REFERENCES arms, optuna INTEGER,
+    place INTEGER);
 CREATE TABLE IF NOT EXISTS trials (
     trial INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, spec TEXT NOT NULL, status TEXT NOT NULL DEFAULT 'pending',
     reason TEXT, seconds REAL, reused INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS members (
     arm INTEGER REFERENCES arms, seed INTEGER, trial INTEGER NOT NULL REFERENCES trials, mlflow TEXT,
     shipped INTEGER NOT NULL DEFAULT -1,
-    closed INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (arm, seed)) WITHOUT ROWID;
+    closed INTEGER NOT NULL DEFAULT 0, wanted INTEGER NOT NULL DEFAULT 1, PRIMARY KEY (arm, seed)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS attempts (
     trial INTEGER REFERENCES trials, attempt INTEGER, started REAL, ended REAL, outcome TEXT, reason TEXT,
     PRIMARY KEY (trial, attempt)) WITHOUT ROWID;
@@ -38,7 +40,7 @@ class Ledger:
 
     def __init__(self, path: Path, readonly: bool = False) -> None:
         if readonly:
-            self.db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, timeout=60)
+            self.db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None, timeout=60)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.db = sqlite3.connect(path, isolation_level=None, timeout=60)
@@ -65,13 +67,18 @@ class Ledger:
 
     # Arms and members
 
+    def unwant(self) -> None:
+        """Nothing is wanted any more, until it is added again. What was run stays, and is found again."""
+        self.db.execute("UPDATE arms SET place = NULL")
+        self.db.execute("UPDATE members SET wanted = 0")
+
     def add_arm(self, name: str, knobs: Mapping[str, Any], baseline: int | None, optuna: int | None) -> int:
-        """The arm's number; the arm is added where it is new."""
+        """Want an arm, behind those wanted already; returns its number. `optuna` is its point in the study, None for none."""
+        place = self.db.execute("SELECT count(place) FROM arms").fetchone()[0]
         self.db.execute(
-            "INSERT INTO arms (name, knobs, baseline, optuna) VALUES (?, ?, ?, ?)"
-            " ON CONFLICT (name) DO UPDATE SET baseline = coalesce(excluded.baseline, baseline),"
-            " optuna = coalesce(excluded.optuna, optuna)",
-            (name, json.dumps(knobs), baseline, optuna),
+            "INSERT INTO arms (name, knobs, baseline, optuna, place) VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET"
+            " knobs = excluded.knobs, baseline = excluded.baseline, optuna = excluded.optuna, place = coalesce(place, excluded.place)",
+            (name, json.dumps(knobs), baseline, optuna, place),
         )
         return self.db.execute("SELECT arm FROM arms WHERE name = ?", (name,)).fetchone()["arm"]
 
@@ -82,20 +89,21 @@ class Ledger:
         self.db.execute(
             "INSERT INTO members (arm, seed, trial) VALUES (?1, ?2, ?3) ON CONFLICT (arm, seed) DO UPDATE"
             " SET mlflow = iif(trial = ?3, mlflow, NULL), shipped = iif(trial = ?3, shipped, -1),"
-            " closed = iif(trial = ?3, closed, 0), trial = ?3",
+            " closed = iif(trial = ?3, closed, 0), trial = ?3, wanted = 1",
             (arm, seed, trial),
         )
         return trial
 
     def arms(self) -> list[sqlite3.Row]:
-        """All arms in order."""
-        return self.db.execute("SELECT * FROM arms ORDER BY arm").fetchall()
+        """The arms that are wanted, in order."""
+        return self.db.execute("SELECT * FROM arms WHERE place IS NOT NULL ORDER BY place").fetchall()
 
     def members(self) -> list[sqlite3.Row]:
-        """All members with their arm's name and knobs and their trial's id and status, by arm and seed."""
+        """The members that are wanted, with their arm's name and knobs and their trial's id and status, by arm and seed."""
         return self.db.execute(
-            "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, trials.id, trials.status, trials.reason, trials.spec,"
-            " trials.reused FROM members JOIN arms USING (arm) JOIN trials USING (trial) ORDER BY arm, seed"
+            "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, trials.id, trials.status, trials.reason,"
+            " trials.spec, trials.reused FROM members JOIN arms USING (arm) JOIN trials USING (trial)"
+            " WHERE wanted AND place IS NOT NULL ORDER BY place, seed"
         ).fetchall()
 
     # Trials and attempts
@@ -134,7 +142,9 @@ class Ledger:
     def requeue(self, now: float) -> int:
         """Trials that failed, or were left running by a controller that is no more, become pending again; returns how many."""
         self.db.execute("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", (now,))
-        return self.db.execute("UPDATE trials SET status = 'pending', reason = NULL WHERE status IN ('running', 'failed')").rowcount
+        again = "SELECT trial FROM trials WHERE status IN ('running', 'failed')"
+        self.db.execute(f"UPDATE members SET closed = 0 WHERE trial IN ({again})")
+        return self.db.execute(f"UPDATE trials SET status = 'pending', reason = NULL WHERE trial IN ({again})").rowcount
 
     # Records
 
@@ -180,7 +190,7 @@ class Ledger:
 
     def unshipped(self) -> int:
         """Members whose MLflow run is not complete."""
-        return self.db.execute("SELECT count(*) FROM members WHERE NOT closed").fetchone()[0]
+        return self.db.execute("SELECT count(*) FROM members WHERE wanted AND NOT closed").fetchone()[0]
 
     def forget_mlflow(self) -> None:
         """Whatever was shipped is gone, or went elsewhere: everything is to be shipped again."""

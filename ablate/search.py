@@ -7,14 +7,16 @@ ledger: its journal can be deleted at any time and is then drawn again.
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ablate.experiment import Dimension, Experiment
 
@@ -32,13 +34,13 @@ SAMPLERS = {
 }
 
 
-def distribution(dimension: Dimension) -> optuna.distributions.BaseDistribution:
+def distribution(dimension: Dimension) -> BaseDistribution:
     """A knob's range as Optuna writes it."""
     if dimension.kind == "uniform":
-        return optuna.distributions.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
+        return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
     if dimension.kind == "int":
-        return optuna.distributions.IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
-    return optuna.distributions.CategoricalDistribution([_encode(choice) for choice in dimension.choices])
+        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
+    return CategoricalDistribution([_encode(choice) for choice in dimension.choices])
 
 
 def _encode(value: Any) -> Any:
@@ -50,60 +52,101 @@ def _decode(value: Any) -> Any:
     return json.loads(value.removeprefix("json:")) if isinstance(value, str) and value.startswith("json:") else value
 
 
-class Study:
-    """One sweep's Optuna study, in a journal file beside the ledger. Use it from one thread."""
+@dataclass(frozen=True)
+class Point:
+    """What the ledger knows of one arm of the study, in the study's order."""
 
-    def __init__(self, journal: Path, experiment: Experiment) -> None:
-        _repair(journal)
+    name: str
+    knobs: Mapping[str, Any]
+    value: float | None
+    """The mean metric over its seeds, NaN where one failed; None while it is not over."""
+    refused: bool = False
+
+
+class Study:
+    """One sweep's Optuna study, in a journal file beside the ledger. Use it from one thread, holding the sweep's lock."""
+
+    def __init__(self, journal: Path, experiment: Experiment, points: Sequence[Point]) -> None:
+        self._journal, self._experiment = journal, experiment
         self.distributions = {knob: distribution(dimension) for knob, dimension in experiment.space.items()}
         if not self.distributions:
             names = [arm.name for arm in experiment.arms if arm.name not in experiment.added]
-            self.distributions = {ARM: optuna.distributions.CategoricalDistribution(names)}
-        seed = experiment.search.seed if experiment.search else 0
-        self.study = optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(journal))),
-            study_name=experiment.name,
-            direction=experiment.metric.direction,
+            self.distributions = {ARM: CategoricalDistribution(names)}
+        _repair(journal)
+        self.study = self._open()
+        if not self._agrees(points):
+            journal.unlink()
+            self.study = self._open()
+        for point in points[len(self._trials()) :]:
+            self.add(point)
+        # A sampler made again with the same seed would propose the same points again: the trials so far are part of its seed.
+        search = experiment.search
+        seed = (search.seed * 1_000_003 + len(points)) % 2**32 if search else 0
+        self.study.sampler = SAMPLERS[search.sampler if search else "random"](seed)
+
+    def _open(self) -> optuna.Study:
+        """The journal's study, or a new one; `create_study` keeps the direction of one that is there."""
+        study = optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(self._journal))),
+            study_name=self._experiment.name,
+            direction=self._experiment.metric.direction,
             load_if_exists=True,
         )
-        # A sampler made again with the same seed would propose the same points again: the trials so far are part of its seed.
-        sampler = experiment.search.sampler if experiment.search else "random"
-        self.study.sampler = SAMPLERS[sampler]((seed * 1_000_003 + len(self.study.trials)) % 2**32)
-        self.study.set_user_attr("question", experiment.question)
-        self.study.set_metric_names([experiment.metric.name])
+        study.set_user_attr("question", self._experiment.question)
+        study.set_metric_names([self._experiment.metric.name])
+        return study
+
+    def _agrees(self, points: Sequence[Point]) -> bool:
+        """Whether what the journal holds is true of the ledger's points, as far as it goes."""
+        trials = self._trials()
+        direction = self.study.direction.name.lower() == self._experiment.metric.direction
+        return direction and len(trials) <= len(points) and all(map(self._same, trials, points))
+
+    def _same(self, trial: FrozenTrial, point: Point) -> bool:
+        params, distributions = self._params(point)
+        if trial.params != params or trial.distributions != distributions:
+            return False
+        if trial.state == TrialState.FAIL:
+            return point.refused or (point.value is not None and math.isnan(point.value))
+        return not point.refused and (trial.state == TrialState.RUNNING or (trial.state.is_finished() and trial.value == point.value))
+
+    def _params(self, point: Point) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+        """A point's parameters in today's ranges; a range is widened, and a knob left out, where the point is older than the range."""
+        params, distributions = {}, {}
+        for knob, known in self.distributions.items():
+            if knob != ARM and knob not in point.knobs:
+                continue
+            value = point.name if knob == ARM else _encode(point.knobs[knob])
+            if isinstance(known, FloatDistribution | IntDistribution):
+                known = type(known)(min(known.low, value), max(known.high, value), log=known.log)
+            elif not any(type(value) is type(choice) and value == choice for choice in known.choices):
+                continue
+            params[knob], distributions[knob] = value, known
+        return params, distributions
+
+    def _trials(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False)
 
     def ask(self) -> tuple[int, dict[str, Any]]:
         """A new point: its number in the study and its knobs."""
         trial = self.study.ask(self.distributions)
         return trial.number, {knob: _decode(value) for knob, value in trial.params.items()}
 
-    def queue(self, name: str, knobs: Mapping[str, Any]) -> int:
-        """Add a given point, a grid's; returns its number."""
-        self.study.enqueue_trial(self._params(name, knobs), user_attrs={"arm": name})
-        return self.study.ask(self.distributions).number
+    def add(self, point: Point) -> None:
+        """Add a given point, the next number."""
+        params, distributions = self._params(point)
+        state = TrialState.FAIL if point.refused else TrialState.RUNNING
+        facts = {"arm": point.name}
+        self.study.add_trial(create_trial(state=state, params=params, distributions=distributions, user_attrs=facts))
 
-    def restore(self, points: Mapping[int, tuple[str, Mapping[str, Any]]]) -> None:
-        """Make the study hold the ledger's points, {number: (arm, knobs)}, and none left running that the ledger does not know."""
-        for number in range(len(self._trials()), max(points, default=-1) + 1):
-            name, knobs = points.get(number, ("", None))
-            params = {} if knobs is None else self._params(name, knobs)
-            distributions = {knob: self.distributions[knob] for knob in params}
-            state = TrialState.FAIL if knobs is None else TrialState.RUNNING
-            self.study.add_trial(
-                optuna.trial.create_trial(state=state, params=params, distributions=distributions, user_attrs={"arm": name})
-            )
-        for number in self.running() - set(points):
-            self.study.tell(number, state=TrialState.FAIL)
+    def running(self) -> list[int]:
+        """Numbers of the points that were not yet told."""
+        return [trial.number for trial in self._trials() if trial.state == TrialState.RUNNING]
 
-    def _params(self, name: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
-        return {knob: name if knob == ARM else _encode(knobs[knob]) for knob in self.distributions}
-
-    def _trials(self) -> list[optuna.trial.FrozenTrial]:
-        return self.study.get_trials(deepcopy=False)
-
-    def running(self) -> set[int]:
-        """Numbers of the points that were asked for and not yet told."""
-        return {trial.number for trial in self._trials() if trial.state == TrialState.RUNNING}
+    def refuse(self, number: int, why: str) -> None:
+        """Settle a proposed point that cannot be run."""
+        optuna.Trial(self.study, self._trials()[number]._trial_id).set_user_attr("refused", why)
+        self.study.tell(number, state=TrialState.FAIL)
 
     def tell(self, number: int, value: float, steps: Mapping[int, float], facts: Mapping[str, Any]) -> None:
         """Settle a point: its mean metric, intermediate values by step, and facts (arm, gap, MLflow runs). NaN fails it."""
@@ -116,11 +159,6 @@ class Study:
             self.study.tell(number, state=TrialState.FAIL)
         else:
             self.study.tell(number, value)
-
-    def best(self) -> int | None:
-        """The number of the best point so far."""
-        finished = [trial for trial in self._trials() if trial.state == TrialState.COMPLETE]
-        return self.study.best_trial.number if finished else None
 
 
 def _repair(journal: Path) -> None:

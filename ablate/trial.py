@@ -29,10 +29,19 @@ class TrialSpec(Spec):
     device: str
 
     @cached_property
-    def canonical(self) -> str:
-        """The spec as canonical JSON: sorted keys, no spaces."""
-        content = {
-            "workload": {self.workload: self.config.model_dump(mode="json")},
+    def id(self) -> str:
+        """16 hex digits of the hash of what determines the trial: `content` without the places where its data lies."""
+        content = self._content(self.config.identity())
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+    @cached_property
+    def wire(self) -> str:
+        """The whole spec as JSON, with its id: what crosses to a worker, and what the trial's folder keeps."""
+        return json.dumps({"id": self.id} | self._content(self.config.model_dump(mode="json")), sort_keys=True)
+
+    def _content(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "workload": {self.workload: config},
             "workload_version": self.config.VERSION,
             "data": self.config.fingerprint(),
             "recipe": self.recipe.model_dump(mode="json"),
@@ -41,17 +50,11 @@ class TrialSpec(Spec):
             "engine": self.engine,
             "device": self.device,
         }
-        return json.dumps(content, sort_keys=True, separators=(",", ":"))
-
-    @cached_property
-    def id(self) -> str:
-        """16 hex digits of the canonical form's hash."""
-        return hashlib.sha256(self.canonical.encode()).hexdigest()[:16]
 
     @classmethod
-    def parse(cls, canonical: str) -> "TrialSpec":
-        """The spec that a canonical form describes. ValueError when it was written by other versions, or for other data."""
-        content = json.loads(canonical)
+    def parse(cls, wire: str) -> "TrialSpec":
+        """The spec that `wire` describes. ValueError where it was written by other versions, or for other data."""
+        content = json.loads(wire)
         ((name, config),) = content["workload"].items()
         spec = cls(
             workload=name,
@@ -59,7 +62,7 @@ class TrialSpec(Spec):
             recipe=Recipe.model_validate_json(json.dumps(content["recipe"])),
             **{key: content[key] for key in ("seed", "engine", "device")},
         )
-        if spec.canonical != canonical:
+        if spec.id != content["id"]:
             raise ValueError("this process resolves the trial differently: other versions of the code, or other data, than the planner's")
         return spec
 
@@ -74,7 +77,7 @@ def run(spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, int]) 
             yield from store.events(spec.id)
             return
         folder = store.folder(spec.id)
-        write(folder / "spec.json", json.loads(spec.canonical))
+        write(folder / "spec.json", json.loads(spec.wire))
         started, event = time.time(), None
         with (folder / f"events-{attempt}.jsonl").open("w") as events:
             for event in _events(spec, telemetry):

@@ -113,11 +113,16 @@ def parse(text: str, name: str) -> Document:
         raise InputError([Problem(name, mark.line + 1, mark.column + 1, what)]) from None
     except (YAMLError, YAMLStreamError, ValueError) as error:
         raise InputError([f"{name}: not YAML: {str(error).splitlines()[0]}"]) from None
+    except RecursionError:
+        raise InputError([f"{name}: nested too deeply: an experiment has a handful of levels"]) from None
     document = Document(name, None, text, {(): (1, 1)})
     if not isinstance(node, MappingNode):
         what = "empty" if node is None else "a list" if isinstance(node, SequenceNode) else "a single value"
         raise InputError([Problem(name, 1, 1, f"an experiment is a mapping (question: ..., ablate: ...); this file is {what}")])
-    document.value = _plain(yaml, node, (), document)
+    try:
+        document.value = _plain(yaml, node, (), document)
+    except ValueError as error:
+        raise InputError([f"{name}: holds a value that cannot be read: {error}"]) from None
     document.check()
     return document
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ablate.data import open_corpus
-from ablate.data.corpus import Source
-from ablate.hyperparameters import Training
+from ablate.data.corpus import Shards, Source
+from ablate.hyperparameters import METRICS, Training
 from ablate.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ class Gpt(Training):
     """Shape of the model, its data, and the training run."""
 
     VERSION: ClassVar[int] = 1
+    METRICS: ClassVar[frozenset[str]] = METRICS | {"val/bits_per_byte"}
 
     data: Source = "stdlib"
     """`stdlib`: the Python standard library's source as bytes. Or token shards: {train: glob, val: glob, vocab: n}."""
@@ -67,6 +68,10 @@ class Gpt(Training):
         shortest = min(len(corpus.train), len(corpus.val))
         if shortest <= self.context + 1:
             yield "context", f"{self.context} is longer than the text: {shortest} tokens"
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that determine the numbers: all but the places of the data, which its fingerprint stands for."""
+        return self.model_dump(mode="json", exclude={"data": {"train", "val"}} if isinstance(self.data, Shards) else None)
 
     def fingerprint(self) -> str:
         """What identifies the data's content."""
