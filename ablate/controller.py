@@ -3,7 +3,6 @@
 It draws nothing and prints nothing: it yields a Progress whenever something happened, and ends with an Outcome.
 """
 
-import hashlib
 import itertools
 import json
 import math
@@ -82,8 +81,7 @@ class Controller:
         self.folder = state / "sweeps" / experiment.name
         self.store, self.ledger = Store(state), Ledger(self.folder / "ledger.db")
         self._connect, self._mlflow = connect, mlflow
-        self.study: Any = None
-        self.projector: Any = None
+        self.pictures: Any = None
         self._queue: deque[tuple[int, Arm, int, str]] = deque()
         self._running: dict[str, Running] = {}
         self._news: list[str] = []
@@ -104,19 +102,28 @@ class Controller:
         executor = None
         status = "killed"
         try:
-            self._start_projections()
             yield self._progress()
+            self.pictures = self._draw()
             if self._work_left():
                 executor = self._connect()
                 yield from self._loop(executor)
             status = self._status()
-            yield from self._settle(status)
+            behind = self.pictures.finish("FAILED" if status == "failed" else "FINISHED", _MLFLOW_GRACE_SECONDS)
+            if behind:
+                self._say(behind)
+            yield self._progress()
             yield Outcome(status, self._ran, len(self._reused), self._count("failed"), time.time() - self._started)
         finally:
             if executor:
                 executor.close()
             if status == "killed":
                 self._interrupted()
+            self.ledger.close()
+
+    def _draw(self) -> Any:
+        from ablate.pictures import Pictures  # Optuna and pandas: only once the first line is on the screen
+
+        return Pictures(self.experiment, self.ledger, self.state, self.folder, self._mlflow, busy=self._work_left())
 
     def _loop(self, executor: Executor) -> Iterator[Progress]:
         while self._running or self._work_left():
@@ -127,7 +134,7 @@ class Controller:
                 return
             for trial_id, message in executor.wait(_WAIT_SECONDS):
                 self._hear(executor, trial_id, message)
-            self._tell_study()
+            self.pictures.refresh()
             yield self._progress()
 
     def _work_left(self) -> bool:
@@ -214,10 +221,10 @@ class Controller:
 
     def _next(self) -> tuple[int, Arm, int, str] | None:
         while not self._queue and self._asks_left() > 0:
-            number, knobs = self.study.ask()
+            number, knobs = self.pictures.study.ask()
             why = self._propose(knobs, number)
             if why:
-                self.study.refuse(number, why)
+                self.pictures.study.refuse(number, why)
                 self._say(f"point {number} cannot be run: {why}")
         return self._queue.popleft() if self._queue else None
 
@@ -287,116 +294,13 @@ class Controller:
         log = "".join(f"\n    {line}" for line in message.get("log", "").splitlines())
         self._say(f"{running.name} seed={running.seed}: failed: {reason}{log}")
 
-    # Projections
-
-    def _start_projections(self) -> None:
-        if self._mlflow:
-            self._check_mlflow(self._mlflow)
-        if self._mlflow and (self._queue or self._asks_left() or self.ledger.unshipped()):
-            from ablate.tracking import Projector
-
-            facts = {key: self.ledger.fact(key) for key in ("question", "experiment.yaml", "provenance.json", "uncommitted.diff")}
-            facts["mlflow_parent"] = self.ledger.fact("mlflow_parent") or ""
-            self.projector = Projector(self._mlflow, self.state, self.folder / "ledger.db", self.experiment.name, facts)
-        from ablate.search import Study
-
-        arms = sorted((arm for arm in self.ledger.arms() if arm["optuna"] is not None), key=lambda arm: arm["optuna"])
-        points = [self._point(arm) for arm in arms]
-        self.study = Study(self.folder / "optuna.log", self.experiment, points)
-
-    def _point(self, arm: Any) -> Any:
-        from ablate.search import Point
-
-        members = [member for member in self.ledger.members() if member["arm"] == arm["arm"]]
-        over = all(member["status"] in (*FINISHED, "failed") for member in members)
-        value = self._outcome(members)[0] if members and over else None
-        return Point(arm["name"], json.loads(arm["knobs"]), value, refused=not members)
-
-    def _check_mlflow(self, uri: str) -> None:
-        """Draw everything again where the picture is gone or another server is named. The address may hold a password: hashed."""
-        digest = hashlib.sha256(uri.encode()).hexdigest()
-        gone = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
-        if gone or self.ledger.fact("mlflow") != digest:
-            self.ledger.forget_mlflow()
-            self.ledger.describe(mlflow=digest)
-
-    def _tell_study(self, final: bool = False) -> None:
-        """Settle in the study every arm whose seeds are all over. Waits a moment for their MLflow ids, which are facts of it."""
-        self._hear_projector()
-        if self.study is None:
-            return
-        members = self.ledger.members()
-        for number in self.study.running():
-            mine = [member for member in members if member["optuna"] == number]
-            if not mine or any(member["status"] not in (*FINISHED, "failed") for member in mine):
-                continue
-            if self.projector and not (final or self.projector.trouble) and not all(member["mlflow"] for member in mine):
-                continue
-            self._tell(number, mine)
-
-    def _tell(self, number: int, members: list[Any]) -> None:
-        value, finals, means = self._outcome(members)
-        facts = {
-            "arm": members[0]["name"],
-            "seeds": [member["seed"] for member in members],
-            f"{self.experiment.metric.name} by seed": finals,
-            "trials": [member["id"] for member in members],
-            "mlflow_runs": [member["mlflow"] for member in members],
-        }
-        self.study.tell(number, value, means, facts)
-
-    def _outcome(self, members: list[Any]) -> tuple[float, list[float], dict[int, float]]:
-        """An arm's mean metric over its seeds, the metric of each seed, and the mean at every step that all seeds recorded.
-
-        A diverged seed counts as infinitely bad, a failed one as unknown.
-        """
-        series = [self._series(member["trial"]) for member in members]
-        worst = math.inf if self.experiment.metric.direction == "minimize" else -math.inf
-        finals = [
-            worst if member["status"] == "diverged" else steps[max(steps)] if steps and member["status"] == "done" else math.nan
-            for member, steps in zip(members, series, strict=True)
-        ]
-        shared = set.intersection(*(set(steps) for steps in series))
-        means = {step: math.fsum(steps[step] for steps in series) / len(series) for step in shared}
-        return math.fsum(finals) / len(finals), finals, means
-
-    def _series(self, trial: int) -> dict[int, float]:
-        return {step: value for step, name, value, _ in self.ledger.records(trial) if name == self.experiment.metric.name}
-
-    def _hear_projector(self) -> None:
-        if self.projector is None:
-            return
-        while not self.projector.news.empty():
-            news = self.projector.news.get()
-            self.ledger.shipped(news.arm, news.seed, news.run, news.step, news.closed)
-        if self.projector.parent and not self.ledger.fact("mlflow_parent"):
-            self.ledger.describe(mlflow_parent=self.projector.parent)
-
-    def _settle(self, status: str) -> Iterator[Progress]:
-        """Bring the pictures up to date."""
-        yield self._progress()
-        self._finish_projector("FAILED" if status == "failed" else "FINISHED")
-        self._tell_study(final=True)
-
-    def _finish_projector(self, status: str, seconds: float = _MLFLOW_GRACE_SECONDS) -> None:
-        if self.projector is None:
-            return
-        from ablate.results import summary_markdown
-
-        if not self.projector.finish(status, summary_markdown(self.ledger), seconds):
-            trouble = self.projector.trouble or "still writing"
-            self._say(f"MLflow is behind ({trouble}); nothing is lost: the next run of this sweep ships the rest")
-        self._hear_projector()
-
     def _interrupted(self) -> None:
         now = time.time()
         for running in self._running.values():
             self.ledger.end_attempt(running.trial, running.attempt, now, "interrupted")
             self.ledger.settle(running.trial, "pending")
-        if self.projector:
-            self._finish_projector("KILLED", _INTERRUPT_GRACE_SECONDS)
-        self._tell_study()
-        self.ledger.close()
+        if self.pictures:
+            self.pictures.finish("KILLED", _INTERRUPT_GRACE_SECONDS)
 
     # Telling
 
@@ -408,7 +312,7 @@ class Controller:
         unfinished = {member["trial"] for member in members if member["status"] in ("pending", "running")}
         total = len({member["trial"] for member in members})
         news, self._news = tuple(self._news), []
-        trouble = self.projector.trouble if self.projector else None
+        trouble = self.pictures.trouble if self.pictures else None
         return Progress(total - len(unfinished), total, tuple(self._running.values()), news, trouble, self._seconds_left())
 
     def _seconds_left(self) -> float:

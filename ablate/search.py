@@ -7,7 +7,8 @@ ledger: its journal can be deleted at any time and is then drawn again.
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from ablate.experiment import Dimension, Experiment
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
-warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
 ARM = "arm"
 """The one parameter of a study whose experiment lists its arms by name."""
@@ -82,7 +82,8 @@ class Study:
         # A sampler made again with the same seed would propose the same points again: the trials so far are part of its seed.
         search = experiment.search
         seed = (search.seed * 1_000_003 + len(points)) % 2**32 if search else 0
-        self.study.sampler = SAMPLERS[search.sampler if search else "random"](seed)
+        with _experimental():
+            self.study.sampler = SAMPLERS[search.sampler if search else "random"](seed)
 
     def _open(self) -> optuna.Study:
         """The journal's study, or a new one; `create_study` keeps the direction of one that is there."""
@@ -93,7 +94,8 @@ class Study:
             load_if_exists=True,
         )
         study.set_user_attr("question", self._experiment.question)
-        study.set_metric_names([self._experiment.metric.name])
+        with _experimental():
+            study.set_metric_names([self._experiment.metric.name])
         return study
 
     def _agrees(self, points: Sequence[Point]) -> bool:
@@ -159,6 +161,14 @@ class Study:
             self.study.tell(number, state=TrialState.FAIL)
         else:
             self.study.tell(number, value)
+
+
+@contextmanager
+def _experimental() -> Iterator[None]:
+    """Use what Optuna calls experimental without its warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
 
 
 def _repair(journal: Path) -> None:

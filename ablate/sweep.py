@@ -82,7 +82,6 @@ def _run(
         f"{outcome.ran} trials run{reused}{f', {outcome.failed} failed' if outcome.failed else ''} in {duration(outcome.seconds)}\n"
     )
     _answer(experiment, state, mlflow, screen)
-    controller.ledger.close()
     return _EXIT[outcome.status]
 
 

@@ -71,12 +71,13 @@ class Projector:
                 self.trouble = None
                 if last:
                     self._close(client, *last)
-                    return
+                    break
             except Exception as error:  # a picture must not end the sweep: said in the status line, tried again
                 self.trouble = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 self._stop.wait(_RETRY_SECONDS)
             self._wake.wait(_INTERVAL)
             self._wake.clear()
+        ledger.close()
 
     def _connect(self) -> Any:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
