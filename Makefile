@@ -16,10 +16,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# What is generated from the code: the JSON Schema of experiments and the README's table of knobs.
-generated: $(VENV)/.installed
+schema: $(VENV)/.installed
 	$(BIN)/ablate schema > experiments/schema.json
-	$(BIN)/ablate knobs --into README.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

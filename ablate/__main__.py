@@ -6,9 +6,9 @@ import typer
 
 from ablate import __version__
 from ablate.cli import run
-from ablate.experiment import json_schema
 from ablate.plan import plan
 from ablate.recipes import KNOBS
+from ablate.surface import json_schema
 from ablate.sweep import sweep
 
 app = typer.Typer(

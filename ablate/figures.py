@@ -5,8 +5,8 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from ablate.experiment import Metric
 from ablate.results import ArmSummary
+from ablate.surface import Metric
 
 PALETTE = "colorblind"
 

@@ -182,6 +182,12 @@ class Ledger:
         )
         return {name: math.nan if value is None else value for name, value, _ in rows}
 
+    def average(self, trial: int, name: str) -> float:
+        """The mean of a metric over all of a trial's records, NaN where there are none."""
+        query = "SELECT avg(value) FROM records JOIN names USING (name) WHERE trial = ? AND text = ?"
+        value = self.db.execute(query, (trial, name)).fetchone()[0]
+        return math.nan if value is None else value
+
     # Projections
 
     def shipped(self, arm: int, seed: int, run: str, step: int, closed: bool) -> None:

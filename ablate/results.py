@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from ablate.experiment import Metric
 from ablate.ledger import Ledger
 from ablate.stats import Difference, paired_difference, verdict
+from ablate.surface import Metric
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _summary(arms, number, members, finals, values, metric: Metric, ledger: Ledg
         gap=gap,
         verdict="baseline" if gap is None else verdict(gap, metric.direction == "minimize", metric.min_effect),
         sqnr_db=_mean([v for last in finals.values() for k, v in last.items() if k.endswith("/sqnr_db")]),
-        tokens_per_s=_mean([last["throughput/tokens_per_s"] for last in finals.values() if "throughput/tokens_per_s" in last]),
+        tokens_per_s=_mean([ledger.average(member["trial"], "throughput/tokens_per_s") for member in members if member["seed"] in finals]),
         nans=sum("nan/first_step" in last for last in lasts),
         diverged=sum(member["status"] == "diverged" for member in members),
         missing=sum(member["status"] not in ("done", "diverged") for member in members),

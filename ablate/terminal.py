@@ -12,8 +12,8 @@ from rich.text import Text
 
 from ablate.cli import duration
 from ablate.controller import Progress
-from ablate.experiment import Metric
 from ablate.results import ArmSummary, Contrast, interval
+from ablate.surface import Metric
 
 _MOST_CONTRASTS = 16
 _COLOURS = {"better": "green", "worse": "red", "baseline": "dim"}

@@ -13,8 +13,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = {
     10: ("__init__", "__main__"),
     9: ("sweep", "plan", "terminal", "report", "doctor", "bench", "ui"),
-    8: ("controller", "cli", "place"),
-    7: ("arms", "experiment", "search", "supervisor", "child", "workers", "tracking", "results", "stats", "figures"),
+    8: ("controller", "pictures", "cli", "place"),
+    7: ("surface", "arms", "experiment", "search", "supervisor", "child", "workers", "tracking", "results", "stats", "figures"),
     6: ("workloads", "trial"),
     5: ("hyperparameters", "transformer", "train", "checkpoints"),
     4: ("metrics",),
@@ -29,11 +29,12 @@ ALLOWED = {
     "data": {"numerics.spec", "numerics.philox"},  # the words for a frozen description, and the counter-based bits
     "train": {"hyperparameters"},
     "trial": {"workloads"},
-    "experiment": {"arms"},
+    "experiment": {"surface", "arms"},
+    "controller": {"pictures"},
     "search": {"experiment"},
     "workers": {"supervisor", "child"},
-    "results": {"experiment", "stats"},  # the reading wing: an experiment back as one frame, numbers, pictures
-    "figures": {"experiment", "results", "stats"},
+    "results": {"surface", "stats"},  # the reading wing: an experiment back as one frame, numbers, pictures
+    "figures": {"surface", "results", "stats"},
     "sweep": {"plan", "terminal"},
 }
 """Imports within a floor, or from the ground up, each for a reason."""

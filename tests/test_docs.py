@@ -1,0 +1,36 @@
+"""What the documents say is what the code does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ablate.surface import json_schema
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
+
+
+def test_the_readme_has_the_table_of_knobs_that_the_code_prints():
+    table = subprocess.run([sys.executable, "-m", "ablate", "knobs"], capture_output=True, text=True, check=True).stdout.strip()
+    assert table in (ROOT / "README.md").read_text(), "paste the output of `ablate knobs` into README.md"
+
+
+def test_the_published_schema_is_todays():
+    published = json.loads((ROOT / "experiments" / "schema.json").read_text())
+    assert published == json.loads(json.dumps(json_schema())), "run `make schema`"
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_an_experiment_says_what_it_costs_and_the_readme_and_the_log_know_it(path):
+    assert any("minutes on 2 CPU cores" in line for line in path.read_text().splitlines()[:3])
+    assert f"`{path.stem}`" in (ROOT / "README.md").read_text()
+    assert f"`{path.stem}`" in (ROOT / "experiments" / "LOG.md").read_text()
+
+
+def test_every_module_stands_in_the_picture_of_the_architecture():
+    picture = (ROOT / "docs" / "architecture.md").read_text()
+    modules = [path.name for path in (ROOT / "ablate").glob("*.py") if path.name != "__init__.py"]
+    assert [name for name in modules if name not in picture] == []
