@@ -230,13 +230,15 @@ class Controller:
 
     def _propose(self, knobs: dict[str, Any], number: int) -> str | None:
         """Want a searched arm and its baseline; why not, where its knobs contradict each other: an arm without members."""
+        rounded = {knob: float(f"{value:.3g}") if isinstance(value, float) else value for knob, value in knobs.items()}
+        name = f"{number}: {label(rounded)}"  # the number keeps it unique
         try:
             arm, baseline = self.experiment.propose(knobs)
         except KnobError as error:
-            self.ledger.add_arm(f"{number}: {label(knobs)}", knobs, None, number)
+            self.ledger.add_arm(name, knobs, None, number)
             return str(error)
         self._want(baseline)
-        self._want(replace(arm, name=f"{number}: {arm.name}"), number)
+        self._want(replace(arm, name=name), number)
         return None
 
     # Trials
