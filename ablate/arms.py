@@ -49,6 +49,11 @@ class Base:
     values: Mapping[str, Any]
     preset: str
 
+    @property
+    def config(self) -> Spec:
+        """The workload as the file gives it, no knob turned."""
+        return self.arm({"recipe": "bf16"}).config
+
     def arm(self, knobs: Mapping[str, Any], name: str | None = None) -> Arm:
         """The arm with these knobs turned; KnobError with every reason where that is not possible."""
         reasons: list[tuple[str | None, str]] = []

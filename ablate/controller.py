@@ -322,7 +322,7 @@ class Controller:
         scale = self._actual / self._estimated if self._estimated else 1.0
         waiting = sum(_estimate(arm) for _, arm, _, _ in self._queue)
         if self._asks_left() > 0:
-            waiting += self._asks_left() * len(self.experiment.seeds) * _estimate(self.experiment.base.arm({}))
+            waiting += self._asks_left() * len(self.experiment.seeds) * self.experiment.base.config.cost(quantised=True)
         now = time.time()
         running = sum(max(0.0, scale * item.estimate - (now - item.started)) for item in self._running.values())
         return (scale * waiting + running) / max(1, len(self._running))

@@ -6,6 +6,7 @@ Optuna and MLflow are pictures of it that can be dropped and rebuilt; the ledger
 import json
 import math
 import sqlite3
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,11 @@ class Ledger:
         """A fact about the sweep, None where it was never set."""
         row = self.db.execute("SELECT value FROM sweep WHERE key = ?", (key,)).fetchone()
         return row and row["value"]
+
+    def identity(self) -> str:
+        """What tells this ledger from every other of the same name: 32 hex digits, drawn once."""
+        self.db.execute("INSERT OR IGNORE INTO sweep VALUES ('id', ?)", (uuid.uuid4().hex,))
+        return self.fact("id")
 
     # Arms and members
 

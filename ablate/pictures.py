@@ -26,7 +26,7 @@ class Pictures:
             from ablate.tracking import Projector  # MLflow takes seconds to import: only where it is needed
 
             facts = {key: ledger.fact(key) or "" for key in ("question", "experiment.yaml", "provenance.json", "uncommitted.diff")}
-            facts["mlflow_parent"] = ledger.fact("mlflow_parent") or ""
+            facts |= {"mlflow_parent": ledger.fact("mlflow_parent") or "", "sweep_id": ledger.identity()}
             self._projector = Projector(mlflow, state, folder / "ledger.db", experiment.name, facts)
         arms = sorted((arm for arm in ledger.arms() if arm["optuna"] is not None), key=lambda arm: arm["optuna"])
         self.study = Study(folder / "optuna.log", experiment, [self._point(arm) for arm in arms])

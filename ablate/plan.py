@@ -47,7 +47,7 @@ def plan(
     searched = _searched(experiment)
     if searched:
         missing += searched
-        seconds += searched * experiment.base.arm({}).config.cost(True)
+        seconds += searched * experiment.base.config.cost(quantised=True)
         screen.print(f"\nand {experiment.search.trials} arms that {experiment.search.sampler} proposes within:")
         for knob, dimension in experiment.space.items():
             screen.print(f"  {knob}: {_range(dimension)}")

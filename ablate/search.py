@@ -155,8 +155,9 @@ class Study:
         trial = optuna.Trial(self.study, self._trials()[number]._trial_id)
         for key, fact in facts.items():
             trial.set_user_attr(key, fact)
-        for step, mean in sorted(steps.items()):
-            trial.report(mean, step)
+        reported = self._trials()[number].intermediate_values  # by a driver that died before it could tell the rest
+        for step in sorted(steps.keys() - reported.keys()):
+            trial.report(steps[step], step)
         if math.isnan(value):
             self.study.tell(number, state=TrialState.FAIL)
         else:

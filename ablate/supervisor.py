@@ -58,6 +58,7 @@ class Supervisor:
         if self._child is not None:
             self._child.stdin.close()
             self._child.wait(timeout=10)
+            self._child.stdout.close()
 
 
 def _batches(pipe: int) -> Iterator[tuple[list[Message], bool]]:

@@ -108,7 +108,7 @@ def _answer(experiment: Experiment, state: Path, mlflow: str | None, screen) -> 
 
 def _reading(experiment: Experiment) -> str:
     """How to read the table, in one or two sentences."""
-    entropy = experiment.base.arm({}).config.summary().get("data/unigram_entropy")
+    entropy = experiment.base.config.summary().get("data/unigram_entropy")
     floor = f" A model that ignores context reaches {entropy:.2f}." if entropy and experiment.metric.name == "val/loss" else ""
     pairs = f"Gaps and effects are paired over {len(experiment.seeds)} seeds; ± is a 95 % t interval, each on its own."
     searched = " The arm that won a search was chosen by these numbers: run it again on new seeds before believing its gap."

@@ -88,7 +88,7 @@ class Projector:
         client = MlflowClient(self._uri)
         with lock(self._state / "mlflow.lock"):  # two processes that open a fresh database crash each other in its migration
             self._experiment = self._experiment_id(client)
-        self.parent = self._facts.get("mlflow_parent") or self._new_parent(client)
+        self.parent = self._facts.get("mlflow_parent") or self._find_parent(client) or self._new_parent(client)
         client.update_run(self.parent, status="RUNNING")
         return client
 
@@ -101,8 +101,18 @@ class Projector:
         kind = {"mlflow.experimentKind": "custom_model_development"}  # or its page opens on traces of language models
         return client.create_experiment(self._sweep, artifact_location=location, tags=kind)
 
+    def _find_parent(self, client: Any) -> str | None:
+        """This sweep's run, where an earlier controller made it and died before it could say so."""
+        runs = client.search_runs([self._experiment], f"tags.`ablate.sweep_id` = '{self._facts['sweep_id']}'", max_results=1)
+        return runs[0].info.run_id if runs else None
+
     def _new_parent(self, client: Any) -> str:
-        tags = {"ablate.kind": "sweep", "ablate.sweep": self._sweep, "mlflow.note.content": self._facts.get("question", "")}
+        tags = {
+            "ablate.kind": "sweep",
+            "ablate.sweep_id": self._facts["sweep_id"],
+            "ablate.sweep": self._sweep,
+            "mlflow.note.content": self._facts.get("question", ""),
+        }
         run = client.create_run(self._experiment, tags=tags, run_name=self._sweep)
         for name in ("experiment.yaml", "provenance.json", "uncommitted.diff"):
             if self._facts.get(name):

@@ -20,6 +20,8 @@ from ablate.yamlfile import InputError, Problem
 
 VOCAB = 64
 SHAPE = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 2, "steps": 4, "eval_every": 2, "eval_tokens": 64}
+TOO_LARGE = 1 << 44
+"""A `hidden` that no machine can allocate: passes every check, and fails when the trial runs."""
 
 
 def shards(folder: Path, tokens: int = 12_000) -> dict[str, Any]:
@@ -63,6 +65,13 @@ def problems(path: Path) -> list[Problem | str]:
 # In this process
 
 
+def shut(supervisor: Supervisor) -> None:
+    """Close the supervisor, and the pipe that it leaves open."""
+    supervisor.close()
+    if supervisor._child is not None:
+        supervisor._child.stdout.close()
+
+
 class Children:
     """An executor of one slot without Ray: the real supervisor with its real child process."""
 
@@ -78,7 +87,7 @@ class Children:
         return [(self.trial, next(self.messages))]
 
     def close(self) -> None:
-        self.supervisor.close()
+        shut(self.supervisor)
 
 
 def sweep(experiment: Experiment, state: Path, mlflow: str | None = None, connect: Callable = Inline) -> tuple[Outcome, list[str]]:

@@ -41,7 +41,7 @@ def test_a_notebook_runs_from_top_to_bottom(path, state):
         exec(source, space)
         if "state" in space:
             space |= {"state": state, "sweep": "small"}
-    assert [figure for figure in matplotlib.pyplot.get_fignums()], "a report without a picture"
+    assert matplotlib.pyplot.get_fignums(), "a report without a picture"
     matplotlib.pyplot.close("all")
 
 

@@ -11,8 +11,9 @@ from experiments_for_tests import SHAPE, VOCAB, content, problems, shards, tiny,
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
-from ablate.experiment import json_schema, load
+from ablate.experiment import load
 from ablate.recipes import PRESETS
+from ablate.surface import json_schema
 
 EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").glob("*.yaml"))
 GOOD = """
@@ -73,7 +74,10 @@ REFUSED = {
         "ablate: {rht: [true]}\nagainst: bf17",
         "5:1: against: 'bf17': no such baseline: neither a preset nor an arm; 'bf16' is the nearest of bf16, ",
     ),
-    "null baseline": ("ablate: {rht: [true]}\nagainst: null", "5:1: against: null: no such baseline"),
+    "null baseline": (
+        "ablate: {rht: [true]}\nagainst: null",
+        "5:1: against: null: must be a preset, an arm's name, or knobs as {knob: value}",
+    ),
     "bad baseline knob": ("ablate: {rht: [true]}\nagainst: {srr: true}", "5:11: against.srr: true: no such knob; 'sr' is the nearest"),
     "short name and full path": (
         "ablate: {rht: [true], recipe.wgrad.hadamard.size: [32]}",
@@ -253,7 +257,6 @@ def test_every_mistake_of_a_file_is_told_at_once_in_the_order_of_its_lines(tmp_p
         assert sum(f": {name}: " in line for line in found) == 1, (name, found)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG 6: arms stop at the first root that fails, and an empty list makes an empty product")
 @pytest.mark.parametrize("lines", ["ablate: {rhtt: [true], sr: []}", "ablate: {recipe.dtype: [fp64], workload.lr: [-1.0]}"])
 def test_no_mistake_hides_another(lines, tmp_path):
     assert len(told_of(tmp_path, lines)) == 2
@@ -278,12 +281,8 @@ HARD = {
 
 
 @pytest.mark.parametrize("case", HARD)
-@pytest.mark.xfail(strict=True, reason="BUG 3: a traceback, or accepted and then wrong")
 def test_an_odd_value_is_refused_and_not_a_traceback(case, tmp_path):
-    try:
-        assert problems(write(tmp_path, **HARD[case]))
-    except TypeError as error:
-        pytest.fail(f"a traceback: {error}", pytrace=False)
+    assert problems(write(tmp_path, **HARD[case]))
 
 
 # What a good file expands to
@@ -369,7 +368,7 @@ def test_seeds_are_a_count_or_a_list(tmp_path):
 def test_a_search_knows_its_ranges_and_runs_its_baseline_first(tmp_path):
     search = tiny(tmp_path, ablate={"cooldown": {"uniform": [0, 0.5]}, "rht": [True, False]}, search={"trials": 3})
     assert names(search) == [("bf16", None)]
-    assert search.space["cooldown"].ends() == (0, 0.5)
+    assert search.space["cooldown"].ends()[:2] == (0, 0.5)
     assert search.space["rht"].choices == (True, False)
     arm, baseline = search.propose({"cooldown": 0.25, "rht": False})
     assert (arm.baseline, baseline.name) == ("bf16", "bf16")
@@ -384,13 +383,11 @@ def test_a_search_of_the_workload_gives_each_arm_a_baseline_of_its_own(tmp_path)
     assert baseline.config == arm.config
 
 
-@pytest.mark.xfail(strict=True, reason="BUG 4: dict(values) is shallow, so a path into workload.data writes into every later arm")
 def test_an_arm_does_not_change_the_arms_after_it(tmp_path):
     listed = tiny(tmp_path, ablate=None, arms={"a": {"workload.data.vocab": 128}, "b": {"rht": False}})
     assert {arm.name: arm.config.data.vocab for arm in listed.arms if arm.name in "ab"} == {"a": 128, "b": VOCAB}
 
 
-@pytest.mark.xfail(strict=True, reason="BUG 5: long values are cut in an arm's name, and the ledger takes equal names for one arm")
 def test_different_arms_have_different_names(tmp_path):
     data = shards(tmp_path / ("long" * 20))
     grid = tiny(tmp_path, ablate={"workload.data": [data, data | {"vocab": 128}]})

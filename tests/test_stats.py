@@ -108,7 +108,7 @@ def test_an_interval_that_holds_zero_and_more_is_undecided(low, high, minimize, 
     assert verdict(between(low, high), minimize, min_effect).startswith("undecided; ")
 
 
-@pytest.mark.parametrize(("half", "target"), [(0.01, 0.005), (0.02, 0.01), (0.006, 0.005)])
+@pytest.mark.parametrize(("half", "target"), [(0.01, 0.005), (0.02, 0.01), (0.006, 0.005), (0.0051, 0.005)])
 def test_the_seeds_that_would_settle_it_are_the_fewest_that_narrow_the_interval_to_the_effect(half, target):
     difference = between(-half, half)
     said = verdict(difference, True, target)

@@ -13,7 +13,12 @@ from experiments_for_tests import until
 
 from ablate.store import Busy, Store, lock, write
 
-HOLD = "import sys, time; from pathlib import Path; from ablate.store import lock\nwith lock(Path(sys.argv[1])): print(1, flush=True); time.sleep(60)"
+HOLD = """
+import sys, time; from pathlib import Path; from ablate.store import lock
+with lock(Path(sys.argv[1])):
+    print(1, flush=True)
+    time.sleep(60)
+"""
 COMMIT = """
 import sys; from pathlib import Path; from ablate.store import Store
 store, n = Store(Path(sys.argv[1])), 0

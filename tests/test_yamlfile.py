@@ -13,8 +13,10 @@ def complaints(text: str) -> list[Problem | str]:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("on", "on"), ("yes", "yes"), ("off", "off"), ("true", True), ("1e-3", 0.001), ("1.0e-3", 0.001), ("null", None), ("~", None)]
-    + [("012", 12), ("0o17", 15), ("'1'", "1"), ("2020-01-01", "2020-01-01"), (".5", 0.5), ("12:30", "12:30"), ("", None)],
+    {
+        **{"on": "on", "yes": "yes", "off": "off", "true": True, "1e-3": 0.001, "1.0e-3": 0.001, "null": None, "~": None, "": None},
+        **{"012": 12, "0o17": 15, "'1'": "1", "2020-01-01": "2020-01-01", ".5": 0.5, "12:30": "12:30"},
+    }.items(),
 )
 def test_scalars_are_read_as_yaml_1_2(text, value):
     found = parse(f"a: {text}", "x").value["a"]
@@ -53,7 +55,13 @@ def test_an_alias_bomb_is_refused_before_it_unfolds():
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("", "empty"), ("# only a comment\n", "empty"), ("- a\n- b\n", "a list"), ("just words", "a single value"), ("null", "a single value")],
+    [
+        ("", "empty"),
+        ("# only a comment\n", "empty"),
+        ("- a\n- b\n", "a list"),
+        ("just words", "a single value"),
+        ("null", "a single value"),
+    ],
 )
 def test_what_is_not_a_mapping_is_refused(text, what):
     (problem,) = complaints(text)
@@ -68,15 +76,8 @@ def test_what_is_not_yaml_is_refused_with_its_place(text):
 
 
 @pytest.mark.parametrize("text", ["a: \x00\n", "a: " + "9" * 5000, "a: " + "[" * 600 + "]" * 600], ids=["nul", "digits", "levels"])
-def test_what_no_reader_can_hold_is_refused_too(text, request):
-    if request.node.callspec.id != "nul":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="BUG 12: a traceback"))
-    try:
-        parse(text, "x.yaml")
-    except InputError:
-        return
-    except (ValueError, RecursionError):
-        pytest.fail("a traceback", pytrace=False)
+def test_what_no_reader_can_hold_is_refused_too(text):
+    assert complaints(text)
 
 
 def test_a_file_that_is_not_utf_8_is_refused(tmp_path):
@@ -87,7 +88,7 @@ def test_a_file_that_is_not_utf_8_is_refused(tmp_path):
 
 
 def test_a_folder_or_a_huge_file_is_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot be read: .*directory"):
+    with pytest.raises(InputError, match=r"cannot be read: .*directory"):
         read(tmp_path)
     (tmp_path / "huge.yaml").write_text("a: 1\n" + "#" * (1 << 20))
     with pytest.raises(InputError, match="an experiment is at most"):

@@ -1,0 +1,359 @@
+"""The command line as people and machines use it: real processes, real signals, exit statuses, and what is printed."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from experiments_for_tests import TOO_LARGE, ablate, end, environment, ledger, start, statuses, sweep, tiny, until, values, write
+from jsonschema import Draft202012Validator
+from test_controller import WILD
+from test_experiment import EXPERIMENTS
+from test_search import trials
+
+from ablate import __version__
+from ablate.store import lock
+from ablate.sweep import _reading
+
+RUN = """
+import sys
+from ablate.__main__ import main
+try:
+    main()
+finally:
+    print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)
+"""
+INLINE = ("--executor", "inline", "--mlflow", "none")
+
+
+def modules(*words, **extra: str) -> tuple[subprocess.CompletedProcess, set[str]]:
+    """The command, and the top-level modules that were imported when it ended."""
+    command = [sys.executable, "-c", RUN, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(**extra), check=False)
+    return done, set(done.stderr.splitlines()[-1].split())
+
+
+def table(output: str) -> list[str]:
+    """The lines of the answer, from its heading on, without speeds."""
+    lines = output.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("arm "))
+    return [line.rstrip() for line in lines[first:]]
+
+
+# What needs no trial
+
+
+@pytest.mark.parametrize("words", [("--help",), ("-h",), ()])
+def test_help_names_every_verb(words):
+    done = ablate(*words)
+    assert all(f" {verb} " in done.stdout for verb in ("sweep", "plan", "schema", "version"))
+    assert done.returncode == (0 if words else 2)
+
+
+@pytest.mark.parametrize("verb", ["sweep", "plan"])
+def test_a_verbs_help_lists_its_options(verb):
+    done = ablate(verb, "--help")
+    assert done.returncode == 0
+    options = ["--state", "--device", *(["--executor", "--workers", "--mlflow", "--dry-run", "--address"] if verb == "sweep" else [])]
+    assert all(option in done.stdout for option in options)
+    assert "ABLATE_STATE" in done.stdout
+
+
+def test_version_prints_the_version():
+    assert ablate("version").stdout == f"{__version__}\n"
+
+
+def test_schema_prints_a_json_schema():
+    Draft202012Validator.check_schema(json.loads(ablate("schema").stdout))
+
+
+@pytest.mark.parametrize("module", ["ablate.sweep", "ablate.plan"])
+def test_a_verb_is_a_module_too(module, tmp_path):
+    command = [sys.executable, "-m", module, str(tmp_path / "nowhere.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    assert (done.returncode, done.stderr) == (2, f"{tmp_path / 'nowhere.yaml'}: no such file\n")
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_a_plan_is_instant_and_imports_nothing_heavy(path, tmp_path):
+    started = time.monotonic()
+    done, imported = modules("plan", path, "--state", tmp_path / "state", "--device", "cpu")
+    assert time.monotonic() - started < 3
+    assert done.returncode == 0, done.stderr
+    assert not imported & {"torch", "ray", "mlflow", "optuna", "pandas", "matplotlib", "scipy"}
+    assert re.search(r"\d+ trials to run, 0 done\. Roughly", done.stdout)
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_plan_names_arms_baselines_ids_and_what_is_done(tmp_path):
+    path = write(tmp_path)
+    sweep(tiny(tmp_path, "part", ablate={"rht": [True]}), tmp_path / "state")
+    done = ablate("plan", path, "--device", "cpu", ABLATE_STATE=str(tmp_path / "state"))
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("bf16", "rht="))}
+    experiment = tiny(tmp_path)
+    ids = {arm.name: [experiment.spec(arm, seed, "cpu").id[:8] for seed in (0, 1)] for arm in experiment.arms}
+    assert rows == {
+        "bf16": ["-", "2", "2", *ids["bf16"]],
+        "rht=true": ["bf16", "2", "2", *ids["rht=true"]],
+        "rht=false": ["bf16", "2", "0", *ids["rht=false"]],
+    }
+    assert "2 trials to run, 4 done. Roughly" in done.stdout
+
+
+def test_a_dry_run_says_what_a_plan_says_and_runs_nothing(tmp_path):
+    path = write(tmp_path)
+    dry = ablate("sweep", path, "--dry-run", "--state", tmp_path / "state", "--device", "cpu")
+    assert dry.returncode == 0
+    assert dry.stdout == ablate("plan", path, "--state", tmp_path / "state", "--device", "cpu").stdout
+    assert not (tmp_path / "state").exists()
+
+
+def refused(*words, **extra: str) -> list[str]:
+    """What the command complains about, having ended with status 2 and no traceback."""
+    done = ablate(*words, **extra)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("verb", [("sweep",), ("plan",), ("sweep", "--dry-run")], ids=" ".join)
+def test_bad_input_is_told_line_by_line_with_status_2_before_anything_runs(verb, tmp_path):
+    path = write(tmp_path, ablate={"rhtt": [True], "sr": [1]}, seeds=0, extra=1)
+    found = refused(*verb, path, "--state", tmp_path / "state")
+    assert len(found) == 4
+    assert all(line.startswith(f"{path}:1:") for line in found)
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "this file is empty"),
+        (b"- a\n", "this file is a list"),
+        (b"a: \xff\n", "cannot be read: 'utf-8' codec can't decode"),
+        (b"a: &x [1]\nb: *x\n", "aliases are refused"),
+        (b"a: [1\n", ":2:1: while parsing a flow sequence expected ',' or ']'"),
+        (None, "no such file; 'tiny.yaml' is the nearest"),
+    ],
+    ids=["empty", "list", "latin", "alias", "open", "missing"],
+)
+def test_a_file_that_is_no_experiment_is_told_in_one_line(content, said, tmp_path):
+    write(tmp_path)
+    path = tmp_path / "tinny.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    (line,) = refused("sweep", path, "--state", tmp_path / "state")
+    assert line.startswith(f"{path}:")
+    assert said in line
+
+
+@pytest.mark.parametrize("under", ["file", "file/below"])
+def test_a_state_folder_that_cannot_be_written_is_told(under, tmp_path):
+    (tmp_path / "file").touch()
+    (line,) = refused("sweep", write(tmp_path), "--state", tmp_path / under, *INLINE)
+    assert line.startswith(f"--state {tmp_path / under}: not writable (")
+
+
+@pytest.mark.parametrize("words", [("--executor", "slurm"), ("--workers", "0"), ("--exec", "inline"), ("--nonsense",)])
+def test_an_option_that_is_none_is_refused(words, tmp_path):
+    assert any(words[0] in line for line in refused("sweep", write(tmp_path), *words))
+
+
+def test_a_sweep_that_another_process_runs_is_refused_with_its_holder(tmp_path):
+    with lock(tmp_path / "state" / "sweeps" / "tiny" / "lock"):
+        (line,) = refused("sweep", write(tmp_path), "--state", tmp_path / "state", *INLINE)
+    assert f"another process (pid {os.getpid()} on {os.uname().nodename}) runs this sweep; wait for it" in line
+
+
+def test_the_answer_does_not_need_the_files_own_recipe_to_be_runnable(tmp_path):
+    experiment = tiny(tmp_path, recipe="nvfp4_paper", ablate={"recipe.layers.last_fraction": [0.0]})  # with 1 layer the paper's keeps all
+    try:
+        assert "paired over 2 seeds" in _reading(experiment)
+    except ValueError as error:
+        pytest.fail(f"a traceback: {error}", pytrace=False)
+
+
+# Sweeps, inline
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A sweep run by the command, inline; leave it as it is. (folder, the finished process)."""
+    folder = tmp_path_factory.mktemp("command")
+    return folder, ablate("sweep", write(folder), "--state", folder / "state", *INLINE)
+
+
+def test_a_sweep_answers_its_question(swept):
+    folder, done = swept
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Does it matter?\n[1/6] bf16 seed=0: val/loss ")
+    assert "6 trials run in" in done.stdout
+    rows = {line.split()[0]: line for line in table(done.stdout)[1:4]}
+    means = {arm: (values(folder / "state")[arm, 0] + values(folder / "state")[arm, 1]) / 2 for arm in rows}
+    for arm, line in rows.items():
+        assert line.split()[1:3] == [f"{means[arm]:.4f}", "2"]
+    assert rows["bf16"].endswith("baseline")
+    assert f"{means['rht=true'] - means['bf16']:+.4f} ±" in rows["rht=true"]
+    assert any(line.startswith("rht   true instead of false") for line in table(done.stdout))
+    assert f"A model that ignores context reaches {math.log(64):.2f}" in done.stdout
+    assert done.stderr == ""
+
+
+def test_the_same_command_again_runs_nothing_starts_nothing_and_answers_the_same(swept):
+    folder, first = swept
+    done, imported = modules("sweep", folder / "tiny.yaml", "--state", folder / "state", "--mlflow", "none")  # Ray is the default
+    assert done.returncode == 0
+    assert not imported & {"torch", "ray", "mlflow"}
+    assert "0 trials run, 6 already done in" in done.stdout
+    assert table(done.stdout) == table(first.stdout)
+
+
+@pytest.mark.slow
+def test_a_budget_ends_with_status_3_and_an_answer_so_far(tmp_path):
+    done = ablate("sweep", write(tmp_path, budget={"trials": 2}), "--state", tmp_path / "state", *INLINE)
+    assert done.returncode == 3
+    assert "2 trials run in" in done.stdout
+    assert "1 of 2" in next(line for line in table(done.stdout) if line.startswith("bf16"))
+
+
+def done_count(state) -> int:
+    path = state / "sweeps" / "tiny" / "ledger.db"
+    return list(statuses(state).values()).count("done") if path.exists() and path.stat().st_size > 8192 else 0
+
+
+@pytest.mark.slow
+def test_a_driver_killed_again_and_again_loses_nothing_and_repeats_nothing(tmp_path):
+    path, state, shape = write(tmp_path, shape={"steps": 80}), tmp_path / "state", {"steps": 80}
+    for kill in range(2):
+        driver = start("sweep", path, "--state", state, *INLINE)
+        until(lambda kill=kill: done_count(state) > kill, every=0.005)
+        driver.send_signal(signal.SIGKILL)
+        end(driver)
+    before = {trial.parent.name: trial.stat().st_mtime_ns for trial in state.glob("trials/*/result.json")}
+    assert 2 <= len(before) < 6
+    last = ablate("sweep", path, "--state", state, *INLINE)
+    assert last.returncode == 0, last.stderr
+    book = ledger(state)
+    assert book.db.execute("SELECT count(*) FROM attempts WHERE ended IS NULL OR outcome IS NULL").fetchone()[0] == 0
+    book.close()
+    assert {name: (state / "trials" / name / "result.json").stat().st_mtime_ns for name in before} == before
+    sweep(tiny(tmp_path, shape=shape), tmp_path / "undisturbed")
+    assert values(state) == values(tmp_path / "undisturbed")
+    assert [trial.state.name for trial in trials(state)].count("COMPLETE") == 2
+    assert not [trial for trial in trials(state) if trial.state.name in ("RUNNING", "WAITING")]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_status_130_and_the_same_command_goes_on(tmp_path):
+    path, state = write(tmp_path, shape={"steps": 80}, ablate={"rht": [True]}), tmp_path / "state"
+    driver = start("sweep", path, "--state", state, *INLINE)
+    until(lambda: done_count(state), every=0.005)
+    driver.send_signal(signal.SIGINT)
+    output, _ = driver.communicate(timeout=30)
+    assert driver.returncode == 130
+    assert output.rstrip().endswith("Interrupted. Nothing is lost: the same command goes on.")
+    assert "Traceback" not in output
+    assert set(statuses(state).values()) == {"done", "pending"}
+    assert ablate("sweep", path, "--state", state, *INLINE).returncode == 0
+    assert set(statuses(state).values()) == {"done"}
+
+
+# Sweeps on Ray
+
+
+MIXED = {"ablate": None, "arms": WILD | {"broken": {"workload.hidden": TOO_LARGE}}, "seeds": 1, "retry": 1}
+
+
+@pytest.fixture(scope="module")
+def rayed(tmp_path_factory):
+    """A good, a diverging and a failing arm on Ray; (folder, the finished process)."""
+    folder = tmp_path_factory.mktemp("ray")
+    words = ("--state", folder / "state", "--workers", 2, "--mlflow", "none")
+    return folder, ablate("sweep", write(folder, **MIXED), *words)
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_a_failing_arm_on_ray_is_tried_again_and_ends_with_status_1_and_its_reason(rayed):
+    folder, done = rayed
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = statuses(folder / "state")
+    assert (found["good", 0], found["bf16", 0], found["wild", 0], found["broken", 0]) == ("done", "done", "diverged", "failed")
+    assert re.search(r"broken seed=0: RuntimeError: .* you tried to allocate \d+ bytes.*; retry 1/1", done.stdout)
+    assert re.search(r"broken seed=0: failed: RuntimeError: .* you tried to allocate \d+ bytes", done.stdout)
+    assert re.search(r"wild seed=0: diverged: non-finite loss or gradient at step \d", done.stdout)
+    assert re.search(r"^wild .*no pair of finished seeds$", done.stdout, re.MULTILINE)
+    assert ", 2 failed in" in done.stdout  # the arm and its baseline, which has the same workload
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_ray_and_inline_compute_the_same_bits(rayed, tmp_path):
+    folder, _ = rayed
+    sweep(tiny(folder, ablate=None, arms=WILD, seeds=1), tmp_path)
+    here = values(tmp_path)
+    there = values(folder / "state")
+    assert {key: value for key, value in here.items() if value is not None} == {
+        key: there[key] for key, value in here.items() if value is not None
+    }
+    assert here["good", 0] is not None
+
+
+@pytest.mark.services
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_command_completes_everything(tmp_path):
+    from mlflow import MlflowClient
+
+    state, keys = tmp_path / "state", {"shape": {"steps": 100}, "ablate": {"rht": [True, False], "sr": [True, False]}, "seeds": 2}
+    path = write(tmp_path, **keys)
+    state.mkdir()
+    client = MlflowClient(f"sqlite:///{state / 'mlflow.db'}")
+    client.search_experiments()  # a fresh database takes seconds to migrate: now, so that the first runs are drawn while others train
+    driver = start("sweep", path, "--state", state, "--workers", 2)
+
+    def halfway() -> bool:
+        if done_count(state) < 2:
+            return False
+        book = ledger(state)
+        drawn = sum(bool(member["mlflow"]) for member in book.members())
+        book.close()
+        return drawn >= 2
+
+    until(halfway, 120)
+    time.sleep(0.3)
+    family = [p for p in psutil.Process(driver.pid).children(recursive=True) if "_Actor" in p.name() or "ablate.child" in p.cmdline()]
+    driver.send_signal(signal.SIGKILL)
+    end(driver)
+    assert len(family) >= 5  # two workers, two warm processes, one or two trials
+    before = {trial.parent.name for trial in state.glob("trials/*/result.json")}
+    assert len(before) < 10
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 10)
+    last = ablate("sweep", path, "--state", state, "--workers", 2)
+    assert last.returncode == 0, last.stderr
+    book = ledger(state)
+    members = book.members()
+    assert {member["status"] for member in members} == {"done"}
+    outcomes = [tuple(row) for row in book.db.execute("SELECT id, outcome FROM attempts JOIN trials USING (trial)")]
+    assert sorted(trial for trial, outcome in outcomes if outcome == "done") == sorted(
+        {m["id"] for m in members} - {m["id"] for m in members if m["reused"]}
+    )
+    book.close()
+    assert {trial.state.name for trial in trials(state)} == {"COMPLETE"}
+    assert len(trials(state)) == 4
+
+    runs = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert len(runs) == 1 + 10
+    assert len({run.data.tags["ablate.trial"] for run in runs if "ablate.trial" in run.data.tags}) == 10
+    for run in runs:
+        if "ablate.trial" in run.data.tags:
+            found = [m.step for m in client.get_metric_history(run.info.run_id, "train/loss")]
+            assert found == sorted(set(found))
+            assert found[-1] == 100

@@ -1,0 +1,250 @@
+"""The ledger drawn in MLflow: one run a member, its records as they are, nothing twice, and nothing lost when the server is."""
+
+import json
+import sqlite3
+from collections import Counter
+
+import pytest
+from experiments_for_tests import Children, ledger, statuses, sweep, tiny
+from test_controller import WILD
+
+from ablate import controller
+from ablate.controller import Controller
+from ablate.workers import Inline
+
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> str:
+    """One MLflow database for this file: a fresh one takes seconds to migrate."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+
+
+@pytest.fixture(scope="module")
+def client(store):
+    from mlflow import MlflowClient
+
+    return MlflowClient(store)
+
+
+@pytest.fixture(scope="module")
+def drawn(store, tmp_path_factory):
+    """The state folder of a grid that was drawn; leave it as it is."""
+    folder = tmp_path_factory.mktemp("drawn")
+    outcome, news = sweep(tiny(folder, "drawn"), folder, store)
+    assert outcome.status == "done"
+    assert not any("MLflow" in line for line in news)
+    return folder
+
+
+def runs(client, sweep: str, kind: str = "trial") -> list:
+    experiment = client.get_experiment_by_name(sweep)
+    return client.search_runs([experiment.experiment_id], f"tags.`ablate.kind` = '{kind}'", max_results=1000)
+
+
+def histories(client, run) -> Counter:
+    keys = run.data.metrics
+    return Counter((m.key, m.step, m.value, m.timestamp) for key in keys for m in client.get_metric_history(run.info.run_id, key))
+
+
+def flat(path: str, value) -> dict[str, str]:
+    if isinstance(value, dict):
+        return {key: text for name, inner in value.items() for key, text in flat(f"{path}.{name}", inner).items()}
+    return {path: value if isinstance(value, str) else json.dumps(value)}
+
+
+def test_a_sweep_is_one_experiment_with_one_parent_and_a_child_a_member(client, drawn):
+    (parent,) = runs(client, "drawn", "sweep")
+    children = runs(client, "drawn")
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    names = [f"{arm} seed={seed}" for arm in ("bf16", "rht=true", "rht=false") for seed in (0, 1)]
+    assert sorted(run.info.run_name for run in children) == sorted(names)
+    assert {run.info.status for run in (parent, *children)} == {"FINISHED"}
+
+
+def test_the_parent_holds_the_question_and_the_answer(client, drawn):
+    (parent,) = runs(client, "drawn", "sweep")
+    note = parent.data.tags["mlflow.note.content"]
+    assert "**Does it matter?**" in note
+    assert "| rht=true | 4." in note
+    assert {item.path for item in client.list_artifacts(parent.info.run_id)} >= {"experiment.yaml", "provenance.json"}
+
+
+def test_every_resolved_value_is_a_param_under_its_path(client, drawn):
+    for run in runs(client, "drawn"):
+        spec = json.loads((drawn / "trials" / run.data.tags["ablate.trial"] / "spec.json").read_text())
+        expected = flat("recipe", spec["recipe"]) | flat("workload", spec["workload"]["gpt"]) | {"data": spec["data"]}
+        assert expected.items() <= run.data.params.items()
+        assert run.data.params["seed"] == run.data.tags["ablate.seed"]
+    (run,) = [run for run in runs(client, "drawn") if run.info.run_name == "rht=true seed=0"]
+    assert run.data.params["recipe.wgrad.hadamard.size"] == "16"
+    assert (run.data.params["rht"], run.data.params["arm"], run.data.params["workload"]) == ("true", "rht=true", "gpt")
+    assert run.data.params["recipe.schedule"] == "[]"
+
+
+def test_the_metric_histories_are_the_ledgers_records(client, drawn):
+    book, compared = ledger(drawn, "drawn"), 0
+    for member in book.members():
+        (run,) = [run for run in runs(client, "drawn") if run.data.tags["ablate.member"] == f"{member['arm']}/{member['seed']}"]
+        expected = Counter(
+            (name, step, value, int(moment * 1000))
+            for step, name, value, moment in book.records(member["trial"])
+            if not name.startswith("quant/") or (name.count("/") == 2 and name.endswith(("sqnr_db", "/zero_frac", "/saturated_frac")))
+        )
+        assert histories(client, run) == expected
+        compared += len(expected)
+    book.close()
+    assert compared > 6 * 2 * 9
+
+
+def test_a_run_has_few_top_level_metrics(client, drawn):
+    assert max(len(run.data.metrics) for run in runs(client, "drawn")) <= 30
+    assert min(len(run.data.metrics) for run in runs(client, "drawn")) >= 10
+
+
+def test_tags_link_the_trial_and_the_point_in_the_study(client, drawn):
+    book = ledger(drawn, "drawn")
+    members = {f"{m['name']} seed={m['seed']}": m for m in book.members()}
+    book.close()
+    for run in runs(client, "drawn"):
+        member, tags = members[run.info.run_name], run.data.tags
+        assert member["mlflow"] == run.info.run_id
+        assert (tags["ablate.trial"], tags["ablate.arm"], tags["ablate.status"]) == (member["id"], member["name"], "done")
+        assert tags.get("ablate.optuna_trial") == (None if member["optuna"] is None else str(member["optuna"]))
+        assert tags["ablate.baseline"] == str(member["name"] == "bf16").lower()
+
+
+def test_the_spec_and_the_result_are_artifacts(client, drawn, tmp_path):
+    run = runs(client, "drawn")[0]
+    for name in ("spec.json", "result.json"):
+        path = client.download_artifacts(run.info.run_id, name, str(tmp_path))
+        with open(path) as file:
+            assert json.load(file) == json.loads((drawn / "trials" / run.data.tags["ablate.trial"] / name).read_text())
+
+
+def test_the_study_links_the_runs(client, drawn):
+    from test_search import trials
+
+    ids = {run.info.run_id: run for run in runs(client, "drawn")}
+    for trial in trials(drawn, "drawn"):
+        linked = [ids[run].info.run_name for run in trial.user_attrs["mlflow_runs"]]
+        assert linked == [f"{trial.user_attrs['arm']} seed={seed}" for seed in (0, 1)]
+
+
+def forget(folder, name: str, statement: str) -> None:
+    with sqlite3.connect(folder / "sweeps" / name / "ledger.db") as db:
+        db.execute(statement)
+    db.close()
+
+
+LOST = {
+    "how far it was": "UPDATE members SET shipped = -1, closed = 0",
+    "the runs": "UPDATE members SET shipped = -1, closed = 0, mlflow = NULL",
+    "the parent": "DELETE FROM sweep WHERE key = 'mlflow_parent'",
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_what_a_dead_driver_could_not_note_is_not_drawn_twice(lost, client, store, tmp_path):
+    name = f"twice-{len(lost)}"
+    sweep(tiny(tmp_path, name, seeds=1), tmp_path, store)
+    before = {run.info.run_id: histories(client, run) for run in runs(client, name)}
+    forget(tmp_path, name, LOST["the runs"])
+    forget(tmp_path, name, LOST[lost])
+    sweep(tiny(tmp_path, name, seeds=1), tmp_path, store)
+    assert {run.info.run_id: histories(client, run) for run in runs(client, name)} == before
+    assert len(runs(client, name, "sweep")) == 1
+    assert {run.info.status for kind in ("sweep", "trial") for run in runs(client, name, kind)} == {"FINISHED"}
+
+
+def test_nothing_is_drawn_where_everything_is(client, drawn, store, monkeypatch):
+    import ablate.tracking
+
+    monkeypatch.setattr(ablate.tracking, "Projector", None)
+    outcome, _ = sweep(tiny(drawn, "drawn"), drawn, store)
+    assert outcome.ran == 0
+
+
+def test_a_sweep_that_shares_trials_has_runs_of_its_own(client, drawn, store):
+    sweep(tiny(drawn, "sharing", ablate={"rht": [True]}, seeds=1), drawn, store)
+    shared = {run.data.tags["ablate.trial"]: run for run in runs(client, "sharing")}
+    first = {run.data.tags["ablate.trial"]: run for run in runs(client, "drawn")}
+    assert len(shared) == 2
+    for trial, run in shared.items():
+        assert histories(client, run) == histories(client, first[trial])
+        assert run.data.tags["ablate.reused"] == "true"
+
+
+def test_what_was_run_without_mlflow_is_drawn_later(client, store, tmp_path):
+    sweep(tiny(tmp_path, "later", seeds=1), tmp_path)
+    outcome, _ = sweep(tiny(tmp_path, "later", seeds=1), tmp_path, store)
+    assert outcome.ran == 0
+    assert len(runs(client, "later")) == 3
+    assert all("val/loss" in run.data.metrics for run in runs(client, "later"))
+
+
+def test_a_diverged_trial_is_finished_and_says_so(client, store, tmp_path):
+    sweep(tiny(tmp_path, "wild", ablate=None, arms=WILD, seeds=1), tmp_path, store)
+    (wild,) = [run for run in runs(client, "wild") if run.data.tags["ablate.arm"] == "wild"]
+    assert (wild.info.status, wild.data.tags["ablate.status"]) == ("FINISHED", "diverged")
+    assert wild.data.metrics["nan/first_step"] >= 1
+    assert wild.data.metrics["nan/loss"] + wild.data.metrics["nan/grad"] >= 1
+
+
+def test_an_interrupted_run_is_killed_and_then_goes_on(client, store, tmp_path):
+    steps = Controller(tiny(tmp_path, "stopped", seeds=1, shape={"steps": 40}), tmp_path, "cpu", Inline, store).run()
+    for step in steps:
+        if step.done == 1 and any(run.step > 4 for run in step.running):
+            break
+    steps.close()
+    assert not [run for kind in ("sweep", "trial") for run in runs(client, "stopped", kind) if run.info.status == "RUNNING"]
+    assert [run.info.status for run in runs(client, "stopped", "sweep")] == ["KILLED"]
+    sweep(tiny(tmp_path, "stopped", seeds=1, shape={"steps": 40}), tmp_path, store)
+    assert [run.info.status for kind in ("sweep", "trial") for run in runs(client, "stopped", kind)] == ["FINISHED"] * 4
+    book = ledger(tmp_path, "stopped")
+    losses = {m["name"]: {(s, v) for s, n, v, _ in book.records(m["trial"]) if n == "train/loss"} for m in book.members()}
+    book.close()
+    for run in runs(client, "stopped"):
+        found = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "train/loss")]
+        assert len(found) == len(set(found))
+        assert set(found) == losses[run.data.tags["ablate.arm"]]
+
+
+@pytest.mark.slow
+def test_a_failed_trial_is_failed_and_finished_once_it_succeeds(client, store, tmp_path):
+    experiment = tiny(tmp_path, "failing", seeds=1, retry=0)
+    (tmp_path / "train.bin").rename(tmp_path / "away")
+    assert sweep(experiment, tmp_path, store, Children)[0].status == "failed"
+    assert {run.info.status for run in runs(client, "failing")} == {"FAILED"}
+    (tmp_path / "away").rename(tmp_path / "train.bin")
+    assert sweep(experiment, tmp_path, store, Children)[0].status == "done"
+    assert {run.info.status for run in runs(client, "failing")} == {"FINISHED"}
+
+
+@pytest.mark.slow
+def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(client, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(controller, "_MLFLOW_GRACE_SECONDS", 2.0)
+    outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, "http://127.0.0.1:9")
+    assert (outcome.status, outcome.ran) == ("done", 3)
+    assert set(statuses(tmp_path, "dead").values()) == {"done"}
+    assert news[-1].startswith("MLflow is behind (")
+    assert news[-1].endswith("): the next run of this sweep ships the rest")
+    outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, store)
+    assert (outcome.ran, news) == (0, [])
+    assert [run.info.status for kind in ("sweep", "trial") for run in runs(client, "dead", kind)] == ["FINISHED"] * 4
+    assert all("val/loss" in run.data.metrics for run in runs(client, "dead"))
+
+
+@pytest.mark.slow
+def test_another_server_is_drawn_from_the_start(client, drawn, store, tmp_path):
+    from mlflow import MlflowClient
+
+    sweep(tiny(tmp_path, "moved", seeds=1), tmp_path, store)
+    other = f"sqlite:///{tmp_path / 'other.db'}"
+    sweep(tiny(tmp_path, "moved", seeds=1), tmp_path, other)
+    there = {run.info.run_name: histories(MlflowClient(other), run) for run in runs(MlflowClient(other), "moved")}
+    assert there == {run.info.run_name: histories(client, run) for run in runs(client, "moved")}
