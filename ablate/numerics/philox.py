@@ -55,11 +55,12 @@ def _schedule(key: tuple[int, int], device: torch.device) -> tuple[Tensor, list[
     return multiplier, list(torch.tensor(keys, dtype=torch.int64, device=device))
 
 
-def random_bits(clock: Clock, where: int, rows: int, columns: int, width: int, device: torch.device) -> Tensor:
+def random_bits(clock: Clock, where: int, rows: int, columns: int, width: int, device: torch.device, purpose: int = 0) -> Tensor:
     """Uniform integers in [0, 2^width) as fp32 [rows, columns]; `columns` a multiple of GROUP, `width` 8, 16 or 24.
 
     One call gives the 128 bits of one group of consecutive elements at width 8; wider draws take more calls, told apart by
-    the second key word. Counter: (group index row-major, step, micro-batch, site); key: (seed, stream and call).
+    the second key word, as is what the bits are for (`purpose`: 0 elements, 1 block scales). Counter: (group index row-major, step,
+    micro-batch, site); key: (seed, stream, purpose and call).
     """
     groups = rows * columns // GROUP
     counter = torch.empty(4, groups, dtype=torch.int64, device=device)
@@ -67,7 +68,7 @@ def random_bits(clock: Clock, where: int, rows: int, columns: int, width: int, d
     for word, value in enumerate((clock.step, clock.micro_batch, where), start=1):
         counter[word] = value
     fields = {8: 4, 16: 2, 24: 1}[width]  # draws in one 32-bit word
-    key = STREAMS[clock.stream] << 8
+    key = STREAMS[clock.stream] << 8 | purpose << 4
     words = [philox(counter, (clock.seed & _MASK, key | call)) for call in range(4 // fields)]
     bits = torch.empty(groups, 4 // fields, 4, fields, device=device)
     for call, four in enumerate(words):

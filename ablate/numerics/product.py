@@ -1,5 +1,7 @@
 """One matrix product of two operands: exact values in, fp32 accumulation, the tensor scales applied outside, one rounding."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,12 +9,16 @@ from ablate.numerics.quantize import Operand, pad
 
 
 def alpha(a: Operand, b: Operand) -> Tensor | None:
-    """amax_a * amax_b / (36 bound_a bound_b), an fp32 scalar; None when neither operand is quantised."""
-    statistics = [o.amax for o in (a, b) if o.amax is not None]
-    if not statistics:
-        return None
-    numerator = torch.stack(statistics).prod()
-    return numerator / torch.full_like(numerator, a.divisor * b.divisor)  # a tensor: a GPU may turn `/ number` into `* reciprocal`
+    """amax_a * amax_b / (36 bound_a bound_b), fp32: a scalar, or [M, N]-broadcastable where rows have their own amax.
+
+    None where that is 1 for certain.
+    """
+    divisor = a.divisor * b.divisor
+    factors = [f for f in (a.amax, None if b.amax is None else b.amax.t()) if f is not None]
+    if not factors:
+        return None if divisor == 1 else torch.tensor(1 / divisor, dtype=torch.float32, device=a.values.device)
+    numerator = factors[0] * factors[1] if len(factors) == 2 else factors[0]
+    return numerator / torch.full_like(numerator, divisor)  # a tensor: a GPU may turn `/ number` into `* reciprocal`
 
 
 def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
@@ -22,22 +28,36 @@ def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     about twice the cost, since torch has no bf16 product with fp32 output there. Operands padded to different block lengths
     fit: the shorter is padded with zeros.
     """
-    width = max(a.values.shape[1], b.values.shape[1])
-    left, right = (pad(o.values, 1, width) for o in (a, b))
+    left, right = _aligned(a, b)
     scale = alpha(a, b)
     if out == torch.float32:
-        y = _fp32(left, right)
-        return y if scale is None else y * scale
-    if scale is None:
+        return _scaled(_fp32(left, right), scale)
+    if scale is None and left.dtype == right.dtype == out:
         return left @ right.t()
-    if left.is_cuda:
-        return (_fp32(left, right) * scale).to(out)
+    if left.is_cuda or scale is None or scale.numel() != 1 or left.dtype != out or right.dtype != out:
+        return _scaled(_fp32(left, right), scale).to(out)
     # torch.mm would round to bf16 before alpha (26 % of outputs off by one ulp); addmm applies alpha before its one rounding.
     y = left.new_empty(left.shape[0], right.shape[0])
     return torch.addmm(y, left, right.t(), beta=0, alpha=scale.item())
 
 
+def split_product(a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype) -> Tensor:
+    """The product of two operands that are sums of parts (what a transform took out, and the rest), rounded once."""
+    if len(a) == len(b) == 1:
+        return product(a[0], b[0], out)
+    return sum(product(left, right, torch.float32) for left in a for right in b).to(out)
+
+
+def _aligned(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
+    width = max(a.values.shape[1], b.values.shape[1])
+    return tuple(pad(o.values, 1, width) if width else o.values for o in (a, b))
+
+
+def _scaled(y: Tensor, scale: Tensor | None) -> Tensor:
+    return y if scale is None else y * scale
+
+
 def _fp32(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_cuda and a.dtype == torch.bfloat16:
+    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     return a.to(torch.float32) @ b.to(torch.float32).t()

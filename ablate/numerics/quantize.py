@@ -1,5 +1,6 @@
 """One operand, quantised: the reference, written to be read beside NUMERICS.md. Fast kernels must equal it bit for bit."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,47 +8,60 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.hadamard import rotate
+from ablate.numerics.hadamard import DRAWN, rotate
+from ablate.numerics.history import History
 from ablate.numerics.philox import GROUP, Clock, random_bits
-from ablate.numerics.rounding import ROUNDINGS
-from ablate.numerics.scaling import block_scales, element_scales, encode_scale, tensor_statistic
+from ablate.numerics.rounding import ROUNDINGS, nearest, toward
+from ablate.numerics.scaling import block_amax, block_scales, block_statistic, element_scales, encode_scale, outer_statistic, round_scale
+from ablate.numerics.select import Candidate, select
 from ablate.numerics.spec import Hadamard, Quant
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand as the GEMM takes it: `values` [rows, columns] times a scalar, amax / divisor, that stays outside the GEMM.
+    """An operand as the GEMM takes it: `values` [rows, columns] times an fp32 factor, amax / divisor, that stays outside the GEMM.
 
-    A quantised one holds code times block scale, at most 6 significant bits, hence exact in bf16. Folding the scalar in would
-    round nearly every element. An operand that is not quantised has no amax.
+    A quantised one holds code times block scale, exact in bf16 (at most 8 significant bits) unless `quant.wide`, then fp32. Folding
+    the factor in would round nearly every element. An operand that is not quantised, or has no outer scale, has no amax.
     """
 
     values: Tensor
     quant: Quant | None = None
     amax: Tensor | None = None
+    """fp32, a scalar or [rows, 1]."""
     block_scale: Tensor | None = None
-    """fp32 [row tiles, 1, column tiles, 1]."""
+    """fp32 [row tiles, 1, column tiles, 1]; None where there is only an outer scale."""
+    largest: Tensor | None = None
+    """The largest magnitude of what was quantised, fp32 scalar: not finite where that had a NaN or an infinity."""
     source: Tensor | None = None
-    """What was quantised (rotated, padded), kept for telemetry on request, as are `scaled`, what was rounded, and `block_amax`."""
+    """What was quantised (rotated, padded), kept on request, as are `scaled`, what was rounded, the `codes`, and `block_amax`."""
     scaled: Tensor | None = None
+    codes: Tensor | None = None
     block_amax: Tensor | None = None
 
     @property
     def divisor(self) -> float:
-        """Element maximum times scale bound, 6 * 448; 1 where nothing is quantised."""
-        return 1.0 if self.quant is None else ELEMENTS[self.quant.element].max * self.quant.outer.bound
+        """Element maximum times scale bound, 6 * 448, times the prescale; 1 where nothing is quantised."""
+        if self.quant is None:
+            return 1.0
+        outer = 1.0 if self.amax is None else ELEMENTS[self.quant.element].max * self.quant.outer.bound
+        return outer * self.quant.range.prescale
 
     def dequantize(self) -> Tensor:
         """value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
         values = self.values.to(torch.float32)
         if self.quant is None:
             return values
+        factor = 1.0 / torch.tensor(self.divisor)
+        if self.block_scale is None or self.quant.wide:
+            return values * (factor if self.amax is None else self.amax * factor)
         rows, columns = values.shape
         tile_rows, tile_columns = self.quant.tile
-        tiles = pad(values, tile_rows, 1).view(-1, tile_rows, columns // tile_columns, tile_columns)
-        codes = torch.where(self.block_scale == 0, 0.0, tiles / self.block_scale)
-        decode = self.block_scale * self.amax * (1.0 / torch.tensor(self.divisor))
-        return (codes * decode).view(-1, columns)[:rows]
+        padded = pad(values, tile_rows, 1)
+        tiles = padded.view(padded.shape[0] // tile_rows, tile_rows, columns // tile_columns, tile_columns)
+        codes = torch.where(self.block_scale == 0, tiles, tiles / self.block_scale)  # zeros keep their sign
+        decode = self.block_scale if self.amax is None else self.block_scale * self.amax.reshape(-1, 1, 1, 1)
+        return (codes * (decode * factor)).view(padded.shape)[:rows]
 
 
 def pad(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -63,33 +77,114 @@ def quantize(
     rotation: Hadamard | None = None,
     clock: Clock | None = None,
     where: int = 0,
+    product: int = 0,
+    history: History | None = None,
+    target: Tensor | None = None,
     keep: bool = False,
 ) -> Operand:
     """Quantise `x` [rows, columns] (bf16, fp16 or fp32; the last dimension is the contraction) by `quant`.
 
-    Stochastic rounding draws from `clock` at the site `where`. The result keeps the padded contraction, so two operands of a
-    product padded alike still fit. `keep` also returns what telemetry needs. Raises TypeError for other dtypes.
+    Whatever is drawn comes from `clock`: roundings at the site `where`, the signs of a rotation at the site `product`. `history`
+    serves delayed and held statistics; `target` (like x) decides roundings to its own nearest neighbour. The result keeps the padded
+    contraction, so two operands of a product padded alike still fit. `keep` also returns what telemetry needs.
+    Raises TypeError for other dtypes, ValueError for other dimensions, and where a draw or a history has no clock.
     """
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"quantize takes bf16, fp16 or fp32, not {x.dtype}; convert the tensor first")
-    x = x.contiguous()
-    if rotation:
-        x = rotate(pad(x, 1, rotation.size), rotation)
-    tile_rows, tile_columns = quant.tile
-    padded = pad(x, tile_rows, max(tile_columns, GROUP)).to(torch.float32)
-    tiles = padded.view(padded.shape[0] // tile_rows, tile_rows, padded.shape[1] // tile_columns, tile_columns)
-    block_amax = tiles.abs().amax(dim=1, keepdim=True).amax(dim=3, keepdim=True)
-    statistic = tensor_statistic(x, block_amax, quant)
-    scale = encode_scale(statistic, quant)
-    block_scale = block_scales(block_amax, scale, quant)
-    scaled = tiles * element_scales(block_scale, scale)
-    bits = None
-    if quant.rounding == "stochastic":
-        bits = random_bits(clock, where, *padded.shape, quant.bits, x.device).view(tiles.shape)
-    codes = ROUNDINGS[quant.rounding](scaled, ELEMENTS[quant.element], bits, quant.bits)
-    values = codes.mul_(block_scale).to(torch.bfloat16).view(padded.shape)[: x.shape[0]]
-    operand = Operand(values, quant, statistic, block_scale)
+    if x.ndim != 2:
+        raise ValueError(f"quantize takes a matrix, not {x.ndim} dimensions; flatten the leading ones into rows")
+    if clock is None and (draws(quant) or (rotation is not None and rotation.signs in DRAWN)):
+        raise ValueError("stochastic rounding and drawn signs take their random bits from a clock: give quantize one")
+    if clock is None and history is not None:
+        raise ValueError("a history is kept by step: give quantize a clock with it")
+    if quant.rounding == "ms_eden" and (rotation is None or rotation.size % quant.tile[1]):
+        raise ValueError("rounding ms_eden corrects rotated groups of whole blocks: give quantize a rotation")
+    x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
+    tiles, wanted = (_tiles(z, quant) for z in (x, target))
+    amaxes = block_amax(tiles)
+    amax = None if quant.outer is None else outer_statistic(x, tiles, amaxes, quant.outer, history, clock)
+    scale = torch.ones((), device=x.device) if amax is None else encode_scale(amax, quant)
+    shape = tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3]
+
+    def bits(rows: int, columns: int, width: int, purpose: int) -> Tensor:
+        return random_bits(clock, where, rows, columns + -columns % GROUP, width, x.device, purpose)[:, :columns]
+
+    def scale_bits() -> Tensor:
+        return bits(tiles.shape[0], tiles.shape[2], 24, purpose=1).view(tiles.shape[0], 1, tiles.shape[2], 1)
+
+    if quant.select:
+        chosen = select(tiles, amaxes, scale, amax, quant)
+    else:
+        block_scale = None
+        if quant.scale:
+            drawn = scale_bits() if quant.scale.rounding == "stochastic" else None
+            block_scale = block_scales(block_statistic(tiles, amaxes, quant.range.statistic), scale, quant, drawn)
+        factor = scale if block_scale is None else element_scales(block_scale, scale)
+        scaled = tiles * factor
+        if quant.range.prescale != 1:
+            scaled = scaled * quant.range.prescale
+        element = ELEMENTS[quant.element]
+        if wanted is not None:
+            codes = toward(scaled, wanted * factor, element)
+        elif quant.rounding == "stochastic":
+            codes = ROUNDINGS["stochastic"](scaled, element, bits(*shape, quant.bits, purpose=0).view(tiles.shape), quant.bits)
+        else:
+            codes = nearest(scaled, element)
+        if quant.rounding == "ms_eden":
+            block_scale = ms_eden(scaled, codes, block_scale, rotation.size, quant, scale_bits())
+        chosen = Candidate(block_scale, scaled, codes)
+    return _operand(x, tiles, amaxes, amax, chosen, quant, keep)
+
+
+def draws(quant: Quant) -> bool:
+    """Whether quantising takes random bits."""
+    return quant.rounding != "nearest" or (quant.scale is not None and quant.scale.rounding == "stochastic")
+
+
+def ms_eden(scaled: Tensor, codes: Tensor, block_scale: Tensor, group: int, quant: Quant, bits: Tensor) -> Tensor:
+    """Block scales that make a rotated tensor rounded to nearest unbiased on average (Quartet II, arXiv 2601.22813).
+
+    All block scales of a group of `group` elements (one rotation) are multiplied by S = <y, y> / <y, q>, y the scaled elements and q
+    their codes, and rounded stochastically.
+    """
+    y = torch.where(block_scale == 0, 0.0, scaled)
+    rows, _, columns, length = y.shape
+    grouped = (rows, columns * length // group, group)
+    power, inner = (product.reshape(grouped).sum(dim=2) for product in (y * y, y * codes))
+    correction = torch.where(inner == 0, 1.0, power / inner).repeat_interleave(group // length, dim=1)
+    return round_scale(block_scale * correction.view(rows, 1, columns, 1), quant.scale.model_copy(update={"rounding": "stochastic"}), bits)
+
+
+def _rotated(z: Tensor | None, rotation: Hadamard | None, clock: Clock | None, product: int) -> Tensor | None:
+    if z is None:
+        return None
+    z = z.contiguous()
+    return rotate(pad(z, 1, rotation.size), rotation, clock, product) if rotation else z
+
+
+def _tiles(x: Tensor | None, quant: Quant) -> Tensor | None:
+    """fp32 [row tiles, rows, column tiles, columns]; the contraction padded to whole blocks and whole groups of random bits."""
+    if x is None:
+        return None
+    rows, columns = quant.tile
+    padded = pad(x, rows, math.lcm(columns, GROUP)).to(torch.float32)
+    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+
+
+def _operand(x: Tensor, tiles: Tensor, amaxes: Tensor, amax: Tensor | None, chosen: Candidate, quant: Quant, keep: bool) -> Operand:
+    values = chosen.codes if chosen.block_scale is None else chosen.codes * chosen.block_scale
+    if amax is not None and amax.ndim:
+        if quant.outer.granularity == "block:128":
+            divisor = torch.tensor(ELEMENTS[quant.element].max * quant.outer.bound)
+            values, amax = values * (amax * (1.0 / divisor)), None
+        else:
+            amax = amax.view(-1, 1)
+    shape = (tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3])
+    rows = slice(x.shape[0])
+    values = values.to(torch.float32 if quant.wide else torch.bfloat16).view(shape)[rows]
+    largest = amaxes.amax() if amaxes.numel() else torch.zeros((), device=x.device)
+    operand = Operand(values, quant, amax, chosen.block_scale, largest)
     if not keep:
         return operand
-    rows = slice(x.shape[0])
-    return replace(operand, source=padded[rows], scaled=scaled.view(padded.shape)[rows], block_amax=block_amax)
+    source, scaled, codes = (z.reshape(shape)[rows] for z in (tiles, chosen.scaled, chosen.codes))
+    return replace(operand, source=source, scaled=scaled, codes=codes, block_amax=amaxes)

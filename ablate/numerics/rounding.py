@@ -1,4 +1,4 @@
-"""From a scaled value to one of its two neighbours on the element grid. Randomness comes in as bits, never from a generator."""
+"""From a scaled value to one of its two neighbours on a grid. Randomness comes in as bits, never from a generator."""
 
 import torch
 from torch import Tensor
@@ -6,21 +6,26 @@ from torch import Tensor
 from ablate.numerics.formats import Format
 
 
-def nearest(y: Tensor, element: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
+def nearest(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
     """Round fp32 to the nearest neighbour, ties to the even code; beyond the largest magnitude, to it."""
-    y = y.clamp(-element.max, element.max)
-    step = element.step(y)
-    return y.div_(step).round_().mul_(step)
+    y = y.clamp(-grid.max, grid.max)
+    step = grid.step(y)
+    y.div_(step)
+    rounded = y.round()
+    if grid.mantissa == 0:  # between two powers of two: the even code is the one with the even exponent field
+        even = (step.view(torch.int32) >> 23) - 126 - grid.emin & 1 == 0
+        rounded = torch.where((y.abs() == 1.5) & even, y.trunc(), rounded)
+    return rounded.mul_(step)
 
 
-def stochastic(y: Tensor, element: Format, bits: Tensor, width: int) -> Tensor:
+def stochastic(y: Tensor, grid: Format, bits: Tensor, width: int) -> Tensor:
     """Round fp32 away from zero with probability floor(2^width f) / 2^width, f the position between the two neighbours.
 
     `bits` holds one uniform integer in [0, 2^width) an element, as fp32. The truncation is Transformer Engine's: a bias of at most
     2^-width of a step toward zero. Beyond the largest magnitude it saturates, which is where headroom matters.
     """
-    magnitude = y.abs().clamp_(max=element.max)
-    step = element.step(magnitude)
+    magnitude = y.abs().clamp_(max=grid.max)
+    step = grid.step(magnitude)
     magnitude.div_(step)
     lower = magnitude.floor()
     # 1 where floor(2^width f) > bits, else 0. The difference is exact wherever its floor is in doubt.
@@ -30,4 +35,29 @@ def stochastic(y: Tensor, element: Format, bits: Tensor, width: int) -> Tensor:
     return rounded.view(torch.int32).bitwise_or_(sign).view(torch.float32)
 
 
+def floor(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
+    """Round fp32 to the neighbour toward zero."""
+    y = y.clamp(-grid.max, grid.max)
+    step = grid.step(y)
+    return y.div_(step).trunc_().mul_(step)
+
+
+def ceil(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
+    """Round non-negative fp32 to the neighbour away from zero; beyond the largest magnitude, to it."""
+    y = y.clamp(max=grid.max)
+    step = grid.step(y)
+    return y.div_(step).ceil_().mul_(step)
+
+
+def toward(y: Tensor, target: Tensor, grid: Format) -> Tensor:
+    """Round fp32 to that of its two neighbours which `target`, on the same scale, is nearer to; ties away from zero (TetraJet's Q-EMA)."""
+    magnitude = y.abs()
+    lower, upper = floor(magnitude, grid), ceil(magnitude, grid)
+    sign = torch.where(y < 0, -1.0, 1.0)
+    return sign * torch.where(target * sign >= (lower + upper) / 2, upper, lower)
+
+
 ROUNDINGS = {"nearest": nearest, "stochastic": stochastic}
+"""Of elements."""
+SCALE_ROUNDINGS = ROUNDINGS | {"floor": floor, "ceil": ceil}
+"""Of block scales, which are never negative."""

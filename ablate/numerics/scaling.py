@@ -1,4 +1,7 @@
-"""Two-level scaling: an fp32 statistic for the tensor, a small scale for each block. The order of operations is the specification."""
+"""Two-level scaling: an fp32 statistic for tensor, row or 128-block, a small scale a block. The order of operations is the specification.
+
+Everything is laid out as tiles, [row tiles, rows, column tiles, columns]; statistics and scales broadcast against that.
+"""
 
 import math
 from fractions import Fraction
@@ -6,29 +9,97 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ablate.numerics.formats import ELEMENTS, SCALES
-from ablate.numerics.spec import Quant, argument
+from ablate.numerics.formats import ELEMENTS, SCALES, Format
+from ablate.numerics.history import History
+from ablate.numerics.philox import Clock
+from ablate.numerics.rounding import SCALE_ROUNDINGS
+from ablate.numerics.spec import BlockScale, Outer, Quant, argument, tag
 
 FLT_MAX = torch.finfo(torch.float32).max
+_SMALLEST = 2.0**-127
+"""E8M0's code 0, a subnormal in fp32."""
 
 
-def amax(x: Tensor, block_amax: Tensor, _: None) -> Tensor:
-    """The largest magnitude, fp32 scalar."""
-    return block_amax.amax()
+# --- statistics ------------------------------------------------------------------------------------------------------------
 
 
-def percentile(x: Tensor, block_amax: Tensor, p: Fraction) -> Tensor:
-    """The order statistic k = ceil(p n) of the magnitudes, no interpolation, fp32 scalar. Blocks above it saturate."""
-    k = math.ceil(p * x.numel())
-    return x.abs().flatten().kthvalue(k).values.to(torch.float32)
+def block_amax(tiles: Tensor) -> Tensor:
+    """The largest magnitude of each block, fp32 [row tiles, 1, column tiles, 1]."""
+    return tiles.abs().amax(dim=1, keepdim=True).amax(dim=3, keepdim=True)
 
 
-def tensor_statistic(x: Tensor, block_amax: Tensor, quant: Quant) -> Tensor:
-    """The outer statistic (fp32 scalar) of the copy `x` that is quantised, its blocks' maxima known; 0 for an empty tensor."""
+def block_rms(tiles: Tensor) -> Tensor:
+    """The root mean square of each block."""
+    return tiles.square().mean(dim=(1, 3), keepdim=True).sqrt()
+
+
+def block_std(tiles: Tensor) -> Tensor:
+    """The population standard deviation of each block."""
+    if not tiles.numel():  # torch warns of them
+        return block_amax(tiles)
+    return tiles.var(dim=(1, 3), correction=0, keepdim=True).sqrt()
+
+
+BLOCK_STATISTICS = {"amax": block_amax, "rms": block_rms, "std": block_std}
+
+
+def block_statistic(tiles: Tensor, amaxes: Tensor, statistic: str) -> Tensor:
+    """What counts as each block's largest magnitude, its true one (`amaxes`) known."""
+    factor = argument(statistic)
+    return amaxes if factor is None else BLOCK_STATISTICS[tag(statistic)](tiles) * float(factor)
+
+
+def amax(x: Tensor, amaxes: Tensor, argument: Fraction | None, history: History | None, clock: Clock | None) -> Tensor:
+    """The largest magnitude of each group, fp32: a scalar, or [rows, 1, 1 or groups, 1]."""
+    return amaxes.amax() if amaxes.ndim == 1 else amaxes
+
+
+def percentile(x: Tensor, amaxes: Tensor, p: Fraction, history: History | None, clock: Clock | None) -> Tensor:
+    """The order statistic k = ceil(p n) of the magnitudes, no interpolation, fp32. Blocks above it saturate."""
+    rows = x.reshape(1, -1) if amaxes.ndim == 1 else x
+    value = rows.abs().kthvalue(math.ceil(p * rows.shape[1]), dim=1).values.to(torch.float32)
+    return value[0] if amaxes.ndim == 1 else value.view(-1, 1, 1, 1)
+
+
+def delayed(x: Tensor, amaxes: Tensor, steps: Fraction, history: History | None, clock: Clock | None) -> Tensor:
+    """The largest amax of the `steps` steps before; of this call where there is none yet. Fp32 scalar."""
+    current = amaxes.amax()
+    return history.delayed(current, clock, int(steps)) if history is not None else current
+
+
+def hold(x: Tensor, amaxes: Tensor, steps: Fraction, history: History | None, clock: Clock | None) -> Tensor:
+    """The amax that was taken first in the current period of `steps` steps. Fp32 scalar."""
+    current = amaxes.amax()
+    return history.held(current, clock, int(steps)) if history is not None else current
+
+
+def static(x: Tensor, amaxes: Tensor, value: Fraction, history: History | None, clock: Clock | None) -> Tensor:
+    """A given magnitude, fp32 scalar."""
+    return torch.tensor(float(value), dtype=torch.float32, device=x.device)
+
+
+STATISTICS = {"amax": amax, "percentile": percentile, "delayed": delayed, "hold": hold, "static": static}
+
+
+def outer_statistic(x: Tensor, tiles: Tensor, amaxes: Tensor, outer: Outer, history: History | None, clock: Clock | None) -> Tensor:
+    """The outer statistic of the copy `x` that is quantised: fp32 scalar, [rows, 1, 1, 1] or [rows, 1, column tiles, 1].
+
+    0 for an empty tensor.
+    """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    statistic = quant.outer.statistic
-    return STATISTICS[statistic.partition(":")[0]](x, block_amax, argument(statistic))
+    grouped = amaxes.flatten()
+    if outer.granularity == "row":
+        grouped = amaxes.amax(dim=2, keepdim=True)
+    elif outer.granularity == "block:128":
+        blocks = 128 // tiles.shape[3]
+        rows, _, columns, _ = amaxes.shape
+        whole = torch.nn.functional.pad(amaxes.view(rows, columns), (0, -columns % blocks)).view(rows, -1, blocks)
+        grouped = whole.amax(dim=2).repeat_interleave(blocks, dim=1)[:, :columns].view(rows, 1, columns, 1)
+    return STATISTICS[tag(outer.statistic)](x, grouped, argument(outer.statistic), history, clock)
+
+
+# --- scales ----------------------------------------------------------------------------------------------------------------
 
 
 def encode_scale(amax: Tensor, quant: Quant) -> Tensor:
@@ -39,20 +110,42 @@ def encode_scale(amax: Tensor, quant: Quant) -> Tensor:
     return scale.masked_fill_((amax == 0) | (scale == 0), 1.0)
 
 
-def block_scales(block_amax: Tensor, scale: Tensor, quant: Quant) -> Tensor:
-    """Each block's scale, an fp32 holding a value of the scale format: block_amax * (S * fp32(1/6) * headroom), rounded once.
+def block_scales(largest: Tensor, scale: Tensor, quant: Quant, bits: Tensor | None = None) -> Tensor:
+    """Each block's scale, an fp32 holding a value of the scale format: largest * (S * fp32(1/6) * headroom), rounded once.
 
-    `block_amax / 6 * S` would differ in about 0.1 % of cases, at exact ties, which bf16 data hits.
+    `largest / 6 * S` would differ in about 0.1 % of cases, at exact ties, which bf16 data hits. Scales that are rounded
+    stochastically take 24 random bits each.
     """
-    multiplier = scale * torch.full_like(scale, 1 / ELEMENTS[quant.element].max)
+    top = quant.range.map_to or ELEMENTS[quant.element].max
+    multiplier = scale * torch.full_like(scale, 1 / top)
     if quant.range.headroom != 1:
         multiplier = multiplier * quant.range.headroom
-    return SCALES[quant.scale.format]((block_amax * multiplier).clamp(max=FLT_MAX))
+    return round_scale((largest * multiplier).clamp(max=FLT_MAX), quant.scale, bits)
+
+
+def round_scale(scale: Tensor, to: BlockScale, bits: Tensor | None = None) -> Tensor:
+    """Non-negative fp32 to the scale format, saturating, and its rule for zero; back in fp32."""
+    grid = SCALES[to.format]
+    if to.format == "e8m0":
+        return _power_of_two(scale, to, grid, bits)
+    if to.format == "fp32":
+        rounded = scale
+    elif to.format == "bf16":
+        rounded = scale.clamp(max=grid.max).to(torch.bfloat16).to(torch.float32)
+    else:
+        rounded = SCALE_ROUNDINGS[to.rounding](scale, grid, bits, 24)
+    if to.zero == "zero":
+        return rounded
+    return torch.where(rounded == 0, 1.0 if to.zero == "one" else 2.0**grid.emin, rounded)
+
+
+def _power_of_two(scale: Tensor, to: BlockScale, grid: Format, bits: Tensor | None) -> Tensor:
+    """E8M0, from 2^-127 to 2^127. Small scales are lifted first, since the smallest ones are subnormal in fp32."""
+    lift = torch.where(scale < 2.0**-60, 2.0**40, 1.0)
+    rounded = SCALE_ROUNDINGS[to.rounding](scale.clamp(min=_SMALLEST) * lift, grid, bits, 24)
+    return (rounded / lift).clamp(_SMALLEST, grid.max)
 
 
 def element_scales(block_scale: Tensor, scale: Tensor) -> Tensor:
     """What an element is multiplied by before rounding: 1 / (s * (1/S)), at most FLT_MAX (where the block scale is 0)."""
     return (1.0 / (block_scale * (1.0 / scale))).clamp(max=FLT_MAX)
-
-
-STATISTICS = {"amax": amax, "percentile": percentile}

@@ -1,22 +1,30 @@
 """The words for one quantised operand and one rotation. It computes nothing and imports no torch, so that planning is instant.
 
-Every class is frozen, hashable and closed: an unknown field or an impossible value is refused when it is built. "Off" is
-always None: an operand that is not quantised has no Quant, a product that is not rotated has no Hadamard.
+Every class is frozen, hashable and closed: an unknown field, an impossible value or a contradiction is refused, with its reason,
+when it is built. "Off" is always None: an operand that is not quantised has no Quant, a product that is not rotated no Hadamard.
 """
 
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-VERSION = 1
+VERSION = 2
 """Raise by hand when a change here or in a kernel changes any bit that a recipe computes: it is part of every trial's id."""
+
+SCALE_MAX = {"e4m3": 448.0, "ue5m3": 61440.0, "e8m0": 2.0**127, "bf16": 3.3895313892515355e38, "fp32": 3.4028234663852886e38}
+"""The largest block scale that each format holds. UE5M3: 1.875 * 2^15, its top exponent reserved (arXiv 2609.02846, eq. 3)."""
 
 
 class Spec(BaseModel):
     """A frozen description: strict about types, closed to unknown fields, equal and hashable by value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants")
+
+
+def tag(tagged: str) -> str:
+    """The word before the colon: of "percentile:0.07" percentile."""
+    return tagged.partition(":")[0]
 
 
 def argument(tagged: str) -> Fraction | None:
@@ -28,66 +36,223 @@ def argument(tagged: str) -> Fraction | None:
     return Fraction(text) if colon else None
 
 
-def _statistic(value: str) -> str:
-    name, colon, text = value.partition(":")
-    if name == "amax" and not colon:
+def _tagged(value: str, words: dict[str, tuple[type, float, float] | None], message: str) -> str:
+    """`value` with its number in canonical form, where the word takes one between the two limits; ValueError(message) otherwise."""
+    word, colon, text = value.partition(":")
+    limits = words.get(word, ())
+    if limits is None and not colon:
         return value
     try:
-        if name == "percentile" and 0 < float(text) <= 1:
-            return f"percentile:{float(text)!r}"
+        if limits and limits[1] <= limits[0](text) <= limits[2]:
+            return f"{word}:{limits[0](text)!r}"
     except ValueError:
         pass
-    raise ValueError("must be 'amax' or 'percentile:p' with p in (0, 1]")
+    raise ValueError(message)
 
 
-Statistic = Annotated[str, AfterValidator(_statistic)]
+_TINY, _HUGE = 1e-30, 1e30
+
+
+def _outer_statistic(value: str) -> str:
+    steps = (int, 1, 10**6)
+    words = {"amax": None, "percentile": (float, _TINY, 1), "delayed": steps, "hold": steps, "static": (float, _TINY, _HUGE)}
+    message = "must be 'amax', 'percentile:p' with p in (0, 1], 'delayed:n' or 'hold:n' (n steps), or 'static:v' (a magnitude above 0)"
+    return _tagged(value, words, message)
+
+
+def _block_statistic(value: str) -> str:
+    words = {"amax": None, "rms": (float, _TINY, 1e3), "std": (float, _TINY, 1e3)}
+    return _tagged(value, words, "must be 'amax', 'rms:c' or 'std:c': c times the block's root mean square or standard deviation")
 
 
 class BlockScale(Spec):
     """The scale that the elements of one block share."""
 
-    format: Literal["e4m3"] = "e4m3"
+    format: Literal["e4m3", "ue5m3", "e8m0", "bf16", "fp32"] = "e4m3"
+    rounding: Literal["nearest", "floor", "ceil", "stochastic"] = "nearest"
+    """`floor` with `range.map_to` 4 is OCP's rule for MXFP4, `ceil` never saturates; stochastic draws 24 bits a block."""
+    zero: Literal["zero", "one", "min_normal"] = "zero"
+    """What a scale that rounds to zero becomes: TE keeps 0, which loses the block; E8M0 has no zero and its smallest is 2^-127."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "BlockScale":
+        if self.format in ("bf16", "fp32") and self.rounding != "nearest":
+            raise ValueError(f"scale.rounding {self.rounding} is for e4m3, ue5m3 and e8m0; a {self.format} scale is rounded to nearest")
+        if self.format == "e8m0" and self.zero != "zero":
+            raise ValueError("scale.zero does not apply to e8m0, which has no zero; leave it out")
+        return self
 
 
 class Range(Spec):
     """Where a block's largest magnitude lands on the element grid."""
 
+    statistic: Annotated[str, AfterValidator(_block_statistic)] = "amax"
+    """What counts as a block's largest magnitude: `amax`, or `rms:c`, `std:c` (QuEST), which clip what is beyond."""
+    map_to: float | None = Field(None, gt=0)
+    """The element value that it is mapped to; null: the element's maximum. 4 with E2M1 and floor is OCP's rule."""
     headroom: float = Field(1.0, gt=0, le=4)
     """Multiplies the block scale: 1 as Transformer Engine does; 17/16 leaves stochastic rounding unbiased (NUMERICS section 3)."""
+    prescale: float = Field(1.0, gt=0, le=1)
+    """Multiplies the scaled elements, and divides the product: 3/4 keeps OCP's floor rule from saturating (arXiv 2502.20586)."""
 
 
 class Outer(Spec):
-    """The second, tensor-wide level of the scaling."""
+    """The second level of the scaling, in fp32."""
 
-    granularity: Literal["tensor"] = "tensor"
-    statistic: Statistic = "amax"
-    """`amax`, or `percentile:p`: the order statistic ceil(p n) of the magnitudes of the copy that is quantised."""
-    bound: float = Field(448.0, gt=0, le=448)
-    """The largest block scale used; 448 is the maximum of E4M3."""
+    granularity: Literal["tensor", "row", "block:128"] = "tensor"
+    """`row`: one a token or output channel; `block:128`: one for 128 elements along the contraction."""
+    statistic: Annotated[str, AfterValidator(_outer_statistic)] = "amax"
+    """`amax`; `percentile:p`: the order statistic ceil(p n) of the magnitudes of the copy that is quantised; `delayed:n`: the largest
+    amax of the n steps before; `hold:n`: the amax of the first of every n steps; `static:v`: v."""
+    bound: float = Field(448.0, gt=0)
+    """The largest block scale used; 448 is the maximum of E4M3. 1 where there is no block scale."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Outer":
+        word = tag(self.statistic)
+        if word in ("delayed", "hold", "static") and self.granularity != "tensor":
+            raise ValueError(f"outer.statistic {self.statistic} is one number a tensor; granularity {self.granularity} takes amax")
+        if word == "percentile" and self.granularity == "block:128":
+            raise ValueError("outer.statistic percentile needs granularity tensor or row; a block of 128 is too short for one")
+        return self
+
+
+class Select(Spec):
+    """Per block, of several candidates the one with the smallest error."""
+
+    among: Literal["scales", "grids", "search"]
+    """`scales`: the largest magnitude mapped to 6 or to 4 (Four Over Six, arXiv 2512.02010); `grids`: E2M1 or INT4 (IF4);
+    `search`: every scale code near the first guess, the best that a block scale can do."""
+    criterion: Literal["mse", "mae", "absmax"] = "mse"
+
+
+class Dge(Spec):
+    """Differentiable gradient estimator of the cast (Microsoft, arXiv 2501.17116): slope |2t - 1|^(1/k - 1) / k, at most `clip`,
+    t the position between the two neighbours."""
+
+    k: float = Field(5.0, ge=1)
+    clip: float = Field(3.0, gt=0)
+
+
+class Transform(Spec):
+    """What is taken out of an operand before it is quantised, and multiplied in higher precision."""
+
+    mean: bool = False
+    """The mean over tokens of every channel, in the operand's own precision."""
+    low_rank: int | None = Field(None, ge=1)
+    """The leading components of a singular value decomposition, in the operand's own precision."""
+    channels: float | None = Field(None, gt=0, lt=1)
+    """The fraction of channels with the largest magnitude, in `channels_in` (TetraJet-v2's OutControl)."""
+    channels_in: Literal["mxfp8", "bf16"] = "mxfp8"
+    clamp: float | None = Field(None, gt=0, lt=1)
+    """Clamp to this quantile of the magnitudes (OCC, arXiv 2501.17116)."""
+    residual: bool = True
+    """Whether what clamping cut off is multiplied in the operand's own precision, or lost."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Transform":
+        if not (self.mean or self.low_rank or self.channels or self.clamp):
+            raise ValueError("transform takes nothing out; write null")
+        if self.channels is None and self.channels_in != "mxfp8":
+            raise ValueError("transform.channels_in has no effect without transform.channels")
+        if self.clamp is None and not self.residual:
+            raise ValueError("transform.residual has no effect without transform.clamp")
+        return self
 
 
 class Quant(Spec):
     """How one operand of one product is quantised. Blocks run along the contraction (the last dimension)."""
 
-    element: Literal["e2m1"] = "e2m1"
-    block: Literal["1x16", "16x16"] = "1x16"
-    scale: BlockScale = BlockScale()
+    element: Literal["e2m1", "e1m2", "int4", "e3m0", "e4m3", "e5m2"] = "e2m1"
+    select: Select | None = None
+    block: Literal["1x8", "1x16", "1x32", "1x64", "1x128", "16x16", "32x32"] | None = "1x16"
+    """Rows and columns that share a block scale; null, with `scale` null, where there is only the outer scale."""
+    scale: BlockScale | None = BlockScale()
     range: Range = Range()
-    outer: Outer = Outer()
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    outer: Outer | None = Outer()
+    rounding: Literal["nearest", "stochastic", "ms_eden"] = "nearest"
+    """`ms_eden` (Quartet II, arXiv 2601.22813): nearest, and block scales corrected, then rounded stochastically."""
     bits: Literal[8, 16, 24] = 8
     """Random bits per element under stochastic rounding: P(up) = floor(2^bits f) / 2^bits. TE uses 8; 24 is exact."""
+    source: Literal["original", "forward"] = "original"
+    """What is quantised for the backward pass: the original, or the forward pass's quantised copy of it."""
+    transform: Transform | None = None
+    estimator: Literal["clip_mask"] | Dge | None = None
+    """The gradient of the forward cast: null passes it straight through; `clip_mask` stops it where the cast saturated."""
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns that share one block scale."""
+        """Rows and columns that share one block scale; (1, 1) where there is none."""
+        if self.block is None:
+            return 1, 1
         rows, columns = self.block.split("x")
         return int(rows), int(columns)
+
+    @property
+    def wide(self) -> bool:
+        """Whether code times scale may need more than bf16's 8 significant bits, so that the product takes fp32 operands."""
+        scale = self.scale.format if self.scale else "e4m3"
+        split = self.outer is not None and self.outer.granularity == "block:128"
+        return scale in ("bf16", "fp32") or split or (self.select is not None and self.select.among == "grids")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Quant":
+        for check in (self._scales, self._outer, self._selection, self._roundings):
+            reason = check()
+            if reason:
+                raise ValueError(reason)
+        return self
+
+    def _scales(self) -> str | None:
+        if (self.block is None) != (self.scale is None):
+            return "block and scale go together: set both, or both null where there is only the outer scale"
+        if self.scale is None:
+            if self.outer is None:
+                return "neither a block scale nor an outer scale: set at least one"
+            if self.outer.bound != 1:
+                return f"outer.bound {self.outer.bound:g} bounds a block scale, and there is none: write 1"
+            if self.range != Range():
+                return "range places a block's largest magnitude, and there is no block scale: leave it out"
+        elif self.outer and self.outer.bound > SCALE_MAX[self.scale.format]:
+            return f"outer.bound {self.outer.bound:g} is above the largest {self.scale.format} scale, {SCALE_MAX[self.scale.format]:g}"
+        return None
+
+    def _outer(self) -> str | None:
+        if self.outer and self.outer.granularity != "tensor" and self.tile[0] != 1:
+            return f"outer.granularity {self.outer.granularity} needs blocks of one row, not {self.block}"
+        return None
+
+    def _selection(self) -> str | None:
+        if self.select is None:
+            return None
+        if self.rounding != "nearest":
+            return f"select chooses by error, which would bias rounding {self.rounding}; use nearest"
+        if self.element != "e2m1" or self.scale is None or self.scale.format not in ("e4m3", "ue5m3"):
+            return "select is defined for element e2m1 with e4m3 or ue5m3 block scales"
+        if self.scale.rounding == "stochastic":
+            return "select compares candidates whose scales are certain: scale.rounding cannot be stochastic; use nearest"
+        if self.range != Range():
+            return "select chooses the range itself; leave range out"
+        return None
+
+    def _roundings(self) -> str | None:
+        if self.bits != 8 and self.rounding != "stochastic":
+            return f"bits {self.bits} has no effect with rounding {self.rounding}"
+        if self.rounding != "ms_eden":
+            return None
+        if self.element != "e2m1" or self.tile[0] != 1 or self.scale is None or self.scale.format not in ("e4m3", "ue5m3"):
+            return "rounding ms_eden corrects e4m3 or ue5m3 scales of e2m1 blocks of one row"
+        if self.scale.rounding == "stochastic":
+            return "rounding ms_eden rounds the corrected scales stochastically itself; scale.rounding is for the first guess: use nearest"
+        if self.outer is None or self.outer.bound > SCALE_MAX[self.scale.format] * 4 / 7:
+            return "rounding ms_eden raises block scales: it needs outer.bound at most 256, so that they do not saturate"
+        return None
 
 
 class Hadamard(Spec):
     """A rotation of both operands of a product along the contraction; it cancels in the product."""
 
     size: Literal[4, 8, 16, 32, 64, 128] = 16
-    signs: Literal["none", "fixed"] = "fixed"
-    """`fixed`: Transformer Engine's one sign vector for all layers, steps and ranks, repeated to `size`."""
+    signs: Literal["none", "fixed", "per_layer", "per_step", "per_call"] = "fixed"
+    """`fixed`: Transformer Engine's one sign vector for all layers, steps and ranks, repeated to `size`. The others are drawn:
+    once for each product of each layer, anew each optimizer step, or anew each micro-batch."""

@@ -102,9 +102,21 @@ def test_neighbouring_elements_rows_and_calls_are_independent():
         assert stats.chisquare(torch.bincount((a * 16 + b).flatten(), minlength=256).numpy()).pvalue > 1e-4
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_bits_for_another_purpose_are_independent(width):
+    first, second = (random_bits(Clock(1), 5, 64, 1024, width, torch.device("cpu"), purpose) for purpose in (0, 1))
+    cells = ((first.long() >> width - 4) * 16 + (second.long() >> width - 4)).flatten()
+    assert stats.chisquare(torch.bincount(cells, minlength=256).numpy()).pvalue > 1e-4
+
+
 def test_streams_never_share_a_key_whatever_the_call():
-    keys = [number << 8 | call for number in STREAMS.values() for call in range(4)]
+    keys = [number << 8 | purpose << 4 | call for number in STREAMS.values() for purpose in range(16) for call in range(4)]
     assert len(set(keys)) == len(keys)
+    drawn = [
+        tuple(random_bits(Clock(1, stream), 5, 1, 16, width, torch.device("cpu"), purpose).flatten().tolist())
+        for stream, purpose, width in itertools.product(STREAMS, range(4), WIDTHS)
+    ]
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_the_same_clock_and_site_draw_the_same_bits_whatever_was_drawn_before():

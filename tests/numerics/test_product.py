@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, pad, quantize
-from ablate.numerics.spec import Hadamard, Outer, Quant
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
 
 
 def operands(seed: int, m: int = 48, n: int = 32, k: int = 96, **outer) -> tuple[Operand, Operand]:
@@ -111,3 +112,66 @@ def test_large_and_small_amaxes_do_not_overflow_inside_the_product():
     expected = product(quantize(x, Quant()), quantize(x, Quant()), torch.float32)
     torch.testing.assert_close(product(a, b, torch.float32), expected, rtol=0, atol=0.1)
     assert product(a, b, torch.float32).isfinite().all()
+
+
+def test_operands_scaled_by_row_give_every_output_its_own_alpha():
+    a, b = operands(10, granularity="row")
+    assert alpha(a, b).shape == (48, 32)
+    expected = np.outer(a.amax.numpy(), b.amax.numpy()) / np.float32(2688.0**2)
+    np.testing.assert_array_equal(alpha(a, b).numpy(), expected)
+    one, _ = operands(10)
+    np.testing.assert_array_equal(alpha(a, one).numpy(), (a.amax * one.amax).numpy() / np.float32(2688.0**2))
+    np.testing.assert_array_equal(alpha(one, b).numpy(), (one.amax * b.amax.t()).numpy() / np.float32(2688.0**2))
+
+
+def test_a_prescale_of_three_quarters_is_undone_outside_the_product():
+    scale = BlockScale(format="e8m0", rounding="floor")
+    quant = Quant(block="1x32", scale=scale, outer=None, range=Range(map_to=4.0, prescale=0.75), rounding="stochastic")
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(11))
+    a = quantize(x, quant, clock=Clock(0), keep=True)
+    assert a.scaled.abs().max() < 6  # OCP's floor rule puts the maximum in [4, 8), and 3/4 of it below 6
+    assert alpha(a, a).item() == np.float32(16 / 9)
+    assert alpha(a, Operand(x)).item() == np.float32(4 / 3)
+
+
+WIDE = {
+    "block:128": Quant(outer=Outer(granularity="block:128")),
+    "fp32 scales": Quant(scale=BlockScale(format="fp32"), outer=None),
+    "bf16 scales": Quant(scale=BlockScale(format="bf16"), outer=None),
+    "two grids": Quant(select=Select(among="grids")),
+    "rows": Quant(outer=Outer(granularity="row")),
+    "fp8 per tensor": Quant(element="e4m3", block=None, scale=None, outer=Outer(bound=1.0)),
+    "mxfp4": Quant(block="1x32", scale=BlockScale(format="e8m0", rounding="ceil"), outer=None),
+    "16x16": Quant(block="16x16"),
+}
+
+
+@pytest.mark.parametrize("right", WIDE)
+@pytest.mark.parametrize("left", WIDE)
+def test_operands_of_any_two_quantisers_multiply_to_what_they_decode_to(left, right):
+    g = torch.Generator().manual_seed(12)
+    x, w = torch.randn(24, 200, generator=g).bfloat16(), torch.randn(40, 200, generator=g).bfloat16()
+    a, b = quantize(x, WIDE[left]), quantize(w, WIDE[right])
+    width = max(a.values.shape[1], b.values.shape[1])
+    exact = [pad(o.dequantize(), 1, width).double() for o in (a, b)]
+    expected, most = exact[0] @ exact[1].t(), exact[0].abs() @ exact[1].abs().t()
+    mine = product(a, b, torch.float32)
+    # The order of K fp32 additions, and some eight roundings of factors.
+    assert ((mine.double() - expected).abs() <= (width + 8) * 2.0**-24 * most).all()
+    rounded = product(a, b, torch.bfloat16)
+    assert ((rounded.double() - expected).abs() <= 2.0**-8 * expected.abs() + (width + 8) * 2.0**-24 * most).all()
+
+
+def test_empty_operands_multiply_to_zeros_of_the_right_shape():
+    for rows, columns in ((0, 32), (4, 0)):
+        a, b = quantize(torch.empty(rows, columns), Quant()), quantize(torch.ones(8, columns), Quant())
+        for out in (torch.float32, torch.bfloat16):
+            assert torch.equal(product(a, b, out), torch.zeros(rows, 8, dtype=out))
+
+
+def test_a_non_finite_operand_is_not_hidden_by_the_product():
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(4, 32)
+        x[1, 3] = bad
+        y = product(quantize(x, Quant()), quantize(torch.ones(8, 32), Quant()), torch.float32)
+        assert not y.isfinite().all()

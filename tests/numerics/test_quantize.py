@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import grids
 
-from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.philox import Clock
+from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.philox import Clock, random_bits
 from ablate.numerics.quantize import pad, quantize
-from ablate.numerics.rounding import ROUNDINGS
-from ablate.numerics.spec import Hadamard, Outer, Quant, Range
+from ablate.numerics.rounding import ROUNDINGS, stochastic
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range
 
 BLOCKS = ("1x16", "16x16")
 QUANTS = [Quant(block=block, rounding=rounding) for block, rounding in itertools.product(BLOCKS, ROUNDINGS)]
@@ -136,6 +137,12 @@ def test_padding_adds_zeros_at_the_end_and_only_what_is_missing():
     assert pad(x, 4, 32).sum() == 48
 
 
+@pytest.mark.parametrize(("block", "width"), [("1x8", 32), ("1x16", 32), ("1x32", 32), ("1x64", 64), ("16x16", 32), (None, 32)])
+def test_the_contraction_is_padded_to_whole_blocks_and_whole_groups_of_random_bits(block, width):
+    quant = Quant(block=block) if block else Quant(block=None, scale=None, outer=Outer(bound=1.0))
+    assert quantize(torch.ones(3, 20), quant).values.shape == (3, width)
+
+
 def test_the_transposed_copy_of_a_2d_tensor_is_the_same_numbers():
     x = tensor(5, 48, 80)
     row, column = quantize(x, Quant(block="16x16")), quantize(x.t(), Quant(block="16x16"))
@@ -187,10 +194,58 @@ def test_keeping_the_source_changes_no_bit(quant):
     assert torch.equal(b.source, x.float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_another_dtype_is_refused_by_name(dtype):
     with pytest.raises(TypeError, match=str(dtype)):
-        quantize(torch.ones(2, 16, dtype=dtype), Quant())
+        quantize(torch.zeros(2, 16).to(dtype), Quant())
+
+
+@pytest.mark.parametrize("shape", [(), (16,), (2, 3, 16)])
+def test_another_number_of_dimensions_is_refused(shape):
+    with pytest.raises(ValueError, match="matrix"):
+        quantize(torch.ones(shape), Quant())
+
+
+def test_ms_eden_needs_a_rotation_of_whole_blocks():
+    quant = Quant(rounding="ms_eden", outer=Outer(bound=256.0))
+    for rotation in (None, Hadamard(size=8)):
+        with pytest.raises(ValueError, match="rotation"):
+            quantize(torch.ones(2, 16), quant, rotation=rotation, clock=Clock(0))
+
+
+@pytest.mark.parametrize("bound", [256.0, 255.99])
+def test_ms_eden_multiplies_the_scales_of_a_group_by_one_correction_and_rounds_them_to_a_neighbour(bound):
+    quant, rotation = Quant(rounding="ms_eden", outer=Outer(bound=bound)), Hadamard(size=32, signs="per_call")
+    x = tensor(12)
+    result = quantized(x, quant, rotation=rotation, keep=True)
+    plain = quantized(x, Quant(outer=Outer(bound=bound)), rotation=rotation, keep=True)
+    assert torch.equal(result.codes, plain.codes)
+    assert torch.equal(result.scaled, plain.scaled)
+    y, q = (z.double().view(32, 2, 32) for z in (plain.scaled, plain.codes))
+    correction = (y.square().sum(2) / (y * q).sum(2)).repeat_interleave(2, 1)  # Quartet II: <y, y> / <y, q> over a rotation
+    wanted = plain.block_scale.view(32, 4).double() * correction
+    mine = result.block_scale.view(32, 4).double()
+    step = ELEMENTS["e4m3"].step(wanted.float()).double()
+    assert ((mine - wanted).abs() < step * (1 + 1e-5)).all()
+    assert torch.isin(mine, torch.from_numpy(grids.named("e4m3"))).all()
+    draws = [quantize(x, quant, rotation=rotation, clock=Clock(1), where=n, product=0).block_scale for n in range(64)]
+    again = quantize(x, Quant(outer=Outer(bound=bound)), rotation=rotation, clock=Clock(1), keep=True)
+    y, q = (z.double().view(32, 2, 32) for z in (again.scaled, again.codes))
+    wanted = again.block_scale.view(32, 4).double() * (y.square().sum(2) / (y * q).sum(2)).repeat_interleave(2, 1)
+    drift = (torch.stack(draws).view(64, 32, 4).double().mean(0) - wanted) / ELEMENTS["e4m3"].step(wanted.float())
+    assert drift.abs().max() < 5 * 0.5 / 8  # five standard errors of 64 draws between two codes
+    assert drift.mean().abs() < 5 * 0.5 / 8 / 128**0.5
+
+
+def test_elements_and_block_scales_take_their_own_bits_in_the_documented_layout():
+    quant = Quant(rounding="stochastic", bits=24, scale=BlockScale(rounding="stochastic"), outer=None)
+    x, clock = tensor(13, 6, 80).abs(), Clock(1, step=2)
+    result = quantize(x, quant, clock=clock, where=9, keep=True)
+    elements, scales = (random_bits(clock, 9, 6, columns, 24, x.device, purpose) for columns, purpose in ((80, 0), (16, 1)))
+    largest = x.view(6, 5, 16).amax(2) * (1 / torch.tensor(6.0))
+    block_scale = stochastic(largest, SCALES["e4m3"], scales[:, :5].contiguous(), 24)
+    assert torch.equal(result.block_scale.view(6, 5), block_scale)
+    assert torch.equal(result.codes, stochastic(result.scaled, ELEMENTS["e2m1"], elements, 24))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

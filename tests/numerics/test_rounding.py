@@ -1,4 +1,4 @@
-"""Roundings, over the registry, against a search through the enumerated grid."""
+"""Roundings, over the registries of roundings and elements, against a search through the enumerated grid."""
 
 import math
 
@@ -10,45 +10,69 @@ from hypothesis import strategies as st
 from oracles import grids
 
 from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.rounding import ROUNDINGS, nearest, stochastic
+from ablate.numerics.rounding import ROUNDINGS, SCALE_ROUNDINGS, ceil, floor, nearest, stochastic, toward
 
 FLOATS = st.floats(-1e6, 1e6, width=32)
 FRACTIONS = (0.0, 1 / 512, 1 / 256, 0.1, 1 / 3, 0.5, 0.7, 255 / 256, 511 / 512)
 
 
-def grid(element: str) -> np.ndarray:
-    return grids.magnitudes(ELEMENTS[element].mantissa, ELEMENTS[element].emin, ELEMENTS[element].max)
+grid = grids.named
 
 
-def test_e2m1_is_the_grid_of_the_specification():
-    np.testing.assert_array_equal(grid("e2m1"), [0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("element", ELEMENTS)
-@given(value=FLOATS, bits=st.integers(0, 255))
-@settings(max_examples=200, deadline=None, derandomize=True)
-def test_a_value_goes_to_one_of_its_two_neighbours(rounding, element, value, bits):
-    y = ROUNDINGS[rounding](torch.tensor([value]), ELEMENTS[element], torch.tensor([float(bits)]), 8).item()
-    assert abs(y) in grids.neighbours(value, grid(element))
-    assert y == 0 or math.copysign(1, y) == math.copysign(1, value)
+def between(element: str) -> torch.Tensor:
+    """Values of both signs on, halfway between, just beside and beyond the grid points, and Gaussian ones."""
+    points = grid(element)
+    halfway = ((points[1:] + points[:-1]) / 2).astype(np.float32)
+    beside = [np.nextafter(halfway, np.float32(limit)) for limit in (0, np.inf)]
+    drawn = torch.randn(1000, generator=torch.Generator().manual_seed(0)).numpy() * points[-1] / 2
+    y = torch.from_numpy(np.concatenate((points, halfway, *beside, drawn, [points[-1] * 1.5, 3e38]))).float()
+    return torch.cat((y, -y))
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_a_grid_value_stays(rounding, element):
-    y = torch.from_numpy(np.concatenate((grid(element), -grid(element)))).float()
-    for bits in (0.0, 128.0, 255.0):
-        assert torch.equal(ROUNDINGS[rounding](y, ELEMENTS[element], torch.full_like(y, bits), 8), y)
+class TestRoundings:
+    """What every rounding promises of every element format."""
 
+    @given(value=FLOATS, bits=st.integers(0, 255))
+    @settings(max_examples=200, deadline=None, derandomize=True)
+    def test_a_value_goes_to_one_of_its_two_neighbours(self, rounding, element, value, bits):
+        y = ROUNDINGS[rounding](torch.tensor([value]), ELEMENTS[element], torch.tensor([float(bits)]), 8).item()
+        assert abs(y) in grids.neighbours(value, grid(element))
+        assert y == 0 or math.copysign(1, y) == math.copysign(1, value)
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_a_rounding_leaves_its_input_alone(rounding, element, generator):
-    y = torch.randn(64, generator=generator)
-    before = y.clone()
-    ROUNDINGS[rounding](y, ELEMENTS[element], torch.zeros(64), 8)
-    assert torch.equal(y, before)
+    def test_a_grid_value_stays_whatever_the_bits(self, rounding, element):
+        y = torch.from_numpy(np.concatenate((grid(element), -grid(element)))).float()
+        for bits in (0.0, 128.0, 255.0):
+            assert torch.equal(ROUNDINGS[rounding](y, ELEMENTS[element], torch.full_like(y, bits), 8), y)
+
+    def test_it_is_symmetric_and_keeps_the_sign_of_zero(self, rounding, element):
+        y = between(element)
+        bits = torch.arange(len(y)) % 256.0
+        up, down = (ROUNDINGS[rounding](sign * y, ELEMENTS[element], bits, 8) for sign in (1, -1))
+        assert torch.equal(up, -down)
+        assert torch.equal(up.signbit(), y.signbit())
+
+    def test_it_is_monotone_under_equal_bits(self, rounding, element):
+        y = between(element).sort().values
+        for bits in (0.0, 77.0, 255.0):
+            rounded = ROUNDINGS[rounding](y, ELEMENTS[element], torch.full_like(y, bits), 8)
+            # Where bits are equal, stochastic rounding moves away from zero alike on both sides.
+            assert (rounded.diff() >= 0).all()
+
+    def test_it_saturates_and_hides_no_nan(self, rounding, element):
+        top = ELEMENTS[element].max
+        y = torch.tensor([top * 1.01, -top * 1.01, 1e30, -math.inf, math.inf, math.nan])
+        rounded = ROUNDINGS[rounding](y, ELEMENTS[element], torch.zeros(6), 8)
+        assert rounded[:5].tolist() == [top, -top, top, -top, top]
+        assert rounded[5].isnan()
+
+    def test_it_leaves_its_input_and_the_bits_alone(self, rounding, element):
+        y, bits = between(element), torch.arange(len(between(element))) % 256.0
+        before = y.clone(), bits.clone()
+        ROUNDINGS[rounding](y, ELEMENTS[element], bits, 8)
+        assert torch.equal(y, before[0])
+        assert torch.equal(bits, before[1])
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
@@ -93,7 +117,51 @@ def test_wider_draws_round_up_below_the_threshold_floor_2_to_the_width_times_f(f
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_stochastic_rounding_saturates_beyond_the_largest_magnitude(element):
-    top = ELEMENTS[element].max
-    y = torch.tensor([top * 1.01, -top * 1.01, 1e30, -1e30])
-    assert stochastic(y, ELEMENTS[element], torch.zeros(4), 8).tolist() == [top, -top, top, -top]
+def test_the_mean_of_every_draw_of_bits_is_the_value_cut_to_so_many_bits(element):
+    y = between(element)
+    y = y[y.abs() <= ELEMENTS[element].max]
+    total = sum(stochastic(y, ELEMENTS[element], torch.full_like(y, bits), 8).double() for bits in range(256))
+    step = ELEMENTS[element].step(y).double()
+    cut = (y.double() / step * 256).trunc() / 256 * step
+    torch.testing.assert_close(total / 256, cut, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_floor_and_ceil_are_the_two_neighbours(element):
+    y = between(element).abs()
+    y = y[y <= ELEMENTS[element].max]
+    expected = np.array([grids.neighbours(value, grid(element)) for value in y.double().tolist()])
+    np.testing.assert_array_equal(floor(y, ELEMENTS[element]).numpy(), expected[:, 0])
+    np.testing.assert_array_equal(ceil(y, ELEMENTS[element]).numpy(), expected[:, 1])
+    for rounding in SCALE_ROUNDINGS.values():
+        rounded = rounding(y, ELEMENTS[element], torch.full_like(y, 100.0), 8)
+        assert ((floor(y, ELEMENTS[element]) <= rounded) & (rounded <= ceil(y, ELEMENTS[element]))).all()
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+class TestToward:
+    """Q-EMA's rounding: of a value's two neighbours the one that another value is nearer to."""
+
+    def test_a_value_is_its_own_best_target_but_for_ties_which_go_away_from_zero(self, element):
+        y = between(element)
+        own, plain = toward(y, y, ELEMENTS[element]), nearest(y, ELEMENTS[element])
+        low, high = floor(y.abs(), ELEMENTS[element]), ceil(y.abs(), ELEMENTS[element])
+        tie = y.abs().double() == (low.double() + high.double()) / 2
+        assert torch.equal(own[~tie], plain[~tie])
+        assert torch.equal(own[tie].abs(), high[tie])
+
+    def test_the_target_chooses_between_the_values_own_neighbours_alone(self, element, generator):
+        y = between(element)
+        target = y + torch.randn(len(y), generator=generator) * ELEMENTS[element].max / 4
+        mine = toward(y, target, ELEMENTS[element]).double().numpy()
+        for value, wanted, got in zip(y.double().tolist(), target.double().tolist(), mine, strict=True):
+            low, high = grids.neighbours(value, grid(element))
+            sign = math.copysign(1, value)
+            assert got == sign * (high if wanted * sign >= (low + high) / 2 else low)
+
+    def test_it_leaves_its_inputs_alone(self, element):
+        y, target = between(element), between(element).flip(0)
+        before = y.clone(), target.clone()
+        toward(y, target, ELEMENTS[element])
+        assert torch.equal(y, before[0])
+        assert torch.equal(target, before[1])

@@ -2,6 +2,18 @@
 
 import numpy as np
 
+POWERS = 2.0 ** np.arange(-127, 128)
+"""E8M0: code k is 2^(k - 127), the last code is NaN, and there is no zero."""
+TABLES = {
+    "e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6],
+    "e1m2": [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75],
+    "int4": [0, 1, 2, 3, 4, 5, 6, 7],
+    "e3m0": [0, 0.25, 0.5, 1, 2, 4, 8, 16],
+}
+"""The eight magnitudes of each four-bit format, by their codes, written out."""
+FIELDS = {"e4m3": (4, 3, 7, 126), "e5m2": (5, 2, 15, 123), "ue5m3": (5, 3, 15, 247)}
+"""Exponent bits, mantissa bits, bias, and the last finite code: OCP's e4m3fn and e5m2, and UE5M3 with its top exponent reserved."""
+
 
 def magnitudes(mantissa: int, emin: int, top: float) -> np.ndarray:
     """Every non-negative value of a small float, ascending: index parity is the parity of the code."""
@@ -11,9 +23,27 @@ def magnitudes(mantissa: int, emin: int, top: float) -> np.ndarray:
     return values[values <= top]
 
 
+def decoded(exponent_bits: int, mantissa_bits: int, bias: int, last: int) -> np.ndarray:
+    """The magnitudes of codes 0 to `last`, from their bit fields."""
+    values = []
+    for code in range(last + 1):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        assert exponent < 2**exponent_bits
+        fraction = mantissa / 2**mantissa_bits
+        values.append((fraction if exponent == 0 else 1 + fraction) * 2.0 ** (max(exponent, 1) - bias))
+    return np.array(values)
+
+
+def named(name: str) -> np.ndarray:
+    """The magnitudes of a format by its name, ascending: index parity is the parity of the code."""
+    if name == "e8m0":
+        return POWERS
+    return np.array(TABLES[name], dtype=float) if name in TABLES else decoded(*FIELDS[name])
+
+
 def nearest(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
     """Each value's nearest grid point (sign kept), ties to the even code, saturating."""
-    magnitude = np.minimum(np.abs(values.astype(np.float64)), grid[-1])
+    magnitude = np.clip(np.abs(values.astype(np.float64)), grid[0], grid[-1])
     upper = np.clip(np.searchsorted(grid, magnitude), 1, len(grid) - 1)
     below, above = magnitude - grid[upper - 1], grid[upper] - magnitude
     index = np.where((above < below) | ((above == below) & (upper % 2 == 0)), upper, upper - 1)
@@ -21,6 +51,6 @@ def nearest(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
 
 
 def neighbours(value: float, grid: np.ndarray) -> tuple[float, float]:
-    """The grid points at or around a magnitude; both are the largest beyond it."""
-    magnitude = min(abs(float(value)), grid[-1])
+    """The grid points at or around a magnitude; both are the smallest or the largest beyond them."""
+    magnitude = min(max(abs(float(value)), grid[0]), grid[-1])
     return grid[grid <= magnitude][-1], grid[grid >= magnitude][0]

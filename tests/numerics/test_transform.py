@@ -1,0 +1,177 @@
+"""What is taken out of an operand before it is quantised: parts that sum to it, and each part what its name says."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from ablate.numerics.product import product, split_product
+from ablate.numerics.quantize import Operand, quantize
+from ablate.numerics.spec import Quant, Transform
+from ablate.numerics.transform import CHANNEL_FORMATS, MXFP8, low_rank, mean, quantile, split, top_channels
+
+TRANSFORMS = {
+    "mean": Transform(mean=True),
+    "low_rank": Transform(low_rank=2),
+    "channels": Transform(channels=0.1),
+    "channels in bf16": Transform(channels=0.1, channels_in="bf16"),
+    "clamp": Transform(clamp=0.95),
+    "all": Transform(mean=True, low_rank=2, channels=0.1, clamp=0.95),
+}
+FIELDS = {"mean", "low_rank", "channels", "clamp"}
+"""What a transform can take out; a new field needs an entry in TRANSFORMS."""
+
+
+def tensor(seed: int = 0, rows: int = 24, columns: int = 40) -> torch.Tensor:
+    """Channels with means and a few large ones, as activations have them."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=g) + torch.randn(columns, generator=g)
+    x[:, [3, 17]] *= 30
+    return x
+
+
+def parts_of(x: torch.Tensor, transform: Transform, channels: int = 1) -> list:
+    return split(x, Quant(transform=transform), channels)
+
+
+def test_every_field_that_takes_something_out_is_tried_here():
+    tried = {field for transform in TRANSFORMS.values() for field in FIELDS if getattr(transform, field)}
+    assert tried == FIELDS
+
+
+@pytest.mark.parametrize("channels", [0, 1])
+@pytest.mark.parametrize("name", TRANSFORMS)
+class TestTransforms:
+    """What every transform promises, whichever dimension holds the features."""
+
+    def test_the_parts_sum_to_the_input(self, name, channels):
+        for dtype, close in ((torch.float32, 2e-7), (torch.bfloat16, 2.0**-9)):
+            x = tensor().to(dtype)
+            parts = parts_of(x, TRANSFORMS[name], channels)
+            total = sum(part.double() for part, _ in parts)
+            # Parts that are taken out are rounded to x's dtype and the rest is what then remains, exactly; only what clamping cut off
+            # is rounded with nothing left to make up for it.
+            assert ((total - x.double()).abs() <= close * x.double().abs().max()).all()
+            if not TRANSFORMS[name].clamp:
+                assert ((total - x.double()).abs() <= 2e-7 * x.double().abs().max()).all()
+
+    def test_the_rest_comes_first_and_is_what_the_quantiser_gets(self, name, channels):
+        quant = Quant(transform=TRANSFORMS[name])
+        parts = split(tensor(), quant, channels)
+        assert parts[0][1] is quant
+        assert all(how in CHANNEL_FORMATS.values() for _, how in parts[1:])
+        assert len(parts) == 1 + sum(bool(getattr(TRANSFORMS[name], field)) for field in FIELDS)
+        assert all(part.shape == (24, 40) for part, _ in parts)
+        half = split(tensor().bfloat16(), quant, channels)
+        assert all(part.dtype == torch.bfloat16 for part, _ in half[1:])  # the operand's own precision; the rest stays exact
+
+    def test_it_lowers_the_error_on_a_tensor_with_what_it_takes_out(self, name, channels):
+        x = tensor() if channels == 1 else tensor(rows=40, columns=24).t().contiguous()
+        plain = (quantize(x, Quant()).dequantize()[:, : x.shape[1]] - x).square().sum()
+        parts = parts_of(x, TRANSFORMS[name], channels)
+        values = sum((part if how is None else quantize(part, how).dequantize()[:, : x.shape[1]]) for part, how in parts)
+        assert (values - x).square().sum() < plain
+
+    def test_it_leaves_its_input_alone_and_repeats(self, name, channels):
+        x = tensor()
+        before = x.clone()
+        first, second = (parts_of(x, TRANSFORMS[name], channels) for _ in range(2))
+        assert torch.equal(x, before)
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, second, strict=True))
+
+    def test_it_reads_no_global_generator(self, name, channels):
+        before = torch.random.get_rng_state()
+        parts_of(tensor(), TRANSFORMS[name], channels)
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+    def test_transposing_commutes_with_it(self, name, channels):
+        for (part, _), (turned, _) in zip(
+            parts_of(tensor(), TRANSFORMS[name], channels), parts_of(tensor().t(), TRANSFORMS[name], 1 - channels), strict=True
+        ):
+            # The subspace iteration starts from another basis: it has converged to fp32 on two outlier channels.
+            torch.testing.assert_close(part, turned.t(), rtol=0, atol=2e-3 if TRANSFORMS[name].low_rank else 1e-5)
+
+    def test_empty_tensors_pass(self, name, channels):
+        for shape in ((0, 16), (4, 0), (0, 0)):
+            assert all(part.shape == shape for part, _ in parts_of(torch.empty(shape), TRANSFORMS[name], channels))
+
+    def test_a_nan_or_an_infinity_stays_visible(self, name, channels):
+        for bad in (math.nan, math.inf):
+            x = tensor()
+            x[2, 5] = bad
+            assert not all(part.isfinite().all() for part, _ in parts_of(x, TRANSFORMS[name], channels))
+
+    def test_the_product_of_parts_is_the_product_of_their_sum(self, name, channels):
+        x, w = tensor().bfloat16(), tensor(1, 8).bfloat16()
+        parts = [Operand(part) for part, _ in parts_of(x, TRANSFORMS[name], channels)]
+        exact = x.double() @ w.double().t()
+        mine = split_product(parts, [Operand(w)], torch.float32)
+        assert (mine - exact).abs().max() <= 2.0**-9 * (x.double().abs() @ w.double().abs().t()).max()
+
+
+def test_no_transform_is_one_part():
+    x = tensor()
+    assert [(part is x, how) for part, how in split(x, Quant(), 1)] == [(True, Quant())]
+
+
+def test_the_mean_is_over_tokens_for_every_channel():
+    x = tensor()
+    np.testing.assert_allclose(mean(x, channels=1)[5].numpy(), x.double().mean(0).numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(mean(x.t(), channels=0)[:, 5].numpy(), x.double().mean(0).numpy(), rtol=1e-5, atol=1e-6)
+    assert parts_of(x + 100, TRANSFORMS["mean"])[0][0].mean(0).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rank", [1, 3, 24, 100])
+def test_the_low_rank_part_is_the_best_of_its_rank(rank):
+    u, s, v = np.linalg.svd(np.random.default_rng(0).standard_normal((24, 40)), full_matrices=False)
+    x = torch.from_numpy(u * (s * 0.2 ** np.arange(24)) @ v).float()
+    kept = low_rank(x, rank).double().numpy()
+    best = np.linalg.norm((s * 0.2 ** np.arange(24))[rank:])
+    assert np.linalg.matrix_rank(kept, tol=1e-5) <= min(rank, 24)
+    assert np.linalg.norm(x.numpy() - kept) <= best * 1.001 + 1e-5  # a spectrum that falls by 5 has converged
+
+
+def test_the_channels_taken_out_are_the_largest_by_norm_and_at_least_one():
+    x = tensor()
+    for fraction, count in ((0.05, 2), (0.1, 4), (0.001, 1), (0.5, 20)):
+        taken = top_channels(x, fraction, channels=1)
+        kept = taken.abs().sum(0) > 0
+        assert kept.sum() == count
+        assert {3, 17} & set(kept.nonzero().flatten().tolist())
+        assert torch.equal(taken[:, kept], x[:, kept])
+        norms = x.norm(dim=0)
+        assert norms[kept].min() >= norms[~kept].max()
+        assert torch.equal(top_channels(x.t(), fraction, channels=0), taken.t())
+
+
+def test_the_channels_are_quantised_to_mxfp8_or_left():
+    _rest, taken = parts_of(tensor(), TRANSFORMS["channels"])
+    assert taken[1] is MXFP8
+    assert parts_of(tensor(), TRANSFORMS["channels in bf16"])[1][1] is None
+    result = quantize(taken[0], MXFP8)
+    error = (result.dequantize()[:, :40] - taken[0]).square().sum() / taken[0].square().sum()
+    assert error < 1.5e-3  # E4M3 keeps four significant bits: 2^-5 / sqrt(3) at worst, squared
+    assert torch.log2(result.block_scale).frac().eq(0).all()
+
+
+def test_clamping_cuts_at_the_order_statistic_of_the_magnitudes():
+    x = tensor()
+    ordered = x.abs().flatten().sort().values
+    for q in (0.5, 0.95, 0.99, 0.07):
+        limit = ordered[math.ceil(Fraction(repr(q)) * x.numel()) - 1]
+        assert quantile(x, q) == limit
+        (rest, _), (residual, how) = parts_of(x, Transform(clamp=q))
+        assert torch.equal(rest, x.clamp(-limit, limit))
+        assert torch.equal(residual, x - rest)
+        assert how is None
+    lost = parts_of(x, Transform(clamp=0.95, residual=False))
+    assert len(lost) == 1
+    assert torch.equal(lost[0][0], parts_of(x, Transform(clamp=0.95))[0][0])
+
+
+def test_two_single_parts_multiply_as_one_product():
+    a, b = quantize(tensor().bfloat16(), Quant()), quantize(tensor(1).bfloat16(), Quant())
+    for out in (torch.float32, torch.bfloat16):
+        assert torch.equal(split_product([a], [b], out), product(a, b, out))
