@@ -1,7 +1,9 @@
 """Turning knobs: from a base and values for short names or full paths to one resolved workload and recipe, or every reason why not."""
 
 import hashlib
+import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -10,11 +12,13 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from ablate.numerics.spec import Spec
-from ablate.recipes import KNOBS, PRESETS, Recipe
+from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.workloads import WORKLOADS
 from ablate.yamlfile import display, nearest
 
 _LONGEST_VALUE = 40
+_WORD, _RESERVED = re.compile(r"(?!-?\d+(\.\d+)?$)[\w.:-]+"), ("true", "false", "null")
+"""Strings that need no quotes."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,14 @@ class Base:
     def arm(self, knobs: Mapping[str, Any], name: str | None = None) -> Arm:
         """The arm with these knobs turned; KnobError with every reason where that is not possible."""
         reasons: list[tuple[str | None, str]] = []
-        paths = _Paths(reasons)
-        for knob, value in knobs.items():
-            paths.add(knob, value)
         preset = knobs.get("recipe", self.preset)
         if not isinstance(preset, str) or preset not in PRESETS:
             raise KnobError([("recipe", f"no such preset; {nearest(str(preset), PRESETS)}")])
-        recipe = paths.apply("recipe", PRESETS[preset]().model_dump(mode="json"), Recipe)
+        start = PRESETS[preset]()
+        paths = _Paths(reasons, Turn(start, {knob: value for knob, value in knobs.items() if knob in KNOBS}))
+        for knob, value in knobs.items():
+            paths.add(knob, value)
+        recipe = paths.apply("recipe", start.model_dump(mode="json"), Recipe)
         config = paths.apply("workload", deepcopy(dict(self.values)), WORKLOADS[self.workload])
         if config is not None and recipe is not None:
             reasons += _contradictions(config, recipe, paths)
@@ -75,8 +80,8 @@ class Base:
 class _Paths:
     """Full paths to set, and which knob sets each."""
 
-    def __init__(self, reasons: list[tuple[str | None, str]]) -> None:
-        self.reasons = reasons
+    def __init__(self, reasons: list[tuple[str | None, str]], turn: Turn) -> None:
+        self.reasons, self.turn = reasons, turn
         self.values: dict[str, Any] = {}
         self.knobs: dict[str, str] = {}
 
@@ -94,11 +99,13 @@ class _Paths:
             return
         if knob in KNOBS:
             try:
-                checked = KNOBS[knob].check(value)
+                paths = KNOBS[knob].paths(KNOBS[knob].check(value), self.turn)
             except ValidationError as error:
                 self.reasons += [(knob, reason(problem)) for problem in error.errors()[:1]]
-                return
-            yield from ((f"recipe.{path}", content) for path, content in KNOBS[knob].paths(checked).items())
+            except ValueError as error:
+                self.reasons.append((knob, str(error)))
+            else:
+                yield from ((f"recipe.{path}", content) for path, content in paths.items())
         elif knob.startswith(("recipe.", "workload.")):
             yield knob, value
         else:
@@ -156,8 +163,14 @@ def _model(annotation: Any) -> type[BaseModel] | None:
 def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
     for name, why in config.problems():
         yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
+    for rule in recipe.layers.rules:
+        named = not rule.match.startswith("class:")
+        if named and config.linears and not any(rule.matches(name, ()) for name in config.linears):
+            why = f"rule {rule.match!r} matches no layer; {nearest(rule.match, config.linears)}"
+            yield paths.knob_of("recipe.layers.rules") or "recipe.layers.rules", why
     blocks = config.blocks
-    if not recipe.plain and not any(recipe.layers.quantises(block, blocks) for block in range(blocks)):
+    ruled = any(rule.use and not rule.use.plain for rule in recipe.layers.rules)
+    if blocks and not recipe.plain and not ruled and not any(recipe.layers.quantises(block, blocks) for block in range(blocks)):
         knob = paths.knob_of("recipe.layers.skip_last") or paths.knob_of("recipe.layers.skip_first")
         yield knob or "workload.layers", f"keeps all {blocks} blocks in high precision: nothing is quantised, as in preset bf16"
 
@@ -180,11 +193,16 @@ def _keys(model: type[BaseModel]) -> list[str]:
 
 
 def label(knobs: Mapping[str, Any]) -> str:
-    """A name that says which knobs were turned: `rht=true sr=false`; a preset by its own name alone."""
-    return " ".join(value if knob == "recipe" and isinstance(value, str) else f"{knob}={_short(value)}" for knob, value in knobs.items())
+    """A name that says which knobs were turned: `rht=true lr=0.001`; a preset by its own name alone."""
+
+    def word(knob: str, value: Any) -> str:
+        named = knob == "recipe" and isinstance(value, str)
+        return value if named else f"{knob.removeprefix('workload.')}={_short(value)}"
+
+    return " ".join(itertools.starmap(word, knobs.items()))
 
 
 def _short(value: Any) -> str:
-    """A value as JSON; a long one cut, with a few digits of its hash, so that different values stay different."""
-    text = json.dumps(value)
+    """A value as YAML would write it; a long one cut, with a few digits of its hash, so that different values stay different."""
+    text = value if isinstance(value, str) and _WORD.fullmatch(value) and value not in _RESERVED else json.dumps(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}...{hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -45,16 +45,25 @@ class Training(Spec):
     eval_batch: int = Field(16, ge=1)
     """Sequences in a batch of the evaluation."""
 
+    @property
+    def decay_start(self) -> int | None:
+        """The first step whose learning rate is lower than the one before; None where it never falls."""
+        return next((step for step in range(1, self.steps) if self.lr_at(step) < self.lr_at(step - 1)), None)
+
+    def _decay_from(self) -> float | None:
+        if self.decay == "none" or (self.decay == "wsd" and self.decay_fraction == 0):
+            return None
+        warm = self.warmup * self.steps
+        return warm if self.decay == "cosine" else max(warm, (1 - self.decay_fraction) * self.steps)
+
     def lr_at(self, step: int) -> float:
         """The learning rate of step `step` (from 0)."""
         warm = self.warmup * self.steps
         if step < warm:
             return self.lr * (step + 1) / (warm + 1)
-        if self.decay == "none":
+        start = self._decay_from()
+        if start is None:
             return self.lr
-        if self.decay == "wsd" and self.decay_fraction == 0:
-            return self.lr
-        start = warm if self.decay == "cosine" else max(warm, (1 - self.decay_fraction) * self.steps)
         progress = max(0.0, (step + 1 - start) / (self.steps - start))
         shape = (1 + math.cos(math.pi * progress)) / 2 if self.decay == "cosine" else 1 - progress
         return self.lr * (self.final_lr + (1 - self.final_lr) * shape)

@@ -2,20 +2,23 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import psutil
 import torch
+from torch import Tensor
 
-from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.quantize import Operand
+from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.quantize import Operand, pad
 
 
 def quantisation(operand: Operand) -> dict[str, float]:
     """Errors and censuses of one quantised operand that kept its source.
 
-    `sqnr_db`, `rel_mse`, `cosine`, `magnitude` (1 = unbiased); fractions of elements that were not zero and are now, and
-    of scaled elements beyond the grid; of the blocks that are not zero, the fraction whose scale is;
-    the fraction of block scales at their bound.
+    `sqnr_db`, `rel_mse`, `cosine`, `magnitude` (1 = unbiased); fractions of elements that were not zero and are now, and of scaled
+    elements beyond the grid; of the blocks that are not zero, the fraction whose scale is; the fraction of block scales at their
+    bound, and of those that should have been larger than their format allows. Of the source: median `crest` of a block (max over
+    rms), `kurtosis` (3 = Gaussian), `mean_share` of the power that lies in the column means, each over the rows.
     """
     x, q = operand.source.double(), operand.dequantize().double()
     power, error = x.square().sum().item(), (x - q).square().sum().item()
@@ -28,9 +31,104 @@ def quantisation(operand: Operand) -> dict[str, float]:
         "magnitude": inner / power if power else math.nan,
         "zero_frac": ((q == 0) & (x != 0)).double().mean().item(),
         "saturated_frac": (operand.scaled.abs() > top).double().mean().item(),
-        "scale_zero_frac": (operand.block_scale == 0)[operand.block_amax > 0].double().mean().item() if power else 0.0,
-        "scale_saturated_frac": (operand.block_scale >= operand.quant.outer.bound).double().mean().item(),
+        "blocks_saturated_frac": (_blocks(operand, operand.scaled).abs().amax(dim=(1, 3)) > top).double().mean().item(),
+        **_scale_census(operand, power),
+        **_shape(operand, x, power),
     }
+
+
+def _scale_census(operand: Operand, power: float) -> dict[str, float]:
+    quant, scale = operand.quant, operand.block_scale
+    if scale is None:
+        return {"scale_zero_frac": 0.0, "scale_saturated_frac": 0.0, "scale_clipped_frac": 0.0}
+    top = SCALES[quant.scale.format].max
+    bound = min(quant.outer.bound if quant.outer else math.inf, top)
+    reach = top * ELEMENTS[quant.element].max / operand.divisor * (1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1))
+    clipped = (scale == top) & (operand.block_amax > reach * (1 + 2**-4))  # half a step of E4M3 above is still nearest
+    return {
+        "scale_clipped_frac": clipped.double().mean().item(),
+        "scale_zero_frac": (scale == 0)[operand.block_amax > 0].double().mean().item() if power else 0.0,
+        "scale_saturated_frac": (scale >= bound).double().mean().item(),
+    }
+
+
+def _blocks(operand: Operand, x: Tensor) -> Tensor:
+    """[row tiles, rows, column tiles, columns]; 16 elements where the operand has no blocks."""
+    rows, columns = operand.quant.tile if operand.quant.block else (1, 16)
+    padded = pad(x, rows, columns)
+    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+
+
+def _shape(operand: Operand, x: Tensor, power: float) -> dict[str, float]:
+    """How the source is distributed: what makes it hard to quantise."""
+    if not power:
+        return {}
+    blocks = _blocks(operand, x)
+    rms, largest = blocks.square().mean(dim=(1, 3)).sqrt(), blocks.abs().amax(dim=(1, 3))
+    return {
+        "crest": (largest / rms)[rms > 0].median().item(),
+        "kurtosis": x.numel() * x.square().square().sum().item() / power**2,
+        "mean_share": x.mean(dim=0).square().sum().item() * x.shape[0] / power,
+    }
+
+
+def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float]:
+    """The gradient beside the one that the same batch gives without quantisation: `grad/cosine_to_bf16`, and `grad/noise_ratio`,
+    the reference's norm over that of the difference (below sqrt(3), "FP4 All the Way" leaves FP4: arXiv 2505.19115)."""
+
+    def inner(a: Iterable[Tensor], b: Iterable[Tensor]) -> float:
+        return math.fsum(torch.vdot(x.double().flatten(), y.double().flatten()).item() for x, y in zip(a, b, strict=True))
+
+    norm, reference_norm = math.sqrt(inner(gradient, gradient)), math.sqrt(inner(reference, reference))
+    difference = [g - r for g, r in zip(gradient, reference, strict=True)]
+    noise = math.sqrt(inner(difference, difference))
+    if not all(0 < size < math.inf for size in (norm, reference_norm, noise)):
+        return {}
+    return {"grad/cosine_to_bf16": inner(gradient, reference) / (norm * reference_norm), "grad/noise_ratio": reference_norm / noise}
+
+
+Casts = Mapping[str, tuple[Tensor, Operand]]
+"""Weights and their quantised copies, by layer."""
+
+
+def oscillation(before: Casts, after: Casts) -> dict[str, float]:
+    """What one optimizer step did to quantised weights: `weights/flipped`, the share of elements whose code changed, and
+    `weights/oscillation`, sum |dQ(w)| over sum |dw|."""
+    flipped = elements = 0
+    way = quantised_way = 0.0
+    for name, (w, cast) in before.items():
+        new_w, new_cast = after[name]
+        flipped += (cast.codes != new_cast.codes).sum().item()
+        elements += cast.codes.numel()
+        way += (new_w - w).abs().sum(dtype=torch.float64).item()
+        quantised_way += (new_cast.dequantize() - cast.dequantize()).abs().sum(dtype=torch.float64).item()
+    return {"weights/flipped": flipped / elements} | ({"weights/oscillation": quantised_way / way} if way else {})
+
+
+_ALARMS = (
+    ("scale_clipped_frac", 0.05, "the outer scale saturated {:.0%} of the blocks"),
+    ("scale_zero_frac", 0.05, "{:.0%} of the block scales rounded to zero, and their blocks with them"),
+    ("saturated_frac", 0.15, "{:.0%} of the elements lay beyond the grid"),
+    ("zero_frac", 0.50, "{:.0%} of the elements rounded to zero"),
+)
+"""Metric, the most that is usual, and what more of it means. Ordinary training in NVFP4 stays well below (experiments/LOG.md)."""
+_FP4_LIMIT = math.sqrt(3)
+
+
+def alarms(metrics: Mapping[str, float]) -> list[str]:
+    """What is wrong in one record's metrics, each with its cause and its place, the worst layer of a slot for all."""
+    found = []
+    for name, limit, message in _ALARMS:
+        worst: dict[str, tuple[float, str]] = {}
+        for key, value in metrics.items():
+            parts = key.split("/")
+            if parts[0] == "quant" and len(parts) == 4 and parts[3] == name and value > limit:
+                worst[parts[1]] = max(worst.get(parts[1], (0.0, "")), (value, parts[2]))
+        found += [f"{message.format(value)} in {layer} {slot}" for slot, (value, layer) in worst.items()]
+    ratio = metrics.get("grad/noise_ratio", math.inf)
+    if ratio < _FP4_LIMIT:
+        found.append(f"the gradient's norm is {ratio:.2f} times its quantisation noise, below sqrt(3): FP4 may no longer help it")
+    return found
 
 
 class SlotErrors:

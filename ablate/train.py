@@ -3,17 +3,19 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from pydantic import Field
+from torch import Tensor, nn
 
 from ablate.data.batches import Batch
 from ablate.engines.emulated import Engine
 from ablate.hyperparameters import Training
-from ablate.metrics import SlotErrors, memory
+from ablate.metrics import SlotErrors, gradient_noise, memory, oscillation
 from ablate.numerics.spec import Spec
-from ablate.recipes.recipe import Recipe
+from ablate.recipes.recipe import Recipe, Run
 
 
 class Record(NamedTuple):
@@ -26,9 +28,11 @@ class Record(NamedTuple):
 class Telemetry(Spec):
     """How often what is measured; never part of a trial's identity, since it changes no bit of the training."""
 
-    every: int = 50
+    every: int = Field(50, ge=1)
     """Steps between measurements of quantisation error."""
-    log: int = 10
+    shadow: int = Field(100, ge=1)
+    """Steps between comparisons of the gradient with the one that the same batch gives without quantisation."""
+    log: int = Field(10, ge=1)
     """Steps between records of the training loss."""
 
 
@@ -77,16 +81,16 @@ def train(
     optimizer = adamw(model, config)
     meter = Meter(tokens_per_step)
     device = next(model.parameters()).device
+    run = Run(config.steps, tokens_per_step, config.decay_start)
     for step in range(config.steps):
-        recipe = engine.at(step, config.steps)
-        errors = SlotErrors() if step % telemetry.every == 0 or step == config.steps - 1 else None
-        engine.listen(errors)
+        recipe = engine.at(step, run)
+        look = Look(step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine))
         start = time.perf_counter()
-        loss, norm = _step(model, optimizer, engine, batch, config, step)
-        meter.add(loss, norm, time.perf_counter() - start)
-        engine.listen(None)
+        loss, norm = _step(model, optimizer, engine, batch, config, step, run, look)
+        meter.add(loss, norm, time.perf_counter() - start - look.seconds)
+        engine.observe(look.metrics, step)
         done = step + 1
-        metrics = errors.metrics() if errors else {}
+        metrics = look.metrics
         finite = math.isfinite(loss) and math.isfinite(norm)
         evaluates = finite and (done % config.eval_every == 0 or done == config.steps)
         if metrics or evaluates or not finite or done % telemetry.log == 0 or done == config.steps:
@@ -102,11 +106,50 @@ def train(
             return
 
 
-def _step(model, optimizer, engine, batch, config: Training, step: int) -> tuple[float, float]:
+def _shadows(recipe: Recipe, step: int, telemetry: Telemetry, engine: Engine) -> bool:
+    """Whether the gradient is compared in this step: for telemetry, or because the schedule waits for it."""
+    periods = (telemetry.shadow, *(trigger.every for trigger in engine.recipe.triggers - engine.tripped))
+    return not recipe.plain and any(step % period == 0 for period in periods)
+
+
+@dataclass
+class Look:
+    """What is measured in one step beside its loss, and what that took."""
+
+    errors: bool
+    """Quantisation errors and the oscillation of weights."""
+    shadow: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def _step(model, optimizer, engine, batch, config: Training, step: int, run: Run, look: Look) -> tuple[float, float]:
     """One optimizer step; returns its mean loss and the gradient norm before clipping."""
     for group in optimizer.param_groups:
         group["lr"] = config.lr_at(step)
     engine.clock.stream, engine.clock.step = "training", step
+    reference = _timed(look, lambda: _shadow(model, optimizer, engine, batch, config, step)) if look.shadow else None
+    errors = SlotErrors() if look.errors else None
+    engine.listen(errors)
+    total = _gradient(model, optimizer, engine, batch, config, step)
+    engine.listen(None)
+    parameters = list(model.parameters())
+    if reference:
+        look.metrics |= _timed(look, lambda: gradient_noise([p.grad for p in parameters], reference))
+    if errors:
+        look.metrics |= errors.metrics()
+    norm = nn.utils.clip_grad_norm_(parameters, math.inf if config.clip is None else config.clip).item()
+    casts = _timed(look, engine.weight_casts) if look.errors else {}
+    engine.weights.before(optimizer, step, run)
+    optimizer.step()
+    engine.weights.after(optimizer, step, run)
+    if casts:
+        look.metrics |= _timed(look, lambda: oscillation(casts, engine.weight_casts()))
+    return total, norm
+
+
+def _gradient(model, optimizer, engine, batch, config: Training, step: int) -> float:
+    """Leave the step's gradient in the parameters; returns the mean loss."""
     optimizer.zero_grad()
     total = 0.0
     for micro_batch in range(config.accumulate):
@@ -114,9 +157,21 @@ def _step(model, optimizer, engine, batch, config: Training, step: int) -> tuple
         loss = model(*batch(step, micro_batch)) / config.accumulate
         loss.backward()
         total += loss.item()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if config.clip is None else config.clip).item()
-    optimizer.step()
-    return total, norm
+    return total
+
+
+def _shadow(model, optimizer, engine, batch, config: Training, step: int) -> list[Tensor]:
+    """The gradient that the same step has without quantisation."""
+    with engine.high_precision():
+        _gradient(model, optimizer, engine, batch, config, step)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def _timed(look: Look, work: Callable[[], Any]) -> Any:
+    start = time.perf_counter()
+    result = work()
+    look.seconds += time.perf_counter() - start
+    return result
 
 
 @torch.no_grad()
@@ -125,8 +180,8 @@ def evaluate(model: nn.Module, engine: Engine, recipe: Recipe, validation: Itera
     engine.clock.stream = "evaluation"
     own = high = _mean_loss(model, engine, validation)
     if not recipe.plain:
-        engine.everywhere(Recipe(dtype=recipe.dtype))
-        high = _mean_loss(model, engine, validation)
+        with engine.high_precision():
+            high = _mean_loss(model, engine, validation)
     return {"val/loss": own, "val/loss_bf16": high}
 
 

@@ -1,4 +1,4 @@
-"""Metrics of one quantised operand, against numpy in float64 and against cases whose answer is known."""
+"""Metrics of operands, gradients and weights, against numpy in float64 and against cases whose answer is known."""
 
 import math
 
@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from ablate.metrics import SlotErrors, quantisation
+from ablate.metrics import SlotErrors, gradient_noise, oscillation, quantisation
+from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
-from ablate.numerics.spec import Outer, Quant
+from ablate.numerics.spec import Outer, Quant, Range
+
+ROOM = Range(headroom=17 / 16)
 
 
 def measured(x: torch.Tensor, quant: Quant | None = None) -> dict[str, float]:
@@ -71,3 +74,144 @@ def test_slots_are_averaged_over_the_layers_where_a_metric_is_defined(generator)
     layers = [metrics[f"quant/fprop.x/{name}/rel_mse"] for name in ("a", "c")]
     assert "quant/fprop.x/b/rel_mse" not in metrics
     assert metrics["quant/fprop.x/rel_mse"] == pytest.approx(sum(layers) / 2)
+
+
+# --- the source's shape ----------------------------------------------------------------------------------------------------
+
+
+def blocks_of(x: np.ndarray, rows: int, columns: int) -> list[np.ndarray]:
+    return [x[r : r + rows, c : c + columns] for r in range(0, x.shape[0], rows) for c in range(0, x.shape[1], columns)]
+
+
+OUTER_ONLY = Quant(element="e4m3", block=None, scale=None, outer=Outer(bound=1.0))
+
+
+@pytest.mark.parametrize(
+    ("quant", "rows", "columns"), [(Quant(), 1, 16), (Quant(block="16x16"), 16, 16), (Quant(block="1x32"), 1, 32), (OUTER_ONLY, 1, 16)]
+)
+def test_crest_kurtosis_and_mean_share_are_those_of_numpy(generator, quant, rows, columns):
+    x = torch.randn(32, 96, generator=generator) ** 3 + 0.5
+    x[0] = 0
+    mine, x = measured(x, quant), x.double().numpy()
+    crests = [np.abs(block).max() / np.sqrt((block**2).mean()) for block in blocks_of(x, rows, columns) if block.any()]
+    assert mine["crest"] == pytest.approx(sorted(crests)[(len(crests) - 1) // 2], rel=1e-12)
+    assert mine["kurtosis"] == pytest.approx((x**4).mean() / (x**2).mean() ** 2, rel=1e-12)
+    assert mine["mean_share"] == pytest.approx(np.sum(x.mean(axis=0) ** 2) * len(x) / np.sum(x**2), rel=1e-12)
+
+
+def test_known_shapes_have_known_numbers(generator):
+    gaussian = measured(torch.randn(512, 512, generator=generator))
+    assert gaussian["kurtosis"] == pytest.approx(3, abs=0.03)  # standard deviation sqrt(24 / 262,144) = 0.01
+    assert gaussian["mean_share"] == pytest.approx(1 / 512, rel=0.3)
+    signs = measured(torch.randn(64, 64, generator=generator).sign())
+    assert (signs["crest"], signs["kurtosis"]) == (1, 1)
+    assert measured(torch.randn(1, 64, generator=generator).expand(64, 64))["mean_share"] == pytest.approx(1)
+    spike = torch.zeros(16, 16)
+    spike[:, 0] = 2.0
+    assert measured(spike)["crest"] == 4
+
+
+def test_a_zero_operand_has_no_shape():
+    assert not {"crest", "kurtosis", "mean_share"} & {name for name, value in measured(torch.zeros(4, 32)).items() if value == value}
+
+
+# --- censuses of scales ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", [448.0, 256.0])
+def test_scales_at_their_bound_are_counted(generator, bound):
+    x = torch.randn(16, 64, generator=generator)
+    quant = Quant(outer=Outer(bound=bound, statistic="percentile:0.9"))
+    scales = quantize(x, quant).block_scale.flatten().tolist()
+    assert measured(x, quant)["scale_saturated_frac"] == sum(scale >= bound for scale in scales) / len(scales)
+    assert 0.1 < measured(x, quant)["scale_saturated_frac"] < 1
+
+
+def test_without_block_scales_none_is_zero_or_saturated(generator):
+    mine = measured(torch.randn(16, 64, generator=generator), OUTER_ONLY)
+    assert mine["scale_zero_frac"] == mine["scale_saturated_frac"] == 0
+
+
+def test_a_block_with_one_saturated_element_is_a_saturated_block():
+    x = torch.full((1, 64), 0.01)
+    x[0, :16] = 1.0
+    x[0, 0] = 8.0
+    mine = measured(x, Quant(outer=Outer(statistic="percentile:0.5")))
+    codes = quantize(x, Quant(outer=Outer(statistic="percentile:0.5")), keep=True).scaled
+    expected = [bool((block > 6).any()) for block in blocks_of(codes.numpy(), 1, 16)]
+    assert mine["blocks_saturated_frac"] == sum(expected) / 4 > 0
+
+
+@pytest.mark.parametrize(("quant", "saturates"), [(Quant(rounding="stochastic"), True), (Quant(rounding="stochastic", range=ROOM), False)])
+def test_headroom_leaves_no_element_beyond_the_grid(generator, quant, saturates):
+    x = torch.randn(64, 256, generator=generator)
+    x[0, 0] = 100.0  # the largest block's scale is at its bound whatever the headroom: look at the others
+    mine = quantisation(quantize(x, quant, clock=Clock(0), keep=True))
+    assert (mine["blocks_saturated_frac"] > 2 / 1024) is saturates
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------------
+
+
+def test_gradient_noise_is_that_of_numpy(generator):
+    reference = [torch.randn(shape, generator=generator) for shape in ((8, 4), (5,), (2, 3, 4))]
+    gradient = [r + 0.3 * torch.randn(r.shape, generator=generator) for r in reference]
+    g, r = (np.concatenate([t.double().numpy().ravel() for t in tensors]) for tensors in (gradient, reference))
+    mine = gradient_noise(gradient, reference)
+    assert mine["grad/cosine_to_bf16"] == pytest.approx(g @ r / np.linalg.norm(g) / np.linalg.norm(r), rel=1e-9)
+    # the difference is taken in fp32
+    assert mine["grad/noise_ratio"] == pytest.approx(np.linalg.norm(r) / np.linalg.norm(g - r), rel=1e-6)
+
+
+def test_a_gradient_as_long_as_its_noise_has_ratio_one():
+    reference, gradient = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])], [torch.tensor([3.0, 5.0]), torch.tensor([[4.0]])]
+    assert gradient_noise(gradient, reference)["grad/noise_ratio"] == 1
+    assert gradient_noise(gradient, reference)["grad/cosine_to_bf16"] == pytest.approx(1 / math.sqrt(2))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("side", ["gradient", "reference"])
+def test_a_gradient_that_is_not_finite_is_not_compared(value, side):
+    tensors = {"gradient": [torch.ones(2), -torch.ones(2)], "reference": [torch.full((2,), 2.0), torch.ones(2)]}
+    tensors[side] = [torch.tensor([value, 1.0]), torch.tensor([-value, 1.0])]
+    assert gradient_noise(**tensors) == {}
+
+
+@pytest.mark.parametrize(("gradient", "reference"), [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_without_noise_or_without_a_gradient_there_is_no_ratio(gradient, reference):
+    assert gradient_noise([torch.full((3,), gradient)], [torch.full((3,), reference)]) == {}
+
+
+# --- oscillation -----------------------------------------------------------------------------------------------------------
+
+
+def cast(w: torch.Tensor, quant: Quant | None = None):
+    return w, quantize(w, quant or Quant(), keep=True)
+
+
+def test_oscillation_is_that_of_numpy(generator):
+    before = {name: torch.randn(shape, generator=generator) for name, shape in (("a", (16, 32)), ("b", (8, 48)))}
+    after = {name: w + 0.05 * torch.randn(w.shape, generator=generator) for name, w in before.items()}
+    after["a"][0] = before["a"][0]
+    mine = oscillation({n: cast(w) for n, w in before.items()}, {n: cast(w) for n, w in after.items()})
+    old, new = (np.concatenate([w.double().numpy().ravel() for w in weights.values()]) for weights in (before, after))
+    old_q, new_q = (np.concatenate([cast(w)[1].dequantize().double().numpy().ravel() for w in ws.values()]) for ws in (before, after))
+    old_codes, new_codes = (np.concatenate([cast(w)[1].codes.numpy().ravel() for w in weights.values()]) for weights in (before, after))
+    assert mine["weights/flipped"] == (old_codes != new_codes).mean()
+    assert 0 < mine["weights/flipped"] < 0.5
+    assert mine["weights/oscillation"] == pytest.approx(np.abs(new_q - old_q).sum() / np.abs(new - old).sum(), rel=1e-6)  # fp32 differences
+
+
+def test_one_weight_that_crosses_a_threshold_is_one_flip():
+    before = torch.tensor([[6.0] + [1.24] + [1.0] * 14])
+    after = before.clone()
+    after[0, 1] = 1.26
+    quant = Quant(outer=Outer(statistic="static:6"))  # the scale is 1
+    mine = oscillation({"a": cast(before, quant)}, {"a": cast(after, quant)})
+    assert mine["weights/flipped"] == 1 / 16
+    assert mine["weights/oscillation"] == pytest.approx(0.5 / 0.02, rel=1e-5)
+
+
+def test_weights_that_did_not_move_have_no_oscillation(generator):
+    same = {"a": cast(torch.randn(16, 32, generator=generator))}
+    assert oscillation(same, same) == {"weights/flipped": 0}

@@ -1,9 +1,12 @@
 """The training loop on a tiny gpt: reproducible, paired across recipes, undisturbed by watching, and honest about divergence."""
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ablate.data import open_corpus
@@ -12,15 +15,15 @@ from ablate.engines.emulated import DTYPES, convert
 from ablate.hyperparameters import Training
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS, Recipe
-from ablate.recipes.recipe import Phase
+from ablate.recipes.recipe import OsciReset, Phase, QEma, QRamping, Run, Weights
 from ablate.train import Record, Telemetry, evaluate
 from ablate.train import train as loop
 from ablate.transformer import Transformer, initialise
 from ablate.workloads.gpt import Gpt
 
 NVFP4 = PRESETS["nvfp4"]()
-OFTEN = Telemetry(every=1, log=1)
-SELDOM = Telemetry(every=1_000_000, log=1)
+OFTEN = Telemetry(every=1, shadow=1, log=1)
+SELDOM = Telemetry(every=1_000_000, shadow=1_000_000, log=1)
 PLACES = ("throughput/", "memory/")
 
 
@@ -80,7 +83,8 @@ def test_the_same_spec_gives_the_same_records(preset, shards):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_another_seed_gives_other_losses(preset, shards):
-    assert losses(train(gpt(shards), PRESETS[preset](), 1)) != losses(train(gpt(shards), PRESETS[preset](), 2))
+    workload = gpt(shards, steps=2)  # the first loss is log(vocab) under any seed
+    assert losses(train(workload, PRESETS[preset](), 1)) != losses(train(workload, PRESETS[preset](), 2))
 
 
 def test_training_neither_reads_nor_advances_the_global_generator(shards):
@@ -97,6 +101,135 @@ def test_telemetry_changes_no_bit_of_the_training(preset, shards):
     loud, silent = (train(gpt(shards), PRESETS[preset](), telemetry=t) for t in (OFTEN, SELDOM))
     for name in ("train/loss", "grad/norm", "val/loss", "val/loss_bf16", "nan/activation"):
         assert column(loud, name) == column(silent, name)
+
+
+RULES = {
+    "osci_reset": Weights(osci_reset=OsciReset(period=4, window=3, start=0.0, threshold=0.5)),
+    "q_ema": Weights(q_ema=QEma(decay=0.9, start=1)),
+    "q_ramping": Weights(q_ramping=QRamping(period=4, window=2, threshold=0.1)),
+    "bf16": Weights(master="bf16"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_for_weights_changes_the_training_and_telemetry_does_not(rule, shards):
+    recipe = NVFP4.model_copy(update={"weights": RULES[rule]})
+    loud, silent = (train(gpt(shards), recipe, telemetry=t) for t in (OFTEN, SELDOM))
+    assert losses(loud) == losses(silent)
+    assert losses(silent) != losses(train(gpt(shards)))
+
+
+def test_a_measurement_may_not_be_asked_for_every_zero_steps():
+    for name in ("every", "shadow", "log"):
+        with pytest.raises(ValidationError):
+            Telemetry(**{name: 0})
+
+
+# --- the shadow gradient, the oscillation of weights -----------------------------------------------------------------------
+
+
+def by_hand(workload: Gpt, recipe: Recipe, quantised: bool) -> np.ndarray:
+    """The first step's gradient of all parameters, float64, straight from the model."""
+    model, engine = converted(workload, recipe if quantised else PRESETS["bf16"](), Clock(0))
+    engine.at(0, Run(workload.steps))
+    model.zero_grad()
+    for micro_batch in range(workload.accumulate):
+        engine.clock.micro_batch = micro_batch
+        batch = training_batch(open_corpus(workload.data), 0, 0, micro_batch, workload.batch, workload.context)
+        (model(*batch) / workload.accumulate).backward()
+    return torch.cat([p.grad.double().flatten() for p in model.parameters()]).numpy()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_gradient_is_compared_with_that_of_an_unquantised_step(accumulate, shards):
+    workload = gpt(shards, accumulate=accumulate, steps=2)
+    metrics = train(workload, telemetry=Telemetry(shadow=1, log=1))[1].metrics  # at step 0 the head is 0, and blocks have no gradient
+    assert 0.5 < metrics["grad/cosine_to_bf16"] < 1
+    assert metrics["grad/noise_ratio"] > 1
+    g, r = (by_hand(workload, NVFP4, quantised) for quantised in (True, False))
+    first = train(workload, telemetry=Telemetry(shadow=1, log=1))[0].metrics
+    if np.array_equal(g, r):
+        assert "grad/noise_ratio" not in first
+    else:
+        assert first["grad/noise_ratio"] == pytest.approx(np.linalg.norm(r) / np.linalg.norm(g - r), rel=1e-5)
+        assert first["grad/cosine_to_bf16"] == pytest.approx(g @ r / np.linalg.norm(g) / np.linalg.norm(r), rel=1e-9)
+
+
+def test_measurements_are_in_the_records_of_the_steps_that_measure_them(shards):
+    records = train(gpt(shards, steps=8, eval_every=100, final_lr=0.1), telemetry=Telemetry(every=3, shadow=4, log=1))
+    for name in ("weights/flipped", "weights/oscillation", "quant/fprop.x/rel_mse", "quant/wgrad.x/crest"):
+        assert set(column(records, name)) == {1, 4, 7, 8}  # and the last step
+    for name in ("grad/cosine_to_bf16", "grad/noise_ratio"):
+        assert set(column(records, name)) == {1, 5}
+    assert all(0 < value < 1 for value in column(records, "weights/flipped").values())
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp32"])
+def test_a_baseline_measures_no_quantisation(preset, shards):
+    names = {name for record in train(gpt(shards), PRESETS[preset](), telemetry=OFTEN) for name in record.metrics}
+    assert not {name for name in names if name.startswith(("quant/", "weights/", "grad/cosine", "grad/noise"))}
+
+
+def test_weights_that_are_not_quantised_do_not_flip(shards):
+    recipe = PRESETS["mxfp4_backward"]()
+    assert column(train(gpt(shards), recipe, telemetry=OFTEN), "weights/flipped") == {}
+
+
+# --- triggers --------------------------------------------------------------------------------------------------------------
+
+
+def waiting(shards, monkeypatch, ratios: list[float], every: int, telemetry: Telemetry = SELDOM) -> tuple[list[int], list[int]]:
+    """Steps with a high-precision backward pass, and steps that were measured, where step n measures ratio n below or above 2."""
+    recipe = NVFP4.model_copy(update={"schedule": (Phase(start=f"noise_ratio:2:{every}", slots="backward"),)})
+    clock, high, measured = Clock(0), [], []
+    model, engine = converted(gpt(shards), recipe, clock)
+
+    def noise(gradient, reference):
+        measured.append(clock.step)
+        return {"grad/noise_ratio": ratios[clock.step]}
+
+    monkeypatch.setattr("ablate.train.gradient_noise", noise)
+    before = engine.at
+
+    def at(step, run):
+        now = before(step, run)
+        assert not now.fprop.plain
+        if now.wgrad.plain:
+            high.append(step)
+        return now
+
+    engine.at = at
+    workload, corpus = gpt(shards, steps=len(ratios)), open_corpus(shards)
+
+    def batch(step, micro_batch):
+        return training_batch(corpus, 0, step, micro_batch, 2, 16)
+
+    list(loop(model, engine, batch, [batch(0, 0)], workload, workload.tokens_per_step, telemetry))
+    return high, measured
+
+
+@pytest.mark.parametrize("telemetry", [OFTEN, SELDOM])
+def test_a_trigger_trips_after_the_step_that_measured_it_and_stays(telemetry, shards, monkeypatch):
+    # Step 1 is below the limit and not looked at; step 4 is looked at and below; later ones are above again.
+    high, _ = waiting(shards, monkeypatch, [3.0, 1.0, 3.0, 3.0, 1.9, 9.0, 9.0, 9.0], 2, telemetry)
+    assert high == [5, 6, 7]
+
+
+def test_at_the_limit_a_trigger_does_not_trip(shards, monkeypatch):
+    assert waiting(shards, monkeypatch, [2.0, 2.0, 2.0], 1) == ([], [0, 1, 2])
+
+
+def test_a_trigger_is_measured_at_its_own_steps_until_it_trips(shards, monkeypatch):
+    assert waiting(shards, monkeypatch, [3.0, 3.0, 3.0, 1.0, 3.0, 3.0, 3.0], 3) == ([4, 5, 6], [0, 3])
+
+
+def test_a_recipe_that_waits_trains_alike_however_often_it_is_watched(shards):
+    recipe = NVFP4.model_copy(update={"schedule": (Phase(start="noise_ratio:1000000:2", slots="all"),)})
+    results = [losses(train(gpt(shards, steps=6), recipe, telemetry=t)) for t in (OFTEN, SELDOM, Telemetry(shadow=3, log=1))]
+    assert results[0] == results[1] == results[2]
+    plain = losses(train(gpt(shards, steps=6)))
+    assert results[0] != plain
+    assert [results[0][step] == plain[step] for step in (1, 2)] == [True, False]
 
 
 def test_telemetry_measures_every_slot_of_every_layer(shards):
@@ -136,14 +269,19 @@ def test_initial_weights_depend_on_the_seed_alone(shards):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_recipe_sees_the_same_tokens_in_the_same_order(preset, shards):
-    seen = []
+    """A step that compares its gradient asks for its own micro-batches twice, and for no others."""
+    seen, recipe = [], PRESETS[preset]()
     hook = register_module_forward_pre_hook(lambda module, args: seen.append(args[0]) if isinstance(module, Transformer) else None)
+    workload = gpt(shards, steps=3, accumulate=2, eval_every=1000)
     with hook:
-        train(gpt(shards, steps=3, accumulate=2, eval_every=1000), PRESETS[preset](), seed=6)
+        train(workload, recipe, seed=6, telemetry=Telemetry(every=1_000_000, shadow=2, log=1))
     corpus = open_corpus(shards)
-    expected = [training_batch(corpus, 6, step, micro_batch, 2, 16)[0] for step in range(3) for micro_batch in range(2)]
+    twice = set() if recipe.plain else {0, 2}
+    steps = [step for step in range(3) for _ in range(1 + (step in twice))]
+    expected = [training_batch(corpus, 6, step, micro_batch, 2, 16)[0] for step in steps for micro_batch in range(2)]
+    evaluations = 1 if recipe.plain else 2  # of one batch, at the end, in both precisions
     assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=False))
-    assert len(seen) >= len(expected)  # and then the validation batches
+    assert len(seen) == len(expected) + evaluations
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -194,13 +332,25 @@ def test_the_clock_of_a_training_draw_is_its_step_and_micro_batch(shards):
         return training_batch(corpus, 0, step, micro_batch, 2, 16)
 
     looped(gpt(shards, steps=3, accumulate=2, eval_every=1), NVFP4, batch, clock)
-    assert seen == [("training", step, micro_batch) for step in range(3) for micro_batch in range(2)]
+    # SELDOM compares the gradient in step 0, with the same batches
+    assert seen == [("training", step, micro_batch) for step in (0, 0, 1, 2) for micro_batch in range(2)]
 
 
 def test_a_schedule_changes_the_losses_from_its_step_on_and_not_before(shards):
     switched = NVFP4.model_copy(update={"schedule": (Phase(start="step:3", slots="all"),)})
     plain, cooled = losses(train(gpt(shards))), losses(train(gpt(shards), switched))
     assert [plain[step] == cooled[step] for step in range(1, 6)] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("start", "first"), [("tokens:128", 2), ("tokens:129", 3), ("decay", 4), ("fraction:0.6", 3), ("step:1", 1), ("tokens:999", None)]
+)
+def test_the_loop_tells_a_schedule_its_tokens_and_where_the_rate_falls(start, first, shards):
+    workload = gpt(shards, accumulate=2)  # 5 steps of 64 tokens; wsd falls in the last fifth
+    switched = NVFP4.model_copy(update={"schedule": (Phase(start=start),)})
+    plain, cooled = losses(train(workload)), losses(train(workload, switched))
+    differ = [step - 1 for step in plain if plain[step] != cooled[step]]
+    assert next(iter(differ), None) == first
 
 
 def test_validation_reports_the_loss_in_force_and_the_loss_in_bf16(shards):
@@ -213,7 +363,7 @@ def test_validation_reports_the_loss_in_force_and_the_loss_in_bf16(shards):
 
 def test_evaluation_leaves_no_gradient_and_no_other_weights(shards):
     corpus, (model, engine) = open_corpus(shards), converted(gpt(shards), NVFP4, Clock(0))
-    engine.at(0, 1)
+    engine.at(0, Run(1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     evaluate(model, engine, NVFP4, [training_batch(corpus, 0, 0, 0, 2, 16)])
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -247,6 +397,21 @@ def test_cosine_is_half_way_down_in_the_middle_and_ends_at_its_final_rate():
 def test_the_rate_never_leaves_zero_to_its_peak(decay, steps, warmup, fraction):
     config = Training(steps=steps, lr=0.5, decay=decay, warmup=warmup, decay_fraction=fraction)
     assert all(0 <= config.lr_at(step) <= 0.5 * (1 + 1e-12) for step in range(steps))
+
+
+@pytest.mark.parametrize("decay", ["wsd", "cosine", "none"])
+@pytest.mark.parametrize("fraction", [0.0, 0.2, 0.35, 0.7, 1.0])
+def test_decay_starts_at_the_first_step_that_is_slower_than_the_one_before(decay, fraction):
+    for steps, warmup in itertools.product((1, 2, 7, 10, 30, 300), (0.0, 0.05, 0.33, 1.0)):
+        config = Training(steps=steps, lr=0.5, decay=decay, warmup=warmup, decay_fraction=fraction)
+        rates = [config.lr_at(step) for step in range(steps)]
+        falls = [step for step in range(1, steps) if rates[step] < rates[step - 1]]
+        assert config.decay_start == (falls[0] if falls else None), config
+        assert falls == list(range(falls[0], steps)) if falls else True  # and never rises again
+
+
+def test_a_rate_that_ends_at_its_peak_never_falls():
+    assert Training(steps=50, final_lr=1.0).decay_start is None
 
 
 def test_wsd_without_a_fall_stays_at_its_peak():

@@ -5,20 +5,27 @@ Not modelled: the order of fp32 additions inside a tensor core, and the bit-leve
 
 import re
 from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ablate.engines.weights import WeightRules
+from ablate.numerics.estimators import slope
 from ablate.numerics.hadamard import rotate
+from ablate.numerics.history import History
 from ablate.numerics.philox import Clock, site
-from ablate.numerics.product import product
+from ablate.numerics.product import split_product
 from ablate.numerics.quantize import Operand, pad, quantize
 from ablate.numerics.spec import Hadamard, Quant
-from ablate.recipes.recipe import SLOTS, Recipe
+from ablate.numerics.transform import split
+from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products, Recipe, Run, Trigger
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "bf16_out": torch.bfloat16, "fp32_out": torch.float32}
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers|h)\.(\d+)\.")
+_HIGH = Products()
 
 Probe = Callable[[str, str, Operand], None]
 """Called with (layer, slot, operand) for every quantised operand while telemetry is on."""
@@ -27,66 +34,149 @@ Probe = Callable[[str, str, Operand], None]
 class EmulatedLinear(nn.Linear):
     """An nn.Linear that computes its products by a recipe; shares the parameters of the layer it replaces."""
 
-    def __init__(self, linear: nn.Linear, name: str, clock: Clock) -> None:
+    def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self.name, self.clock = name, clock
-        self.recipe = Recipe()
+        self.name, self.clock, self.dtype = name, clock, dtype
+        self.products = _HIGH
         self.probe: Probe | None = None
         self.nonfinite: Tensor | int = 0
-        """Operands so far whose amax was NaN or infinite."""
+        """Operands so far that held a NaN or an infinity."""
+        self.histories = {slot: History() for slot in SLOTS}
+        self.target: Tensor | None = None
+        """What decides the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
         self._sites = {slot: site(name, slot) for slot in SLOTS}
+        self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}  # both operands turn alike
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out], in x's dtype; the bias is added in high precision."""
-        dtype = DTYPES[self.recipe.dtype]
-        if self.recipe.plain:
-            bias = None if self.bias is None else self.bias.to(dtype)
-            return F.linear(x.to(dtype), self.weight.to(dtype), bias).to(x.dtype)
-        y = _Products.apply(x.reshape(-1, self.in_features), self.weight, self, self.recipe)
+        if self.products.plain:
+            bias = None if self.bias is None else self.bias.to(self.dtype)
+            return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias).to(x.dtype)
+        y = _Products.apply(x.reshape(-1, self.in_features), self.weight, self, self.products)
         y = y if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def operand(self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None) -> Operand:
-        """`x` [rows, contraction] in bf16 as the operand `slot` of a product: rotated, quantised, or as it is."""
+    def operand(self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: bool = False) -> list[Operand]:
+        """`x` [rows, contraction] in bf16 as the operand `slot` of a product: rotated, quantised, or as it is; in parts that add up."""
         if quant is None:
-            return Operand(rotate(pad(x, 1, rotation.size), rotation) if rotation else x)
-        keep = self.probe is not None
-        result = quantize(x, quant, rotation=rotation, clock=self.clock, where=self._sites[slot], keep=keep)
-        self.nonfinite = self.nonfinite + ~result.amax.isfinite()
-        if keep:
+            return [Operand(self.rotated(x, slot, rotation))]
+        parts = split(x, quant, channels=0 if slot.startswith("wgrad") else 1)
+        return [self._part(part, slot, how, rotation, quant, keep) for part, how in parts]
+
+    def _part(self, x: Tensor, slot: str, how: Quant | None, rotation: Hadamard | None, main: Quant, keep: bool) -> Operand:
+        if how is None:
+            return Operand(self.rotated(x, slot, rotation))
+        result = quantize(
+            x,
+            how,
+            rotation=rotation,
+            clock=self.clock,
+            where=self._sites[slot],
+            product=self._turns[slot],
+            history=self.histories[slot] if how is main else None,
+            target=self._target(slot, how) if how is main else None,
+            keep=keep or self.probe is not None,
+        )
+        self.nonfinite = self.nonfinite + ~result.largest.isfinite()
+        if self.probe is not None and how is main:
             self.probe(self.name, slot, result)
         return result
 
+    def _target(self, slot: str, quant: Quant) -> Tensor | None:
+        if self.target is None or slot not in ("fprop.w", "dgrad.w") or quant.rounding != "nearest" or quant.source == "forward":
+            return None
+        return self.target if slot == "fprop.w" else self.target.t()
+
+    def rotated(self, x: Tensor, slot: str, rotation: Hadamard | None, *, back: bool = False) -> Tensor:
+        """`x` padded and rotated as the product of `slot` is, or back."""
+        if rotation is None:
+            return x
+        return rotate(pad(x, 1, rotation.size).contiguous(), rotation, self.clock, self._turns[slot], back=back)
+
+    def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor:
+        """The values of an operand's parts, added up and rotated back, fp32 [rows, width]."""
+        padded = width if rotation is None else width + -width % rotation.size
+        return self.rotated(sum(part.dequantize()[:, :padded] for part in parts), slot, rotation, back=True)[:, :width]
+
+    def weight_cast(self) -> Operand:
+        """The weight as fprop would quantise it now (what a transform takes out apart); advances no draw, no history and no count."""
+        with self._still():
+            return self._weight()[0]
+
+    def quantised_weight(self) -> Tensor:
+        """The values that fprop would use for the weight now, fp32 [out, in]."""
+        with self._still():
+            return self.whole(self._weight(), "fprop.w", self.products.fprop.hadamard, self.in_features)
+
+    def _weight(self) -> list[Operand]:
+        spec = self.products.fprop
+        return self.operand(self.weight.detach().to(torch.bfloat16), "fprop.w", spec.w, spec.hadamard, keep=True)
+
+    @contextmanager
+    def _still(self):
+        before = self.clock, self.probe, self.nonfinite
+        self.clock, self.probe = replace(self.clock, stream="evaluation"), None
+        try:
+            yield
+        finally:
+            self.clock, self.probe, self.nonfinite = before
+
 
 class _Products(torch.autograd.Function):
-    """fprop now; dgrad and wgrad from the same bf16 x and w, each operand quantised anew for its own product."""
+    """fprop now; dgrad and wgrad from the same bf16 x and w, or from their forward copies, each quantised anew for its product."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, layer: EmulatedLinear, recipe: Recipe) -> Tensor:
+    def forward(ctx, x: Tensor, w: Tensor, layer: EmulatedLinear, products: Products) -> Tensor:
         xb, wb = x.to(torch.bfloat16), w.to(torch.bfloat16)
-        ctx.save_for_backward(xb, wb)
-        ctx.layer, ctx.recipe, ctx.dtypes = layer, recipe, (x.dtype, w.dtype)
-        return _product(layer, recipe, "fprop", xb, wb, DTYPES[recipe.fprop.gemm]).to(x.dtype)
+        spec = products.fprop
+        operands = {}
+        for slot, tensor, quant in (("fprop.x", xb, spec.x), ("fprop.w", wb, spec.w)):
+            keep = quant is not None and quant.estimator is not None
+            operands[slot] = layer.operand(tensor, slot, quant, spec.hadamard, keep)
+        sources = {"fprop.x": xb, "fprop.w": wb}
+        for slot, forward in FORWARD_COPY.items():
+            quant = products.slot(slot)
+            if quant and quant.source == "forward":
+                sources[forward] = layer.whole(operands[forward], forward, spec.hadamard, sources[forward].shape[1])
+        slopes = {slot: slope(parts[0]) for slot, parts in operands.items() if parts[0].quant and parts[0].quant.estimator}
+        ctx.save_for_backward(sources["fprop.x"], sources["fprop.w"], slopes.get("fprop.x"), slopes.get("fprop.w"))
+        ctx.layer, ctx.products, ctx.dtypes = layer, products, (x.dtype, w.dtype)
+        return split_product(operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm]).to(x.dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        xb, wb = ctx.saved_tensors
-        layer, recipe = ctx.layer, ctx.recipe
+        x, w, x_slope, w_slope = ctx.saved_tensors
+        layer, products = ctx.layer, ctx.products
         x_dtype, w_dtype = ctx.dtypes
         dy = dy.to(torch.bfloat16)
-        dx = _product(layer, recipe, "dgrad", dy, wb.t(), DTYPES[recipe.dgrad.gemm]) if ctx.needs_input_grad[0] else None
-        dw = _product(layer, recipe, "wgrad", dy.t(), xb.t(), DTYPES[recipe.wgrad.dw]) if ctx.needs_input_grad[1] else None
-        return None if dx is None else dx.to(x_dtype), None if dw is None else dw.to(w_dtype), None, None
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = _product(layer, products, "dgrad", dy, w.t(), DTYPES[products.dgrad.gemm])
+            dx = _through(dx, x_slope, layer, "fprop.x", products).to(x_dtype)
+        if ctx.needs_input_grad[1]:
+            dw = _product(layer, products, "wgrad", dy.t(), x.t(), DTYPES[products.wgrad.dw])
+            dw = _through(dw, w_slope, layer, "fprop.w", products).to(w_dtype)
+        return dx, dw, None, None
 
 
-def _product(layer: EmulatedLinear, recipe: Recipe, name: str, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
-    spec = getattr(recipe, name)
+def _product(layer: EmulatedLinear, products: Products, name: str, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
+    spec = getattr(products, name)
     first, second = (
-        layer.operand(tensor, f"{name}.{slot}", getattr(spec, slot), spec.hadamard)
-        for tensor, slot in zip((a, b), spec.operands, strict=True)
+        layer.operand(tensor, f"{name}.{operand}", getattr(spec, operand), spec.hadamard)
+        for tensor, operand in zip((a, b), spec.operands, strict=True)
     )
-    return product(first, second, out)
+    return split_product(first, second, out)
+
+
+def _through(gradient: Tensor, factor: Tensor | None, layer: EmulatedLinear, slot: str, products: Products) -> Tensor:
+    """The gradient of a cast's input from that of its output, elementwise where the cast was: in the rotated domain."""
+    if factor is None:
+        return gradient
+    rotation, width = products.fprop.hadamard, gradient.shape[1]
+    there = layer.rotated(gradient, slot, rotation)
+    back = layer.rotated((pad(there, 1, factor.shape[1]) * factor).to(gradient.dtype), slot, rotation, back=True)
+    return back[:, :width]
 
 
 class Engine:
@@ -95,25 +185,43 @@ class Engine:
     def __init__(self, model: nn.Module, recipe: Recipe, clock: Clock) -> None:
         self.recipe, self.clock = recipe, clock
         self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, EmulatedLinear)}
-        blocks = 1 + max((block_of(name) for name in self.layers), default=-1)
-        self.quantised = {name for name in self.layers if recipe.layers.quantises(block_of(name), blocks)}
+        self.tripped: set[Trigger] = set()
+        self.weights = WeightRules(recipe.weights, list(model.parameters()), self.layers)
+        self._classes = {name: _classes(model, name) for name in self.layers}
+        self._blocks = 1 + max((block_of(name) for name in self.layers), default=-1)
 
-    def at(self, step: int, steps: int) -> Recipe:
-        """Put the recipe of step `step` (from 0) of `steps` in force, and return it."""
-        recipe = self.recipe.at(step, steps)
-        high = Recipe(dtype=recipe.dtype)
+    def at(self, step: int, run: Run) -> Recipe:
+        """Put the recipe of step `step` (from 0) of `run` in force, and return it."""
+        recipe = self.recipe.at(step, run, self.tripped)
         for name, layer in self.layers.items():
-            layer.recipe = recipe if name in self.quantised else high
+            layer.products = recipe.layer(name, self._classes[name], block_of(name), self._blocks) or _HIGH
         return recipe
 
-    def everywhere(self, recipe: Recipe) -> None:
-        """Put one recipe in force in all layers (validation in bf16), until the next `at`."""
+    def observe(self, metrics: dict[str, float], step: int) -> None:
+        """Trip the triggers whose metric, measured in this step, is below its limit."""
+        due = (t for t in self.recipe.triggers if step % t.every == 0)
+        self.tripped |= {t for t in due if metrics.get(t.metric, t.limit) < t.limit}
+
+    @contextmanager
+    def high_precision(self):
+        """All layers without quantisation, inside this context."""
+        before = {name: layer.products for name, layer in self.layers.items()}
         for layer in self.layers.values():
-            layer.recipe = recipe
+            layer.products = _HIGH
+        try:
+            yield
+        finally:
+            for name, layer in self.layers.items():
+                layer.products = before[name]
 
     def nonfinite(self) -> int:
-        """Operands so far, over all layers, whose amax was NaN or infinite."""
+        """Operands so far, over all layers, that held a NaN or an infinity."""
         return int(sum(layer.nonfinite for layer in self.layers.values()))
+
+    def weight_casts(self) -> dict[str, tuple[Tensor, Operand]]:
+        """Every weight that fprop quantises, and its cast as it would be now, by layer."""
+        quantised = {name: layer for name, layer in self.layers.items() if layer.products.fprop.w}
+        return {name: (layer.weight.detach().clone(), layer.weight_cast()) for name, layer in quantised.items()}
 
     def listen(self, probe: Probe | None) -> None:
         """Call `probe` for every operand quantised from now on; None stops it."""
@@ -127,6 +235,13 @@ def block_of(name: str) -> int:
     return int(match[1]) if match else -1
 
 
+def _classes(model: nn.Module, name: str) -> set[str]:
+    """The class names of a layer's surrounding modules, and nn.Linear's, which it was."""
+    parts = name.split(".")
+    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
+    return {type(module).__name__ for module in around} | {"Linear"}
+
+
 def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> Engine:
     """Replace every nn.Linear inside a transformer block, in place, and return the engine that drives them.
 
@@ -135,5 +250,5 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> Engine:
     for name, linear in list(model.named_modules()):
         if type(linear) is nn.Linear and block_of(name) >= 0:
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, EmulatedLinear(linear, name, clock))
+            setattr(model.get_submodule(parent), child, EmulatedLinear(linear, name, clock, DTYPES[recipe.dtype]))
     return Engine(model, recipe, clock)

@@ -1,43 +1,114 @@
 """Short names for the usual combinations of full paths: `sr: true` instead of two slots' roundings."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from ablate.recipes.recipe import SLOTS
+from ablate.recipes.presets import nvfp4
+from ablate.recipes.recipe import Recipe
+
+GRADIENTS = ("dgrad.g", "wgrad.g")
+WEIGHTS = ("fprop.w", "dgrad.w")
+WGRAD = ("wgrad.g", "wgrad.x")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a short knob is turned on: the recipe before any knob, and the other short knobs turned with it."""
+
+    recipe: Recipe
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    def quantised(self, *slots: str) -> list[str]:
+        """Those of the slots (all, where none is named) that the recipe quantises; ValueError where it quantises none of them."""
+        found = [name for name, _ in self.recipe.quantised() if name in slots or not slots]
+        if not found:
+            raise ValueError(f"this recipe does not quantise {' or '.join(slots) or 'anything'}; there is nothing to turn")
+        return found
+
+    def anything(self) -> Recipe:
+        """The recipe; ValueError where it quantises nothing in any layer, at any time."""
+        if self.recipe.plain:
+            raise ValueError("this recipe does not quantise anything; there is nothing to turn")
+        return self.recipe
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A short name: the values it takes, one of them, what it is for, and the full paths (rooted at the recipe) that a value sets."""
+    """A short name: the values it takes, one of them, what it is for, and the full paths (rooted at the recipe) that a value sets.
+
+    `paths` raises ValueError where the recipe has nothing that the knob turns.
+    """
 
     type: Any
     values: str
     example: Any
     help: str
-    paths: Callable[[Any], dict[str, Any]]
+    paths: Callable[[Any, Turn], dict[str, Any]]
 
     def check(self, value: Any) -> Any:
         """The value, or pydantic's ValidationError."""
         return TypeAdapter(self.type).validate_python(value, strict=True)
 
-
-def _rht(on: bool) -> dict[str, Any]:
-    return {"wgrad.hadamard": {"size": 16, "signs": "fixed"} if on else None}
-
-
-def _sr(on: bool) -> dict[str, Any]:
-    return dict.fromkeys(("dgrad.g.rounding", "wgrad.g.rounding"), "stochastic" if on else "nearest")
+    def shown(self) -> list[str]:
+        """The paths that it sets in preset nvfp4."""
+        return list(self.paths(self.example, Turn(nvfp4(), {"cooldown": 0.1}))) or ["schedule"]
 
 
-def _weights_2d(on: bool) -> dict[str, Any]:
-    return dict.fromkeys(("fprop.w.block", "dgrad.w.block"), "16x16" if on else "1x16")
+def _rht(on: bool, turn: Turn) -> dict[str, Any]:
+    others = turn.others
+    turn.quantised(*WGRAD)
+    return {"wgrad.hadamard": {"size": others.get("rht_size", 16), "signs": others.get("rht_signs", "fixed")} if on else None}
 
 
-def _amax_percentile(p: float | None) -> dict[str, Any]:
-    return dict.fromkeys((f"{slot}.outer.statistic" for slot in SLOTS), "amax" if p is None else f"percentile:{p}")
+def _of_rht(name: str) -> Callable[[Any, Turn], dict[str, Any]]:
+    def paths(value: Any, turn: Turn) -> dict[str, Any]:
+        if turn.others.get("rht") is False:
+            raise ValueError("has no effect with rht false; name such arms one by one under arms")
+        turn.quantised(*WGRAD)
+        return {} if "rht" in turn.others else {f"wgrad.hadamard.{name}": value}
+
+    return paths
+
+
+def _sr(on: bool, turn: Turn) -> dict[str, Any]:
+    return dict.fromkeys((f"{slot}.rounding" for slot in turn.quantised(*GRADIENTS)), "stochastic" if on else "nearest")
+
+
+def _of_gradients(path: str) -> Callable[[Any, Turn], dict[str, Any]]:
+    return lambda value, turn: dict.fromkeys((f"{slot}.{path}" for slot in turn.quantised(*GRADIENTS)), value)
+
+
+def _weights_2d(on: bool, turn: Turn) -> dict[str, Any]:
+    def one(slot: str) -> str | None:
+        quant = turn.recipe.slot(slot)
+        return turn.others.get("block", quant.block if quant.tile[0] == 1 else "1x16")
+
+    return {f"{slot}.block": "16x16" if on else one(slot) for slot in turn.quantised(*WEIGHTS)}
+
+
+def _block(shape: str, turn: Turn) -> dict[str, Any]:
+    slots = [slot for slot in turn.quantised() if turn.recipe.slot(slot).tile[0] == 1]
+    if "weights_2d" in turn.others:
+        slots = [slot for slot in slots if slot not in WEIGHTS]
+    return dict.fromkeys((f"{slot}.block" for slot in slots), shape)
+
+
+def _everywhere(path: str) -> Callable[[Any, Turn], dict[str, Any]]:
+    return lambda value, turn: dict.fromkeys((f"{slot}.{path}" for slot in turn.quantised()), value)
+
+
+def _amax_percentile(p: float | None, turn: Turn) -> dict[str, Any]:
+    return _everywhere("outer.statistic")("amax" if p is None else f"percentile:{p}", turn)
+
+
+def _four_over_six(criterion: str | None, turn: Turn) -> dict[str, Any]:
+    slots = [slot for slot in turn.quantised() if slot not in GRADIENTS]
+    select = {"among": "scales", "criterion": criterion} if criterion else None
+    bound = 256.0 if criterion else 448.0
+    return {path: value for slot in slots for path, value in ((f"{slot}.select", select), (f"{slot}.outer.bound", bound))}
 
 
 def _rest(fraction: float) -> str:
@@ -45,17 +116,72 @@ def _rest(fraction: float) -> str:
     return f"fraction:{text}"
 
 
-def _cooldown(fraction: float) -> dict[str, Any]:
-    return {"schedule": [{"start": _rest(fraction), "slots": "all"}] if fraction else []}
+def _cooldown(fraction: float, turn: Turn) -> dict[str, Any]:
+    own = [phase.model_dump(mode="json") for phase in turn.anything().schedule]
+    last = {"start": _rest(fraction), "slots": turn.others.get("cooldown_slots", "all")}
+    return {"schedule": [*own, last] if fraction else own}
+
+
+def _cooldown_slots(slots: str, turn: Turn) -> dict[str, Any]:
+    if not turn.others.get("cooldown"):
+        raise ValueError("has no effect without cooldown, the fraction of the run that it is about")
+    return {}
+
+
+def _skip(end: str) -> Callable[[int, Turn], dict[str, Any]]:
+    return lambda count, turn: {f"layers.skip_{end}": count} if turn.anything() else {}
 
 
 _Count = Annotated[int, Field(ge=0)]
+_BLOCKS = Literal["1x8", "1x16", "1x32", "1x64", "1x128"]
 
 KNOBS = {
     "rht": Knob(bool, "true, false", True, "Random Hadamard transform, 16 points with fixed signs, on both operands of wgrad.", _rht),
+    "rht_size": Knob(
+        Literal[4, 8, 16, 32, 64, 128], "4, 8, 16, 32, 64, 128", 32, "Points of the Hadamard transform of wgrad.", _of_rht("size")
+    ),
+    "rht_signs": Knob(
+        Literal["none", "fixed", "per_layer", "per_step", "per_call"],
+        "none, fixed, per_layer, per_step, per_call",
+        "per_step",
+        "Signs of the Hadamard transform of wgrad: Transformer Engine's, or drawn how often.",
+        _of_rht("signs"),
+    ),
     "sr": Knob(bool, "true, false", True, "Stochastic rounding of both copies of the output gradient.", _sr),
+    "sr_bits": Knob(
+        Literal[8, 16, 24], "8, 16, 24", 24, "Random bits an element: 8 as Transformer Engine, 24 exact.", _of_gradients("bits")
+    ),
+    "sr_headroom": Knob(
+        Annotated[float, Field(gt=0, le=4)],
+        "factor",
+        1.0625,
+        "Room above the block maximum of the gradients: 1 as Transformer Engine, 17/16 leaves stochastic rounding unbiased.",
+        _of_gradients("range.headroom"),
+    ),
     "weights_2d": Knob(
         bool, "true, false", True, "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.", _weights_2d
+    ),
+    "block": Knob(_BLOCKS, "1x8, 1x16, 1x32, 1x64, 1x128", "1x32", "Elements that share a scale; 16x16 weight tiles stay.", _block),
+    "element": Knob(
+        Literal["e2m1", "e1m2", "int4", "e3m0", "e4m3", "e5m2"],
+        "e2m1, e1m2, int4, e3m0, e4m3, e5m2",
+        "int4",
+        "Number format of every quantised operand.",
+        _everywhere("element"),
+    ),
+    "scale_format": Knob(
+        Literal["e4m3", "ue5m3", "e8m0", "bf16", "fp32"],
+        "e4m3, ue5m3, e8m0, bf16, fp32",
+        "ue5m3",
+        "Number format of the block scales.",
+        _everywhere("scale.format"),
+    ),
+    "four_over_six": Knob(
+        Literal["mse", "mae", "absmax"] | None,
+        "mse, mae, absmax, or null",
+        "mse",
+        "Each block of x and w mapped to 6 or 4, whichever errs less by this criterion (bound 256); null: to 6 (bound 448).",
+        _four_over_six,
     ),
     "amax_percentile": Knob(
         Annotated[float, Field(gt=0, le=1)] | None,
@@ -71,6 +197,9 @@ KNOBS = {
         "Fraction of the run, at its end, in bf16. Never moves the learning rate.",
         _cooldown,
     ),
-    "skip_first": Knob(_Count, "0, 1, 2, ...", 1, "Transformer blocks at the input kept in bf16.", lambda n: {"layers.skip_first": n}),
-    "skip_last": Knob(_Count, "0, 1, 2, ...", 1, "Transformer blocks at the output kept in bf16.", lambda n: {"layers.skip_last": n}),
+    "cooldown_slots": Knob(
+        Literal["all", "forward", "backward"], "all, forward, backward", "forward", "Which products the cooldown changes.", _cooldown_slots
+    ),
+    "skip_first": Knob(_Count, "0, 1, 2, ...", 1, "Transformer blocks at the input kept in bf16.", _skip("first")),
+    "skip_last": Knob(_Count, "0, 1, 2, ...", 1, "Transformer blocks at the output kept in bf16.", _skip("last")),
 }

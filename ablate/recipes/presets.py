@@ -1,11 +1,32 @@
-"""One recipe a paper. Facts from the papers, and from Transformer Engine 2.20.2."""
+"""One recipe a paper, and the baselines. Facts from the papers, their public code, and Transformer Engine 2.20.2.
 
-from ablate.numerics.spec import Hadamard, Quant
-from ablate.recipes.recipe import Dgrad, Fprop, Layers, Recipe, Wgrad
+Each says what it refuses to model. None models the order of fp32 additions in a tensor core, nor how hardware draws random bits.
+"""
 
-ACTIVATION = Quant()
-WEIGHT = Quant(block="16x16")
-GRADIENT = Quant(rounding="stochastic")
+from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Select, Transform
+from ablate.recipes.recipe import Dgrad, Fprop, Layers, OsciReset, Phase, Products, Recipe, Weights, Wgrad
+
+UNBIASED = 17 / 16
+"""Headroom that leaves stochastic rounding room above the block's maximum (Quartet II, Four Over Six)."""
+EDEN = UNBIASED * 0.93
+"""Quartet II's factor of the backward pass: mostly clipping-free, with the smallest error."""
+
+
+def _same(x: Quant, w: Quant, g: Quant) -> Products:
+    """Activations, weights and output gradients quantised alike wherever they occur."""
+    return Products(fprop=Fprop(x=x, w=w), dgrad=Dgrad(g=g, w=w), wgrad=Wgrad(g=g, x=x))
+
+
+def _recipe(products: Products, **more) -> Recipe:
+    return Recipe(fprop=products.fprop, dgrad=products.dgrad, wgrad=products.wgrad, **more)
+
+
+def _fp8(element: str, statistic: str = "amax") -> Quant:
+    return Quant(element=element, block=None, scale=None, outer=Outer(statistic=statistic, bound=1.0))
+
+
+def _mx(element: str, scale_rounding: str, **more) -> Quant:
+    return Quant(element=element, block="1x32", scale=BlockScale(format="e8m0", rounding=scale_rounding), outer=None, **more)
 
 
 def bf16() -> Recipe:
@@ -18,21 +39,210 @@ def fp32() -> Recipe:
     return Recipe(dtype="fp32", wgrad=Wgrad(dw="fp32"))
 
 
+def fp8_current() -> Recipe:
+    """FP8 with per-tensor current scaling: E4M3 for x and w, E5M2 for gradients (Transformer Engine, Float8CurrentScaling, hybrid).
+
+    Refuses to model TE's fp32 reciprocal of the scale: the product is multiplied by amax / maximum instead, an ulp apart.
+    """
+    return _recipe(_same(_fp8("e4m3"), _fp8("e4m3"), _fp8("e5m2")))
+
+
+def fp8_delayed() -> Recipe:
+    """`fp8_current` with the largest amax of the last 1024 steps (Transformer Engine, DelayedScaling).
+
+    Refuses to model TE's first scale of 1: the first step uses its own amax.
+    """
+    delayed = "delayed:1024"
+    return _recipe(_same(_fp8("e4m3", delayed), _fp8("e4m3", delayed), _fp8("e5m2", delayed)))
+
+
+def mxfp8() -> Recipe:
+    """MXFP8: E4M3 in blocks of 32 with power-of-two scales, rounded up (OCP MX v1.0; Transformer Engine, MXFP8BlockScaling)."""
+    quant = _mx("e4m3", "ceil")
+    return _recipe(_same(quant, quant, quant))
+
+
+def mxfp4() -> Recipe:
+    """MXFP4: E2M1 in blocks of 32 with power-of-two scales by OCP's floor rule (OCP MX v1.0), all to nearest."""
+    quant = _mx("e2m1", "floor", range=Range(map_to=4.0))
+    return _recipe(_same(quant, quant, quant))
+
+
+def _nvfp4() -> Products:
+    gradient = Quant(rounding="stochastic")
+    products = _same(Quant(), Quant(block="16x16"), gradient)
+    return products.model_copy(update={"wgrad": Wgrad(g=gradient, x=Quant(), hadamard=Hadamard())})
+
+
 def nvfp4() -> Recipe:
     """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), as in Transformer Engine, all blocks quantised.
 
     16x16 weight blocks, stochastic rounding of both copies of dy, a 16-point Hadamard rotation of wgrad with fixed signs.
     """
-    return Recipe(
-        fprop=Fprop(x=ACTIVATION, w=WEIGHT),
-        dgrad=Dgrad(g=GRADIENT, w=WEIGHT),
-        wgrad=Wgrad(g=GRADIENT, x=ACTIVATION, hadamard=Hadamard()),
-    )
+    return _recipe(_nvfp4())
 
 
 def nvfp4_paper() -> Recipe:
     """`nvfp4` with the last 15 % of the blocks in bf16, as the paper trains. Refuses to model its few other bf16 linears."""
-    return nvfp4().model_copy(update={"layers": Layers(last_fraction=0.15)})
+    return _recipe(_nvfp4(), layers=Layers(last_fraction=0.15))
 
 
-PRESETS = {preset.__name__: preset for preset in (bf16, fp32, nvfp4, nvfp4_paper)}
+def fp4_all_the_way() -> Recipe:
+    """The recipe of "FP4 All the Way" (arXiv 2505.19115): 1x16 blocks; stochastic rounding of dy, and of the saved x in wgrad.
+
+    The backward pass goes to bf16 once the gradient's norm is below sqrt(3) times its quantisation noise, looked at every 50 steps.
+    Refuses to model the new warm-up of the learning rate there: a recipe never moves it.
+    """
+    stochastic = Quant(rounding="stochastic")
+    return Recipe(
+        fprop=Fprop(x=Quant(), w=Quant()),
+        dgrad=Dgrad(g=stochastic, w=Quant()),
+        wgrad=Wgrad(g=stochastic, x=stochastic),
+        schedule=(Phase(start="noise_ratio:1.7320508:50", slots="backward"),),
+    )
+
+
+def mxfp4_backward() -> Recipe:
+    """Amazon, "Training LLMs with MXFP4" (arXiv 2502.20586): forward in bf16; the backward products in MXFP4.
+
+    Operands times 3/4, so that the floor rule never saturates, all rounded stochastically, both products rotated by 64 with new
+    signs each call; the products are multiplied by 16/9. Refuses to model its FP8 forward variant.
+    """
+    quant = _mx("e2m1", "floor", range=Range(map_to=4.0, prescale=0.75), rounding="stochastic", bits=24)
+    rotation = Hadamard(size=64, signs="per_call")
+    return Recipe(dgrad=Dgrad(g=quant, w=quant, hadamard=rotation), wgrad=Wgrad(g=quant, x=quant, hadamard=rotation))
+
+
+def quartet() -> Recipe:
+    """Quartet (arXiv 2505.14669): MXFP4 everywhere; the forward clipped where that is best for Gaussian data (QuEST).
+
+    Forward: rotated by 32, scale from 2.92 standard deviations, gradients stopped where it clipped. Backward: rotated with new
+    signs, from the forward copies, stochastic with Amazon's 3/4. Refuses to model its casts' ties (toward zero; here to even).
+    """
+    forward = _mx("e2m1", "floor", range=Range(statistic="std:2.92247856"), estimator="clip_mask")
+    gradient = _mx("e2m1", "floor", range=Range(map_to=4.0, prescale=0.75), rounding="stochastic", bits=24)
+    again = gradient.model_copy(update={"source": "forward"})
+    signs = Hadamard(size=32, signs="per_call")
+    return Recipe(
+        fprop=Fprop(x=forward, w=forward, hadamard=Hadamard(size=32, signs="none")),
+        dgrad=Dgrad(g=gradient, w=again, hadamard=signs),
+        wgrad=Wgrad(g=gradient, x=again, hadamard=signs),
+    )
+
+
+def quartet2() -> Recipe:
+    """Quartet II (arXiv 2601.22813): Four Over Six forward with 1x16 weights, MS-EDEN on all four backward operands.
+
+    Backward operands are requantised from the forward copies after a rotation by 128 with new signs each step. Refuses to model its
+    putting the factor 17/16 * 0.93 into the tensor scale: here it multiplies block scales; and dgrad and wgrad sharing their signs.
+    """
+    forward = Quant(select=Select(among="scales"), outer=Outer(bound=256.0))
+    gradient = Quant(rounding="ms_eden", range=Range(headroom=EDEN), outer=Outer(bound=256.0))
+    again = gradient.model_copy(update={"source": "forward"})
+    signs = Hadamard(size=128, signs="per_step")
+    return Recipe(
+        fprop=Fprop(x=forward, w=forward),
+        dgrad=Dgrad(g=gradient, w=again, hadamard=signs),
+        wgrad=Wgrad(g=gradient, x=again, hadamard=signs),
+    )
+
+
+def tetrajet2() -> Recipe:
+    """TetraJet-v2 (arXiv 2510.27527): 1x16 blocks, an fp32 scale per 128, backward operands rotated by 16, rounded stochastically.
+
+    Weights and activations are requantised from the forward copies; OutControl keeps the top tenth of x's channels in MXFP8;
+    OsciReset. Refuses to model OutControl's fixed choice of channels (here: by norm, each call) and the weights' matching columns
+    (here: FP4 like the others).
+    """
+    outer = Outer(granularity="block:128")
+    activation = Quant(outer=outer, transform=Transform(channels=0.1))
+    gradient = Quant(outer=outer, rounding="stochastic", bits=24)
+    again = gradient.model_copy(update={"source": "forward"})
+    signs = Hadamard(signs="per_call")
+    return Recipe(
+        fprop=Fprop(x=activation, w=Quant(outer=outer)),
+        dgrad=Dgrad(g=gradient, w=again, hadamard=signs),
+        wgrad=Wgrad(g=gradient, x=again.model_copy(update={"transform": activation.transform}), hadamard=signs),
+        weights=Weights(osci_reset=OsciReset()),
+    )
+
+
+def four_over_six() -> Recipe:
+    """Four Over Six (arXiv 2512.02010): each block's maximum at 6 or at 4, whichever errs less (MSE), for x and w, wherever used.
+
+    Unbiased stochastic rounding of gradients (headroom 17/16), wgrad rotated by 16, the last 4 of 24 blocks in bf16. Refuses to
+    model selecting among stochastically rounded gradients, which is biased (Transformer Engine never does).
+    """
+    chosen = Quant(select=Select(among="scales"), outer=Outer(bound=256.0))
+    gradient = Quant(rounding="stochastic", range=Range(headroom=UNBIASED), outer=Outer(bound=256.0))
+    products = _same(chosen, chosen, gradient)
+    wgrad = products.wgrad.model_copy(update={"hadamard": Hadamard()})
+    return _recipe(products.model_copy(update={"wgrad": wgrad}), layers=Layers(last_fraction=1 / 6))
+
+
+def microsoft_fp4() -> Recipe:
+    """Microsoft, "Optimizing Large Language Model Training Using FP4 Quantization" (arXiv 2501.17116).
+
+    Forward E2M1 with one scale a token (x) and a channel (w), DGE with k = 5 for the weights, x clamped to its .99 quantile with
+    the residual in bf16 (OCC); backward FP8. Refuses to model its FP8 gradient communication and optimizer state, its casts' ties
+    (upward) and quantiles of each sign (here: of the magnitudes).
+    """
+    outer = Outer(granularity="row", bound=1.0)
+    forward = Quant(block=None, scale=None, outer=outer)
+    fp8 = _same(_fp8("e4m3"), _fp8("e4m3"), _fp8("e5m2"))
+    x = forward.model_copy(update={"transform": Transform(clamp=0.99)})
+    w = forward.model_copy(update={"estimator": Dge()})
+    return Recipe(fprop=Fprop(x=x, w=w), dgrad=fp8.dgrad, wgrad=fp8.wgrad)
+
+
+def ufp4() -> Recipe:
+    """UFP4 (arXiv 2606.20381, from secondary sources): a uniform 4-bit grid, 1x16 blocks with unrounded fp32 scales.
+
+    All three products rotated by 16, stochastic rounding of dy only, 1D weights. Refuses to model its signs, which are not
+    published (here: fixed).
+    """
+    quant = Quant(element="int4", scale=BlockScale(format="fp32"), outer=None)
+    gradient = quant.model_copy(update={"rounding": "stochastic"})
+    rotation = Hadamard()
+    return Recipe(
+        fprop=Fprop(x=quant, w=quant, hadamard=rotation),
+        dgrad=Dgrad(g=gradient, w=quant, hadamard=rotation),
+        wgrad=Wgrad(g=gradient, x=quant, hadamard=rotation),
+    )
+
+
+def ue5m3() -> Recipe:
+    """UE5M3 block scales (arXiv 2609.02846): amax held for 50 steps, with room to grow to 61440; 16x16 weights, no rotation.
+
+    Stochastic rounding of dy only, no layer in high precision. Refuses to model its wider target (2048) for dy in wgrad of the last
+    four MLP outputs, and one held amax for both copies of dy.
+    """
+    scale, outer = BlockScale(format="ue5m3", zero="one"), Outer(statistic="hold:50")
+    quant = Quant(scale=scale, outer=outer)
+    gradient = quant.model_copy(update={"rounding": "stochastic"})
+    return _recipe(_same(quant, quant.model_copy(update={"block": "16x16"}), gradient))
+
+
+def row_scaled() -> Recipe:
+    """Row-scaled NVFP4 (Transformer Engine, row_scaled_activation): one fp32 amax a row; the backward pass in bf16.
+
+    Refuses to model its MXFP8 backward: set `recipe.dgrad` and `recipe.wgrad` for that.
+    """
+    quant = Quant(outer=Outer(granularity="row"))
+    return Recipe(fprop=Fprop(x=quant, w=quant))
+
+
+def healing() -> Recipe:
+    """`nvfp4`, and FP8 (current scaling) for the last tenth of the run, as MLPerf submissions finish. The tenth is our choice."""
+    fp8 = fp8_current().products
+    return _recipe(_nvfp4(), schedule=(Phase(start="fraction:0.9", use=fp8),))
+
+
+PRESETS = {
+    preset.__name__: preset
+    for preset in (
+        *(bf16, fp32, fp8_current, fp8_delayed, mxfp8, mxfp4),
+        *(nvfp4, nvfp4_paper, fp4_all_the_way, mxfp4_backward, quartet, quartet2, tetrajet2),
+        *(four_over_six, microsoft_fp4, ufp4, ue5m3, row_scaled, healing),
+    )
+}

@@ -5,16 +5,20 @@ For x [T, K], w [N, K] and dy [T, N]: fprop y = x w^T contracts K, dgrad dx = dy
 
 import math
 import re
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ablate.numerics.spec import Hadamard, Quant, Spec, argument
+from ablate.numerics.spec import Hadamard, Quant, Spec, argument, tag
 
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
 """The six operands; g is the gradient of the layer's output."""
 DIRECTIONS = {"all": ("fprop", "dgrad", "wgrad"), "forward": ("fprop",), "backward": ("dgrad", "wgrad")}
+FORWARD_COPY = {"dgrad.w": "fprop.w", "wgrad.x": "fprop.x"}
+"""The backward operands that the forward pass quantised already, and where."""
 GemmOutput = Literal["bf16_out", "fp32_out"]
 
 
@@ -36,6 +40,18 @@ class Product(Spec):
     def high_precision(self) -> "Product":
         """The same product without quantisation or rotation."""
         return self.model_copy(update=dict.fromkeys((*self.operands, "hadamard")))
+
+    @model_validator(mode="after")
+    def _rotated_enough(self) -> "Product":
+        for name in self.operands:
+            quant = getattr(self, name)
+            if quant is None or quant.rounding != "ms_eden":
+                continue
+            if self.hadamard is None or self.hadamard.size < 32:
+                raise ValueError(f"{name}.rounding ms_eden needs hadamard.size 32 or more in the same product: it corrects rotated groups")
+            if self.hadamard.size % quant.tile[1]:
+                raise ValueError(f"{name}.block {quant.block} exceeds hadamard.size {self.hadamard.size}: ms_eden takes whole blocks")
+        return self
 
 
 class Fprop(Product):
@@ -62,65 +78,266 @@ class Wgrad(Product):
     dw: Literal["bf16", "fp32"] = "bf16"
 
 
-class Layers(Spec):
-    """Which transformer blocks stay in high precision. Embeddings, norms, attention products and the head always do."""
+class Products(Spec):
+    """The three products of a linear layer."""
 
-    skip_first: int = Field(0, ge=0)
-    skip_last: int = Field(0, ge=0)
-    last_fraction: float = Field(0.0, ge=0, le=1)
-    """The last ceil(fraction * blocks) blocks; 0.15 in NVIDIA's recipe."""
-
-    def quantises(self, block: int, blocks: int) -> bool:
-        """Whether block number `block` of `blocks` is quantised."""
-        last = max(self.skip_last, math.ceil(Fraction(repr(self.last_fraction)) * blocks))
-        return self.skip_first <= block < blocks - last
-
-
-def _when(value: str) -> str:
-    if not re.fullmatch(r"step:\d+|fraction:(0?\.\d+|0|1|1\.0*|0\.\d*)", value):
-        raise ValueError("must be 'step:n' or 'fraction:f' with f in [0, 1]")
-    return value
-
-
-class Phase(Spec):
-    """From `start` to the end of the run, the products of `slots` in high precision. Precision only, never the learning rate."""
-
-    start: Annotated[str, AfterValidator(_when)]
-    slots: Literal["all", "forward", "backward"] = "all"
-
-    def active(self, step: int, steps: int) -> bool:
-        """Whether the phase holds in step `step` (from 0) of `steps`."""
-        number = argument(self.start)
-        return step >= (number if self.start.startswith("step") else number * steps)
-
-
-class Recipe(Spec):
-    """A complete recipe. `dtype` is the type of activations and of operands that are not quantised."""
-
-    dtype: Literal["bf16", "fp32"] = "bf16"
     fprop: Fprop = Fprop()
     dgrad: Dgrad = Dgrad()
     wgrad: Wgrad = Wgrad()
-    layers: Layers = Layers()
-    schedule: tuple[Phase, ...] = Field((), strict=False)
-
-    @model_validator(mode="after")
-    def _fp32_is_unquantised(self) -> "Recipe":
-        if self.dtype == "fp32" and not self.plain:
-            raise ValueError("dtype fp32 quantises nothing: the input chain of a quantised operand is bf16")
-        return self
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is quantised or rotated anywhere."""
+        """Whether nothing is quantised or rotated."""
         return self.fprop.plain and self.dgrad.plain and self.wgrad.plain
-
-    def at(self, step: int, steps: int) -> "Recipe":
-        """The recipe in force in step `step` (from 0) of `steps`: the products of active phases in high precision."""
-        names = {name for phase in self.schedule if phase.active(step, steps) for name in DIRECTIONS[phase.slots]}
-        return self.model_copy(update={name: getattr(self, name).high_precision() for name in names}) if names else self
 
     def slot(self, name: str) -> Quant | None:
         """The operand `name`, one of SLOTS."""
         product, operand = name.split(".")
         return getattr(getattr(self, product), operand)
+
+    def quantised(self) -> Iterator[tuple[str, Quant]]:
+        """The operands that have a quantiser, by name."""
+        return ((name, self.slot(name)) for name in SLOTS if self.slot(name) is not None)
+
+    def high_precision(self, slots: Literal["all", "forward", "backward"] = "all") -> "Products":
+        """The same without quantisation in some directions. Nothing is requantised from a forward copy that is not quantised."""
+        return self.replaced(slots, Products())
+
+    def replaced(self, slots: str, other: "Products") -> "Products":
+        """The same with the products of some directions from `other`; of this one's own GEMM modes where `other` is plain."""
+        update = {}
+        for name in DIRECTIONS["all"]:
+            mine, its = getattr(self, name), getattr(other, name)
+            update[name] = mine if name not in DIRECTIONS[slots] else mine.high_precision() if its.plain else its
+        changed = self.model_copy(update=update)
+        for slot, forward in FORWARD_COPY.items():
+            quant = changed.slot(slot)
+            if quant and quant.source == "forward" and changed.slot(forward) is None:
+                product, operand = slot.split(".")
+                original = quant.model_copy(update={"source": "original"})
+                changed = changed.model_copy(update={product: getattr(changed, product).model_copy(update={operand: original})})
+        return changed
+
+    @model_validator(mode="after")
+    def _slots_make_sense(self) -> "Products":
+        for name, quant in self.quantised():
+            if quant.estimator is not None and not name.startswith("fprop"):
+                raise ValueError(f"{name}.estimator is the gradient of a forward cast: only fprop.x and fprop.w have one")
+            if quant.source == "forward" and name not in FORWARD_COPY:
+                raise ValueError(f"{name}.source forward: the forward pass has no copy of it; only {' and '.join(FORWARD_COPY)} have one")
+            if quant.source == "forward" and self.slot(FORWARD_COPY[name]) is None:
+                raise ValueError(f"{name}.source forward: {FORWARD_COPY[name]} is not quantised, so there is no copy to start from")
+        return self
+
+
+class Rule(Spec):
+    """What the layers that `match` use instead of the recipe's products."""
+
+    match: str = Field(min_length=1)
+    """A glob on the layer's qualified name (`blocks.*.mlp.down`), or `class:Attention`, on the class of a module around it."""
+    use: Products | None = None
+    """Null: high precision."""
+
+    def matches(self, name: str, classes: Collection[str]) -> bool:
+        """Whether the layer `name`, inside modules of these classes, is meant."""
+        if self.match.startswith("class:"):
+            return any(fnmatchcase(found, self.match.removeprefix("class:")) for found in classes)
+        return fnmatchcase(name, self.match)
+
+
+class Layers(Spec):
+    """Which layers differ. Embeddings, norms, attention products and the head always stay in high precision."""
+
+    skip_first: int = Field(0, ge=0)
+    """Transformer blocks at the input in high precision."""
+    skip_last: int = Field(0, ge=0)
+    last_fraction: float = Field(0.0, ge=0, le=1)
+    """The last ceil(fraction * blocks) blocks; 0.15 in NVIDIA's recipe."""
+    rules: tuple[Rule, ...] = Field((), strict=False)
+    """The first rule that matches a layer decides, before the counts above."""
+
+    def quantises(self, block: int, blocks: int) -> bool:
+        """Whether block number `block` of `blocks` is quantised, by the counts."""
+        last = max(self.skip_last, math.ceil(Fraction(repr(self.last_fraction)) * blocks))
+        return self.skip_first <= block < blocks - last
+
+
+class Run(NamedTuple):
+    """What a schedule must know of a run: its steps, tokens in each, and the step at which the learning rate starts to fall."""
+
+    steps: int
+    tokens_per_step: int = 1
+    decay: int | None = None
+
+
+class Trigger(NamedTuple):
+    """A measured condition: the metric falls below the limit; looked at every `every` steps."""
+
+    metric: str
+    limit: float
+    every: int
+
+
+_STARTS = r"step:\d+|tokens:\d+|fraction:(0?\.\d+|0|1|1\.0*|0\.\d*)|decay|noise_ratio:\d*\.?\d+(:0*[1-9]\d*)?"
+_EVERY = 50
+"""Steps from one look at a measured condition to the next, where none are given."""
+
+
+def _when(value: str) -> str:
+    """`value` in canonical form, so that one moment has one spelling."""
+    if not re.fullmatch(_STARTS, value, re.ASCII):
+        raise ValueError(
+            "must be 'step:n', 'tokens:n', 'fraction:f' with f in [0, 1], 'decay' (where the learning rate starts to fall), or "
+            "'noise_ratio:limit:every' (once the gradient's norm over its quantisation noise, measured every so many steps, is below)"
+        )
+    word, *numbers = value.split(":")
+    if word == "noise_ratio":
+        return f"{word}:{float(numbers[0])!r}:{int(numbers[1]) if numbers[1:] else _EVERY}"
+    return ":".join((word, *(repr(float(n) if word == "fraction" else int(n)) for n in numbers)))
+
+
+class Phase(Spec):
+    """From `start` to the end of the run, the products of `slots` otherwise. Precision only, never the learning rate."""
+
+    start: Annotated[str, AfterValidator(_when)]
+    slots: Literal["all", "forward", "backward"] = "all"
+    use: Products | None = None
+    """What the quantised layers then use; null: high precision."""
+
+    @property
+    def trigger(self) -> Trigger | None:
+        """What starts this phase, where that is measured rather than counted."""
+        word, *numbers = self.start.split(":")
+        return Trigger("grad/noise_ratio", float(numbers[0]), int(numbers[1])) if word == "noise_ratio" else None
+
+    def active(self, step: int, run: Run, tripped: Collection[Trigger] = ()) -> bool:
+        """Whether the phase holds in step `step` (from 0) of `run`. A trigger holds for ever once it has tripped."""
+        if self.trigger:
+            return self.trigger in tripped
+        number = argument(self.start)
+        match tag(self.start):
+            case "step":
+                return step >= number
+            case "tokens":
+                return step * run.tokens_per_step >= number
+            case "fraction":
+                return step >= number * run.steps
+        return run.decay is not None and step >= run.decay
+
+
+class OsciReset(Spec):
+    """TetraJet-v2 (arXiv 2510.27527): weights that keep crossing a rounding threshold are put back on their quantised value."""
+
+    period: int = Field(400, ge=2)
+    """Steps from one look to the next."""
+    window: int = Field(50, ge=1)
+    """Steps over which the way of w and of Q(w) is measured, from the start of a period."""
+    threshold: float = Field(8.0, gt=0)
+    """Ratio of the two above which a weight is reset."""
+    start: float = Field(0.7, ge=0, le=1)
+    """Fraction of the run before the first look (the paper: the last 30 % or so)."""
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> "OsciReset":
+        if self.window >= self.period:
+            raise ValueError(f"osci_reset.window {self.window} must be shorter than period {self.period}")
+        return self
+
+
+class QEma(Spec):
+    """TetraJet (arXiv 2502.20853): which of its two neighbours a weight is rounded to is decided by its moving average."""
+
+    decay: float = Field(0.998, gt=0, lt=1)
+    start: int = Field(10, ge=0)
+    """Optimizer steps before it decides."""
+
+
+class QRamping(Spec):
+    """TetraJet (arXiv 2502.20853): weights that oscillate are updated less often, with the mean of their gradients."""
+
+    period: int = Field(400, ge=2)
+    """Steps from one measurement of the oscillation to the next."""
+    window: int = Field(30, ge=1)
+    threshold: float = Field(16.0, gt=0)
+    """k1: an oscillation ratio R updates every floor(R / k1) * k2 + 1 steps."""
+    slowdown: int = Field(5, ge=1)
+    """k2."""
+    slowest: int = Field(20, ge=1)
+    """The longest wait, in steps."""
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> "QRamping":
+        if self.window >= self.period:
+            raise ValueError(f"q_ramping.window {self.window} must be shorter than period {self.period}")
+        return self
+
+
+class Weights(Spec):
+    """What is done about the master weights of quantised layers."""
+
+    master: Literal["fp32", "bf16"] = "fp32"
+    """Type that the optimizer keeps all weights in; bf16 rounds to nearest after every step."""
+    osci_reset: OsciReset | None = None
+    q_ema: QEma | None = None
+    q_ramping: QRamping | None = None
+
+
+class Recipe(Products):
+    """A complete recipe. `dtype` is the type of activations and of operands that are not quantised."""
+
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    layers: Layers = Layers()
+    weights: Weights = Weights()
+    schedule: tuple[Phase, ...] = Field((), strict=False)
+    """Phases; where several hold, the later in this list decides."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Recipe":
+        everything = [self, *(rule.use for rule in self.layers.rules), *(phase.use for phase in self.schedule)]
+        if self.dtype == "fp32" and not all(part is None or part.plain for part in everything):
+            raise ValueError("dtype fp32 quantises nothing: the input chain of a quantised operand is bf16")
+        for name in ("osci_reset", "q_ema", "q_ramping"):
+            if getattr(self.weights, name) and self.fprop.w is None:
+                raise ValueError(f"weights.{name} acts on quantised weights, and fprop.w is not quantised")
+        if self.weights.q_ema and (self.fprop.w.rounding != "nearest" or self.fprop.w.select):
+            raise ValueError("weights.q_ema decides how fprop.w is rounded, so it must be rounded to nearest, without select")
+        return self
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is quantised or rotated anywhere, at any time."""
+        others = (*(rule.use for rule in self.layers.rules), *(phase.use for phase in self.schedule))
+        return super().plain and all(part is None or part.plain for part in others)
+
+    @property
+    def triggers(self) -> set[Trigger]:
+        """What its schedule must have measured."""
+        return {phase.trigger for phase in self.schedule if phase.trigger}
+
+    @property
+    def products(self) -> Products:
+        """Its own products, alone."""
+        return Products(fprop=self.fprop, dgrad=self.dgrad, wgrad=self.wgrad)
+
+    def at(self, step: int, run: Run, tripped: Collection[Trigger] = ()) -> "Recipe":
+        """The recipe in force in step `step` (from 0) of `run`: products and rules with the active phases applied."""
+        phases = [phase for phase in self.schedule if phase.active(step, run, tripped)]
+        if not phases:
+            return self
+
+        def changed(products: Products) -> Products:
+            for phase in phases:
+                products = products.replaced(phase.slots, phase.use or Products())
+            return products
+
+        own = changed(self.products)
+        rules = tuple(rule.model_copy(update={"use": rule.use and changed(rule.use)}) for rule in self.layers.rules)
+        layers = self.layers.model_copy(update={"rules": rules})
+        return self.model_copy(update={name: getattr(own, name) for name in DIRECTIONS["all"]} | {"layers": layers, "schedule": ()})
+
+    def layer(self, name: str, classes: Collection[str], block: int, blocks: int) -> Products | None:
+        """The products of one layer in block number `block` of `blocks`, inside modules of these classes; None: high precision."""
+        for rule in self.layers.rules:
+            if rule.matches(name, classes):
+                return rule.use
+        return self.products if self.layers.quantises(block, blocks) else None

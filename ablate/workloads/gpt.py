@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -13,7 +14,24 @@ from ablate.hyperparameters import METRICS, Training
 from ablate.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
+    import torch
+
+    from ablate.data.batches import Batch
+    from ablate.engines.emulated import Engine
     from ablate.train import Record, Telemetry
+    from ablate.transformer import Transformer
+
+
+_LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+
+
+class Prepared(NamedTuple):
+    """A model with a recipe applied, and its data."""
+
+    model: Transformer
+    engine: Engine
+    batch: Callable[[int, int], Batch]
+    validation: list[Batch]
 
 
 class Gpt(Training):
@@ -51,6 +69,11 @@ class Gpt(Training):
     def blocks(self) -> int:
         """Transformer blocks: what a layer policy counts."""
         return self.layers
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The layers that a recipe applies to, by qualified name: what a layer rule is matched against."""
+        return tuple(f"blocks.{block}.{name}" for block in range(self.layers) for name in _LINEARS)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """(field, reason) for what cannot run."""
@@ -95,22 +118,23 @@ class Gpt(Training):
 
     def records(self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry) -> Iterator[Record]:
         """Train, and yield a Record after every step that measured something."""
-        import math
+        return self.train(self.prepare(recipe, seed, device), telemetry)
 
+    def prepare(self, recipe: Recipe, seed: int, device: str) -> Prepared:
+        """The model and its data for one seed, with the recipe applied."""
         import torch
 
         from ablate.data.batches import training_batch, validation_batches
         from ablate.engines.emulated import DTYPES, convert
         from ablate.numerics.philox import Clock
-        from ablate.train import Record, train
         from ablate.transformer import Transformer, initialise
 
         corpus, where = open_corpus(self.data), torch.device(device)
         with torch.device("meta"):
             model = Transformer(self, corpus.vocab, DTYPES[recipe.dtype])
-        converted = convert(initialise(model, seed, where), recipe, Clock(seed))
+        engine = convert(initialise(model, seed, where), recipe, Clock(seed))
 
-        def batch(step: int, micro_batch: int):
+        def batch(step: int, micro_batch: int) -> tuple[torch.Tensor, ...]:
             pair = training_batch(corpus, seed, step, micro_batch, self.batch, self.context)
             return tuple(tensor.to(where) for tensor in pair)
 
@@ -118,8 +142,14 @@ class Gpt(Training):
             tuple(tensor.to(where) for tensor in pair)
             for pair in validation_batches(corpus, self.eval_tokens, self.eval_batch, self.context)
         ]
-        bits = None if corpus.bytes_per_token is None else math.log(2) * corpus.bytes_per_token
-        for record in train(model, converted, batch, validation, self, self.tokens_per_step, telemetry):
-            if bits and "val/loss" in record.metrics:
-                record.metrics["val/bits_per_byte"] = record.metrics["val/loss"] / bits
+        return Prepared(model, engine, batch, validation)
+
+    def train(self, run: Prepared, telemetry: Telemetry) -> Iterator[Record]:
+        """Train what was prepared; bits per byte beside nats where the data say how long a token is."""
+        from ablate.train import Record, train
+
+        bytes_per_token = open_corpus(self.data).bytes_per_token
+        for record in train(run.model, run.engine, run.batch, run.validation, self, self.tokens_per_step, telemetry):
+            if bytes_per_token and "val/loss" in record.metrics:
+                record.metrics["val/bits_per_byte"] = record.metrics["val/loss"] / (math.log(2) * bytes_per_token)
             yield Record(*record)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from linears import Watch, drawn, exact, layer, run
 from oracles import te
 from torch import Tensor, nn
 
@@ -14,50 +15,16 @@ from ablate.numerics.philox import Clock, site
 from ablate.numerics.quantize import pad, quantize
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes import PRESETS, SLOTS, Recipe
-from ablate.recipes.recipe import Layers, Phase
+from ablate.recipes.recipe import Layers, Phase, Run
 
 SHAPES = [(32, 32, 32), (64, 96, 32), (32, 64, 160), (256, 128, 96)]  # tokens, in, out: TE needs multiples of 32
 NVFP4 = PRESETS["nvfp4"]()
 
 
 def exact_outputs(recipe: Recipe) -> Recipe:
-    """The same recipe with every product left in fp32, and rounding to nearest."""
-    nearest = Quant()
-    return recipe.model_copy(
-        update={
-            "fprop": recipe.fprop.model_copy(update={"gemm": "fp32_out"}),
-            "dgrad": recipe.dgrad.model_copy(update={"gemm": "fp32_out", "g": nearest}),
-            "wgrad": recipe.wgrad.model_copy(update={"dw": "fp32", "g": nearest}),
-        }
-    )
-
-
-def drawn(*shape: int, seed: int, outliers: bool = False) -> Tensor:
-    """fp32 that holds bf16 values; with outliers, one token in 16 is 30 times larger."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=g)
-    if outliers:
-        x[:: shape[0] // 2] *= 30
-    return x.bfloat16().float()
-
-
-def layer(recipe: Recipe, weight: Tensor, bias: Tensor | None = None, clock: Clock | None = None) -> EmulatedLinear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    linear.weight.data.copy_(weight)
-    if bias is not None:
-        linear.bias.data.copy_(bias)
-    emulated = EmulatedLinear(linear, "blocks.0.linear", clock or Clock(0))
-    emulated.recipe = recipe
-    return emulated
-
-
-def run(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and dw."""
-    x = x.clone().requires_grad_()
-    module.zero_grad()
-    y = module(x)
-    y.backward(dy.to(y.dtype))
-    return y.detach(), x.grad, module.weight.grad
+    """The same recipe with every product left in fp32, and gradients rounded to nearest."""
+    recipe, nearest = exact(recipe), Quant()
+    return recipe.model_copy(update={name: getattr(recipe, name).model_copy(update={"g": nearest}) for name in ("dgrad", "wgrad")})
 
 
 def te_products(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -109,8 +76,8 @@ def test_bf16_products_are_the_fp32_ones_rounded_once():
             "wgrad": wide.wgrad.model_copy(update={"dw": "bf16"}),
         }
     )
-    for exact, rounded in zip(run(layer(wide, w), x, dy), run(layer(narrow, w), x, dy), strict=True):
-        expected, mine = exact.bfloat16(), rounded.bfloat16()
+    for whole, rounded in zip(run(layer(wide, w), x, dy), run(layer(narrow, w), x, dy), strict=True):
+        expected, mine = whole.bfloat16(), rounded.bfloat16()
         assert torch.equal(mine.float(), rounded)
         differs = expected != mine
         assert differs.double().mean() <= 1e-4
@@ -119,16 +86,6 @@ def test_bf16_products_are_the_fp32_ones_rounded_once():
 
 
 # --- what is drawn, and for what -------------------------------------------------------------------------------------------
-
-
-class Watch:
-    """A probe that keeps every operand."""
-
-    def __init__(self) -> None:
-        self.seen = {}
-
-    def __call__(self, name, slot, operand) -> None:
-        self.seen[slot] = operand
 
 
 def watched(recipe: Recipe, clock: Clock | None = None, tokens=64, inputs=48, outputs=80) -> dict:
@@ -293,7 +250,7 @@ def model(blocks: int = 1, bias: bool = False, seed: int = 0) -> nn.Module:
 def test_a_baseline_preset_is_nn_linear_bit_for_bit(preset, dtype, bias):
     converted, reference = model(bias=bias), model(bias=bias).to(dtype)
     engine = convert(converted, PRESETS[preset](), Clock(0))
-    engine.at(0, 1)
+    engine.at(0, Run(1))
     x, dy = drawn(24, 32, seed=1).to(dtype), drawn(24, 48, seed=3).to(dtype)
     mine, theirs = converted["blocks"][0][0], reference["blocks"][0][0]
     assert isinstance(mine, EmulatedLinear)
@@ -349,14 +306,14 @@ def test_the_block_of_a_layer_is_in_its_name(name, block):
 def test_a_layer_policy_decides_which_blocks_quantise(layers, expected):
     converted = model(4)
     engine = convert(converted, NVFP4.model_copy(update={"layers": layers}), Clock(0))
-    engine.at(0, 1)
+    engine.at(0, Run(1))
     seen = set()
     engine.listen(lambda name, slot, operand: seen.add(block_of(name)))
     x = drawn(16, 32, seed=1).bfloat16()
     for block in converted["blocks"]:
         x = block(x)
     assert seen == expected
-    assert {block_of(name) for name, linear in engine.layers.items() if not linear.recipe.plain} == expected
+    assert {block_of(name) for name, linear in engine.layers.items() if not linear.products.plain} == expected
 
 
 @pytest.mark.parametrize(("start", "first"), [("step:2", 2), ("fraction:0.5", 3), ("step:0", 0), ("fraction:1", 6)])
@@ -367,7 +324,7 @@ def test_a_phase_switches_its_products_at_its_step(slots, start, first):
     x, dy, linear = drawn(16, 32, seed=1).bfloat16(), drawn(16, 48, seed=3), converted["blocks"][0][0]
     switched = {"all": set(SLOTS), "forward": {"fprop.x", "fprop.w"}, "backward": set(SLOTS) - {"fprop.x", "fprop.w"}}[slots]
     for step in range(6):
-        engine.at(step, 6)
+        engine.at(step, Run(6))
         watch = Watch()
         engine.listen(watch)
         run(linear, x, dy)
@@ -376,7 +333,7 @@ def test_a_phase_switches_its_products_at_its_step(slots, start, first):
 
 @pytest.mark.parametrize("slots", ["forward", "backward"])
 def test_a_direction_in_high_precision_is_nn_linears(slots):
-    recipe = NVFP4.model_copy(update={"schedule": (Phase(start="step:0", slots=slots),)}).at(0, 1)
+    recipe = NVFP4.model_copy(update={"schedule": (Phase(start="step:0", slots=slots),)}).at(0, Run(1))
     x, w, dy = drawn(32, 32, seed=1).bfloat16(), drawn(48, 32, seed=2), drawn(32, 48, seed=3).bfloat16()
     mine = run(layer(recipe, w), x, dy)
     reference = nn.Linear(32, 48, bias=False, dtype=torch.bfloat16)
@@ -386,14 +343,13 @@ def test_a_direction_in_high_precision_is_nn_linears(slots):
     assert same == ([True, False, False] if slots == "forward" else [False, True, True])
 
 
-def test_everywhere_overrides_the_layer_policy_until_the_next_step():
+def test_high_precision_overrides_the_layer_policy_inside_its_context():
     converted = model(2)
     engine = convert(converted, NVFP4, Clock(0))
-    engine.at(0, 2)
-    engine.everywhere(PRESETS["bf16"]())
-    assert all(linear.recipe.plain for linear in engine.layers.values())
-    engine.at(1, 2)
-    assert not any(linear.recipe.plain for linear in engine.layers.values())
+    engine.at(0, Run(2))
+    with engine.high_precision():
+        assert all(linear.products.plain for linear in engine.layers.values())
+    assert not any(linear.products.plain for linear in engine.layers.values())
 
 
 def test_a_model_without_blocks_is_left_as_it_is():
@@ -401,6 +357,6 @@ def test_a_model_without_blocks_is_left_as_it_is():
     engine = convert(plain, NVFP4, Clock(0))
     assert engine.layers == {}
     assert engine.nonfinite() == 0
-    engine.at(0, 1)
+    engine.at(0, Run(1))
     x = drawn(4, 32, seed=1)
     assert torch.equal(plain(x), F.linear(x, plain[0].weight))

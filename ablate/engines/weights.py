@@ -1,0 +1,160 @@
+"""What a recipe does to master weights around an optimizer step: keep them in bf16, and damp their oscillation.
+
+Near the end of a run many weights sit at a rounding threshold and flip between two codes at each step (TetraJet, arXiv 2502.20853).
+"""
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ablate.recipes.recipe import OsciReset, Products, QEma, QRamping, Run, Weights
+
+
+class Layer(Protocol):
+    """What is needed of a quantised layer."""
+
+    weight: nn.Parameter
+    products: Products
+    target: Tensor | None
+
+    def quantised_weight(self) -> Tensor: ...
+
+
+class Travel:
+    """How far each weight, and its quantised value, went: sums of |dw| and |dQ(w)| over steps."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.w, self.q = layer.weight.detach().clone(), layer.quantised_weight()
+        self.w_way, self.q_way = torch.zeros_like(self.w), torch.zeros_like(self.q)
+
+    def add(self, layer: Layer) -> None:
+        """Note the step that the layer's weight has just made."""
+        w, q = layer.weight.detach().clone(), layer.quantised_weight()
+        self.w_way += (w - self.w).abs()
+        self.q_way += (q - self.q).abs()
+        self.w, self.q = w, q
+
+    def ratio(self) -> Tensor:
+        """|dQ(w)| over |dw|, 0 for a weight that did not move."""
+        return torch.where(self.w_way == 0, 0.0, self.q_way / self.w_way)
+
+
+class Resetting:
+    """OsciReset: weights that crossed thresholds more than they moved are put on their quantised value."""
+
+    def __init__(self, spec: OsciReset, layers: Mapping[str, Layer]) -> None:
+        self.spec, self.layers = spec, layers
+        self.travels: dict[str, Travel] = {}
+
+    def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        if step >= Fraction(repr(self.spec.start)) * run.steps and step % self.spec.period == 0:
+            self.travels = {name: Travel(layer) for name, layer in self.layers.items()}
+
+    @torch.no_grad()
+    def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        over = step % self.spec.period == self.spec.window - 1
+        for name, travel in self.travels.items():
+            layer = self.layers[name]
+            travel.add(layer)
+            if over:
+                layer.weight.copy_(torch.where(travel.ratio() >= self.spec.threshold, travel.q, layer.weight))
+        if over:
+            self.travels = {}
+
+
+class Averaging:
+    """Q-EMA: the moving average of a weight decides which neighbour it is rounded to."""
+
+    def __init__(self, spec: QEma, layers: Mapping[str, Layer]) -> None:
+        self.spec, self.layers = spec, layers
+        self.means = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+
+    def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        pass
+
+    def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        for name, layer in self.layers.items():
+            self.means[name].lerp_(layer.weight.detach(), 1 - self.spec.decay)
+            if step + 1 >= self.spec.start:
+                layer.target = self.means[name]
+
+
+class Ramping:
+    """Q-Ramping: a weight whose oscillation ratio is high is updated every n steps, n times as far, by its mean gradient.
+
+    The paper measures the ratio on extra steps that are taken back; here the run's own steps are measured.
+    """
+
+    def __init__(self, spec: QRamping, layers: Mapping[str, Layer]) -> None:
+        self.spec, self.layers = spec, layers
+        self.travels: dict[str, Travel] = {}
+        self.waits = {name: torch.ones_like(layer.weight, requires_grad=False) for name, layer in layers.items()}
+        self.sums = {name: torch.zeros_like(wait) for name, wait in self.waits.items()}
+        self.counts = {name: torch.zeros_like(wait) for name, wait in self.waits.items()}
+        self.kept: dict[str, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        if step % self.spec.period == 0:
+            self.travels = {name: Travel(layer) for name, layer in self.layers.items()}
+        for name, layer in self.layers.items():
+            self.sums[name] += layer.weight.grad
+            self.counts[name] += 1  # not the wait, which a measurement may have changed in between
+            layer.weight.grad = self.sums[name] / self.counts[name]
+            state = optimizer.state.get(layer.weight, {})
+            moments = [state[key].clone() if state else torch.zeros_like(layer.weight) for key in ("exp_avg", "exp_avg_sq")]
+            self.kept[name] = [layer.weight.detach().clone(), *moments]
+
+    @torch.no_grad()
+    def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        decays = {id(p): 1 - group["lr"] * group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        for name, layer in self.layers.items():
+            count, (w, *moments) = self.counts[name], self.kept[name]
+            due = (step + 1) % self.waits[name] == 0
+            decayed = w * decays[id(layer.weight)]
+            layer.weight.copy_(torch.where(due, decayed + count * (layer.weight - decayed), decayed))
+            state = optimizer.state[layer.weight]
+            for key, old in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+                state[key].copy_(torch.where(due, state[key], old))
+            for collected in (self.sums[name], count):
+                collected.masked_fill_(due, 0)
+        self._measure(step)
+
+    def _measure(self, step: int) -> None:
+        over = step % self.spec.period == self.spec.window - 1
+        for name, travel in self.travels.items():
+            travel.add(self.layers[name])
+            if over:
+                slower = torch.floor(travel.ratio() / self.spec.threshold) * self.spec.slowdown + 1
+                self.waits[name] = slower.clamp(max=self.spec.slowest)
+        if over:
+            self.travels = {}
+
+
+class WeightRules:
+    """All that a recipe asks for, called before and after every optimizer step."""
+
+    def __init__(self, spec: Weights, parameters: list[nn.Parameter], layers: Mapping[str, Layer]) -> None:
+        self.spec, self.parameters, self.layers = spec, parameters, layers
+        self.rules: list[Resetting | Averaging | Ramping] | None = None
+
+    def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        """Gradients are there, the step is not yet taken."""
+        if self.rules is None:  # the layers' products are known from the first step on
+            quantised = {name: layer for name, layer in self.layers.items() if layer.products.fprop.w is not None}
+            wanted = ((Resetting, self.spec.osci_reset), (Averaging, self.spec.q_ema), (Ramping, self.spec.q_ramping))
+            self.rules = [rule(spec, quantised) for rule, spec in wanted if spec]
+        for rule in self.rules:
+            rule.before(optimizer, step, run)
+
+    @torch.no_grad()
+    def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        """The step is taken."""
+        for rule in self.rules:
+            rule.after(optimizer, step, run)
+        if self.spec.master == "bf16":
+            for parameter in self.parameters:
+                parameter.copy_(parameter.to(torch.bfloat16))
