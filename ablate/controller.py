@@ -47,6 +47,8 @@ class Running:
     estimate: float
     step: int = 0
     loss: float = math.nan
+    warned: bool = False
+    """Whether its first alarm was told."""
     request: dict[str, Any] = field(default_factory=dict)
 
 
@@ -163,6 +165,7 @@ class Controller:
                 "name": self.experiment.name,
                 "question": self.experiment.question,
                 "metric": self.experiment.metric.model_dump_json(),
+                "metrics": json.dumps([metric.name for metric in self.experiment.metrics]),
                 "experiment.yaml": self.experiment.text,
                 "provenance.json": json.dumps({"commit": commit, **provenance.environment()}, indent=1),
                 "uncommitted.diff": diff,
@@ -264,6 +267,7 @@ class Controller:
             last = message["events"][-1]
             running.step = last["step"]
             running.loss = last["metrics"].get("train/loss", running.loss)
+            self._warn(running, message["events"])
             return
         outcome, reason = message["end"], message.get("reason")
         self.ledger.end_attempt(running.trial, running.attempt, time.time(), outcome, reason)
@@ -278,8 +282,16 @@ class Controller:
         self._estimated += running.estimate
         self.ledger.settle(running.trial, outcome, reason, message["result"]["seconds"])
         final = self.ledger.last_values(running.trial).get(self.experiment.metric.name, math.nan)
-        ending = f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.4f}"
+        ending = f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
         self._say(f"{running.name} seed={running.seed}: {ending} ({message['result']['seconds']:.0f} s)")
+
+    def _warn(self, running: Running, events: list[dict[str, Any]]) -> None:
+        """Tell a trial's first alarms, and that there are more."""
+        for event in events:
+            if event.get("alarms") and not running.warned:
+                running.warned = True
+                more = f" (and {len(event['alarms']) - 1} more)" if event["alarms"][1:] else ""
+                self._say(f"{running.name} seed={running.seed} step {event['step']}: alarm: {event['alarms'][0]}{more}")
 
     def _failed(self, executor: Executor, trial_id: str, running: Running, message: dict[str, Any]) -> None:
         reason = message["reason"]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ablate.arms import Arm, Base, KnobError, reason
 from ablate.engines import resolve
 from ablate.recipes import PRESETS
-from ablate.surface import NOT_YET, Budget, ExperimentFile, Metric, Search, TelemetryKeys
+from ablate.surface import NOT_YET, Budget, ExperimentFile, Metric, Published, Search, TelemetryKeys
 from ablate.trial import TrialSpec
 from ablate.workloads import WORKLOADS
 from ablate.yamlfile import Document, nearest, read
@@ -54,12 +54,19 @@ class Experiment:
     """Names of the baselines among them that the file's own arms do not include."""
     against: Mapping[str, Any]
     seeds: tuple[int, ...]
-    metric: Metric
+    metrics: tuple[Metric, ...]
+    """What arms are compared by, the main one first."""
+    published: tuple[Published, ...]
     search: Search | None
     engine: str
     retry: int
     budget: Budget
     telemetry: TelemetryKeys
+
+    @property
+    def metric(self) -> Metric:
+        """The main metric: what a search optimises, and what MLflow and the study show."""
+        return self.metrics[0]
 
     def propose(self, knobs: Mapping[str, Any]) -> tuple[Arm, Arm]:
         """A searched arm and its baseline: the same workload values under the recipe it is compared with."""
@@ -78,7 +85,7 @@ def load(path: Path) -> Experiment:
     _refuse_not_yet(document)
     engine = _engine(file, document)
     base = _base(file, document)
-    metric = _metric(file, base, document)
+    metrics = _metrics(file, base, document)
     space = _space(file, document)
     if base is None:
         document.check()
@@ -86,6 +93,7 @@ def load(path: Path) -> Experiment:
     against = _against(file, base, arms, document)
     document.check()
     baselines, compared = _with_baselines(file, base, arms, against, document)
+    _refuse_unmeasured(file, base, [arm.name for arm in (*baselines, *compared)], document)
     return Experiment(
         name=path.stem,
         file=str(path),
@@ -97,7 +105,8 @@ def load(path: Path) -> Experiment:
         added=frozenset(arm.name for arm in baselines),
         against=against,
         seeds=file.seeds,
-        metric=metric,
+        metrics=metrics,
+        published=file.published,
         search=file.search,
         engine=engine,
         retry=file.retry,
@@ -131,8 +140,8 @@ def _refuse_not_yet(document: Document) -> None:
     resources = document.value.get("resources")
     if isinstance(resources, dict) and isinstance(resources.get("gpus"), int) and resources["gpus"] > 1:
         document.problem(("resources", "gpus"), "trials on several GPUs are not yet available; use 0 or 1")
-    if isinstance(document.value.get("metric"), list):
-        document.problem(("metric",), "several objectives are not yet available; give one metric")
+    if isinstance(document.value.get("metric"), list) and document.value.get("search"):
+        document.problem(("metric",), "a search for several objectives is not yet available; give one metric")
 
 
 def _engine(file: ExperimentFile, document: Document) -> str | None:
@@ -153,7 +162,7 @@ def _base(file: ExperimentFile, document: Document) -> Base | None:
     if name not in WORKLOADS:
         document.problem(("workload", name), f"no such workload; {nearest(name, WORKLOADS)}")
         return None
-    base = Base(name, values or {}, file.recipe if file.recipe in PRESETS else "bf16")
+    base = Base(name, values or {}, file.recipe if file.recipe in PRESETS else "nvfp4")
     try:
         base.arm({"recipe": "bf16"})
     except KnobError as error:
@@ -172,18 +181,40 @@ def _value(content: Any, parts: list[str]) -> tuple[Any, ...]:
     return (content,)
 
 
-def _metric(file: ExperimentFile, base: Base | None, document: Document) -> Metric:
-    if isinstance(file.metric, list):
-        return Metric()
+def _metrics(file: ExperimentFile, base: Base | None, document: Document) -> tuple[Metric, ...]:
+    """One metric, or several as a list; noted are those that the workload does not measure."""
+    if not isinstance(file.metric, list):
+        return (_metric(file.metric, ("metric",), base, document),)
+    if not file.metric:
+        document.problem(("metric",), "is an empty list: name what arms are compared by", file.metric)
+    found = tuple(_metric(value, ("metric", index), base, document) for index, value in enumerate(file.metric))
+    _refuse_twins(("metric",), [metric.name for metric in found], document)
+    return found or (Metric(),)
+
+
+def _metric(value: Any, path: tuple[str | int, ...], base: Base | None, document: Document) -> Metric:
     try:
-        metric = Metric.model_validate(file.metric)
+        metric = Metric.model_validate(value)
     except ValidationError as error:
         for problem in error.errors():
-            document.problem(("metric", *problem["loc"]), reason(problem, Metric), problem["input"])
+            document.problem((*path, *problem["loc"]), reason(problem, Metric), problem["input"])
         return Metric()
-    if base is not None and metric.name not in (known := WORKLOADS[base.workload].METRICS):
-        document.problem(("metric", "name"), f"no such metric of {base.workload}; {nearest(metric.name, sorted(known))}", metric.name)
+    _refuse_unknown(metric.name, (*path, "name"), base, document)
     return metric
+
+
+def _refuse_unknown(name: str, path: tuple[str | int, ...], base: Base | None, document: Document) -> None:
+    if base is not None and name not in (known := WORKLOADS[base.workload].METRICS):
+        document.problem(path, f"no such metric of {base.workload}; {nearest(name, sorted(known))}", name)
+
+
+def _refuse_unmeasured(file: ExperimentFile, base: Base, arms: list[str], document: Document) -> None:
+    """Published figures of arms or metrics that this experiment does not have."""
+    for index, figure in enumerate(file.published):
+        _refuse_unknown(figure.metric, ("published", index, "metric"), base, document)
+        if figure.arm not in arms and not file.search:
+            document.problem(("published", index, "arm"), f"no such arm; {nearest(figure.arm, arms)}", figure.arm)
+    document.check()
 
 
 def _space(file: ExperimentFile, document: Document) -> dict[str, Dimension]:

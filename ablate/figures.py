@@ -1,12 +1,20 @@
 """Numbers as pictures, each named by its question. The only file that knows seaborn; colours are safe for the colour-blind."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only: a window would need a screen
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from ablate.results import ArmSummary
-from ablate.surface import Metric
+from ablate.ledger import Ledger
+from ablate.results import ArmSummary, frame, summaries
+from ablate.surface import Metric, Published
 
 PALETTE = "colorblind"
 
@@ -50,3 +58,71 @@ def slot_errors(records: pd.DataFrame) -> Figure:
     )
     grid.set_axis_labels("step", "SQNR, dB").set_titles("{col_name}")
     return grid.figure
+
+
+def dots(arms: list[ArmSummary], metric: Metric, published: Sequence[Published] = ()) -> Figure:
+    """Every arm's metric, a dot a seed; its baseline and what was published of it beside. A log axis where they span a factor of 8."""
+    measured = {arm.name: arm for arm in arms if arm.values}
+    compared = [arm for arm in measured.values() if arm.baseline in measured]
+    several = len({arm.baseline for arm in compared}) > 1
+    shown = compared if several else list(measured.values())  # each baseline beside its arm, or one for all
+    figure, axes = plt.subplots(figsize=(8, 0.36 * len(shown) + 1.8), layout="constrained")
+    colours = sns.color_palette(PALETTE)
+    rows = {arm.name: row for row, arm in enumerate(reversed(shown))}
+    for arm in shown:
+        axes.plot(list(arm.values.values()), [rows[arm.name]] * len(arm.values), "o", color=colours[0], alpha=0.7, label="arm, by seed")
+        if several:
+            base = measured[arm.baseline].values.values()
+            axes.plot(list(base), [rows[arm.name]] * len(base), "|", markersize=14, color="0.45", label="its baseline, by seed")
+    for line in published:
+        if line.metric == metric.name and line.step is None and line.arm in rows:
+            axes.plot(line.value, rows[line.arm], "D", markersize=11, fillstyle="none", color=colours[3], label="published")
+    values = [abs(value) for arm in measured.values() for value in arm.values.values()]
+    if min(values) > 0 and max(values) > 8 * min(values):
+        axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.margins(y=0.6 / len(rows))
+    axes.grid(axis="x", color="0.9")
+    axes.set_xlabel(metric.name)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=3, frameon=False)
+    sns.despine(figure, left=True)
+    return figure
+
+
+def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = ()) -> Figure:
+    """A metric over steps on log axes, one line an arm, with published figures where there are any: does it fall as 1 / steps?"""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    chosen = records[records["metric"] == metric]
+    arms = list(dict.fromkeys(chosen["arm"]))
+    sns.lineplot(chosen, x="step", y="value", hue="arm", hue_order=arms, marker="o", errorbar=("pi", 100), palette=PALETTE, ax=axes)
+    colours = dict(zip(arms, sns.color_palette(PALETTE), strict=False))
+    for line in published:
+        if line.metric == metric and line.step and line.arm in colours:
+            axes.plot(line.step, line.value, "D", markersize=11, fillstyle="none", color=colours[line.arm])
+    axes.set(xscale="log", yscale="log", xlabel="independent draws in the mean", ylabel=metric)
+    axes.set_title("Lines are measured, diamonds published", loc="left", fontsize="medium")
+    axes.legend(title=None, frameon=False)
+    axes.grid(color="0.9")
+    sns.despine(figure)
+    return figure
+
+
+def draw(ledger: Ledger, metrics: Sequence[Metric], published: Sequence[Published], folder: Path) -> list[Path]:
+    """One picture a metric, as PNG files in `folder`: arms by seed, or a decay where the metric was recorded at several draws."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = None
+    paths = []
+    for metric in metrics:
+        arms = summaries(ledger, metric)
+        if not any(arm.values for arm in arms):
+            continue
+        if metric.name.startswith("mean/"):
+            records = frame(ledger) if records is None else records
+            figure = decay(records, metric.name, published)
+        else:
+            figure = dots(arms, metric, published)
+        paths.append(folder / f"{metric.name.replace('/', '-')}.png")
+        figure.savefig(paths[-1], dpi=150)
+        plt.close(figure)
+    return paths

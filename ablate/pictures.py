@@ -25,7 +25,8 @@ class Pictures:
         if mlflow and (busy or ledger.unshipped()):
             from ablate.tracking import Projector  # MLflow takes seconds to import: only where it is needed
 
-            facts = {key: ledger.fact(key) or "" for key in ("question", "experiment.yaml", "provenance.json", "uncommitted.diff")}
+            told = ("question", "experiment.yaml", "provenance.json", "uncommitted.diff", "metrics")
+            facts = {key: ledger.fact(key) or "" for key in told}
             facts |= {"mlflow_parent": ledger.fact("mlflow_parent") or "", "sweep_id": ledger.identity()}
             self._projector = Projector(mlflow, state, folder / "ledger.db", experiment.name, facts)
         arms = sorted((arm for arm in ledger.arms() if arm["optuna"] is not None), key=lambda arm: arm["optuna"])

@@ -2,15 +2,17 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from ablate.arms import label
 from ablate.ledger import Ledger
 from ablate.stats import Difference, paired_difference, verdict
-from ablate.surface import Metric
+from ablate.surface import Metric, Published
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,16 @@ class ArmSummary:
     def mean(self) -> float:
         """Mean of the metric over the seeds that have it."""
         return math.fsum(self.values.values()) / len(self.values) if self.values else math.nan
+
+
+@dataclass(frozen=True)
+class Replication:
+    """A published figure beside the measured one."""
+
+    figure: Published
+    measured: Difference
+    """The mean over seeds with its interval (a difference from nothing)."""
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -77,9 +89,9 @@ def metric_of(ledger: Ledger) -> Metric:
     return Metric.model_validate_json(ledger.fact("metric") or "{}")
 
 
-def summaries(ledger: Ledger) -> list[ArmSummary]:
-    """One summary an arm, in the ledger's order."""
-    metric, arms = metric_of(ledger), {arm["arm"]: arm for arm in ledger.arms()}
+def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
+    """One summary an arm by a metric (the sweep's main one, where none is given), in the ledger's order."""
+    metric, arms = metric or metric_of(ledger), {arm["arm"]: arm for arm in ledger.arms()}
     members: dict[int, list[Any]] = {}
     finals: dict[int, dict[int, dict[str, float]]] = {}
     for member in ledger.members():
@@ -120,31 +132,70 @@ def _mean(values: list[float]) -> float:
 
 
 def contrasts(arms: list[ArmSummary], metric: Metric) -> list[Contrast]:
-    """For every two arms that differ in exactly one knob, what turning it did: first value minus second, seeds paired."""
+    """For every two arms that differ in exactly one knob, what turning it did: first value minus second, seeds paired.
+
+    Left out are presets, what an arm's gap to its baseline says already, and, where a recipe's knobs are turned, the workload's:
+    those are what they are tried on.
+    """
+    about = {knob for arm in arms for knob in arm.knobs if not knob.startswith("workload.") and knob != "recipe"}
     result = []
     for i, first in enumerate(arms):
         for second in arms[i + 1 :]:
-            if first.knobs.keys() != second.knobs.keys() or not first.knobs:
+            told = first.name == second.baseline or second.name == first.baseline
+            if told or first.knobs.keys() != second.knobs.keys():
                 continue
             differing = [knob for knob in first.knobs if first.knobs[knob] != second.knobs[knob]]
-            if len(differing) == 1:
+            if len(differing) == 1 and (differing[0] in about or not about):
                 result.append(_contrast(first, second, differing[0], metric))
     return sorted(result, key=lambda contrast: contrast.knob)
 
 
 def _contrast(first: ArmSummary, second: ArmSummary, knob: str, metric: Metric) -> Contrast:
     effect = paired_difference(first.values, second.values)
-    held = " ".join(f"{k}={json.dumps(v)}" for k, v in first.knobs.items() if k != knob)
+    held = label({k: v for k, v in first.knobs.items() if k != knob})
     change = f"{json.dumps(first.knobs[knob])} instead of {json.dumps(second.knobs[knob])}"
     return Contrast(knob, change, held, effect, verdict(effect, metric.direction == "minimize", metric.min_effect))
 
 
+def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replication]:
+    """Every published figure beside what this sweep measured of it."""
+    return [_replication(figure, _measured(ledger, figure)) for figure in published]
+
+
+def _measured(ledger: Ledger, figure: Published) -> dict[int, float]:
+    """The figure's metric by seed, at its step."""
+    found = {}
+    for member in ledger.members():
+        if member["name"] == figure.arm and member["status"] == "done":
+            records = ledger.records(member["trial"])
+            values = [value for step, name, value, _ in records if name == figure.metric and figure.step in (None, step)]
+            found |= {member["seed"]: values[-1]} if values else {}
+    return found
+
+
+def _replication(figure: Published, values: dict[int, float]) -> Replication:
+    measured = paired_difference(values, dict.fromkeys(values, 0.0))
+    if not measured.pairs:
+        return Replication(figure, measured, "not measured")
+    apart = measured.mean - figure.value
+    if abs(apart) <= figure.tolerance * abs(figure.value):
+        return Replication(figure, measured, f"agrees within {figure.tolerance:.0%}" if figure.value else "agrees")
+    return Replication(figure, measured, f"differs by {apart / abs(figure.value):+.1%}" if figure.value else "differs")
+
+
+def number(value: float) -> str:
+    """Four decimals of a number like a loss, four digits of a small one."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
+
+
 def interval(difference: Difference) -> str:
-    """`+0.0123 ±0.0023`, the t interval being symmetric; without ± where there is no interval."""
+    """`+0.0123 ±0.0023`, the t interval being symmetric; without ± where there is none. More decimals where they mean something."""
     if not difference.pairs:
         return "-"
-    half = f" ±{difference.high - difference.mean:.4f}" if difference.has_interval else ""
-    return f"{difference.mean:+.4f}{half}"
+    half = difference.high - difference.mean if difference.has_interval else 0.0
+    smallest = half or abs(difference.mean)
+    decimals = max(4, 1 - math.floor(math.log10(smallest))) if smallest else 4
+    return f"{difference.mean:+.{decimals}f}" + (f" ±{half:.{decimals}f}" if difference.has_interval else "")
 
 
 def summary_markdown(ledger: Ledger) -> str:
@@ -158,5 +209,5 @@ def summary_markdown(ledger: Ledger) -> str:
     ]
     for arm in summaries(ledger):
         gap = "baseline" if arm.gap is None else interval(arm.gap)
-        lines.append(f"| {arm.name} | {arm.mean:.4f} | {gap} | {arm.verdict} |")
+        lines.append(f"| {arm.name} | {number(arm.mean)} | {gap} | {arm.verdict} |")
     return "\n".join(lines)

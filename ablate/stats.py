@@ -48,6 +48,8 @@ def verdict(difference: Difference, minimize: bool, min_effect: float | None) ->
     """`better`, `worse`, `no difference that matters`, or `undecided` with the seeds that would settle it; never more than that."""
     if not difference.has_interval:
         return "one seed: no interval" if difference.pairs else "no pair of finished seeds"
+    if difference.mean == difference.deviation == 0:
+        return "the same numbers"
     low, high = (difference.low, difference.high) if minimize else (-difference.high, -difference.low)
     if min_effect is not None and -min_effect < low and high < min_effect:
         return "no difference that matters"

@@ -31,6 +31,20 @@ class Metric(Spec):
     """The smallest difference that matters, in the metric's unit."""
 
 
+class Published(Spec):
+    """A figure from a paper, to stand beside the measured one."""
+
+    arm: str
+    """The arm that measures it, by name."""
+    metric: str
+    value: float
+    tolerance: float = Field(0.02, gt=0, lt=1)
+    """Relative: how far apart the two may be to be called the same."""
+    step: int | None = Field(None, ge=1)
+    """At which step; null: the last."""
+    source: Annotated[str, Field(pattern=r"\S")]
+
+
 class Search(Spec):
     """How points are proposed where `ablate` holds ranges."""
 
@@ -61,8 +75,14 @@ class TelemetryKeys(Spec):
 
     every: int = Field(50, ge=1)
     """Steps between measurements of quantisation error."""
+    shadow: int = Field(100, ge=1)
+    """Steps between comparisons of the gradient with the one of an unquantised step."""
     log: int = Field(10, ge=1)
     """Steps between records of the training loss."""
+
+
+_ONE = Metric.model_json_schema()
+_METRICS_SCHEMA = {"anyOf": [_ONE, {"type": "array", "items": _ONE, "minItems": 1}]}
 
 
 class ExperimentFile(Spec):
@@ -76,7 +96,9 @@ class ExperimentFile(Spec):
     arms: dict[str, dict[str, Any]] | None = None
     against: Any = "bf16"
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds), WithJsonSchema(_SEEDS_SCHEMA)] = (0, 1, 2)
-    metric: Annotated[Any, WithJsonSchema(Metric.model_json_schema())] = Field(default_factory=dict)
+    metric: Annotated[Any, WithJsonSchema(_METRICS_SCHEMA)] = Field(default_factory=dict)
+    """One metric, or a list: arms are then compared by each."""
+    published: Annotated[tuple[Published, ...], Field(strict=False)] = ()
     search: Search | None = None
     engine: str = "auto"
     retry: int = Field(2, ge=0, le=100)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ablate.cli import duration
 from ablate.controller import Progress
-from ablate.results import ArmSummary, Contrast, interval
+from ablate.results import ArmSummary, Contrast, Replication, interval, number
 from ablate.surface import Metric
 
 _MOST_CONTRASTS = 16
@@ -62,35 +62,68 @@ def _live(progress: Progress) -> Group:
 
 
 def summary_table(arms: Iterable[ArmSummary], metric: Metric) -> Table:
-    """One line an arm: mean over seeds, paired gap with its interval, quantisation error, speed, divergence, verdict."""
-    table = Table(title_justify="left", header_style="bold", pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column("arm")
-    for name in (metric.name, "seeds", "gap to baseline", "SQNR dB", "tokens/s", "NaN"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
-    for arm in arms:
-        total = len(arm.values) + arm.diverged + arm.missing
-        table.add_row(
-            arm.name,
-            f"{arm.mean:.4f}" if arm.values else "-",
-            f"{len(arm.values)}" if len(arm.values) == total else f"{len(arm.values)} of {total}",
-            "" if arm.gap is None else interval(arm.gap),
-            "-" if math.isnan(arm.sqnr_db) else f"{arm.sqnr_db:.1f}",
-            "-" if math.isnan(arm.tokens_per_s) else f"{arm.tokens_per_s:,.0f}",
-            str(arm.nans),
-            Text(arm.verdict, style=_COLOURS.get(arm.verdict, "")),
-        )
+    """One line an arm: mean over seeds, paired gap with its interval, quantisation error, speed, divergence, verdict.
+
+    Each baseline is followed by what is compared with it. Columns in which nothing was measured are left out.
+    """
+    arms = list(arms)
+    alone = [arm for arm in arms if arm.baseline is None]
+    rows = [_cells(arm, metric) for first in alone for arm in (first, *(arm for arm in arms if arm.baseline == first.name))]
+    names = [name for name in rows[0] if any(row[name] != "-" for row in rows)] if rows else []
+    table = _table()
+    for name in names:
+        table.add_column(name, justify="left" if name in ("arm", "verdict") else "right")
+    for row in rows:
+        verdict = Text(row["verdict"], style=_COLOURS.get(row["verdict"], ""))
+        table.add_row(*(row[name] for name in names if name != "verdict"), verdict)
     return table
+
+
+def _cells(arm: ArmSummary, metric: Metric) -> dict[str, str]:
+    total = len(arm.values) + arm.diverged + arm.missing
+    return {
+        "arm": arm.name,
+        metric.name: number(arm.mean) if arm.values else "-",
+        "seeds": f"{len(arm.values)}" if len(arm.values) == total else f"{len(arm.values)} of {total}",
+        "gap to baseline": "" if arm.gap is None else interval(arm.gap),
+        "SQNR dB": "-" if math.isnan(arm.sqnr_db) else f"{arm.sqnr_db:.1f}",
+        "tokens/s": "-" if math.isnan(arm.tokens_per_s) else f"{arm.tokens_per_s:,.0f}",
+        "NaN": str(arm.nans),
+        "verdict": arm.verdict,
+    }
 
 
 def contrast_table(contrasts: list[Contrast]) -> Table | None:
     """One line for each two arms that differ in one knob; None where there are none, or more than anyone reads."""
     if not 0 < len(contrasts) <= _MOST_CONTRASTS:
         return None
-    table = Table(header_style="bold", pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    for name in ("knob", "turned to", "with", "effect", "verdict"):
-        table.add_column(name)
+    table = _table("knob", "turned to", "with", "effect", "verdict")
     for contrast in contrasts:
         style = _COLOURS.get(contrast.verdict, "")
         table.add_row(contrast.knob, contrast.change, contrast.held, interval(contrast.effect), Text(contrast.verdict, style=style))
+    return table
+
+
+def replication_table(replications: Iterable[Replication]) -> Table:
+    """Published beside measured, with a verdict."""
+    table = _table("arm", "metric", right=("published", "measured"), last="verdict")
+    table.add_column("source", style="dim")
+    for line in replications:
+        figure = line.figure
+        at = "" if figure.step is None else f" at {figure.step}"
+        style = "green" if line.verdict.startswith("agrees") else "red"
+        half = line.measured.high - line.measured.mean
+        shown = f"{line.measured.mean:.4g}" + (f" ±{half:.2g}" if line.measured.has_interval else "")
+        table.add_row(figure.arm, f"{figure.metric}{at}", f"{figure.value:.4g}", shown, Text(line.verdict, style=style), figure.source)
+    return table
+
+
+def _table(*names: str, right: tuple[str, ...] = (), last: str | None = None) -> Table:
+    table = Table(title_justify="left", header_style="bold", pad_edge=False, box=None, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    if last:
+        table.add_column(last)
     return table

@@ -21,7 +21,7 @@ _TERMINAL = {"done": "FINISHED", "diverged": "FINISHED", "failed": "FAILED"}
 _METRICS_A_BATCH, _PARAMS_A_BATCH = 1000, 100  # MLflow's limits
 _INTERVAL = 1.0
 _RETRY_SECONDS = 5.0
-_TOP_LEVEL = ("sqnr_db", "zero_frac", "saturated_frac")
+_TOP_LEVEL = ("/sqnr_db", "/zero_frac")
 """What MLflow gets of each slot's errors; the rest stays in the ledger, so that a run has about 30 keys and its page stays usable."""
 
 
@@ -45,6 +45,7 @@ class Projector:
         self.trouble: str | None = None
         """Why the picture is behind, while it is."""
         self._uri, self._state, self._ledger_path, self._sweep, self._facts = uri, state, ledger, sweep, dict(facts)
+        self._metrics = json.loads(facts.get("metrics") or "[]")
         self._shipped: dict[tuple[int, int], Shipped] = {}
         self._finish: tuple[str, str] | None = None
         self._stop = threading.Event()
@@ -187,7 +188,7 @@ class Projector:
         batch: list[Any] = []
         step = after
         for step, records in groupby(ledger.records(trial, after), key=lambda record: record[0]):
-            metrics = [Metric(name, value, int(moment * 1000), step) for _, name, value, moment in records if _top_level(name)]
+            metrics = [Metric(name, value, int(moment * 1000), step) for _, name, value, moment in records if self._shows(name)]
             if len(batch) + len(metrics) > _METRICS_A_BATCH:
                 client.log_batch(run, metrics=batch)
                 batch = []
@@ -195,6 +196,10 @@ class Projector:
         if batch:
             client.log_batch(run, metrics=batch)
         return step
+
+    def _shows(self, name: str) -> bool:
+        """Whether a metric goes to MLflow: what arms are compared by, and everything but per-layer series and most slots' errors."""
+        return not name.startswith("quant/") or name in self._metrics or (name.count("/") == 2 and name.endswith(_TOP_LEVEL))
 
     def _artifacts(self, client: Any, run: str, member: Mapping[str, Any]) -> None:
         """The resolved spec and the result with its environment."""
@@ -209,11 +214,6 @@ class Projector:
                 client.set_terminated(member.run, "KILLED")
         client.set_tag(self.parent, "mlflow.note.content", note)
         client.set_terminated(self.parent, status)
-
-
-def _top_level(name: str) -> bool:
-    """Whether a metric goes to MLflow: everything but per-layer series, and of the slots' errors a few."""
-    return not name.startswith("quant/") or (name.count("/") == 2 and name.rpartition("/")[2] in _TOP_LEVEL)
 
 
 def _params(spec: Mapping[str, Any], knobs: Mapping[str, Any], arm: str) -> Iterator[tuple[str, str]]:

@@ -68,9 +68,10 @@ class TrialSpec(Spec):
 
 
 def run(spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Run the trial, or replay it where it is finished; yields events {step, time, metrics}, ends when the result is committed.
+    """Run the trial, or replay it where it is finished; yields events {step, time, metrics, alarms if any}.
 
-    Waits while another process runs the same trial. A non-finite loss is a result (`diverged`); an exception is not.
+    Ends when the result is committed. Waits while another process runs the same trial. A non-finite loss is a result (`diverged`);
+    an exception is not.
     """
     with store.claim(spec.id):
         if store.result(spec.id) is not None:
@@ -87,10 +88,13 @@ def run(spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, int]) 
 
 
 def _events(spec: TrialSpec, telemetry: dict[str, int]) -> Iterator[dict[str, Any]]:
-    from ablate.train import Telemetry  # torch: only where a trial runs
+    from ablate.metrics import alarms  # torch: only where a trial runs
+    from ablate.train import Telemetry
 
     for record in spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry)):
-        yield {"step": record.step, "time": time.time(), "metrics": record.metrics}
+        event = {"step": record.step, "time": time.time(), "metrics": record.metrics}
+        found = alarms(record.metrics)
+        yield event | {"alarms": found} if found else event
 
 
 def _result(spec: TrialSpec, attempt: int, started: float, last: dict[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,24 @@ REFUSED = {
         "ablate: {rht: [true]}\nmetric: {name: val/loss, direction: down}",
         "5:26: metric.direction: 'down': input should be 'minimize' or 'maximize'",
     ),
-    "two metrics": ("ablate: {rht: [true]}\nmetric: [{name: val/loss}]", "5:1: metric: several objectives are not yet available"),
+    "two metrics of a search": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2}\nmetric: [{name: val/loss}, {name: grad/norm}]",
+        "6:1: metric: a search for several objectives is not yet available; give one metric",
+    ),
+    "an unknown metric among several": (
+        "ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: val/los}]",
+        "5:29: metric.1.name: 'val/los': no such metric of gpt; 'val/loss' is the nearest",
+    ),
+    "a metric twice": ("ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: val/loss}]", "5:28: metric.1: 'val/loss': stands twice"),
+    "no metric": ("ablate: {rht: [true]}\nmetric: []", "5:1: metric: []: is an empty list"),
+    "a published figure of no arm": (
+        "ablate: {rht: [true]}\npublished: [{arm: rht, metric: val/loss, value: 3.0, source: x}]",
+        "5:14: published.0.arm: 'rht': no such arm; 'rht=true' is the nearest",
+    ),
+    "a published figure of an unknown metric": (
+        "ablate: {rht: [true]}\npublished: [{arm: rht=true, metric: loss, value: 3.0, source: x}]",
+        "5:29: published.0.metric: 'loss': no such metric of gpt",
+    ),
     "gpus": ("ablate: {rht: [true]}\nresources: {gpus: 8}", "5:13: resources.gpus: trials on several GPUs are not yet available"),
     "pruner": (
         "ablate: {rht: [true]}\nsearch: {trials: 2, pruner: hyperband}",
@@ -170,9 +187,9 @@ def test_a_mistake_in_the_workload_is_refused_with_its_place(values, expected, t
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [
-        ("{gptt: {}}", "1:12: workload.gptt: no such workload; 'gpt' is the nearest of gpt"),
-        ("{}", "1:1: workload: names 0 workloads; give one of gpt"),
-        ("{gpt: {}, mae: {}}", "1:1: workload: names 2 workloads; give one of gpt"),
+        ("{gptt: {}}", "1:12: workload.gptt: no such workload; 'gpt' is the nearest of gpt, tensors"),
+        ("{}", "1:1: workload: names 0 workloads; give one of gpt, tensors"),
+        ("{gpt: {}, mae: {}}", "1:1: workload: names 2 workloads; give one of gpt, tensors"),
         ("[gpt]", "1:1: workload: ['gpt']: input should be a valid dictionary"),
     ],
 )
@@ -323,10 +340,10 @@ def test_presets_are_compared_by_a_list_under_recipe(tmp_path):
 def test_a_baseline_takes_the_arms_own_workload_values(tmp_path):
     grid = tiny(tmp_path, ablate={"workload.lr": [0.001, 0.01], "rht": [True]})
     assert names(grid) == [
-        ("bf16 workload.lr=0.001", None),
-        ("bf16 workload.lr=0.01", None),
-        ("workload.lr=0.001 rht=true", "bf16 workload.lr=0.001"),
-        ("workload.lr=0.01 rht=true", "bf16 workload.lr=0.01"),
+        ("bf16 lr=0.001", None),
+        ("bf16 lr=0.01", None),
+        ("lr=0.001 rht=true", "bf16 lr=0.001"),
+        ("lr=0.01 rht=true", "bf16 lr=0.01"),
     ]
     for arm in grid.arms[2:]:
         (baseline,) = [other for other in grid.arms if other.name == arm.baseline]
@@ -336,7 +353,7 @@ def test_a_baseline_takes_the_arms_own_workload_values(tmp_path):
 
 def test_arms_are_named_by_the_file(tmp_path):
     listed = tiny(tmp_path, ablate=None, arms={"ours": {"sr": False}, "theirs": {"rht": False, "workload.lr": 0.01}})
-    assert names(listed) == [("bf16", None), ("bf16 workload.lr=0.01", None), ("ours", "bf16"), ("theirs", "bf16 workload.lr=0.01")]
+    assert names(listed) == [("bf16", None), ("bf16 lr=0.01", None), ("ours", "bf16"), ("theirs", "bf16 lr=0.01")]
 
 
 def test_an_arm_with_the_baselines_name_must_be_the_baseline(tmp_path):

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from ablate.ledger import Ledger
-from ablate.results import contrasts, frame, interval, metric_of, open_ledger, summaries, summary_markdown
-from ablate.stats import paired_difference
+from ablate.results import contrasts, frame, interval, metric_of, number, open_ledger, replications, summaries, summary_markdown
+from ablate.stats import Difference, paired_difference
+from ablate.surface import Metric, Published
 
 LOSSES = {
     "bf16": {0: 3.00, 1: 3.10, 2: 3.20},
@@ -116,3 +117,67 @@ def test_an_interval_is_written_only_where_there_is_one():
 def test_a_sweep_that_was_never_run_has_no_ledger(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such sweep has been run"):
         open_ledger(tmp_path, "unknown")
+
+
+def figure(value: float, **fields) -> Published:
+    return Published(arm="bf16", metric="val/loss", value=value, source="a paper", **fields)
+
+
+@pytest.mark.parametrize(
+    ("value", "fields", "verdict"),
+    [
+        (3.1, {}, "agrees within 2%"),
+        (3.15, {}, "agrees within 2%"),
+        (3.0, {}, "differs by +3.3%"),
+        (3.0, {"tolerance": 0.05}, "agrees within 5%"),
+        (9.0, {"step": 1}, "agrees within 2%"),
+        (9.0, {"step": 3}, "not measured"),
+        (0.0, {}, "differs"),
+    ],
+)
+def test_a_published_figure_stands_beside_the_mean_over_seeds(book, value, fields, verdict):
+    (line,) = replications(book, [figure(value, **fields)])
+    assert line.verdict == verdict
+    if verdict != "not measured":
+        assert line.measured.mean == pytest.approx(9.0 if "step" in fields else 3.1)
+
+
+def test_a_figure_of_an_arm_that_was_not_run_is_not_measured(book):
+    (line,) = replications(book, [figure(3.1).model_copy(update={"arm": "nobody"})])
+    assert line.verdict == "not measured"
+
+
+def test_arms_can_be_summarised_by_any_metric(book):
+    base = summaries(book, Metric(name="quant/fprop.x/sqnr_db", direction="maximize"))[0]
+    assert base.values == {0: 20.0, 1: 21.0, 2: 22.0}
+
+
+def test_knobs_of_the_workload_and_presets_are_no_contrasts_and_nor_is_a_gap(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.db")
+    arms = [{"rht": True, "workload.x": "a"}, {"rht": False, "workload.x": "a"}, {"rht": True, "workload.x": "b"}]
+    arms += [{"rht": False, "workload.x": "b"}, {"recipe": "bf16"}, {"recipe": "nvfp4"}]
+    for number_, knobs_ in enumerate(arms):
+        ledger.add_arm(str(number_), knobs_, 4 if number_ == 0 else None, None)  # the first is compared with the fourth
+    found = contrasts(summaries(ledger, Metric()), Metric())
+    assert [(c.knob, c.change, c.held) for c in found] == [
+        ("rht", "true instead of false", "x=a"),
+        ("rht", "true instead of false", "x=b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "shown"),
+    [
+        (0.0133, 0.0132, "+0.0133 ±0.0132"),
+        (0.001283, 0.00002, "+0.001283 ±0.000020"),
+        (-8.49e-5, 3.2e-6, "-0.0000849 ±0.0000032"),
+        (1e-5, 0.02, "+0.0000 ±0.0200"),
+    ],
+)
+def test_an_interval_shows_what_it_resolves(mean, half, shown):
+    assert interval(Difference(mean, mean - half, mean + half, 3, 1.0)) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(2.43662, "2.4366"), (0.0090471, "0.009047"), (0.0, "0.0000"), (-12.5, "-12.5000")])
+def test_a_small_number_shows_digits_and_a_large_one_decimals(value, shown):
+    assert number(value) == shown

@@ -2,10 +2,12 @@
 
 The contract: a frozen `Spec` with `VERSION` (raise it by hand when the same spec would give other bits), `problems()`
 (fields that contradict each other or files that cannot be read, found before anything runs), `fingerprint()` of its data,
-`identity()` (its fields but for places), `METRICS` that an experiment can compare,
-`tokens_per_step`, `cost(quantised)` in rough CPU seconds, and `records(recipe, seed, engine, device, telemetry)`.
+`identity()` (its fields but for places), `METRICS` that an experiment can compare, `steps`, `tokens_per_step`, `blocks` and
+`linears` (what a layer policy counts and names; 0 and none where there are none), `summary()` of facts that put its numbers in
+proportion, `cost(quantised)` in rough CPU seconds, and `records(recipe, seed, engine, device, telemetry)`.
 """
 
 from ablate.workloads.gpt import Gpt
+from ablate.workloads.tensors import Tensors
 
-WORKLOADS = {"gpt": Gpt}
+WORKLOADS = {"gpt": Gpt, "tensors": Tensors}

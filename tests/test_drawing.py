@@ -1,0 +1,59 @@
+"""Pictures of a sweep: one file a metric, with every arm, and published figures where there are any."""
+
+import math
+
+import pytest
+from matplotlib import pyplot as plt
+
+from ablate.figures import decay, dots, draw
+from ablate.ledger import Ledger
+from ablate.results import frame, summaries
+from ablate.surface import Metric, Published
+
+ERROR, MEAN = Metric(name="quant/fprop.x/rel_mse"), Metric(name="mean/dgrad.g/rel_mse")
+PUBLISHED = [
+    Published(arm="sr", metric=ERROR.name, value=9e-3, source="a paper"),
+    Published(arm="sr", metric=MEAN.name, value=5e-3, step=4, source="a paper"),
+]
+
+
+@pytest.fixture
+def book(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.db")
+    base = ledger.add_arm("base", {"recipe": "nvfp4"}, None, None)
+    for arm, level in (
+        (base, 1e-2),
+        (ledger.add_arm("sr", {"sr": True}, base, None), 2e-3),
+        (ledger.add_arm("none", {}, base, None), math.nan),
+    ):
+        for seed in range(2):
+            trial = ledger.add_member(arm, seed, f"{arm}/{seed}", "{}")
+            events = [{"step": n, "time": 0.0, "metrics": {ERROR.name: level, MEAN.name: level / n}} for n in (1, 4)]
+            ledger.record(trial, events)
+            ledger.settle(trial, "done")
+    yield ledger
+    ledger.close()
+
+
+def test_every_metric_that_was_measured_gives_a_picture(book, tmp_path):
+    paths = draw(book, [ERROR, MEAN, Metric(name="gemm/fprop/rel_mse")], PUBLISHED, tmp_path / "reports")
+    assert [path.name for path in paths] == ["quant-fprop.x-rel_mse.png", "mean-dgrad.g-rel_mse.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert plt.get_fignums() == []  # nothing is left open
+
+
+def test_dots_show_every_seed_of_every_measured_arm_and_what_was_published(book):
+    figure = dots(summaries(book, ERROR), ERROR, PUBLISHED)
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["sr", "base"]
+    assert sum(len(line.get_xdata()) for line in axes.lines if line.get_marker() == "o") == 4
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"] == [9e-3]
+    plt.close(figure)
+
+
+def test_a_decay_has_log_axes_and_its_published_points(book):
+    figure = decay(frame(book), MEAN.name, PUBLISHED)
+    axes = figure.axes[0]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "D"] == [(4, 5e-3)]
+    plt.close(figure)
