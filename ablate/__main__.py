@@ -4,8 +4,9 @@ import json
 
 import typer
 
-from ablate import __version__
+from ablate import __version__, recipe
 from ablate.cli import run
+from ablate.doctor import doctor
 from ablate.plan import plan
 from ablate.recipes import KNOBS
 from ablate.surface import json_schema
@@ -20,6 +21,8 @@ app = typer.Typer(
 )
 app.command()(sweep)
 app.command()(plan)
+app.add_typer(recipe.app, name="recipe")
+app.command()(doctor)
 
 
 @app.command()
@@ -33,7 +36,7 @@ def knobs() -> None:
     """Print the table of short knobs, as Markdown."""
     print("| knob | values | what it turns | full paths |\n|---|---|---|---|")
     for name, knob in KNOBS.items():
-        paths = "<br>".join(f"`recipe.{path}`" for path in knob.paths(knob.example))
+        paths = "<br>".join(f"`recipe.{path}`" for path in knob.shown())
         print(f"| `{name}` | {knob.values} | {knob.help} | {paths} |")
 
 

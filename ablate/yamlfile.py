@@ -69,6 +69,14 @@ class Document:
             raise InputError(sorted(self.problems, key=lambda p: (p.line, p.column)))
 
 
+def scalar(text: str) -> Any:
+    """A value as a YAML file would hold it; the text itself where that is no YAML."""
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError:
+        return text
+
+
 def display(value: Any) -> str:
     """A value as YAML writes it."""
     if value is None or isinstance(value, bool):

@@ -1,0 +1,85 @@
+"""`ablate recipe show` and `diff`: every preset can be read, knobs turn first, mistakes are told with the way out."""
+
+import json
+
+import pytest
+from experiments_for_tests import ablate
+
+from ablate.recipe import differences, resolve
+from ablate.recipes import PRESETS, SLOTS, Recipe
+from ablate.yamlfile import InputError
+
+
+def test_show_prints_three_products_with_six_operands_and_the_source():
+    done = ablate("recipe", "show", "nvfp4")
+    assert done.returncode == 0, done.stderr
+    for words in (*SLOTS, "y = x w^T", "dx = g w", "dw = g^T x", "16x16", "stochastic, 8 bits", "rotated by 16, signs fixed", "2509.25149"):
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_shown_and_its_json_is_itself(name, capsys):
+    from ablate.recipe import show
+
+    show(name, None, False)
+    shown = capsys.readouterr().out
+    assert all(slot in shown for slot in SLOTS)
+    show(name, None, True)
+    assert Recipe.model_validate_json(capsys.readouterr().out) == PRESETS[name]()
+
+
+def test_knobs_are_turned_before_it_is_shown():
+    done = ablate("recipe", "show", "nvfp4", "--set", "rht=false", "--set", "recipe.wgrad.x.rounding=stochastic", "--json")
+    wgrad = json.loads(done.stdout)["wgrad"]
+    assert (wgrad["hadamard"], wgrad["x"]["rounding"]) == (None, "stochastic")
+
+
+@pytest.mark.parametrize(
+    ("preset", "turned", "words"),
+    [
+        ("nvfp5", [], "nvfp5: no such preset; 'nvfp4'"),
+        ("nvfp4", ["rht"], "--set rht: write knob=value"),
+        ("nvfp4", ["rth=true"], "--set rth: no such knob; 'rht'"),
+        ("nvfp4", ["rht=flase"], "--set rht: input should be a valid boolean"),
+        ("bf16", ["sr=true"], "--set sr: this recipe does not quantise dgrad.g or wgrad.g"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(preset, turned, words):
+    with pytest.raises(InputError) as error:
+        resolve(preset, turned)
+    assert str(error.value).startswith(words)
+    assert "\n" not in str(error.value)
+
+
+def test_a_mistake_ends_with_status_2_and_no_traceback():
+    done = ablate("recipe", "show", "nvfp5")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_diff_names_the_path_and_both_values_of_what_differs():
+    done = ablate("recipe", "diff", "nvfp4", "quartet2")
+    lines = {line.split()[0]: line.rstrip() for line in done.stdout.splitlines()[1:]}
+    assert lines["fprop.w.block"].split() == ["fprop.w.block", "16x16", "1x16"]
+    assert lines["dgrad.hadamard"].split(maxsplit=2) == ["dgrad.hadamard", "off", "size 128, signs per_step"]
+    assert "fprop.x.element" not in lines
+
+
+def test_what_is_the_same_is_said_to_be():
+    assert "are the same recipe" in ablate("recipe", "diff", "nvfp4", "nvfp4").stdout
+
+
+def value_at(tree: dict, path: str):
+    for part in path.split("."):
+        tree = tree[part]
+    return tree
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_differences_from_nvfp4_are_all_of_them(name):
+    """Walking them from one recipe gives the other."""
+    one, other = PRESETS["nvfp4"]().model_dump(mode="json"), PRESETS[name]().model_dump(mode="json")
+    for path, *_ in differences(one, other):
+        parent, _, last = path.rpartition(".")
+        (value_at(one, parent) if parent else one)[last] = value_at(other, path)
+    assert one == other
