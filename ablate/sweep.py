@@ -1,5 +1,6 @@
 """`ablate sweep X.yaml`: run an experiment, whatever of it is missing, and answer its question."""
 
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
@@ -54,29 +55,45 @@ def _run(
     experiment: Experiment, state: Path, executor: str, address: str | None, workers: int | None, device: str, mlflow: str | None
 ) -> int:
     from ablate.controller import Controller, Outcome
+    from ablate.doctor import Checkup, Unfit
     from ablate.terminal import View
     from ablate.workers import ClusterError, Inline, Pool
 
     screen = console()
     screen.print(f"[bold]{experiment.question}[/]")
 
+    checkup = Checkup()
+
     def connect() -> Inline | Pool:
-        return Inline() if executor == "inline" else Pool(address, workers, gpus_per_trial=int(device == "cuda"))
+        """Called once a trial has to run, which it does on numerics that were found to be sound."""
+        checkup.start()
+        pool = Inline() if executor == "inline" else Pool(address, workers, gpus_per_trial=int(device == "cuda"))
+        try:
+            checkup.passed()
+        except BaseException:
+            pool.close()
+            raise
+        return pool
 
     controller = Controller(experiment, state, device, connect, mlflow)
     outcome = None
     try:
-        with View(screen).open() as view, closing(controller.run()) as steps:
+        with View(screen).open() as view, closing(controller.run()) as steps, closing(checkup):
             for step in steps:
                 if isinstance(step, Outcome):
                     outcome = step
                 else:
+                    if step.done < step.total:
+                        checkup.start()  # beside the imports that come next, and Ray
                     view.show(step)
     except KeyboardInterrupt:
         screen.print("Interrupted. Nothing is lost: the same command goes on.")
         return INTERRUPTED
     except ClusterError as error:
         raise InputError([str(error)]) from None
+    except Unfit as error:
+        print(error, file=sys.stderr)
+        return FAILED
     reused = f", {outcome.reused} already done" if outcome.reused else ""
     screen.print(
         f"{outcome.ran} trials run{reused}{f', {outcome.failed} failed' if outcome.failed else ''} in {duration(outcome.seconds)}\n"
@@ -87,19 +104,25 @@ def _run(
 
 def _answer(experiment: Experiment, state: Path, mlflow: str | None, screen) -> None:
     """The table, what turning each knob did, and where to look next."""
-    from ablate.results import contrasts, open_ledger, summaries
-    from ablate.terminal import contrast_table, summary_table
+    from ablate.figures import draw
+    from ablate.results import contrasts, open_ledger, replications, summaries
+    from ablate.terminal import contrast_table, replication_table, summary_table
 
     ledger = open_ledger(state, experiment.name)
-    arms = summaries(ledger)
-    if experiment.search:
-        arms.sort(key=lambda arm: (arm.baseline is not None, arm.mean if experiment.metric.direction == "minimize" else -arm.mean))
-    screen.print(summary_table(arms, experiment.metric), "")
-    table = contrast_table(contrasts(arms, experiment.metric))
-    if table:
-        screen.print(table, "")
+    for metric in experiment.metrics:
+        arms = summaries(ledger, metric)
+        if experiment.search:
+            arms.sort(key=lambda arm: (arm.baseline is not None, arm.mean if metric.direction == "minimize" else -arm.mean))
+        screen.print(summary_table(arms, metric), "")
+        table = contrast_table(contrasts(arms, metric))
+        if table:
+            screen.print(table, "")
+    if experiment.published:
+        screen.print(replication_table(replications(ledger, experiment.published)), "")
     screen.print(_reading(experiment), "")
     screen.print("Look next:", style="bold")
+    for picture in draw(ledger, experiment.metrics, experiment.published, state / "reports" / experiment.name):
+        screen.print(f"  {picture}", soft_wrap=True)
     if mlflow:
         screen.print(f"  {program('mlflow')} ui --workers 1 --backend-store-uri {mlflow}", soft_wrap=True)
     screen.print(f"  {program('optuna-dashboard')} {state / 'sweeps' / experiment.name / 'optuna.log'}", soft_wrap=True)

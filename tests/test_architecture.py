@@ -12,14 +12,14 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 FLOORS = {
     10: ("__init__", "__main__"),
-    9: ("sweep", "plan", "terminal", "report", "doctor", "bench", "ui"),
-    8: ("controller", "pictures", "cli", "place"),
-    7: ("surface", "arms", "experiment", "search", "supervisor", "child", "workers", "tracking", "results", "stats", "figures"),
+    9: ("sweep", "plan", "recipe", "terminal", "report", "doctor", "bench", "ui"),
+    8: ("controller", "pictures", "cli", "place", "checks"),
+    7: ("surface", "arms", "experiment", "search", "supervisor", "child", "workers", "tracking", "results", "stats", "figures", "machine"),
     6: ("workloads", "trial"),
     5: ("hyperparameters", "transformer", "train", "checkpoints"),
     4: ("metrics",),
     3: ("engines",),
-    2: ("recipes",),
+    2: ("recipes", "peers"),
     1: ("numerics",),
     0: ("ledger", "store", "data", "provenance", "yamlfile"),
 }
@@ -33,9 +33,9 @@ ALLOWED = {
     "controller": {"pictures"},
     "search": {"experiment"},
     "workers": {"supervisor", "child"},
-    "results": {"surface", "stats"},  # the reading wing: an experiment back as one frame, numbers, pictures
+    "results": {"surface", "stats", "arms"},  # the reading wing: an experiment back as one frame, numbers, pictures
     "figures": {"surface", "results", "stats"},
-    "sweep": {"plan", "terminal"},
+    "sweep": {"plan", "terminal", "doctor"},
 }
 """Imports within a floor, or from the ground up, each for a reason."""
 

@@ -199,7 +199,8 @@ def test_a_sweep_answers_its_question(swept):
     for arm, line in rows.items():
         assert line.split()[1:3] == [f"{means[arm]:.4f}", "2"]
     assert rows["bf16"].endswith("baseline")
-    assert f"{means['rht=true'] - means['bf16']:+.4f} ±" in rows["rht=true"]
+    gap = float(rows["rht=true"].split()[3])
+    assert gap == pytest.approx(means["rht=true"] - means["bf16"], abs=5e-5)
     assert any(line.startswith("rht   true instead of false") for line in table(done.stdout))
     assert f"A model that ignores context reaches {math.log(64):.2f}" in done.stdout
     assert done.stderr == ""

@@ -1,0 +1,442 @@
+"""Differential tests of the quantiser against the public implementations that are installed. It installs none, and no kernel needs it.
+
+Every peer is optional, and imported here only, inside its own function. Where a peer computes something else on purpose, that is
+not compared, or compared with the largest share of mismatches that the difference explains, and the reason.
+"""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ablate.numerics.formats import ELEMENTS, SCALES, Format
+from ablate.numerics.quantize import quantize
+from ablate.numerics.rounding import ROUNDINGS, SCALE_ROUNDINGS
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
+
+Arrays = tuple[Tensor, ...]
+SHAPE = (64, 256)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one peer and the quantiser made of the same inputs, element by element; +0 equals -0, and NaN nothing."""
+
+    what: str
+    elements: int
+    mismatches: int
+    allowed: float = 0.0
+    """The largest share of mismatches that `why` explains; 0 where every bit must agree."""
+    why: str = ""
+    peer: str = ""
+    version: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no more differs than is explained."""
+        return self.mismatches <= self.allowed * self.elements
+
+
+def version(peer: str) -> str | None:
+    """The installed version of a peer, None where it is not installed; imports nothing."""
+    try:
+        return metadata.version(peer)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def compare(peer: str) -> list[Comparison]:
+    """Everything that one of PEERS computes as the quantiser does, compared. About a second; torchao's import is most of it.
+
+    Raises ModuleNotFoundError where it is not installed, and what the peer raises where its interface has moved.
+    """
+    installed = version(peer)
+    if installed is None:
+        raise ModuleNotFoundError(f"{peer} is not installed; {INSTALL[peer]}", name=peer)
+    return [replace(comparison, peer=peer, version=installed) for comparison in PEERS[peer]()]
+
+
+# --- the inputs ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def tensors() -> dict[str, Tensor]:
+    """The awkward bf16 tensors [64, 256] that every quantiser is given, always the same."""
+    g = torch.Generator().manual_seed(20)
+    normal = partial(torch.randn, SHAPE, generator=g)
+    exponent = torch.randint(-14, 1, (SHAPE[0], 1), generator=g)
+    hit = torch.rand(SHAPE, generator=g) < 0.01
+    kept = torch.rand(SHAPE[0] // 32, SHAPE[1] // 32, generator=g) < 0.5
+    kinds = {
+        "gaussian": normal(),
+        "outliers": torch.where(hit, 1e4, 1.0) * normal(),  # most E4M3 scales become subnormal or zero
+        "ties": torch.randint(-24, 25, SHAPE, generator=g) * 0.25 * 2.0**exponent,  # halfway points of E2M1 and of E4M3
+        "spread": normal() * 2.0**exponent,  # block scales over the whole of E4M3
+        "zero_blocks": normal() * kept.repeat_interleave(32, 0).repeat_interleave(32, 1),
+        "zero": torch.zeros(SHAPE),
+        "tiny": normal() * 1e-30,
+        "huge": normal() * 1e30,
+        "subnormal": normal() * 2.0**-130,
+    }
+    return {name: x.bfloat16() for name, x in kinds.items()}
+
+
+@cache
+def values(grid: Format) -> Tensor:
+    """fp32 [n] for a cast to `grid`: its own points, the halfway points, their fp32 neighbours, Gaussians, tiny and huge values."""
+    g = torch.Generator().manual_seed(21)
+    steps = torch.arange(2**grid.mantissa) * 2.0 ** (grid.emin - grid.mantissa)
+    binades = 2.0 ** torch.arange(int(np.log2(grid.max)) - grid.emin + 1)
+    points = torch.cat((steps, ((steps + 2.0**grid.emin) * binades[:, None]).flatten()))
+    middles = (points[1:] + points[:-1]) / 2
+    exact = torch.cat((points, middles, torch.tensor([grid.max * 1.25, grid.max * 1e3, 1e-45, 1e-30, 1e30])))
+    near = [torch.nextafter(exact, torch.tensor(end)) for end in (0.0, float("inf"))]
+    y = torch.randn(8192, generator=g).abs()
+    magnitudes = torch.cat((exact, *near, y * grid.max / 2, y, y * 2.0**grid.emin))
+    return torch.cat((magnitudes, -magnitudes))
+
+
+def on_tensors(what: str, ours: Callable, theirs: Callable, *, without: str = "", allowed: float = 0.0, why: str = "") -> Comparison:
+    """Compare two functions of a tensor that return tuples of equal shapes, on all tensors but those named in `without`."""
+    pairs = [(ours(x), theirs(x)) for name, x in tensors().items() if name not in without.split()]
+    return count(what, [pair for mine, other in pairs for pair in zip(mine, other, strict=True)], allowed, why)
+
+
+def on_values(what: str, grid: Format, ours: Callable, theirs: Callable, *, signed: bool = True) -> Comparison:
+    """Compare two casts to `grid`, value by value."""
+    y = values(grid) if signed else values(grid).abs()
+    return count(what, [(ours(y), theirs(y))])
+
+
+def count(what: str, pairs: list[tuple[Tensor, Tensor]], allowed: float = 0.0, why: str = "") -> Comparison:
+    """Compare pairs of tensors of equal shapes; a wrong shape raises ValueError."""
+    for mine, other in pairs:
+        if mine.shape != other.shape:
+            raise ValueError(f"{what}: ours is {list(mine.shape)}, theirs {list(other.shape)}")
+    mismatches = sum(int((mine.double() != other.double()).sum()) for mine, other in pairs)
+    return Comparison(what, sum(mine.numel() for mine, _ in pairs), mismatches, allowed, why)
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------------
+
+TOP_POWER = {"e2m1": 4.0, "e4m3": 256.0, "e5m2": 32768.0}
+"""The largest power of two of each element: where OCP's floor rule maps the power of two at or below a block's amax."""
+
+
+def mx(element: str, rounding: str) -> Quant:
+    """1x32 blocks with power-of-two scales, and no outer scale; by OCP's `floor`, or by `ceil`, which never saturates."""
+    top = TOP_POWER[element] if rounding == "floor" else None
+    scale = BlockScale(format="e8m0", rounding=rounding)
+    return Quant(element=element, block="1x32", scale=scale, range=Range(map_to=top), outer=None)
+
+
+def quantized(quant: Quant, x: Tensor, rotation: Hadamard | None = None) -> Arrays:
+    """Code times block scale [rows, columns], and the block scales [rows, blocks] of every row."""
+    operand = quantize(x, quant, rotation=rotation)
+    return operand.values, operand.block_scale[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
+
+
+def cast(name: str) -> Callable[[Tensor], Tensor]:
+    """The cast to an element format, to nearest."""
+    return partial(ROUNDINGS["nearest"], grid=ELEMENTS[name])
+
+
+# --- loading what refuses to be imported ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def shells(package: str, *subpackages: str) -> Iterator[None]:
+    """Within, a package and some of its subpackages are empty shells, whose modules import from their files as ever.
+
+    For a library whose __init__ needs what is not there. sys.modules is put back as it was: a real import still works later.
+    """
+    kept = {name: sys.modules.pop(name) for name in _modules_of(package)}
+    try:
+        for name in (package, *(f"{package}.{sub}" for sub in subpackages)):
+            _shell(name, __path__=[str(metadata.distribution(package).locate_file(name.replace(".", "/")))])
+        yield
+    finally:
+        for name in _modules_of(package):
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+def _modules_of(package: str) -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == package]
+
+
+def _shell(name: str, **attributes: object) -> None:
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name]).update(attributes)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within, nothing below an error is logged: torchao announces at import which GPU libraries it does not find."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+# --- Transformer Engine -----------------------------------------------------------------------------------------------------
+
+
+class _Quantizer:
+    def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+
+
+class _Storage:
+    pass
+
+
+@cache
+def te_reference() -> SimpleNamespace:
+    """Transformer Engine's modules `nvfp4`, `current_scaling` and `gemm`, and its Fp4Formats as `formats`, for CPU tensors.
+
+    The wheel without extras has no native part and refuses a plain import; these modules need only three names of that part.
+    """
+    root = "transformer_engine.pytorch"
+    with shells("transformer_engine", "pytorch", "pytorch.custom_recipes", "pytorch.tensor"):
+        _shell(f"{root}.quantized_tensor", Quantizer=_Quantizer, QuantizedTensorStorage=_Storage)
+        _shell(f"{root}.tensor.utils", is_custom=lambda _: True)
+        names = ("gemm", "reference_utils", "reference_nvfp4", "reference_current_scaling")
+        gemm, utils, nvfp4, current = (importlib.import_module(f"{root}.custom_recipes.{name}") for name in names)
+    return SimpleNamespace(nvfp4=nvfp4, current_scaling=current, gemm=gemm, formats=utils.Fp4Formats)
+
+
+def te_quantizer(tile: tuple[int, int] = (1, 16), rht: bool = False, **options):
+    """TE's reference quantiser for 1x16 or 16x16 tiles, with or without its column-wise random Hadamard transform.
+
+    `options` are TE's own: row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max, nvfp4_4over6_err_mode.
+    """
+    te = te_reference()
+    return te.nvfp4.NVFP4QuantizerRef(dtype=te.formats.E2M1, quant_tile_shape=tile, with_rht=rht, **options)
+
+
+def te_values(codes: Tensor, scales: Tensor) -> Tensor:
+    """Packed codes and block scales as code times scale, fp32 [rows, columns]."""
+    decoded = te_reference().nvfp4.cast_from_fp4x2(codes, torch.float32)
+    return decoded * scales.to(torch.float32).repeat_interleave(decoded.shape[1] // scales.shape[1], dim=1)
+
+
+def transformer_engine() -> Iterator[Comparison]:
+    """The reference behind NVIDIA's own kernel tests: what the emulator calls NVFP4 must equal it."""
+    for block in ("1x16", "16x16"):
+        yield _te_copies(f"NVFP4 {block}", Quant(block=block))
+    yield _te_copies("NVFP4 1x16, transpose rotated by 16", Quant(), Hadamard())
+    yield _te_copies("NVFP4 1x16, one amax a row", Quant(outer=Outer(granularity="row")), row_scaled_nvfp4=True)
+    for block, criterion, bound in (("1x16", "mae", 256), ("1x16", "mse", 256), ("1x16", "mse", 448), ("16x16", "mae", 256)):
+        quant = Quant(block=block, select=Select(among="scales", criterion=criterion), outer=Outer(bound=float(bound)))
+        options = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": bound, "nvfp4_4over6_err_mode": criterion}
+        yield _te_copies(f"Four Over Six {block} {criterion}, bound {bound}", quant, **options)
+    yield on_tensors("MXFP4 1x32, ceil", partial(quantized, mx("e2m1", "ceil")), _te_mxfp4)
+    for element, dtype in FP8.items():  # where S overflows, TE caps it by the input's dtype and not at FLT_MAX
+        what = f"FP8 {element} codes, one scale a tensor"
+        yield on_tensors(what, partial(_current, element), partial(_te_current, dtype), without="subnormal")
+
+
+def _te_copies(what: str, quant: Quant, rotation: Hadamard | None = None, **options) -> Comparison:
+    """Values and block scales of a tensor and of its (rotated) transpose."""
+
+    def ours(x: Tensor) -> Arrays:
+        return *quantized(quant, x), *quantized(quant, x.t(), rotation)
+
+    def theirs(x: Tensor) -> Arrays:
+        q = te_quantizer(quant.tile, rht=rotation is not None, **options).quantize(x)
+        return te_values(q.data, q.scale), q.scale, te_values(q.data_t, q.scale_t), q.scale_t
+
+    return on_tensors(f"{what}, both copies", ours, theirs)
+
+
+def _te_mxfp4(x: Tensor) -> Arrays:
+    # Its quantize() fails for power-of-two scales, on a global amax that they do not have.
+    reference = te_reference().nvfp4.NVFP4QuantizerRef._quantize_blockwise_reference
+    codes, scales = reference(x, None, 32, 1, pow_2_scales=True, eps=0.0)
+    return te_values(codes, scales), scales
+
+
+def _te_current(dtype: torch.dtype, x: Tensor) -> Arrays:
+    return (te_reference().current_scaling.CurrentScalingQuantizerRef(dtype).quantize(x).data,)
+
+
+def _current(element: str, x: Tensor) -> Arrays:
+    return (quantize(x, Quant(element=element, block=None, scale=None, outer=Outer(bound=1.0))).values,)
+
+
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+# --- torchao ----------------------------------------------------------------------------------------------------------------
+
+
+def torchao() -> Iterator[Comparison]:
+    """PyTorch's own MX formats, scales by floor and by ceil, and its E2M1 cast. Its NVFP4 divides in another order."""
+    with quiet():
+        from torchao.prototype.mx_formats import kernels, mx_tensor, nvfp4_tensor
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode as Mode
+
+    def theirs(dtype: torch.dtype, mode: Mode, x: Tensor) -> Arrays:
+        scale, data = mx_tensor.to_mx(x, dtype, 32, mode)
+        return mx_tensor.to_dtype(data, scale, dtype, 32, torch.float32), scale
+
+    def nvfp4(x: Tensor) -> Arrays:
+        scale, data = nvfp4_tensor.nvfp4_quantize(x, 16, nvfp4_tensor.per_tensor_amax_to_scale(x.abs().amax()))
+        return (kernels.f4_unpacked_to_f32(kernels.unpack_uint4(data)) * scale.float().repeat_interleave(16, 1),)
+
+    for element, dtype in {"e2m1": torch.float4_e2m1fn_x2, **FP8}.items():
+        for rule, mode in {"floor": Mode.FLOOR, "ceil": Mode.RCEIL}.items():
+            # It stores 2^-127 as the smallest scale, but divides by 2^-126 (floor) or by 1 (ceil).
+            what, ours = f"MX {element} 1x32, {rule}", partial(quantized, mx(element, rule))
+            yield on_tensors(what, ours, partial(theirs, dtype, mode), without="subnormal")
+
+    yield on_values("cast to e2m1", ELEMENTS["e2m1"], cast("e2m1"), lambda y: kernels.f4_unpacked_to_f32(kernels.f32_to_f4_unpacked(y)))
+    why = "torchao rounds amax / 2688 and divides by that, so exact ties move by an ulp; it keeps block scales at 2^-9 or more"
+    yield on_tensors("NVFP4 1x16", lambda x: quantized(Quant(), x)[:1], nvfp4, without="zero subnormal", allowed=0.02, why=why)
+
+
+# --- gfloat -----------------------------------------------------------------------------------------------------------------
+
+
+def gfloat() -> Iterator[Comparison]:
+    """Graphcore's formats, from their definition in double precision: grids, roundings, stochastic bits, and OCP's rule for MX."""
+    import gfloat as gf
+    from gfloat import RoundMode, formats
+
+    def info(k: int, precision: int, bias: int, **rules) -> gf.FormatInfo:
+        rules = {"is_signed": True, "has_nz": True, "num_high_nans": 0, "has_subnormals": True, "is_twos_complement": False} | rules
+        return gf.FormatInfo(f"k{k}p{precision}", k, precision, bias=bias, domain=gf.Domain.Finite, **rules)
+
+    def theirs(info: gf.FormatInfo, mode: RoundMode, y: Tensor, **bits) -> Tensor:
+        return torch.from_numpy(gf.round_ndarray(info, y.double().numpy(), mode, sat=True, **bits))
+
+    def stochastic(name: str, width: int) -> Comparison:
+        """Ours goes up where 2^width f >= bits + 1: gfloat's fastest mode, given the complement of the bits."""
+        grid = ELEMENTS[name]
+        bits = torch.randint(0, 1 << width, values(grid).shape, generator=torch.Generator().manual_seed(width))
+        given = {"srbits": (1 << width) - 1 - bits.numpy(), "srnumbits": width}
+        ours = partial(ROUNDINGS["stochastic"], grid=grid, bits=bits.float(), width=width)
+        other = partial(theirs, elements[name], RoundMode.StochasticFastest, **given)
+        return on_values(f"stochastic cast to {name}, {width} bits", grid, ours, other)
+
+    def blocks(name: str, x: Tensor) -> Arrays:
+        tiles = x.double().view(-1, 32).numpy()
+        scales = np.array([[gf.compute_scale_amax(elements[name].emax, tile)] for tile in tiles])
+        rounded = gf.round_ndarray(elements[name], tiles / scales, sat=True) * scales
+        return torch.from_numpy(rounded).view(x.shape), torch.from_numpy(scales).view(x.shape[0], -1)
+
+    nearest, floor, ceil = RoundMode.TiesToEven, RoundMode.TowardZero, RoundMode.TowardPositive
+    elements = {"e2m1": formats.format_info_ocp_e2m1, "e4m3": formats.format_info_ocp_e4m3, "e5m2": formats.format_info_ocp_e5m2}
+    for name, kind in {**elements, "e1m2": info(4, 3, bias=1), "e3m0": info(4, 1, bias=3)}.items():
+        yield on_values(f"cast to {name}", ELEMENTS[name], cast(name), partial(theirs, kind, nearest))
+    fraction = partial(theirs, info(4, 3, bias=1), nearest)
+    yield on_values("cast to int4", ELEMENTS["int4"], cast("int4"), lambda y: fraction(y.double() / 4) * 4)
+    for name in elements:
+        yield from (stochastic(name, width) for width in (8, 16, 24))
+    ue5m3 = info(8, 4, bias=15, is_signed=False, has_nz=False, num_high_nans=8)  # the top binade stays unused: up to 61440
+    for name, kind in {"e4m3": elements["e4m3"], "ue5m3": ue5m3}.items():
+        for rule, mode in {"nearest": nearest, "floor": floor, "ceil": ceil}.items():
+            ours = partial(SCALE_ROUNDINGS[rule], grid=SCALES[name])
+            yield on_values(f"block scale to {name}, {rule}", SCALES[name], ours, partial(theirs, kind, mode), signed=False)
+    for name in elements:
+        yield on_tensors(f"MX {name} 1x32, floor", partial(quantized, mx(name, "floor")), partial(blocks, name))
+
+
+# --- ml_dtypes --------------------------------------------------------------------------------------------------------------
+
+
+def ml_dtypes() -> Iterator[Comparison]:
+    """JAX's and TensorFlow's number types: their grids and casts, and with them the scaling of NVFP4 over again in NumPy."""
+    import ml_dtypes as md
+
+    types = {"e2m1": md.float4_e2m1fn, "e4m3": md.float8_e4m3fn, "e5m2": md.float8_e5m2}
+
+    def theirs(name: str, y: np.ndarray) -> np.ndarray:
+        top = np.float32(ELEMENTS[name].max)  # their FP8 casts overflow to NaN or infinity
+        return np.clip(y, -top, top).astype(types[name]).astype(np.float32)
+
+    for name, dtype in types.items():
+        codes = np.arange(16 if name == "e2m1" else 256, dtype=np.uint8).view(dtype).astype(np.float32)
+        points = torch.from_numpy(codes[np.isfinite(codes)])
+        yield count(f"every code of {name} stays itself", [(cast(name)(points), points)])
+        yield on_values(f"cast to {name}", ELEMENTS[name], cast(name), lambda y, name=name: torch.from_numpy(theirs(name, y.numpy())))
+    for block in ("1x16", "16x16"):
+        numpy = partial(_numpy_nvfp4, theirs, int(block.split("x")[0]))
+        yield on_tensors(f"NVFP4 {block}", partial(quantized, Quant(block=block)), numpy)
+
+
+def _numpy_nvfp4(cast: Callable, rows: int, x: Tensor) -> Arrays:
+    """Two-level scaling in Transformer Engine's order, one fp32 rounding a step."""
+    one, top = np.float32(1), np.finfo(np.float32).max
+    tiles = x.float().numpy().reshape(x.shape[0] // rows, rows, x.shape[1] // 16, 16)
+    amax = np.abs(tiles).max()
+    with np.errstate(divide="ignore", over="ignore"):
+        outer = np.minimum(np.float32(2688) / amax, top) if amax else one
+        multiplier = outer * (one / np.float32(6))
+        scale = cast("e4m3", np.minimum(np.abs(tiles).max(axis=(1, 3), keepdims=True) * multiplier, top))
+        codes = cast("e2m1", tiles * np.minimum(one / (scale * (one / outer)), top))
+    return torch.from_numpy((codes * scale).reshape(x.shape)), torch.from_numpy(np.repeat(scale[:, 0, :, 0], rows, axis=0))
+
+
+# --- fouroversix ------------------------------------------------------------------------------------------------------------
+
+
+def fouroversix() -> Iterator[Comparison]:
+    """The PyTorch reference of Four Over Six's authors, who also ship IF4, NVINT4 and MXFP4 by ceil.
+
+    It divides by zero in a zero MXFP4 block, and its outer scale overflows for subnormal tensors: both are left out.
+    """
+    with shells("fouroversix", "quantize", "quantize.pytorch"):
+        reference = importlib.import_module("fouroversix.quantize.pytorch.reference")
+
+    def theirs(dtype: str, rule: str, block: str, x: Tensor) -> Arrays:
+        kind, rule = reference.DataType(dtype), reference.ScaleRule(rule)
+        options = {"pack_values": False, "use_blackwell_scale_layout": False, "block_scale_2d": block == "16x16"}
+        codes, scales, _ = reference.quantize_to_fp4(x, fp4_format=kind, scale_rule=rule, **options)
+        scales = scales.float().view(x.shape[0], -1)
+        steps = torch.where(scales < 0, 6 / 7, 1.0).repeat_interleave(kind.block_size, 1)  # IF4's sign: a block on the INT4 grid
+        return codes.float() * steps * scales.abs().repeat_interleave(kind.block_size, 1), scales.abs()
+
+    why = "its sums of errors run in another order, which decides between nearly equal candidates"
+    for block, criterion, rule in (("1x16", "mse", "mse"), ("1x16", "mae", "mae"), ("1x16", "absmax", "abs_max"), ("16x16", "mse", "mse")):
+        quant = Quant(block=block, select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0))
+        what, explained = f"Four Over Six {block} {criterion}, bound 256", {} if rule == "abs_max" else {"allowed": 0.001, "why": why}
+        yield on_tensors(what, partial(quantized, quant), partial(theirs, "nvfp4", rule, block), without="subnormal", **explained)
+    why = "its sums of errors run in another order, and it multiplies by fp32(7/6) where we divide by fp32(6/7): ties differ"
+    if4 = partial(quantized, Quant(select=Select(among="grids", criterion="mse")))
+    yield on_tensors("IF4 1x16 mse", if4, partial(theirs, "if4", "mse", "1x16"), without="subnormal", allowed=0.001, why=why)
+    ceil = partial(quantized, mx("e2m1", "ceil"))
+    yield on_tensors("MXFP4 1x32, ceil", ceil, partial(theirs, "mxfp4", "static_6", "1x32"), without="zero zero_blocks subnormal")
+    why = "it takes block_amax / 6 * S, the order of Transformer Engine up to 2.14, where exact ties of E4M3 round otherwise"
+    for name, dtype, element in (("NVFP4", "nvfp4", "e2m1"), ("NVINT4", "nvint4", "int4")):
+        ours = partial(quantized, Quant(element=element))
+        yield on_tensors(f"{name} 1x16", ours, partial(theirs, dtype, "static_6", "1x16"), without="subnormal", allowed=0.005, why=why)
+
+
+INSTALL = {
+    "transformer_engine": "pip install transformer-engine==2.20.2, without extras: pure Python, no GPU",
+    "ml_dtypes": "pip install ml_dtypes",
+    "gfloat": "pip install gfloat",
+    "torchao": "pip install torchao",
+    "fouroversix": "SKIP_CUDA_BUILD=1 pip install --no-build-isolation --no-deps fouroversix",
+}
+PEERS = {
+    "transformer_engine": transformer_engine,
+    "ml_dtypes": ml_dtypes,
+    "gfloat": gfloat,
+    "torchao": torchao,
+    "fouroversix": fouroversix,
+}
+"""By the name that each is installed and imported under."""
