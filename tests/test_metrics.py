@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ablate.metrics import SlotErrors, gradient_noise, oscillation, quantisation
+from ablate.metrics import SlotErrors, alarms, gradient_noise, oscillation, quantisation
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Outer, Quant, Range
@@ -215,3 +215,56 @@ def test_one_weight_that_crosses_a_threshold_is_one_flip():
 def test_weights_that_did_not_move_have_no_oscillation(generator):
     same = {"a": cast(torch.randn(16, 32, generator=generator))}
     assert oscillation(same, same) == {"weights/flipped": 0}
+
+
+def test_clipped_is_what_lies_beyond_half_a_step_above_the_grid():
+    """Of a block that QuEST's rule scales by its deviation: numpy counts |y| > 6 and |y| > 7."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
+    quant = Quant(range=Range(statistic="std:1.5"))
+    operand = quantize(x, quant, keep=True)
+    y = np.abs(operand.scaled.numpy())
+    found = quantisation(operand)
+    assert found["saturated_frac"] == pytest.approx((y > 6).mean())
+    assert found["clipped_frac"] == pytest.approx((y > 7).mean())
+    assert 0 < found["clipped_frac"] < found["saturated_frac"]
+    blocks = y.reshape(64, 16, 16).max(axis=2)
+    assert found["blocks_saturated_frac"] == pytest.approx((blocks > 6).mean())
+
+
+@pytest.mark.parametrize(("statistic", "expected"), [("amax", 0.0), ("percentile:0.9", 0.5)])
+def test_a_scale_is_clipped_where_its_block_needs_more_than_the_format_has(statistic, expected):
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(6)).bfloat16()
+    operand = quantize(x, Quant(outer=Outer(statistic=statistic)), keep=True)
+    found = quantisation(operand)["scale_clipped_frac"]
+    largest = np.abs(x.float().numpy()).reshape(64, 16, 16).max(axis=2)
+    assert found == pytest.approx((largest > operand.amax.item() * (1 + 2**-4)).mean())
+    assert (found > expected) == bool(expected)
+
+
+def layered(name: str, value: float, layer: str = "blocks.3.mlp.up", slot: str = "wgrad.g") -> dict[str, float]:
+    return {f"quant/{slot}/{layer}/{name}": value}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        (layered("scale_clipped_frac", 0.18), ["the outer scale saturated 18% of the blocks in blocks.3.mlp.up wgrad.g"]),
+        (layered("scale_clipped_frac", 0.04), []),
+        (layered("scale_saturated_frac", 1.0), []),
+        (layered("zero_frac", 0.6), ["60% of the elements rounded to zero in blocks.3.mlp.up wgrad.g"]),
+        (
+            layered("scale_zero_frac", 0.2),
+            ["20% of the block scales rounded to zero, and their blocks with them in blocks.3.mlp.up wgrad.g"],
+        ),
+        (
+            layered("clipped_frac", 0.2) | layered("clipped_frac", 0.3, "blocks.1.mlp.up"),
+            ["30% of the elements lay far beyond the grid in blocks.1.mlp.up wgrad.g"],
+        ),
+        (layered("clipped_frac", 0.2) | layered("clipped_frac", 0.2, slot="fprop.x"), 2),
+        ({"quant/wgrad.g/zero_frac": 0.9, "grad/noise_ratio": 1.8, "zero_frac": 1.0}, []),
+        ({"grad/noise_ratio": 1.5}, ["the gradient's norm is 1.50 times its quantisation noise, below sqrt(3): FP4 may no longer help it"]),
+    ],
+)
+def test_an_alarm_names_the_cause_and_the_worst_layer_of_each_slot(metrics, expected):
+    found = alarms(metrics)
+    assert len(found) == expected if isinstance(expected, int) else found == expected

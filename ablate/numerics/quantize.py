@@ -1,7 +1,9 @@
 """One operand, quantised: the reference, written to be read beside NUMERICS.md. Fast kernels must equal it bit for bit."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import DRAWN, rotate
 from ablate.numerics.history import History
 from ablate.numerics.philox import GROUP, Clock, random_bits
-from ablate.numerics.rounding import ROUNDINGS, nearest, toward
+from ablate.numerics.rounding import ROUNDINGS, toward
 from ablate.numerics.scaling import block_amax, block_scales, block_statistic, element_scales, encode_scale, outer_statistic, round_scale
 from ablate.numerics.select import Candidate, select
 from ablate.numerics.spec import Hadamard, Quant
@@ -89,6 +91,21 @@ def quantize(
     contraction, so two operands of a product padded alike still fit. `keep` also returns what telemetry needs.
     Raises TypeError for other dtypes, ValueError for other dimensions, and where a draw or a history has no clock.
     """
+    _refuse(x, quant, rotation, clock, history)
+    x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
+    tiles, wanted = (_tiles(z, quant) for z in (x, target))
+    amaxes = block_amax(tiles)
+    amax = None if quant.outer is None else outer_statistic(x, tiles, amaxes, quant.outer, history, clock)
+    scale = torch.ones((), device=x.device) if amax is None else encode_scale(amax, quant)
+    if quant.select:
+        chosen = select(tiles, amaxes, scale, amax, quant)
+    else:
+        group = rotation.size if rotation else 0
+        chosen = _cast(tiles, wanted, amaxes, scale, quant, group, partial(_bits, clock, where, tiles))
+    return _operand(x, tiles, amaxes, amax, chosen, quant, keep)
+
+
+def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, history: History | None) -> None:
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"quantize takes bf16, fp16 or fp32, not {x.dtype}; convert the tensor first")
     if x.ndim != 2:
@@ -99,46 +116,44 @@ def quantize(
         raise ValueError("a history is kept by step: give quantize a clock with it")
     if quant.rounding == "ms_eden" and (rotation is None or rotation.size % quant.tile[1]):
         raise ValueError("rounding ms_eden corrects rotated groups of whole blocks: give quantize a rotation")
-    x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
-    tiles, wanted = (_tiles(z, quant) for z in (x, target))
-    amaxes = block_amax(tiles)
-    amax = None if quant.outer is None else outer_statistic(x, tiles, amaxes, quant.outer, history, clock)
-    scale = torch.ones((), device=x.device) if amax is None else encode_scale(amax, quant)
-    shape = tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3]
 
-    def bits(rows: int, columns: int, width: int, purpose: int) -> Tensor:
-        return random_bits(clock, where, rows, columns + -columns % GROUP, width, x.device, purpose)[:, :columns]
 
-    def scale_bits() -> Tensor:
-        return bits(tiles.shape[0], tiles.shape[2], 24, purpose=1).view(tiles.shape[0], 1, tiles.shape[2], 1)
-
-    if quant.select:
-        chosen = select(tiles, amaxes, scale, amax, quant)
+def _cast(
+    tiles: Tensor, wanted: Tensor | None, amaxes: Tensor, scale: Tensor, quant: Quant, group: int, draw: Callable[..., Tensor]
+) -> Candidate:
+    """Scale, round, and correct: one pass without choices. `draw(elements=..., width=...)` gives random bits."""
+    block_scale = None
+    if quant.scale:
+        bits = draw(elements=False, width=24) if quant.scale.rounding == "stochastic" else None
+        block_scale = block_scales(block_statistic(tiles, amaxes, quant.range.statistic), scale, quant, bits)
+    factor = scale if block_scale is None else element_scales(block_scale, scale)
+    scaled = tiles * factor
+    if quant.range.prescale != 1:
+        scaled = scaled * quant.range.prescale
+    element = ELEMENTS[quant.element]
+    if wanted is not None:
+        codes = toward(scaled, wanted * factor, element)
     else:
-        block_scale = None
-        if quant.scale:
-            drawn = scale_bits() if quant.scale.rounding == "stochastic" else None
-            block_scale = block_scales(block_statistic(tiles, amaxes, quant.range.statistic), scale, quant, drawn)
-        factor = scale if block_scale is None else element_scales(block_scale, scale)
-        scaled = tiles * factor
-        if quant.range.prescale != 1:
-            scaled = scaled * quant.range.prescale
-        element = ELEMENTS[quant.element]
-        if wanted is not None:
-            codes = toward(scaled, wanted * factor, element)
-        elif quant.rounding == "stochastic":
-            codes = ROUNDINGS["stochastic"](scaled, element, bits(*shape, quant.bits, purpose=0).view(tiles.shape), quant.bits)
-        else:
-            codes = nearest(scaled, element)
-        if quant.rounding == "ms_eden":
-            block_scale = ms_eden(scaled, codes, block_scale, rotation.size, quant, scale_bits())
-        chosen = Candidate(block_scale, scaled, codes)
-    return _operand(x, tiles, amaxes, amax, chosen, quant, keep)
+        bits = draw(elements=True, width=quant.bits) if quant.rounding == "stochastic" else None
+        codes = ROUNDINGS["nearest" if quant.rounding == "ms_eden" else quant.rounding](scaled, element, bits, quant.bits)
+    if quant.rounding == "ms_eden":
+        block_scale = ms_eden(scaled, codes, block_scale, group, quant, draw(elements=False, width=24))
+    return Candidate(block_scale, scaled, codes)
+
+
+def _bits(clock: Clock, where: int, tiles: Tensor, elements: bool, width: int) -> Tensor:
+    """Random bits for every element, or for every block scale, shaped to broadcast against the tiles."""
+    row_tiles, rows, column_tiles, columns = tiles.shape
+    if elements:
+        return random_bits(clock, where, row_tiles * rows, column_tiles * columns, width, tiles.device).view(tiles.shape)
+    padded = column_tiles + -column_tiles % GROUP
+    bits = random_bits(clock, where, row_tiles, padded, width, tiles.device, purpose=1)
+    return bits[:, :column_tiles].reshape(row_tiles, 1, column_tiles, 1)
 
 
 def draws(quant: Quant) -> bool:
     """Whether quantising takes random bits."""
-    return quant.rounding != "nearest" or (quant.scale is not None and quant.scale.rounding == "stochastic")
+    return quant.rounding in ("stochastic", "ms_eden") or (quant.scale is not None and quant.scale.rounding == "stochastic")
 
 
 def ms_eden(scaled: Tensor, codes: Tensor, block_scale: Tensor, group: int, quant: Quant, bits: Tensor) -> Tensor:

@@ -35,7 +35,17 @@ DISTRIBUTIONS = {
     "captured": (),
 }
 """Names and their arguments with defaults: `student:3`, `outliers:0.001:50`, ..."""
-ERRORS = ("sqnr_db", "rel_mse", "cosine", "magnitude", "zero_frac", "saturated_frac", "blocks_saturated_frac", "scale_zero_frac")
+ERRORS = (
+    "sqnr_db",
+    "rel_mse",
+    "cosine",
+    "magnitude",
+    "zero_frac",
+    "saturated_frac",
+    "clipped_frac",
+    "blocks_saturated_frac",
+    "scale_zero_frac",
+)
 ERRORS += ("scale_saturated_frac", "scale_clipped_frac", "crest", "kurtosis", "mean_share")
 
 
