@@ -18,6 +18,15 @@ def nearest(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0)
     return rounded.mul_(step)
 
 
+def away(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
+    """Round fp32 to the nearest neighbour, ties away from zero, as Quartet II's Triton kernels do (arXiv 2601.22813)."""
+    magnitude = y.abs().clamp_(max=grid.max)
+    step = grid.step(magnitude)
+    magnitude.div_(step)
+    lower = magnitude.floor()
+    return lower.add_(magnitude.sub_(lower) >= 0.5).mul_(step).copysign_(y)
+
+
 def stochastic(y: Tensor, grid: Format, bits: Tensor, width: int) -> Tensor:
     """Round fp32 away from zero with probability floor(2^width f) / 2^width, f the position between the two neighbours.
 
@@ -57,7 +66,7 @@ def toward(y: Tensor, target: Tensor, grid: Format) -> Tensor:
     return sign * torch.where(target * sign >= (lower + upper) / 2, upper, lower)
 
 
-ROUNDINGS = {"nearest": nearest, "stochastic": stochastic}
+ROUNDINGS = {"nearest": nearest, "away": away, "stochastic": stochastic}
 """Of elements."""
 SCALE_ROUNDINGS = ROUNDINGS | {"floor": floor, "ceil": ceil}
 """Of block scales, which are never negative."""

@@ -69,7 +69,7 @@ class BlockScale(Spec):
     """The scale that the elements of one block share."""
 
     format: Literal["e4m3", "ue5m3", "e8m0", "bf16", "fp32"] = "e4m3"
-    rounding: Literal["nearest", "floor", "ceil", "stochastic"] = "nearest"
+    rounding: Literal["nearest", "away", "floor", "ceil", "stochastic"] = "nearest"
     """`floor` with `range.map_to` 4 is OCP's rule for MXFP4, `ceil` never saturates; stochastic draws 24 bits a block."""
     zero: Literal["zero", "one", "min_normal"] = "zero"
     """What a scale that rounds to zero becomes: TE keeps 0, which loses the block; E8M0 has no zero and its smallest is 2^-127."""
@@ -170,8 +170,9 @@ class Quant(Spec):
     scale: BlockScale | None = BlockScale()
     range: Range = Range()
     outer: Outer | None = Outer()
-    rounding: Literal["nearest", "stochastic", "ms_eden"] = "nearest"
-    """`ms_eden` (Quartet II, arXiv 2601.22813): nearest, and block scales corrected, then rounded stochastically."""
+    rounding: Literal["nearest", "away", "stochastic", "ms_eden"] = "nearest"
+    """Ties go to the even code, or `away` from zero. `ms_eden` (Quartet II, arXiv 2601.22813): nearest, and block scales corrected,
+    then rounded stochastically."""
     bits: Literal[8, 16, 24] = 8
     """Random bits per element under stochastic rounding: P(up) = floor(2^bits f) / 2^bits. TE uses 8; 24 is exact."""
     source: Literal["original", "forward"] = "original"
