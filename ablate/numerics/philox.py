@@ -55,6 +55,11 @@ def _schedule(key: tuple[int, int], device: torch.device) -> tuple[Tensor, list[
     return multiplier, list(torch.tensor(keys, dtype=torch.int64, device=device))
 
 
+def philox_key(clock: Clock, purpose: int = 0, call: int = 0) -> tuple[int, int]:
+    """The two key words: the seed, and stream, purpose and call."""
+    return clock.seed & _MASK, STREAMS[clock.stream] << 8 | purpose << 4 | call
+
+
 def random_bits(clock: Clock, where: int, rows: int, columns: int, width: int, device: torch.device, purpose: int = 0) -> Tensor:
     """Uniform integers in [0, 2^width) as fp32 [rows, columns]; `columns` a multiple of GROUP, `width` 8, 16 or 24.
 
@@ -68,8 +73,7 @@ def random_bits(clock: Clock, where: int, rows: int, columns: int, width: int, d
     for word, value in enumerate((clock.step, clock.micro_batch, where), start=1):
         counter[word] = value
     fields = {8: 4, 16: 2, 24: 1}[width]  # draws in one 32-bit word
-    key = STREAMS[clock.stream] << 8 | purpose << 4
-    words = [philox(counter, (clock.seed & _MASK, key | call)) for call in range(4 // fields)]
+    words = [philox(counter, philox_key(clock, purpose, call)) for call in range(4 // fields)]
     bits = torch.empty(groups, 4 // fields, 4, fields, device=device)
     for call, four in enumerate(words):
         for field in range(fields):

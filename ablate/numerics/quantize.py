@@ -12,6 +12,7 @@ from torch import Tensor
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import DRAWN, rotate
 from ablate.numerics.history import History
+from ablate.numerics.kernels import cpu
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.rounding import ROUNDINGS, toward
 from ablate.numerics.scaling import block_amax, block_scales, block_statistic, element_scales, encode_scale, outer_statistic, round_scale
@@ -59,11 +60,11 @@ class Operand:
             return values * (factor if self.amax is None else self.amax * factor)
         rows, columns = values.shape
         tile_rows, tile_columns = self.quant.tile
-        padded = pad(values, tile_rows, 1)
+        padded = pad(values, tile_rows, 1).contiguous()
         tiles = padded.view(padded.shape[0] // tile_rows, tile_rows, columns // tile_columns, tile_columns)
         codes = torch.where(self.block_scale == 0, tiles, tiles / self.block_scale)  # zeros keep their sign
         decode = self.block_scale if self.amax is None else self.block_scale * self.amax.reshape(-1, 1, 1, 1)
-        return (codes * (decode * factor)).view(padded.shape)[:rows]
+        return (codes * (decode * factor)).reshape(padded.shape)[:rows]
 
 
 def pad(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -93,6 +94,12 @@ def quantize(
     """
     _refuse(x, quant, rotation, clock, history)
     x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
+    if target is None and not keep and cpu.can_quantize(x, quant):
+        fast = cpu.quantize(x, quant, clock, where)
+        if fast:
+            values, amax, block_scale = fast
+            return Operand(values, quant, amax, block_scale, amax)
+    x, target = (None if z is None else z.contiguous() for z in (x, target))
     tiles, wanted = (_tiles(z, quant) for z in (x, target))
     amaxes = block_amax(tiles)
     amax = None if quant.outer is None else outer_statistic(x, tiles, amaxes, quant.outer, history, clock)
@@ -173,8 +180,7 @@ def ms_eden(scaled: Tensor, codes: Tensor, block_scale: Tensor, group: int, quan
 def _rotated(z: Tensor | None, rotation: Hadamard | None, clock: Clock | None, product: int) -> Tensor | None:
     if z is None:
         return None
-    z = z.contiguous()
-    return rotate(pad(z, 1, rotation.size), rotation, clock, product) if rotation else z
+    return rotate(pad(z, 1, rotation.size).contiguous(), rotation, clock, product) if rotation else z
 
 
 def _tiles(x: Tensor | None, quant: Quant) -> Tensor | None:

@@ -1,0 +1,38 @@
+"""Compiles the CPU quantisers when the package is built, so that a machine without a compiler can install it.
+
+The compiler is zig's C front end, a wheel from the package index: one dependency of the build, none of the run. clang's vector
+extensions keep the source plain C; each build level is the same file for another instruction set. Where compiling fails the package
+installs all the same, and says at run time, in one line, that it is slow.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = Path("ablate/numerics/kernels")
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")  # no contraction: every rounding is specified
+
+
+class Kernels(BuildHookInterface):
+    """nvfp4.c to nvfp4_<level>.so beside it."""
+
+    PLUGIN_NAME = "kernels"
+
+    def initialize(self, version, build_data):
+        build_data["pure_python"], build_data["infer_tag"] = False, True
+        folder = Path(self.root) / FOLDER
+        intel = platform.machine().lower() in ("x86_64", "amd64")
+        levels = {"portable": ("-mcpu=x86_64",), **{f"x86_64_v{n}": (f"-mcpu=x86_64_v{n}",) for n in (3, 4)}} if intel else {"portable": ()}
+        with tempfile.TemporaryDirectory() as cache:
+            environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
+            for level, target in levels.items():
+                output = folder / f"nvfp4_{level}.so"
+                command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, *target, "-o", str(output), str(folder / "nvfp4.c")]
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    self.app.display_warning(f"{output.name} could not be compiled, the slow reference will run:\n{done.stderr}")

@@ -1,0 +1,156 @@
+"""Compiled quantisers equal the reference bit for bit, in every build that this CPU runs, or say that they cannot."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ablate.numerics.kernels import cpu
+from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import Operand, quantize
+from ablate.numerics.spec import BlockScale, Outer, Quant, Range, Select
+
+BUILDS = sorted(cpu.FOLDER.glob("nvfp4_*.so"))
+FORMS = {
+    "1x16 nearest": Quant(),
+    "16x16 nearest": Quant(block="16x16"),
+    "1x16 stochastic": Quant(rounding="stochastic"),
+    "headroom": Quant(rounding="stochastic", range=Range(headroom=17 / 16)),
+    "bound 256": Quant(outer=Outer(bound=256.0)),
+}
+SHAPES = [(1, 16), (16, 16), (33, 47), (7, 300), (64, 512), (272, 96)]
+REGIMES = {"ordinary": 1.0, "tiny": 1e-30, "huge": 1e30, "subnormal": 1e-40, "one ulp of bf16 apart": 0.0}
+
+pytestmark = pytest.mark.skipif(not BUILDS, reason="the package was installed without compiled quantisers")
+
+
+@pytest.fixture(params=BUILDS, ids=lambda path: path.stem)
+def build(request, monkeypatch):
+    """Every build in turn, where this CPU has its instructions."""
+    level = request.param.stem.removeprefix("nvfp4_")
+    known = list(cpu.LEVELS.values())
+    mine = cpu.LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
+    if level in known and (mine == "portable" or known.index(level) < known.index(mine)):
+        pytest.skip(f"this CPU has no {level}")
+    library = cpu.load(request.param)
+    monkeypatch.setattr(cpu, "library", lambda: library)
+
+
+def drawn(shape: tuple[int, int], regime: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Zeros, whole zero blocks, ties and a wide range within one tensor."""
+    g = torch.Generator().manual_seed(seed)
+    if regime == "one ulp of bf16 apart":
+        x = 1 + torch.randint(0, 128, shape, generator=g) / 128
+    else:
+        x = torch.randn(shape, generator=g) * REGIMES[regime]
+    x[torch.rand(shape, generator=g) < 0.2] = 0.0
+    x[::3] *= 1e-3
+    x[-1] *= -1
+    return x.to(dtype)
+
+
+def reference(x: Tensor, quant: Quant, **how) -> Operand:
+    with mock.patch.object(cpu, "can_quantize", return_value=False):
+        return quantize(x, quant, **how)
+
+
+def bits(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+
+
+def assert_equal(mine: Operand, theirs: Operand) -> None:
+    """The sign of zero included."""
+    for name in ("values", "block_scale", "amax", "largest"):
+        assert torch.equal(bits(getattr(mine, name)), bits(getattr(theirs, name))), name
+    assert torch.equal(bits(mine.dequantize()), bits(theirs.dequantize()))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_bit_is_the_references(build, form, dtype, transposed):
+    clock = Clock(2**32 - 5, step=3, micro_batch=1)
+    for shape, regime in itertools.product(SHAPES, REGIMES):
+        x = drawn(shape, regime, dtype)
+        x = x.t() if transposed else x
+        how = {"clock": clock, "where": 0xDEADBEEF}
+        with mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
+            mine = quantize(x, FORMS[form], **how)
+        assert kernel.call_count == 1
+        assert_equal(mine, reference(x, FORMS[form], **how))
+
+
+@pytest.mark.slow
+def test_ten_million_elements_differ_in_none(build):
+    for seed, (form, regime) in enumerate(itertools.product(FORMS.values(), REGIMES)):
+        x = drawn((512, 800), regime, torch.bfloat16, seed)
+        assert_equal(quantize(x, form, clock=Clock(seed), where=seed), reference(x, form, clock=Clock(seed), where=seed))
+
+
+def test_telemetry_gets_the_same_operand_from_the_reference(build):
+    x = drawn((64, 256), "ordinary", torch.bfloat16)
+    mine, kept = quantize(x, Quant()), quantize(x, Quant(), keep=True)
+    assert kept.codes is not None
+    assert_equal(mine, kept)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [(0, 0), (63, 255), (5, 250)])
+def test_what_is_not_finite_is_left_to_the_reference_and_seen(build, value, place):
+    x = drawn((64, 256), "ordinary", torch.bfloat16)
+    x[place] = value
+    assert cpu.quantize(x, Quant(), None, 0) is None
+    assert not quantize(x, Quant()).largest.isfinite()
+    assert not quantize(x.t(), Quant()).largest.isfinite()
+
+
+def test_an_amax_sees_every_element(build):
+    for length in (1, 15, 16, 17, 300):
+        for at in range(length):
+            x = torch.zeros(1, length)
+            x[0, at] = -3.5
+            assert cpu.library().amax(x.data_ptr(), length, 0) == 3.5
+            half = x.bfloat16()
+            assert cpu.library().amax(half.data_ptr(), length, 1) == 3.5
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        Quant(element="int4"),
+        Quant(block="1x32"),
+        Quant(scale=BlockScale(format="ue5m3")),
+        Quant(scale=BlockScale(zero="one")),
+        Quant(select=Select(among="scales")),
+        Quant(outer=None),
+        Quant(outer=Outer(statistic="percentile:0.99")),
+        Quant(outer=Outer(granularity="row")),
+        Quant(rounding="stochastic", bits=16),
+        Quant(rounding="stochastic", block="16x16"),
+        Quant(rounding="away"),
+        Quant(range=Range(prescale=0.75)),
+    ],
+)
+def test_a_form_that_is_not_theirs_is_the_references(quant):
+    assert not cpu.can_quantize(torch.ones(16, 32), quant)
+
+
+def test_so_is_another_dtype_an_empty_matrix_and_memory_with_gaps():
+    assert not cpu.can_quantize(torch.ones(16, 32, dtype=torch.float16), Quant())
+    assert not cpu.can_quantize(torch.ones(0, 32), Quant())
+    assert not cpu.can_quantize(torch.ones(32, 64)[:, ::2], Quant())
+
+
+def test_a_package_without_builds_says_so_in_one_line_and_uses_the_reference(monkeypatch, capsys, tmp_path):
+    cpu.library.cache_clear()
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    x = drawn((16, 32), "ordinary", torch.float32)
+    first, again = quantize(x, Quant()), quantize(x, Quant())
+    cpu.library.cache_clear()
+    assert torch.equal(first.values, again.values)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "slow reference" in told
