@@ -6,11 +6,10 @@ NumPy or double precision. Whatever is random is drawn from a seed, so a row tha
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from ablate import machine, peers
 from ablate.engines import emulated
 from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.hadamard import matrix, rotation
+from ablate.numerics.hadamard import rotate
+from ablate.numerics.kernels import cpu
 from ablate.numerics.philox import Clock, philox, random_bits, site
 from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, quantize
@@ -29,66 +29,7 @@ from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Sele
 from ablate.numerics.stored import MAGNITUDES, load, pack, store, unpack
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.recipe import Phase, Run
-
-
-@dataclass(frozen=True)
-class Row:
-    """What was looked at, what was found, and what should have been."""
-
-    what: str
-    measured: str
-    expected: str = ""
-    ok: bool | None = None
-    """None where nothing in particular is expected: a fact, or something that is not installed."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A function that yields rows, under a heading. `only` full or fast: left out of the other run."""
-
-    group: str
-    run: Callable[[], Iterable[Row]]
-    only: Literal["full", "fast"] | None = None
-
-    @property
-    def name(self) -> str:
-        """The function's, in words."""
-        return getattr(self.run, "func", self.run).__name__.replace("_", " ")
-
-    def rows(self) -> Iterator[Row]:
-        """Its rows. An exception is one too: what cannot be checked has not passed."""
-        try:
-            yield from self.run()
-        except Exception as error:
-            yield Row(self.name, f"{type(error).__name__}: {error}", "no exception", False)
-
-
-def equal(what: str, measured: object, expected: object) -> Row:
-    """Both must print alike."""
-    return Row(what, str(measured), str(expected), str(measured) == str(expected))
-
-
-def near(what: str, measured: float, expected: float, tolerance: float, cause: str = "") -> Row:
-    """Within a share `tolerance` of a figure, which `cause` explains."""
-    limits = f"{expected:g} ± {100 * tolerance:g} %"
-    return Row(what, f"{measured:.4g}", f"{limits}, {cause}" if cause else limits, bool(abs(measured / expected - 1) <= tolerance))
-
-
-def below(what: str, measured: float, limit: float, cause: str) -> Row:
-    """At most the limit; NaN is not."""
-    return Row(what, f"{measured:.2g}", f"at most {limit:.2g}, {cause}" if limit else "0", measured <= limit)
-
-
-def same(what: str, *pairs: tuple[Tensor, Tensor]) -> Row:
-    """Every element of each pair alike; NaN is like nothing."""
-    differ = sum(int((ours.double() != theirs.double()).sum()) for ours, theirs in pairs)
-    return Row(what, f"{differ:,} of {sum(ours.numel() for ours, _ in pairs):,} differ", "0 differ", differ == 0)
-
-
-def normal(rows: int, columns: int, seed: int = 0) -> Tensor:
-    """Standard normal fp32 [rows, columns], the same in every run."""
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-
+from ablate.rows import Check, Row, below, equal, near, normal, same
 
 # --- this machine ------------------------------------------------------------------------------------------------------------
 
@@ -200,6 +141,19 @@ def nonfinite() -> Iterator[Row]:
         yield equal(f"NaN, Inf, -Inf under {name}", f"{seen} of 3 seen, {alarm} false alarm", "3 of 3 seen, no false alarm")
 
 
+def kernels() -> Iterator[Row]:
+    """What is compiled and the reference: the same operand, whoever computes it. Keeping what telemetry needs is the reference's."""
+    forms = {"nearest": Quant(), "stochastic": Quant(rounding="stochastic"), "16x16": Quant(block="16x16")}
+    pairs = []
+    for exponent in (0, -100, 100, -130):
+        x = (normal(48, 80, seed=exponent + 200) * 2.0**exponent).bfloat16()
+        for quant in forms.values():
+            for z, rotation in ((x, None), (x.t(), None), (x.t(), Hadamard() if quant.block == "1x16" else None)):
+                mine, theirs = (quantize(z, quant, rotation=rotation, clock=Clock(1), keep=keep) for keep in (False, True))
+                pairs += [(mine.values, theirs.values), (mine.block_scale, theirs.block_scale), (mine.amax, theirs.amax)]
+    yield same("compiled quantisers, against the reference" if cpu.library() else "no compiled quantisers: the reference, again", *pairs)
+
+
 # --- rotation and products ---------------------------------------------------------------------------------------------------
 
 
@@ -207,11 +161,12 @@ def rotations() -> Iterator[Row]:
     """R R^T = I, and H by its definition."""
     r, c = np.indices((16, 16))
     parity = np.vectorize(lambda n: n.bit_count() & 1)(r & c)
-    yield same("H16[r, c] = (-1)^popcount(r & c)", (4 * matrix(16), torch.from_numpy(1 - 2 * parity)))
+    plain = rotate(torch.eye(16), Hadamard(signs="none"))
+    yield same("H16[r, c] = (-1)^popcount(r & c)", (4 * plain, torch.from_numpy(1 - 2 * parity)))
     for sizes, limit in (((4, 16, 64), 0.0), ((8, 32, 128), 1e-6)):
         worst = 0.0
         for size in sizes:
-            turn = rotation(Hadamard(size=size), torch.float32, torch.device("cpu")).double()
+            turn = rotate(torch.eye(size), Hadamard(size=size)).double()
             worst = max(worst, (turn @ turn.t() - torch.eye(size)).abs().max().item())
         yield below(f"R Rᵀ - I for {', '.join(map(str, sizes))} points", worst, limit, "fp32")
 
@@ -479,6 +434,7 @@ CHECKS = (
     Check(SCALING, scaling),
     Check(SCALING, awkward),
     Check(SCALING, nonfinite),
+    Check(SCALING, kernels),
     Check(ROTATION, rotations),
     Check(ROTATION, copies),
     Check(ROTATION, products),

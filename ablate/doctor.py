@@ -20,7 +20,7 @@ from ablate.cli import DONE, FAILED, console, duration, run
 from ablate.numerics.spec import VERSION
 
 if TYPE_CHECKING:
-    from ablate.checks import Check, Row
+    from ablate.rows import Check, Row
 
 _WIDEST = 132
 _STYLES = {True: ("ok", "green"), False: ("OFF", "bold red"), None: ("-", "dim")}

@@ -15,9 +15,11 @@ import torch
 from experiments_for_tests import ablate, end, environment, statuses, until, write
 
 from ablate import checks, doctor, machine, peers
-from ablate.checks import CHECKS, Row
+from ablate.checks import CHECKS
 from ablate.numerics import hadamard, philox, product, quantize, rounding, scaling, stored
+from ablate.numerics.kernels import cpu
 from ablate.recipes.recipe import Phase
+from ablate.rows import Row
 
 QUICK = [check for check in CHECKS if check.only != "full"]
 
@@ -151,8 +153,8 @@ TAMPERED = {
         {"product in fp32, relative error", "product in bf16, outputs an ulp off"},
     ),
     "a rotation that shrinks": (
-        hadamard.rotation,
-        lambda *how, f=hadamard.rotation: f(*how) * 0.9,
+        hadamard.butterflies,
+        lambda *how, f=hadamard.butterflies: f(*how) * 0.9,
         "rotations",
         {"R Rᵀ - I for 4, 16, 64 points", "R Rᵀ - I for 8, 32, 128 points"},
     ),
@@ -188,8 +190,17 @@ TAMPERED = {
 @pytest.mark.parametrize("name", TAMPERED)
 def test_tampered_numerics_turn_the_right_rows_off(name, monkeypatch):
     function, other, check, expected = TAMPERED[name]
+    monkeypatch.setattr(cpu, "library", lambda: None)  # what is compiled would hide what is tampered with
     tamper(monkeypatch, function, other)
     assert expected <= {row.what for row in rows(check) if row.ok is False}
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the package was installed without compiled quantisers")
+@pytest.mark.parametrize(("function", "other"), [(rounding.nearest, ties_away), (scaling.block_scales, old_order)], ids=["ties", "order"])
+def test_compiled_quantisers_that_differ_from_the_reference_are_seen(function, other, monkeypatch):
+    assert [row.ok for row in rows("kernels")] == [True]
+    tamper(monkeypatch, function, other)
+    assert [row.ok for row in rows("kernels")] == [False]
 
 
 def test_a_phase_that_starts_a_step_late_is_seen(monkeypatch):
@@ -232,8 +243,8 @@ def test_fp4_is_trained_on_two_capabilities_only(capability, said):
 OPTIONS = ("--fast", "--json", "--lifeline")
 SICK = """
 import typer, ablate.numerics.hadamard as hadamard
-matrix = hadamard.matrix
-hadamard.matrix = lambda size: matrix(size) * 0.9
+butterflies = hadamard.butterflies
+hadamard.butterflies = lambda z: butterflies(z) * 0.9
 from ablate.doctor import doctor
 typer.run(doctor)
 """

@@ -1,6 +1,5 @@
 """Random Hadamard rotations: sign flips, then a Hadamard matrix, on every `size` consecutive elements of the contraction."""
 
-import math
 from dataclasses import replace
 from functools import cache
 
@@ -46,32 +45,36 @@ DRAWN = SIGNS.keys() - {"none", "fixed"}
 
 
 @cache
-def matrix(size: int) -> Tensor:
-    """H / sqrt(size), symmetric fp32 [size, size]; H[r, c] = (-1)^popcount(r & c). Its square is I, exactly where size is 4, 16 or 64."""
-    h = torch.ones(1, 1)
-    while h.shape[0] < size:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
-    return h * size**-0.5
+def _known(spec: Hadamard, device: torch.device) -> Tensor:
+    return SIGNS[spec.signs](spec.size).to(device)
 
 
-@cache
-def _fixed(spec: Hadamard, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return (SIGNS[spec.signs](spec.size).unsqueeze(1) * matrix(spec.size)).to(device, dtype)
-
-
-def rotation(spec: Hadamard, dtype: torch.dtype, device: torch.device, clock: Clock | None = None, where: int = 0) -> Tensor:
-    """R = diag(signs) H / sqrt(size), [size, size]; drawn signs take a clock and the product's site."""
-    if spec.signs not in DRAWN:
-        return _fixed(spec, dtype, device)
-    return (SIGNS[spec.signs](spec.size, clock, where).unsqueeze(1) * matrix(spec.size)).to(device, dtype)
+def signs(spec: Hadamard, device: torch.device, clock: Clock | None = None, where: int = 0) -> Tensor:
+    """The signs of a rotation, fp32 [size]; those that are drawn take a clock and the product's site."""
+    return SIGNS[spec.signs](spec.size, clock, where).to(device) if spec.signs in DRAWN else _known(spec, device)
 
 
 def rotate(z: Tensor, spec: Hadamard, clock: Clock | None = None, where: int = 0, *, back: bool = False) -> Tensor:
     """z @ R along the last dimension ([rows, columns], `columns` a multiple of `size`), rounded to z's dtype as hardware does.
 
-    `back` undoes it: z @ R^T.
+    R = diag(signs) H / sqrt(size) with H[r, c] = (-1)^popcount(r & c), so R R^T = I, exactly where size is 4, 16 or 64. `back` undoes
+    it: z @ R^T.
     """
-    exact = math.isqrt(spec.size) ** 2 == spec.size  # else 1 / sqrt(size) would be rounded to bf16, and shrink the product
-    dtype = z.dtype if exact else torch.float32
-    r = rotation(spec, dtype, z.device, clock, where)
-    return (z.reshape(-1, spec.size).to(dtype) @ (r.t() if back else r)).to(z.dtype).view(z.shape)
+    blocks = z.reshape(-1, spec.size).to(torch.float32)
+    flips = signs(spec, z.device, clock, where)
+    turned = butterflies(blocks) if back else butterflies(blocks * flips)
+    return (turned * flips if back else turned).to(z.dtype).view(z.shape)
+
+
+def butterflies(z: Tensor) -> Tensor:
+    """z @ H / sqrt(size) for fp32 [blocks, size]: sums and differences at distances 1, 2, 4, ..., then the factor.
+
+    A matrix product would add in an order of the library's and the machine's choosing; this one is the same everywhere.
+    """
+    blocks, size = z.shape
+    distance = 1
+    while distance < size:
+        a, b = z.view(blocks, size // (2 * distance), 2, distance).unbind(2)
+        z = torch.stack((a + b, a - b), dim=2).view(blocks, size)
+        distance *= 2
+    return z * size**-0.5

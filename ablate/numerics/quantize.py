@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.hadamard import DRAWN, rotate
+from ablate.numerics.hadamard import DRAWN, rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import cpu
 from ablate.numerics.philox import GROUP, Clock, random_bits
@@ -93,13 +93,12 @@ def quantize(
     Raises TypeError for other dtypes, ValueError for other dimensions, and where a draw or a history has no clock.
     """
     _refuse(x, quant, rotation, clock, history)
-    x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
-    if target is None and not keep and cpu.can_quantize(x, quant):
-        fast = cpu.quantize(x, quant, clock, where)
+    if target is None and not keep and cpu.can_quantize(x, quant, rotation):
+        fast = cpu.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where)
         if fast:
             values, amax, block_scale = fast
             return Operand(values, quant, amax, block_scale, amax)
-    x, target = (None if z is None else z.contiguous() for z in (x, target))
+    x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
     tiles, wanted = (_tiles(z, quant) for z in (x, target))
     amaxes = block_amax(tiles)
     amax = None if quant.outer is None else outer_statistic(x, tiles, amaxes, quant.outer, history, clock)
@@ -180,7 +179,8 @@ def ms_eden(scaled: Tensor, codes: Tensor, block_scale: Tensor, group: int, quan
 def _rotated(z: Tensor | None, rotation: Hadamard | None, clock: Clock | None, product: int) -> Tensor | None:
     if z is None:
         return None
-    return rotate(pad(z, 1, rotation.size).contiguous(), rotation, clock, product) if rotation else z
+    z = z.contiguous()
+    return rotate(pad(z, 1, rotation.size), rotation, clock, product) if rotation else z
 
 
 def _tiles(x: Tensor | None, quant: Quant) -> Tensor | None:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ablate.numerics.hadamard import SIGNS
 from ablate.numerics.kernels import cpu
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand, quantize
-from ablate.numerics.spec import BlockScale, Outer, Quant, Range, Select
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
 
 BUILDS = sorted(cpu.FOLDER.glob("nvfp4_*.so"))
 FORMS = {
@@ -83,6 +84,20 @@ def test_every_bit_is_the_references(build, form, dtype, transposed):
         assert_equal(mine, reference(x, FORMS[form], **how))
 
 
+@pytest.mark.parametrize("signs", SIGNS)
+@pytest.mark.parametrize("form", ["1x16 nearest", "1x16 stochastic", "bound 256"])
+def test_a_rotated_transpose_is_the_references_too(build, form, signs):
+    how = {"rotation": Hadamard(signs=signs), "clock": Clock(9, step=1), "where": 5, "product": 6}
+    for shape, regime in itertools.product(SHAPES, REGIMES):
+        x = drawn(shape, regime, torch.bfloat16).t()
+        if x.is_contiguous():  # one row or column: both orders at once, the reference rotates it
+            continue
+        with mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
+            mine = quantize(x, FORMS[form], **how)
+        assert kernel.call_count == 1
+        assert_equal(mine, reference(x, FORMS[form], **how))
+
+
 @pytest.mark.slow
 def test_ten_million_elements_differ_in_none(build):
     for seed, (form, regime) in enumerate(itertools.product(FORMS.values(), REGIMES)):
@@ -102,7 +117,7 @@ def test_telemetry_gets_the_same_operand_from_the_reference(build):
 def test_what_is_not_finite_is_left_to_the_reference_and_seen(build, value, place):
     x = drawn((64, 256), "ordinary", torch.bfloat16)
     x[place] = value
-    assert cpu.quantize(x, Quant(), None, 0) is None
+    assert cpu.quantize(x, Quant(), None, None, 0) is None
     assert not quantize(x, Quant()).largest.isfinite()
     assert not quantize(x.t(), Quant()).largest.isfinite()
 
@@ -135,13 +150,13 @@ def test_an_amax_sees_every_element(build):
     ],
 )
 def test_a_form_that_is_not_theirs_is_the_references(quant):
-    assert not cpu.can_quantize(torch.ones(16, 32), quant)
+    assert not cpu.can_quantize(torch.ones(16, 32), quant, None)
 
 
 def test_so_is_another_dtype_an_empty_matrix_and_memory_with_gaps():
-    assert not cpu.can_quantize(torch.ones(16, 32, dtype=torch.float16), Quant())
-    assert not cpu.can_quantize(torch.ones(0, 32), Quant())
-    assert not cpu.can_quantize(torch.ones(32, 64)[:, ::2], Quant())
+    assert not cpu.can_quantize(torch.ones(16, 32, dtype=torch.float16), Quant(), None)
+    assert not cpu.can_quantize(torch.ones(0, 32), Quant(), None)
+    assert not cpu.can_quantize(torch.ones(32, 64)[:, ::2], Quant(), None)
 
 
 def test_a_package_without_builds_says_so_in_one_line_and_uses_the_reference(monkeypatch, capsys, tmp_path):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ablate.numerics.philox import Clock, philox_key
-from ablate.numerics.spec import BlockScale, Quant, Range
+from ablate.numerics.spec import BlockScale, Hadamard, Quant, Range
 
 LEVELS = {"AVX512": "x86_64_v4", "AVX2": "x86_64_v3"}
 """Torch's name for what this CPU can do, and the compiler's; anything else runs the portable build."""
@@ -27,7 +27,8 @@ class Spec(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_float) for name in ("amax", "bound", "headroom")),
-        *((name, ctypes.c_int32) for name in ("bf16", "stochastic")),
+        *((name, ctypes.c_int32) for name in ("bf16", "stochastic", "rotated")),
+        ("signs", ctypes.c_uint32),
         *(("key", ctypes.c_uint32 * 2), ("clock", ctypes.c_uint32 * 3)),
         *((name, ctypes.c_float) for name in ("scale", "multiplier")),
     )
@@ -49,6 +50,8 @@ def load(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     found.amax.restype = ctypes.c_float
     found.amax.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
+    found.rotated_amax.restype = ctypes.c_float
+    found.rotated_amax.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32)
     for name in ("rows", "columns", "tiles"):
         getattr(found, name).restype = None
         getattr(found, name).argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(Spec), *(ctypes.c_void_p,) * 2)
@@ -71,10 +74,11 @@ def covers(quant: Quant) -> bool:
     )
 
 
-def can_quantize(x: Tensor, quant: Quant) -> bool:
-    """Whether `quantize` computes this: the form is known, and x a matrix in memory by rows or by columns."""
+def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
+    """Whether `quantize` computes this: the form is known, x a matrix in memory by rows or by columns; rotated, bf16 by columns."""
     return (
         covers(quant)
+        and (rotation is None or _rotates(x, quant, rotation))
         and x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float32)
         and x.numel() > 0
@@ -83,22 +87,32 @@ def can_quantize(x: Tensor, quant: Quant) -> bool:
     )
 
 
-def quantize(x: Tensor, quant: Quant, clock: Clock | None, where: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Values bf16 [rows, columns padded to blocks], amax, block scales [row tiles, 1, column tiles, 1]; None where x is not finite."""
+def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
+    return rotation.size == 16 and quant.block == "1x16" and x.dtype == torch.bfloat16 and not x.is_contiguous()
+
+
+def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None, where: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Values bf16 [rows, columns padded to blocks], amax, block scales [row tiles, 1, column tiles, 1]; None where x is not finite.
+
+    With `signs` [16], x is rotated along its columns first.
+    """
     by_columns = not x.is_contiguous()
-    memory = x.t() if by_columns else x
-    bf16 = int(x.dtype == torch.bfloat16)
-    amax = library().amax(memory.data_ptr(), memory.numel(), bf16)
+    kernel = "tiles" if quant.block == "16x16" else "columns" if by_columns else "rows"
+    memory = _padded(x.t() if by_columns else x, 1 if kernel == "rows" else 16)
+    rows, columns = memory.shape
+    bf16, flips = int(x.dtype == torch.bfloat16), 0
+    if signs is None:
+        amax = library().amax(memory.data_ptr(), memory.numel(), bf16)
+    else:
+        flips = sum(1 << number for number, sign in enumerate(signs.tolist()) if sign < 0)
+        amax = library().rotated_amax(memory.data_ptr(), rows, columns, bf16, flips)
     if not amax < float("inf"):
         return None
-    tiled = quant.block == "16x16"
-    kernel = "tiles" if tiled else "columns" if by_columns else "rows"
-    memory = _padded(memory, 1 if kernel == "rows" else 16)
-    rows, columns = memory.shape
     tile_rows, tile_columns = {"rows": (1, 16), "columns": (16, 1), "tiles": (16, 16)}[kernel]
     values = torch.empty(rows, columns, dtype=torch.bfloat16)
     scales = torch.empty(rows // tile_rows, columns // tile_columns)
-    spec = Spec(amax=amax, bound=quant.outer.bound, headroom=quant.range.headroom, bf16=bf16, stochastic=quant.rounding == "stochastic")
+    spec = Spec(amax=amax, bound=quant.outer.bound, headroom=quant.range.headroom, bf16=bf16)
+    spec.stochastic, spec.rotated, spec.signs = quant.rounding == "stochastic", signs is not None, flips
     if spec.stochastic:
         spec.key[:] = philox_key(clock)
         spec.clock[:] = (clock.step, clock.micro_batch, where)

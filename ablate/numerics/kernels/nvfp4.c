@@ -21,7 +21,8 @@ typedef uint8_t u8 __attribute__((vector_size(16)));
 
 typedef struct {
     float amax, bound, headroom; /* of the tensor; largest block scale; room above a block's maximum */
-    int32_t bf16, stochastic;
+    int32_t bf16, stochastic, rotated;
+    uint32_t signs;
     uint32_t key[2], clock[3]; /* Philox: seed and stream; step, micro-batch, site */
     float scale, multiplier;   /* filled in here: S, and S / 6 times the headroom */
 } spec;
@@ -158,7 +159,47 @@ void rows(const void *x, int64_t count, int64_t columns, spec *p, uint16_t *valu
         }
 }
 
-/* Blocks along columns of x [rows, columns], both multiples of 16: values alike, scales [rows / 16, columns]. */
+/* Sixteen rows of a Hadamard rotation: signs (a bit a row, set for -), butterflies in order of distance, a quarter, one rounding to
+   bf16. The order is hadamard.py's, so that every machine adds alike. */
+static inline void rotate(f32 t[16], uint32_t signs) {
+    for (int r = 0; r < 16; r++)
+        t[r] = (f32)((u32)t[r] ^ ((u32){0} + ((signs >> r & 1) << 31)));
+    for (int distance = 1; distance < 16; distance *= 2)
+        for (int r = 0; r < 16; r++)
+            if (!(r & distance)) {
+                f32 a = t[r], b = t[r + distance];
+                t[r] = a + b, t[r + distance] = a - b;
+            }
+    for (int r = 0; r < 16; r++) {
+        u32 bits = (u32)(t[r] * 0.25f);
+        t[r] = (f32)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+    }
+}
+
+static inline void column_tile(const void *x, int64_t at, int64_t width, int32_t bf16, int32_t rotated, uint32_t signs, f32 tile[16]) {
+    for (int64_t r = 0; r < 16; r++)
+        tile[r] = load(x, at + r * width, bf16);
+    if (rotated)
+        rotate(tile, signs);
+}
+
+/* The largest magnitude of x [rows, columns], both multiples of 16, once its columns are rotated. */
+float rotated_amax(const void *x, int64_t count, int64_t width, int32_t bf16, uint32_t signs) {
+    i32 most = {0};
+    for (int64_t row = 0; row < count; row += 16)
+        for (int64_t column = 0; column < width; column += 16) {
+            f32 tile[16];
+            column_tile(x, row * width + column, width, bf16, 1, signs, tile);
+            for (int r = 0; r < 16; r++)
+                most = __builtin_elementwise_max((i32)magnitude(tile[r]), most);
+        }
+    int32_t best = __builtin_reduce_max(most);
+    float result;
+    memcpy(&result, &best, sizeof result);
+    return result;
+}
+
+/* Blocks along columns of x [rows, columns], both multiples of 16, rotated first where asked: values alike, scales [rows / 16, columns]. */
 void columns(const void *x, int64_t count, int64_t width, spec *p, uint16_t *values, float *scales) {
     prepare(p);
     int64_t blocks = count / 16;
@@ -166,10 +207,9 @@ void columns(const void *x, int64_t count, int64_t width, spec *p, uint16_t *val
         for (int64_t column = 0; column < width; column += 16) { /* sixteen columns side by side */
             int64_t at = block * 16 * width + column;
             f32 tile[16], largest = {0};
-            for (int64_t r = 0; r < 16; r++) {
-                tile[r] = load(x, at + r * width, p->bf16);
+            column_tile(x, at, width, p->bf16, p->rotated, p->signs, tile);
+            for (int64_t r = 0; r < 16; r++)
                 largest = larger(magnitude(tile[r]), largest);
-            }
             f32 scale = block_scale(largest, p), factor = element_scale(scale, p);
             memcpy(scales + block * width + column, &scale, sizeof scale);
             u32 words[4];
