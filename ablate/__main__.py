@@ -4,7 +4,7 @@ import json
 
 import typer
 
-from ablate import __version__, recipe
+from ablate import __version__, bench, recipe
 from ablate.cli import run
 from ablate.doctor import doctor
 from ablate.plan import plan
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command()(sweep)
 app.command()(plan)
 app.add_typer(recipe.app, name="recipe")
+app.add_typer(bench.app, name="bench")
 app.command()(doctor)
 
 

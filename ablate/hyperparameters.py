@@ -48,7 +48,11 @@ class Training(Spec):
     @property
     def decay_start(self) -> int | None:
         """The first step whose learning rate is lower than the one before; None where it never falls."""
-        return next((step for step in range(1, self.steps) if self.lr_at(step) < self.lr_at(step - 1)), None)
+        start = self._decay_from()
+        if start is None:
+            return None
+        near = range(max(1, math.floor(start) - 2), self.steps)  # rounding may move it by a step
+        return next((step for step in near if self.lr_at(step) < self.lr_at(step - 1)), None)
 
     def _decay_from(self) -> float | None:
         if self.decay == "none" or (self.decay == "wsd" and self.decay_fraction == 0):
