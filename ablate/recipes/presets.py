@@ -117,7 +117,8 @@ def quartet() -> Recipe:
     """Quartet (arXiv 2505.14669): MXFP4 everywhere; the forward clipped where that is best for Gaussian data (QuEST).
 
     Forward: rotated by 32, scale from 2.92 standard deviations, gradients stopped where it clipped. Backward: rotated with new
-    signs, from the forward copies, stochastic with Amazon's 3/4. Refuses to model its casts' ties (toward zero; here to even).
+    signs, from the forward copies, stochastic with Amazon's 3/4. Refuses to model its casts' ties (toward zero; here to even), and dgrad
+    and wgrad sharing their signs.
     """
     forward = _mx("e2m1", "floor", range=Range(statistic="std:2.92247856"), estimator="clip_mask")
     gradient = _mx("e2m1", "floor", range=Range(map_to=4.0, prescale=0.75), rounding="stochastic", bits=24)
