@@ -87,11 +87,11 @@ def _operations() -> dict[str, Callable[[Any], Any]]:
 def _by_reference(call: Callable[[], Any]) -> None:
     from ablate.numerics.kernels import cpu
 
-    library, cpu.library = cpu.library, lambda: None
+    build, cpu.build = cpu.build, lambda: None
     try:
         call()
     finally:
-        cpu.library = library
+        cpu.build = build
 
 
 def _stepper(name: str, layers: int, width: int, tokens: int) -> Callable[[], Any]:

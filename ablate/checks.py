@@ -151,7 +151,7 @@ def kernels() -> Iterator[Row]:
             for z, rotation in ((x, None), (x.t(), None), (x.t(), Hadamard() if quant.block == "1x16" else None)):
                 mine, theirs = (quantize(z, quant, rotation=rotation, clock=Clock(1), keep=keep) for keep in (False, True))
                 pairs += [(mine.values, theirs.values), (mine.block_scale, theirs.block_scale), (mine.amax, theirs.amax)]
-    yield same("compiled quantisers, against the reference" if cpu.library() else "no compiled quantisers: the reference, again", *pairs)
+    yield same("compiled quantisers, against the reference" if cpu.build() else "no compiled quantisers: the reference, again", *pairs)
 
 
 # --- rotation and products ---------------------------------------------------------------------------------------------------

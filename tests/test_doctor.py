@@ -190,12 +190,12 @@ TAMPERED = {
 @pytest.mark.parametrize("name", TAMPERED)
 def test_tampered_numerics_turn_the_right_rows_off(name, monkeypatch):
     function, other, check, expected = TAMPERED[name]
-    monkeypatch.setattr(cpu, "library", lambda: None)  # what is compiled would hide what is tampered with
+    monkeypatch.setattr(cpu, "build", lambda: None)  # what is compiled would hide what is tampered with
     tamper(monkeypatch, function, other)
     assert expected <= {row.what for row in rows(check) if row.ok is False}
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="the package was installed without compiled quantisers")
+@pytest.mark.skipif(cpu.build() is None, reason="the package was installed without compiled quantisers")
 @pytest.mark.parametrize(("function", "other"), [(rounding.nearest, ties_away), (scaling.block_scales, old_order)], ids=["ties", "order"])
 def test_compiled_quantisers_that_differ_from_the_reference_are_seen(function, other, monkeypatch):
     assert [row.ok for row in rows("kernels")] == [True]

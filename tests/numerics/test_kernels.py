@@ -36,7 +36,7 @@ def build(request, monkeypatch):
     if level in known and (mine == "portable" or known.index(level) < known.index(mine)):
         pytest.skip(f"this CPU has no {level}")
     library = cpu.load(request.param)
-    monkeypatch.setattr(cpu, "library", lambda: library)
+    monkeypatch.setattr(cpu, "build", lambda: library)
 
 
 def drawn(shape: tuple[int, int], regime: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -127,9 +127,9 @@ def test_an_amax_sees_every_element(build):
         for at in range(length):
             x = torch.zeros(1, length)
             x[0, at] = -3.5
-            assert cpu.library().amax(x.data_ptr(), length, 0) == 3.5
+            assert cpu.build().amax(x.data_ptr(), length, 0) == 3.5
             half = x.bfloat16()
-            assert cpu.library().amax(half.data_ptr(), length, 1) == 3.5
+            assert cpu.build().amax(half.data_ptr(), length, 1) == 3.5
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_so_is_another_dtype_an_empty_matrix_and_memory_with_gaps():
 
 
 def test_a_package_without_builds_says_so_in_one_line_and_uses_the_reference(monkeypatch, capsys, tmp_path):
-    cpu.library.cache_clear()
+    cpu.build.cache_clear()
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     x = drawn((16, 32), "ordinary", torch.float32)
     first, again = quantize(x, Quant()), quantize(x, Quant())
-    cpu.library.cache_clear()
+    cpu.build.cache_clear()
     assert torch.equal(first.values, again.values)
     told = capsys.readouterr().err
     assert told.count("\n") == 1

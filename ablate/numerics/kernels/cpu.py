@@ -35,7 +35,7 @@ class Spec(ctypes.Structure):
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def build() -> ctypes.CDLL | None:
     """The build for this CPU; None, with one line that says so, where the package was installed without."""
     level = LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
     try:
@@ -83,7 +83,7 @@ def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
         and x.dtype in (torch.bfloat16, torch.float32)
         and x.numel() > 0
         and (x.is_contiguous() or x.t().is_contiguous())
-        and library() is not None
+        and build() is not None
     )
 
 
@@ -102,10 +102,10 @@ def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None,
     rows, columns = memory.shape
     bf16, flips = int(x.dtype == torch.bfloat16), 0
     if signs is None:
-        amax = library().amax(memory.data_ptr(), memory.numel(), bf16)
+        amax = build().amax(memory.data_ptr(), memory.numel(), bf16)
     else:
         flips = sum(1 << number for number, sign in enumerate(signs.tolist()) if sign < 0)
-        amax = library().rotated_amax(memory.data_ptr(), rows, columns, bf16, flips)
+        amax = build().rotated_amax(memory.data_ptr(), rows, columns, bf16, flips)
     if not amax < float("inf"):
         return None
     tile_rows, tile_columns = {"rows": (1, 16), "columns": (16, 1), "tiles": (16, 16)}[kernel]
@@ -116,7 +116,7 @@ def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None,
     if spec.stochastic:
         spec.key[:] = philox_key(clock)
         spec.clock[:] = (clock.step, clock.micro_batch, where)
-    getattr(library(), kernel)(memory.data_ptr(), rows, columns, spec, values.data_ptr(), scales.data_ptr())
+    getattr(build(), kernel)(memory.data_ptr(), rows, columns, spec, values.data_ptr(), scales.data_ptr())
     if by_columns:
         values, scales = values.t(), scales.t()
     row_tiles = -(-x.shape[0] // quant.tile[0])

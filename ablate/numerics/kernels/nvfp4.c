@@ -41,6 +41,12 @@ static inline f32 magnitude(f32 x) { return (f32)((i32)x & 0x7fffffff); }
 static inline f32 smaller(f32 a, float b) { return __builtin_elementwise_min(a, splat(b)); }
 static inline f32 larger(f32 a, f32 b) { return __builtin_elementwise_max(a, b); }
 
+static inline float as_float(int32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 static inline f32 load(const void *x, int64_t at, int32_t bf16) {
     if (bf16) {
         u16 half;
@@ -125,9 +131,7 @@ float amax(const void *x, int64_t count, int32_t bf16) {
         bits &= 0x7fffffff;
         best = bits > best ? bits : best;
     }
-    float result;
-    memcpy(&result, &best, sizeof result);
-    return result;
+    return as_float(best);
 }
 
 /* Blocks along rows of x [rows, columns], columns a multiple of 16: values alike, scales [rows, columns / 16]. */
@@ -193,10 +197,7 @@ float rotated_amax(const void *x, int64_t count, int64_t width, int32_t bf16, ui
             for (int r = 0; r < 16; r++)
                 most = __builtin_elementwise_max((i32)magnitude(tile[r]), most);
         }
-    int32_t best = __builtin_reduce_max(most);
-    float result;
-    memcpy(&result, &best, sizeof result);
-    return result;
+    return as_float(__builtin_reduce_max(most));
 }
 
 /* Blocks along columns of x [rows, columns], both multiples of 16, rotated first where asked: values alike, scales [rows / 16, columns]. */
@@ -231,10 +232,9 @@ void tiles(const void *x, int64_t count, int64_t width, spec *p, uint16_t *value
         for (int64_t column = 0; column < width; column += 16) {
             int64_t at = block * 16 * width + column;
             f32 tile[16], largest = {0};
-            for (int64_t r = 0; r < 16; r++) {
-                tile[r] = load(x, at + r * width, p->bf16);
+            column_tile(x, at, width, p->bf16, 0, 0, tile);
+            for (int64_t r = 0; r < 16; r++)
                 largest = larger(magnitude(tile[r]), largest);
-            }
             i32 most = (i32){0} + __builtin_reduce_max((i32)largest);
             f32 scale = block_scale((f32)most, p), factor = element_scale(scale, p);
             scales[block * (width / 16) + column / 16] = scale[0];
