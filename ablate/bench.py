@@ -35,7 +35,7 @@ def kernels(
         x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
         work = {name: partial(call, x) for name, call in _operations().items()}
         work |= {f"{name}, reference": partial(_by_reference, call) for name, call in work.items()}
-        seconds = _medians(work | {"copy": x.clone}, rounds)
+        seconds = _medians(work | {"copy": x.clone}, rounds, least=0.01)
         for name in _operations():
             speed, reference, copy = (x.numel() / seconds[key] / 1e6 for key in (name, f"{name}, reference", "copy"))
             found.append(
@@ -105,15 +105,21 @@ def _stepper(name: str, layers: int, width: int, tokens: int) -> Callable[[], An
     return partial(next, steps)
 
 
-def _medians(work: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of each, in turn within each round, after two rounds that do not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(rounds + 2):
-        for name, call in work.items():
-            start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(measured[2:]) for name, measured in seconds.items()}
+def _medians(work: dict[str, Callable[[], Any]], rounds: int, least: float = 0.0) -> dict[str, float]:
+    """Seconds of each, in turn within each round, after one round that does not count; short ones repeated for `least` seconds.
+
+    So slow drifts of the machine meet all alike, and what is short runs with its data in cache, as in training.
+    """
+    repeats = {name: 1 + int(least / _seconds(call, 1)) for name, call in work.items()}
+    seconds = [{name: _seconds(call, repeats[name]) for name, call in work.items()} for _ in range(rounds + 1)]
+    return {name: statistics.median(measured[name] for measured in seconds[1:]) for name in work}
+
+
+def _seconds(call: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
 
 
 def _one_thread() -> None:

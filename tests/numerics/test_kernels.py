@@ -21,7 +21,7 @@ FORMS = {
     "headroom": Quant(rounding="stochastic", range=Range(headroom=17 / 16)),
     "bound 256": Quant(outer=Outer(bound=256.0)),
 }
-SHAPES = [(1, 16), (16, 16), (33, 47), (7, 300), (64, 512), (272, 96)]
+SHAPES = [(1, 16), (16, 16), (33, 47), (7, 300), (64, 512), (272, 96), (40, 1070)]
 REGIMES = {"ordinary": 1.0, "tiny": 1e-30, "huge": 1e30, "subnormal": 1e-40, "one ulp of bf16 apart": 0.0}
 
 pytestmark = pytest.mark.skipif(not BUILDS, reason="the package was installed without compiled quantisers")
@@ -122,14 +122,14 @@ def test_what_is_not_finite_is_left_to_the_reference_and_seen(build, value, plac
     assert not quantize(x.t(), Quant()).largest.isfinite()
 
 
-def test_an_amax_sees_every_element(build):
-    for length in (1, 15, 16, 17, 300):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_an_amax_sees_every_element(build, dtype):
+    for length, block in itertools.product((1, 15, 16, 17, 48, 300), ("1x16", "16x16")):
         for at in range(length):
-            x = torch.zeros(1, length)
+            x = torch.zeros(1, length, dtype=dtype)
             x[0, at] = -3.5
-            assert cpu.build().amax(x.data_ptr(), length, 0) == 3.5
-            half = x.bfloat16()
-            assert cpu.build().amax(half.data_ptr(), length, 1) == 3.5
+            assert cpu.quantize(x, Quant(block=block), None, None, 0)[1] == 3.5
+            assert cpu.quantize(x.t().contiguous().t(), Quant(block=block), None, None, 0)[1] == 3.5
 
 
 @pytest.mark.parametrize(

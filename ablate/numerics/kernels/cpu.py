@@ -21,16 +21,19 @@ LEVELS = {"AVX512": "x86_64_v4", "AVX2": "x86_64_v3"}
 
 FOLDER = Path(__file__).parent
 
+TILES = {"rows": (1, 16), "columns": (16, 1), "tiles": (16, 16)}
+"""Rows and columns of memory that share a block scale, by kernel."""
+
 
 class Spec(ctypes.Structure):
     """nvfp4.c's `spec`."""
 
     _fields_ = (
-        *((name, ctypes.c_float) for name in ("amax", "bound", "headroom")),
+        *((name, ctypes.c_float) for name in ("bound", "headroom")),
         *((name, ctypes.c_int32) for name in ("bf16", "stochastic", "rotated")),
         ("signs", ctypes.c_uint32),
         *(("key", ctypes.c_uint32 * 2), ("clock", ctypes.c_uint32 * 3)),
-        *((name, ctypes.c_float) for name in ("scale", "multiplier")),
+        *((name, ctypes.c_float) for name in ("amax", "multiplier", "inverse")),
     )
 
 
@@ -48,12 +51,8 @@ def build() -> ctypes.CDLL | None:
 def load(path: Path) -> ctypes.CDLL:
     """One build, its functions declared; OSError where it is missing or for another machine."""
     found = ctypes.CDLL(str(path))
-    found.amax.restype = ctypes.c_float
-    found.amax.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
-    found.rotated_amax.restype = ctypes.c_float
-    found.rotated_amax.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32)
     for name in ("rows", "columns", "tiles"):
-        getattr(found, name).restype = None
+        getattr(found, name).restype = ctypes.c_int
         getattr(found, name).argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(Spec), *(ctypes.c_void_p,) * 2)
     return found
 
@@ -100,27 +99,20 @@ def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None,
     kernel = "tiles" if quant.block == "16x16" else "columns" if by_columns else "rows"
     memory = _padded(x.t() if by_columns else x, 1 if kernel == "rows" else 16)
     rows, columns = memory.shape
-    bf16, flips = int(x.dtype == torch.bfloat16), 0
-    if signs is None:
-        amax = build().amax(memory.data_ptr(), memory.numel(), bf16)
-    else:
-        flips = sum(1 << number for number, sign in enumerate(signs.tolist()) if sign < 0)
-        amax = build().rotated_amax(memory.data_ptr(), rows, columns, bf16, flips)
-    if not amax < float("inf"):
-        return None
-    tile_rows, tile_columns = {"rows": (1, 16), "columns": (16, 1), "tiles": (16, 16)}[kernel]
+    tile_rows, tile_columns = TILES[kernel]
     values = torch.empty(rows, columns, dtype=torch.bfloat16)
     scales = torch.empty(rows // tile_rows, columns // tile_columns)
-    spec = Spec(amax=amax, bound=quant.outer.bound, headroom=quant.range.headroom, bf16=bf16)
-    spec.stochastic, spec.rotated, spec.signs = quant.rounding == "stochastic", signs is not None, flips
-    if spec.stochastic:
-        spec.key[:] = philox_key(clock)
-        spec.clock[:] = (clock.step, clock.micro_batch, where)
-    getattr(build(), kernel)(memory.data_ptr(), rows, columns, spec, values.data_ptr(), scales.data_ptr())
+    spec = Spec(bound=quant.outer.bound, headroom=quant.range.headroom, bf16=x.dtype == torch.bfloat16)
+    if signs is not None:
+        spec.rotated, spec.signs = True, sum(1 << number for number, sign in enumerate(signs.tolist()) if sign < 0)
+    if quant.rounding == "stochastic":
+        spec.stochastic, spec.key[:], spec.clock[:] = True, philox_key(clock), (clock.step, clock.micro_batch, where)
+    if not getattr(build(), kernel)(memory.data_ptr(), rows, columns, spec, values.data_ptr(), scales.data_ptr()):
+        return None
     if by_columns:
         values, scales = values.t(), scales.t()
     row_tiles = -(-x.shape[0] // quant.tile[0])
-    return values[: x.shape[0]], torch.tensor(amax), scales[:row_tiles].unsqueeze(1).unsqueeze(3)
+    return values[: x.shape[0]], torch.tensor(spec.amax), scales[:row_tiles].unsqueeze(1).unsqueeze(3)
 
 
 def _padded(memory: Tensor, rows: int) -> Tensor:

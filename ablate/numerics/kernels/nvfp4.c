@@ -1,7 +1,9 @@
-/* NVFP4 quantisation of E2M1 blocks of 16 with E4M3 scales, in one pass after the amax.
+/* NVFP4 quantisation of E2M1 blocks of 16 with E4M3 scales: one pass for the amax, one that rounds.
 
-   Sixteen elements are one block and one vector. The arithmetic is that of the reference (scaling.py, rounding.py, philox.py), operation
-   by operation, so the bits are the same: compiled without contraction, reassociation or reciprocals. Only finite tensors come here.
+   Thirty-two elements are handled at a time, as a `pair` of vectors, those at even places and those at odd places: so bf16 widens for
+   one operation each. Scales come first, for a strip of blocks, then codes, so that neither waits for the other. The arithmetic is the
+   reference's (scaling.py, rounding.py, philox.py), operation by operation, and so are the bits: compiled without contraction,
+   reassociation or reciprocals. Signs travel apart. Only finite tensors are rounded.
 
    Three layouts: `rows`, blocks along a row; `columns`, blocks along a column of the same memory (the transposed operand, without
    transposing it); `tiles`, 16x16. Each takes bf16 or fp32 and writes bf16 values, code times block scale, and the fp32 scales. */
@@ -12,233 +14,456 @@
 typedef float f32 __attribute__((vector_size(64)));
 typedef int32_t i32 __attribute__((vector_size(64)));
 typedef uint32_t u32 __attribute__((vector_size(64)));
-typedef uint64_t u64 __attribute__((vector_size(128)));
+typedef uint64_t u64 __attribute__((vector_size(64)));
 typedef uint16_t u16 __attribute__((vector_size(32)));
-typedef uint8_t u8 __attribute__((vector_size(16)));
+typedef uint16_t twos __attribute__((vector_size(64)));
+typedef u32 memory __attribute__((aligned(1), may_alias)); /* a vector in memory: at any address, of any type */
+typedef uint32_t half_memory __attribute__((vector_size(32), aligned(1), may_alias));
+typedef u16 u16_memory __attribute__((aligned(1), may_alias));
 
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("clang loop unroll(full)")
 #define FLT_MAX 3.40282346638528859811704183484516925e+38f
-#define ROUND 12582912.0f /* 1.5 * 2^23: adding and subtracting it rounds a small float to the nearest even integer */
+#define INFINITE 0x7f800000 /* the bits of infinity, which are those of the exponent */
 
 typedef struct {
-    float amax, bound, headroom; /* of the tensor; largest block scale; room above a block's maximum */
-    int32_t bf16, stochastic, rotated;
-    uint32_t signs;
-    uint32_t key[2], clock[3]; /* Philox: seed and stream; step, micro-batch, site */
-    float scale, multiplier;   /* filled in here: S, and S / 6 times the headroom */
+    float bound, headroom;             /* largest block scale; room above a block's maximum */
+    int32_t bf16, stochastic, rotated; /* what x is; how codes round; whether columns turn first */
+    uint32_t signs;                    /* of the rotation: a bit a row, set for - */
+    uint32_t key[2], clock[3];         /* Philox: seed and stream; step, micro-batch, site */
+    float amax;                        /* filled in here: of the tensor; */
+    float multiplier, inverse;         /* S / 6 times the headroom, and 1 / S */
 } spec;
 
-static void prepare(spec *p) {
-    float scale = 6.0f * p->bound / p->amax;
-    scale = scale < FLT_MAX ? scale : FLT_MAX;
-    p->scale = p->amax == 0 || scale == 0 ? 1.0f : scale;
-    p->multiplier = p->scale * (float)(1.0 / 6.0);
-    if (p->headroom != 1.0f)
-        p->multiplier *= p->headroom;
+typedef struct {
+    f32 even, odd;
+} pair; /* thirty-two elements, as fp32 */
+
+typedef struct {
+    u32 first, second;
+} raw; /* the same as they lie in memory: bf16, by twos, fills `first` alone */
+
+/* --- vectors ------------------------------------------------------------------------------------------------------------------ */
+
+INLINE f32 splat(float x) { return x - (f32){0}; }
+INLINE f32 smaller(f32 a, float b) { return __builtin_elementwise_min(a, splat(b)); }
+
+/* The larger of magnitudes, bf16 by twos or fp32: they compare as their bits do, and those of what is not finite are the largest. */
+INLINE u32 larger(u32 a, u32 b, int32_t bf16) {
+    return bf16 ? (u32)__builtin_elementwise_max((twos)a, (twos)b) : __builtin_elementwise_max(a, b);
 }
 
-static inline f32 splat(float x) { return x - (f32){0}; }
-static inline f32 magnitude(f32 x) { return (f32)((i32)x & 0x7fffffff); }
-static inline f32 smaller(f32 a, float b) { return __builtin_elementwise_min(a, splat(b)); }
-static inline f32 larger(f32 a, f32 b) { return __builtin_elementwise_max(a, b); }
+/* `count`, 32 or 16, elements, zeros after them. */
+INLINE raw load(const void *x, int64_t at, int32_t bf16, int64_t count) {
+    const char *here = (const char *)x + at * (bf16 ? 2 : 4);
+    if (count == 32)
+        return (raw){*(const memory *)here, bf16 ? (u32){0} : *(const memory *)(here + 64)};
+    if (!bf16)
+        return (raw){*(const memory *)here};
+    half_memory lower = *(const half_memory *)here;
+    return (raw){__builtin_shufflevector(lower, (half_memory){0}, 0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8, 8, 8, 8)};
+}
 
-static inline float as_float(int32_t bits) {
+INLINE raw without_signs(raw v, int32_t bf16) {
+    uint32_t keep = bf16 ? 0x7fff7fffu : 0x7fffffffu;
+    return (raw){v.first & keep, v.second & keep};
+}
+
+INLINE pair widen(raw v, int32_t bf16) {
+    if (bf16)
+        return (pair){(f32)(v.first << 16), (f32)(v.first & 0xffff0000u)};
+    return (pair){(f32)__builtin_shufflevector(v.first, v.second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                  (f32)__builtin_shufflevector(v.first, v.second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)};
+}
+
+INLINE pair magnitudes(raw v, int32_t bf16) {
+    if (bf16)
+        return widen(without_signs(v, 1), 1);
+    pair wide = widen(v, 0); /* signs taken off after the shuffle, which the signs of the result share */
+    return (pair){(f32)((u32)wide.even & 0x7fffffffu), (f32)((u32)wide.odd & 0x7fffffffu)};
+}
+
+/* As bf16, of values that have at most 8 significant bits: the upper halves of their fp32. */
+INLINE u32 narrow(pair v) { return (u32)v.even >> 16 | ((u32)v.odd & 0xffff0000u); }
+
+INLINE void store_raw(uint16_t *out, int64_t at, u32 packed, int64_t count) {
+    if (count == 32)
+        *(memory *)(out + at) = packed;
+    else
+        *(half_memory *)(out + at) = __builtin_shufflevector(packed, packed, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+
+/* Those values with the signs of what they came from. */
+INLINE void store(uint16_t *out, int64_t at, pair v, raw from, int32_t bf16, int64_t count) {
+    store_raw(out, at, narrow(v) | ((bf16 ? from.first : narrow(widen(from, 0))) & 0x80008000u), count);
+}
+
+/* Scales by place again. */
+INLINE void store_scales(float *out, pair v, int64_t count) {
+    f32 first = __builtin_shufflevector(v.even, v.odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    f32 second = __builtin_shufflevector(v.even, v.odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    *(memory *)out = (u32)first;
+    if (count == 32)
+        *(memory *)(out + 16) = (u32)second;
+}
+
+/* Lanes 0 to 7 are a block, or tile, and lanes 8 to 15 the next. */
+INLINE f32 halves(float first, float second) {
+    return __builtin_shufflevector(splat(first), splat(second), 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+/* --- scaling ------------------------------------------------------------------------------------------------------------------ */
+
+/* What all blocks share, from the amax; 0 where that is not finite. */
+static int prepare(spec *p) {
+    if (!(p->amax < __builtin_inff()))
+        return 0;
+    float scale = 6.0f * p->bound / p->amax;
+    scale = scale < FLT_MAX ? scale : FLT_MAX;
+    scale = p->amax == 0 || scale == 0 ? 1.0f : scale;
+    p->multiplier = scale * (float)(1.0 / 6.0);
+    if (p->headroom != 1.0f)
+        p->multiplier *= p->headroom;
+    p->inverse = 1.0f / scale;
+    return 1;
+}
+
+/* The exponent of y, at least `least`, as a power of two. */
+INLINE i32 exponent(f32 y, int32_t least) {
+    return __builtin_elementwise_max((i32)y & INFINITE, (i32){0} + ((least + 127) << 23));
+}
+
+/* y >= 0 to the nearest with so many mantissa bits, ties to even: adding a power of two whose neighbours lie that far apart rounds. */
+INLINE f32 nearest(f32 y, int32_t mantissa, int32_t least) {
+    f32 power = (f32)(exponent(y, least) + ((23 - mantissa) << 23));
+    return (y + power) - power;
+}
+
+INLINE f32 block_scale(f32 amax, const spec *p) {
+    f32 scale = smaller(smaller(amax * p->multiplier, FLT_MAX), 448.0f);
+    return nearest(scale, 3, -6);
+}
+
+INLINE f32 element_scale(f32 scale, const spec *p) { return smaller(1.0f / (scale * p->inverse), FLT_MAX); }
+
+/* --- rounding ----------------------------------------------------------------------------------------------------------------- */
+
+/* Up where floor(256 f) exceeds the random byte, f the position between the two neighbours: so a carry decides, once 255 less the
+   byte, `chance`, is added to the position in 1/256. Returns twice the result, whose scale the caller halves. */
+INLINE f32 stochastic(f32 y, u32 chance) {
+    i32 power = exponent(y, 0);                     /* twice the distance of the neighbours */
+    f32 inverse = (f32)(((254 + 9) << 23) - power); /* 512 / power */
+    i32 position = __builtin_convertvector(y * inverse, i32);
+    return __builtin_convertvector((i32)(((u32)position + chance) >> 8), f32) * (f32)power;
+}
+
+/* Magnitudes to codes times block scales. */
+INLINE pair round_pair(pair x, pair factor, pair scale, int32_t drawn, u32 even, u32 odd) {
+    f32 e = smaller(x.even * factor.even, 6.0f), o = smaller(x.odd * factor.odd, 6.0f);
+    if (drawn)
+        return (pair){stochastic(e, even) * (scale.even * 0.5f), stochastic(o, odd) * (scale.odd * 0.5f)};
+    return (pair){nearest(e, 1, 0) * scale.even, nearest(o, 1, 0) * scale.odd};
+}
+
+/* Philox4x32-10 on sixteen counters, eight in each half: out[w] are their words w. The upper halves of the 64-bit lanes hold what
+   products leave there, and are never read. */
+INLINE void philox(const u64 counters[2], const spec *p, u64 out[4][2]) {
+    for (int h = 0; h < 2; h++) {
+        out[0][h] = counters[h];
+        for (int word = 1; word < 4; word++)
+            out[word][h] = (u64){0} + p->clock[word - 1];
+    }
+    uint32_t k0 = p->key[0], k1 = p->key[1];
+    UNROLL for (int round = 0; round < 10; round++) {
+        UNROLL for (int h = 0; h < 2; h++) {
+            u64 a = (out[0][h] & 0xffffffffu) * 0xD2511F53u, b = (out[2][h] & 0xffffffffu) * 0xCD9E8D57u;
+            out[0][h] = b >> 32 ^ out[1][h] ^ k0, out[1][h] = b;
+            out[2][h] = a >> 32 ^ out[3][h] ^ k1, out[3][h] = a;
+        }
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+}
+
+/* --- the amax ----------------------------------------------------------------------------------------------------------------- */
+
+/* The larger of two bf16 in a lane, as fp32. */
+INLINE f32 both(u32 most, int32_t bf16) { return (f32)(bf16 ? __builtin_elementwise_max(most << 16, most & 0xffff0000u) : most); }
+
+INLINE float largest_of(u32 most, int32_t bf16) {
+    int32_t best = __builtin_reduce_max((i32)both(most, bf16));
     float value;
-    memcpy(&value, &bits, sizeof value);
+    memcpy(&value, &best, sizeof value);
     return value;
 }
 
-static inline f32 load(const void *x, int64_t at, int32_t bf16) {
-    if (bf16) {
-        u16 half;
-        memcpy(&half, (const uint16_t *)x + at, sizeof half);
-        return (f32)(__builtin_convertvector(half, u32) << 16);
+INLINE float amax_of(const void *x, int64_t count, int32_t bf16) {
+    raw most = {0};
+    for (int64_t at = 0; at < count; at += 32) {
+        raw v = without_signs(load(x, at, bf16, count - at > 16 ? 32 : 16), bf16);
+        most = (raw){larger(most.first, v.first, bf16), larger(most.second, v.second, bf16)};
     }
-    f32 full;
-    memcpy(&full, (const float *)x + at, sizeof full);
-    return full;
+    return largest_of(larger(most.first, most.second, bf16), bf16);
 }
 
-/* Values with at most 8 significant bits are the upper halves of their fp32. */
-static inline void store(uint16_t *out, int64_t at, f32 value) {
-    u16 half = __builtin_convertvector((u32)value >> 16, u16);
-    memcpy(out + at, &half, sizeof half);
+/* The largest magnitude of `count` elements, a multiple of 16; not finite where one of them is not. */
+static float amax(const void *x, int64_t count, int32_t bf16) { return bf16 ? amax_of(x, count, 1) : amax_of(x, count, 0); }
+
+/* --- blocks along rows -------------------------------------------------------------------------------------------------------- */
+
+/* The lanes of a block are eight; here two vectors become one with four lanes each, then two, then one: blocks stay in order. */
+INLINE u32 fold8(u32 a, u32 b, int32_t bf16) {
+    return larger(__builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                  __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31), bf16);
 }
 
-/* The distance between neighbours: 2^(exponent, at least emin, minus mantissa bits). */
-static inline f32 step_of(f32 y, int32_t mantissa, int32_t emin) {
-    i32 exponent = (i32)y & 0x7f800000;
-    exponent = __builtin_elementwise_max(exponent, (i32){0} + ((emin + 127) << 23));
-    return (f32)(exponent - (mantissa << 23));
+INLINE u32 fold4(u32 a, u32 b, int32_t bf16) {
+    return larger(__builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29),
+                  __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31), bf16);
 }
 
-static inline f32 inverse(f32 power) { return (f32)((254 << 23) - (i32)power); }
-
-static inline f32 nearest(f32 y, f32 step) { return ((y * inverse(step) + ROUND) - ROUND) * step; }
-
-static inline f32 e4m3(f32 scale) {
-    scale = smaller(scale, 448.0f);
-    return nearest(scale, step_of(scale, 3, -6));
+INLINE u32 fold2(u32 a, u32 b, int32_t bf16) {
+    return larger(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                  __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31), bf16);
 }
 
-static inline f32 block_scale(f32 amax, const spec *p) { return e4m3(smaller(amax * p->multiplier, FLT_MAX)); }
-
-static inline f32 element_scale(f32 scale, const spec *p) { return smaller(1.0f / (scale * (1.0f / p->scale)), FLT_MAX); }
-
-/* Away from zero where floor(256 f) exceeds the random byte, f the position between the two neighbours. */
-static inline f32 stochastic(f32 y, f32 step, f32 bits) {
-    f32 position = y * inverse(step);
-    f32 lower = __builtin_elementwise_floor(position);
-    f32 up = (position - lower) * 256.0f - bits;
-    return (lower + (f32)((up >= 1.0f) & (i32)splat(1.0f))) * step;
-}
-
-static inline f32 e2m1(f32 y, int32_t stochastically, f32 bits) {
-    f32 size = smaller(magnitude(y), 6.0f);
-    f32 step = step_of(size, 1, 0);
-    f32 rounded = stochastically ? stochastic(size, step, bits) : nearest(size, step);
-    return (f32)((i32)rounded | ((i32)y & INT32_MIN));
-}
-
-/* Philox4x32-10 on sixteen counters at once; word w of counter i is out[w][i]. */
-static inline void philox(u32 group, const spec *p, u32 out[4]) {
-    u32 c0 = group, c1 = (u32){0} + p->clock[0], c2 = (u32){0} + p->clock[1], c3 = (u32){0} + p->clock[2];
-    uint32_t k0 = p->key[0], k1 = p->key[1];
-    for (int round = 0; round < 10; round++) {
-        u64 a = __builtin_convertvector(c0, u64) * 0xD2511F53u, b = __builtin_convertvector(c2, u64) * 0xCD9E8D57u;
-        c0 = __builtin_convertvector(b >> 32, u32) ^ c1 ^ k0;
-        c1 = __builtin_convertvector(b, u32);
-        c2 = __builtin_convertvector(a >> 32, u32) ^ c3 ^ k1;
-        c3 = __builtin_convertvector(a, u32);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+/* 255 less each random byte of sixteen blocks, from number `group`. */
+INLINE void row_chances(uint32_t group, const spec *p, uint8_t chances[256]) {
+    u64 w[4][2], counters[2] = {(u64){0, 1, 2, 3, 4, 5, 6, 7} + group, (u64){8, 9, 10, 11, 12, 13, 14, 15} + group};
+    philox(counters, p, w);
+    UNROLL for (int h = 0; h < 2; h++) { /* the four words of a block, one beside the other */
+        u32 first = ~__builtin_shufflevector((u32)w[0][h], (u32)w[1][h], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        u32 last = ~__builtin_shufflevector((u32)w[2][h], (u32)w[3][h], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        memory *four = (memory *)(chances + 128 * h);
+        four[0] = __builtin_shufflevector(first, last, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
+        four[1] = __builtin_shufflevector(first, last, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31);
     }
-    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-static const u32 LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-/* The largest magnitude of `count` elements; not finite where one of them is not. */
-float amax(const void *x, int64_t count, int32_t bf16) {
-    i32 most = {0};
-    int64_t at = 0;
-    for (; at + 16 <= count; at += 16) {
-        i32 bits = (i32)magnitude(load(x, at, bf16));
-        most = __builtin_elementwise_max(bits, most);
-    }
-    int32_t best = __builtin_reduce_max(most);
-    for (; at < count; at++) {
-        int32_t bits = bf16 ? (int32_t)((uint32_t)((const uint16_t *)x)[at] << 16) : ((const int32_t *)x)[at];
-        bits &= 0x7fffffff;
-        best = bits > best ? bits : best;
-    }
-    return as_float(best);
+/* Two blocks, eight lanes each: the larger magnitudes of neighbours, bf16 by twos still. */
+INLINE u32 pair_amax(raw v, int32_t bf16) {
+    if (bf16)
+        return without_signs(v, 1).first;
+    pair wide = magnitudes(v, 0);
+    return larger((u32)wide.even, (u32)wide.odd, 0);
 }
 
-/* Blocks along rows of x [rows, columns], columns a multiple of 16: values alike, scales [rows, columns / 16]. */
-void rows(const void *x, int64_t count, int64_t columns, spec *p, uint16_t *values, float *scales) {
-    prepare(p);
+/* The scales and factors of `here`, at most sixteen, blocks as one vector each. */
+INLINE void row_scales(const void *x, int64_t at, int64_t here, const spec *p, float *scales, float *factors, int32_t bf16) {
+    u32 m[8] = {0};
+    UNROLL for (int v = 0; v < 8; v++)
+        if (2 * v < here)
+            m[v] = pair_amax(load(x, at + 32 * v, bf16, here - 2 * v > 1 ? 32 : 16), bf16);
+    u32 quarter = fold4(fold8(m[0], m[1], bf16), fold8(m[2], m[3], bf16), bf16);
+    u32 other = fold4(fold8(m[4], m[5], bf16), fold8(m[6], m[7], bf16), bf16);
+    f32 largest = both(fold2(quarter, other, bf16), bf16);
+    f32 scale = block_scale(largest, p);
+    *(memory *)scales = (u32)scale;
+    *(memory *)factors = (u32)element_scale(scale, p);
+}
+
+/* The codes of two blocks, or one, times their scales. */
+INLINE void row_codes(const void *x, int64_t at, int64_t count, const float *scales, const float *factors, const uint8_t *chances,
+                      uint16_t *values, int32_t bf16, int32_t drawn) {
+    u32 chance = drawn ? __builtin_convertvector(*(const u16_memory *)chances, u32) : (u32){0};
+    f32 factor = halves(factors[0], factors[1]), scale = halves(scales[0], scales[1]);
+    raw from = load(x, at, bf16, count);
+    pair y = round_pair(magnitudes(from, bf16), (pair){factor, factor}, (pair){scale, scale}, drawn, chance & 255, chance >> 8);
+    store(values, at, y, from, bf16, count);
+}
+
+enum { STRIP = 64 }; /* blocks */
+
+INLINE void row_strip(const void *x, int64_t at, int64_t here, const spec *p, uint16_t *values, float *scales, int32_t bf16,
+                      int32_t drawn) {
+    float s[STRIP + 1], f[STRIP + 1];
+    uint8_t chances[16 * STRIP];
+    int64_t block = 0;
+    for (; block + 16 <= here; block += 16)
+        row_scales(x, at + 16 * block, 16, p, s + block, f + block, bf16);
+    if (block < here)
+        row_scales(x, at + 16 * block, here - block, p, s + block, f + block, bf16);
+    memcpy(scales + at / 16, s, here * sizeof(float));
+    for (block = 0; drawn && block < here; block += 16)
+        row_chances((uint32_t)(at / 16 + block), p, chances + 16 * block);
+    for (block = 0; block + 2 <= here; block += 2)
+        row_codes(x, at + 16 * block, 32, s + block, f + block, chances + 16 * block, values, bf16, drawn);
+    if (block < here)
+        row_codes(x, at + 16 * block, 16, s + block, f + block, chances + 16 * block, values, bf16, drawn);
+}
+
+INLINE void rows_of(const void *x, int64_t count, int64_t columns, spec p, uint16_t *values, float *scales, int32_t bf16, int32_t drawn) {
     int64_t blocks = columns / 16;
     for (int64_t row = 0; row < count; row++)
-        for (int64_t first = 0; first < blocks; first += 16) { /* up to sixteen blocks, their scales as one vector */
-            int64_t here = blocks - first < 16 ? blocks - first : 16, at = row * columns + first * 16;
-            f32 largest = {0};
-            for (int64_t b = 0; b < here; b++)
-                ((int32_t *)&largest)[b] = __builtin_reduce_max((i32)magnitude(load(x, at + 16 * b, p->bf16)));
-            f32 scale = block_scale(largest, p), factor = element_scale(scale, p);
-            memcpy(scales + row * blocks + first, &scale, here * sizeof(float));
-            u32 words[4];
-            if (p->stochastic)
-                philox(LANES + (uint32_t)(row * blocks + first), p, words);
-            for (int64_t b = 0; b < here; b++) {
-                f32 bits = {0};
-                if (p->stochastic) {
-                    uint32_t four[4] = {words[0][b], words[1][b], words[2][b], words[3][b]};
-                    u8 bytes;
-                    memcpy(&bytes, four, sizeof bytes);
-                    bits = __builtin_convertvector(bytes, f32);
-                }
-                f32 y = load(x, at + 16 * b, p->bf16) * factor[b];
-                store(values, at + 16 * b, e2m1(y, p->stochastic, bits) * scale[b]);
-            }
+        for (int64_t first = 0; first < blocks; first += STRIP) {
+            int64_t here = blocks - first < STRIP ? blocks - first : STRIP;
+            row_strip(x, row * columns + 16 * first, here, &p, values, scales, bf16, drawn);
         }
 }
 
-/* Sixteen rows of a Hadamard rotation: signs (a bit a row, set for -), butterflies in order of distance, a quarter, one rounding to
-   bf16. The order is hadamard.py's, so that every machine adds alike. */
-static inline void rotate(f32 t[16], uint32_t signs) {
-    for (int r = 0; r < 16; r++)
-        t[r] = (f32)((u32)t[r] ^ ((u32){0} + ((signs >> r & 1) << 31)));
-    for (int distance = 1; distance < 16; distance *= 2)
-        for (int r = 0; r < 16; r++)
+/* Blocks along rows of x [rows, columns], columns a multiple of 16: values alike, scales [rows, columns / 16]. 0: x is not finite. */
+int rows(const void *x, int64_t count, int64_t columns, spec *p, uint16_t *values, float *scales) {
+    p->amax = amax(x, count * columns, p->bf16);
+    if (!prepare(p))
+        return 0;
+    if (p->bf16)
+        p->stochastic ? rows_of(x, count, columns, *p, values, scales, 1, 1) : rows_of(x, count, columns, *p, values, scales, 1, 0);
+    else
+        p->stochastic ? rows_of(x, count, columns, *p, values, scales, 0, 1) : rows_of(x, count, columns, *p, values, scales, 0, 0);
+    return 1;
+}
+
+/* --- blocks along columns, and tiles ------------------------------------------------------------------------------------------ */
+
+/* Sixteen rows of a Hadamard rotation: signs, butterflies in order of distance, a quarter, one rounding to bf16 (upper halves). The
+   order is hadamard.py's, so that every machine adds alike. */
+INLINE void rotate(f32 t[16], uint32_t signs) {
+    UNROLL for (int r = 0; r < 16; r++)
+        t[r] = (f32)((u32)t[r] ^ ((signs >> r & 1) << 31));
+    UNROLL for (int distance = 1; distance < 16; distance *= 2)
+        UNROLL for (int r = 0; r < 16; r++)
             if (!(r & distance)) {
                 f32 a = t[r], b = t[r + distance];
                 t[r] = a + b, t[r + distance] = a - b;
             }
-    for (int r = 0; r < 16; r++) {
+    UNROLL for (int r = 0; r < 16; r++) {
         u32 bits = (u32)(t[r] * 0.25f);
-        t[r] = (f32)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+        t[r] = (f32)(bits + 0x7fff + (bits >> 16 & 1));
     }
 }
 
-static inline void column_tile(const void *x, int64_t at, int64_t width, int32_t bf16, int32_t rotated, uint32_t signs, f32 tile[16]) {
-    for (int64_t r = 0; r < 16; r++)
-        tile[r] = load(x, at + r * width, bf16);
-    if (rotated)
-        rotate(tile, signs);
+INLINE u32 rotate_tile(const void *x, int64_t at, int64_t width, int64_t count, uint32_t signs, uint16_t *out) {
+    f32 even[16], odd[16];
+    u32 most = {0};
+    UNROLL for (int r = 0; r < 16; r++)
+        even[r] = widen(load(x, at + r * width, 1, count), 1).even;
+    rotate(even, signs);
+    UNROLL for (int r = 0; r < 16; r++)
+        odd[r] = widen(load(x, at + r * width, 1, count), 1).odd;
+    rotate(odd, signs);
+    UNROLL for (int r = 0; r < 16; r++) {
+        raw turned = {narrow((pair){even[r], odd[r]})};
+        store_raw(out, at + r * width, turned.first, count);
+        most = larger(most, without_signs(turned, 1).first, 1);
+    }
+    return most;
 }
 
-/* The largest magnitude of x [rows, columns], both multiples of 16, once its columns are rotated. */
-float rotated_amax(const void *x, int64_t count, int64_t width, int32_t bf16, uint32_t signs) {
-    i32 most = {0};
-    for (int64_t row = 0; row < count; row += 16)
-        for (int64_t column = 0; column < width; column += 16) {
-            f32 tile[16];
-            column_tile(x, row * width + column, width, bf16, 1, signs, tile);
-            for (int r = 0; r < 16; r++)
-                most = __builtin_elementwise_max((i32)magnitude(tile[r]), most);
+/* The columns of bf16 x rotated into `out`, and the largest magnitude there. */
+static float rotate_columns(const void *x, int64_t count, int64_t width, uint32_t signs, uint16_t *out) {
+    u32 most = {0};
+    for (int64_t row = 0; row < count; row += 16) {
+        int64_t column = 0;
+        for (; column + 32 <= width; column += 32)
+            most = larger(most, rotate_tile(x, row * width + column, width, 32, signs, out), 1);
+        if (column < width)
+            most = larger(most, rotate_tile(x, row * width + column, width, 16, signs, out), 1);
+    }
+    return largest_of(most, 1);
+}
+
+/* The eight lanes of a tile, even and odd, share the largest. */
+INLINE u32 tile_amax(pair v) {
+    u32 m = larger((u32)v.even, (u32)v.odd, 0);
+    m = larger(m, __builtin_shufflevector(m, m, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11), 0);
+    m = larger(m, __builtin_shufflevector(m, m, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13), 0);
+    return larger(m, __builtin_shufflevector(m, m, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14), 0);
+}
+
+/* Scales and factors of sixteen rows of `count` columns, or of the tiles there. */
+INLINE void column_scales(const void *x, int64_t at, int64_t width, int64_t count, const spec *p, float *scales, pair *s, pair *f,
+                          int32_t bf16, int32_t tiled) {
+    raw most = {0};
+    UNROLL for (int r = 0; r < 16; r++) {
+        raw v = without_signs(load(x, at + r * width, bf16, count), bf16);
+        most = (raw){larger(most.first, v.first, bf16), larger(most.second, v.second, bf16)};
+    }
+    pair largest = widen(most, bf16);
+    if (tiled) {
+        f32 scale = block_scale((f32)tile_amax(largest), p), factor = element_scale(scale, p);
+        *s = (pair){scale, scale}, *f = (pair){factor, factor};
+        scales[0] = scale[0];
+        if (count == 32)
+            scales[1] = scale[8];
+    } else {
+        *s = (pair){block_scale(largest.even, p), block_scale(largest.odd, p)};
+        *f = (pair){element_scale(s->even, p), element_scale(s->odd, p)};
+        store_scales(scales, *s, count);
+    }
+}
+
+/* 255 less each random byte of sixteen columns, every other one from `column`: four rows a word. */
+INLINE void column_chances(int64_t column, int64_t block, int64_t blocks, const spec *p, u32 chances[4]) {
+    u64 w[4][2], places[2] = {(u64){0, 2, 4, 6, 8, 10, 12, 14} + column, (u64){16, 18, 20, 22, 24, 26, 28, 30} + column};
+    u64 counters[2] = {places[0] * blocks + block, places[1] * blocks + block};
+    philox(counters, p, w);
+    UNROLL for (int i = 0; i < 4; i++)
+        chances[i] = ~__builtin_shufflevector((u32)w[i][0], (u32)w[i][1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+}
+
+INLINE void column_codes(const void *x, int64_t at, int64_t width, int64_t count, pair s, pair f, const u32 even[4], const u32 odd[4],
+                         uint16_t *values, int32_t bf16, int32_t drawn) {
+    UNROLL for (int r = 0; r < 16; r++) {
+        raw from = load(x, at + r * width, bf16, count);
+        u32 e = even[r / 4] >> 8 * (r % 4) & 255, o = odd[r / 4] >> 8 * (r % 4) & 255;
+        store(values, at + r * width, round_pair(magnitudes(from, bf16), f, s, drawn, e, o), from, bf16, count);
+    }
+}
+
+enum { WIDE = 4 }; /* times thirty-two columns */
+
+INLINE void column_strip(const void *x, int64_t block, int64_t first, int64_t end, int64_t blocks, int64_t width, const spec *p,
+                         uint16_t *values, float *scales, int32_t bf16, int32_t drawn, int32_t tiled) {
+    pair s[WIDE], f[WIDE];
+    u32 even[4] = {0}, odd[4] = {0};
+    int64_t at = block * 16 * width, each = tiled ? 16 : 1, column = first;
+    float *here = scales + block * (width / each);
+    for (int64_t tile = 0; column < end; column += 32, tile++)
+        if (column + 32 <= end)
+            column_scales(x, at + column, width, 32, p, here + column / each, s + tile, f + tile, bf16, tiled);
+        else
+            column_scales(x, at + column, width, 16, p, here + column / each, s + tile, f + tile, bf16, tiled);
+    column = first;
+    for (int64_t tile = 0; column < end; column += 32, tile++) {
+        if (drawn) {
+            column_chances(column, block, blocks, p, even);
+            column_chances(column + 1, block, blocks, p, odd);
         }
-    return as_float(__builtin_reduce_max(most));
+        if (column + 32 <= end)
+            column_codes(x, at + column, width, 32, s[tile], f[tile], even, odd, values, bf16, drawn);
+        else
+            column_codes(x, at + column, width, 16, s[tile], f[tile], even, odd, values, bf16, drawn);
+    }
 }
 
-/* Blocks along columns of x [rows, columns], both multiples of 16, rotated first where asked: values alike, scales [rows / 16, columns]. */
-void columns(const void *x, int64_t count, int64_t width, spec *p, uint16_t *values, float *scales) {
-    prepare(p);
+INLINE void columns_of(const void *x, int64_t count, int64_t width, spec p, uint16_t *values, float *scales, int32_t bf16,
+                       int32_t drawn, int32_t tiled) {
     int64_t blocks = count / 16;
     for (int64_t block = 0; block < blocks; block++)
-        for (int64_t column = 0; column < width; column += 16) { /* sixteen columns side by side */
-            int64_t at = block * 16 * width + column;
-            f32 tile[16], largest = {0};
-            column_tile(x, at, width, p->bf16, p->rotated, p->signs, tile);
-            for (int64_t r = 0; r < 16; r++)
-                largest = larger(magnitude(tile[r]), largest);
-            f32 scale = block_scale(largest, p), factor = element_scale(scale, p);
-            memcpy(scales + block * width + column, &scale, sizeof scale);
-            u32 words[4];
-            if (p->stochastic)
-                philox((LANES + (uint32_t)column) * (uint32_t)blocks + (uint32_t)block, p, words);
-            for (int64_t r = 0; r < 16; r++) {
-                f32 bits = {0};
-                if (p->stochastic)
-                    bits = __builtin_convertvector((i32)(words[r / 4] >> 8 * (r % 4) & 255), f32);
-                store(values, at + r * width, e2m1(tile[r] * factor, p->stochastic, bits) * scale);
-            }
+        for (int64_t first = 0; first < width; first += 32 * WIDE) {
+            int64_t end = first + 32 * WIDE < width ? first + 32 * WIDE : width;
+            column_strip(x, block, first, end, blocks, width, &p, values, scales, bf16, drawn, tiled);
         }
 }
 
-/* 16x16 tiles of x [rows, columns], both multiples of 16, to nearest: values alike, scales [rows / 16, columns / 16]. */
-void tiles(const void *x, int64_t count, int64_t width, spec *p, uint16_t *values, float *scales) {
-    prepare(p);
-    for (int64_t block = 0; block < count / 16; block++)
-        for (int64_t column = 0; column < width; column += 16) {
-            int64_t at = block * 16 * width + column;
-            f32 tile[16], largest = {0};
-            column_tile(x, at, width, p->bf16, 0, 0, tile);
-            for (int64_t r = 0; r < 16; r++)
-                largest = larger(magnitude(tile[r]), largest);
-            i32 most = (i32){0} + __builtin_reduce_max((i32)largest);
-            f32 scale = block_scale((f32)most, p), factor = element_scale(scale, p);
-            scales[block * (width / 16) + column / 16] = scale[0];
-            for (int64_t r = 0; r < 16; r++)
-                store(values, at + r * width, e2m1(tile[r] * factor, 0, (f32){0}) * scale);
-        }
+/* Blocks along columns of x [rows, columns], both multiples of 16, rotated first where asked (bf16): values alike, scales [rows / 16,
+   columns]. 0: x is not finite. */
+int columns(const void *x, int64_t count, int64_t width, spec *p, uint16_t *values, float *scales) {
+    p->amax = p->rotated ? rotate_columns(x, count, width, p->signs, values) : amax(x, count * width, p->bf16);
+    if (!prepare(p))
+        return 0;
+    x = p->rotated ? values : x;
+    if (p->bf16)
+        p->stochastic ? columns_of(x, count, width, *p, values, scales, 1, 1, 0) : columns_of(x, count, width, *p, values, scales, 1, 0, 0);
+    else
+        p->stochastic ? columns_of(x, count, width, *p, values, scales, 0, 1, 0) : columns_of(x, count, width, *p, values, scales, 0, 0, 0);
+    return 1;
+}
+
+/* 16x16 tiles of x [rows, columns], both multiples of 16, to nearest: values alike, scales [rows / 16, columns / 16]. 0: not finite. */
+int tiles(const void *x, int64_t count, int64_t width, spec *p, uint16_t *values, float *scales) {
+    p->amax = amax(x, count * width, p->bf16);
+    if (!prepare(p))
+        return 0;
+    p->bf16 ? columns_of(x, count, width, *p, values, scales, 1, 0, 1) : columns_of(x, count, width, *p, values, scales, 0, 0, 1);
+    return 1;
 }
