@@ -22,7 +22,7 @@ schema: $(VENV)/.installed
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt hatch_build.py ablate/numerics/kernels/nvfp4.c
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 

@@ -19,7 +19,7 @@ FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")  # n
 
 
 class Kernels(BuildHookInterface):
-    """nvfp4.c to nvfp4_<level>.so beside it."""
+    """nvfp4.c and census.c to nvfp4_<level>.so beside them."""
 
     PLUGIN_NAME = "kernels"
 
@@ -32,7 +32,7 @@ class Kernels(BuildHookInterface):
             environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
             for level, target in levels.items():
                 output = folder / f"nvfp4_{level}.so"
-                command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, *target, "-o", str(output), str(folder / "nvfp4.c")]
+                command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, *target, "-o", str(output), *map(str, sorted(folder.glob("*.c")))]
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
                 if done.returncode:
                     self.app.display_warning(f"{output.name} could not be compiled, the slow reference will run:\n{done.stderr}")

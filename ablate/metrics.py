@@ -8,75 +8,65 @@ import psutil
 import torch
 from torch import Tensor
 
+from ablate.numerics.census import Census, census
 from ablate.numerics.formats import ELEMENTS, SCALES
-from ablate.numerics.quantize import Operand, pad
+from ablate.numerics.quantize import Operand
 
 
 def quantisation(operand: Operand) -> dict[str, float]:
     """Errors and censuses of one quantised operand that kept its source.
 
     `sqnr_db`, `rel_mse`, `cosine`, `magnitude` (1 = unbiased); fractions of elements that were not zero and are now, of scaled
-    elements beyond the grid (`clipped_frac`: by over half its last step), and of blocks with any beyond; of the blocks that are
-    not zero, the fraction whose scale is; the fraction of block scales at their bound, and of those that should have been larger
-    than their format allows. Of the source: median `crest` of a block (max over rms), `kurtosis` (3 = Gaussian), `mean_share` of
-    the power that lies in the column means, each over the rows.
+    elements beyond the grid (`clipped`: by over half its last step), and of blocks with any beyond; of the blocks that are not zero,
+    the fraction whose scale is; the fraction of block scales at their bound, and of those that should have been larger than their
+    format allows. Of the source: median `crest` of a block (max over rms), `kurtosis` (3 = Gaussian), `mean_share` of the power that
+    lies in the column means, each over the rows.
     """
-    x, q = operand.source.double(), operand.dequantize().double()
-    power, error = x.square().sum().item(), (x - q).square().sum().item()
-    inner, q_power = (x * q).sum().item(), q.square().sum().item()
-    top = ELEMENTS[operand.quant.element].max
+    seen = census(operand)
+    both = math.sqrt(seen.power) * math.sqrt(seen.quantised_power)
     return {
-        "sqnr_db": 10 * math.log10(power / error) if power and error else math.nan,
-        "rel_mse": error / power if power else math.nan,
-        "cosine": inner / math.sqrt(power * q_power) if power and q_power else math.nan,
-        "magnitude": inner / power if power else math.nan,
-        "zero_frac": ((q == 0) & (x != 0)).double().mean().item(),
-        "saturated_frac": (operand.scaled.abs() > top).double().mean().item(),
-        "clipped_frac": (operand.scaled.abs() > top + _last_step(operand) / 2).double().mean().item(),
-        "blocks_saturated_frac": (_blocks(operand, operand.scaled).abs().amax(dim=(1, 3)) > top).double().mean().item(),
-        **_scale_census(operand, power),
-        **_shape(operand, x, power),
+        "sqnr_db": 10 * math.log10(seen.power / seen.error) if seen.power and seen.error else math.nan,
+        "rel_mse": seen.error / seen.power if seen.power else math.nan,
+        "cosine": seen.inner / both if both else math.nan,
+        "magnitude": seen.inner / seen.power if seen.power else math.nan,
+        "zero_frac": seen.zeros / seen.elements,
+        "saturated_frac": seen.saturated / seen.elements,
+        "clipped_frac": seen.clipped / seen.elements,
+        "blocks_saturated_frac": _share(seen.block_scaled > ELEMENTS[operand.quant.element].max),
+        **_scale_census(operand, seen),
+        **_shape(seen),
     }
 
 
-def _last_step(operand: Operand) -> float:
-    """The distance between the two largest values of the grid: what lies less than half of it above the last is rounded, not clipped."""
-    grid = ELEMENTS[operand.quant.element]
-    return grid.step(torch.tensor([grid.max])).item()
-
-
-def _scale_census(operand: Operand, power: float) -> dict[str, float]:
+def _scale_census(operand: Operand, seen: Census) -> dict[str, float]:
     quant, scale = operand.quant, operand.block_scale
     if scale is None:
         return {"scale_zero_frac": 0.0, "scale_saturated_frac": 0.0, "scale_clipped_frac": 0.0}
     top = SCALES[quant.scale.format].max
     bound = min(quant.outer.bound if quant.outer else math.inf, top)
     reach = top * ELEMENTS[quant.element].max / operand.divisor * (1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1))
-    clipped = (scale == top) & (operand.block_amax > reach * (1 + 2**-4))  # half a step of E4M3 above is still nearest
+    largest = seen.blocks.view(scale.shape)
+    clipped = (scale == top) & (largest > reach * (1 + 2**-4))  # half a step of E4M3 above is still nearest
     return {
-        "scale_clipped_frac": clipped.double().mean().item(),
-        "scale_zero_frac": (scale == 0)[operand.block_amax > 0].double().mean().item() if power else 0.0,
-        "scale_saturated_frac": (scale >= bound).double().mean().item(),
+        "scale_clipped_frac": _share(clipped),
+        "scale_zero_frac": _share((scale == 0) & (largest > 0)) / _share(largest > 0) if seen.power else 0.0,
+        "scale_saturated_frac": _share(scale >= bound),
     }
 
 
-def _blocks(operand: Operand, x: Tensor) -> Tensor:
-    """[row tiles, rows, column tiles, columns]; 16 elements where the operand has no blocks."""
-    rows, columns = operand.quant.tile if operand.quant.block else (1, 16)
-    padded = pad(x, rows, columns)
-    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+def _share(where: Tensor) -> float:
+    return where.count_nonzero().item() / where.numel()
 
 
-def _shape(operand: Operand, x: Tensor, power: float) -> dict[str, float]:
+def _shape(seen: Census) -> dict[str, float]:
     """How the source is distributed: what makes it hard to quantise."""
-    if not power:
+    if not seen.power:
         return {}
-    blocks = _blocks(operand, x)
-    rms, largest = blocks.square().mean(dim=(1, 3)).sqrt(), blocks.abs().amax(dim=(1, 3))
+    crests = seen.blocks / (seen.block_power / seen.block_elements).sqrt()  # NaN for a block of zeros
     return {
-        "crest": (largest / rms)[rms > 0].median().item(),
-        "kurtosis": x.numel() * x.square().square().sum().item() / power**2,
-        "mean_share": x.mean(dim=0).square().sum().item() * x.shape[0] / power,
+        "crest": crests.nanmedian().item(),
+        "kurtosis": seen.elements * seen.fourth / seen.power**2,
+        "mean_share": seen.mean_power / seen.power,
     }
 
 

@@ -76,7 +76,7 @@ class EmulatedLinear(nn.Linear):
             product=self._turns[slot],
             history=self.histories[slot] if how is main else None,
             target=self._target(slot, how) if how is main else None,
-            keep=keep or self.probe is not None,
+            keep=keep or (self.probe is not None and "source"),
         )
         self.nonfinite = self.nonfinite + ~result.largest.isfinite()
         if self.probe is not None and how is main:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,8 @@ class Operand:
     largest: Tensor | None = None
     """The largest magnitude of what was quantised, fp32 scalar: not finite where that had a NaN or an infinity."""
     source: Tensor | None = None
-    """What was quantised (rotated, padded), kept on request, as are `scaled`, what was rounded, the `codes`, and `block_amax`."""
+    """What was quantised (rotated, padded), kept on request, as are `scaled`, what was rounded, the `codes`, and `block_amax`; a
+    compiled quantiser that is asked for the source alone keeps nothing else."""
     scaled: Tensor | None = None
     codes: Tensor | None = None
     block_amax: Tensor | None = None
@@ -67,6 +69,9 @@ class Operand:
         return (codes * (decode * factor)).reshape(padded.shape)[:rows]
 
 
+Keep = bool | Literal["source"]
+
+
 def pad(x: Tensor, rows: int, columns: int) -> Tensor:
     """Zero rows and columns up to the next multiples: zeros change no amax and add nothing to a product."""
     extra_rows, extra_columns = -x.shape[0] % rows, -x.shape[1] % columns
@@ -83,21 +88,22 @@ def quantize(
     product: int = 0,
     history: History | None = None,
     target: Tensor | None = None,
-    keep: bool = False,
+    keep: Keep = False,
 ) -> Operand:
     """Quantise `x` [rows, columns] (bf16, fp16 or fp32; the last dimension is the contraction) by `quant`.
 
     Whatever is drawn comes from `clock`: roundings at the site `where`, the signs of a rotation at the site `product`. `history`
     serves delayed and held statistics; `target` (like x) decides roundings to its own nearest neighbour. The result keeps the padded
-    contraction, so two operands of a product padded alike still fit. `keep` also returns what telemetry needs.
+    contraction, so two operands of a product padded alike still fit. `keep` what it is made from; a compiled quantiser can keep the
+    "source" alone, all that telemetry needs.
     Raises TypeError for other dtypes, ValueError for other dimensions, and where a draw or a history has no clock.
     """
     _refuse(x, quant, rotation, clock, history)
-    if target is None and not keep and cpu.can_quantize(x, quant, rotation):
-        fast = cpu.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where)
+    if target is None and keep is not True and cpu.can_quantize(x, quant, rotation):
+        fast = cpu.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where, keep == "source")
         if fast:
-            values, amax, block_scale = fast
-            return Operand(values, quant, amax, block_scale, amax)
+            values, amax, block_scale, source = fast
+            return Operand(values, quant, amax, block_scale, amax, source)
     x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
     tiles, wanted = (_tiles(z, quant) for z in (x, target))
     amaxes = block_amax(tiles)
@@ -108,7 +114,7 @@ def quantize(
     else:
         group = rotation.size if rotation else 0
         chosen = _cast(tiles, wanted, amaxes, scale, quant, group, partial(_bits, clock, where, tiles))
-    return _operand(x, tiles, amaxes, amax, chosen, quant, keep)
+    return _operand(x, tiles, amaxes, amax, chosen, quant, bool(keep))
 
 
 def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, history: History | None) -> None:

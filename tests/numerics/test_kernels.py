@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ablate.numerics.census import census
 from ablate.numerics.hadamard import SIGNS
 from ablate.numerics.kernels import cpu
 from ablate.numerics.philox import Clock
@@ -110,6 +111,32 @@ def test_telemetry_gets_the_same_operand_from_the_reference(build):
     mine, kept = quantize(x, Quant()), quantize(x, Quant(), keep=True)
     assert kept.codes is not None
     assert_equal(mine, kept)
+
+
+@pytest.mark.parametrize("rotation", [None, Hadamard()], ids=["plain", "rotated"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_telemetry_counts_is_what_the_reference_counts(build, form, dtype, transposed, rotation):
+    quant = FORMS[form]
+    for regime in ("ordinary", "tiny", "one ulp of bf16 apart"):
+        x = drawn((64, 176), regime, dtype)
+        x = x.t() if transposed else x
+        how = {"clock": Clock(4), "where": 5, "rotation": rotation}
+        mine, theirs = quantize(x, quant, keep="source", **how), quantize(x, quant, keep=True, **how)
+        if cpu.can_quantize(x, quant, rotation):
+            assert mine.scaled is None
+        assert_equal(mine, theirs)
+        assert torch.equal(mine.source.float(), theirs.source)
+        for name, value in vars(census(theirs)).items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(getattr(census(mine), name).reshape(value.shape), value, rtol=1e-13, atol=0, check_dtype=False)
+            else:  # sums in double precision, in another order
+                assert getattr(census(mine), name) == pytest.approx(value, rel=1e-12), name
+
+
+def test_a_padded_operand_is_measured_by_the_reference(build):
+    assert quantize(drawn((33, 47), "ordinary", torch.bfloat16), Quant(), keep="source").scaled is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

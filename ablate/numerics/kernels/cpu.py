@@ -37,6 +37,21 @@ class Spec(ctypes.Structure):
     )
 
 
+SUMS = ("power", "error", "inner", "quantised_power", "fourth")
+COUNTS = ("zeros", "saturated", "clipped")
+
+
+class Sums(ctypes.Structure):
+    """census.c's `sums`."""
+
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("amax", "inverse", "factor")),
+        *((name, ctypes.c_int32) for name in ("bf16", "tile_rows", "tile_columns")),
+        *((name, ctypes.c_double) for name in SUMS),
+        *((name, ctypes.c_int64) for name in COUNTS),
+    )
+
+
 @cache
 def build() -> ctypes.CDLL | None:
     """The build for this CPU; None, with one line that says so, where the package was installed without."""
@@ -50,10 +65,13 @@ def build() -> ctypes.CDLL | None:
 
 def load(path: Path) -> ctypes.CDLL:
     """One build, its functions declared; OSError where it is missing or for another machine."""
-    found = ctypes.CDLL(str(path))
+    found, pointer, integer = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_int64
     for name in ("rows", "columns", "tiles"):
         getattr(found, name).restype = ctypes.c_int
-        getattr(found, name).argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(Spec), *(ctypes.c_void_p,) * 2)
+        getattr(found, name).argtypes = (pointer, integer, integer, ctypes.POINTER(Spec), pointer, pointer)
+    found.turn.restype, found.turn.argtypes = ctypes.c_float, (pointer, integer, integer, ctypes.c_uint32, pointer)
+    found.census.restype = None
+    found.census.argtypes = (pointer, pointer, integer, integer, pointer, ctypes.POINTER(Sums), *(pointer,) * 4)
     return found
 
 
@@ -90,14 +108,19 @@ def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
     return rotation.size == 16 and quant.block == "1x16" and x.dtype == torch.bfloat16 and not x.is_contiguous()
 
 
-def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None, where: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Values bf16 [rows, columns padded to blocks], amax, block scales [row tiles, 1, column tiles, 1]; None where x is not finite.
+def quantize(
+    x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None, where: int, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+    """Values bf16 [rows, columns padded to blocks], amax, block scales [row tiles, 1, column tiles, 1], and what was quantised, to `keep`.
 
-    With `signs` [16], x is rotated along its columns first.
+    With `signs` [16], x is rotated along its columns first. None where x is not finite, or is padded and kept: the reference's work.
     """
     by_columns = not x.is_contiguous()
     kernel = "tiles" if quant.block == "16x16" else "columns" if by_columns else "rows"
-    memory = _padded(x.t() if by_columns else x, 1 if kernel == "rows" else 16)
+    whole = x.t() if by_columns else x
+    memory = _padded(whole, 1 if kernel == "rows" else 16)
+    if keep and memory is not whole:
+        return None
     rows, columns = memory.shape
     tile_rows, tile_columns = TILES[kernel]
     values = torch.empty(rows, columns, dtype=torch.bfloat16)
@@ -105,6 +128,9 @@ def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None,
     spec = Spec(bound=quant.outer.bound, headroom=quant.range.headroom, bf16=x.dtype == torch.bfloat16)
     if signs is not None:
         spec.rotated, spec.signs = True, sum(1 << number for number, sign in enumerate(signs.tolist()) if sign < 0)
+    if keep and spec.rotated:  # apart: the quantiser rotates in place
+        memory, unturned, spec.rotated = torch.empty_like(memory), memory, False
+        build().turn(unturned.data_ptr(), rows, columns, spec.signs, memory.data_ptr())
     if quant.rounding == "stochastic":
         spec.stochastic, spec.key[:], spec.clock[:] = True, philox_key(clock), (clock.step, clock.micro_batch, where)
     if not getattr(build(), kernel)(memory.data_ptr(), rows, columns, spec, values.data_ptr(), scales.data_ptr()):
@@ -112,7 +138,31 @@ def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None,
     if by_columns:
         values, scales = values.t(), scales.t()
     row_tiles = -(-x.shape[0] // quant.tile[0])
-    return values[: x.shape[0]], torch.tensor(spec.amax), scales[:row_tiles].unsqueeze(1).unsqueeze(3)
+    source = None if not keep else memory.t() if by_columns else memory
+    return values[: x.shape[0]], torch.tensor(spec.amax), scales[:row_tiles].unsqueeze(1).unsqueeze(3), source
+
+
+def census(
+    source: Tensor, values: Tensor, scales: Tensor, amax: Tensor, inverse: Tensor, factor: Tensor
+) -> tuple[dict[str, float], Tensor, Tensor, Tensor]:
+    """Sums by name over an operand that `quantize` kept; by block, its largest magnitude, fp32, and its power, fp64; the mean row.
+
+    `inverse` is 1 / S and `factor` 1 / divisor, fp32 scalars as the reference computes them.
+    """
+    by_columns = not source.is_contiguous()
+    memory, quantised, scales = (z.t() if by_columns else z for z in (source, values, scales.flatten(1, 3)))
+    rows, columns = memory.shape
+    scales = scales.contiguous()
+    blocks, block_power = torch.zeros(scales.shape), torch.zeros(scales.shape, dtype=torch.float64)
+    row_sums, column_sums = (torch.zeros(size, dtype=torch.float64) for size in (rows, columns))
+    sums = Sums(amax=amax, inverse=inverse, factor=factor, bf16=source.dtype == torch.bfloat16)
+    sums.tile_rows, sums.tile_columns = rows // scales.shape[0], columns // scales.shape[1]
+    outputs = (z.data_ptr() for z in (blocks, block_power, row_sums, column_sums))
+    build().census(memory.data_ptr(), quantised.data_ptr(), rows, columns, scales.data_ptr(), sums, *outputs)
+    if by_columns:
+        blocks, block_power = blocks.t(), block_power.t()
+    mean = row_sums / columns if by_columns else column_sums / rows
+    return {name: getattr(sums, name) for name in SUMS + COUNTS}, blocks, block_power, mean
 
 
 def _padded(memory: Tensor, rows: int) -> Tensor:

@@ -1,150 +1,13 @@
 /* NVFP4 quantisation of E2M1 blocks of 16 with E4M3 scales: one pass for the amax, one that rounds.
 
-   Thirty-two elements are handled at a time, as a `pair` of vectors, those at even places and those at odd places: so bf16 widens for
-   one operation each. Scales come first, for a strip of blocks, then codes, so that neither waits for the other. The arithmetic is the
-   reference's (scaling.py, rounding.py, philox.py), operation by operation, and so are the bits: compiled without contraction,
-   reassociation or reciprocals. Signs travel apart. Only finite tensors are rounded.
+   Scales come first, for a strip of blocks, then codes, so that neither waits for the other. The arithmetic is the reference's
+   (scaling.py, rounding.py, philox.py), operation by operation, and so are the bits: compiled without contraction, reassociation or
+   reciprocals. Signs travel apart. Only finite tensors are rounded.
 
    Three layouts: `rows`, blocks along a row; `columns`, blocks along a column of the same memory (the transposed operand, without
    transposing it); `tiles`, 16x16. Each takes bf16 or fp32 and writes bf16 values, code times block scale, and the fp32 scales. */
 
-#include <stdint.h>
-#include <string.h>
-
-typedef float f32 __attribute__((vector_size(64)));
-typedef int32_t i32 __attribute__((vector_size(64)));
-typedef uint32_t u32 __attribute__((vector_size(64)));
-typedef uint64_t u64 __attribute__((vector_size(64)));
-typedef uint16_t u16 __attribute__((vector_size(32)));
-typedef uint16_t twos __attribute__((vector_size(64)));
-typedef u32 memory __attribute__((aligned(1), may_alias)); /* a vector in memory: at any address, of any type */
-typedef uint32_t half_memory __attribute__((vector_size(32), aligned(1), may_alias));
-typedef u16 u16_memory __attribute__((aligned(1), may_alias));
-
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("clang loop unroll(full)")
-#define FLT_MAX 3.40282346638528859811704183484516925e+38f
-#define INFINITE 0x7f800000 /* the bits of infinity, which are those of the exponent */
-
-typedef struct {
-    float bound, headroom;             /* largest block scale; room above a block's maximum */
-    int32_t bf16, stochastic, rotated; /* what x is; how codes round; whether columns turn first */
-    uint32_t signs;                    /* of the rotation: a bit a row, set for - */
-    uint32_t key[2], clock[3];         /* Philox: seed and stream; step, micro-batch, site */
-    float amax;                        /* filled in here: of the tensor; */
-    float multiplier, inverse;         /* S / 6 times the headroom, and 1 / S */
-} spec;
-
-typedef struct {
-    f32 even, odd;
-} pair; /* thirty-two elements, as fp32 */
-
-typedef struct {
-    u32 first, second;
-} raw; /* the same as they lie in memory: bf16, by twos, fills `first` alone */
-
-/* --- vectors ------------------------------------------------------------------------------------------------------------------ */
-
-INLINE f32 splat(float x) { return x - (f32){0}; }
-INLINE f32 smaller(f32 a, float b) { return __builtin_elementwise_min(a, splat(b)); }
-
-/* The larger of magnitudes, bf16 by twos or fp32: they compare as their bits do, and those of what is not finite are the largest. */
-INLINE u32 larger(u32 a, u32 b, int32_t bf16) {
-    return bf16 ? (u32)__builtin_elementwise_max((twos)a, (twos)b) : __builtin_elementwise_max(a, b);
-}
-
-/* `count`, 32 or 16, elements, zeros after them. */
-INLINE raw load(const void *x, int64_t at, int32_t bf16, int64_t count) {
-    const char *here = (const char *)x + at * (bf16 ? 2 : 4);
-    if (count == 32)
-        return (raw){*(const memory *)here, bf16 ? (u32){0} : *(const memory *)(here + 64)};
-    if (!bf16)
-        return (raw){*(const memory *)here};
-    half_memory lower = *(const half_memory *)here;
-    return (raw){__builtin_shufflevector(lower, (half_memory){0}, 0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8, 8, 8, 8)};
-}
-
-INLINE raw without_signs(raw v, int32_t bf16) {
-    uint32_t keep = bf16 ? 0x7fff7fffu : 0x7fffffffu;
-    return (raw){v.first & keep, v.second & keep};
-}
-
-INLINE pair widen(raw v, int32_t bf16) {
-    if (bf16)
-        return (pair){(f32)(v.first << 16), (f32)(v.first & 0xffff0000u)};
-    return (pair){(f32)__builtin_shufflevector(v.first, v.second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-                  (f32)__builtin_shufflevector(v.first, v.second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)};
-}
-
-INLINE pair magnitudes(raw v, int32_t bf16) {
-    if (bf16)
-        return widen(without_signs(v, 1), 1);
-    pair wide = widen(v, 0); /* signs taken off after the shuffle, which the signs of the result share */
-    return (pair){(f32)((u32)wide.even & 0x7fffffffu), (f32)((u32)wide.odd & 0x7fffffffu)};
-}
-
-/* As bf16, of values that have at most 8 significant bits: the upper halves of their fp32. */
-INLINE u32 narrow(pair v) { return (u32)v.even >> 16 | ((u32)v.odd & 0xffff0000u); }
-
-INLINE void store_raw(uint16_t *out, int64_t at, u32 packed, int64_t count) {
-    if (count == 32)
-        *(memory *)(out + at) = packed;
-    else
-        *(half_memory *)(out + at) = __builtin_shufflevector(packed, packed, 0, 1, 2, 3, 4, 5, 6, 7);
-}
-
-/* Those values with the signs of what they came from. */
-INLINE void store(uint16_t *out, int64_t at, pair v, raw from, int32_t bf16, int64_t count) {
-    store_raw(out, at, narrow(v) | ((bf16 ? from.first : narrow(widen(from, 0))) & 0x80008000u), count);
-}
-
-/* Scales by place again. */
-INLINE void store_scales(float *out, pair v, int64_t count) {
-    f32 first = __builtin_shufflevector(v.even, v.odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    f32 second = __builtin_shufflevector(v.even, v.odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    *(memory *)out = (u32)first;
-    if (count == 32)
-        *(memory *)(out + 16) = (u32)second;
-}
-
-/* Lanes 0 to 7 are a block, or tile, and lanes 8 to 15 the next. */
-INLINE f32 halves(float first, float second) {
-    return __builtin_shufflevector(splat(first), splat(second), 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-
-/* --- scaling ------------------------------------------------------------------------------------------------------------------ */
-
-/* What all blocks share, from the amax; 0 where that is not finite. */
-static int prepare(spec *p) {
-    if (!(p->amax < __builtin_inff()))
-        return 0;
-    float scale = 6.0f * p->bound / p->amax;
-    scale = scale < FLT_MAX ? scale : FLT_MAX;
-    scale = p->amax == 0 || scale == 0 ? 1.0f : scale;
-    p->multiplier = scale * (float)(1.0 / 6.0);
-    if (p->headroom != 1.0f)
-        p->multiplier *= p->headroom;
-    p->inverse = 1.0f / scale;
-    return 1;
-}
-
-/* The exponent of y, at least `least`, as a power of two. */
-INLINE i32 exponent(f32 y, int32_t least) {
-    return __builtin_elementwise_max((i32)y & INFINITE, (i32){0} + ((least + 127) << 23));
-}
-
-/* y >= 0 to the nearest with so many mantissa bits, ties to even: adding a power of two whose neighbours lie that far apart rounds. */
-INLINE f32 nearest(f32 y, int32_t mantissa, int32_t least) {
-    f32 power = (f32)(exponent(y, least) + ((23 - mantissa) << 23));
-    return (y + power) - power;
-}
-
-INLINE f32 block_scale(f32 amax, const spec *p) {
-    f32 scale = smaller(smaller(amax * p->multiplier, FLT_MAX), 448.0f);
-    return nearest(scale, 3, -6);
-}
-
-INLINE f32 element_scale(f32 scale, const spec *p) { return smaller(1.0f / (scale * p->inverse), FLT_MAX); }
+#include "nvfp4.h"
 
 /* --- rounding ----------------------------------------------------------------------------------------------------------------- */
 
@@ -189,12 +52,7 @@ INLINE void philox(const u64 counters[2], const spec *p, u64 out[4][2]) {
 /* The larger of two bf16 in a lane, as fp32. */
 INLINE f32 both(u32 most, int32_t bf16) { return (f32)(bf16 ? __builtin_elementwise_max(most << 16, most & 0xffff0000u) : most); }
 
-INLINE float largest_of(u32 most, int32_t bf16) {
-    int32_t best = __builtin_reduce_max((i32)both(most, bf16));
-    float value;
-    memcpy(&value, &best, sizeof value);
-    return value;
-}
+INLINE float largest_of(u32 most, int32_t bf16) { return as_float(__builtin_reduce_max((i32)both(most, bf16))); }
 
 INLINE float amax_of(const void *x, int64_t count, int32_t bf16) {
     raw most = {0};
@@ -207,6 +65,20 @@ INLINE float amax_of(const void *x, int64_t count, int32_t bf16) {
 
 /* The largest magnitude of `count` elements, a multiple of 16; not finite where one of them is not. */
 static float amax(const void *x, int64_t count, int32_t bf16) { return bf16 ? amax_of(x, count, 1) : amax_of(x, count, 0); }
+
+/* What all blocks share, from the amax; 0 where that is not finite. */
+static int prepare(spec *p) {
+    if (!(p->amax < __builtin_inff()))
+        return 0;
+    float scale = 6.0f * p->bound / p->amax;
+    scale = scale < FLT_MAX ? scale : FLT_MAX;
+    scale = p->amax == 0 || scale == 0 ? 1.0f : scale;
+    p->multiplier = scale * (float)(1.0 / 6.0);
+    if (p->headroom != 1.0f)
+        p->multiplier *= p->headroom;
+    p->inverse = 1.0f / scale;
+    return 1;
+}
 
 /* --- blocks along rows -------------------------------------------------------------------------------------------------------- */
 
@@ -348,8 +220,8 @@ INLINE u32 rotate_tile(const void *x, int64_t at, int64_t width, int64_t count, 
     return most;
 }
 
-/* The columns of bf16 x rotated into `out`, and the largest magnitude there. */
-static float rotate_columns(const void *x, int64_t count, int64_t width, uint32_t signs, uint16_t *out) {
+/* The columns of bf16 x [rows, columns], both multiples of 16, rotated into `out`; returns the largest magnitude there. */
+float turn(const void *x, int64_t count, int64_t width, uint32_t signs, uint16_t *out) {
     u32 most = {0};
     for (int64_t row = 0; row < count; row += 16) {
         int64_t column = 0;
@@ -448,7 +320,7 @@ INLINE void columns_of(const void *x, int64_t count, int64_t width, spec p, uint
 /* Blocks along columns of x [rows, columns], both multiples of 16, rotated first where asked (bf16): values alike, scales [rows / 16,
    columns]. 0: x is not finite. */
 int columns(const void *x, int64_t count, int64_t width, spec *p, uint16_t *values, float *scales) {
-    p->amax = p->rotated ? rotate_columns(x, count, width, p->signs, values) : amax(x, count * width, p->bf16);
+    p->amax = p->rotated ? turn(x, count, width, p->signs, values) : amax(x, count * width, p->bf16);
     if (!prepare(p))
         return 0;
     x = p->rotated ? values : x;
