@@ -1,16 +1,22 @@
 # Two commands on a fresh machine with Python, pip and make: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+PEERS ?= .venv-peers
 BIN := $(VENV)/bin
 JOBS ?= 2
+SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 
-.PHONY: demo test lint schema clean
+.PHONY: demo test peers lint schema clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m ablate.sweep experiments/rht_sr.yaml
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+peers: $(PEERS)/.installed
+	$(PEERS)/bin/python benchmarks/peers.py kernels
+	$(PEERS)/bin/python benchmarks/peers.py step
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -22,7 +28,7 @@ schema: $(VENV)/.installed
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt $(SOURCES)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
@@ -30,5 +36,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+$(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt $(SOURCES)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable .
+	SKIP_CUDA_BUILD=1 $(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --requirement benchmarks/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(PEERS) runs

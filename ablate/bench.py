@@ -100,7 +100,8 @@ def _stepper(name: str, layers: int, width: int, tokens: int) -> Callable[[], An
     from ablate.workloads.gpt import Gpt
 
     never = 10**6
-    config = Gpt(layers=layers, width=width, heads=width // 64, context=128, batch=tokens // 128, steps=never, eval_every=never)
+    shape = {"layers": layers, "width": width, "heads": width // 64, "context": 128, "batch": tokens // 128}
+    config = Gpt(**shape, steps=never, eval_every=never, warmup=0, decay="none")
     steps: Iterator[Any] = config.train(config.prepare(PRESETS[name](), 0, "cpu"), Telemetry(every=never, log=1, shadow=never))
     return partial(next, steps)
 

@@ -152,11 +152,12 @@ def _gradient(model, optimizer, engine, batch, config: Training, step: int) -> f
     """Leave the step's gradient in the parameters; returns the mean loss."""
     optimizer.zero_grad()
     total = 0.0
-    for micro_batch in range(config.accumulate):
-        engine.clock.micro_batch = micro_batch
-        loss = model(*batch(step, micro_batch)) / config.accumulate
-        loss.backward()
-        total += loss.item()
+    with engine.still_weights():
+        for micro_batch in range(config.accumulate):
+            engine.clock.micro_batch = micro_batch
+            loss = model(*batch(step, micro_batch)) / config.accumulate
+            loss.backward()
+            total += loss.item()
     return total
 
 
@@ -187,9 +188,10 @@ def evaluate(model: nn.Module, engine: Engine, recipe: Recipe, validation: Itera
 
 def _mean_loss(model: nn.Module, engine: Engine, validation: Iterable[Batch]) -> float:
     losses = []
-    for number, batch in enumerate(validation):
-        engine.clock.micro_batch = number
-        losses.append(model(*batch).item())
+    with engine.still_weights():
+        for number, batch in enumerate(validation):
+            engine.clock.micro_batch = number
+            losses.append(model(*batch).item())
     return math.fsum(losses) / len(losses)
 
 

@@ -3,8 +3,9 @@
 Not modelled: the order of fp32 additions inside a tensor core, and the bit-level randomness of its rounding instruction.
 """
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from ablate.numerics.hadamard import rotate
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import split_product
-from ablate.numerics.quantize import Operand, pad, quantize
+from ablate.numerics.quantize import Operand, lasts, pad, quantize, quantize_both
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.numerics.transform import split
 from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products, Recipe, Run, Trigger
@@ -45,6 +46,8 @@ class EmulatedLinear(nn.Linear):
         self.histories = {slot: History() for slot in SLOTS}
         self.target: Tensor | None = None
         """What decides the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
+        self.casts: dict[str, tuple[tuple, list[Operand]]] | None = None
+        """The weight's operands by slot, while it stays as it is; None where nobody promises that."""
         self._sites = {slot: site(name, slot) for slot in SLOTS}
         self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}  # both operands turn alike
 
@@ -64,6 +67,48 @@ class EmulatedLinear(nn.Linear):
         parts = split(x, quant, channels=0 if slot.startswith("wgrad") else 1)
         return [self._part(part, slot, how, rotation, quant, keep) for part, how in parts]
 
+    def gradients(self, dy: Tensor, products: Products, dx: bool, dw: bool) -> tuple[list[Operand], list[Operand]]:
+        """dgrad's operand of dy [tokens, out], and wgrad's of dy^T, where dx and dw are wanted: from one read where a kernel can."""
+        rows, columns = products.dgrad, products.wgrad
+        if dx and dw and rows.g and columns.g and not (rows.hadamard or rows.g.transform or columns.g.transform or self.probe):
+            where = self._sites["dgrad.g"], self._sites["wgrad.g"]
+            turn = self._turns["wgrad.g"]
+            both = quantize_both(dy, rows.g, columns.g, rotation=columns.hadamard, clock=self.clock, where=where, product=turn)
+            if both:
+                self._count(both)
+                return [both[0]], [both[1]]
+        across = self.operand(dy, "dgrad.g", rows.g, rows.hadamard) if dx else []
+        return across, self.operand(dy.t(), "wgrad.g", columns.g, columns.hadamard) if dw else []
+
+    def weight_operand(
+        self, slot: str, quant: Quant | None, rotation: Hadamard | None, weight: Callable[[], Tensor], keep: bool = False
+    ) -> list[Operand]:
+        """The weight, which `weight` gives, as the operand `slot`: among `casts` once, but where something is drawn or looked at."""
+        looked_at = keep or self.probe is not None or self.casts is None
+        if quant is None or looked_at or self._target(slot, quant) is not None or not lasts(quant, rotation):
+            return self.operand(weight(), slot, quant, rotation, keep)
+        known, parts = self.casts.get(slot, (None, []))
+        if known == (quant, rotation):
+            self._count(parts)
+            return parts
+        parts = self._turned(slot, quant, rotation) or self.operand(weight(), slot, quant, rotation)
+        self.casts[slot] = (quant, rotation), parts
+        return parts
+
+    def _turned(self, slot: str, quant: Quant, rotation: Hadamard | None) -> list[Operand] | None:
+        """dgrad's weight from fprop's: unrotated blocks of 16x16 are the same read down and across."""
+        known, parts = self.casts.get("fprop.w", (None, []))
+        square = quant.block == "16x16" and rotation is None and quant.transform is None
+        if slot != "dgrad.w" or not square or known != (quant, None) or parts[0].values.shape != self.weight.shape:
+            return None
+        self._count(parts)
+        return [parts[0].transposed()]
+
+    def _count(self, parts: Iterable[Operand]) -> None:
+        for largest in (part.largest for part in parts if part.largest is not None):
+            # On a CPU a number is cheaper than a tensor; a GPU must not be waited for.
+            self.nonfinite = self.nonfinite + (not math.isfinite(largest) if largest.device.type == "cpu" else ~largest.isfinite())
+
     def _part(self, x: Tensor, slot: str, how: Quant | None, rotation: Hadamard | None, main: Quant, keep: bool) -> Operand:
         if how is None:
             return Operand(self.rotated(x, slot, rotation))
@@ -78,7 +123,7 @@ class EmulatedLinear(nn.Linear):
             target=self._target(slot, how) if how is main else None,
             keep=keep or (self.probe is not None and "source"),
         )
-        self.nonfinite = self.nonfinite + ~result.largest.isfinite()
+        self._count([result])
         if self.probe is not None and how is main:
             self.probe(self.name, slot, result)
         return result
@@ -128,16 +173,15 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, layer: EmulatedLinear, products: Products) -> Tensor:
-        xb, wb = x.to(torch.bfloat16), w.to(torch.bfloat16)
-        spec = products.fprop
-        operands = {}
-        for slot, tensor, quant in (("fprop.x", xb, spec.x), ("fprop.w", wb, spec.w)):
-            keep = quant is not None and quant.estimator is not None
-            operands[slot] = layer.operand(tensor, slot, quant, spec.hadamard, keep)
-        sources = {"fprop.x": xb, "fprop.w": wb}
+        xb, spec = x.to(torch.bfloat16), products.fprop
+        keep = {name: quant is not None and quant.estimator is not None for name, quant in (("x", spec.x), ("w", spec.w))}
+        operands = {
+            "fprop.x": layer.operand(xb, "fprop.x", spec.x, spec.hadamard, keep["x"]),
+            "fprop.w": layer.weight_operand("fprop.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16), keep["w"]),
+        }
+        sources = {"fprop.x": xb, "fprop.w": w}
         for slot, forward in FORWARD_COPY.items():
-            quant = products.slot(slot)
-            if quant and quant.source == "forward":
+            if _from_forward(products, slot):
                 sources[forward] = layer.whole(operands[forward], forward, spec.hadamard, sources[forward].shape[1])
         slopes = {slot: slope(parts[0]) for slot, parts in operands.items() if parts[0].quant and parts[0].quant.estimator}
         ctx.save_for_backward(sources["fprop.x"], sources["fprop.w"], slopes.get("fprop.x"), slopes.get("fprop.w"))
@@ -151,22 +195,27 @@ class _Products(torch.autograd.Function):
         x_dtype, w_dtype = ctx.dtypes
         dy = dy.to(torch.bfloat16)
         dx = dw = None
+        g, gt = layer.gradients(dy, products, *ctx.needs_input_grad[:2])
         if ctx.needs_input_grad[0]:
-            dx = _product(layer, products, "dgrad", dy, w.t(), DTYPES[products.dgrad.gemm])
+            spec = products.dgrad
+            if _from_forward(products, "dgrad.w"):
+                wt = layer.operand(w.t(), "dgrad.w", spec.w, spec.hadamard)
+            else:
+                wt = layer.weight_operand("dgrad.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16).t())
+            dx = split_product(g, wt, DTYPES[spec.gemm])
             dx = _through(dx, x_slope, layer, "fprop.x", products).to(x_dtype)
         if ctx.needs_input_grad[1]:
-            dw = _product(layer, products, "wgrad", dy.t(), x.t(), DTYPES[products.wgrad.dw])
+            spec = products.wgrad
+            xt = layer.operand(x.t(), "wgrad.x", spec.x, spec.hadamard)
+            dw = split_product(gt, xt, DTYPES[spec.dw])
             dw = _through(dw, w_slope, layer, "fprop.w", products).to(w_dtype)
         return dx, dw, None, None
 
 
-def _product(layer: EmulatedLinear, products: Products, name: str, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
-    spec = getattr(products, name)
-    first, second = (
-        layer.operand(tensor, f"{name}.{operand}", getattr(spec, operand), spec.hadamard)
-        for tensor, operand in zip((a, b), spec.operands, strict=True)
-    )
-    return split_product(first, second, out)
+def _from_forward(products: Products, slot: str) -> bool:
+    """Whether a backward operand starts from the forward pass's quantised copy."""
+    quant = products.slot(slot)
+    return quant is not None and quant.source == "forward"
 
 
 def _through(gradient: Tensor, factor: Tensor | None, layer: EmulatedLinear, slot: str, products: Products) -> Tensor:
@@ -201,6 +250,17 @@ class Engine:
         """Trip the triggers whose metric, measured in this step, is below its limit."""
         due = (t for t in self.recipe.triggers if step % t.every == 0)
         self.tripped |= {t for t in due if metrics.get(t.metric, t.limit) < t.limit}
+
+    @contextmanager
+    def still_weights(self):
+        """Inside this context no parameter changes, so each weight is quantised once, however many micro-batches use it."""
+        for layer in self.layers.values():
+            layer.casts = {}
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.casts = None
 
     @contextmanager
     def high_precision(self):

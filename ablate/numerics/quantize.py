@@ -13,12 +13,12 @@ from torch import Tensor
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import DRAWN, rotate, signs
 from ablate.numerics.history import History
-from ablate.numerics.kernels import cpu
+from ablate.numerics.kernels import cpu, cuda
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.rounding import ROUNDINGS, toward
 from ablate.numerics.scaling import block_amax, block_scales, block_statistic, element_scales, encode_scale, outer_statistic, round_scale
 from ablate.numerics.select import Candidate, select
-from ablate.numerics.spec import Hadamard, Quant
+from ablate.numerics.spec import Hadamard, Quant, tag
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Operand:
             return 1.0
         outer = 1.0 if self.amax is None else ELEMENTS[self.quant.element].max * self.quant.outer.bound
         return outer * self.quant.range.prescale
+
+    def transposed(self) -> "Operand":
+        """The operand of the transpose, of square blocks that nothing padded."""
+        return Operand(self.values.t(), self.quant, self.amax, self.block_scale.permute(2, 1, 0, 3), self.largest)
 
     def dequantize(self) -> Tensor:
         """value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
@@ -99,11 +103,10 @@ def quantize(
     Raises TypeError for other dtypes, ValueError for other dimensions, and where a draw or a history has no clock.
     """
     _refuse(x, quant, rotation, clock, history)
-    if target is None and keep is not True and cpu.can_quantize(x, quant, rotation):
-        fast = cpu.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where, keep == "source")
+    if target is None and keep is not True:
+        fast = _compiled(x, quant, rotation, clock, where, product, keep == "source")
         if fast:
-            values, amax, block_scale, source = fast
-            return Operand(values, quant, amax, block_scale, amax, source)
+            return fast
     x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
     tiles, wanted = (_tiles(z, quant) for z in (x, target))
     amaxes = block_amax(tiles)
@@ -115,6 +118,34 @@ def quantize(
         group = rotation.size if rotation else 0
         chosen = _cast(tiles, wanted, amaxes, scale, quant, group, partial(_bits, clock, where, tiles))
     return _operand(x, tiles, amaxes, amax, chosen, quant, bool(keep))
+
+
+def quantize_both(
+    x: Tensor, first: Quant, second: Quant, *, rotation: Hadamard | None, clock: Clock, where: tuple[int, int], product: int
+) -> tuple[Operand, Operand] | None:
+    """`x` and `x.t()`, that rotated, as two calls of `quantize` would give them, from one read; None where that takes two."""
+    if not cuda.can_quantize_both(x, first, second, rotation):
+        return None
+    flips = rotation and signs(rotation, x.device, clock, product)
+    copies = cuda.quantize_both(x, cuda.Form(first, None, where[0]), cuda.Form(second, flips, where[1]), clock)
+    both = zip(copies, (first, second), strict=True)
+    return tuple(Operand(values, quant, amax, block_scale, amax) for (values, amax, block_scale), quant in both)
+
+
+def _compiled(
+    x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, where: int, product: int, keep: bool
+) -> Operand | None:
+    """The operand from the kernels of x's device; None where they cannot make it."""
+    if cpu.can_quantize(x, quant, rotation):
+        made = cpu.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where, keep)
+    elif not keep and cuda.can_quantize(x, quant, rotation):
+        made = *cuda.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where), None
+    else:
+        return None
+    if made is None:
+        return None
+    values, amax, block_scale, source = made
+    return Operand(values, quant, amax, block_scale, amax, source)
 
 
 def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, history: History | None) -> None:
@@ -161,6 +192,12 @@ def _bits(clock: Clock, where: int, tiles: Tensor, elements: bool, width: int) -
     padded = column_tiles + -column_tiles % GROUP
     bits = random_bits(clock, where, row_tiles, padded, width, tiles.device, purpose=1)
     return bits[:, :column_tiles].reshape(row_tiles, 1, column_tiles, 1)
+
+
+def lasts(quant: Quant, rotation: Hadamard | None) -> bool:
+    """Whether quantising a tensor again gives the same bits, whenever that is: nothing is drawn, nothing comes from earlier steps."""
+    held = quant.outer is not None and tag(quant.outer.statistic) in ("delayed", "hold")
+    return not (draws(quant) or held or (rotation is not None and rotation.signs in DRAWN - {"per_layer"}))
 
 
 def draws(quant: Quant) -> bool:

@@ -231,6 +231,43 @@ def test_a_frozen_input_or_weight_costs_no_product():
     assert not any(slot.startswith("wgrad") for slot in module.probe.seen)
 
 
+@pytest.mark.parametrize("shape", [(48, 32), (40, 24)], ids=["whole blocks", "padded"])
+def test_a_weight_that_stays_is_quantised_once_and_to_the_same_bits(shape):
+    net = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))])})
+    engine = convert(net, NVFP4, Clock(0))
+    engine.at(0, Run(10, 1))
+    (linear,) = engine.layers.values()
+    made, operand = [], linear.operand
+    linear.operand = lambda x, slot, *how: made.append(slot) or operand(x, slot, *how)
+
+    def products() -> list[Tensor]:
+        return [z for batch in range(3) for z in run(linear, drawn(32, shape[1], seed=batch), drawn(32, shape[0], seed=9))]
+
+    expected = products()
+    assert (made.count("fprop.w"), made.count("dgrad.w")) == (3, 3)
+    made.clear()
+    with engine.still_weights():
+        assert all(torch.equal(a, b) for a, b in zip(products(), expected, strict=True))
+        assert (made.count("fprop.w"), made.count("dgrad.w")) == (1, 0 if shape == (48, 32) else 1)
+    with torch.no_grad():
+        linear.weight.mul_(3.0)
+    with engine.still_weights():
+        assert not torch.equal(products()[0], expected[0])
+
+
+def test_a_weight_whose_rounding_is_drawn_is_quantised_each_time():
+    stochastic = NVFP4.model_copy(update={"fprop": NVFP4.fprop.model_copy(update={"w": Quant(rounding="stochastic")})})
+    net = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(32, 48, bias=False))])})
+    engine = convert(net, stochastic, Clock(0))
+    engine.at(0, Run(10, 1))
+    (linear,) = engine.layers.values()
+    with engine.still_weights():
+        linear.clock.micro_batch = 0
+        first = linear(drawn(32, 32, seed=1))
+        linear.clock.micro_batch = 1
+        assert not torch.equal(linear(drawn(32, 32, seed=1)), first)
+
+
 # --- convert ---------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,193 @@
+"""Quantisers for CUDA tensors: nvfp4.py's kernels, launched without ever waiting for the device. The forms are those of cpu.py.
+
+What is not finite needs no second path: the kernels compute what the reference does, and the amax, which stays on the device, shows it.
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ablate.numerics.kernels.cpu import covers
+from ablate.numerics.philox import Clock, philox_key
+from ablate.numerics.spec import Hadamard, Quant
+
+EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+"""Options of every launch: no product and sum contracted to one instruction, which rounds once instead of twice, and no subnormals
+flushed to zero, which would lose 1 / S of a tiny tensor."""
+
+Quantized = tuple[Tensor, Tensor, Tensor]
+"""Values bf16 [rows, columns padded to 16], amax fp32 scalar, block scales fp32 [row tiles, 1, column tiles, 1], all on the device."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one copy is quantised: the format, a rotation's signs (fp32 [16] on the device; None for none), the site that it draws at."""
+
+    quant: Quant
+    signs: Tensor | None = None
+    where: int = 0
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """nvfp4.py, or None without a Triton that can be exact: torch's CUDA builds have one since 2.10, those for CPUs have none.
+
+    Before 3.6 Triton flushes subnormals in divisions, and ignores the option not to.
+    """
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+
+        from ablate.numerics.kernels import nvfp4
+    except ImportError:
+        return None
+    return nvfp4 if all(hasattr(CUDAOptions, option) for option in EXACT) else None
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    """Triton needs an NVIDIA GPU of compute capability 8, Ampere, at least."""
+    if device.type != "cuda":
+        return False
+    if torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= 8 and kernels() is not None:
+        return True
+    told = "they take an NVIDIA GPU from Ampere on, and Triton from 3.6 on"
+    print(f"ablate: no compiled quantisers for {device}, so all runs on the slow reference; {told}", file=sys.stderr)
+    return False
+
+
+def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
+    """Whether `quantize` computes this: the form is known, x a matrix in memory by rows or by columns; rotated, bf16 by columns."""
+    return (
+        covers(quant)
+        and (rotation is None or (_rotates(x, quant, rotation) and not x.is_contiguous()))
+        and x.dtype in (torch.bfloat16, torch.float32)
+        and x.numel() > 0
+        and (x.is_contiguous() or x.t().is_contiguous())
+        and _runs_on(x.device)
+    )
+
+
+def can_quantize_both(x: Tensor, first: Quant, second: Quant, rotation: Hadamard | None) -> bool:
+    """Whether `quantize_both` computes this: x in memory by rows, blocks of 1x16 in both copies, and the rotation the second's."""
+    return (
+        x.is_contiguous()
+        and (first.block, second.block) == ("1x16", "1x16")
+        and (rotation is None or _rotates(x, second, rotation))
+        and can_quantize(x, first, None)
+        and covers(second)
+    )
+
+
+def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
+    return rotation.size == 16 and quant.block == "1x16" and x.dtype == torch.bfloat16
+
+
+def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None, where: int) -> Quantized:
+    """One copy of x [rows, columns], blocks along its columns; with `signs` [16], x is rotated along its columns first."""
+    down = not x.is_contiguous()
+    memory, form = x.t() if down else x, Form(quant, signs, where)
+    amax = amax_both(memory, signs)[0 if signs is None else 1]
+    launch = _tiles if quant.block == "16x16" else _columns if down else _rows
+    values, scales = launch(memory, amax, form, clock)
+    if down:
+        values, scales = values.t(), scales.t()
+    return values[: x.shape[0]], amax, scales.unsqueeze(1).unsqueeze(3)
+
+
+def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> tuple[Quantized, Quantized]:
+    """x [rows, columns] as `quantize` gives it, and x.t() likewise, rotated where `second` has signs: x is read twice, not four times.
+
+    The first read is for the two amaxes: that of a rotated copy is its own.
+    """
+    rows, columns = x.shape
+    amax = amax_both(x, second.signs)
+    mine, theirs = amax[0], amax[0 if second.signs is None else 1]
+    outputs = (*_by_rows(x), *_by_columns(x))
+    with torch.cuda.device_of(x):
+        kernels().by_both[_grid(x)](
+            x, *outputs, mine, theirs, second.signs, rows, columns, *_range(first), *_range(second), *_draws(clock),
+            _word(first.where), _word(second.where), _stochastic(first), _stochastic(second), **EXACT,
+        )  # fmt: skip
+    values, scales, turned, turned_scales = outputs
+    return (values, mine, scales[:, None, :, None]), (turned.t(), theirs, turned_scales.t()[:, None, :, None])
+
+
+def amax_both(x: Tensor, signs: Tensor | None) -> Tensor:
+    """The largest magnitude of x [rows, columns], and of x.t() rotated by `signs`, 0 without: fp32 [2], NaN where there is a NaN."""
+    found = torch.zeros(2, dtype=torch.int32, device=x.device)
+    with torch.cuda.device_of(x):
+        kernels().amaxes[_grid(x)](x, signs, found, *x.shape, **EXACT)
+    return found.view(torch.float32)
+
+
+# --- launches, on x as it lies in memory: [rows, columns], contiguous ------------------------------------------------------
+
+
+def _rows(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Tensor, Tensor]:
+    values, scales = _by_rows(x)
+    how = *_range(form), *_draws(clock), _word(form.where), _stochastic(form)
+    with torch.cuda.device_of(x):
+        kernels().by_rows[_grid(x)](x, values, scales, amax, *x.shape, *how, **EXACT)
+    return values, scales
+
+
+def _columns(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Tensor, Tensor]:
+    values, scales = _by_columns(x)
+    how = *_range(form), *_draws(clock), _word(form.where), _stochastic(form)
+    with torch.cuda.device_of(x):
+        kernels().by_columns[_grid(x)](x, values, scales, amax, form.signs, *x.shape, *how, **EXACT)
+    return values, scales
+
+
+def _tiles(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Tensor, Tensor]:
+    rows, columns = (-(-size // 16) for size in x.shape)
+    values, scales = _outputs(x, rows * 16, columns * 16, rows, columns)
+    with torch.cuda.device_of(x):
+        kernels().by_tiles[_grid(x)](x, values, scales, amax, *x.shape, *_range(form), **EXACT)
+    return values, scales
+
+
+def _by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, blocks = x.shape[0], -(-x.shape[1] // 16)
+    return _outputs(x, rows, blocks * 16, rows, blocks)
+
+
+def _by_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    blocks, columns = -(-x.shape[0] // 16), x.shape[1]
+    return _outputs(x, blocks * 16, columns, blocks, columns)
+
+
+def _outputs(x: Tensor, rows: int, columns: int, scale_rows: int, scale_columns: int) -> tuple[Tensor, Tensor]:
+    values = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
+    return values, torch.empty(scale_rows, scale_columns, dtype=torch.float32, device=x.device)
+
+
+def _grid(x: Tensor):
+    """A program for each slab of sixteen rows, COLUMNS wide."""
+    rows, columns = x.shape
+    return lambda options: (-(-rows // 16) * -(-columns // options["COLUMNS"]),)
+
+
+def _range(form: Form) -> tuple[float, float]:
+    return 6.0 * form.quant.outer.bound, form.quant.range.headroom
+
+
+def _stochastic(form: Form) -> bool:
+    return form.quant.rounding == "stochastic"
+
+
+def _draws(clock: Clock | None) -> tuple[int, int, int, int]:
+    """The key, the step and the micro-batch; zeros, which nothing reads, without a clock."""
+    if clock is None:
+        return 0, 0, 0, 0
+    key = philox_key(clock)
+    return _word(key[0]), _word(key[1]), _word(clock.step), _word(clock.micro_batch)
+
+
+def _word(number: int) -> int:
+    """The 32 bits as an int32: Triton would type every integer by its size, and compile a kernel for each of the types."""
+    return (number + 2**31) % 2**32 - 2**31
