@@ -104,7 +104,7 @@ def quantize(
     """
     _refuse(x, quant, rotation, clock, history)
     if target is None and keep is not True:
-        fast = _compiled(x, quant, rotation, clock, where, product, keep == "source")
+        fast = _compiled(x, quant, rotation, clock, where, product, history, keep == "source")
         if fast:
             return fast
     x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
@@ -133,19 +133,28 @@ def quantize_both(
 
 
 def _compiled(
-    x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, where: int, product: int, keep: bool
+    x: Tensor,
+    quant: Quant,
+    rotation: Hadamard | None,
+    clock: Clock | None,
+    where: int,
+    product: int,
+    history: History | None,
+    keep: bool,
 ) -> Operand | None:
     """The operand from the kernels of x's device; None where they cannot make it."""
     if cpu.can_quantize(x, quant, rotation):
-        made = cpu.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where, keep)
+        statistic = None if quant.outer.statistic == "amax" else lambda z, amax: outer_statistic(z, None, amax, quant.outer, history, clock)
+        made = cpu.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where, keep, statistic)
     elif not keep and cuda.can_quantize(x, quant, rotation):
-        made = *cuda.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where), None
+        values, amax, block_scale = cuda.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where)
+        made = values, amax, block_scale, amax, None
     else:
         return None
     if made is None:
         return None
-    values, amax, block_scale, source = made
-    return Operand(values, quant, amax, block_scale, amax, source)
+    values, amax, block_scale, largest, source = made
+    return Operand(values, quant, amax, block_scale, largest, source)
 
 
 def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, history: History | None) -> None:

@@ -1,12 +1,15 @@
 """Quantisers for CPU tensors, compiled from nvfp4.c when the package is installed. One thread, one pass after the amax.
 
-They take NVIDIA's forms: E2M1 elements, E4M3 scales to nearest, one amax a tensor, blocks of 16 or 16x16. All else is the reference's.
+They take NVIDIA's forms: E2M1 elements, E4M3 scales to nearest, one amax a tensor or what stands for it, blocks of 16 or 16x16. All
+else is the reference's.
 """
 
 import ctypes
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +72,7 @@ def load(path: Path) -> ctypes.CDLL:
     for name in ("rows", "columns", "tiles"):
         getattr(found, name).restype = ctypes.c_int
         getattr(found, name).argtypes = (pointer, integer, integer, ctypes.POINTER(Spec), pointer, pointer)
+    found.amax.restype, found.amax.argtypes = ctypes.c_float, (pointer, integer, ctypes.c_int32)
     found.turn.restype, found.turn.argtypes = ctypes.c_float, (pointer, integer, integer, ctypes.c_uint32, pointer)
     found.census.restype = None
     found.census.argtypes = (pointer, pointer, integer, integer, pointer, ctypes.POINTER(Sums), *(pointer,) * 4)
@@ -77,7 +81,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 @cache
 def covers(quant: Quant) -> bool:
-    """Whether these kernels know this form."""
+    """Whether these kernels know this form, apart from what counts as a tensor's amax."""
     drawn = quant.rounding == "stochastic"
     return (
         quant.element == "e2m1"
@@ -85,7 +89,7 @@ def covers(quant: Quant) -> bool:
         and quant.scale == BlockScale()
         and quant.range == Range(headroom=quant.range.headroom)
         and quant.outer is not None
-        and (quant.outer.granularity, quant.outer.statistic) == ("tensor", "amax")
+        and quant.outer.granularity == "tensor"
         and (quant.block == "1x16" or (quant.block == "16x16" and not drawn))
         and (quant.rounding == "nearest" or (drawn and quant.bits == 8))
     )
@@ -108,38 +112,68 @@ def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
     return rotation.size == 16 and quant.block == "1x16" and x.dtype == torch.bfloat16 and not x.is_contiguous()
 
 
-def quantize(
-    x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None, where: int, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """Values bf16 [rows, columns padded to blocks], amax, block scales [row tiles, 1, column tiles, 1], and what was quantised, to `keep`.
+class Made(NamedTuple):
+    """What `quantize` gives: values bf16 [rows, columns padded to blocks], block scales fp32 [row tiles, 1, column tiles, 1]."""
 
-    With `signs` [16], x is rotated along its columns first. None where x is not finite, or is padded and kept: the reference's work.
+    values: Tensor
+    amax: Tensor
+    block_scale: Tensor
+    largest: Tensor
+    """The largest magnitude; the same as `amax` unless a statistic took its place."""
+    source: Tensor | None
+    """What was quantised, where it was to be kept."""
+
+
+def quantize(
+    x: Tensor,
+    quant: Quant,
+    signs: Tensor | None,
+    clock: Clock | None,
+    where: int,
+    keep: bool = False,
+    statistic: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Made | None:
+    """x [rows, columns] by `quant`; with `signs` [16], rotated along its columns first.
+
+    `statistic`, given what is quantised and its largest magnitude, says what counts as its amax. None where x is not finite, or was
+    padded and somebody looks at it: the reference's work.
     """
     by_columns = not x.is_contiguous()
     kernel = "tiles" if quant.block == "16x16" else "columns" if by_columns else "rows"
     whole = x.t() if by_columns else x
     memory = _padded(whole, 1 if kernel == "rows" else 16)
-    if keep and memory is not whole:
+    looked_at = keep or statistic is not None
+    if looked_at and memory is not whole:
         return None
     rows, columns = memory.shape
+    spec = Spec(bound=quant.outer.bound, headroom=quant.range.headroom, amax=-1.0, bf16=x.dtype == torch.bfloat16)
+    if signs is not None:
+        spec.rotated, spec.signs = True, sum(1 << number for number, sign in enumerate(signs.tolist()) if sign < 0)
+        if looked_at:
+            memory, spec.rotated = _turned(memory, spec.signs), False
+    source = memory.t() if by_columns else memory
+    largest = None
+    if statistic is not None:
+        largest = torch.tensor(build().amax(memory.data_ptr(), memory.numel(), spec.bf16))
+        spec.amax = statistic(source, largest) if largest.isfinite() else largest
+    if quant.rounding == "stochastic":
+        spec.stochastic, spec.key[:], spec.clock[:] = True, philox_key(clock), (clock.step, clock.micro_batch, where)
     tile_rows, tile_columns = TILES[kernel]
     values = torch.empty(rows, columns, dtype=torch.bfloat16)
     scales = torch.empty(rows // tile_rows, columns // tile_columns)
-    spec = Spec(bound=quant.outer.bound, headroom=quant.range.headroom, bf16=x.dtype == torch.bfloat16)
-    if signs is not None:
-        spec.rotated, spec.signs = True, sum(1 << number for number, sign in enumerate(signs.tolist()) if sign < 0)
-    if keep and spec.rotated:  # apart: the quantiser rotates in place
-        memory, unturned, spec.rotated = torch.empty_like(memory), memory, False
-        build().turn(unturned.data_ptr(), rows, columns, spec.signs, memory.data_ptr())
-    if quant.rounding == "stochastic":
-        spec.stochastic, spec.key[:], spec.clock[:] = True, philox_key(clock), (clock.step, clock.micro_batch, where)
     if not getattr(build(), kernel)(memory.data_ptr(), rows, columns, spec, values.data_ptr(), scales.data_ptr()):
         return None
     if by_columns:
         values, scales = values.t(), scales.t()
-    row_tiles = -(-x.shape[0] // quant.tile[0])
-    source = None if not keep else memory.t() if by_columns else memory
-    return values[: x.shape[0]], torch.tensor(spec.amax), scales[:row_tiles].unsqueeze(1).unsqueeze(3), source
+    scales, amax = scales[: -(-x.shape[0] // quant.tile[0])].unsqueeze(1).unsqueeze(3), torch.tensor(spec.amax)
+    return Made(values[: x.shape[0]], amax, scales, amax if largest is None else largest, source if keep else None)
+
+
+def _turned(memory: Tensor, signs: int) -> Tensor:
+    """The columns rotated, apart: the quantiser would rotate them in place of its result."""
+    turned = torch.empty_like(memory)
+    build().turn(memory.data_ptr(), *memory.shape, signs, turned.data_ptr())
+    return turned
 
 
 def census(

@@ -63,6 +63,7 @@ def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
     """Whether `quantize` computes this: the form is known, x a matrix in memory by rows or by columns; rotated, bf16 by columns."""
     return (
         covers(quant)
+        and quant.outer.statistic == "amax"
         and (rotation is None or (_rotates(x, quant, rotation) and not x.is_contiguous()))
         and x.dtype in (torch.bfloat16, torch.float32)
         and x.numel() > 0
@@ -79,6 +80,7 @@ def can_quantize_both(x: Tensor, first: Quant, second: Quant, rotation: Hadamard
         and (rotation is None or _rotates(x, second, rotation))
         and can_quantize(x, first, None)
         and covers(second)
+        and second.outer.statistic == "amax"
     )
 
 

@@ -64,7 +64,7 @@ INLINE float amax_of(const void *x, int64_t count, int32_t bf16) {
 }
 
 /* The largest magnitude of `count` elements, a multiple of 16; not finite where one of them is not. */
-static float amax(const void *x, int64_t count, int32_t bf16) { return bf16 ? amax_of(x, count, 1) : amax_of(x, count, 0); }
+float amax(const void *x, int64_t count, int32_t bf16) { return bf16 ? amax_of(x, count, 1) : amax_of(x, count, 0); }
 
 /* What all blocks share, from the amax; 0 where that is not finite. */
 static int prepare(spec *p) {
@@ -174,7 +174,8 @@ INLINE void rows_of(const void *x, int64_t count, int64_t columns, spec p, uint1
 
 /* Blocks along rows of x [rows, columns], columns a multiple of 16: values alike, scales [rows, columns / 16]. 0: x is not finite. */
 int rows(const void *x, int64_t count, int64_t columns, spec *p, uint16_t *values, float *scales) {
-    p->amax = amax(x, count * columns, p->bf16);
+    if (p->amax < 0)
+        p->amax = amax(x, count * columns, p->bf16);
     if (!prepare(p))
         return 0;
     if (p->bf16)
@@ -320,7 +321,8 @@ INLINE void columns_of(const void *x, int64_t count, int64_t width, spec p, uint
 /* Blocks along columns of x [rows, columns], both multiples of 16, rotated first where asked (bf16): values alike, scales [rows / 16,
    columns]. 0: x is not finite. */
 int columns(const void *x, int64_t count, int64_t width, spec *p, uint16_t *values, float *scales) {
-    p->amax = p->rotated ? turn(x, count, width, p->signs, values) : amax(x, count * width, p->bf16);
+    float largest = p->rotated ? turn(x, count, width, p->signs, values) : p->amax < 0 ? amax(x, count * width, p->bf16) : p->amax;
+    p->amax = largest;
     if (!prepare(p))
         return 0;
     x = p->rotated ? values : x;
@@ -333,7 +335,8 @@ int columns(const void *x, int64_t count, int64_t width, spec *p, uint16_t *valu
 
 /* 16x16 tiles of x [rows, columns], both multiples of 16, to nearest: values alike, scales [rows / 16, columns / 16]. 0: not finite. */
 int tiles(const void *x, int64_t count, int64_t width, spec *p, uint16_t *values, float *scales) {
-    p->amax = amax(x, count * width, p->bf16);
+    if (p->amax < 0)
+        p->amax = amax(x, count * width, p->bf16);
     if (!prepare(p))
         return 0;
     p->bf16 ? columns_of(x, count, width, *p, values, scales, 1, 0, 1) : columns_of(x, count, width, *p, values, scales, 0, 0, 1);
