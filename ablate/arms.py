@@ -168,6 +168,8 @@ def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tup
         if named and config.linears and not any(rule.matches(name, ()) for name in config.linears):
             why = f"rule {rule.match!r} matches no layer; {nearest(rule.match, config.linears)}"
             yield paths.knob_of("recipe.layers.rules") or "recipe.layers.rules", why
+    if getattr(config, "compile", False) and (needed := recipe.products.backward_needs):
+        yield paths.knob_of("workload.compile") or "workload.compile", f"true keeps x and w alone for the backward pass; needed is {needed}"
     blocks = config.blocks
     ruled = any(rule.use and not rule.use.plain for rule in recipe.layers.rules)
     if blocks and not recipe.plain and not ruled and not any(recipe.layers.quantises(block, blocks) for block in range(blocks)):

@@ -11,6 +11,7 @@ import select
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from ablate.store import Store
@@ -22,6 +23,7 @@ _POLL_SECONDS = 0.5
 def main() -> None:
     """Serve trials until standard input closes."""
     tune_process()
+    rehearse()
     for line in iter(sys.stdin.buffer.raw.readline, b""):
         request = json.loads(line)
         pid = os.fork()
@@ -37,14 +39,23 @@ def tune_process() -> None:
 
     import torch
 
-    import ablate.transformer  # noqa: F401 - warm
-
     torch.set_num_threads(1)
     mmap_threshold, trim_threshold = -3, -1  # malloc.h
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(mmap_threshold, 1 << 30)
         libc.mallopt(trim_threshold, 1 << 31 - 1)
+
+
+def rehearse() -> None:
+    """One step of the smallest model: what torch loads at the first use, a second's worth, every trial forked later finds loaded."""
+    from ablate.recipes import PRESETS
+    from ablate.train import Telemetry
+    from ablate.workloads.gpt import Gpt
+
+    smallest = Gpt(layers=1, width=32, heads=1, context=16, batch=1, steps=1, eval_tokens=16, eval_batch=1)
+    with suppress(OSError, ValueError):  # without the default corpus; the trials, on data of their own, then load it themselves
+        list(smallest.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry()))
 
 
 def _wait(pid: int) -> int:

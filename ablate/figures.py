@@ -49,6 +49,33 @@ def curves(records: pd.DataFrame, name: str) -> Figure:
     return figure
 
 
+def bars(lines: list[dict], value: str, label: str, hue: str) -> Figure:
+    """Measured values as bars, a group for each label coloured by `hue`; a panel for each shape and dtype."""
+    data = pd.DataFrame(lines)
+    panels = [name for name in ("shape", "dtype") if name in data and name != label and data[name].nunique() > 1]
+    data["panel"] = data[panels].agg(", ".join, axis=1) if panels else ""
+    height = 0.25 * data.groupby("panel").size().max() + 1.5
+    grid = sns.catplot(
+        data, x=value, y=label, hue=hue, col="panel", col_wrap=2 if panels else None, kind="bar", height=height, aspect=5 / height,
+        palette=PALETTE, errorbar=None,
+    )  # fmt: skip
+    grid.set_titles("{col_name}").set_ylabels("")
+    sns.move_legend(grid, "lower center", bbox_to_anchor=(0.5, 1.0), ncol=4, title=None)
+    return grid.figure
+
+
+def shares(lines: list[dict], value: str, label: str, parts: Sequence[str]) -> Figure:
+    """Each line's value as a bar, divided into the shares of its parts."""
+    figure, axes = plt.subplots(figsize=(7, 0.5 * len(lines) + 1.6), layout="constrained")
+    data = pd.DataFrame({part: [line[value] * line[part] for line in lines] for part in parts}, index=[line[label] for line in lines])
+    data[::-1].plot.barh(stacked=True, ax=axes, color=sns.color_palette(PALETTE), width=0.7)
+    axes.set_xlabel(value)
+    axes.set_title("Where does a step spend its time?", loc="left")
+    axes.legend(frameon=False, ncol=len(parts), loc="upper center", bbox_to_anchor=(0.5, -0.22), fontsize="small")
+    sns.despine(figure)
+    return figure
+
+
 def slot_errors(records: pd.DataFrame) -> Figure:
     """Signal to quantisation noise of each operand slot over the run, mean over layers, one panel a slot."""
     pattern = r"^quant/(?P<slot>[a-z]+\.[a-z])/sqnr_db$"

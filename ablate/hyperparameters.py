@@ -40,6 +40,8 @@ class Training(Spec):
     beta2: float = Field(0.95, ge=0, lt=1)
     clip: float | None = Field(1.0, gt=0)
     """Largest gradient norm; null: no clipping."""
+    compile: bool = False
+    """torch.compile around the quantised products: what surrounds them is fused, so the last bits differ from the eager path's."""
     eval_every: int = Field(100, ge=1)
     eval_tokens: int = Field(16384, ge=1)
     eval_batch: int = Field(16, ge=1)

@@ -74,19 +74,22 @@ class Entry:
         self.call, self.seconds = None, []
 
 
-def measure(entries: list[Entry], rounds: int, after: Callable[[Entry, Any], None] | None = None) -> None:
+def measure(entries: list[Entry], rounds: int, after: Callable[[Entry, Any], None] | None = None, least: float = 0.0) -> None:
     """Time every entry in turn within each round, so that a change of the machine's speed meets all of them alike.
 
-    `after`, which is not timed, is given each entry and its result.
+    What takes less than `least` seconds is repeated for that long: its data are then in cache, as in training. `after`, which is not
+    timed, is given each entry and its result.
     """
     for _ in range(rounds + WARM_UP):
         for entry in entries:
             if entry.call is None:
                 continue
             try:
+                repeats = 1 + int(least / entry.seconds[0]) if entry.seconds else 1
                 start = time.perf_counter()
-                result = entry.call()
-                entry.seconds.append(time.perf_counter() - start)
+                for _ in range(repeats):
+                    result = entry.call()
+                entry.seconds.append((time.perf_counter() - start) / repeats)
             except Exception as error:  # as in prepare()
                 entry.fail(error)
                 continue

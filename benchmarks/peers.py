@@ -50,7 +50,7 @@ def kernels(
     with torch.no_grad():
         for entry in found:
             entry.prepare(x)
-        measure(found, rounds)
+        measure(found, rounds, least=0.02)
         for entry in filter(_measured, found):
             entry.learned = {"other": _other(entry.first, exact(x)), "other_bf16": _other(entry.build(bf16)(), exact(bf16))}
     ours, dequantised = found[:2]

@@ -13,7 +13,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = {
     10: ("__init__", "__main__"),
     9: ("sweep", "plan", "recipe", "terminal", "report", "doctor", "bench", "ui"),
-    8: ("controller", "pictures", "cli", "place", "checks"),
+    8: ("controller", "pictures", "cli", "place", "checks", "measure"),
     7: (
         "surface",
         "arms",

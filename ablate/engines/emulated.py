@@ -5,12 +5,11 @@ Not modelled: the order of fp32 additions inside a tensor core, and the bit-leve
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ablate.engines.weights import WeightRules
@@ -18,7 +17,7 @@ from ablate.numerics.estimators import slope
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock, site
-from ablate.numerics.product import split_product
+from ablate.numerics.product import linear, split_product
 from ablate.numerics.quantize import Operand, lasts, pad, quantize, quantize_both
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.numerics.transform import split
@@ -43,6 +42,8 @@ class EmulatedLinear(nn.Linear):
         self.probe: Probe | None = None
         self.nonfinite: Tensor | int = 0
         """Operands so far that held a NaN or an infinity."""
+        self.whole_graph: Callable[[Tensor, Tensor], Tensor] | None = None
+        """This layer's operator for torch.compile (compiled.py), in place of autograd's function."""
         self.histories = {slot: History() for slot in SLOTS}
         self.target: Tensor | None = None
         """What decides the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
@@ -53,9 +54,13 @@ class EmulatedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out], in x's dtype; the bias is added in high precision."""
+        if self.whole_graph is not None:
+            y = self.whole_graph(x.reshape(-1, self.in_features), self.weight)
+            y = y if self.bias is None else (y + self.bias).to(x.dtype)
+            return y.view(*x.shape[:-1], self.out_features)
         if self.products.plain:
             bias = None if self.bias is None else self.bias.to(self.dtype)
-            return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias).to(x.dtype)
+            return linear(x.to(self.dtype), self.weight.to(self.dtype), bias).to(x.dtype)
         y = _Products.apply(x.reshape(-1, self.in_features), self.weight, self, self.products)
         y = y if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
@@ -173,43 +178,59 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, layer: EmulatedLinear, products: Products) -> Tensor:
-        xb, spec = x.to(torch.bfloat16), products.fprop
-        keep = {name: quant is not None and quant.estimator is not None for name, quant in (("x", spec.x), ("w", spec.w))}
-        operands = {
-            "fprop.x": layer.operand(xb, "fprop.x", spec.x, spec.hadamard, keep["x"]),
-            "fprop.w": layer.weight_operand("fprop.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16), keep["w"]),
-        }
-        sources = {"fprop.x": xb, "fprop.w": w}
-        for slot, forward in FORWARD_COPY.items():
-            if _from_forward(products, slot):
-                sources[forward] = layer.whole(operands[forward], forward, spec.hadamard, sources[forward].shape[1])
-        slopes = {slot: slope(parts[0]) for slot, parts in operands.items() if parts[0].quant and parts[0].quant.estimator}
-        ctx.save_for_backward(sources["fprop.x"], sources["fprop.w"], slopes.get("fprop.x"), slopes.get("fprop.w"))
+        y, kept = forward(layer, products, x, w)
+        ctx.save_for_backward(*kept)
         ctx.layer, ctx.products, ctx.dtypes = layer, products, (x.dtype, w.dtype)
-        return split_product(operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm]).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        x, w, x_slope, w_slope = ctx.saved_tensors
-        layer, products = ctx.layer, ctx.products
-        x_dtype, w_dtype = ctx.dtypes
-        dy = dy.to(torch.bfloat16)
-        dx = dw = None
-        g, gt = layer.gradients(dy, products, *ctx.needs_input_grad[:2])
-        if ctx.needs_input_grad[0]:
-            spec = products.dgrad
-            if _from_forward(products, "dgrad.w"):
-                wt = layer.operand(w.t(), "dgrad.w", spec.w, spec.hadamard)
-            else:
-                wt = layer.weight_operand("dgrad.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16).t())
-            dx = split_product(g, wt, DTYPES[spec.gemm])
-            dx = _through(dx, x_slope, layer, "fprop.x", products).to(x_dtype)
-        if ctx.needs_input_grad[1]:
-            spec = products.wgrad
-            xt = layer.operand(x.t(), "wgrad.x", spec.x, spec.hadamard)
-            dw = split_product(gt, xt, DTYPES[spec.dw])
-            dw = _through(dw, w_slope, layer, "fprop.w", products).to(w_dtype)
-        return dx, dw, None, None
+        dx, dw = backward(ctx.layer, ctx.products, ctx.saved_tensors, dy, ctx.needs_input_grad[:2])
+        dtypes = ctx.dtypes
+        return None if dx is None else dx.to(dtypes[0]), None if dw is None else dw.to(dtypes[1]), None, None
+
+
+Kept = Sequence[Tensor | None]
+"""What the backward pass needs: x and w, or their forward copies, and the slopes of their casts where those are not passed through."""
+
+
+def forward(layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
+    """y = x w^T for x [tokens, in] and w [out, in], in x's dtype, and what `backward` needs."""
+    xb, spec = x.to(torch.bfloat16), products.fprop
+    keep = {name: quant is not None and quant.estimator is not None for name, quant in (("x", spec.x), ("w", spec.w))}
+    operands = {
+        "fprop.x": layer.operand(xb, "fprop.x", spec.x, spec.hadamard, keep["x"]),
+        "fprop.w": layer.weight_operand("fprop.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16), keep["w"]),
+    }
+    sources = {"fprop.x": xb, "fprop.w": w}
+    for slot, copied in FORWARD_COPY.items():
+        if _from_forward(products, slot):
+            sources[copied] = layer.whole(operands[copied], copied, spec.hadamard, sources[copied].shape[1])
+    slopes = {slot: slope(parts[0]) for slot, parts in operands.items() if parts[0].quant and parts[0].quant.estimator}
+    y = split_product(operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm]).to(x.dtype)
+    return y, (*sources.values(), slopes.get("fprop.x"), slopes.get("fprop.w"))
+
+
+def backward(
+    layer: EmulatedLinear, products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dw where they are needed, as their products leave them."""
+    x, w, x_slope, w_slope = kept
+    dy = dy.to(torch.bfloat16)
+    dx = dw = None
+    g, gt = layer.gradients(dy, products, *needs)
+    if needs[0]:
+        spec = products.dgrad
+        if _from_forward(products, "dgrad.w"):
+            wt = layer.operand(w.t(), "dgrad.w", spec.w, spec.hadamard)
+        else:
+            wt = layer.weight_operand("dgrad.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16).t())
+        dx = _through(split_product(g, wt, DTYPES[spec.gemm]), x_slope, layer, "fprop.x", products)
+    if needs[1]:
+        spec = products.wgrad
+        xt = layer.operand(x.t(), "wgrad.x", spec.x, spec.hadamard)
+        dw = _through(split_product(gt, xt, DTYPES[spec.dw]), w_slope, layer, "fprop.w", products)
+    return dx, dw
 
 
 def _from_forward(products: Products, slot: str) -> bool:
@@ -307,8 +328,8 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> Engine:
 
     Parameter names, values and state dicts stay as they are; linears outside the blocks (the output head) are left alone.
     """
-    for name, linear in list(model.named_modules()):
-        if type(linear) is nn.Linear and block_of(name) >= 0:
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and block_of(name) >= 0:
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, EmulatedLinear(linear, name, clock, DTYPES[recipe.dtype]))
+            setattr(model.get_submodule(parent), child, EmulatedLinear(module, name, clock, DTYPES[recipe.dtype]))
     return Engine(model, recipe, clock)

@@ -1,8 +1,10 @@
 """One matrix product of two operands: exact values in, fp32 accumulation, the tensor scales applied outside, one rounding."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ablate.numerics.quantize import Operand, pad
@@ -33,8 +35,9 @@ def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     if out == torch.float32:
         return _scaled(_fp32(left, right), scale)
     if scale is None and left.dtype == right.dtype == out:
-        return left @ right.t()
-    if left.is_cuda or scale is None or scale.numel() != 1 or left.dtype != out or right.dtype != out:
+        return linear(left, right)
+    wide = scale is None or scale.numel() != 1 or left.dtype != out or right.dtype != out
+    if wide or left.is_cuda or not multiplies_bf16():
         return _scaled(_fp32(left, right), scale).to(out)
     # torch.mm would round to bf16 before alpha (26 % of outputs off by one ulp); addmm applies alpha before its one rounding.
     y = left.new_empty(left.shape[0], right.shape[0])
@@ -46,6 +49,19 @@ def split_product(a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype) 
     if len(a) == len(b) == 1:
         return product(a[0], b[0], out)
     return sum(product(left, right, torch.float32) for left in a for right in b).to(out)
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether this CPU has bf16 instructions (AVX-512 BF16, AMX, Arm's); without, oneDNN's bf16 product is slower than the fp32 one."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x w^T + bias in the operands' dtype, rounded once; bf16 on a CPU without bf16 instructions by way of fp32 operands."""
+    if x.dtype != torch.bfloat16 or x.is_cuda or multiplies_bf16():
+        return F.linear(x, w, bias)
+    return F.linear(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def _aligned(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:

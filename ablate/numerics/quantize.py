@@ -18,7 +18,7 @@ from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.rounding import ROUNDINGS, toward
 from ablate.numerics.scaling import block_amax, block_scales, block_statistic, element_scales, encode_scale, outer_statistic, round_scale
 from ablate.numerics.select import Candidate, select
-from ablate.numerics.spec import Hadamard, Quant, tag
+from ablate.numerics.spec import Hadamard, Outer, Quant, argument, tag
 
 
 @dataclass(frozen=True)
@@ -143,18 +143,28 @@ def _compiled(
     keep: bool,
 ) -> Operand | None:
     """The operand from the kernels of x's device; None where they cannot make it."""
-    if cpu.can_quantize(x, quant, rotation):
-        statistic = None if quant.outer.statistic == "amax" else lambda z, amax: outer_statistic(z, None, amax, quant.outer, history, clock)
-        made = cpu.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where, keep, statistic)
-    elif not keep and cuda.can_quantize(x, quant, rotation):
-        values, amax, block_scale = cuda.quantize(x, quant, rotation and signs(rotation, x.device, clock, product), clock, where)
-        made = values, amax, block_scale, amax, None
-    else:
+    on_cpu = cpu.can_quantize(x, quant, rotation)
+    if not on_cpu and (keep or not cuda.can_quantize(x, quant, rotation)):
         return None
+    flips = rotation and signs(rotation, x.device, clock, product)
+    if on_cpu:
+        made = cpu.quantize(x, quant, flips, clock, where, keep, _statistic(quant.outer, history, clock))
+    else:
+        values, amax, block_scale = cuda.quantize(x, quant, flips, clock, where)
+        made = values, amax, block_scale, amax, None
     if made is None:
         return None
     values, amax, block_scale, largest, source = made
     return Operand(values, quant, amax, block_scale, largest, source)
+
+
+def _statistic(outer: Outer, history: History | None, clock: Clock | None) -> float | Callable[[Tensor, Tensor], Tensor] | None:
+    """What counts as a tensor's amax, for a compiled quantiser; None for the amax itself."""
+    if outer.statistic == "amax":
+        return None
+    if tag(outer.statistic) == "static":
+        return float(argument(outer.statistic))
+    return lambda x, largest: outer_statistic(x, None, largest, outer, history, clock)
 
 
 def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, history: History | None) -> None:

@@ -90,6 +90,15 @@ class Products(Spec):
         """Whether nothing is quantised or rotated."""
         return self.fprop.plain and self.dgrad.plain and self.wgrad.plain
 
+    @property
+    def backward_needs(self) -> str | None:
+        """What the backward pass needs of the forward one beside x and w; None for nothing."""
+        if any(quant and quant.estimator for quant in (self.fprop.x, self.fprop.w)):
+            return "the slope of a cast (estimator)"
+        if any((quant := self.slot(name)) and quant.source == "forward" for name in FORWARD_COPY):
+            return "a quantised copy (source: forward)"
+        return None
+
     def slot(self, name: str) -> Quant | None:
         """The operand `name`, one of SLOTS."""
         product, operand = name.split(".")

@@ -94,7 +94,8 @@ class Gpt(Training):
 
     def identity(self) -> dict[str, Any]:
         """The fields that determine the numbers: all but the places of the data, which its fingerprint stands for."""
-        return self.model_dump(mode="json", exclude={"data": {"train", "val"}} if isinstance(self.data, Shards) else None)
+        known = {"data": {"train", "val"}} if isinstance(self.data, Shards) else {}
+        return self.model_dump(mode="json", exclude=known if self.compile else known | {"compile": True})
 
     def fingerprint(self) -> str:
         """What identifies the data's content."""
@@ -133,6 +134,10 @@ class Gpt(Training):
         with torch.device("meta"):
             model = Transformer(self, corpus.vocab, DTYPES[recipe.dtype])
         engine = convert(initialise(model, seed, where), recipe, Clock(seed))
+        if self.compile:
+            from ablate.engines.compiled import compile_model
+
+            compile_model(model, engine)
 
         def batch(step: int, micro_batch: int) -> tuple[torch.Tensor, ...]:
             pair = training_batch(corpus, seed, step, micro_batch, self.batch, self.context)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from ablate.numerics import product as products
 from ablate.numerics.philox import Clock
-from ablate.numerics.product import alpha, product
+from ablate.numerics.product import alpha, linear, product
 from ablate.numerics.quantize import Operand, pad, quantize
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
 
@@ -175,3 +176,20 @@ def test_a_non_finite_operand_is_not_hidden_by_the_product():
         x[1, 3] = bad
         y = product(quantize(x, Quant()), quantize(torch.ones(8, 32), Quant()), torch.float32)
         assert not y.isfinite().all()
+
+
+# --- CPUs without bf16 instructions ----------------------------------------------------------------------------------------
+
+
+def test_a_cpu_without_bf16_instructions_multiplies_in_fp32_and_rounds_once(monkeypatch):
+    monkeypatch.setattr(products, "multiplies_bf16", lambda: False)
+    g = torch.Generator().manual_seed(1)
+    x, w = torch.randn(48, 64, generator=g).bfloat16(), torch.randn(32, 64, generator=g).bfloat16()
+    a, b = quantize(x, Quant()), quantize(w, Quant(block="16x16"))
+    scaled = a.values.float() @ b.values.float().t() * alpha(a, b)
+    assert torch.equal(product(a, b, torch.bfloat16), scaled.bfloat16())
+    assert torch.equal(product(Operand(x), Operand(w), torch.bfloat16), (x.float() @ w.float().t()).bfloat16())
+    given = x.clone().requires_grad_()
+    linear(given, w).sum().backward()
+    assert given.grad.dtype == torch.bfloat16
+    assert torch.equal(given.grad, (torch.ones(48, 32) @ w.float()).bfloat16())

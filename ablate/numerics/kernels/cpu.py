@@ -36,7 +36,7 @@ class Spec(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("bf16", "stochastic", "rotated")),
         ("signs", ctypes.c_uint32),
         *(("key", ctypes.c_uint32 * 2), ("clock", ctypes.c_uint32 * 3)),
-        *((name, ctypes.c_float) for name in ("amax", "multiplier", "inverse")),
+        *((name, ctypes.c_float) for name in ("amax", "largest", "multiplier", "inverse")),
     )
 
 
@@ -58,12 +58,21 @@ class Sums(ctypes.Structure):
 @cache
 def build() -> ctypes.CDLL | None:
     """The build for this CPU; None, with one line that says so, where the package was installed without."""
-    level = LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
     try:
-        return load(FOLDER / f"nvfp4_{level}.so")
+        return load(path(level()))
     except OSError as error:
         print(f"ablate: no compiled quantisers, so all runs on the slow reference ({error}); install ablate-fp4 again", file=sys.stderr)
         return None
+
+
+def level() -> str:
+    """The best build that this CPU runs."""
+    return LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
+
+
+def path(name: str) -> Path:
+    """Where a build lies."""
+    return FOLDER / f"nvfp4_{name}.so"
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -131,18 +140,18 @@ def quantize(
     clock: Clock | None,
     where: int,
     keep: bool = False,
-    statistic: Callable[[Tensor, Tensor], Tensor] | None = None,
+    statistic: float | Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Made | None:
     """x [rows, columns] by `quant`; with `signs` [16], rotated along its columns first.
 
-    `statistic`, given what is quantised and its largest magnitude, says what counts as its amax. None where x is not finite, or was
-    padded and somebody looks at it: the reference's work.
+    `statistic` says what counts as its amax: a number, or a function of what is quantised and its largest magnitude. None where x is
+    not finite, or was padded and somebody looks at it: the reference's work.
     """
     by_columns = not x.is_contiguous()
     kernel = "tiles" if quant.block == "16x16" else "columns" if by_columns else "rows"
     whole = x.t() if by_columns else x
     memory = _padded(whole, 1 if kernel == "rows" else 16)
-    looked_at = keep or statistic is not None
+    looked_at = keep or callable(statistic)
     if looked_at and memory is not whole:
         return None
     rows, columns = memory.shape
@@ -152,10 +161,11 @@ def quantize(
         if looked_at:
             memory, spec.rotated = _turned(memory, spec.signs), False
     source = memory.t() if by_columns else memory
-    largest = None
-    if statistic is not None:
+    if callable(statistic):
         largest = torch.tensor(build().amax(memory.data_ptr(), memory.numel(), spec.bf16))
         spec.amax = statistic(source, largest) if largest.isfinite() else largest
+    elif statistic is not None:
+        spec.amax = statistic
     if quant.rounding == "stochastic":
         spec.stochastic, spec.key[:], spec.clock[:] = True, philox_key(clock), (clock.step, clock.micro_batch, where)
     tile_rows, tile_columns = TILES[kernel]
@@ -166,7 +176,8 @@ def quantize(
     if by_columns:
         values, scales = values.t(), scales.t()
     scales, amax = scales[: -(-x.shape[0] // quant.tile[0])].unsqueeze(1).unsqueeze(3), torch.tensor(spec.amax)
-    return Made(values[: x.shape[0]], amax, scales, amax if largest is None else largest, source if keep else None)
+    largest = amax if statistic is None else torch.tensor(spec.largest)
+    return Made(values[: x.shape[0]], amax, scales, largest, source if keep else None)
 
 
 def _turned(memory: Tensor, signs: int) -> Tensor:

@@ -66,9 +66,11 @@ INLINE float amax_of(const void *x, int64_t count, int32_t bf16) {
 /* The largest magnitude of `count` elements, a multiple of 16; not finite where one of them is not. */
 float amax(const void *x, int64_t count, int32_t bf16) { return bf16 ? amax_of(x, count, 1) : amax_of(x, count, 0); }
 
+INLINE int finite(float magnitude) { return magnitude < __builtin_inff(); }
+
 /* What all blocks share, from the amax; 0 where that is not finite. */
 static int prepare(spec *p) {
-    if (!(p->amax < __builtin_inff()))
+    if (!finite(p->amax))
         return 0;
     float scale = 6.0f * p->bound / p->amax;
     scale = scale < FLT_MAX ? scale : FLT_MAX;
@@ -120,7 +122,7 @@ INLINE u32 pair_amax(raw v, int32_t bf16) {
 }
 
 /* The scales and factors of `here`, at most sixteen, blocks as one vector each. */
-INLINE void row_scales(const void *x, int64_t at, int64_t here, const spec *p, float *scales, float *factors, int32_t bf16) {
+INLINE void row_scales(const void *x, int64_t at, int64_t here, const spec *p, float *scales, float *factors, u32 *most, int32_t bf16) {
     u32 m[8] = {0};
     UNROLL for (int v = 0; v < 8; v++)
         if (2 * v < here)
@@ -129,6 +131,7 @@ INLINE void row_scales(const void *x, int64_t at, int64_t here, const spec *p, f
     u32 other = fold4(fold8(m[4], m[5], bf16), fold8(m[6], m[7], bf16), bf16);
     f32 largest = both(fold2(quarter, other, bf16), bf16);
     f32 scale = block_scale(largest, p);
+    *most = larger(*most, (u32)largest, 0);
     *(memory *)scales = (u32)scale;
     *(memory *)factors = (u32)element_scale(scale, p);
 }
@@ -145,15 +148,15 @@ INLINE void row_codes(const void *x, int64_t at, int64_t count, const float *sca
 
 enum { STRIP = 64 }; /* blocks */
 
-INLINE void row_strip(const void *x, int64_t at, int64_t here, const spec *p, uint16_t *values, float *scales, int32_t bf16,
+INLINE void row_strip(const void *x, int64_t at, int64_t here, const spec *p, uint16_t *values, float *scales, u32 *most, int32_t bf16,
                       int32_t drawn) {
     float s[STRIP + 1], f[STRIP + 1];
     uint8_t chances[16 * STRIP];
     int64_t block = 0;
     for (; block + 16 <= here; block += 16)
-        row_scales(x, at + 16 * block, 16, p, s + block, f + block, bf16);
+        row_scales(x, at + 16 * block, 16, p, s + block, f + block, most, bf16);
     if (block < here)
-        row_scales(x, at + 16 * block, here - block, p, s + block, f + block, bf16);
+        row_scales(x, at + 16 * block, here - block, p, s + block, f + block, most, bf16);
     memcpy(scales + at / 16, s, here * sizeof(float));
     for (block = 0; drawn && block < here; block += 16)
         row_chances((uint32_t)(at / 16 + block), p, chances + 16 * block);
@@ -163,13 +166,15 @@ INLINE void row_strip(const void *x, int64_t at, int64_t here, const spec *p, ui
         row_codes(x, at + 16 * block, 16, s + block, f + block, chances + 16 * block, values, bf16, drawn);
 }
 
-INLINE void rows_of(const void *x, int64_t count, int64_t columns, spec p, uint16_t *values, float *scales, int32_t bf16, int32_t drawn) {
+INLINE float rows_of(const void *x, int64_t count, int64_t columns, spec p, uint16_t *values, float *scales, int32_t bf16, int32_t drawn) {
     int64_t blocks = columns / 16;
+    u32 most = {0};
     for (int64_t row = 0; row < count; row++)
         for (int64_t first = 0; first < blocks; first += STRIP) {
             int64_t here = blocks - first < STRIP ? blocks - first : STRIP;
-            row_strip(x, row * columns + 16 * first, here, &p, values, scales, bf16, drawn);
+            row_strip(x, row * columns + 16 * first, here, &p, values, scales, &most, bf16, drawn);
         }
+    return largest_of(most, 0);
 }
 
 /* Blocks along rows of x [rows, columns], columns a multiple of 16: values alike, scales [rows, columns / 16]. 0: x is not finite. */
@@ -178,11 +183,15 @@ int rows(const void *x, int64_t count, int64_t columns, spec *p, uint16_t *value
         p->amax = amax(x, count * columns, p->bf16);
     if (!prepare(p))
         return 0;
-    if (p->bf16)
-        p->stochastic ? rows_of(x, count, columns, *p, values, scales, 1, 1) : rows_of(x, count, columns, *p, values, scales, 1, 0);
+    if (p->bf16 && p->stochastic)
+        p->largest = rows_of(x, count, columns, *p, values, scales, 1, 1);
+    else if (p->bf16)
+        p->largest = rows_of(x, count, columns, *p, values, scales, 1, 0);
+    else if (p->stochastic)
+        p->largest = rows_of(x, count, columns, *p, values, scales, 0, 1);
     else
-        p->stochastic ? rows_of(x, count, columns, *p, values, scales, 0, 1) : rows_of(x, count, columns, *p, values, scales, 0, 0);
-    return 1;
+        p->largest = rows_of(x, count, columns, *p, values, scales, 0, 0);
+    return finite(p->largest);
 }
 
 /* --- blocks along columns, and tiles ------------------------------------------------------------------------------------------ */
@@ -244,13 +253,14 @@ INLINE u32 tile_amax(pair v) {
 
 /* Scales and factors of sixteen rows of `count` columns, or of the tiles there. */
 INLINE void column_scales(const void *x, int64_t at, int64_t width, int64_t count, const spec *p, float *scales, pair *s, pair *f,
-                          int32_t bf16, int32_t tiled) {
+                          u32 *seen, int32_t bf16, int32_t tiled) {
     raw most = {0};
     UNROLL for (int r = 0; r < 16; r++) {
         raw v = without_signs(load(x, at + r * width, bf16, count), bf16);
         most = (raw){larger(most.first, v.first, bf16), larger(most.second, v.second, bf16)};
     }
     pair largest = widen(most, bf16);
+    *seen = larger(*seen, larger((u32)largest.even, (u32)largest.odd, 0), 0);
     if (tiled) {
         f32 scale = block_scale((f32)tile_amax(largest), p), factor = element_scale(scale, p);
         *s = (pair){scale, scale}, *f = (pair){factor, factor};
@@ -285,16 +295,16 @@ INLINE void column_codes(const void *x, int64_t at, int64_t width, int64_t count
 enum { WIDE = 4 }; /* times thirty-two columns */
 
 INLINE void column_strip(const void *x, int64_t block, int64_t first, int64_t end, int64_t blocks, int64_t width, const spec *p,
-                         uint16_t *values, float *scales, int32_t bf16, int32_t drawn, int32_t tiled) {
+                         uint16_t *values, float *scales, u32 *seen, int32_t bf16, int32_t drawn, int32_t tiled) {
     pair s[WIDE], f[WIDE];
     u32 even[4] = {0}, odd[4] = {0};
     int64_t at = block * 16 * width, each = tiled ? 16 : 1, column = first;
     float *here = scales + block * (width / each);
     for (int64_t tile = 0; column < end; column += 32, tile++)
         if (column + 32 <= end)
-            column_scales(x, at + column, width, 32, p, here + column / each, s + tile, f + tile, bf16, tiled);
+            column_scales(x, at + column, width, 32, p, here + column / each, s + tile, f + tile, seen, bf16, tiled);
         else
-            column_scales(x, at + column, width, 16, p, here + column / each, s + tile, f + tile, bf16, tiled);
+            column_scales(x, at + column, width, 16, p, here + column / each, s + tile, f + tile, seen, bf16, tiled);
     column = first;
     for (int64_t tile = 0; column < end; column += 32, tile++) {
         if (drawn) {
@@ -308,14 +318,16 @@ INLINE void column_strip(const void *x, int64_t block, int64_t first, int64_t en
     }
 }
 
-INLINE void columns_of(const void *x, int64_t count, int64_t width, spec p, uint16_t *values, float *scales, int32_t bf16,
-                       int32_t drawn, int32_t tiled) {
+INLINE float columns_of(const void *x, int64_t count, int64_t width, spec p, uint16_t *values, float *scales, int32_t bf16,
+                        int32_t drawn, int32_t tiled) {
     int64_t blocks = count / 16;
+    u32 seen = {0};
     for (int64_t block = 0; block < blocks; block++)
         for (int64_t first = 0; first < width; first += 32 * WIDE) {
             int64_t end = first + 32 * WIDE < width ? first + 32 * WIDE : width;
-            column_strip(x, block, first, end, blocks, width, &p, values, scales, bf16, drawn, tiled);
+            column_strip(x, block, first, end, blocks, width, &p, values, scales, &seen, bf16, drawn, tiled);
         }
+    return largest_of(seen, 0);
 }
 
 /* Blocks along columns of x [rows, columns], both multiples of 16, rotated first where asked (bf16): values alike, scales [rows / 16,
@@ -326,11 +338,15 @@ int columns(const void *x, int64_t count, int64_t width, spec *p, uint16_t *valu
     if (!prepare(p))
         return 0;
     x = p->rotated ? values : x;
-    if (p->bf16)
-        p->stochastic ? columns_of(x, count, width, *p, values, scales, 1, 1, 0) : columns_of(x, count, width, *p, values, scales, 1, 0, 0);
+    if (p->bf16 && p->stochastic)
+        p->largest = columns_of(x, count, width, *p, values, scales, 1, 1, 0);
+    else if (p->bf16)
+        p->largest = columns_of(x, count, width, *p, values, scales, 1, 0, 0);
+    else if (p->stochastic)
+        p->largest = columns_of(x, count, width, *p, values, scales, 0, 1, 0);
     else
-        p->stochastic ? columns_of(x, count, width, *p, values, scales, 0, 1, 0) : columns_of(x, count, width, *p, values, scales, 0, 0, 0);
-    return 1;
+        p->largest = columns_of(x, count, width, *p, values, scales, 0, 0, 0);
+    return finite(p->largest);
 }
 
 /* 16x16 tiles of x [rows, columns], both multiples of 16, to nearest: values alike, scales [rows / 16, columns / 16]. 0: not finite. */
@@ -339,6 +355,9 @@ int tiles(const void *x, int64_t count, int64_t width, spec *p, uint16_t *values
         p->amax = amax(x, count * width, p->bf16);
     if (!prepare(p))
         return 0;
-    p->bf16 ? columns_of(x, count, width, *p, values, scales, 1, 0, 1) : columns_of(x, count, width, *p, values, scales, 0, 0, 1);
-    return 1;
+    if (p->bf16)
+        p->largest = columns_of(x, count, width, *p, values, scales, 1, 0, 1);
+    else
+        p->largest = columns_of(x, count, width, *p, values, scales, 0, 0, 1);
+    return finite(p->largest);
 }

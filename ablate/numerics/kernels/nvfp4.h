@@ -31,7 +31,8 @@ typedef struct {
     int32_t bf16, stochastic, rotated; /* what x is; how codes round; whether columns turn first */
     uint32_t signs;                    /* of the rotation: a bit a row, set for - */
     uint32_t key[2], clock[3];         /* Philox: seed and stream; step, micro-batch, site */
-    float amax;                        /* of the tensor; below 0, it is found and filled in */
+    float amax;                        /* of the tensor, or what counts as that; below 0, it is found and filled in */
+    float largest;                     /* filled in: the largest magnitude */
     float multiplier, inverse;         /* filled in: S / 6 times the headroom, and 1 / S */
 } spec;
 

@@ -1,0 +1,75 @@
+"""Emulated layers as operators that torch.compile leaves whole: what surrounds them is fused, and they read recipe, step and probe as
+they run, so that no change of those compiles anything anew."""
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ablate.engines.emulated import EmulatedLinear, Engine, backward, forward
+from ablate.numerics.product import linear
+
+_LAYERS: WeakValueDictionary[int, EmulatedLinear] = WeakValueDictionary()
+
+
+@torch.library.custom_op("ablate::linear", mutates_args=())
+def _linear(x: Tensor, w: Tensor, layer: int) -> Tensor:
+    module = _LAYERS[layer]
+    if needed := module.products.backward_needs:
+        raise RuntimeError(f"compile: true keeps x and w alone for the backward pass, and this recipe needs {needed}; leave it out")
+    if module.products.plain:
+        return linear(x.to(module.dtype), w.to(module.dtype)).to(x.dtype)
+    return forward(module, module.products, x, w)[0]
+
+
+@_linear.register_fake
+def _(x: Tensor, w: Tensor, layer: int) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+@torch.library.custom_op("ablate::linear_backward", mutates_args=())
+def _linear_backward(dy: Tensor, x: Tensor, w: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    module = _LAYERS[layer]
+    if module.products.plain:
+        high = dy.to(module.dtype)
+        dx, dw = linear(high, w.to(module.dtype).t()), linear(high.t(), x.to(module.dtype).t())
+    else:
+        dx, dw = backward(module, module.products, (x.to(torch.bfloat16), w, None, None), dy, (True, True))
+    return dx.to(x.dtype), dw.to(w.dtype)
+
+
+@_linear_backward.register_fake
+def _(dy: Tensor, x: Tensor, w: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(w)
+
+
+def _save(ctx, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    x, w, ctx.layer = inputs
+    ctx.save_for_backward(x, w)
+
+
+def _differentiate(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_linear_backward(dy.contiguous(), *ctx.saved_tensors, ctx.layer), None
+
+
+_linear.register_autograd(_differentiate, setup_context=_save)
+
+
+def compile_model(model: nn.Module, engine: Engine) -> None:
+    """Compile `model`, whose layers `engine` drives, in place. RuntimeError where there is no C++ compiler.
+
+    Torch keeps what it compiled in TORCHINDUCTOR_CACHE_DIR: a later trial of the same shapes finds it there.
+    """
+    if next(model.parameters()).device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+        raise RuntimeError("compile: true needs a C++ compiler on the worker: install g++ or clang++, or leave it out")
+    for layer in engine.layers.values():
+        _LAYERS[id(layer)] = layer
+        layer.whole_graph = _operator(id(layer))
+    model.compile(dynamic=False, fullgraph=True)
+
+
+def _operator(layer: int) -> Callable[[Tensor, Tensor], Tensor]:
+    return partial(torch.ops.ablate.linear, layer=layer)
