@@ -69,6 +69,7 @@ def step(
     width: Annotated[int, typer.Option(min=64)] = 256,
     tokens: Annotated[int, typer.Option(min=128)] = 2048,
     rounds: Rounds = 9,
+    compiled: Annotated[bool, typer.Option("--compile", help="Each preset with compile: true, too; half a minute more.")] = False,
     trace: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a profiler trace of each preset's step here.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: AsJson = False,
@@ -81,9 +82,11 @@ def step(
     names = _presets(presets or ["fp32", "nvfp4"])
     _check(png)
     measure.one_thread()
-    recipes = {name: PRESETS[name]() for name in names}
-    recipes |= {f"{name}, fp32_out": _fp32_out(recipe) for name, recipe in recipes.items() if not recipe.products.plain}
+    recipes = _in_both_modes(names)
     steppers = {name: _stepper(recipe, layers, width, tokens, device) for name, recipe in recipes.items()}
+    if compiled:
+        whole = {name: recipe for name, recipe in recipes.items() if recipe.products.backward_needs is None}
+        steppers |= {f"{name}, compiled": _stepper(recipe, layers, width, tokens, device, True) for name, recipe in whole.items()}
     seconds = measure.medians(steppers, rounds)
     if trace:
         trace.mkdir(parents=True, exist_ok=True)
@@ -110,7 +113,8 @@ def linear(
 ) -> None:
     """Forward and backward of one linear layer, emulated in each preset, at the shapes of language models.
 
-    Default shapes: 2048 tokens through a square layer of 1024 and one of 2048, and the wide half of an MLP of 4096.
+    Quantised presets come twice, as in `step`. Default shapes: 2048 tokens through a square layer of 1024 and one of 2048, and the wide
+    half of an MLP of 4096.
     """
     names = _presets(presets or ["nvfp4"])
     sizes = [_size(text, 3) for text in shapes or ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"]]
@@ -118,11 +122,11 @@ def linear(
     measure.one_thread()
     found = []
     for size in sizes:
-        passes = {name: _passes(PRESETS[name](), *size, device) for name in names}
+        passes = {name: _passes(recipe, *size, device) for name, recipe in _in_both_modes(names).items()}
         work = {(name, way): call for name, both in passes.items() for way, call in both.items()}
         seconds = measure.medians(work, rounds)
         flops = 2 * size[0] * size[1] * size[2]
-        for name in names:
+        for name in passes:
             forward, both = seconds[name, "forward"], seconds[name, "both"]
             times = {"forward ms": 1000 * forward, "backward ms": 1000 * (both - forward), "GFLOP/s": 3 * flops / both / 1e9}
             shape = "x".join(map(str, size))
@@ -192,6 +196,12 @@ def _with_build(build: Any, call: Callable[[], Any]) -> None:
         cpu.build = before
 
 
+def _in_both_modes(names: list[str]) -> dict[str, Any]:
+    """The presets' recipes, and those that quantise with every product in fp32_out, too."""
+    recipes = {name: PRESETS[name]() for name in names}
+    return recipes | {f"{name}, fp32_out": _fp32_out(recipe) for name, recipe in recipes.items() if not recipe.products.plain}
+
+
 def _fp32_out(recipe: Any) -> Any:
     """The recipe with the accumulators of all products kept."""
     names = {"fprop": "gemm", "dgrad": "gemm", "wgrad": "dw"}
@@ -199,14 +209,14 @@ def _fp32_out(recipe: Any) -> Any:
     return recipe.model_copy(update={n: getattr(recipe, n).model_copy(update={f: wide[f]}) for n, f in names.items()})
 
 
-def _stepper(recipe: Any, layers: int, width: int, tokens: int, device: str) -> Callable[[], Any]:
+def _stepper(recipe: Any, layers: int, width: int, tokens: int, device: str, compile: bool = False) -> Callable[[], Any]:
     """Training steps, one a call, with no telemetry and no evaluation."""
     from ablate.train import Telemetry
     from ablate.workloads.gpt import Gpt
 
     never = 10**6
     shape = {"layers": layers, "width": width, "heads": width // 64, "context": 128, "batch": tokens // 128}
-    config = Gpt(**shape, steps=never, eval_every=never, warmup=0, decay="none")
+    config = Gpt(**shape, steps=never, eval_every=never, warmup=0, decay="none", compile=compile)
     steps: Iterator[Any] = config.train(config.prepare(recipe, 0, device), Telemetry(every=never, log=1, shadow=never))
     return partial(next, steps)
 

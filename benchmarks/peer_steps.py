@@ -33,6 +33,7 @@ def entries() -> list[Entry]:
             "",
             partial(ours, "nvfp4"),
         ),
+        Entry("ablate, nvfp4, compiled", "the same with compile: true, which fuses what surrounds the products", "", compiled),
         Entry("ablate, bf16", "baseline: nothing quantised", "", partial(ours, "bf16")),
         Entry("ablate, fp32", "baseline: nothing quantised", "", partial(ours, "fp32")),
         Entry("fouroversix", f"FourOverSixLinear, static_6: the same recipe, products in fp32; {HADAMARD}", "fouroversix", fouroversix),
@@ -60,6 +61,10 @@ def shape(layers: int, width: int, tokens: int) -> Gpt:
 
 def ours(preset: str, config: Gpt) -> Call:
     return _stepper(config, preset)
+
+
+def compiled(config: Gpt) -> Call:
+    return _stepper(config.model_copy(update={"compile": True}), "nvfp4")
 
 
 def _stepper(config: Gpt, preset: str, replace: Replace | None = None) -> Call:

@@ -4,6 +4,7 @@ they run, so that no change of those compiles anything anew."""
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from weakref import WeakValueDictionary
 
 import torch
@@ -66,10 +67,11 @@ def compile_model(model: nn.Module, engine: Engine) -> None:
     if next(model.parameters()).device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         raise RuntimeError("compile: true needs a C++ compiler on the worker: install g++ or clang++, or leave it out")
     for layer in engine.layers.values():
-        _LAYERS[id(layer)] = layer
-        layer.whole_graph = _operator(id(layer))
+        number = next(n for n in count() if n not in _LAYERS)  # the same in every trial, so that what was compiled is found again
+        _LAYERS[number] = layer
+        layer.whole_graph = _operator(number)
     model.compile(dynamic=False, fullgraph=True)
 
 
-def _operator(layer: int) -> Callable[[Tensor, Tensor], Tensor]:
-    return partial(torch.ops.ablate.linear, layer=layer)
+def _operator(number: int) -> Callable[[Tensor, Tensor], Tensor]:
+    return partial(torch.ops.ablate.linear, layer=number)

@@ -111,7 +111,7 @@ class Gpt(Training):
         """Rough seconds of one trial on one CPU core: 6 N T flops, and element-wise passes that quantisation multiplies."""
         tokens = self.steps * self.tokens_per_step
         elements = tokens * self.layers * (8 * self.width + 3 * self.hidden_width)
-        return 6 * self.parameters() * tokens / 100e9 + elements * (5e-8 if quantised else 1.3e-8) + 1.5
+        return 6 * self.parameters() * tokens / 200e9 + elements * (1e-8 if quantised else 5e-9) + 1.0
 
     def summary(self) -> dict[str, float]:
         """Facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""

@@ -216,8 +216,10 @@ INLINE void rotate(f32 t[16], uint32_t signs) {
 INLINE u32 rotate_tile(const void *x, int64_t at, int64_t width, int64_t count, uint32_t signs, uint16_t *out) {
     f32 even[16], odd[16];
     u32 most = {0};
-    UNROLL for (int r = 0; r < 16; r++)
+    UNROLL for (int r = 0; r < 16; r++) {
         even[r] = widen(load(x, at + r * width, 1, count), 1).even;
+        __builtin_prefetch((const uint16_t *)x + at + (r + 16) * width); /* sixteen rows at once are more than hardware follows */
+    }
     rotate(even, signs);
     UNROLL for (int r = 0; r < 16; r++)
         odd[r] = widen(load(x, at + r * width, 1, count), 1).odd;

@@ -1,0 +1,50 @@
+"""In every shipped experiment, compiled quantisers give each operand the reference's codes, scales and amaxes, bit for bit."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from ablate.experiment import load
+from ablate.numerics.kernels import cpu
+from ablate.numerics.quantize import Operand
+from ablate.recipes import Recipe
+from ablate.recipes.recipe import Run
+from ablate.workloads.gpt import Gpt
+
+FOLDER = Path(__file__).parents[2] / "experiments"
+EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+SHAPE = Gpt(layers=2, width=64, heads=2, context=32, batch=2, steps=10, eval_tokens=64, eval_batch=2)
+
+
+def operands(recipe: Recipe) -> list[tuple[str, Operand]]:
+    """Every quantised operand of the first step, in order."""
+    run = SHAPE.prepare(recipe, 0, "cpu")
+    with torch.no_grad():
+        run.model.head.weight.normal_(generator=torch.Generator().manual_seed(1))  # zero at first, and with it every gradient
+    run.engine.at(0, Run(SHAPE.steps, SHAPE.tokens_per_step))
+    seen = []
+    run.engine.listen(lambda layer, slot, operand: seen.append((f"{layer} {slot}", operand)))
+    run.model(*run.batch(0, 0)).backward()
+    return seen
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+
+
+@pytest.mark.skipif(cpu.build() is None, reason="the package was installed without compiled quantisers")
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_operand_of_an_experiment_is_the_references(name):
+    recipes = {arm.recipe.model_dump_json(): arm.recipe for arm in load(FOLDER / f"{name}.yaml").arms}
+    for recipe in recipes.values():
+        mine = operands(recipe)
+        with mock.patch.object(cpu, "can_quantize", return_value=False):
+            theirs = operands(recipe)
+        assert [where for where, _ in mine] == [where for where, _ in theirs]
+        for (where, a), (_, b) in zip(mine, theirs, strict=True):
+            for part in ("values", "block_scale", "amax", "largest"):
+                one, other = getattr(a, part), getattr(b, part)
+                assert (one is None) == (other is None), (where, part)
+                assert one is None or torch.equal(bits(one), bits(other)), (where, part)
