@@ -111,8 +111,10 @@ class EmulatedLinear(nn.Linear):
 
     def _count(self, parts: Iterable[Operand]) -> None:
         for largest in (part.largest for part in parts if part.largest is not None):
-            # On a CPU a number is cheaper than a tensor; a GPU must not be waited for.
-            self.nonfinite = self.nonfinite + (not math.isfinite(largest) if largest.device.type == "cpu" else ~largest.isfinite())
+            if largest.device.type != "cpu":  # not to be waited for
+                self.nonfinite = self.nonfinite + ~largest.isfinite()
+            elif not math.isfinite(largest):
+                self.nonfinite += 1
 
     def _part(self, x: Tensor, slot: str, how: Quant | None, rotation: Hadamard | None, main: Quant, keep: bool) -> Operand:
         if how is None:

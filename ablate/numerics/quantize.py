@@ -58,10 +58,13 @@ class Operand:
 
     def dequantize(self) -> Tensor:
         """value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
+        factor = 1.0 / torch.tensor(self.divisor)
+        scaled = self.quant is not None and self.block_scale is not None and not self.quant.wide
+        if scaled and cpu.can_decode(self.values, self.block_scale, self.amax):
+            return cpu.decode(self.values, self.quant.tile, self.block_scale, self.amax, factor)
         values = self.values.to(torch.float32)
         if self.quant is None:
             return values
-        factor = 1.0 / torch.tensor(self.divisor)
         if self.block_scale is None or self.quant.wide:
             return values * (factor if self.amax is None else self.amax * factor)
         rows, columns = values.shape

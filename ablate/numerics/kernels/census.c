@@ -1,6 +1,26 @@
-/* What telemetry says of a quantised tensor, in one pass over it: sums in double precision, and the blocks. */
+/* Quantised tensors looked at: back to fp32, and what telemetry says of one in a single pass, sums in double precision and the blocks. */
 
 #include "nvfp4.h"
+
+INLINE f32 upper(const uint16_t *bf16) { return (f32)(__builtin_convertvector(*(const u16_memory *)bf16, u32) << 16); }
+
+/* Codes from codes times scales; what a scale of zero took away stays zero, with its sign. */
+INLINE f32 codes_of(f32 values, f32 scale) {
+    i32 lost = scale == 0.0f;
+    return (f32)(((i32)values & lost) | ((i32)(values / scale) & ~lost));
+}
+
+/* `values` [rows, columns], columns a multiple of 16, back to fp32: code times ((block scale times amax) times factor). */
+void decode(const uint16_t *values, int64_t rows, int64_t columns, const float *scales, int64_t tile_rows, int64_t tile_columns,
+            float amax, float factor, float *out) {
+    for (int64_t row = 0; row < rows; row++) {
+        const float *here = scales + row / tile_rows * (columns / tile_columns);
+        for (int64_t column = 0; column < columns; column += 16) {
+            f32 scale = splat(here[column / tile_columns]);
+            *(f32_memory *)(out + row * columns + column) = codes_of(upper(values + row * columns + column), scale) * ((scale * amax) * factor);
+        }
+    }
+}
 
 typedef struct {
     float amax, inverse, factor; /* of the tensor; 1 / S; 1 / (6 bound) */
@@ -25,9 +45,7 @@ typedef struct {
 
 /* Sixteen elements x, their quantised values and block scales; returns their squares. */
 INLINE f64 measure(running *r, f32 x, f32 values, f32 scale, const sums *s) {
-    i32 lost = scale == 0.0f;
-    f32 codes = (f32)(((i32)values & lost) | ((i32)(values / scale) & ~lost));
-    f32 q = codes * ((scale * s->amax) * s->factor), y = x * smaller(1.0f / (scale * s->inverse), FLT_MAX);
+    f32 q = codes_of(values, scale) * ((scale * s->amax) * s->factor), y = x * smaller(1.0f / (scale * s->inverse), FLT_MAX);
     f32 size = (f32)((u32)y & 0x7fffffffu);
     f64 wide = __builtin_convertvector(x, f64), wide_q = __builtin_convertvector(q, f64), square = wide * wide;
     r->power += square, r->fourth += square * square, r->sum += wide;
@@ -44,13 +62,9 @@ void census(const void *x, const uint16_t *values, int64_t rows, int64_t columns
         running r = {0};
         for (int64_t column = 0; column < columns; column += 16) {
             int64_t block = row / s->tile_rows * (columns / s->tile_columns) + column / s->tile_columns, at = row * columns + column;
-            f32 v = (f32)(__builtin_convertvector(*(const u16_memory *)(values + at), u32) << 16), scale, here;
-            if (s->bf16)
-                here = (f32)(__builtin_convertvector(*(const u16_memory *)((const uint16_t *)x + at), u32) << 16);
-            else
-                here = *(const f32_memory *)((const float *)x + at);
-            scale = s->tile_columns == 16 ? splat(scales[block]) : *(const f32_memory *)(scales + block);
-            f64 square = measure(&r, here, v, scale, s);
+            f32 here = s->bf16 ? upper((const uint16_t *)x + at) : *(const f32_memory *)((const float *)x + at);
+            f32 scale = s->tile_columns == 16 ? splat(scales[block]) : *(const f32_memory *)(scales + block);
+            f64 square = measure(&r, here, upper(values + at), scale, s);
             f32 size = (f32)((u32)here & 0x7fffffffu);
             if (s->tile_columns == 16) {
                 float most = as_float(__builtin_reduce_max((i32)size));

@@ -83,7 +83,8 @@ def load(path: Path) -> ctypes.CDLL:
         getattr(found, name).argtypes = (pointer, integer, integer, ctypes.POINTER(Spec), pointer, pointer)
     found.amax.restype, found.amax.argtypes = ctypes.c_float, (pointer, integer, ctypes.c_int32)
     found.turn.restype, found.turn.argtypes = ctypes.c_float, (pointer, integer, integer, ctypes.c_uint32, pointer)
-    found.census.restype = None
+    found.decode.restype = found.census.restype = None
+    found.decode.argtypes = (pointer, integer, integer, pointer, integer, integer, ctypes.c_float, ctypes.c_float, pointer)
     found.census.argtypes = (pointer, pointer, integer, integer, pointer, ctypes.POINTER(Sums), *(pointer,) * 4)
     return found
 
@@ -185,6 +186,25 @@ def _turned(memory: Tensor, signs: int) -> Tensor:
     turned = torch.empty_like(memory)
     build().turn(memory.data_ptr(), *memory.shape, signs, turned.data_ptr())
     return turned
+
+
+def can_decode(values: Tensor, block_scale: Tensor, amax: Tensor | None) -> bool:
+    """Whether `decode` computes this: bf16 values in memory by rows, blocks of whole sixteens, one amax or none."""
+    return (
+        (values.device.type, values.dtype) == ("cpu", torch.bfloat16)
+        and values.is_contiguous()
+        and values.shape[1] % (16 * block_scale.shape[2]) == 0
+        and (amax is None or amax.ndim == 0)
+        and build() is not None
+    )
+
+
+def decode(values: Tensor, tile: tuple[int, int], block_scale: Tensor, amax: Tensor | None, factor: Tensor) -> Tensor:
+    """value(code) * ((s * amax) * factor), fp32 like `values` [rows, columns]."""
+    out, scales = torch.empty(values.shape), block_scale.contiguous()
+    whole = 1.0 if amax is None else amax.item()
+    build().decode(values.data_ptr(), *values.shape, scales.data_ptr(), *tile, whole, factor.item(), out.data_ptr())
+    return out
 
 
 def census(
