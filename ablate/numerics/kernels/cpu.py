@@ -192,6 +192,7 @@ def can_decode(values: Tensor, block_scale: Tensor, amax: Tensor | None) -> bool
     """Whether `decode` computes this: bf16 values in memory by rows, blocks of whole sixteens, one amax or none."""
     return (
         (values.device.type, values.dtype) == ("cpu", torch.bfloat16)
+        and values.numel() > 0
         and values.is_contiguous()
         and values.shape[1] % (16 * block_scale.shape[2]) == 0
         and (amax is None or amax.ndim == 0)
