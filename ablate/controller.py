@@ -267,6 +267,9 @@ class Controller:
             last = message["events"][-1]
             running.step = last["step"]
             running.loss = last["metrics"].get("train/loss", running.loss)
+            resumed = next((event["resumed"] for event in message["events"] if "resumed" in event), None)
+            if resumed:
+                self._say(f"{running.name} seed={running.seed}: goes on from step {resumed}")
             self._warn(running, message["events"])
             return
         outcome, reason = message["end"], message.get("reason")

@@ -79,6 +79,8 @@ class TelemetryKeys(Spec):
     """Steps between comparisons of the gradient with the one of an unquantised step."""
     log: int = Field(10, ge=1)
     """Steps between records of the training loss."""
+    checkpoint: float = Field(60.0, ge=0)
+    """Seconds between checkpoints: the most that a killed trial does again."""
 
 
 _ONE = Metric.model_json_schema()

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from ablate.checkpoints import Checkpoints, Standing
 from ablate.data.batches import Batch
 from ablate.engines.emulated import Engine
 from ablate.hyperparameters import Training
@@ -34,6 +35,8 @@ class Telemetry(Spec):
     """Steps between comparisons of the gradient with the one that the same batch gives without quantisation."""
     log: int = Field(10, ge=1)
     """Steps between records of the training loss."""
+    checkpoint: float = Field(60.0, ge=0)
+    """Seconds between checkpoints; 0: after every step."""
 
 
 class Meter:
@@ -50,6 +53,10 @@ class Meter:
         self.losses.append(loss)
         self.norms.append(norm)
         self.seconds += seconds
+
+    def state(self) -> dict[str, Any]:
+        """What a later attempt goes on from, within an interval."""
+        return {"losses": self.losses, "norms": self.norms, "seconds": self.seconds}
 
     def metrics(self, step: int) -> dict[str, float]:
         """Means over the interval, counts of non-finite values in it, and its throughput."""
@@ -73,16 +80,25 @@ def train(
     config: Training,
     tokens_per_step: int,
     telemetry: Telemetry,
+    checkpoints: Checkpoints | None = None,
 ) -> Iterator[Record]:
     """Train `model` for `config.steps` steps. `batch(step, micro_batch)` and `validation` give inputs and targets.
 
-    Ends early, after a record with `nan/first_step`, when a loss or a gradient is not finite.
+    With `checkpoints`, goes on from the one that is there, and leaves one now and then, once the records before it were taken. Ends
+    early, after a record with `nan/first_step`, when a loss or a gradient is not finite.
     """
     optimizer = adamw(model, config)
     meter = Meter(tokens_per_step)
     device = next(model.parameters()).device
     run = Run(config.steps, tokens_per_step, config.decay_start)
-    for step in range(config.steps):
+    standing = Standing(model, optimizer, engine)
+    first = 0
+    if checkpoints and (state := checkpoints.load()):
+        first = standing.restore(state)
+        vars(meter).update(state["meter"])
+    for step in range(first, config.steps):
+        if checkpoints and checkpoints.due and step > first:
+            checkpoints.save({**standing.state(step), "meter": meter.state()})
         recipe = engine.at(step, run)
         look = Look(step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine))
         start = time.perf_counter()

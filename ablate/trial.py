@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ablate import provenance
@@ -67,8 +68,10 @@ class TrialSpec(Spec):
         return spec
 
 
-def run(spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Run the trial, or replay it where it is finished; yields events {step, time, metrics, alarms if any}.
+def run(spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Run the trial from its checkpoint if there is one, or replay it where it is finished; yields events {step, time, metrics}.
+
+    Those with alarms have `alarms`; the first after a checkpoint has `resumed`, the checkpoint's step.
 
     Ends when the result is committed. Waits while another process runs the same trial. A non-finite loss is a result (`diverged`);
     an exception is not.
@@ -81,20 +84,27 @@ def run(spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, int]) 
         write(folder / "spec.json", json.loads(spec.wire))
         started, event = time.time(), None
         with (folder / f"events-{attempt}.jsonl").open("w") as events:
-            for event in _events(spec, telemetry):
+            for event in _events(spec, telemetry, folder / "checkpoint.pt"):
                 print(json.dumps(event), file=events, flush=True)
                 yield event
         store.commit(spec.id, _result(spec, attempt, started, event))
+        (folder / "checkpoint.pt").unlink(missing_ok=True)
 
 
-def _events(spec: TrialSpec, telemetry: dict[str, int]) -> Iterator[dict[str, Any]]:
-    from ablate.metrics import alarms  # torch: only where a trial runs
+def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoint: Path) -> Iterator[dict[str, Any]]:
+    from ablate.checkpoints import Checkpoints  # torch: only where a trial runs
+    from ablate.metrics import alarms
     from ablate.train import Telemetry
 
-    for record in spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry)):
+    how = Telemetry(**telemetry)
+    checkpoints, told = Checkpoints(checkpoint, spec.id, how.checkpoint), False
+    for record in spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, how, checkpoints):
         event = {"step": record.step, "time": time.time(), "metrics": record.metrics}
-        found = alarms(record.metrics)
-        yield event | {"alarms": found} if found else event
+        if found := alarms(record.metrics):
+            event["alarms"] = found
+        if checkpoints.resumed and not told:
+            event["resumed"], told = checkpoints.resumed, True
+        yield event
 
 
 def _result(spec: TrialSpec, attempt: int, started: float, last: dict[str, Any]) -> dict[str, Any]:

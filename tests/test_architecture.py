@@ -41,7 +41,7 @@ FLOORS = {
 
 ALLOWED = {
     "data": {"numerics.spec", "numerics.philox"},  # the words for a frozen description, and the counter-based bits
-    "train": {"hyperparameters"},
+    "train": {"hyperparameters", "checkpoints"},
     "trial": {"workloads"},
     "experiment": {"surface", "arms"},
     "controller": {"pictures"},

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -268,6 +269,24 @@ class Engine:
         for name, layer in self.layers.items():
             layer.products = recipe.layer(name, self._classes[name], block_of(name), self._blocks) or _HIGH
         return recipe
+
+    def state(self) -> dict[str, Any]:
+        """What the coming steps depend on beside the parameters and the optimizer: plain tensors, numbers and words."""
+        layers = {
+            name: {"nonfinite": int(layer.nonfinite), "histories": {slot: dict(h.amax) for slot, h in layer.histories.items()}}
+            for name, layer in self.layers.items()
+        }
+        return {"layers": layers, "tripped": sorted(map(repr, self.tripped)), "weights": self.weights.state()}
+
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        """Go on after `step` steps from what `state` told."""
+        for name, its in state["layers"].items():
+            layer = self.layers[name]
+            layer.nonfinite = its["nonfinite"]
+            for slot, amaxes in its["histories"].items():
+                layer.histories[slot].amax = {when: amax.to(layer.weight.device) for when, amax in amaxes.items()}
+        self.tripped = {t for t in self.recipe.triggers if repr(t) in state["tripped"]}
+        self.weights.restore(state["weights"], step)
 
     def observe(self, metrics: dict[str, float], step: int) -> None:
         """Trip the triggers whose metric, measured in this step, is below its limit."""

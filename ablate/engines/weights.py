@@ -5,7 +5,7 @@ Near the end of a run many weights sit at a rounding threshold and flip between 
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,13 @@ class Travel:
         self.q_way += (q - self.q).abs()
         self.w, self.q = w, q
 
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> "Travel":
+        """The one whose attributes these are."""
+        travel = cls.__new__(cls)
+        vars(travel).update(state)
+        return travel
+
     def ratio(self) -> Tensor:
         """|dQ(w)| over |dw|, 0 for a weight that did not move."""
         return torch.where(self.w_way == 0, 0.0, self.q_way / self.w_way)
@@ -64,6 +71,16 @@ class Resetting:
         if over:
             self.travels = {}
 
+    def state(self) -> dict[str, Any]:
+        return {"travels": _travelled(self.travels)}
+
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        self.travels = {name: Travel.from_state(travel) for name, travel in state["travels"].items()}
+
+
+def _travelled(travels: dict[str, Travel]) -> dict[str, dict[str, Tensor]]:
+    return {name: dict(vars(travel)) for name, travel in travels.items()}
+
 
 class Averaging:
     """Q-EMA: the moving average of a weight decides which neighbour it is rounded to."""
@@ -80,6 +97,14 @@ class Averaging:
             self.means[name].lerp_(layer.weight.detach(), 1 - self.spec.decay)
             if step + 1 >= self.spec.start:
                 layer.target = self.means[name]
+
+    def state(self) -> dict[str, Any]:
+        return {"means": self.means}
+
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        self.means = state["means"]
+        for name, layer in self.layers.items():
+            layer.target = self.means[name] if step >= self.spec.start else None
 
 
 class Ramping:
@@ -123,6 +148,13 @@ class Ramping:
                 collected.masked_fill_(due, 0)
         self._measure(step)
 
+    def state(self) -> dict[str, Any]:
+        return {"travels": _travelled(self.travels), "waits": self.waits, "sums": self.sums, "counts": self.counts}
+
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        self.travels = {name: Travel.from_state(travel) for name, travel in state["travels"].items()}
+        self.waits, self.sums, self.counts = state["waits"], state["sums"], state["counts"]
+
     def _measure(self, step: int) -> None:
         over = step % self.spec.period == self.spec.window - 1
         for name, travel in self.travels.items():
@@ -140,15 +172,29 @@ class WeightRules:
     def __init__(self, spec: Weights, parameters: list[nn.Parameter], layers: Mapping[str, Layer]) -> None:
         self.spec, self.parameters, self.layers = spec, parameters, layers
         self.rules: list[Resetting | Averaging | Ramping] | None = None
+        self.names: list[str] = []
 
     def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
         """Gradients are there, the step is not yet taken."""
         if self.rules is None:  # the layers' products are known from the first step on
-            quantised = {name: layer for name, layer in self.layers.items() if layer.products.fprop.w is not None}
-            wanted = ((Resetting, self.spec.osci_reset), (Averaging, self.spec.q_ema), (Ramping, self.spec.q_ramping))
-            self.rules = [rule(spec, quantised) for rule, spec in wanted if spec]
+            self._begin([name for name, layer in self.layers.items() if layer.products.fprop.w is not None])
         for rule in self.rules:
             rule.before(optimizer, step, run)
+
+    def _begin(self, quantised: list[str]) -> None:
+        layers = {name: self.layers[name] for name in quantised}
+        wanted = ((Resetting, self.spec.osci_reset), (Averaging, self.spec.q_ema), (Ramping, self.spec.q_ramping))
+        self.names, self.rules = quantised, [rule(spec, layers) for rule, spec in wanted if spec]
+
+    def state(self) -> dict[str, Any]:
+        """What a later attempt needs to go on: the layers that rules act on, and what each rule remembers."""
+        return {"names": self.names, "rules": [rule.state() for rule in self.rules or ()]}
+
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        """After `step` steps, as `state` told it."""
+        self._begin(state["names"])
+        for rule, its in zip(self.rules, state["rules"], strict=True):
+            rule.restore(its, step)
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:

@@ -16,6 +16,7 @@ from ablate.recipes.recipe import Recipe
 if TYPE_CHECKING:
     import torch
 
+    from ablate.checkpoints import Checkpoints
     from ablate.data.batches import Batch
     from ablate.engines.emulated import Engine
     from ablate.train import Record, Telemetry
@@ -117,9 +118,11 @@ class Gpt(Training):
         """Facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""
         return {"data/unigram_entropy": open_corpus(self.data).unigram_entropy()}
 
-    def records(self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry) -> Iterator[Record]:
+    def records(
+        self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+    ) -> Iterator[Record]:
         """Train, and yield a Record after every step that measured something."""
-        return self.train(self.prepare(recipe, seed, device), telemetry)
+        return self.train(self.prepare(recipe, seed, device), telemetry, checkpoints)
 
     def prepare(self, recipe: Recipe, seed: int, device: str) -> Prepared:
         """The model and its data for one seed, with the recipe applied."""
@@ -149,12 +152,13 @@ class Gpt(Training):
         ]
         return Prepared(model, engine, batch, validation)
 
-    def train(self, run: Prepared, telemetry: Telemetry) -> Iterator[Record]:
+    def train(self, run: Prepared, telemetry: Telemetry, checkpoints: Checkpoints | None = None) -> Iterator[Record]:
         """Train what was prepared; bits per byte beside nats where the data say how long a token is."""
         from ablate.train import Record, train
 
         bytes_per_token = open_corpus(self.data).bytes_per_token
-        for record in train(run.model, run.engine, run.batch, run.validation, self, self.tokens_per_step, telemetry):
+        setting = self, self.tokens_per_step, telemetry, checkpoints
+        for record in train(run.model, run.engine, run.batch, run.validation, *setting):
             if bytes_per_token and "val/loss" in record.metrics:
                 record.metrics["val/bits_per_byte"] = record.metrics["val/loss"] / (math.log(2) * bytes_per_token)
             yield Record(*record)

@@ -19,6 +19,7 @@ from ablate.workloads.gpt import Gpt
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ablate.checkpoints import Checkpoints
     from ablate.engines.emulated import EmulatedLinear
     from ablate.numerics.quantize import Operand
     from ablate.train import Record, Telemetry
@@ -144,8 +145,10 @@ class Tensors(Spec):
         """Nothing puts these numbers in proportion but each other."""
         return {}
 
-    def records(self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry) -> Iterator[Record]:
-        """A Record after 1, 4, 16, ... draws: everything after the first, the error of the mean after each."""
+    def records(
+        self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+    ) -> Iterator[Record]:
+        """A Record after 1, 4, 16, ... draws: everything after the first, the error of the mean after each. Seconds, so no checkpoints."""
         import torch
 
         from ablate.engines.emulated import DTYPES, EmulatedLinear
