@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,42 +16,55 @@ VERSION = 1
 
 
 class Checkpoints:
-    """One trial's checkpoint file: the latest replaces the one before, and is there whole or not at all."""
+    """One trial's checkpoint file, and the states on its way that other trials pass through too. A file is there whole or not at all."""
 
-    def __init__(self, path: Path, identity: str, seconds: float) -> None:
-        self.path, self.identity, self.seconds = path, identity, seconds
+    def __init__(self, path: Path, trial: str, seconds: float, shared: Mapping[int, Path] | None = None) -> None:
+        self.path, self.trial, self.seconds, self.shared = path, trial, seconds, shared or {}
         self.resumed: int | None = None
         """The step that this attempt went on from."""
         self._last = time.monotonic()
+        self._state = self._read(path)
+        further = (step for step in sorted(self.shared, reverse=True) if self._state is None or step > self._state["step"])
+        taken = next((state for step in further if (state := self._read(self.shared[step]))), None)
+        self.trunk = {"trial": taken["trial"], "step": taken["step"]} if taken else None
+        """The trial that left the shared state which this one goes on from, and its step."""
+        self._state = taken or self._state
 
-    @property
-    def due(self) -> bool:
-        """Whether the last one is `seconds` old."""
-        return time.monotonic() - self._last >= self.seconds
+    def take(self) -> dict[str, Any] | None:
+        """The furthest checkpoint there is, once."""
+        state, self._state = self._state, None
+        self.resumed = state and state["step"]
+        return state
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Replace the checkpoint, on the disk when this returns."""
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+    def leave(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Leave what is wanted after `step` steps: a state that others pass through, and the trial's own where `seconds` went by."""
+        if step in self.shared and not self.shared[step].exists():
+            self.shared[step].parent.mkdir(parents=True, exist_ok=True)
+            self._write(self.shared[step], state())
+        if time.monotonic() - self._last >= self.seconds:
+            self._write(self.path, state())
+            self._last = time.monotonic()
+
+    def _write(self, path: Path, state: dict[str, Any]) -> None:
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
         with temporary.open("wb") as file:
-            torch.save({"version": VERSION, "trial": self.identity, **state}, file)
+            torch.save({"version": VERSION, "trial": self.trial, **state}, file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(self.path)
-        self._last = time.monotonic()
+        temporary.replace(path)
 
-    def load(self) -> dict[str, Any] | None:
-        """The checkpoint; None, and a line on standard output, which is the trial's log, where it cannot be used."""
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """A checkpoint; None, and a line on standard output, which is the trial's log, where it cannot be used."""
         try:
-            state = torch.load(self.path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError:
             return None
-        except Exception as error:  # whatever a damaged file makes torch raise: the trial starts from its beginning
-            print(f"{self.path}: cannot be read ({type(error).__name__}: {error}); the trial starts from its beginning")
+        except Exception as error:  # whatever a damaged file makes torch raise: the trial goes on from an earlier one, or from nothing
+            print(f"{path}: cannot be read ({type(error).__name__}: {error}); the trial goes on without it")
             return None
-        if (state.get("version"), state.get("trial")) != (VERSION, self.identity):
-            print(f"{self.path}: of another version or trial; the trial starts from its beginning")
+        if state.get("version") != VERSION or (path == self.path and state.get("trial") != self.trial):
+            print(f"{path}: of another version or trial; the trial goes on without it")
             return None
-        self.resumed = state["step"]
         return state
 
 

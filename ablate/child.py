@@ -89,7 +89,7 @@ def _trial(request: dict) -> None:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             try:
-                for event in run(TrialSpec.parse(request["spec"]), store, attempt, request["telemetry"]):
+                for event in run(TrialSpec.parse(request["spec"]), store, attempt, request["telemetry"], request.get("fork", ())):
                     print(json.dumps(event), file=events)
                 status = 0
             except Exception:  # the boundary of the process: its reason goes to the log, which the supervisor reports

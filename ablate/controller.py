@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from ablate import provenance
 from ablate.arms import Arm, KnobError, label
 from ablate.experiment import Experiment
+from ablate.forks import Family
 from ablate.ledger import FINISHED, Ledger
 from ablate.store import Store
 
@@ -78,8 +79,12 @@ class Outcome:
 class Controller:
     """One run of one experiment against its state folder."""
 
-    def __init__(self, experiment: Experiment, state: Path, device: str, connect: Callable[[], Executor], mlflow: str | None) -> None:
+    def __init__(
+        self, experiment: Experiment, state: Path, device: str, connect: Callable[[], Executor], mlflow: str | None, fork: bool = True
+    ) -> None:
         self.experiment, self.state, self.device = experiment, state, device
+        self._family = Family()
+        self._fork = fork
         self.folder = state / "sweeps" / experiment.name
         self.store, self.ledger = Store(state), Ledger(self.folder / "ledger.db")
         self._connect, self._mlflow = connect, mlflow
@@ -110,6 +115,7 @@ class Controller:
                 executor = self._connect()
                 yield from self._loop(executor)
             status = self._status()
+            self._tidy()
             behind = self.pictures.finish("FAILED" if status == "failed" else "FINISHED", _MLFLOW_GRACE_SECONDS)
             if behind:
                 self._say(behind)
@@ -182,12 +188,16 @@ class Controller:
         if self.experiment.search:
             for knobs in proposed:
                 self._propose(knobs, next(numbers))
+        # Pairs complete early; of trials that begin alike, the one that others follow furthest goes first.
+        seeds = self.experiment.seeds
+        self._queue = deque(sorted(self._queue, key=lambda item: (seeds.index(item[2]), -sum(dict(self._points(item[1], item[2]))))))
 
     def _want(self, arm: Arm, optuna: int | None = None) -> None:
         """Put an arm with all its seeds into the ledger; adopt what is finished, queue what is not."""
         number = self.ledger.add_arm(arm.name, arm.knobs, self._arm_number(arm.baseline), optuna)
         for seed in self.experiment.seeds:
             spec = self.experiment.spec(arm, seed, self.device)
+            self._family.add(spec)
             trial = self.ledger.add_member(number, seed, spec.id, spec.wire)
             known = spec.id in self._running or any(queued[0] == trial for queued in self._queue)
             if not known and not self._adopt(trial, spec.id):
@@ -229,7 +239,36 @@ class Controller:
             if why:
                 self.pictures.study.refuse(number, why)
                 self._say(f"point {number} cannot be run: {why}")
-        return self._queue.popleft() if self._queue else None
+        ready = next((item for item in self._queue if self._ready(*item[1:3])), None)
+        if ready:
+            self._queue.remove(ready)
+        return ready
+
+    def _ready(self, arm: Arm, seed: int) -> bool:
+        """Whether a trial need not wait: a running one will leave nothing that lies further on its way than what is there."""
+        coming = {name for running in self._running.values() for _, name in running.request["fork"]}
+        for _, name in self._points(arm, seed):
+            if self.store.shared(name).exists():
+                return True
+            if name in coming:
+                return False
+        return True
+
+    def _points(self, arm: Arm, seed: int) -> list[tuple[int, str]]:
+        """The states on a trial's way that others pass through too, furthest first. Records before them are as often as telemetry says."""
+        if not self._fork:
+            return []
+        often = self.experiment.telemetry
+        cadence = f"{often.every}-{often.shadow}-{often.log}"
+        shared = self._family.points(self.experiment.spec(arm, seed, self.device))
+        return [(step, f"{name}-{cadence}") for step, name in shared]
+
+    def _tidy(self) -> None:
+        """Remove the shared checkpoints of this sweep, which every trial that wanted one has read."""
+        for arm in self.experiment.arms:
+            for seed in self.experiment.seeds:
+                for _, name in self._points(arm, seed):
+                    self.store.shared(name).unlink(missing_ok=True)
 
     def _propose(self, knobs: dict[str, Any], number: int) -> str | None:
         """Want a searched arm and its baseline; why not, where its knobs contradict each other: an arm without members."""
@@ -256,6 +295,7 @@ class Controller:
             "root": str(self.state.resolve()),
             "attempt": attempt,
             "telemetry": self.experiment.telemetry.model_dump(),
+            "fork": self._points(arm, seed),
         }
         self._running[trial_id] = Running(arm.name, seed, trial, attempt, time.time(), arm.config.steps, _estimate(arm), request=request)
         executor.submit(request)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ablate.cli import console, duration, run
 from ablate.experiment import Experiment, load
+from ablate.forks import Family
 from ablate.place import device_class
 from ablate.store import Store
 
@@ -28,13 +29,17 @@ def plan(
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("arm", "baseline", "trials", "done", "ids"):
         table.add_column(name)
-    seconds, missing, seen = 0.0, 0, set()
+    seconds, missing, seen, family = 0.0, 0, set(), Family()
     for arm in experiment.arms:
-        ids = [experiment.spec(arm, seed, where).id for seed in experiment.seeds]
+        specs = [experiment.spec(arm, seed, where) for seed in experiment.seeds]
+        ids = [spec.id for spec in specs]
         done = [trial for trial in ids if store.result(trial) is not None]
         new = set(ids) - set(done) - seen
         seen |= set(ids)
         missing += len(new)
+        for spec in specs:
+            if spec.id in new:
+                family.add(spec)
         seconds += len(new) * arm.config.cost(not arm.recipe.plain)
         table.add_row(
             arm.name,
@@ -51,6 +56,10 @@ def plan(
         screen.print(f"\nand {experiment.search.trials} arms that {experiment.search.sampler} proposes within:")
         for knob, dimension in experiment.space.items():
             screen.print(f"  {knob}: {_range(dimension)}")
+    alone, together = family.steps()
+    if together < alone:
+        screen.print(f"\nTrials that begin alike share what they have in common: {alone - together:,} of {alone:,} steps are not run.")
+        seconds *= together / alone
     screen.print(f"\n{missing} trials to run, {len(seen) + searched - missing} done. {_cost(missing, seconds, where)}")
 
 

@@ -3,6 +3,7 @@
 trials/<id>/spec.json             what was run: the hash of this is the id
 trials/<id>/events-<attempt>.jsonl  one record a line, appended as it happens
 trials/<id>/log-<attempt>.txt     what the trial printed
+trials/<id>/trunk.json            the trial whose records come before this one's, and up to which step, where it was forked
 trials/<id>/result.json           there when, and only when, the trial is over and need never run again
 """
 
@@ -37,8 +38,20 @@ class Store:
         """Make `result` the trial's result: all of it or nothing, also when the power fails."""
         write(self.folder(trial) / "result.json", result)
 
+    def shared(self, name: str) -> Path:
+        """Where the checkpoint lies that several trials pass through."""
+        return self.root / "checkpoints" / f"{name}.pt"
+
+    def trunk(self, trial: str) -> Iterator[dict[str, Any]]:
+        """What was recorded before the trial parted from the one that it was forked from; nothing where it was not."""
+        path = self.folder(trial) / "trunk.json"
+        if path.exists():
+            trunk = json.loads(path.read_bytes())
+            yield from (event for event in self.events(trunk["trial"]) if event["step"] <= trunk["step"])
+
     def events(self, trial: str) -> Iterator[dict[str, Any]]:
-        """What the trial recorded, attempt by attempt. A last line torn by a crash is left out."""
+        """What the trial recorded, its trunk's records first, attempt by attempt. A last line torn by a crash is left out."""
+        yield from self.trunk(trial)
         for path in sorted(self.folder(trial).glob("events-*.jsonl"), key=lambda p: int(p.stem.partition("-")[2])):
             with path.open() as lines:
                 for line in lines:

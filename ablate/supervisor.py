@@ -96,6 +96,6 @@ def _end(request: dict[str, Any], status: int | None) -> Message:
 def run_inline(request: dict[str, Any]) -> Iterator[Message]:
     """The same stream of messages from a trial run in this very process: for debuggers and tests. Exceptions pass through."""
     spec, store = TrialSpec.parse(request["spec"]), Store(Path(request["root"]))
-    for event in run(spec, store, request["attempt"], request["telemetry"]):
+    for event in run(spec, store, request["attempt"], request["telemetry"], request.get("fork", ())):
         yield {"events": [event]}
     yield _end(request, 0)

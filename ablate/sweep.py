@@ -30,6 +30,7 @@ def sweep(
     mlflow: Annotated[
         str | None, typer.Option(envvar="ABLATE_MLFLOW", help="MLflow address; default: a store in the state folder; none: no MLflow.")
     ] = None,
+    fork: Annotated[bool, typer.Option(help="Run what trials have in common from the start once.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and what it would cost; run nothing.")] = False,
 ) -> None:
     """Run an experiment: do what is missing, reuse what is done, and answer its question.
@@ -46,13 +47,20 @@ def sweep(
     writable(state)
     try:
         with lock(state / "sweeps" / experiment.name / "lock", wait=False):
-            raise typer.Exit(_run(experiment, state, executor, address, workers, device_class(device), mlflow_uri(mlflow, state)))
+            raise typer.Exit(_run(experiment, state, executor, address, workers, device_class(device), mlflow_uri(mlflow, state), fork))
     except Busy as busy:
         raise InputError([f"{file}: another process ({busy.holder}) runs this sweep; wait for it, or use another --state"]) from None
 
 
 def _run(
-    experiment: Experiment, state: Path, executor: str, address: str | None, workers: int | None, device: str, mlflow: str | None
+    experiment: Experiment,
+    state: Path,
+    executor: str,
+    address: str | None,
+    workers: int | None,
+    device: str,
+    mlflow: str | None,
+    fork: bool,
 ) -> int:
     from ablate.controller import Controller, Outcome
     from ablate.doctor import Checkup, Unfit
@@ -75,7 +83,7 @@ def _run(
             raise
         return pool
 
-    controller = Controller(experiment, state, device, connect, mlflow)
+    controller = Controller(experiment, state, device, connect, mlflow, fork)
     outcome = None
     try:
         with View(screen).open() as view, closing(controller.run()) as steps, closing(checkup):

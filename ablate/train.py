@@ -93,12 +93,12 @@ def train(
     run = Run(config.steps, tokens_per_step, config.decay_start)
     standing = Standing(model, optimizer, engine)
     first = 0
-    if checkpoints and (state := checkpoints.load()):
+    if checkpoints and (state := checkpoints.take()):
         first = standing.restore(state)
         vars(meter).update(state["meter"])
     for step in range(first, config.steps):
-        if checkpoints and checkpoints.due and step > first:
-            checkpoints.save({**standing.state(step), "meter": meter.state()})
+        if checkpoints and step > first:
+            checkpoints.leave(step, lambda done=step: {**standing.state(done), "meter": meter.state()})
         recipe = engine.at(step, run)
         look = Look(step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine))
         start = time.perf_counter()

@@ -3,17 +3,22 @@
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ablate import provenance
+from ablate.hyperparameters import Training
 from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Spec
 from ablate.recipes import Recipe
+from ablate.recipes.recipe import Run
 from ablate.store import Store, write
 from ablate.workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from ablate.checkpoints import Checkpoints
 
 
 class TrialSpec(Spec):
@@ -34,6 +39,37 @@ class TrialSpec(Spec):
         """16 hex digits of the hash of what determines the trial: `content` without the places where its data lies."""
         content = self._content(self.config.identity())
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+    @cached_property
+    def segments(self) -> tuple[tuple[int, str], ...]:
+        """The first step of each recipe that is in force in turn, and that recipe as JSON; none where the workload cannot be forked.
+
+        What is measured starts a phase at no step known before, so such a schedule is part of its recipe from the beginning.
+        """
+        if not isinstance(self.config, Training):
+            return ()
+        run = Run(self.config.steps, self.config.tokens_per_step, self.config.decay_start)
+        told = {"schedule"} if not self.recipe.triggers else set()
+        starts = {bisect_left(range(run.steps), True, key=lambda step, p=phase: p.active(step, run)) for phase in self.recipe.schedule}
+        found: list[tuple[int, str]] = []
+        for start in sorted({0} | {start for start in starts if start < run.steps}):
+            recipe = self.recipe.at(start, run).model_dump_json(exclude=told)
+            if not found or found[-1][1] != recipe:
+                found.append((start, recipe))
+        return tuple(found)
+
+    def history(self, step: int) -> str:
+        """16 hex digits of the hash of everything that determined the state after `step` steps: what a checkpoint there is named by."""
+        content = self._content(self.config.identity()) | {"recipe": [point for point in self.segments if point[0] < step], "step": step}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+    def alike(self, other: "TrialSpec") -> int:
+        """Steps after which the two are still in the same state, where they begin alike."""
+        starts = sorted({start for start, _ in (*self.segments, *other.segments)})
+        return next((start for start in starts if self._recipe_at(start) != other._recipe_at(start)), self.config.steps)
+
+    def _recipe_at(self, step: int) -> str:
+        return next(recipe for start, recipe in reversed(self.segments) if start <= step)
 
     @cached_property
     def wire(self) -> str:
@@ -68,10 +104,14 @@ class TrialSpec(Spec):
         return spec
 
 
-def run(spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run the trial from its checkpoint if there is one, or replay it where it is finished; yields events {step, time, metrics}.
+def run(
+    spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any], fork: Iterable[tuple[int, str]] = ()
+) -> Iterator[dict[str, Any]]:
+    """Run the trial from the furthest checkpoint there is, or replay it where it is finished; yields events {step, time, metrics}.
 
-    Those with alarms have `alarms`; the first after a checkpoint has `resumed`, the checkpoint's step.
+    Those with alarms have `alarms`; the first after a checkpoint has `resumed`, the checkpoint's step. `fork` names the states that other
+    trials pass through too, by step: the trial goes on from the furthest that is there, and leaves those that are not. The events of
+    the trial that left it come first then.
 
     Ends when the result is committed. Waits while another process runs the same trial. A non-finite loss is a result (`diverged`);
     an exception is not.
@@ -84,21 +124,26 @@ def run(spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any]) 
         write(folder / "spec.json", json.loads(spec.wire))
         started, event = time.time(), None
         with (folder / f"events-{attempt}.jsonl").open("w") as events:
-            for event in _events(spec, telemetry, folder / "checkpoint.pt"):
+            from ablate.checkpoints import Checkpoints  # torch: only where a trial runs
+
+            shared = {step: store.shared(name) for step, name in fork}
+            checkpoints = Checkpoints(folder / "checkpoint.pt", spec.id, telemetry.get("checkpoint", 60.0), shared)
+            if trunk := checkpoints.trunk:
+                write(folder / "trunk.json", trunk)
+                yield from store.trunk(spec.id)
+            for event in _events(spec, telemetry, checkpoints):
                 print(json.dumps(event), file=events, flush=True)
                 yield event
         store.commit(spec.id, _result(spec, attempt, started, event))
         (folder / "checkpoint.pt").unlink(missing_ok=True)
 
 
-def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoint: Path) -> Iterator[dict[str, Any]]:
-    from ablate.checkpoints import Checkpoints  # torch: only where a trial runs
+def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoints") -> Iterator[dict[str, Any]]:
     from ablate.metrics import alarms
     from ablate.train import Telemetry
 
-    how = Telemetry(**telemetry)
-    checkpoints, told = Checkpoints(checkpoint, spec.id, how.checkpoint), False
-    for record in spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, how, checkpoints):
+    told = False
+    for record in spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry), checkpoints):
         event = {"step": record.step, "time": time.time(), "metrics": record.metrics}
         if found := alarms(record.metrics):
             event["alarms"] = found

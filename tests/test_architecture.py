@@ -16,6 +16,7 @@ FLOORS = {
     8: ("controller", "pictures", "cli", "place", "checks", "measure"),
     7: (
         "surface",
+        "forks",
         "arms",
         "experiment",
         "search",

@@ -109,10 +109,12 @@ class Gpt(Training):
         return self.layers * self.width * (2 * self.width + 2 * kv + up + self.hidden_width)
 
     def cost(self, quantised: bool) -> float:
-        """Rough seconds of one trial on one CPU core: 6 N T flops, and element-wise passes that quantisation multiplies."""
-        tokens = self.steps * self.tokens_per_step
+        """Rough seconds of one trial on one CPU core: 6 N T flops, a third of it for tokens that are only evaluated, element-wise
+        passes that quantisation multiplies, and what calling operators takes."""
+        evaluated = self.steps // self.eval_every * self.eval_tokens * (2 if quantised else 1)
+        tokens = self.steps * self.tokens_per_step + evaluated / 3
         elements = tokens * self.layers * (8 * self.width + 3 * self.hidden_width)
-        return 6 * self.parameters() * tokens / 200e9 + elements * (1e-8 if quantised else 5e-9) + 1.0
+        return 6 * self.parameters() * tokens / 200e9 + elements * (1e-8 if quantised else 5e-9) + 2e-3 * self.steps * self.layers
 
     def summary(self) -> dict[str, float]:
         """Facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""
