@@ -19,6 +19,7 @@ from ablate.experiment import Experiment
 from ablate.forks import Family
 from ablate.ledger import FINISHED, Ledger
 from ablate.store import Store
+from ablate.trial import TrialSpec
 
 _WAIT_SECONDS = 0.2
 _MLFLOW_GRACE_SECONDS = 30.0
@@ -256,19 +257,18 @@ class Controller:
 
     def _points(self, arm: Arm, seed: int) -> list[tuple[int, str]]:
         """The states on a trial's way that others pass through too, furthest first. Records before them are as often as telemetry says."""
-        if not self._fork:
-            return []
+        return self._named(self.experiment.spec(arm, seed, self.device)) if self._fork else []
+
+    def _named(self, spec: TrialSpec) -> list[tuple[int, str]]:
         often = self.experiment.telemetry
         cadence = f"{often.every}-{often.shadow}-{often.log}"
-        shared = self._family.points(self.experiment.spec(arm, seed, self.device))
-        return [(step, f"{name}-{cadence}") for step, name in shared]
+        return [(step, f"{name}-{cadence}") for step, name in self._family.points(spec)]
 
     def _tidy(self) -> None:
         """Remove the shared checkpoints of this sweep, which every trial that wanted one has read."""
-        for arm in self.experiment.arms:
-            for seed in self.experiment.seeds:
-                for _, name in self._points(arm, seed):
-                    self.store.shared(name).unlink(missing_ok=True)
+        for spec in self._family:
+            for _, name in self._named(spec):
+                self.store.shared(name).unlink(missing_ok=True)
 
     def _propose(self, knobs: dict[str, Any], number: int) -> str | None:
         """Want a searched arm and its baseline; why not, where its knobs contradict each other: an arm without members."""

@@ -71,7 +71,8 @@ def shares(lines: list[dict], value: str, label: str, parts: Sequence[str]) -> F
     data[::-1].plot.barh(stacked=True, ax=axes, color=sns.color_palette(PALETTE), width=0.7)
     axes.set_xlabel(value)
     axes.set_title("Where does a step spend its time?", loc="left")
-    axes.legend(frameon=False, ncol=len(parts), loc="upper center", bbox_to_anchor=(0.5, -0.22), fontsize="small")
+    axes.get_legend().remove()
+    figure.legend(frameon=False, ncol=len(parts), loc="outside lower center", fontsize="small")
     sns.despine(figure)
     return figure
 

@@ -1,7 +1,7 @@
 """Trials that begin alike: how long they stay alike, so that what they share runs once."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ablate.trial import TrialSpec
 
@@ -18,6 +18,9 @@ class Family:
         """Count a trial in, if it can be forked at all."""
         if spec.segments:
             self._groups[spec.history(1)].setdefault(spec.id, spec)
+
+    def __iter__(self) -> Iterator[TrialSpec]:
+        return (spec for group in self._groups.values() for spec in group.values())
 
     def points(self, spec: TrialSpec) -> list[tuple[int, str]]:
         """Where `spec` parts from others: steps after which its state is theirs too, furthest first, and the name of that state."""
