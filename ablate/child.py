@@ -1,6 +1,6 @@
 """The trial's own process: a warm interpreter that forks a child for each trial, and dies with whoever started it.
 
-Standard input carries one JSON line a trial: {spec, root, attempt, telemetry}. Standard output carries the child's events as
+Standard input carries one JSON line a trial: {id, spec, root, attempt, telemetry, fork}. Standard output carries the child's events as
 JSON lines, then {"exit": status} (negative: the signal that killed it). Torch is imported once, so a trial starts in
 milliseconds. When standard input closes, the supervisor is gone: the warm process and the trial in it end at once.
 """

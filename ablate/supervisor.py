@@ -1,6 +1,6 @@
 """One slot's supervisor: owns a warm child process, starts a trial in it, hears it, and outlives its death. No Ray here.
 
-A trial is a request {id, spec, root, attempt, telemetry}; what comes back is a stream of messages: {"events": [...]} as they
+A trial is a request {id, spec, root, attempt, telemetry, fork}; what comes back is a stream of messages: {"events": [...]} as they
 happen, then one {"end": "done" | "diverged" | "failed", "reason": ..., "result": ...}.
 """
 

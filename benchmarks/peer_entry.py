@@ -20,7 +20,7 @@ WARM_UP = 2
 class Entry:
     """A library, what it computes, and how long it took; without `build`, `why` says what keeps it from being measured."""
 
-    library: str
+    name: str
     computes: str
     distribution: str = ""
     """The name that it is installed under; empty for ours."""

@@ -126,7 +126,7 @@ def _other(theirs: Any, ours: Any) -> int:
 
 def _line(entry: Entry, work: float, rate: str, against: dict[str, Entry]) -> dict[str, Any]:
     """A row as it is written to JSON; `not_measured` is the reason, in place of figures."""
-    line = {"library": entry.library, "version": entry.version, "computes": entry.computes}
+    line = {"library": entry.name, "version": entry.version, "computes": entry.computes}
     if not entry.counted:
         return line | {"not_measured": entry.why}
     times = {"ms": entry.median, "ms_min": min(entry.counted), "ms_max": max(entry.counted)}

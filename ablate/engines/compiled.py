@@ -8,8 +8,7 @@ from itertools import count
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 
 from ablate.engines.emulated import EmulatedLinear, Engine, backward, forward
 from ablate.numerics.product import linear
@@ -17,7 +16,7 @@ from ablate.numerics.product import linear
 _LAYERS: WeakValueDictionary[int, EmulatedLinear] = WeakValueDictionary()
 
 
-@custom_op("ablate::linear", mutates_args=())
+@library.custom_op("ablate::linear", mutates_args=())
 def _linear(x: Tensor, w: Tensor, layer: int) -> Tensor:
     module = _LAYERS[layer]
     if needed := module.products.backward_needs:
@@ -32,7 +31,7 @@ def _(x: Tensor, w: Tensor, layer: int) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[0])
 
 
-@custom_op("ablate::linear_backward", mutates_args=())
+@library.custom_op("ablate::linear_backward", mutates_args=())
 def _linear_backward(dy: Tensor, x: Tensor, w: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     module = _LAYERS[layer]
     if module.products.plain:

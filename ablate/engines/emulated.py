@@ -55,14 +55,11 @@ class EmulatedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out], in x's dtype; the bias is added in high precision."""
-        if self.whole_graph is not None:
-            y = self.whole_graph(x.reshape(-1, self.in_features), self.weight)
-            y = y if self.bias is None else (y + self.bias).to(x.dtype)
-            return y.view(*x.shape[:-1], self.out_features)
-        if self.products.plain:
+        if self.whole_graph is None and self.products.plain:
             bias = None if self.bias is None else self.bias.to(self.dtype)
             return linear(x.to(self.dtype), self.weight.to(self.dtype), bias).to(x.dtype)
-        y = _Products.apply(x.reshape(-1, self.in_features), self.weight, self, self.products)
+        rows = x.reshape(-1, self.in_features)
+        y = self.whole_graph(rows, self.weight) if self.whole_graph else _Products.apply(rows, self.weight, self, self.products)
         y = y if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
