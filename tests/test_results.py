@@ -1,13 +1,39 @@
 """An experiment back from its ledger: summaries and contrasts from known numbers, paired by seed."""
 
+import io
+import json
 import math
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 
+import numpy as np
 import pytest
+from experiments_for_tests import sweep, tiny
+from rich.console import Console
 
 from ablate.ledger import Ledger
-from ablate.results import contrasts, frame, interval, metric_of, number, open_ledger, replications, summaries, summary_markdown
-from ablate.stats import Difference, paired_difference
-from ablate.surface import Metric, Published
+from ablate.records import frame
+from ablate.results import (
+    CONFIRM,
+    contrasts,
+    foremost,
+    fresh_seeds,
+    interval,
+    metric_of,
+    number,
+    open_ledger,
+    reading,
+    replications,
+    summaries,
+    summary_markdown,
+    undecided,
+    winner,
+)
+from ablate.stats import Difference, Interval, decided, paired_difference
+from ablate.store import Store
+from ablate.surface import Growth, Metric, Published
+from ablate.terminal import summary_table
 
 LOSSES = {
     "bf16": {0: 3.00, 1: 3.10, 2: 3.20},
@@ -59,7 +85,7 @@ def test_a_summary_is_the_last_value_by_seed_and_the_paired_gap(book):
 def test_seeds_without_a_finite_value_are_left_out_and_counted(book):
     last = summaries(book)[-1]
     assert last.values == {0: 3.0}
-    assert (last.missing, last.diverged) == (1, 0)
+    assert (last.missing, last.diverged) == ((2,), ())
     assert (last.gap.pairs, last.verdict) == (1, "one seed: no interval")
 
 
@@ -69,7 +95,7 @@ def test_a_diverged_seed_is_counted_and_is_no_value(book):
     book.record(trial, [{"step": 3, "time": 0.0, "metrics": {"train/loss": math.nan, "nan/first_step": 3.0, "val/loss": 3.0}}])
     book.settle(trial, "diverged", "at step 3")
     wild = summaries(book)[-1]
-    assert (wild.values, wild.diverged, wild.missing, wild.nans, wild.verdict) == ({}, 1, 0, 1, "no pair of finished seeds")
+    assert (wild.values, wild.diverged, wild.missing, wild.nans, wild.verdict) == ({}, (0,), (), 1, "diverged on 1 of 1 seeds")
     assert math.isnan(wild.mean)
 
 
@@ -103,15 +129,16 @@ def test_the_frame_has_a_row_a_record_and_a_column_a_knob(book):
 def test_the_markdown_is_the_question_and_a_line_an_arm(book):
     text = summary_markdown(book).splitlines()
     assert text[0] == "**Does it?**"
-    assert text[4] == "| bf16 | 3.1000 | baseline | baseline |"
+    assert text[4] == "| bf16 | 3.1000 | baseline | 3 | baseline |"
     assert len(text) == 4 + len(LOSSES)
-    assert "| rht=false sr=true | 3.0000 | -0.1000 ±0.0248 | better |" in text
+    assert "| rht=false sr=true | 3.0000 | -0.1000 ±0.0248 | 3 | better |" in text
 
 
 def test_an_interval_is_written_only_where_there_is_one():
     assert interval(paired_difference({0: 1.0, 1: 2.0}, {0: 0.9, 1: 1.7})) == "+0.2000 ±1.2706"
     assert interval(paired_difference({0: 1.0}, {0: 0.9})) == "+0.1000"
     assert interval(paired_difference({}, {})) == "-"
+    assert interval(paired_difference({0: 1.0, 1: 2.0}, {0: 0.9, 1: 1.7}, Interval("sequence"))) == "+0.2000 ±∞"
 
 
 def test_a_sweep_that_was_never_run_has_no_ledger(tmp_path):
@@ -165,6 +192,33 @@ def test_knobs_of_the_workload_and_presets_are_no_contrasts_and_nor_is_a_gap(tmp
     ]
 
 
+def test_more_contrasts_than_anyone_reads_are_none(book):
+    arms, metric = summaries(book), metric_of(book)
+    assert contrasts(arms, metric, most=4) == contrasts(arms, metric)
+    assert contrasts(arms, metric, most=3) == []
+
+
+@pytest.mark.parametrize(("direction", "first"), [("minimize", "rht=false sr=true"), ("maximize", "rht=true sr=false")])
+def test_of_many_arms_the_best_are_shown_with_what_they_are_compared_with(direction, first, book):
+    metric = Metric(name="val/loss", direction=direction)
+    for place in range(60):
+        add(book, f"arm {place}", 1, {0: 4.0 + place / 100 if direction == "minimize" else place / 100})
+    arms = summaries(book, metric)
+    best = arms[5:10] if direction == "minimize" else arms[-5:]
+    assert foremost(arms, metric, 10) == arms[:5] + best
+    assert foremost(arms, metric, 65) == arms
+    assert {arm.name for arm in foremost(arms, metric, 1)} == {"bf16", first}
+
+
+def test_the_markdown_of_many_arms_fits_a_tag_of_mlflow(book):
+    for place in range(1000):
+        book.add_arm(f"an arm with a rather long name, number {place}", {}, 1, None)
+    text = summary_markdown(book)
+    assert len(text) < 8000
+    assert "| rht=false sr=true | 3.0000 |" in text
+    assert text.endswith("and 965 more arms, none of them better")
+
+
 @pytest.mark.parametrize(
     ("mean", "half", "shown"),
     [
@@ -181,3 +235,291 @@ def test_an_interval_shows_what_it_resolves(mean, half, shown):
 @pytest.mark.parametrize(("value", "shown"), [(2.43662, "2.4366"), (0.0090471, "0.009047"), (0.0, "0.0000"), (-12.5, "-12.5000")])
 def test_a_small_number_shows_digits_and_a_large_one_decimals(value, shown):
     assert number(value) == shown
+
+
+def shown(arms: list, metric: Metric) -> list[list[str]]:
+    """The table's rows as a terminal shows them, by cell."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(summary_table(arms, metric))
+    return [line.split("  ") for line in console.export_text().splitlines()]
+
+
+# Seeds that grow
+
+PAIRS = {"wide": (-0.02, 0.03, 0.01, -0.01), "clear": (0.1, 0.11, 0.1, 0.11), "same": (0.0,) * 4, "tiny": (1e-4, -1e-4, 2e-4, 0.0)}
+
+
+@pytest.fixture
+def grown(tmp_path):
+    """bf16 on five seeds, and arms on four with known gaps to it; intervals are sequences."""
+    ledger = Ledger(tmp_path / "ledger.db")
+    ledger.describe(question="Does it?", metric='{"name": "val/loss", "min_effect": 0.005}', interval="sequence")
+    base = add(ledger, "bf16", None, dict.fromkeys(range(5), 3.0))
+    for arm, gaps in PAIRS.items():
+        add(ledger, arm, base, {seed: 3.0 + gap for seed, gap in enumerate(gaps)})
+    yield ledger
+    ledger.close()
+
+
+def test_every_comparison_is_made_by_the_interval_that_the_sweep_declares(grown):
+    sequence, arms = Interval("sequence"), summaries(grown)
+    assert {arm.gap.interval for arm in arms if arm.gap} == {sequence}
+    assert arms[1].gap == paired_difference(arms[1].values, arms[0].values, sequence)
+    assert arms[1].gap.high - arms[1].gap.mean == pytest.approx(arms[1].gap.deviation * sequence.half_width(4))
+    turned = [arm for arm in arms if arm.name in ("wide", "clear")]
+    for arm, value in zip(turned, (True, False), strict=True):
+        arm.knobs.clear()
+        arm.knobs["rht"] = value
+    assert contrasts(turned, metric_of(grown))[0].effect.interval == sequence
+    assert replications(grown, [figure(3.0)])[0].measured.interval == sequence
+
+
+def test_a_ledger_that_declares_nothing_has_plain_t_intervals(book):
+    assert summaries(book)[1].gap.interval == Interval("t")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("t", "± is a 95 % t interval, each on its own."),
+        ("split:10", "± is a t interval, its 5 % split over 10 looks, each on its own."),
+        ("sequence", "± is a 95 % confidence sequence, each on its own. It holds at every look, however often seeds are added."),
+    ],
+)
+def test_what_is_read_names_the_interval(kind, said, grown):
+    grown.describe(interval=kind)
+    assert reading(summaries(grown)) == f"Gaps and effects are paired over 4 seeds; {said}"
+    assert f"gap to baseline, {Interval.parse(kind)}" in summary_markdown(grown)
+
+
+def test_an_arm_shows_its_own_seeds_and_the_reading_says_that_they_differ(grown):
+    trial = grown.add_member(2, 4, "wide/4", "{}")
+    grown.record(trial, [{"step": 2, "time": 0.0, "metrics": {"val/loss": 3.0}}])
+    grown.settle(trial, "done")
+    wild = grown.add_member(3, 4, "clear/4", "{}")
+    grown.settle(wild, "diverged", "at step 1")
+    arms = summaries(grown)
+    assert [(arm.name, arm.seeds, len(arm.values)) for arm in arms[:3]] == [("bf16", 5, 5), ("wide", 5, 5), ("clear", 5, 4)]
+    assert "paired by seed, each arm over its own, so compare gaps and not means;" in reading(arms)
+    cells = {row[0]: [cell.strip() for cell in row if cell.strip()] for row in shown(arms, metric_of(grown))}
+    assert (cells["wide"][2], cells["clear"][2]) == ("5", "4 of 5")
+
+
+def test_a_seed_without_a_finite_metric_is_a_seed_that_was_given(book):
+    assert (summaries(book)[-1].seeds, summaries(book)[-1].values) == (3, {0: 3.0})
+
+
+def test_only_an_arm_whose_interval_is_too_wide_is_grown(grown):
+    assert undecided(grown) == [("wide", "bf16")]
+    grown.describe(metric='{"name": "val/loss"}')
+    assert undecided(grown) == [("wide", "bf16"), ("tiny", "bf16")]  # without a min_effect no gap is too small to matter
+    assert undecided(grown, Metric(min_effect=0.5)) == []
+
+
+@pytest.mark.parametrize("status", ["pending", "running", "failed", "diverged"])
+@pytest.mark.parametrize("arm", [1, 2])
+def test_an_arm_is_not_grown_past_a_seed_without_a_pair(arm, status, grown):
+    """Of the arm or of its baseline: one that is not over is waited for, and no further seed makes up for one that failed or diverged."""
+    trial = next(member["trial"] for member in grown.members() if (member["arm"], member["seed"]) == (arm, 1))
+    grown.settle(trial, status)
+    assert undecided(grown) == []
+    grown.settle(trial, "done")
+    assert undecided(grown) == [("wide", "bf16")]
+
+
+def test_an_arm_whose_metric_is_not_finite_on_some_seed_is_not_grown(grown):
+    assert undecided(grown) == [("wide", "bf16")]
+    trial = grown.add_member(2, 4, "wide/4", "{}")
+    grown.record(trial, [{"step": 2, "time": 0.0, "metrics": {"val/loss": math.inf}}])
+    grown.settle(trial, "done")
+    assert undecided(grown) == []
+
+
+def grow(book: Ledger, growth: Growth, member: Callable[[str, int], None]) -> None:
+    """What the controller does: seeds for whoever is undecided, and for its baseline, until nobody is or all have the most."""
+    while True:
+        counts = {arm.name: arm.seeds for arm in summaries(book)}
+        wanted = [(name, seed) for arm, base in undecided(book) for seed in growth.more(counts[arm]) for name in (arm, base)]
+        if not wanted:
+            return
+        for name, seed in wanted:
+            member(name, seed)
+
+
+@pytest.mark.parametrize("by", ["sequence", "split"])
+def test_growth_ends_with_every_arm_decided_or_at_the_most_and_ends_the_same_when_it_is_run_again(by, tmp_path):
+    growth = Growth(start=3, most=12, by=by, step=2)
+    ledger, random = Ledger(tmp_path / "ledger.db"), np.random.default_rng(5)
+    ledger.describe(metric='{"name": "val/loss", "min_effect": 0.005}', interval=growth.interval)
+    seeds, gaps = random.normal(3, 0.02, 12), {"bf16": 0.0, "far": 0.03, "near": 0.008, "none": 0.0}
+    losses = {arm: seeds + gap + random.normal(0, 0.006, 12) for arm, gap in gaps.items()}
+
+    def member(arm: str, seed: int) -> None:
+        trial = ledger.add_member(list(gaps).index(arm) + 1, seed, f"{arm}/{seed}", "{}")
+        ledger.record(trial, [{"step": 1, "time": 0.0, "metrics": {"val/loss": losses[arm][seed]}}])
+        ledger.settle(trial, "done")
+
+    counts = []
+    for _ in range(2):
+        ledger.unwant()
+        for arm in gaps:
+            ledger.add_arm(arm, {}, None if arm == "bf16" else 1, None)
+            for seed in growth.first:
+                member(arm, seed)
+        grow(ledger, growth, member)
+        counts.append({arm.name: arm.seeds for arm in summaries(ledger)})
+    arms = summaries(ledger)
+    ledger.close()
+    assert counts[0] == counts[1]
+    assert all(arm.seeds == 12 or decided(arm.gap, 0.005) for arm in arms[1:])
+    assert all(sorted(arm.values) == list(range(arm.seeds)) for arm in arms)
+    assert 3 < counts[0]["far"] < counts[0]["none"] == 12 == counts[0]["bf16"]
+    assert arms[1].verdict == "worse"
+
+
+def test_growth_of_a_sweep_that_was_really_run_extends_the_undecided_arms_and_their_baseline(tmp_path):
+    """Three arms on 2 seeds; whoever is undecided takes over further trials of a sweep that ran them all."""
+    whole, growth = tiny(tmp_path, name="whole", seeds=5), Growth(start=2, most=5, by="split")
+    few = tiny(tmp_path, seeds=2)
+    sweep(whole, tmp_path)
+    sweep(few, tmp_path)
+    arms = {arm.name: (number, arm) for number, arm in enumerate(few.arms, 1)}
+    with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book, closing(open_ledger(tmp_path, "whole")) as other:
+        book.describe(interval=growth.interval)
+        started = {arm for arm, _ in undecided(book)}
+        grow(book, growth, lambda name, seed: adopted(book, tmp_path, few, arms[name][1], arms[name][0], seed))
+        found, all_ = ({arm.name: arm for arm in summaries(ledger)} for ledger in (book, other))
+    assert started == set(found) - {"bf16"}  # two seeds decide nothing here
+    assert found["bf16"].values == all_["bf16"].values
+    for arm in started:
+        assert found[arm].seeds == 5 or decided(found[arm].gap, None)
+        assert found[arm].values == {seed: all_[arm].values[seed] for seed in range(found[arm].seeds)}
+
+
+# A search and its winner
+
+
+def adopted(book: Ledger, state, experiment, arm, number: int, seed: int) -> None:
+    """A member whose trial the store has, as the controller takes it over."""
+    spec, store = experiment.spec(arm, seed, "cpu"), Store(state)
+    trial = book.add_member(number, seed, spec.id, spec.wire)
+    book.record(trial, store.events(spec.id))
+    result = store.result(spec.id)
+    book.settle(trial, result["status"], result["reason"], result["seconds"])
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    """A search of four arms on two seeds, really run; leave its folder as it is."""
+    folder = tmp_path_factory.mktemp("searched")
+    keys = {"ablate": {"workload.lr": {"uniform": [0.001, 0.1], "log": True}, "rht": [True, False]}, "search": {"trials": 4}, "seeds": 2}
+    experiment = tiny(folder, **keys)
+    assert sweep(experiment, folder)[0].status == "done"
+    return folder, experiment
+
+
+@pytest.fixture
+def studied(searched, tmp_path):
+    """Its ledger, a copy to write in, with the fact that it is a search."""
+    folder, experiment = searched
+    with closing(open_ledger(folder, experiment.name)) as source, closing(sqlite3.connect(tmp_path / "ledger.db")) as copy:
+        source.db.backup(copy)
+    ledger = Ledger(tmp_path / "ledger.db")
+    ledger.describe(search=experiment.search.sampler)
+    yield ledger
+    ledger.close()
+
+
+def test_what_a_search_saw_is_exploratory_and_its_colour_is_kept_for_results(grown):
+    """One gap that its interval resolves and one that it does not, as a sampler's and as the file's own."""
+    grown.db.execute("UPDATE arms SET optuna = arm WHERE baseline NOTNULL")
+    colours = {}
+    for search in ("", "tpe"):
+        grown.describe(search=search)
+        arms = summaries(grown)
+        colours[search] = {str(cell): str(cell.style) for cell in summary_table(arms, metric_of(grown)).columns[-1].cells}
+    assert [arm.role for arm in arms] == ["listed", *["searched"] * 4]
+    assert [arm.verdict for arm in arms[2:4]] == ["worse (exploratory)", "the same numbers (exploratory)"]
+    assert arms[1].verdict.startswith("undecided; ")
+    assert "exploratory" not in arms[1].verdict
+    assert (colours[""]["worse"], colours["tpe"]["worse (exploratory)"]) == ("red", "")
+    assert "run it again on new seeds before believing its gap" in reading(arms)
+
+
+def test_the_winner_has_the_best_mean_of_the_arms_whose_seeds_are_all_done(studied):
+    means = {arm.name: arm.mean for arm in summaries(studied) if arm.role == "searched"}
+    order = sorted(means, key=means.get)
+    assert winner(studied) == order[0]
+    assert winner(studied, Metric(direction="maximize")) == order[-1]
+    assert winner(studied, infeasible={order[0]}) == order[1]
+    first = next(member for member in studied.members() if member["name"] == order[0])
+    for status in ("failed", "diverged", "pending"):
+        studied.settle(first["trial"], status)
+        assert winner(studied) == order[1]
+    assert winner(studied, infeasible=means) is None
+
+
+def test_a_winner_is_not_one_whose_worst_seed_is_missing(grown):
+    """The arms on 2.98 to 3.03, 3.1, 3 and 3; without its seed 1 the first has the best mean of all."""
+    grown.describe(search="tpe")
+    grown.db.execute("UPDATE arms SET optuna = arm WHERE baseline NOTNULL")
+    assert winner(grown) == "same"
+    trial = next(member["trial"] for member in grown.members() if (member["name"], member["seed"]) == ("wide", 1))
+    grown.settle(trial, "failed")
+    assert summaries(grown)[1].mean < 3.0
+    assert winner(grown) == "same"
+
+
+def test_what_a_search_proposed_and_its_winner_run_again_are_in_no_contrast(grown):
+    """The first were chosen by the numbers that a contrast would rest on; the second has other seeds."""
+    grown.describe(search="tpe")
+    for point, value in enumerate((True, False)):
+        grown.add_arm(f"{point}: rht", {"rht": value}, 1, point)
+    grown.add_arm(f"{CONFIRM}0: rht", {"rht": True}, 1, None)
+    arms = [arm for arm in summaries(grown) if arm.knobs.keys() == {"rht"}]
+    assert [arm.role for arm in arms] == ["searched", "searched", "confirmed"]
+    assert contrasts(arms, metric_of(grown)) == []
+
+
+def test_a_search_whose_best_arm_is_its_baseline_has_no_winner(studied):
+    studied.db.execute("UPDATE arms SET baseline = NULL WHERE name = ?", (winner(studied),))
+    assert winner(studied) is None
+
+
+def test_fresh_seeds_are_those_that_no_proposed_arm_was_ever_run_on(studied):
+    assert fresh_seeds(studied, 3) == (2, 3, 4)
+    arm = next(arm for arm in studied.arms() if arm["optuna"] is not None)
+    studied.add_member(arm["arm"], 3, "another", "{}")
+    studied.unwant()  # the file named that seed once, and the sampler was told what came of it
+    assert fresh_seeds(studied, 3) == (2, 4, 5)
+    studied.add_member(arm["baseline"], 2, "baseline", "{}")
+    assert fresh_seeds(studied, 3) == (2, 4, 5)  # a baseline's seeds chose nothing
+
+
+def test_a_winner_run_again_has_a_line_with_the_gap_of_the_fresh_seeds_alone(studied, searched):
+    """The trials are real: an experiment of the winner alone runs them, and the ledger adopts them as the controller does."""
+    folder, experiment = searched
+    name, seeds = winner(studied), fresh_seeds(studied, 3)
+    row = next(arm for arm in studied.arms() if arm["name"] == name)
+    arm, baseline = experiment.propose(json.loads(row["knobs"]))
+    again = tiny(folder, name="again", ablate=None, arms={"winner": dict(arm.knobs)}, seeds=list(seeds))
+    assert sweep(again, folder)[0].status == "done"
+    number = studied.add_arm(CONFIRM + name, arm.knobs, row["baseline"], None)
+    for seed in seeds:
+        adopted(studied, folder, experiment, arm, number, seed)
+        adopted(studied, folder, experiment, baseline, row["baseline"], seed)
+
+    arms = {arm.name: arm for arm in summaries(studied)}
+    confirmed, before = arms[CONFIRM + name], arms[name]
+    with closing(open_ledger(folder, "again")) as book:
+        losses = {arm.name: arm.values for arm in summaries(book)}
+    assert confirmed.values == losses["winner"]
+    assert confirmed.gap == paired_difference(losses["winner"], losses[next(arm for arm in losses if arm != "winner")])
+    assert before.gap.pairs == 2  # untouched by its baseline's new seeds
+    assert confirmed.verdict.endswith(" (on 3 fresh seeds)")
+    assert winner(studied) == name
+    assert fresh_seeds(studied, 3) == seeds  # the same when the sweep goes on
+    assert "is the search's best arm on seeds that took no part in choosing it" in reading(list(arms.values()))
+    lines = [cells[0].strip() for cells in shown(list(arms.values()), metric_of(studied))]
+    assert lines[lines.index(arms[name].baseline) + 1] == CONFIRM + name
+    assert not any(contrast.effect.pairs == 0 for contrast in contrasts(list(arms.values()), metric_of(studied)))

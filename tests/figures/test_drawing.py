@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from matplotlib import pyplot as plt
 
-from ablate.figures import decay, dots, draw
+from ablate.figures import decay, dots
 from ablate.ledger import Ledger
-from ablate.results import frame, summaries
+from ablate.records import frame
+from ablate.results import summaries
 from ablate.surface import Metric, Published
 
 ERROR, MEAN = Metric(name="quant/fprop.x/rel_mse"), Metric(name="mean/dgrad.g/rel_mse")
@@ -35,25 +35,26 @@ def book(tmp_path):
     ledger.close()
 
 
-def test_every_metric_that_was_measured_gives_a_picture(book, tmp_path):
-    paths = draw(book, [ERROR, MEAN, Metric(name="gemm/fprop/rel_mse")], PUBLISHED, tmp_path / "reports")
-    assert [path.name for path in paths] == ["quant-fprop.x-rel_mse.png", "mean-dgrad.g-rel_mse.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-    assert plt.get_fignums() == []  # nothing is left open
-
-
 def test_dots_show_every_seed_of_every_measured_arm_and_what_was_published(book):
-    figure = dots(summaries(book, ERROR), ERROR, PUBLISHED)
-    axes = figure.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["sr", "base"]
+    axes = dots(summaries(book, ERROR), ERROR, PUBLISHED).figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["base", "sr"]
     assert sum(len(line.get_xdata()) for line in axes.lines if line.get_marker() == "o") == 4
     assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"] == [9e-3]
-    plt.close(figure)
 
 
 def test_a_decay_has_log_axes_and_its_published_points(book):
-    figure = decay(frame(book), MEAN.name, PUBLISHED)
-    axes = figure.axes[0]
+    axes = decay(frame(book), MEAN.name, PUBLISHED).figure.axes[0]
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "D"] == [(4, 5e-3)]
-    plt.close(figure)
+
+
+def test_of_many_arms_the_best_are_drawn_and_that_is_said(book):
+    base = book.arms()[0]["arm"]
+    for number in range(60):
+        trial = book.add_member(book.add_arm(f"arm {number}", {"n": number}, base, None), 0, f"many/{number}", "{}")
+        book.record(trial, [{"step": 1, "time": 0.0, "metrics": {ERROR.name: 1.0 - number / 100}}])
+        book.settle(trial, "done")
+    figure = dots(summaries(book, ERROR), ERROR).figure
+    shown = {label.get_text() for label in figure.axes[0].get_yticklabels()}
+    assert shown == {"sr", "base", *(f"arm {number}" for number in range(22, 60))}
+    assert figure.axes[0].get_xlabel() == "quant/fprop.x/rel_mse: the best 40 of 63 arms"

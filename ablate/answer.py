@@ -1,0 +1,450 @@
+"""An experiment's answer in sentences and tables, as its report shows them: the verdict first, then what it rests on. Draws nothing."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ablate.attribution import Effect, Grid, extra_tokens, grid, interactions, main_effects, shares, variance
+from ablate.inference import FEWEST_RANKED, POWER, bootstrap, detectable, equivalence, holm, p_value, pairs_to_detect, wilcoxon
+from ablate.ledger import Ledger
+from ablate.page import Part, Section, Table, Text, section
+from ablate.records import frame
+from ablate.results import (
+    ArmSummary,
+    Contrast,
+    contrasts,
+    foremost,
+    interval,
+    metrics_of,
+    number,
+    open_ledger,
+    published_of,
+    reading,
+    replications,
+    summaries,
+)
+from ablate.stats import ALPHA, Difference, paired_difference
+from ablate.surface import Metric
+
+MOST_ARMS, MOST_CONTRASTS, MOST_SAID = 40, 60, 3
+_UNITS = {"train/loss": "nats", "val/loss": "nats", "val/loss_bf16": "nats"}
+_DECIDED = re.compile(r"(better|worse|equivalent|the same numbers)")
+
+
+class Answer:
+    """One experiment, read back. What it shows is saved in `out` where that is given: pictures as PNG and SVG, everything as CSV."""
+
+    def __init__(self, ledger: Ledger, out: Path | None = None) -> None:
+        self.ledger, self.out = ledger, out
+        self.question = ledger.fact("question") or ledger.name
+        self.metrics = metrics_of(ledger)
+        self.metric = self.metrics[0]
+
+    @classmethod
+    def open(cls, state: str | Path, sweep: str, out: str | Path | None = None) -> "Answer":
+        """The answer of a sweep in a state folder; FileNotFoundError where it was never run."""
+        return cls(open_ledger(Path(state), sweep), Path(out) if out else None)
+
+    @cached_property
+    def arms(self) -> list[ArmSummary]:
+        """Every arm by the main metric."""
+        return summaries(self.ledger, self.metric)
+
+    @cached_property
+    def shown(self) -> list[ArmSummary]:
+        """As many of them as a person reads, a search's from the best on."""
+        arms = foremost(self.arms, self.metric, MOST_ARMS)
+        if not self.ledger.fact("search"):
+            return arms
+        sign = 1 if self.metric.direction == "minimize" else -1
+        return sorted(arms, key=lambda arm: (arm.baseline is not None, arm.role != "confirmed", not arm.values, sign * arm.mean))
+
+    @cached_property
+    def contrasts(self) -> list[Contrast]:
+        """Every two arms that differ in one knob; none where there are too many to read."""
+        return contrasts(self.arms, self.metric, MOST_CONTRASTS)
+
+    @cached_property
+    def grid(self) -> Grid | None:
+        """The arms as a whole product of knobs, where they are one."""
+        return grid(self.arms)
+
+    def by(self, metric: Metric) -> list[ArmSummary]:
+        """Every arm by another metric."""
+        return summaries(self.ledger, metric)
+
+    @cached_property
+    def objectives(self) -> dict[Metric, list[ArmSummary]] | None:
+        """The arms by each of several objectives; None where there is one."""
+        return {metric: self.by(metric) for metric in self.metrics} if len(self.metrics) > 1 else None
+
+    @cached_property
+    def importance(self) -> dict[str, float]:
+        """By knob, the share of the main metric's variance over the search that it explains (fANOVA); none from a few arms."""
+        from ablate.search import importances  # Optuna: only for a search
+
+        return importances(self.ledger.path.parent / "optuna.log", self.ledger.name)
+
+    def records(self, *metrics: str) -> Any:
+        """The tidy frame of these metrics, or patterns of them."""
+        return frame(self.ledger, metrics=metrics)
+
+    def show(self, title: str, *parts: Part | Sequence[Part] | None, folded: bool = False) -> Section:
+        """A section of the report, or an empty one where no part is there."""
+        found = section(title, *parts, folded=folded)
+        if self.out:
+            found.save(self.out)
+        return found
+
+    # The answer
+
+    def headline(self) -> list[Part]:
+        """The verdict in a sentence, and what keeps it from being the last word."""
+        return [Text(self.verdict(), "verdict"), *self.losses(), Text(reading(self.arms))]
+
+    def verdict(self) -> str:
+        """What the numbers allow to say, in one or two sentences."""
+        said = self._said()
+        if not said:
+            return self._nothing()
+        known = [(text, arms) for text, verdict, arms in said if _DECIDED.match(verdict)]
+        words = [text for text, _ in known[:MOST_SAID]]
+        if len(known) > MOST_SAID:
+            words.append(f"and {len(known) - MOST_SAID} more comparisons are decided")
+        open_ = [verdict for _, verdict, _ in said if verdict.startswith("undecided")]
+        first = "; ".join(words) + "." if words else ""
+        if not open_:
+            return first
+        more = sorted(int(found[1]) for verdict in open_ if (found := re.search(r"~(\d+) more seeds?", verdict)))
+        settle = f"; about {more[0]} more {'seed' if more[0] == 1 else 'seeds'} would settle the nearest." if more else "."
+        if not words:
+            return f"Undecided: {_none_of(len(open_))} resolved{settle}"
+        return f"{first} {len(open_)} of {len(said)} comparisons {'is' if len(open_) == 1 else 'are'} undecided{settle}"
+
+    def _said(self) -> list[tuple[str, str, Any]]:
+        """(sentence, verdict, subject) of every comparison that is no part of a search's choice; those of single knobs first."""
+        unit = _UNITS.get(self.metric.name, "")
+        turned = [
+            (f"{c.knob}: {c.change}{f' ({c.held})' if c.held else ''} is {_short(c.verdict)}, {_amount(c.effect, unit)}", c, c.effect)
+            for c in self.contrasts
+        ]
+        arms = [arm for arm in self.arms if arm.gap is not None and arm.gap.pairs > 1 and (arm.role != "searched")]
+        against = [(f"{arm.name} is {_short(arm.verdict)} than {arm.baseline}, {_amount(arm.gap, unit)}", arm, arm.gap) for arm in arms]
+        found = []
+        for family in (turned, against):
+            corrected = holm([p_value(difference) for *_, difference in family])
+            for (text, subject, difference), p in zip(family, corrected, strict=True):
+                if difference.pairs > 1:
+                    weak = p >= ALPHA and subject.verdict in ("better", "worse")
+                    text = _same_words(text)
+                    found.append((f"{text} (alone; not after Holm's correction)" if weak else text, subject.verdict, subject))
+        return found
+
+    def _nothing(self) -> str:
+        searched = [arm for arm in self.shown if arm.role == "searched" and arm.values]
+        if searched:
+            best = searched[0]
+            unit = _UNITS.get(self.metric.name, "")
+            gap = "" if best.gap is None or not best.gap.pairs else f", {_amount(best.gap, unit)} from {best.baseline}"
+            return (
+                f"The best of {len(searched)} arms is {best.name}, {self.metric.name} {number(best.mean)}{gap}. It was chosen by this"
+                " number: exploratory, until it is run again on fresh seeds (search: {confirm: 5})."
+            )
+        if any(arm.diverged for arm in self.arms) and not any(arm.values for arm in self.arms):
+            return "Every run diverged: no arm has a finite value to compare."
+        if self.one_seed:
+            return "One seed an arm: there are differences, and no interval says how much of them is chance. Nothing is claimed."
+        if len([arm for arm in self.arms if arm.values]) == 1:
+            return "One arm alone has finished: there is nothing to compare it with."
+        return "Nothing can be said yet: no arm has two finished seeds in common with its baseline."
+
+    @property
+    def one_seed(self) -> bool:
+        """Whether no arm was given a second."""
+        return bool(self.arms) and max(arm.seeds for arm in self.arms) == 1
+
+    def losses(self) -> list[Part]:
+        """What is missing and what diverged, arm by arm: nothing is left out without a word."""
+        parts = []
+        waiting = sum(len(arm.missing) for arm in self.arms)
+        if waiting:
+            total = sum(arm.seeds for arm in self.arms)
+            what = f"{waiting} of {total} runs are missing ({self._why()})"
+            parts.append(Text(f"**Half done:** {what}. The same command goes on with them.", "warning"))
+        lost = [f"{arm.name} on seeds {', '.join(map(str, arm.diverged))}" for arm in self.arms if arm.diverged]
+        if lost:
+            others = " and others" if len(lost) > 8 else ""
+            parts.append(Text(f"**Diverged:** {'; '.join(lost[:8])}{others}. No gap counts those seeds.", "warning"))
+        silent = [arm.name for arm in self.arms if len(arm.values) + len(arm.diverged) + len(arm.missing) < arm.seeds]
+        if silent:
+            parts.append(Text(f"**{self.metric.name} is missing** in finished runs of {', '.join(silent[:8])}.", "warning"))
+        return parts
+
+    def _why(self) -> str:
+        counts = Counter(member["status"] for member in self.ledger.members() if member["status"] not in ("done", "diverged"))
+        return ", ".join(f"{count} {status}" for status, count in counts.items())
+
+    # Its tables
+
+    def effects(self, metric: Metric | None = None) -> Table:
+        """Every arm: its mean, its gap in the metric's unit, in percent and in tokens, corrected p, what else was measured."""
+        arms = self.shown if metric is None else foremost(summaries(self.ledger, metric), metric, MOST_ARMS)
+        metric = metric or self.metric
+        values = {arm.name: arm.values for arm in arms}
+        judged = [arm for arm in arms if arm.gap is not None and arm.role != "searched"]
+        corrected = dict(zip((arm.name for arm in judged), holm([p_value(arm.gap) for arm in judged]), strict=True))
+        tokens = self._extra_tokens(arms, metric)
+        rows = [
+            {
+                "arm": arm.name,
+                metric.name: (number(arm.mean), arm.mean) if arm.values else "-",
+                "gap to baseline": "" if arm.gap is None else (interval(arm.gap), arm.gap.mean),
+                "in percent": _percent(arm, values.get(arm.baseline)),
+                "tokens to match": tokens.get(arm.name, ""),
+                "p (Holm)": _p(corrected.get(arm.name)),
+                "seeds": (f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}", len(arm.values)),
+                "SQNR dB": "" if math.isnan(arm.sqnr_db) else (f"{arm.sqnr_db:.1f}", arm.sqnr_db),
+                "tokens/s": "" if math.isnan(arm.tokens_per_s) else (f"{arm.tokens_per_s:,.0f}", arm.tokens_per_s),
+                "verdict": arm.verdict,
+            }
+            for arm in arms
+        ]
+        left = f" {len(self.arms) - len(arms):,} more arms, none of them better." if len(arms) < len(self.arms) else ""
+        how = arms[0].interval if arms else "interval"
+        return Table(f"effects-{metric.name.replace('/', '-')}", rows, f"± is a {how} of the gap, paired by seed.{left}")
+
+    def _extra_tokens(self, arms: Sequence[ArmSummary], metric: Metric) -> dict[str, tuple[str, float]]:
+        """By arm, how many more tokens it needs to be where its baseline ends; none where the metric is no curve that falls."""
+        if metric.direction != "minimize" or metric.name not in _UNITS:
+            return {}
+        table = self.records(metric.name)
+        table = table[table["tokens"].notna() & (table["status"] == "done")] if len(table) else table
+        curves = {key: dict(zip(part["tokens"], part["value"], strict=True)) for key, part in table.groupby(["arm", "seed"], observed=True)}
+        found = {}
+        for arm in (arm for arm in arms if arm.baseline is not None):
+            pairs = {seed: (curves.get((arm.name, seed), {}), curves.get((arm.baseline, seed), {})) for seed in arm.values}
+            by_seed = {seed: extra_tokens(*pair) for seed, pair in pairs.items() if min(map(len, pair)) > 2}
+            mean = paired_difference(by_seed, dict.fromkeys(by_seed, 0.0), arm.interval)
+            if mean.pairs:
+                found[arm.name] = (_percents(mean, 100), mean.mean)
+        return found
+
+    def turned(self) -> Table | None:
+        """Each two arms that differ in one knob."""
+        if not self.contrasts:
+            return None
+        corrected = holm([p_value(contrast.effect) for contrast in self.contrasts])
+        rows = [
+            {
+                "knob": contrast.knob,
+                "turned to": contrast.change,
+                "with": contrast.held,
+                "effect": (interval(contrast.effect), contrast.effect.mean),
+                "p (Holm)": _p(p),
+                "verdict": contrast.verdict,
+            }
+            for contrast, p in zip(self.contrasts, corrected, strict=True)
+        ]
+        return Table("contrasts", rows, "Two arms that differ in one knob, all else held; seeds paired.")
+
+    def averages(self) -> Table | None:
+        """Main effects and interactions of a grid."""
+        if self.grid is None or len(self.grid.levels) < 2:
+            return None
+        tested = variance(self.grid)
+        rows = [self._average(effect, tested) for effect in (*main_effects(self.grid), *interactions(self.grid))]
+        left = self.grid.left_out
+        without = f" Seeds {', '.join(map(str, left))} are left out: not every arm finished them." if left else ""
+        return Table("factors", rows, f"A knob's effect on average over the others. p: repeated-measures ANOVA, a block a seed.{without}")
+
+    def _average(self, effect: Effect, tested: dict[tuple[str, ...], float]) -> dict[str, Any]:
+        kind = "main effect" if len(effect.knobs) == 1 else "interaction"
+        shown = (interval(effect.effect), effect.effect.mean)
+        return {"": kind, "knob": " x ".join(effect.knobs), "turned to": effect.change, "effect": shown, "p": _p(tested.get(effect.knobs))}
+
+    def components(self) -> Table | None:
+        """Leave-one-out and Shapley shares of a grid of components."""
+        found = shares(self.grid) if self.grid else []
+        rows = [
+            {
+                "component": f"{share.knob} = {share.on}",
+                "whole recipe minus without it": (interval(share.left_out), share.left_out.mean),
+                "Shapley share": (interval(share.shapley), share.shapley.mean),
+            }
+            for share in found
+        ]
+        return Table("components", rows, "Shapley shares add up to what all components do together.") if rows else None
+
+    def power(self) -> Table | None:
+        """What this design could have found, and what it would take to find what matters."""
+        rows = [
+            {
+                "arm": arm.name,
+                "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
+                "smallest effect it finds": _known(detectable(arm.gap.deviation, arm.gap.pairs), number),
+                "seeds": (str(arm.gap.pairs), arm.gap.pairs),
+                "seeds to find min_effect": _seeds_needed(arm),
+            }
+            for arm in self.shown
+            if arm.gap is not None and arm.gap.pairs > 1 and arm.gap.deviation > 0
+        ]
+        caption = f"Effects that are found {POWER:.0%} of the time at 5 %, by the standard deviation of the paired gaps."
+        return Table("power", rows, caption) if rows else None
+
+    def checks(self) -> Table | None:
+        """The same gaps by other tests: equivalence, ranks, resampling. What cannot be said with so few seeds is not."""
+        baselines = {arm.name: arm.values for arm in self.arms}
+        rows = []
+        for arm in self.shown:
+            base = baselines.get(arm.baseline)
+            if base is None or arm.gap is None or arm.gap.pairs < 2:
+                continue
+            same = equivalence(arm.values, base, arm.margin) if arm.margin else math.nan
+            rows.append(
+                {
+                    "arm": arm.name,
+                    "equivalence, p of a gap beyond min_effect": _p(same),
+                    "Wilcoxon, p": _or_why(lambda arm=arm, base=base: _p(wilcoxon(arm.values, base))),
+                    "bootstrap, 95 %": _or_why(lambda arm=arm, base=base: "{:+.4f} to {:+.4f}".format(*bootstrap(arm.values, base))),
+                }
+            )
+        few = any(row["Wilcoxon, p"] == "" for row in rows)
+        caption = f"Wilcoxon's test needs {FEWEST_RANKED} pairs: with fewer its two-sided p cannot fall below 5 %. A bootstrap needs 20."
+        return Table("checks", rows, caption if few else "") if rows else None
+
+    def importances(self) -> Text | None:
+        """What fANOVA says, and what it does not."""
+        if not self.importance:
+            return None
+        return Text(
+            "Shares of the variance over the arms that were tried (fANOVA): where the sampler looked, not how large an effect is. A knob"
+            " with a small share may matter; a gap with an interval says by how much."
+        )
+
+    def health(self, table: Any) -> list[Part]:
+        """Whether training went well, in a sentence, then what did not."""
+        statuses = Counter(member["status"] for member in self.ledger.members())
+        counts = [name for name in set(table["metric"]) if name.startswith("nan/") and name != "nan/first_step"] if len(table) else []
+        bad = sorted(set(table.loc[table["metric"].isin(counts) & (table["value"] > 0), "arm"])) if counts else []
+        counted = f"{statuses.total()} runs: {', '.join(f'{count} {status}' for status, count in statuses.items())}."
+        found = f" Values that are not finite were seen in {', '.join(bad[:8])}." if bad else " No value that is not finite was counted."
+        return [Text(counted + found, "verdict"), *self.losses()]
+
+    def published(self) -> Table | None:
+        """Papers' figures beside the measured ones."""
+        rows = [
+            {
+                "arm": line.figure.arm,
+                "metric": line.figure.metric + ("" if line.figure.step is None else f" at {line.figure.step}"),
+                "published": (f"{line.figure.value:.4g}", line.figure.value),
+                "measured": (f"{line.measured.mean:.4g}", line.measured.mean) if line.measured.pairs else "",
+                "verdict": line.verdict,
+                "source": line.figure.source,
+            }
+            for line in replications(self.ledger, published_of(self.ledger))
+        ]
+        return Table("published", rows) if rows else None
+
+    # Where it comes from
+
+    def method(self) -> Text:
+        """How the numbers were made, for whoever wants to quote them."""
+        specs = [json.loads(member["spec"]) for member in self.ledger.members()]
+        ((workload, config),) = specs[0]["workload"].items() if specs and specs[0].get("workload") else (("?", {}),)
+        seeds = sorted({arm.seeds for arm in self.arms})
+        spread = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}" if seeds else "no"
+        shape = ", ".join(f"{key} {config[key]}" for key in ("layers", "width", "context", "batch", "steps", "lr") if key in config)
+        matters = f" A gap within {self.metric.min_effect} is taken not to matter." if self.metric.min_effect else ""
+        how = self.arms[0].interval if self.arms else ""
+        return Text(
+            f"{len(self.arms)} arms of workload {workload} ({shape}), {spread} seeds an arm; an arm and its baseline share initial"
+            f" weights and data order, so gaps are taken seed by seed: their mean with a {how}. Verdicts: better or worse where the"
+            f" interval excludes zero, wrong in at most 5 % of comparisons that have no effect; equivalent where it lies within"
+            f" min_effect, wrong in at most 2.5 % of those where it does not; undecided else."
+            f"{matters} p (Holm) holds for all lines of a table together. A diverged seed is no value, and its arm says so.\n\n"
+            "tokens to match: how many more tokens of this run's own curve the arm needs to stand where its baseline ends, an upper bound"
+            " where the learning rate decays at the end."
+        )
+
+    def provenance(self) -> Table:
+        """Commit, versions, hardware, data and cost."""
+        facts = json.loads(self.ledger.fact("provenance.json") or "{}")
+        trials = {member["id"]: member for member in self.ledger.members()}
+        data = sorted({json.loads(member["spec"]).get("data", "") for member in trials.values()})
+        changed = len((self.ledger.fact("uncommitted.diff") or "").splitlines())
+        spent, reused = self.ledger.spent()
+        rows = {
+            "commit": f"{facts.pop('commit', None) or 'none'}{f', with {changed} uncommitted lines of diff' if changed else ''}",
+            "hardware": ", ".join(facts.pop(key) for key in ("gpu", "cpu", "host", "platform") if facts.get(key)),
+            "versions": ", ".join(f"{name} {version}" for name, version in facts.items() if name != "cores"),
+            "data": ", ".join(filter(None, data)),
+            "trials": f"{len(trials)}, of which {reused} had been run by an earlier sweep",
+            "cost": f"{spent / 3600:.2f} worker-hours",
+        }
+        return Table("provenance", [{"what": what, "which": which} for what, which in rows.items() if which])
+
+    def file(self) -> Text | None:
+        """The experiment's file as it was run."""
+        text = self.ledger.fact("experiment.yaml")
+        return Text(text, "file") if text else None
+
+
+def _none_of(count: int) -> str:
+    return "the one comparison is not" if count == 1 else f"none of the {count} comparisons is"
+
+
+def _short(verdict: str) -> str:
+    """The word of a verdict."""
+    found = _DECIDED.match(verdict)
+    return found[1] if found else verdict
+
+
+def _same_words(text: str) -> str:
+    """`equivalent than` is no English."""
+    return text.replace("is equivalent than", "is equivalent to").replace("is the same numbers than", "gives the same numbers as")
+
+
+def _amount(difference: Difference, unit: str) -> str:
+    return f"{interval(difference)}{f' {unit}' if unit else ''}"
+
+
+def _percent(arm: ArmSummary, baseline: dict[int, float] | None) -> Any:
+    """The gap over the baseline, seed by seed."""
+    if arm.gap is None or not baseline or any(value == 0 for value in baseline.values()):
+        return ""
+    relative = {seed: value / baseline[seed] - 1 for seed, value in arm.values.items() if seed in baseline}
+    found = paired_difference(relative, dict.fromkeys(relative, 0.0), arm.interval)
+    return (_percents(found, 100), found.mean) if found.pairs else ""
+
+
+def _percents(difference: Difference, factor: float) -> str:
+    half = f" ±{factor * (difference.high - difference.mean):.2g}" if difference.has_interval else ""
+    return f"{factor * difference.mean:+.2f}{half} %"
+
+
+def _p(value: float | None) -> Any:
+    if value is None or math.isnan(value):
+        return ""
+    return ("<0.001" if value < 0.001 else f"{value:.3f}", value)
+
+
+def _known(value: float, write: Callable[[float], str]) -> Any:
+    return "" if math.isnan(value) else (write(value), value)
+
+
+def _seeds_needed(arm: ArmSummary) -> Any:
+    needed = pairs_to_detect(arm.gap.deviation, arm.margin) if arm.margin else None
+    return "" if needed is None else (f"{needed:,}", needed)
+
+
+def _or_why(compute: Callable[[], Any]) -> Any:
+    """A figure, or nothing where there are too few pairs for it."""
+    try:
+        return compute()
+    except ValueError:
+        return ""

@@ -1,0 +1,148 @@
+"""What a report is made of: headings, sentences, tables and pictures, each as HTML and as Markdown. No numbers here."""
+
+import csv
+import html
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Part(Protocol):
+    """A piece of a page."""
+
+    def html(self) -> str:
+        """As HTML that needs nothing from outside."""
+
+    def markdown(self) -> str:
+        """As Markdown."""
+
+    def save(self, folder: Path) -> None:
+        """Write the data behind it, and its pictures, into the folder."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Paragraphs; `kind` is a CSS class: `verdict` is what a reader sees first."""
+
+    text: str
+    kind: str = ""
+
+    def html(self) -> str:
+        """A paragraph for each that an empty line ends; `code` and **bold** as in Markdown."""
+        mark = f' class="{self.kind}"' if self.kind else ""
+        return "\n".join(f"<p{mark}>{_inline(part)}</p>" for part in self.text.split("\n\n"))
+
+    def markdown(self) -> str:
+        """As it is."""
+        return f"**{self.text}**" if self.kind == "verdict" else self.text
+
+    def save(self, folder: Path) -> None:
+        """A text has no data."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows by column name. A cell is text, or (text, number to sort by). Columns with numbers stand right; clicking a head sorts."""
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    caption: str = ""
+
+    @property
+    def columns(self) -> list[str]:
+        """Names, those left out in which no row has anything."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        return [name for name in names if any(_text(row.get(name)) not in ("", "-") for row in self.rows)]
+
+    def html(self) -> str:
+        """A table whose rows can be sorted."""
+        right = {name for name in self.columns if any(isinstance(row.get(name), tuple) for row in self.rows)}
+        head = "".join(f'<th{_right(name, right)}><button type="button">{_inline(name)}</button></th>' for name in self.columns)
+        cells = ["".join(self._cell(row, name, right) for name in self.columns) for row in self.rows]
+        body = "\n".join(f"<tr{_verdict_class(row)}>{inside}</tr>" for row, inside in zip(self.rows, cells, strict=True))
+        caption = f"<caption>{_inline(self.caption)}</caption>" if self.caption else ""
+        return (
+            f'<div class="scroll"><table class="sortable" id="table-{self.name}">{caption}<thead><tr>{head}</tr></thead>'
+            f"\n<tbody>\n{body}\n</tbody></table></div>"
+        )
+
+    def _cell(self, row: Mapping[str, Any], name: str, right: set[str]) -> str:
+        value = row.get(name)
+        key = f' data-sort="{value[1]!r}"' if isinstance(value, tuple) and math.isfinite(value[1]) else ""
+        return f"<td{_right(name, right)}{key}>{_inline(_text(value))}</td>"
+
+    def markdown(self) -> str:
+        """A pipe table."""
+        lines = [self.columns, ["---"] * len(self.columns), *([_text(row.get(name)) for name in self.columns] for row in self.rows)]
+        table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+        return f"{table}\n\n{self.caption}" if self.caption else table
+
+    def save(self, folder: Path) -> None:
+        """The numbers, where there are any, else the texts, as CSV."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{self.name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(self.columns)
+            writer.writerows([_text(row.get(name)) for name in self.columns] for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands under it; nothing where nothing does. `folded`: a reader opens it."""
+
+    title: str
+    parts: Sequence[Part]
+    folded: bool = False
+
+    def html(self) -> str:
+        """The parts in order under an h2, or none."""
+        inside = "\n".join(part.html() for part in self.parts)
+        if not self.parts:
+            return ""
+        if self.folded:
+            return f"<details><summary><h2>{_inline(self.title)}</h2></summary>\n{inside}\n</details>"
+        return f"<h2>{_inline(self.title)}</h2>\n{inside}" if self.title else inside
+
+    def markdown(self) -> str:
+        """The same in Markdown."""
+        if not self.parts:
+            return ""
+        return "\n\n".join([*([f"## {self.title}"] if self.title else []), *(part.markdown() for part in self.parts)])
+
+    def save(self, folder: Path) -> None:
+        """What its parts save."""
+        for part in self.parts:
+            part.save(folder)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self.html(), "text/markdown": self.markdown(), "text/plain": self.title}
+
+
+def section(title: str, *parts: Part | Iterable[Part] | None, folded: bool = False) -> Section:
+    """A section of those parts that there are."""
+    groups = [part if isinstance(part, list | tuple) else (part,) for part in parts]
+    return Section(title, [part for group in groups for part in group if part is not None], folded)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return str(value[0])
+    return "" if value is None else str(value)
+
+
+def _right(name: str, right: set[str]) -> str:
+    return ' class="number"' if name in right else ""
+
+
+def _verdict_class(row: Mapping[str, Any]) -> str:
+    word = re.match(r"better|worse|equivalent|undecided|diverged|baseline", _text(row.get("verdict")))
+    return f' class="{word[0]}"' if word else ""
+
+
+def _inline(text: str) -> str:
+    """Escaped, with `code` and **bold**."""
+    escaped = html.escape(text, quote=False)
+    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", escaped))

@@ -1,0 +1,138 @@
+"""Every record of an experiment, or of several, as one tidy frame: fast for ten million rows, and remembered beside the ledger.
+
+What a finished trial recorded never changes, so it is kept as Parquet in `records/`, a file for those that were new at a look; the
+ledger is asked for the rest alone.
+"""
+
+import json
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from adbc_driver_sqlite import dbapi
+
+from ablate.ledger import FINISHED, Ledger
+from ablate.workloads import WORKLOADS
+
+_WORTH_KEEPING = 1_000_000
+"""Fewer rows than this are read from the ledger as fast as from a file."""
+_NAN = "-1.7976931348623157e308"
+"""What stands for NULL on the way: a column that begins with NULLs would be taken for one of integers."""
+_FIRST = ("sweep", "arm", "baseline", "seed", "trial", "status", "step", "tokens", "metric", "value")
+
+
+def frame(*ledgers: Ledger, metrics: Collection[str] | None = None) -> pd.DataFrame:
+    """Every record as one row: sweep, arm, baseline, seed, trial, status, step, tokens, metric, value, and a column for each knob.
+
+    `metrics` are those wanted, as patterns (`quant/*/sqnr_db`); None: all. What repeats is categorical: all but step, tokens, value.
+    A shared trial has its rows once for each member that it is of. `tokens`, those trained on by then, is NaN where a workload has
+    none; so is a knob that an arm does not turn, or turns to null.
+    """
+    frames = [_frame(ledger, metrics) for ledger in ledgers]
+    return frames[0] if len(frames) == 1 else pd.concat(map(_plain, frames), ignore_index=True)
+
+
+def _plain(part: pd.DataFrame) -> pd.DataFrame:
+    """Without categories, which differ between sweeps."""
+    return part.astype(dict.fromkeys(part.select_dtypes("category"), object))
+
+
+def _frame(ledger: Ledger, metrics: Collection[str] | None) -> pd.DataFrame:
+    members, names = ledger.members(), ledger.names()
+    wanted = sorted(number for number, text in names.items() if metrics is None or any(fnmatchcase(text, like) for like in metrics))
+    if not members or not wanted:
+        return pd.DataFrame(columns=list(_FIRST))
+    rows = _rows(ledger, metrics is None, wanted)
+    trials = rows["trial"].to_numpy()
+    starts, ends = (np.searchsorted(trials, [member["trial"] for member in members], side) for side in ("left", "right"))
+    member = np.repeat(np.arange(len(members)), ends - starts)
+    order = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+    facts = pd.DataFrame(_facts(ledger, members))
+    columns = {name: _repeated(facts[name], member) for name in facts if name != "tokens_per_step"}
+    columns["step"] = rows["step"].to_numpy()[order]
+    columns["tokens"] = columns["step"] * facts["tokens_per_step"].to_numpy(float)[member]
+    codes = np.searchsorted(wanted, rows["name"].to_numpy())[order]
+    columns["metric"] = pd.Categorical.from_codes(codes, [names[number] for number in wanted])
+    columns["value"] = rows["value"].to_numpy()[order]
+    return pd.DataFrame({name: columns[name] for name in (*_FIRST, *(name for name in columns if name not in _FIRST))})
+
+
+def _repeated(fact: pd.Series, member: np.ndarray) -> pd.Categorical:
+    """A member's fact for each of its rows. A list cannot be a category: it is its JSON."""
+    plain = [json.dumps(value) if isinstance(value, list | dict) else value for value in fact]
+    codes, categories = pd.factorize(pd.Series(plain, dtype=object))
+    return pd.Categorical.from_codes(codes[member], categories)
+
+
+def _facts(ledger: Ledger, members: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What all records of a member share."""
+    names = {arm["arm"]: arm["name"] for arm in ledger.arms()}
+    sweep = ledger.name
+    return [
+        {
+            "sweep": sweep,
+            "arm": member["name"],
+            "baseline": names.get(member["baseline"]),
+            "seed": member["seed"],
+            "trial": member["id"],
+            "status": member["status"],
+            "tokens_per_step": tokens_per_step(json.loads(member["spec"])),
+        }
+        | json.loads(member["knobs"])
+        for member in members
+    ]
+
+
+def tokens_per_step(spec: Mapping[str, Any]) -> int | None:
+    """Tokens that a step of a trial trains on, from its spec; None where its workload has none, or is none of today's."""
+    ((workload, config),) = spec["workload"].items() if spec.get("workload") else (("", {}),)
+    known = WORKLOADS.get(workload)
+    try:
+        return (known.model_validate_json(json.dumps(config)).tokens_per_step or None) if known else None
+    except ValueError:  # pydantic's error is one: a spec of an older version
+        return None
+
+
+# From the ledger, or remembered
+
+
+def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
+    """(trial, name, step, value) by trial; of what is remembered only what is still true."""
+    folder, stamp = ledger.path.parent / "records", f"{ledger.fact('id')}-{ledger.fact('forgotten') or 0}"
+    kept = [pq.read_table(part, filters=pc.field("name").isin(list(names))) for part in sorted(folder.glob(f"{stamp}-*.parquet"))]
+    known = {int(trial) for part in folder.glob(f"{stamp}-*.parquet") for trial in pq.read_schema(part).metadata[b"trials"].split()}
+    wanted = {member["trial"]: member["status"] for member in ledger.members()}
+    new = _query(ledger, sorted(wanted.keys() - known), names)
+    if everything and new.num_rows >= _WORTH_KEEPING:
+        _keep(folder, stamp, new, [trial for trial, status in wanted.items() if status in FINISHED and trial not in known])
+    return pa.concat_tables([*kept, new]).sort_by([("trial", "ascending"), ("step", "ascending"), ("name", "ascending")])
+
+
+def _query(ledger: Ledger, trials: Sequence[int], names: Sequence[int]) -> pa.Table:
+    inside = [f"{column} IN ({','.join(map(str, numbers))})" for column, numbers in (("trial", trials), ("name", names))]
+    query = f"SELECT trial, name, step, ifnull(value, {_NAN}) AS value FROM records WHERE {' AND '.join(inside)}"
+    with dbapi.connect(f"file:{ledger.path}?mode=ro") as connection, connection.cursor() as cursor:
+        cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": "65536"})
+        cursor.execute(query)
+        rows = cursor.fetch_arrow_table()
+    values = rows["value"].cast(pa.float64())
+    return rows.set_column(3, "value", pc.if_else(pc.equal(values, float(_NAN)), float("nan"), values))
+
+
+def _keep(folder: Path, stamp: str, rows: pa.Table, trials: Sequence[int]) -> None:
+    """Remember the rows of these trials; what was remembered of another state of the ledger goes."""
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.parquet"):
+        if not old.name.startswith(f"{stamp}-"):
+            old.unlink()
+    done = rows.filter(pc.field("trial").isin(trials)).replace_schema_metadata({"trials": " ".join(map(str, trials))})
+    writing = folder / f"{uuid.uuid4().hex}.tmp"
+    pq.write_table(done, writing, compression="zstd")
+    writing.rename(folder / f"{stamp}-{uuid.uuid4().hex[:8]}.parquet")

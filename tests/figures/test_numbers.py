@@ -1,0 +1,215 @@
+"""That a picture's numbers are the sweep's: each worked out here once more, in another way."""
+
+import math
+import statistics
+
+import made_up
+import numpy as np
+import pytest
+from made_up import LOSS
+from matplotlib.lines import Line2D
+from scipy import stats
+
+from ablate import figures, results
+from ablate.attribution import grid
+from ablate.records import frame
+from ablate.surface import Metric
+
+
+@pytest.fixture
+def book(tmp_path):
+    ledger = made_up.grid(tmp_path, seeds=3)
+    yield ledger
+    ledger.close()
+
+
+def losses(ledger) -> dict[str, dict[int, dict[int, float]]]:
+    """By arm, seed and step, straight from the ledger."""
+    found = {}
+    for member in ledger.members():
+        found.setdefault(member["name"], {})[member["seed"]] = ledger.series(member["trial"], "val/loss")
+    return found
+
+
+def test_a_gap_curve_is_the_mean_of_paired_differences_with_their_t_interval(book):
+    known = losses(book)
+    picture = figures.gap_curve(frame(book), LOSS)
+    assert set(picture.data["arm"]) == known.keys() - {"bf16"}
+    for line in picture.data.itertuples():
+        arm, step = known[line.arm], int(line.step)
+        apart = [arm[seed][step] - known["bf16"][seed][step] for seed in arm if math.isfinite(arm[seed].get(step, math.nan))]
+        assert line.gap == pytest.approx(statistics.fmean(apart))
+        assert line.seeds == len(apart)
+        low, high = stats.t.interval(0.95, len(apart) - 1, statistics.fmean(apart), stats.sem(apart))
+        assert (line.low, line.high) == pytest.approx((low, high))
+        assert line.tokens == step * 32 * 4
+    assert picture.figure.axes[0].get_xscale() == "log"
+    assert picture.data["step"].min() > 0
+
+
+def test_a_gap_curve_goes_over_steps_where_there_are_no_tokens(book):
+    table = frame(book).assign(tokens=np.nan)
+    assert figures.gap_curve(table, LOSS).figure.axes[0].get_xlabel() == "step"
+
+
+def test_curves_are_means_over_seeds_between_the_smallest_and_the_largest(book):
+    known = losses(book)["bf16"]
+    data = figures.curves(frame(book), "val/loss").data
+    last = data[data["arm"] == "bf16"].iloc[-1]
+    ends = [series[1000] for series in known.values()]
+    assert (last["mean"], last["low"], last["high"]) == pytest.approx((statistics.fmean(ends), min(ends), max(ends)))
+
+
+def test_a_forest_shows_gaps_with_intervals_and_what_does_not_matter(book):
+    known = losses(book)
+    picture = figures.forest(results.summaries(book), LOSS)
+    for line in picture.data.itertuples():
+        arm, base = known[line.arm], known[line.baseline]
+        apart = [arm[seed][1000] - base[seed][1000] for seed in arm if 1000 in arm[seed]]
+        assert line.gap == pytest.approx(statistics.fmean(apart))
+        low, high = stats.t.interval(0.95, len(apart) - 1, statistics.fmean(apart), stats.sem(apart))
+        assert (line.low, line.high, line.margin, line.pairs) == pytest.approx((low, high, 0.01, len(apart)))
+    axes = picture.figure.axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(-0.01, 0.02)] * 4
+    points = [line for line in axes.lines if line.get_marker() in "os" and len(line.get_xdata()) == 1]
+    drawn = {line.get_ydata()[0]: line.get_xdata()[0] for line in points}
+    assert [drawn[row] for row in range(4)] == pytest.approx(list(picture.data["gap"]))
+
+
+def test_a_margin_in_percent_is_drawn_at_its_baseline(book):
+    arms = results.summaries(book, metric := Metric(min_effect="1%"))
+    level = next(arm for arm in arms if arm.name == "bf16").mean
+    for picture in (figures.forest(arms, metric), figures.contrast_forest(results.contrasts(arms, metric), metric)):
+        assert max(picture.data["margin"]) == pytest.approx(0.01 * level, rel=0.05)
+
+
+def test_contrasts_are_drawn_as_they_are_told(book):
+    effects = results.contrasts(results.summaries(book), LOSS)
+    data = figures.contrast_forest(effects, LOSS).data
+    assert list(data["effect"]) == [effect.effect.mean for effect in effects]
+    assert list(data["knob"]) == ["rht", "rht", "sr", "sr"]
+
+
+def test_an_interaction_shows_the_mean_of_every_cell(book):
+    known = losses(book)
+    whole = [seed for seed in range(3) if all(1000 in known[arm][seed] for arm in known)]
+    data = figures.interaction(grid(results.summaries(book)), LOSS).data
+    assert len(data) == 4
+    for line in data.itertuples():
+        arm = f"{line.knob}={line.level} {line.other_knob}={line.other_level}"
+        assert line.mean == pytest.approx(statistics.fmean(known[arm][seed][1000] for seed in whole))
+        assert line.seeds == len(whole)
+
+
+def test_divergence_tells_each_run_its_end(book):
+    data = figures.divergence(results.summaries(book), frame(book)).data
+    state = {(line.arm, line.seed): line.state for line in data.itertuples()}
+    assert state.pop(("rht=false sr=false", 2)) == "diverged"
+    assert state.pop(("rht=false sr=true", 2)) == "missing"
+    assert set(state.values()) == {"done"}
+    lost = data[data["state"] == "diverged"].iloc[0]
+    assert (lost["diverged_at_step"], lost["nan/loss"], lost["nan/grad"]) == (600, 3, 12)
+    assert data["diverged_at_step"].notna().sum() == 1
+    without = figures.divergence(results.summaries(book)).data
+    assert list(without["state"]) == list(data["state"])
+
+
+def test_a_run_that_ended_without_a_finite_value_is_told_from_one_that_did(book):
+    metric = Metric(name="quant/fprop.x/rel_mse")  # the baseline quantises nothing
+    data = figures.divergence(results.summaries(book, metric)).data
+    assert set(data.loc[data["arm"] == "bf16", "state"]) == {"done, value not finite"}
+
+
+def test_slots_and_layers_are_means_over_seeds_and_arms(book):
+    name = "quant/dgrad.g/blocks.1.mlp.up/sqnr_db"
+    by_arm = {}
+    for member in book.members():
+        if value := book.series(member["trial"], name).get(400):
+            by_arm.setdefault(member["name"], []).append(value)
+    arm = "rht=true sr=true"
+    for chosen, expected in ((arm, by_arm[arm]), (None, [value for values in by_arm.values() for value in values])):
+        data = figures.slot_layers(frame(book), chosen).data
+        line = data[(data["slot"] == "dgrad.g") & (data["layer"] == "blocks.1.mlp.up") & (data["step"] == 400)]
+        assert line["sqnr_db"].item() == pytest.approx(statistics.fmean(expected))
+    assert list(dict.fromkeys(data["layer"])) == made_up.LAYERS
+    assert figures.slot_layers(frame(book), "no such arm") is None
+
+
+def test_the_best_so_far_never_gets_worse_and_lost_arms_have_a_place(tmp_path):
+    ledger = made_up.search(tmp_path)
+    arms = results.summaries(ledger)
+    data = figures.history(arms, LOSS).data
+    finite = [value for value in data["value"] if math.isfinite(value)]
+    assert len(finite) < len(data) == 24
+    assert data["best_so_far"].iloc[-1] == min(finite)
+    known = [min((v for v in data["value"][: n + 1] if math.isfinite(v)), default=math.nan) for n in range(24)]
+    np.testing.assert_array_equal(data["best_so_far"], known)
+    ledger.close()
+
+
+def test_a_front_is_what_no_other_beats(tmp_path):
+    ledger = made_up.search(tmp_path)
+    both = {metric: results.summaries(ledger, metric) for metric in (LOSS, made_up.SPEED)}
+    data = figures.objectives(both).data
+    for line in data.itertuples(index=False):
+        beaten = ((data[LOSS.name] <= line[1]) & (data[made_up.SPEED.name] >= line[2]) & (data["arm"] != line.arm)).any()
+        assert line.front == (not beaten)
+    ledger.close()
+
+
+def test_parallel_axes_put_each_value_at_its_height(tmp_path):
+    ledger = made_up.search(tmp_path)
+    picture = figures.parallel(results.summaries(ledger), LOSS)
+    rates = picture.data["workload.lr"].astype(float)
+    best = max((line for line in picture.figure.axes[0].lines if len(line.get_xdata()) == 5), key=Line2D.get_linewidth)
+    low, high = math.log(rates.min()), math.log(rates.max())
+    assert best.get_ydata()[0] == pytest.approx((math.log(rates.iloc[0]) - low) / (high - low))
+    assert picture.data["val/loss"].is_monotonic_increasing
+    assert (best.get_ydata()[3] < 0) == (picture.data["sr_bits"].iloc[0] is None)
+    ledger.close()
+
+
+def test_errors_by_slot_are_means_of_last_values(book):
+    expected = [book.last_value(m["trial"], "quant/wgrad.x/magnitude") for m in book.members() if m["name"] == "rht=true sr=false"]
+    data = figures.errors_by_slot(frame(book)).data
+    line = data[(data["arm"] == "rht=true sr=false") & (data["slot"] == "wgrad.x") & (data["error"] == "magnitude")]
+    assert line["mean"].item() == pytest.approx(statistics.fmean(expected))
+
+
+def test_a_baseline_of_each_arm_stands_beside_it(tmp_path):
+    ledger = made_up.Ledger(tmp_path / "pairs" / "ledger.db")
+    for number, kind in enumerate(("gaussian", "student")):
+        base = ledger.add_arm(f"{kind}, as it is", {"x": kind}, None, None)
+        for arm, error in ((base, 0.01 + number), (ledger.add_arm(kind, {"x": kind, "rht": True}, base, None), 0.02 + number)):
+            made_up.member(ledger, arm, 0, [(1, {"quant/wgrad.g/rel_mse": error})])
+    data = figures.errors_by_slot(frame(ledger)).data
+    assert list(data["arm"]) == ["gaussian", "student"]
+    assert list(data["baseline_mean"]) == [0.01, 1.01]
+    ledger.close()
+
+
+def test_a_histogram_counts_every_value_once():
+    before, after = np.array([0.1, 0.2, -5.9, 7.0, np.nan, np.inf]), np.array([1.0, -1.0, 2.0])
+    picture = figures.rotation_histogram(before, after)
+    assert picture.data["count_before"].sum() == 4
+    assert picture.data["count_after"].sum() == 3
+    assert "50.0% before, 0.0% after" in picture.figure.texts[1].get_text().replace("\n", " ")
+    assert figures.rotation_histogram(np.array([np.nan]), after) is None
+
+
+def test_roundings_are_counted_by_code_and_their_errors_by_origin():
+    values = np.array([0.1, 0.2, 0.4, 5.0, np.nan])
+    nearest, stochastic = np.array([0.0, 0.0, 0.5, 4.0, 0.0]), np.array([0.0, 0.5, 0.5, 6.0, -0.0])
+    picture = figures.rounding_histogram(values, nearest, stochastic)
+    data = picture.data[picture.data["what"] == "goes to"]
+    counts = {(line.rounding, line.value): line.count for line in data.drop(columns="mean_error").itertuples(index=False, name="Line")}
+    assert {key: value for key, value in counts.items() if value} == {
+        ("to nearest", 0.0): 2, ("to nearest", 0.5): 1, ("to nearest", 4.0): 1,
+        ("stochastic", 0.0): 1, ("stochastic", 0.5): 2, ("stochastic", 6.0): 1,
+    }  # fmt: skip
+    error = np.mean(nearest[:4] - values[:4])
+    assert f"to nearest {error:+.2g}" in picture.figure.texts[1].get_text()
+    with pytest.raises(ValueError, match="5 values, and 5 and 2 roundings of them"):
+        figures.rounding_histogram(values, nearest, nearest[:2])
+    with pytest.raises(ValueError, match="divide by the block's scale first"):
+        figures.rounding_histogram(np.arange(100.0), np.arange(100.0), np.arange(100.0))

@@ -1,0 +1,112 @@
+"""Effects of a grid against least squares with seeds as blocks, shares that add up, tokens on curves of known shape, fronts by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import statsmodels.formula.api as smf
+from pandas import DataFrame
+
+from ablate.attribution import extra_tokens, front, grid, interactions, main_effects, shares, variance
+from ablate.results import ArmSummary
+from ablate.stats import Interval, paired_difference
+
+LEVELS = {"rht": [True, False], "sr": [True, False], "block": ["1x16", "1x32", "1x64"]}
+
+
+def arm(name: str, knobs: dict, values: dict[int, float], baseline: str | None = "base", given: int | None = None) -> ArmSummary:
+    given = tuple(range(given or len(values)))
+    missing = tuple(seed for seed in given if seed not in values)
+    gap = paired_difference(values, dict.fromkeys(values, 0.0)) if baseline else None
+    measured = {"sqnr_db": math.nan, "tokens_per_s": math.nan, "nans": 0, "diverged": (), "missing": missing}
+    return ArmSummary(name, baseline, knobs, values, given, gap, None, Interval(), "", "listed", **measured)
+
+
+def whole(levels: dict, seeds: int, seed: int = 0) -> list[ArmSummary]:
+    """A grid with known effects: rht .5, sr -.2 and .3 more together, and each seed a level of its own."""
+    random = np.random.default_rng(seed)
+    blocks = random.normal(0, 10, seeds)
+    arms = [arm("base", {"recipe": "bf16"}, dict(enumerate(blocks.tolist())), None)]
+    for values in itertools.product(*levels.values()):
+        knobs = dict(zip(levels, values, strict=True))
+        true = 0.5 * knobs["rht"] - 0.2 * knobs["sr"] + 0.3 * knobs["rht"] * knobs["sr"]
+        noisy = blocks + true + random.normal(0, 0.1, seeds)
+        arms.append(arm(str(knobs), knobs, dict(enumerate(noisy.tolist()))))
+    return arms
+
+
+def test_main_effects_and_interactions_are_those_of_least_squares_with_seeds_as_blocks():
+    arms = whole(LEVELS, 4)
+    found = grid(arms)
+    rows = [{**a.knobs, "seed": s, "y": y} for a in arms[1:] for s, y in a.values.items()]
+    model = smf.ols("y ~ C(rht, Sum) * C(sr, Sum) * C(block, Sum) + C(seed)", DataFrame(rows)).fit().params
+    effects = {(e.knobs, e.change): e.effect for e in (*main_effects(found), *interactions(found))}
+    assert effects[("rht",), "true instead of false"].mean == pytest.approx(-2 * model["C(rht, Sum)[S.False]"], rel=1e-9)
+    assert effects[("rht", "sr"), "true instead of false; true instead of false"].mean == pytest.approx(
+        4 * model["C(rht, Sum)[S.False]:C(sr, Sum)[S.False]"], rel=1e-9
+    )
+    assert effects[("block",), '"1x32" instead of "1x16"'].mean == pytest.approx(
+        model["C(block, Sum)[S.1x32]"] - model["C(block, Sum)[S.1x16]"], rel=1e-9
+    )
+    assert len(effects) == 2 + 2 + 1 + 2 + 2
+
+
+def test_known_effects_lie_within_their_intervals_and_seeds_levels_do_not_widen_them():
+    """Of 40 grids with three effects each, 95 % are 114 of 120: 105 is four standard errors below."""
+    covered = 0
+    for seed in range(40):
+        found = grid(whole({k: LEVELS[k] for k in ("rht", "sr")}, 6, seed))
+        effects = [*main_effects(found), *interactions(found)]
+        covered += sum(e.effect.low < true < e.effect.high for e, true in zip(effects, (0.65, -0.05, 0.3), strict=True))
+        assert all(e.effect.high - e.effect.low < 1 for e in effects)  # seeds lie 10 apart
+        assert variance(found)["rht",] < 0.001
+    assert covered >= 105
+
+
+def test_shapley_shares_add_up_to_what_all_components_do_together_and_leave_one_out_is_a_difference():
+    arms = whole({k: LEVELS[k] for k in ("rht", "sr")}, 5)
+    found = {share.knob: share for share in shares(grid(arms))}
+    by_knobs = {tuple(a.knobs.values()): a.values for a in arms[1:]}
+    together = paired_difference(by_knobs[True, True], by_knobs[False, False]).mean
+    assert sum(share.shapley.mean for share in found.values()) == pytest.approx(together, rel=1e-9)
+    assert found["rht"].left_out == paired_difference(by_knobs[True, True], by_knobs[False, True])
+    by_hand = [
+        (by_knobs[True, False][s] - by_knobs[False, False][s] + by_knobs[True, True][s] - by_knobs[False, True][s]) / 2 for s in range(5)
+    ]
+    assert found["rht"].shapley.mean == pytest.approx(np.mean(by_hand), rel=1e-9)
+
+
+def test_what_is_no_whole_grid_is_none():
+    arms = whole({k: LEVELS[k] for k in ("rht", "sr")}, 3)
+    assert grid(arms[:-1]) is None
+    assert grid(arms[:1]) is None
+    assert grid([]) is None
+    assert grid([arms[0], arm("a", {"rht": True}, {0: 1.0}), arm("b", {"sr": True}, {0: 1.0})]) is None
+
+
+def test_a_seed_that_one_arm_lacks_is_left_out_and_said():
+    arms = whole({k: LEVELS[k] for k in ("rht", "sr")}, 4)
+    arms[1] = arm(arms[1].name, dict(arms[1].knobs), {s: v for s, v in arms[1].values.items() if s != 2}, given=4)
+    found = grid(arms)
+    assert found.left_out == (2,)
+    assert all(set(values) == {0, 1, 3} for values in found.values.values())
+
+
+def test_tokens_to_match_on_curves_that_fall_with_the_logarithm():
+    """Loss a - ln(tokens): .1 nats behind is a factor e^.1 of tokens."""
+    steps = [100 * 2**n for n in range(8)]
+    base = {t: 9 - math.log(t) for t in steps}
+    behind, ahead = ({t: y + d for t, y in base.items()} for d in (0.1, -0.1))
+    assert extra_tokens(behind, base) == pytest.approx(math.exp(0.1) - 1)
+    assert extra_tokens(ahead, base) == pytest.approx(math.exp(-0.1) - 1)
+    assert extra_tokens(base, base) == pytest.approx(0)
+    assert math.isnan(extra_tokens(dict.fromkeys(steps, 99.0), base))
+    assert math.isnan(extra_tokens({}, base))
+
+
+def test_the_front_is_what_nothing_beats():
+    points = {"a": (1.0, 5.0), "b": (2.0, 9.0), "c": (2.0, 4.0), "d": (0.5, math.nan), "e": (1.0, 5.0)}
+    assert front(points, (1, -1)) == ["a", "b", "e"]
+    assert front(points, (1, 1)) == ["a", "c", "e"]
+    assert front({}, (1, 1)) == []

@@ -1,0 +1,125 @@
+"""The leaderboard: every arm of every sweep, by what was measured on what, the best first, and no word less where a ledger is damaged."""
+
+import json
+import shutil
+
+import pytest
+from experiments_for_tests import ablate, ledger, sweep, tiny
+
+from ablate.control import folders
+from ablate.leaderboard import collect
+from ablate.ledger import Ledger
+from ablate.results import summaries
+
+MAXIMIZE = {"name": "throughput/tokens_per_s", "direction": "maximize"}
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    """Three sweeps: two by the same metric on the same model, one by another metric; leave them as they are."""
+    folder = tmp_path_factory.mktemp("board")
+    sweep(tiny(folder, "one"), folder)
+    sweep(tiny(folder, "two", ablate={"sr": [True, False]}), folder)
+    sweep(tiny(folder, "fast", metric=MAXIMIZE, shape={"steps": 6}), folder)
+    return folder
+
+
+def listed(state, *words) -> list[dict]:
+    done = ablate("leaderboard", "--json", "--state", state, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_every_compared_arm_is_listed_with_what_its_sweeps_table_says(state):
+    found = {(entry["sweep"], entry["arm"]): entry for entry in listed(state)}
+    for name in ("one", "two", "fast"):
+        book = ledger(state, name)
+        arms = [arm for arm in summaries(book) if arm.baseline]
+        seconds = {row["name"]: 0.0 for row in book.members()}
+        for row in book.members():
+            seconds[row["name"]] += json.loads((state / "trials" / row["id"] / "result.json").read_text())["seconds"]
+        book.close()
+        assert {key[1] for key in found if key[0] == name} == {arm.name for arm in arms}
+        for arm in arms:
+            entry = found[name, arm.name]
+            assert (entry["gap"], entry["low"], entry["high"]) == (arm.gap.mean, arm.gap.low, arm.gap.high)
+            assert (entry["verdict"], entry["seeds"], entry["against"], entry["mean"]) == (arm.verdict, 2, "bf16", arm.mean)
+            assert entry["seconds"] == pytest.approx(seconds[arm.name])
+
+
+def test_they_stand_by_workload_and_metric_the_best_gap_first(state):
+    entries = listed(state)
+    groups = list(dict.fromkeys((entry["workload"], entry["metric"]) for entry in entries))
+    assert groups == [("gpt 1x32, 4 steps", "val/loss"), ("gpt 1x32, 6 steps", "throughput/tokens_per_s")]
+    losses = [entry["gap"] for entry in entries if entry["metric"] == "val/loss"]
+    speeds = [entry["gap"] for entry in entries if entry["metric"] != "val/loss"]
+    assert (len(losses), len(speeds)) == (4, 2)
+    assert losses == sorted(losses)
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_it_can_be_asked_for_a_workload_or_a_metric_alone(state):
+    assert {entry["sweep"] for entry in listed(state, "--metric", "val/loss")} == {"one", "two"}
+    assert {entry["sweep"] for entry in listed(state, "--workload", "6 steps")} == {"fast"}
+
+
+def test_what_is_not_there_is_told_with_what_is(state):
+    done = ablate("leaderboard", "--state", state, "--metric", "val/los")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "nothing was compared for metric 'val/los'; there is gpt 1x32, 4 steps by val/loss; gpt 1x32, 6 steps by throughput/tokens_per_s\n"
+    )
+
+
+def test_the_table_has_a_line_an_arm_and_says_which_way_is_better(state):
+    lines = ablate("leaderboard", "--state", state).stdout.splitlines()
+    assert "gpt 1x32, 4 steps: val/loss (lower is better)" in lines
+    assert "gpt 1x32, 6 steps: throughput/tokens_per_s (higher is better)" in lines
+    assert sum(line.startswith(("rht=", "sr=")) for line in lines) == 6
+    assert all(line.rstrip().endswith(("one", "two", "fast")) for line in lines if line.startswith(("rht=", "sr=")))
+
+
+def test_markdown_is_a_table_of_as_many_cells_in_every_line(state):
+    lines = [line for line in ablate("leaderboard", "--markdown", "--state", state).stdout.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 * 2 + 6
+    assert {line.replace("\\|", "").count("|") for line in lines} == {10}
+
+
+def test_a_damaged_and_a_foreign_ledger_are_named_in_a_line_each_and_left_out(state, tmp_path):
+    shutil.copytree(state, tmp_path / "state")
+    sweeps = tmp_path / "state" / "sweeps"
+    damaged = (sweeps / "two" / "ledger.db").read_bytes()
+    (sweeps / "two" / "ledger.db").write_bytes(damaged[:100] + b"x" * (len(damaged) - 100))
+    for part in ("-wal", "-shm"):
+        (sweeps / "two" / f"ledger.db{part}").unlink(missing_ok=True)
+    for name, content in (("foreign", b""), ("other", b"a text file, and no database")):
+        (sweeps / name).mkdir()
+        (sweeps / name / "ledger.db").write_bytes(content)
+    Ledger(sweeps / "empty" / "ledger.db").close()
+    done = ablate("leaderboard", "--json", "--state", tmp_path / "state")
+    assert {entry["sweep"] for entry in json.loads(done.stdout)} == {"one", "fast"}
+    said = done.stderr.splitlines()
+    assert [next(name for name in ("two", "foreign", "other") if f"/{name}/" in line) for line in said] == ["foreign", "other", "two"]
+    assert all("left out" in line for line in said)
+
+
+def test_an_arm_without_a_pair_stands_last_and_is_json(state, tmp_path):
+    shutil.copytree(state, tmp_path / "state")
+    book = Ledger(tmp_path / "state" / "sweeps" / "one" / "ledger.db")
+    for member in book.members():
+        if member["name"] == "rht=true":
+            book.settle(member["trial"], "pending")
+    book.close()
+    found, unreadable = collect(folders(tmp_path / "state", ["one"]))
+    assert unreadable == []
+    assert [(entry.arm, entry.gap is None) for entry in found] == [("rht=false", False), ("rht=true", True)]
+    assert listed(tmp_path / "state", "--metric", "val/loss")[-1]["gap"] is None
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_where_nothing_has_been_run_that_is_one_sentence(made, tmp_path):
+    if made:
+        (tmp_path / "runs" / "sweeps").mkdir(parents=True)
+    done = ablate("leaderboard", "--state", tmp_path / "runs")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{tmp_path / 'runs'}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment\n"

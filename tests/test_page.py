@@ -1,0 +1,65 @@
+"""Parts of a page as HTML and as Markdown: what is written is escaped, what is empty is left out, what can be sorted has its key."""
+
+import csv
+from html.parser import HTMLParser
+
+from ablate.page import Section, Table, Text, section
+
+ROWS = [
+    {"arm": "a <b> | c", "gap": ("+0.10", 0.1), "note": "-", "verdict": "worse"},
+    {"arm": "`knob`", "gap": ("-2.00", -2.0), "note": "", "verdict": "better (on 3 fresh seeds)"},
+    {"arm": "base", "verdict": "baseline"},
+]
+
+
+class Cells(HTMLParser):
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.rows, self.keys, self.classes = [], [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        if tag == "tr":
+            self.rows.append([])
+            self.classes.append(found.get("class"))
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self.keys.append(found.get("data-sort"))
+
+    def handle_data(self, data):
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data.strip()
+
+
+def test_a_table_shows_every_cell_as_it_is_and_numbers_sort_by_value():
+    cells = Cells(Table("t", ROWS).html())
+    assert cells.rows[0] == ["arm", "gap", "verdict"]  # no row has a note
+    assert cells.rows[1] == ["a <b> | c", "+0.10", "worse"]
+    assert [key for key in cells.keys if key] == ["0.1", "-2.0"]
+    assert cells.classes[1:] == ["worse", "better", "baseline"]
+
+
+def test_in_markdown_a_bar_in_a_cell_ends_no_cell():
+    lines = Table("t", ROWS, "Said below.").markdown().splitlines()
+    assert lines[:3] == ["| arm | gap | verdict |", "| --- | --- | --- |", "| a <b> \\| c | +0.10 | worse |"]
+    assert lines[-1] == "Said below."
+
+
+def test_a_table_is_saved_as_csv(tmp_path):
+    Table("t", ROWS).save(tmp_path / "new")
+    rows = list(csv.reader((tmp_path / "new" / "t.csv").read_text().splitlines()))
+    assert rows[1] == ["a <b> | c", "+0.10", "worse"]
+    assert len(rows) == 4
+
+
+def test_a_section_of_nothing_is_nothing_and_parts_that_are_not_there_are_left_out():
+    assert (section("Title", None, []).html(), section("Title", None).markdown()) == ("", "")
+    found = section("Title", None, Text("one & two"), [Text("three")])
+    assert found.html() == "<h2>Title</h2>\n<p>one &amp; two</p>\n<p>three</p>"
+    assert found.markdown() == "## Title\n\none & two\n\nthree"
+    assert "<details>" in Section("T", [Text("x")], folded=True).html()
+
+
+def test_code_and_bold_are_kept_and_nothing_else_is_markup():
+    assert Text("**No** `x<y` <script>").html() == "<p><b>No</b> <code>x&lt;y</code> &lt;script&gt;</p>"

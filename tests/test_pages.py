@@ -1,0 +1,210 @@
+"""What a person sees in the pages, in a real browser over real servers: runs beside each other, the study with its note, the list."""
+
+import json
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from experiments_for_tests import end, start, sweep, tiny, until
+from test_ui import addresses
+
+from ablate.report import make
+from ablate.results import metric_of, open_ledger, summaries, summary_markdown
+from ablate.search import decorate
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+MISSING = [
+    *(["chromium is not installed"] if not BROWSER else []),
+    *(["chromedriver is not installed"] if not DRIVER else []),
+    *(["selenium is not installed (extra `dev`)"] if not find_spec("selenium") else []),
+]
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.services,
+    pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING)),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+SECONDS = 60
+SEARCH = {
+    "search": {"sampler": "random", "trials": 10},
+    "ablate": {"cooldown": {"uniform": [0.0, 0.5]}, "rht": [True, False]},
+    "metric": {"name": "val/loss", "min_effect": 0.01},
+}
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    """A grid and a search, drawn in MLflow and dressed; leave them as they are."""
+    folder = tmp_path_factory.mktemp("pages")
+    store = f"sqlite:///{folder / 'mlflow.db'}"
+    sweep(tiny(folder, "searched", question="Which cooldown is best?", **SEARCH), folder, store)
+    sweep(tiny(folder, "grid", question="Does the rotation matter?", shape={"steps": 8}), folder, store)
+    for name in ("searched", "grid"):
+        book = open_ledger(folder, name)
+        decorate(folder / "sweeps" / name / "optuna.log", name, summary_markdown(book), summaries(book), metric_of(book))
+        book.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(state):
+    """The addresses of a running `ablate ui`."""
+    process = start("ui", "--state", state)
+    yield addresses(process)
+    end(process)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
+    options = ChromeOptions()
+    options.binary_location = BROWSER
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1600,1000", "--lang=en"):
+        options.add_argument(word)
+    driver = Chrome(options, Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def text(browser) -> str:
+    pictures = "Array.from(document.querySelectorAll('svg text'), e => e.textContent)"
+    return browser.execute_script(f"return document.body.innerText + ' ' + {pictures}.join(' ')")
+
+
+def sees(browser, *words: str) -> str:
+    """Wait until the page shows all these words; AssertionError with what it shows where it never does."""
+    try:
+        return until(lambda: (shown := text(browser)) and all(word in shown for word in words) and shown, SECONDS, 0.2)
+    except AssertionError:
+        raise AssertionError(f"the page shows no {[word for word in words if word not in text(browser)]}: {text(browser)[:2000]}") from None
+    finally:
+        picture(browser, os.environ.get("PYTEST_CURRENT_TEST", "page"))
+
+
+def scrolled(browser) -> str:
+    """What the page shows once everything in it that scrolls is at its end: long tables hold only the rows that are seen."""
+    browser.execute_script("document.querySelectorAll('*').forEach(e => { if (e.scrollHeight > e.clientHeight) e.scrollTop = 1e6 })")
+    return text(browser)
+
+
+def picture(browser, name: str) -> None:
+    """Keep what the page looks like where ABLATE_PICTURES names a folder."""
+    folder = os.environ.get("ABLATE_PICTURES")
+    if folder:
+        browser.save_screenshot(str(Path(folder) / f"{name.partition('::')[2].partition(' ')[0].replace('/', '_')}.png"))
+
+
+def runs(server: str, name: str) -> dict[str, dict]:
+    """The members' runs of a sweep by their names, asked by REST."""
+    import urllib.request
+
+    def ask(path: str, body: dict | None = None) -> dict:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{server}/api/2.0/mlflow/{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    experiment = ask(f"experiments/get-by-name?experiment_name={name}")["experiment"]["experiment_id"]
+    answer = ask("runs/search", {"experiment_ids": [experiment], "filter": "tags.`ablate.kind` = 'trial'"})
+    return {run["info"]["run_name"]: run for run in answer["runs"]}
+
+
+def test_the_view_of_a_sweep_shows_its_runs_with_what_was_turned_and_the_gap(browser, found):
+    browser.get(found["MLflow"])
+    shown = sees(browser, "rht=true seed=0", "rht=false seed=1", "bf16 seed=1", "ablate.rht", "gap/nats", "val/loss")
+    assert "\ngrid\n" not in shown.partition("Run Name")[2]  # the sweep's own run is no arm
+
+
+def test_two_runs_are_compared_with_their_knobs_and_metrics(browser, found):
+    server = found["MLflow"].partition("/#")[0]
+    known = runs(server, "grid")
+    chosen = [known["rht=true seed=0"], known["bf16 seed=0"]]
+    ids = json.dumps([run["info"]["run_id"] for run in chosen])
+    experiment = chosen[0]["info"]["experiment_id"]
+    browser.get(f'{server}/#/compare-runs?runs={ids}&experiments=["{experiment}"]')
+    shown = sees(browser, "rht=true seed=0", "bf16 seed=0", "ablate.rht", "recipe.wgrad.hadamard", "gap/nats")
+    params = shown.partition("Show diff only")[2]
+    assert params.index("ablate.rht") < params.index("arm") < params.index("recipe.") < params.index("workload.")
+    losses = [next(m["value"] for m in run["data"]["metrics"] if m["key"] == "val/loss") for run in chosen]
+    metrics = until(lambda: (below := scrolled(browser)) and "val/loss" in below and below, SECONDS, 0.5)
+    assert all(f"{loss:.2f}" in metrics for loss in losses)
+
+
+def test_the_sweeps_own_run_tells_its_question_and_its_answer(browser, found):
+    import urllib.request
+
+    server, experiment = found["MLflow"].partition("/#")[0], found["MLflow"].partition("/experiments/")[2].partition("/")[0]
+    body = json.dumps({"experiment_ids": [experiment], "filter": "tags.`ablate.kind` = 'sweep'"}).encode()
+    request = urllib.request.Request(f"{server}/api/2.0/mlflow/runs/search", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        (run,) = json.load(answer)["runs"]
+    browser.get(f"{server}/#/experiments/{experiment}/runs/{run['info']['run_id']}")
+    sees(browser, "Does the rotation matter?", "gap to baseline", "rht=false")
+
+
+def test_the_dashboard_shows_the_study_its_history_and_importance_and_our_note(browser, state, found):
+    board = found["Optuna"].partition("/dashboard")[0]
+    browser.get(f"{board}/dashboard")
+    sees(browser, "grid", "searched")
+    import urllib.request
+
+    with urllib.request.urlopen(f"{board}/api/studies", timeout=30) as answer:
+        numbers = {study["study_name"]: study["study_id"] for study in json.load(answer)["study_summaries"]}
+    browser.get(f"{board}/dashboard/studies/{numbers['searched']}")
+    sees(browser, "searched", "History", "Hyperparameter Importance", "cooldown", "rht")
+    browser.get(f"{board}/dashboard/studies/{numbers['searched']}/note")
+    sees(browser, "Which cooldown is best?", "gap to baseline")
+
+
+def test_the_dashboard_draws_the_gaps(browser, found):
+    browser.get(found["Optuna"])
+    sees(browser, "How far is each arm from its baseline?", "rht=true", "arm minus baseline, paired")
+
+
+def test_an_arms_page_in_the_dashboard_says_what_came_of_it(browser, found):
+    browser.get(f"{found['Optuna']}/trials?numbers=0")
+    sees(browser, "rht=true: ", "against bf16 over 2 seeds", "verdict undecided", "gap ", "interval [", "mlflow_runs [")
+
+
+def test_the_list_of_reports_names_every_sweep_and_its_question(browser, found):
+    browser.get(found["Reports"])
+    sees(browser, "grid", "Does the rotation matter?", "searched", "Which cooldown is best?")
+
+
+@pytest.fixture(scope="module")
+def report(state):
+    return make(state, "grid")
+
+
+def test_a_report_opens_from_its_file_asks_for_nothing_and_shows_its_figures(browser, report):
+    for page in report.pages:
+        browser.get(page.as_uri())
+        sees(browser, "Does the rotation matter?")
+        asked = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+        assert [name for name in asked if not name.startswith(("file:", "data:"))] == []
+        sizes = browser.execute_script("return [...document.querySelectorAll('figure svg')].map(e => [e.clientWidth, e.clientHeight])")
+        assert sizes
+        assert all(width > 200 and height > 50 for width, height in sizes)
+
+
+def test_a_reports_answer_stands_on_the_first_screen(browser, report):
+    browser.get(report.index.as_uri())
+    bottom = browser.execute_script("return document.querySelector('figure svg').getBoundingClientRect().top")
+    assert bottom < browser.execute_script("return innerHeight")
+
+
+def test_a_click_on_a_tables_head_sorts_it_and_another_turns_it_round(browser, report):
+    browser.get(report.index.as_uri())
+    head = "document.querySelector('#table-effects-val-loss th:nth-child(2) button')"
+    cells = "[...document.querySelectorAll('#table-effects-val-loss tbody tr')].map(r => Number(r.cells[1].dataset.sort))"
+    for turned in (False, True):
+        browser.execute_script(f"{head}.click()")
+        values = browser.execute_script(f"return {cells}")
+        assert values == sorted(values, reverse=turned)
+    assert len(set(values)) > 1

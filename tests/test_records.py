@@ -1,0 +1,118 @@
+"""The frame: every record once a member, whatever is remembered; what was forgotten is not remembered."""
+
+import math
+
+import pytest
+
+from ablate import records
+from ablate.ledger import Ledger
+from ablate.records import frame, tokens_per_step
+
+SPEC = '{"workload": {"gpt": {"batch": 2, "context": 16, "accumulate": 3}}, "seed": 0}'
+
+
+@pytest.fixture
+def book(tmp_path):
+    ledger = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    ledger.identity()
+    base = ledger.add_arm("bf16", {"recipe": "bf16"}, None, None)
+    arm = ledger.add_arm("a", {"rht": True, "rules": [1, 2], "p": None}, base, None)
+    for number, name in ((base, "bf16"), (arm, "a")):
+        for seed in range(2):
+            add(ledger, number, seed, f"{name}/{seed}", 1.0 + seed)
+    yield ledger
+    ledger.close()
+
+
+def add(ledger: Ledger, arm: int, seed: int, trial: str, level: float, status: str = "done") -> int:
+    number = ledger.add_member(arm, seed, trial, SPEC)
+    values = {"val/loss": level, "quant/fprop.x/sqnr_db": math.nan, "quant/fprop.x/blocks.0/sqnr_db": 20.0}
+    ledger.record(number, [{"step": step, "time": 0.0, "metrics": values} for step in (5, 10)])
+    ledger.settle(number, status)
+    return number
+
+
+def rows(table) -> set:
+    return {(r.arm, r.seed, r.step, r.metric, None if math.isnan(r.value) else r.value) for r in table.itertuples()}
+
+
+def expected(ledger: Ledger) -> set:
+    """What the ledger's own reader tells, one record after the other."""
+    return {
+        (member["name"], member["seed"], step, name, None if math.isnan(value) else value)
+        for member in ledger.members()
+        for step, name, value, _ in ledger.records(member["trial"])
+    }
+
+
+def test_every_record_is_a_row_with_its_members_facts(book):
+    table = frame(book)
+    assert len(table) == 4 * 2 * 3
+    assert rows(table) == expected(book)
+    assert set(table["sweep"]) == {"x"}
+    arm = table[table["arm"] == "a"]
+    assert set(arm["baseline"]) == {"bf16"}
+    assert set(arm["rules"]) == {"[1, 2]"}
+    assert arm["p"].isna().all()
+    assert (table["tokens"] == table["step"] * 2 * 16 * 3).all()
+    assert table["value"].isna().sum() == 8
+
+
+def test_metrics_are_chosen_by_pattern(book):
+    assert set(frame(book, metrics=["val/*"])["metric"]) == {"val/loss"}
+    assert set(frame(book, metrics=["quant/*/sqnr_db", "none"])["metric"]) == {"quant/fprop.x/sqnr_db", "quant/fprop.x/blocks.0/sqnr_db"}
+    assert frame(book, metrics=["none"]).empty
+
+
+def test_a_shared_trial_has_its_rows_once_for_each_member(book):
+    other = book.add_arm("again", {"rht": True}, 1, None)
+    book.add_member(other, 0, "a/0", SPEC)
+    assert rows(frame(book)) == expected(book)
+    assert (frame(book)["arm"] == "again").sum() == 6
+
+
+def test_what_is_remembered_is_what_the_ledger_says(book, monkeypatch, tmp_path):
+    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    running = add(book, 2, 2, "a/2", 7.0, status="running")
+    before = frame(book)
+    (part,) = (tmp_path / "sweeps" / "x" / "records").glob("*.parquet")
+    book.record(running, [{"step": 15, "time": 0.0, "metrics": {"val/loss": 6.0}}])
+    book.settle(running, "done")
+    asked = []
+    query = records._query
+    monkeypatch.setattr(records, "_query", lambda *words: asked.append(words[1]) or query(*words))
+    after = frame(book)
+    assert asked == [[running]]  # the finished ones are not read again
+    assert rows(after) == expected(book)
+    assert len(after) == len(before) + 1
+    assert rows(frame(book, metrics=["val/*"])) == {row for row in expected(book) if row[3] == "val/loss"}
+    assert part.exists()
+
+
+def test_what_was_forgotten_is_read_anew(book, monkeypatch):
+    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    frame(book)
+    book.forget(1)
+    book.record(1, [{"step": 5, "time": 0.0, "metrics": {"val/loss": 4.5}}])
+    book.settle(1, "done")
+    assert rows(frame(book)) == expected(book)
+
+
+def test_several_sweeps_are_one_frame(book, tmp_path):
+    other = Ledger(tmp_path / "sweeps" / "y" / "ledger.db")
+    add(other, other.add_arm("b", {"sr": False}, None, None), 0, "b/0", 3.0)
+    both = frame(book, other)
+    assert set(both["sweep"]) == {"x", "y"}
+    assert rows(both) == expected(book) | expected(other)
+    other.close()
+
+
+def test_a_sweep_without_records_is_an_empty_frame(tmp_path):
+    ledger = Ledger(tmp_path / "sweeps" / "z" / "ledger.db")
+    assert frame(ledger).empty
+    ledger.close()
+
+
+def test_a_workload_without_tokens_has_none():
+    assert tokens_per_step({}) is None
+    assert tokens_per_step({"workload": {"gpt": {"unknown": 1}}}) is None

@@ -1,0 +1,185 @@
+"""A report is one file that needs no network, the same twice, whole or not there; what cannot be reported is one sentence."""
+
+import json
+import re
+import shutil
+
+import nbformat
+import pytest
+from experiments_for_tests import ablate, sweep, tiny, write
+
+from ablate import report
+from ablate.ledger import Ledger
+from ablate.report import NOTEBOOKS, ReportError, analysis, is_current, make
+from ablate.yamlfile import InputError
+
+SEARCH = {
+    "ablate": {"workload.lr": {"uniform": [1e-4, 1e-2]}, "rht": [True, False]},
+    "search": {"sampler": "random", "trials": 3},
+}
+TENSORS = {
+    "workload": {"tensors": {"tokens": 32, "inputs": 32, "outputs": 32, "draws": 4}},
+    "metric": [{"name": "gemm/wgrad/rel_mse"}, {"name": "quant/wgrad.g/zero_frac"}],
+}
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    """A grid, a search, a sweep of tensors, and one with a single seed, all run."""
+    folder = tmp_path_factory.mktemp("report")
+    for name, keys in (("grid", {"metric": {"min_effect": 0.01}}), ("search", SEARCH), ("tensors", TENSORS), ("alone", {"seeds": 1})):
+        sweep(tiny(folder, name, **keys), folder / "runs")
+    return folder / "runs"
+
+
+@pytest.fixture(scope="module")
+def made(state):
+    return make(state, "grid")
+
+
+def text_of(path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def test_a_page_names_no_address_outside(made):
+    """Names of XML vocabularies are no links, and nothing loads them."""
+    for page in made.pages:
+        html = re.sub(r'xmlns(:\w+)?="http://www\.w3\.org/[^"]*"', "", text_of(page))
+        assert not re.search(r"https?://|src=|@import|url\((?!#)", html)
+        assert not re.search(r"<link|<iframe", html)
+
+
+def test_the_first_thing_is_the_answer(made):
+    html = text_of(made.index)
+    places = [html.index(word) for word in ("<h1>Does it matter?</h1>", 'class="verdict"', 'id="table-effects-val-loss"', "<svg", "Method")]
+    assert places == sorted(places)
+    assert html.index("Method") < html.index("Where it comes from")
+    assert '<details class="code">' in html
+
+
+def test_ids_are_unique_in_a_page(made):
+    for page in made.pages:
+        ids = re.findall(r'\bid="([^"]+)"', text_of(page))
+        assert len(ids) == len(set(ids))
+
+
+def test_it_is_the_same_twice_apart_from_its_date(state, made):
+    def contents():
+        dated = r"Report of \d{4}-\d\d-\d\d \d\d:\d\d"
+        files = [path for path in made.folder.rglob("*") if path.suffix in (".html", ".md", ".svg", ".csv")]
+        return {path.name: re.sub(dated, "", text_of(path)) for path in files}
+
+    before = contents()
+    make(state, "grid")
+    assert contents() == before
+    assert len(before) > 20
+    assert is_current(state, "grid")
+
+
+def test_pictures_tables_and_markdown_lie_beside(made):
+    figures = {path.name for path in (made.folder / "figures").iterdir()}
+    for stem in ("forest-val-loss", "curves-val-loss", "gap_curve-val-loss", "seed_spread-val-loss", "slot_errors", "divergence"):
+        assert {f"{stem}.png", f"{stem}.svg", f"{stem}.csv"} <= figures
+    assert {"effects-val-loss.csv", "contrasts.csv", "power.csv", "provenance.csv"} <= figures
+    markdown = text_of(made.folder / "index.md")
+    assert markdown.startswith("# Does it matter?")
+    linked = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", markdown)
+    assert linked
+    assert all((made.folder / path).exists() for path in linked)
+
+
+@pytest.mark.parametrize(("name", "first", "shows"), [("search", "index", "history"), ("tensors", "index", "dots")])
+def test_each_kind_of_question_has_its_notebook(state, name, first, shows):
+    found = make(state, name)
+    assert any(path.name.startswith(shows) for path in (found.folder / "figures").glob("*.svg"))
+    assert (found.folder / f"{first}.html").exists()
+
+
+def test_one_seed_claims_nothing(state):
+    html = text_of(make(state, "alone", ["ablation"]).index)
+    assert "One seed an arm: there are differences, and no interval" in html
+
+
+def test_what_is_half_done_is_reported_and_marked(state, tmp_path):
+    shutil.copytree(state / "sweeps" / "grid", tmp_path / "sweeps" / "grid")
+    ledger = Ledger(tmp_path / "sweeps" / "grid" / "ledger.db")
+    for trial, status in ((2, "pending"), (4, "diverged")):
+        ledger.settle(trial, status)
+    ledger.close()
+    html = text_of(make(tmp_path, "grid", ["ablation"]).index)
+    assert "<b>Half done:</b> 1 of 6 runs are missing (1 pending)" in html
+    assert "1 of them not finished" in html
+    assert "<b>Diverged:</b>" in html
+
+
+def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(state, made, monkeypatch, tmp_path):
+    before = text_of(made.index)
+    broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
+    for name in NOTEBOOKS:
+        nbformat.write(broken, tmp_path / f"{name}.ipynb")
+    monkeypatch.setattr(report, "analysis", lambda: tmp_path)
+    with pytest.raises(ReportError, match="notebook ablation stopped in cell 1: ZeroDivisionError: division by zero"):
+        make(state, "grid")
+    assert text_of(made.index) == before
+    assert not list(made.folder.parent.glob(".grid-*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("gird",), "gird: no such experiment has been run; 'grid' is the nearest of "),
+        (("experiments/gird.yaml",), "gird: no such experiment has been run; 'grid' is the nearest of "),
+        ((), "name an experiment, by its file or as one of: alone, grid, search, tensors"),
+        (("grid", "--notebook", "ablatoin"), "--notebook ablatoin: no such notebook; 'ablation' is the nearest of "),
+    ],
+    ids=["name", "file", "nothing", "notebook"],
+)
+def test_a_wrong_name_is_told_with_the_nearest(state, words, said):
+    done = ablate("report", *words, "--state", state)
+    assert done.returncode == 2
+    assert done.stderr.startswith(said)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_damaged_ledger_is_refused(state, tmp_path):
+    folder = tmp_path / "sweeps" / "grid"
+    shutil.copytree(state / "sweeps" / "grid", folder)
+    (folder / "ledger.db").write_bytes(b"no database at all" * 1000)
+    with pytest.raises(InputError, match="damaged"):
+        make(tmp_path, "grid")
+
+
+@pytest.mark.slow
+def test_a_sweep_ends_by_making_its_report(tmp_path):
+    done = ablate("sweep", write(tmp_path), "--state", tmp_path / "runs", "--executor", "inline", ABLATE_REPORT="true")
+    assert done.returncode == 0, done.stderr
+    index = tmp_path / "runs" / "reports" / "tiny" / "index.html"
+    assert str(index) in done.stdout
+    assert index.exists()
+    written = index.stat().st_mtime_ns
+    again = ablate("sweep", write(tmp_path), "--state", tmp_path / "runs", "--executor", "inline", ABLATE_REPORT="true")
+    assert str(index) in again.stdout
+    assert index.stat().st_mtime_ns == written  # nothing was run: it shows all there is
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_stored_without_outputs_and_says_what_it_takes(name):
+    notebook = nbformat.read(analysis() / f"{name}.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells)
+    assert cells[0].metadata["tags"] == ["parameters"]
+
+
+@pytest.mark.slow
+def test_the_walkthrough_runs_without_any_sweep(tmp_path):
+    found = make(tmp_path, "numerics_walkthrough", ["numerics_walkthrough"])
+    html = text_of(found.index)
+    assert "Stochastic rounding" in html
+    rows = {line.split(",")[0]: line for line in (found.folder / "figures" / "products.csv").read_text().splitlines()}
+    decibels = {name: float(rows[name].split(",")[1]) for name in ("nvfp4", "mxfp4", "fp8_current")}
+    assert decibels["mxfp4"] < decibels["nvfp4"] < decibels["fp8_current"]
+
+
+def test_every_notebook_is_listed():
+    assert {path.stem for path in analysis().glob("*.ipynb")} == set(NOTEBOOKS)
+    assert json.loads((analysis() / "ablation.ipynb").read_text())["nbformat"] == 4
