@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
+PLATFORM ?= .venv-platform
 BIN := $(VENV)/bin
 JOBS ?= 2
 SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 
-.PHONY: demo test peers lint schema clean
+.PHONY: demo test peers platform lint schema clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m ablate.sweep experiments/rht_sr.yaml
@@ -17,6 +18,9 @@ test: $(VENV)/.installed-dev
 peers: $(PEERS)/.installed
 	$(PEERS)/bin/python benchmarks/peers.py kernels
 	$(PEERS)/bin/python benchmarks/peers.py step
+
+platform: $(PLATFORM)/.installed
+	$(PLATFORM)/bin/python benchmarks/platform.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -42,5 +46,10 @@ $(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt 
 	SKIP_CUDA_BUILD=1 $(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --requirement benchmarks/requirements.txt
 	@touch $@
 
+$(PLATFORM)/.installed: pyproject.toml constraints.txt benchmarks/platform-requirements.txt $(SOURCES)
+	$(PYTHON) -m venv $(PLATFORM)
+	$(PLATFORM)/bin/python -m pip install --quiet --constraint constraints.txt --editable . --requirement benchmarks/platform-requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) runs
+	rm -rf $(VENV) $(PEERS) $(PLATFORM) runs

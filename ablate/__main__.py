@@ -3,14 +3,24 @@
 import json
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from ablate import __version__, bench, recipe
-from ablate.cli import run
+from ablate.cli import Device, Mlflow, Profile, State, console, run
 from ablate.doctor import doctor
+from ablate.leaderboard import leaderboard
+from ablate.place import find
 from ablate.plan import plan
+from ablate.rebuild import rebuild
 from ablate.recipes import KNOBS
+from ablate.report import report
+from ablate.status import status
+from ablate.stop import stop, workers
 from ablate.surface import json_schema
 from ablate.sweep import sweep
+from ablate.sync import sync
+from ablate.ui import ui
 
 app = typer.Typer(
     help="Does this part of my low-precision training recipe matter, for my model, and by how much?",
@@ -19,20 +29,21 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(sweep)
-app.command()(plan)
-app.add_typer(recipe.app, name="recipe")
-app.add_typer(bench.app, name="bench")
-app.command()(doctor)
+_SWEEPS, _WORDS, _MACHINE = "Sweeps", "Recipes and files", "This machine"
+for verb in (sweep, plan, report, status, ui, leaderboard, stop, workers, sync, rebuild):
+    app.command(rich_help_panel=_SWEEPS)(verb)
+app.add_typer(recipe.app, name="recipe", rich_help_panel=_WORDS)
+app.command(rich_help_panel=_MACHINE)(doctor)
+app.add_typer(bench.app, name="bench", rich_help_panel=_MACHINE)
 
 
-@app.command()
+@app.command(rich_help_panel=_WORDS)
 def schema() -> None:
     """Print the JSON Schema of an experiment file, for editors."""
     print(json.dumps(json_schema(), indent=2))
 
 
-@app.command()
+@app.command(rich_help_panel=_WORDS)
 def knobs() -> None:
     """Print the table of short knobs, as Markdown."""
     print("| knob | values | what it turns | full paths |\n|---|---|---|---|")
@@ -41,7 +52,17 @@ def knobs() -> None:
         print(f"| `{name}` | {knob.values} | {knob.help} | {paths} |")
 
 
-@app.command()
+@app.command(rich_help_panel=_MACHINE)
+def place(state: State = None, profile: Profile = None, device: Device = None, mlflow: Mlflow = None) -> None:
+    """Print where things are, and what says so: a flag, the environment, a profile, or nothing."""
+    found = find(profile, state=state, device=device, mlflow=mlflow)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for key, value in found.shown().items():
+        table.add_row(key, Text(value, overflow="fold"), Text(found.origins[key], "dim"))
+    console().print(table)
+
+
+@app.command(rich_help_panel=_MACHINE)
 def version() -> None:
     """Print the version."""
     print(__version__)

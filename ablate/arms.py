@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +20,9 @@ from ablate.yamlfile import display, nearest
 _LONGEST_VALUE = 40
 _WORD, _RESERVED = re.compile(r"(?!-?\d+(\.\d+)?$)[\w.:-]+"), ("true", "false", "null")
 """Strings that need no quotes."""
+
+CONFIRM = "confirm: "
+"""What the name of an arm begins with that runs a search's winner again, on seeds that took no part in choosing it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Base:
     values: Mapping[str, Any]
     preset: str
 
-    @property
+    @cached_property
     def config(self) -> Spec:
         """The workload as the file gives it, no knob turned."""
         return self.arm({"recipe": "bf16"}).config

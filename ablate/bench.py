@@ -147,6 +147,24 @@ def start(rounds: Rounds = 9, as_json: AsJson = False) -> None:
     _show([{"what": "fork to first step", "ms": 1000 * measured[rounds // 2]}], as_json)
 
 
+@app.command()
+def faults(
+    count: Annotated[int, typer.Option("--faults", min=1, help="How many are made.")] = 100,
+    seed: Annotated[int, typer.Option(help="Which, and when.")] = 0,
+    state: Annotated[Path | None, typer.Option(help="A new folder for the sweeps, and the evidence; default: one that goes.")] = None,
+    without: Annotated[list[str] | None, typer.Option(metavar="KIND", help="A kind to leave out; repeatable.")] = None,
+) -> None:
+    """Kill everything that can be killed, at random moments of a small real sweep, and look for what was lost, or done twice.
+
+    Controller, workers, trials, Ray, an MLflow server and a PostgreSQL of our own, on this machine. Exit status 1 if a promise broke.
+    """
+    from ablate import faults
+
+    if wrong := [f"--without {name}: no such kind; {nearest(name, faults.FAULTS)}" for name in without or () if name not in faults.FAULTS]:
+        raise InputError(wrong)
+    raise typer.Exit(int(not faults.told(state, count, seed, [name for name in faults.FAULTS if name not in (without or ())], console())))
+
+
 # --- what is measured ------------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +304,7 @@ def _draw(png: Path | None, how: str, found: list[Line], *axes: Any) -> None:
     if png:
         from ablate import figures
 
-        getattr(figures, how)(found, *axes).savefig(png, dpi=150, bbox_inches="tight")
+        getattr(figures, how)(found, *axes).write(png)
 
 
 def _show(found: list[Line], as_json: bool) -> None:

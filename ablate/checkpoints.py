@@ -11,7 +11,7 @@ from torch import nn
 
 from ablate.engines.emulated import Engine
 
-VERSION = 1
+VERSION = 2
 """Of the file's content; another version is not read."""
 
 
@@ -26,9 +26,13 @@ class Checkpoints:
         self._state = self._read(path)
         further = (step for step in sorted(self.shared, reverse=True) if self._state is None or step > self._state["step"])
         taken = next((state for step in further if (state := self._read(self.shared[step]))), None)
+        if taken:
+            os.utime(self.shared[taken["step"]])  # used now: the last to be removed where room is short
         self.trunk = {"trial": taken["trial"], "step": taken["step"]} if taken else None
         """The trial that left the shared state which this one goes on from, and its step."""
         self._state = taken or self._state
+        self.start = self._state["step"] if self._state else 0
+        """The step that this attempt goes on from."""
 
     def take(self) -> dict[str, Any] | None:
         """The furthest checkpoint there is, once."""

@@ -1,36 +1,58 @@
 """The trial's own process: a warm interpreter that forks a child for each trial, and dies with whoever started it.
 
-Standard input carries one JSON line a trial: {id, spec, root, attempt, telemetry, fork}. Standard output carries the child's events as
-JSON lines, then {"exit": status} (negative: the signal that killed it). Torch is imported once, so a trial starts in
-milliseconds. When standard input closes, the supervisor is gone: the warm process and the trial in it end at once.
+Standard input carries one JSON line a trial: {id, spec, root, attempt, telemetry, fork}. Standard output carries the child's {"pid": n}
+and its events as JSON lines, then {"exit": status} (negative: the signal that killed it). Torch is imported once, so a trial starts in
+milliseconds. When standard input closes, the supervisor is gone: the warm process and the trial in it end at once. At SIGUSR1 a trial
+writes the stack of its threads into its log.
 """
 
+import faulthandler
 import json
 import os
 import select
+import signal
 import sys
 import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from ablate import provenance
 from ablate.store import Store
-from ablate.trial import TrialSpec, run
+from ablate.trial import OutOfMemory, TrialSpec, run
 
 _POLL_SECONDS = 0.5
+OUT_OF_MEMORY = 12
+"""Exit status of a trial that ran out of memory: ENOMEM."""
 
 
 def main() -> None:
     """Serve trials until standard input closes."""
+    warm = threading.Event()
+    watcher = threading.Thread(target=_end_early, args=(warm,), daemon=True)
+    watcher.start()
     tune_process()
     rehearse()
+    provenance.environment()  # asks the file system for every version: once for all trials
+    warm.set()
+    watcher.join()  # one thread alone may fork
     for line in iter(sys.stdin.buffer.raw.readline, b""):
         request = json.loads(line)
         pid = os.fork()
         if pid == 0:
             _trial(request)
         status = os.waitstatus_to_exitcode(_wait(pid))
-        print(json.dumps({"exit": status}), flush=True)
+        print("\n" + json.dumps({"exit": status}), flush=True)  # a trial that was killed may have left half a line
+    os._exit(0)  # at once: torch takes a second to be torn down
+
+
+def _end_early(warm: threading.Event) -> None:
+    """End while this process still warms up, which takes seconds, where the supervisor is gone by then. A request that waits is none."""
+    hangup = select.poll()
+    hangup.register(0, 0)
+    while not warm.is_set():
+        if hangup.poll(50):
+            os._exit(1)
 
 
 def tune_process() -> None:
@@ -59,15 +81,16 @@ def rehearse() -> None:
 
 
 def _wait(pid: int) -> int:
-    """Wait for the trial; end it when standard input closes first."""
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return status
-        if _supervisor_gone(0.02):
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)
-            os._exit(1)
+    """Wait for the trial; end it when standard input closes first, since requests never come while a trial runs."""
+    over = os.pidfd_open(pid)
+    ready, _, _ = select.select([0, over], [], [])
+    os.close(over)
+    if over not in ready:
+        os.kill(pid, 9)
+    _, status = os.waitpid(pid, 0)
+    if 0 in ready:
+        os._exit(1)
+    return status
 
 
 def _supervisor_gone(seconds: float) -> bool:
@@ -88,10 +111,15 @@ def _trial(request: dict) -> None:
         with os.fdopen(os.dup(1), "w", buffering=1) as events, (folder / f"log-{attempt}.txt").open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+            faulthandler.register(signal.SIGUSR1, file=log)
+            print(json.dumps({"pid": os.getpid()}), file=events)
             try:
                 for event in run(TrialSpec.parse(request["spec"]), store, attempt, request["telemetry"], request.get("fork", ())):
                     print(json.dumps(event), file=events)
                 status = 0
+            except OutOfMemory as error:
+                print(error, file=log, flush=True)
+                status = OUT_OF_MEMORY
             except Exception:  # the boundary of the process: its reason goes to the log, which the supervisor reports
                 traceback.print_exc()
                 sys.stderr.flush()

@@ -5,12 +5,33 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import typer
 from rich.console import Console
 
 from ablate.yamlfile import InputError
 
 DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED = 0, 1, 2, 3, 130
+
+_WHERE = "Where"
+State = Annotated[
+    Path | None,
+    typer.Option("--state", help="State folder: trials, ledgers, MLflow store; default: runs. (ABLATE_STATE)", rich_help_panel=_WHERE),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option("--profile", help="Which profile of ablate.toml says where things are. (ABLATE_PROFILE)", rich_help_panel=_WHERE),
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Where a trial computes; default: auto.", rich_help_panel=_WHERE)
+]
+Mlflow = Annotated[
+    str | None,
+    typer.Option(help="MLflow's address; default: a store in the state folder; none: no MLflow. (ABLATE_MLFLOW)", rich_help_panel=_WHERE),
+]
+Sweeps = Annotated[list[str] | None, typer.Argument(metavar="[X]...", help="Sweeps, by name or by YAML file; default: all there are.")]
+Json = Annotated[bool, typer.Option("--json", help="Print it as JSON, for machines.")]
 
 
 def run(command: Callable[[], None]) -> None:
@@ -20,6 +41,13 @@ def run(command: Callable[[], None]) -> None:
     except InputError as error:
         print(error, file=sys.stderr)
         sys.exit(BAD_INPUT)
+
+
+def alone(command: Callable[..., Any]) -> None:
+    """Run a verb as a program of its own, `python -m ablate.verb`. A crash shows no local variables: one may hold an address's password."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    run(app)
 
 
 def duration(seconds: float) -> str:

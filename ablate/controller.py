@@ -3,36 +3,40 @@
 It draws nothing and prints nothing: it yields a Progress whenever something happened, and ends with an Outcome.
 """
 
-import itertools
+import errno
 import json
 import math
+import shutil
+import sqlite3
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ablate import provenance
-from ablate.arms import Arm, KnobError, label
+from ablate import control, provenance
+from ablate.agenda import Agenda, Work
+from ablate.arms import KnobError
 from ablate.experiment import Experiment
-from ablate.forks import Family
-from ablate.ledger import FINISHED, Ledger
-from ablate.store import Store
-from ablate.trial import TrialSpec
+from ablate.ledger import Ledger
+from ablate.store import Store, full
 
 _WAIT_SECONDS = 0.2
 _MLFLOW_GRACE_SECONDS = 30.0
 _INTERRUPT_GRACE_SECONDS = 10.0
+_SPARE_BYTES = 512 << 20
+"""No trial starts while the disk has less room than this, beside room for a checkpoint a slot."""
 
 
 class Executor(Protocol):
     """Where trials run; see workers.py."""
 
-    slots: int
-
+    @property
+    def slots(self) -> int: ...
     def submit(self, request: dict[str, Any]) -> None: ...
     def wait(self, seconds: float) -> list[tuple[str, dict[str, Any]]]: ...
+    def stop(self, trial: str) -> None: ...
+    def resize(self, slots: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -52,6 +56,9 @@ class Running:
     warned: bool = False
     """Whether its first alarm was told."""
     request: dict[str, Any] = field(default_factory=dict)
+    work: Work | None = None
+    ending: tuple[str, str] | None = None
+    """Status and reason that it gets once it is over, where it was told to stop."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Progress:
 
     done: int
     total: int
+    failed: int
     running: tuple[Running, ...]
     news: tuple[str, ...]
     mlflow: str | None
@@ -68,60 +76,86 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run of the sweep ended."""
+    """How a run of the sweep ended; `why` where that needs words."""
 
-    status: Literal["done", "failed", "budget"]
+    status: Literal["done", "failed", "budget", "stopped", "disk"]
     ran: int
     reused: int
     failed: int
     seconds: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a command may ask of a run beside what the experiment says."""
+
+    fork: bool = True
+    """Run what trials have in common from the start once."""
+    fresh: bool = False
+    """Run finished trials again."""
+    accept_version: bool = False
+    """Run all of a sweep anew that was begun with other versions of the code."""
+    price: float | None = None
+    """Of an hour of one slot, in the unit of the experiment's `budget: {cost: ...}`."""
 
 
 class Controller:
     """One run of one experiment against its state folder."""
 
     def __init__(
-        self, experiment: Experiment, state: Path, device: str, connect: Callable[[], Executor], mlflow: str | None, fork: bool = True
+        self,
+        experiment: Experiment,
+        state: Path,
+        device: str,
+        connect: Callable[[], Executor],
+        mlflow: str | None,
+        wishes: Wishes = Wishes(),
     ) -> None:
-        self.experiment, self.state, self.device = experiment, state, device
-        self._family = Family()
-        self._fork = fork
+        self.experiment, self.state, self.wishes = experiment, state, wishes
         self.folder = state / "sweeps" / experiment.name
         self.store, self.ledger = Store(state), Ledger(self.folder / "ledger.db")
         self._connect, self._mlflow = connect, mlflow
+        self._started = time.time()
+        fresh = self._started if wishes.fresh else None
+        self.agenda = Agenda(experiment, self.ledger, self.store, device, wishes.fork, fresh)
         self.pictures: Any = None
-        self._queue: deque[tuple[int, Arm, int, str]] = deque()
         self._running: dict[str, Running] = {}
         self._news: list[str] = []
-        self._ran = 0
-        self._reused: set[str] = set()
+        self._ran, self._extended, self._confirmed = 0, -1, False
+        self._slot_seconds = 0.0
         self._actual = self._estimated = 0.0
-        self._started = time.time()
+        self._halt: tuple[Literal["stopped", "disk"], str] | None = None
+        """Why nothing more is started: told to stop, or the disk is full."""
 
     # One run
 
     def run(self) -> Iterator[Progress | Outcome]:
         """Do what is missing. Ctrl-C, or closing the generator, leaves everything resumable."""
-        requeued = self.ledger.requeue(time.time())
-        self._describe()
-        self._want_all()
-        if requeued:
-            self._say(f"{requeued} trials were left unfinished and go on")
         executor = None
         status = "killed"
         try:
+            self._want()
             yield self._progress()
+            self._extend()
             self.pictures = self._draw()
+            if self.pictures.warmed:
+                self._say(self.pictures.warmed)
             if self._work_left():
                 executor = self._connect()
                 yield from self._loop(executor)
             status = self._status()
-            self._tidy()
-            behind = self.pictures.finish("FAILED" if status == "failed" else "FINISHED", _MLFLOW_GRACE_SECONDS)
+            behind = self._finish(status)
             if behind:
                 self._say(behind)
             yield self._progress()
-            yield Outcome(status, self._ran, len(self._reused), self._count("failed"), time.time() - self._started)
+            yield self._outcome(status)
+        except (OSError, sqlite3.OperationalError) as error:
+            if not full(error):
+                raise
+            status = "disk"  # nothing more can be written: what was left running is settled by the next run
+            self._stop_for_space("some of it")
+            yield self._outcome(status)
         finally:
             if executor:
                 executor.close()
@@ -129,41 +163,92 @@ class Controller:
                 self._interrupted()
             self.ledger.close()
 
+    def adopt(self, points: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+        """Only take over what the trial folders have, running nothing; returns what is worth a line. The ledger is closed then.
+
+        `points`: what a search had proposed, for a ledger that does not know it any more.
+        """
+        self._want(points)
+        self.ledger.close()
+        return self._news
+
+    def _want(self, points: Sequence[Mapping[str, Any]] = ()) -> None:
+        requeued = self.ledger.requeue(time.time())
+        self._describe()
+        control.take(self.folder)  # orders to a controller that is no more
+        for line in self.agenda.everything(self.wishes.accept_version, points):
+            self._say(line)
+        if requeued:
+            self._say(f"{requeued} trials were left unfinished and go on")
+
     def _draw(self) -> Any:
         from ablate.pictures import Pictures  # Optuna and pandas: only once the first line is on the screen
 
         return Pictures(self.experiment, self.ledger, self.state, self.folder, self._mlflow, busy=self._work_left())
 
     def _loop(self, executor: Executor) -> Iterator[Progress]:
+        self.pictures.refresh()  # or a study that was drawn again would ask while every point looks as if it still ran
         while self._running or self._work_left():
-            while len(self._running) < executor.slots and not self._spent() and (member := self._next()):
-                self._submit(executor, *member)
+            self._obey(executor)
+            while len(self._running) < executor.slots and self._may_start(executor) and (work := self._next()):
+                self._submit(executor, work)
                 yield self._progress()
             if not self._running:
                 return
             for trial_id, message in executor.wait(_WAIT_SECONDS):
                 self._hear(executor, trial_id, message)
+            self._extend()
             self.pictures.refresh()
             yield self._progress()
 
+    def _extend(self) -> None:
+        """Want more where the answer so far calls for it; looks once after each change."""
+        if self.agenda or self._halt or self._extended == self._ran:
+            return
+        self._extended, search = self._ran, self.experiment.search
+        if self.experiment.growth:
+            self._news += self.agenda.grow()
+        elif search and search.confirm and not self._confirmed and not self._running and self.agenda.asks_left <= 0:
+            self._confirmed = True
+            self._news += self.agenda.confirm()
+
+    def _finish(self, status: str) -> str | None:
+        if status in ("done", "failed"):
+            self.agenda.tidy()
+        return self.pictures.finish({"failed": "FAILED", "stopped": "KILLED"}.get(status, "FINISHED"), _MLFLOW_GRACE_SECONDS)
+
     def _work_left(self) -> bool:
-        return not self._spent() and bool(self._queue or self._asks_left())
+        return not self._halt and not self._spent() and bool(self.agenda or self.agenda.asks_left > 0)
 
     def _spent(self) -> bool:
-        budget = self.experiment.budget
-        hours = (time.time() - self._started) / 3600
-        started = self._ran + len(self._running)
-        return (budget.trials is not None and started >= budget.trials) or (budget.hours is not None and hours >= budget.hours)
+        """Whether the budget of this run is used up."""
+        budget, now = self.experiment.budget, time.time()
+        if budget.trials is not None and self._ran + len(self._running) >= budget.trials:
+            return True
+        if budget.hours is not None and now - self._started >= 3600 * budget.hours:
+            return True
+        used = self._slot_seconds + sum(now - running.started for running in self._running.values())
+        return budget.cost is not None and self.wishes.price is not None and used / 3600 * self.wishes.price >= budget.cost
 
-    def _status(self) -> Literal["done", "failed", "budget"]:
-        if self._queue or self._asks_left():
+    def _status(self) -> Literal["done", "failed", "budget", "stopped", "disk"]:
+        if self._halt:
+            return self._halt[0]
+        if self.agenda or self.agenda.asks_left > 0:
             return "budget"
-        return "failed" if self._count("failed") else "done"
+        return "failed" if self._failures() else "done"
 
-    def _count(self, status: str) -> int:
-        return sum(member["status"] == status for member in self.ledger.members())
+    def _outcome(self, status: str) -> Outcome:
+        why = self._halt[1] if self._halt else ""
+        if status == "budget":
+            count = self.agenda.count
+            left = f"{count['pending']} trials are not run" + (
+                f" and {self.agenda.asks_left} arms not proposed" * (self.agenda.asks_left > 0)
+            )
+            why = f"Partial: the budget is reached, and {left}. The same command goes on."
+        return Outcome(status, self._ran, len(self.agenda.reused), self._failures(), time.time() - self._started, why)
 
-    # What is wanted
+    def _failures(self) -> int:
+        return sum(self.agenda.count[status] for status in ("failed", "oom", "stopped"))
 
     def _describe(self) -> None:
         commit, diff = provenance.commit(Path.cwd())
@@ -171,162 +256,172 @@ class Controller:
             **{
                 "name": self.experiment.name,
                 "question": self.experiment.question,
+                "interval": self.experiment.growth.interval if self.experiment.growth else "t",
+                "search": self.experiment.search.sampler if self.experiment.search else "",
                 "metric": self.experiment.metric.model_dump_json(),
                 "metrics": json.dumps([metric.name for metric in self.experiment.metrics]),
+                "compared": json.dumps([metric.model_dump() for metric in self.experiment.metrics]),
+                "published": json.dumps([figure.model_dump() for figure in self.experiment.published]),
                 "experiment.yaml": self.experiment.text,
                 "provenance.json": json.dumps({"commit": commit, **provenance.environment()}, indent=1),
                 "uncommitted.diff": diff,
             }
         )
 
-    def _want_all(self) -> None:
-        """Want what the file names now; what an earlier version of it named stays in the ledger, out of the answer."""
-        proposed = [json.loads(arm["knobs"]) for arm in self.ledger.arms() if arm["optuna"] is not None]
-        self.ledger.unwant()
-        numbers = itertools.count()
-        for arm in self.experiment.arms:
-            self._want(arm, None if arm.name in self.experiment.added or self.experiment.search else next(numbers))
-        if self.experiment.search:
-            for knobs in proposed:
-                self._propose(knobs, next(numbers))
-        # Pairs complete early; of trials that begin alike, the one that others follow furthest goes first.
-        seeds = self.experiment.seeds
-        self._queue = deque(sorted(self._queue, key=lambda item: (seeds.index(item[2]), -sum(dict(self._points(item[1], item[2]))))))
+    # What may start
 
-    def _want(self, arm: Arm, optuna: int | None = None) -> None:
-        """Put an arm with all its seeds into the ledger; adopt what is finished, queue what is not."""
-        number = self.ledger.add_arm(arm.name, arm.knobs, self._arm_number(arm.baseline), optuna)
-        for seed in self.experiment.seeds:
-            spec = self.experiment.spec(arm, seed, self.device)
-            self._family.add(spec)
-            trial = self.ledger.add_member(number, seed, spec.id, spec.wire)
-            known = spec.id in self._running or any(queued[0] == trial for queued in self._queue)
-            if not known and not self._adopt(trial, spec.id):
-                self._queue.append((trial, arm, seed, spec.id))
-        self._queue = deque(sorted(self._queue, key=lambda item: self.experiment.seeds.index(item[2])))  # pairs complete early
-
-    def _arm_number(self, name: str | None) -> int | None:
-        """A baseline's number in the ledger; arms are named in any order, so it may have to be made room for first."""
-        if name is None:
-            return None
-        known = next((arm["arm"] for arm in self.ledger.arms() if arm["name"] == name), None)
-        if known is not None:
-            return known
-        baseline = next(arm for arm in self.experiment.arms if arm.name == name)
-        return self.ledger.add_arm(name, baseline.knobs, None, None)
-
-    def _adopt(self, trial: int, trial_id: str) -> bool:
-        """Take over a result that the store has, from this sweep or any other; whether there was one."""
-        result = self.store.result(trial_id)
-        if result is None:
+    def _may_start(self, executor: Executor) -> bool:
+        if self._halt or self._spent():
             return False
-        status = self.ledger.status(trial)
-        if status not in FINISHED:
-            self.ledger.record(trial, self.store.events(trial_id))
-            self.ledger.settle(trial, result["status"], result["reason"], result["seconds"], reused=True)
-        self._reused.add(trial_id)
-        return True
+        checkpoint = self.store.largest_checkpoint()
+        need = _SPARE_BYTES + checkpoint * executor.slots
+        if shutil.disk_usage(self.state).free >= need or self.store.collect(need):
+            return True
+        free = shutil.disk_usage(self.state).free
+        self._stop_for_space(f"{(need - free) / 1e9:.1f} GB")
+        return False
 
-    # The search
+    def _stop_for_space(self, amount: str) -> None:
+        """Start nothing more: the disk is full, or nearly."""
+        if not self._halt:
+            self._halt = "disk", f"The disk of {self.state} is full: free {amount}, then run the same command again. Nothing is lost."
 
-    def _asks_left(self) -> int:
-        search = self.experiment.search
-        return search.trials - sum(arm["optuna"] is not None for arm in self.ledger.arms()) if search else 0
-
-    def _next(self) -> tuple[int, Arm, int, str] | None:
-        while not self._queue and self._asks_left() > 0:
+    def _next(self) -> Work | None:
+        while not self.agenda and self.agenda.asks_left > 0:
             number, knobs = self.pictures.study.ask()
-            why = self._propose(knobs, number)
-            if why:
-                self.pictures.study.refuse(number, why)
-                self._say(f"point {number} cannot be run: {why}")
-        ready = next((item for item in self._queue if self._ready(*item[1:3])), None)
-        if ready:
-            self._queue.remove(ready)
-        return ready
+            try:
+                self.pictures.due(self.agenda.propose(knobs, number))
+            except KnobError as error:
+                self.pictures.study.refuse(number, str(error))
+                self._say(f"point {number} cannot be run: {error}")
+        return self.agenda.next({name for running in self._running.values() for _, name in running.request["fork"]})
 
-    def _ready(self, arm: Arm, seed: int) -> bool:
-        """Whether a trial need not wait: a running one will leave nothing that lies further on its way than what is there."""
-        coming = {name for running in self._running.values() for _, name in running.request["fork"]}
-        for _, name in self._points(arm, seed):
-            if self.store.shared(name).exists():
-                return True
-            if name in coming:
-                return False
-        return True
-
-    def _points(self, arm: Arm, seed: int) -> list[tuple[int, str]]:
-        """The states on a trial's way that others pass through too, furthest first. Records before them are as often as telemetry says."""
-        return self._named(self.experiment.spec(arm, seed, self.device)) if self._fork else []
-
-    def _named(self, spec: TrialSpec) -> list[tuple[int, str]]:
-        often = self.experiment.telemetry
-        cadence = f"{often.every}-{often.shadow}-{often.log}"
-        return [(step, f"{name}-{cadence}") for step, name in self._family.points(spec)]
-
-    def _tidy(self) -> None:
-        """Remove the shared checkpoints of this sweep, which every trial that wanted one has read."""
-        for spec in self._family:
-            for _, name in self._named(spec):
-                self.store.shared(name).unlink(missing_ok=True)
-
-    def _propose(self, knobs: dict[str, Any], number: int) -> str | None:
-        """Want a searched arm and its baseline; why not, where its knobs contradict each other: an arm without members."""
-        rounded = {knob: float(f"{value:.3g}") if isinstance(value, float) else value for knob, value in knobs.items()}
-        name = f"{number}: {label(rounded)}"  # the number keeps it unique
-        try:
-            arm, baseline = self.experiment.propose(knobs)
-        except KnobError as error:
-            self.ledger.add_arm(name, knobs, None, number)
-            return str(error)
-        self._want(baseline)
-        self._want(replace(arm, name=name), number)
-        return None
-
-    # Trials
-
-    def _submit(self, executor: Executor, trial: int, arm: Arm, seed: int, trial_id: str) -> None:
-        if self._adopt(trial, trial_id):  # another sweep was faster
+    def _submit(self, executor: Executor, work: Work) -> None:
+        if self.agenda.adopt(work.trial, work.spec.id):  # another sweep was faster
+            self.pictures.settled(work.trial)
             return
-        attempt = self.ledger.start_attempt(trial, time.time())
+        attempt = self.agenda.start(work.trial, work.spec.id, time.time())
         request = {
-            "id": trial_id,
-            "spec": self.experiment.spec(arm, seed, self.device).wire,
+            "id": work.spec.id,
+            "spec": work.spec.wire,
             "root": str(self.state.resolve()),
             "attempt": attempt,
             "telemetry": self.experiment.telemetry.model_dump(),
-            "fork": self._points(arm, seed),
+            "fork": self.agenda.points(work.spec),
+            "patience": self.experiment.patience,
         }
-        self._running[trial_id] = Running(arm.name, seed, trial, attempt, time.time(), arm.config.steps, _estimate(arm), request=request)
+        self._running[work.spec.id] = Running(
+            work.arm.name, work.seed, work.trial, attempt, time.time(), work.arm.config.steps, work.estimate, request=request, work=work
+        )
         executor.submit(request)
+
+    # What is ordered
+
+    def _obey(self, executor: Executor) -> None:
+        """Carry out what `ablate stop` and `ablate workers` ask for."""
+        for order in control.take(self.folder):
+            if "workers" in order:
+                executor.resize(order["workers"])
+                self._say(f"{executor.slots} trials at once from now on")
+            elif order["stop"] == "sweep":
+                self._halt = "stopped", "Stopped as ordered. Nothing is lost: the same command goes on."
+                self._end_trials(executor, lambda work: True, "stopped", "stopped by hand")
+            elif order["stop"] == "arm":
+                name = order["name"]
+                self._end_trials(executor, lambda work, name=name: work.arm.name == name, "stopped", "its arm was stopped by hand")
+            else:
+                trial = order["id"]
+                self._end_trials(executor, lambda work, trial=trial: work.spec.id == trial, "stopped", "stopped by hand")
+
+    def _end_trials(self, executor: Executor, meant: Callable[[Work], bool], status: str, reason: str) -> None:
+        """End the trials in flight that are meant; those that wait are not run. All keep what they recorded."""
+        for trial_id, running in self._running.items():
+            if meant(running.work) and not running.ending:
+                running.ending = status, reason
+                executor.stop(trial_id)
+        for work in self.agenda.drop(meant) if not self._halt else ():
+            self.agenda.settle(work.trial, status, reason)
+            self.pictures.settled(work.trial)
+
+    def _prune(self, executor: Executor, trial: int) -> None:
+        """End what the pruner gives up after what this trial has shown, but for trials that other arms want, too."""
+        for arm, reason in self.pictures.judge(trial).items():
+            own = self.ledger.own_trials(arm)
+            self._end_trials(executor, lambda work, own=own: work.trial in own, "pruned", reason)
+
+    # What is heard
 
     def _hear(self, executor: Executor, trial_id: str, message: dict[str, Any]) -> None:
         running = self._running[trial_id]
         if "events" in message:
-            self.ledger.record(running.trial, message["events"])
-            last = message["events"][-1]
-            running.step = last["step"]
-            running.loss = last["metrics"].get("train/loss", running.loss)
-            resumed = next((event["resumed"] for event in message["events"] if "resumed" in event), None)
-            if resumed:
-                self._say(f"{running.name} seed={running.seed}: goes on from step {resumed}")
-            self._warn(running, message["events"])
-            return
+            self._record(running, message["events"])
+            self._prune(executor, running.trial)
+        elif "waits" in message:
+            self._say(f"{running.name} seed={running.seed}: waits for {message['waits']}, which runs the same trial")
+        elif "end" in message:
+            self._end(executor, trial_id, running, message)
+            self._prune(executor, running.trial)
+
+    def _record(self, running: Running, events: list[dict[str, Any]]) -> None:
+        self.ledger.record(running.trial, events)
+        last = events[-1]
+        running.step = last["step"]
+        running.loss = last["metrics"].get("train/loss", running.loss)
+        resumed = next((event["resumed"] for event in events if "resumed" in event), None)
+        if resumed:
+            self._say(f"{running.name} seed={running.seed}: goes on from step {resumed}")
+        self._warn(running, events)
+
+    def _end(self, executor: Executor, trial_id: str, running: Running, message: dict[str, Any]) -> None:
         outcome, reason = message["end"], message.get("reason")
+        if running.ending and "result" not in message:
+            outcome, reason = running.ending
         self.ledger.end_attempt(running.trial, running.attempt, time.time(), outcome, reason)
+        self._slot_seconds += time.time() - running.started
         del self._running[trial_id]
         if outcome == "failed":
             self._failed(executor, trial_id, running, message)
-            return
+        elif "result" in message:
+            self._finished(trial_id, running, outcome, reason, message["result"])
+        else:
+            self._give_up(running, outcome, reason, message.get("log", "") if outcome == "oom" else "")
+
+    def _finished(self, trial_id: str, running: Running, outcome: str, reason: str | None, result: dict[str, Any]) -> None:
         if self.store.result(trial_id) is None:  # a worker that shares no file system
-            self.store.commit(trial_id, message["result"])
+            self.store.commit(trial_id, result)
         self._ran += 1
         self._actual += time.time() - running.started
         self._estimated += running.estimate
-        self.ledger.settle(running.trial, outcome, reason, message["result"]["seconds"])
-        final = self.ledger.last_values(running.trial).get(self.experiment.metric.name, math.nan)
+        self.agenda.settle(running.trial, outcome, reason, result["seconds"])
+        self.pictures.settled(running.trial)
+        final = self.ledger.last_value(running.trial, self.experiment.metric.name)
         ending = f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
-        self._say(f"{running.name} seed={running.seed}: {ending} ({message['result']['seconds']:.0f} s)")
+        self._say(f"{running.name} seed={running.seed}: {ending} ({result['seconds']:.0f} s)")
+
+    def _failed(self, executor: Executor, trial_id: str, running: Running, message: dict[str, Any]) -> None:
+        reason = message["reason"]
+        if f"[Errno {errno.ENOSPC}]" in reason:
+            self._stop_for_space("some of it")
+            self.agenda.settle(running.trial, "pending")
+            return
+        tries = self.ledger.attempts_since(running.trial, self._started)
+        if tries <= self.experiment.retry and not self._halt:
+            self._say(f"{running.name} seed={running.seed}: {reason}; retry {tries}/{self.experiment.retry}")
+            request = running.request | {"attempt": self.agenda.start(running.trial, trial_id, time.time())}
+            self._running[trial_id] = replace(
+                running, attempt=request["attempt"], started=time.time(), step=0, loss=math.nan, request=request
+            )
+            executor.submit(request)
+            return
+        self._give_up(running, "failed", reason, message.get("log", ""))
+
+    def _give_up(self, running: Running, status: str, reason: str, log: str) -> None:
+        """A trial without a result, not to be tried again in this run."""
+        self.agenda.settle(running.trial, status, reason)
+        self.pictures.settled(running.trial)
+        lines = "".join(f"\n    {line}" for line in log.splitlines())
+        said = "" if reason.startswith(status) else f"{status}: "
+        self._say(f"{running.name} seed={running.seed}: {said}{reason}{lines}")
 
     def _warn(self, running: Running, events: list[dict[str, Any]]) -> None:
         """Tell a trial's first alarms, and that there are more."""
@@ -336,26 +431,11 @@ class Controller:
                 more = f" (and {len(event['alarms']) - 1} more)" if event["alarms"][1:] else ""
                 self._say(f"{running.name} seed={running.seed} step {event['step']}: alarm: {event['alarms'][0]}{more}")
 
-    def _failed(self, executor: Executor, trial_id: str, running: Running, message: dict[str, Any]) -> None:
-        reason = message["reason"]
-        tries = self.ledger.attempts_since(running.trial, self._started)
-        if tries <= self.experiment.retry:
-            self._say(f"{running.name} seed={running.seed}: {reason}; retry {tries}/{self.experiment.retry}")
-            request = running.request | {"attempt": self.ledger.start_attempt(running.trial, time.time())}
-            self._running[trial_id] = replace(
-                running, attempt=request["attempt"], started=time.time(), step=0, loss=math.nan, request=request
-            )
-            executor.submit(request)
-            return
-        self.ledger.settle(running.trial, "failed", reason)
-        log = "".join(f"\n    {line}" for line in message.get("log", "").splitlines())
-        self._say(f"{running.name} seed={running.seed}: failed: {reason}{log}")
-
     def _interrupted(self) -> None:
         now = time.time()
         for running in self._running.values():
             self.ledger.end_attempt(running.trial, running.attempt, now, "interrupted")
-            self.ledger.settle(running.trial, "pending")
+            self.agenda.settle(running.trial, "pending")
         if self.pictures:
             self.pictures.finish("KILLED", _INTERRUPT_GRACE_SECONDS)
 
@@ -365,23 +445,19 @@ class Controller:
         self._news.append(line)
 
     def _progress(self) -> Progress:
-        members = self.ledger.members()
-        unfinished = {member["trial"] for member in members if member["status"] in ("pending", "running")}
-        total = len({member["trial"] for member in members})
+        count = self.agenda.count
+        total = count.total()
         news, self._news = tuple(self._news), []
         trouble = self.pictures.trouble if self.pictures else None
-        return Progress(total - len(unfinished), total, tuple(self._running.values()), news, trouble, self._seconds_left())
+        done = total - count["pending"] - count["running"]
+        return Progress(done, total, self._failures(), tuple(self._running.values()), news, trouble, self._seconds_left())
 
     def _seconds_left(self) -> float:
         """The workloads' own estimates for what is missing, scaled by how far off they were for the trials that ran."""
         scale = self._actual / self._estimated if self._estimated else 1.0
-        waiting = sum(_estimate(arm) for _, arm, _, _ in self._queue)
-        if self._asks_left() > 0:
-            waiting += self._asks_left() * len(self.experiment.seeds) * self.experiment.base.config.cost(quantised=True)
+        waiting = self.agenda.seconds
+        if self.agenda.asks_left > 0:
+            waiting += self.agenda.asks_left * len(self.experiment.seeds) * self.experiment.base.config.cost(quantised=True)
         now = time.time()
         running = sum(max(0.0, scale * item.estimate - (now - item.started)) for item in self._running.values())
         return (scale * waiting + running) / max(1, len(self._running))
-
-
-def _estimate(arm: Arm) -> float:
-    return arm.config.cost(not arm.recipe.plain)

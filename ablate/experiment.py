@@ -1,41 +1,40 @@
 """From an experiment as written to an experiment as meant: YAML in, arms and trial specs out, or every mistake at its place."""
 
 import itertools
-import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
 from ablate.arms import Arm, Base, KnobError, reason
 from ablate.engines import resolve
-from ablate.recipes import PRESETS
-from ablate.surface import NOT_YET, Budget, ExperimentFile, Metric, Published, Search, TelemetryKeys
+from ablate.numerics.spec import Spec
+from ablate.recipes import PRESETS, Recipe
+from ablate.space import Dimension, conditions, grid, refuse_twins, space, values_at
+from ablate.surface import (
+    FEWEST_SEEDS,
+    SEVERAL,
+    Budget,
+    Constraint,
+    ExperimentFile,
+    Growth,
+    Metric,
+    Published,
+    Search,
+    TelemetryKeys,
+)
 from ablate.trial import TrialSpec
 from ablate.workloads import WORKLOADS
 from ablate.yamlfile import Document, nearest, read
 
 _MOST_ARMS = 10_000
-
-
-@dataclass(frozen=True)
-class Dimension:
-    """One knob's range or choices."""
-
-    kind: Literal["choice", "uniform", "int"]
-    choices: tuple[Any, ...] = ()
-    low: float = 0
-    high: float = 0
-    log: bool = False
-
-    def ends(self) -> tuple[Any, ...]:
-        """Values to try, to see whether the range makes sense: every choice, or both ends; of real numbers a value between too."""
-        if self.kind == "choice":
-            return self.choices
-        middle = () if self.kind == "int" else (self.low + (self.high - self.low) / math.pi,)
-        return (self.low, self.high, *middle)
+_SHOWN = 6
+_MISPLACED = dict.fromkeys(
+    ("pruner", "rungs"), "belongs under search: the arms of a grid are compared seed by seed, and none of them may end early"
+)
 
 
 @dataclass(frozen=True)
@@ -54,19 +53,34 @@ class Experiment:
     """Names of the baselines among them that the file's own arms do not include."""
     against: Mapping[str, Any]
     seeds: tuple[int, ...]
+    """The seeds that every arm gets."""
+    growth: Growth | None
+    """How more are added to an arm that is undecided; None: never."""
     metrics: tuple[Metric, ...]
     """What arms are compared by, the main one first."""
     published: tuple[Published, ...]
     search: Search | None
+    constraints: tuple[Constraint, ...]
     engine: str
     retry: int
+    patience: float
     budget: Budget
     telemetry: TelemetryKeys
 
     @property
     def metric(self) -> Metric:
-        """The main metric: what a search optimises, and what MLflow and the study show."""
+        """The main metric: what MLflow shows, and an arm is judged by."""
         return self.metrics[0]
+
+    @property
+    def objectives(self) -> tuple[Metric, ...]:
+        """What the study is about: all metrics of a search; of a grid the main one, so that it shows the way there too."""
+        return self.metrics if self.search else self.metrics[:1]
+
+    @property
+    def prunes(self) -> bool:
+        """Whether arms may be given up before they are over."""
+        return self.search is not None and self.search.pruner is not None
 
     def propose(self, knobs: Mapping[str, Any]) -> tuple[Arm, Arm]:
         """A searched arm and its baseline: the same workload values under the recipe it is compared with."""
@@ -85,12 +99,14 @@ def load(path: Path) -> Experiment:
     _refuse_not_yet(document)
     engine = _engine(file, document)
     base = _base(file, document)
+    seeds, growth = _seeds(file, document)
     metrics = _metrics(file, base, document)
-    space = _space(file, document)
+    knobs = space(file, document)
     if base is None:
         document.check()
-    arms = _arms(file, base, space, document)
+    arms = _arms(file, base, knobs, document)
     against = _against(file, base, arms, document)
+    _check_search(file, base, knobs, seeds, metrics, path.stem, document)
     document.check()
     baselines, compared = _with_baselines(file, base, arms, against, document)
     _refuse_unmeasured(file, base, [arm.name for arm in (*baselines, *compared)], document)
@@ -100,16 +116,19 @@ def load(path: Path) -> Experiment:
         text=document.text,
         question=file.question.strip(),
         base=base,
-        space=space,
+        space=knobs,
         arms=(*baselines, *compared),
         added=frozenset(arm.name for arm in baselines),
         against=against,
-        seeds=file.seeds,
+        seeds=seeds,
+        growth=growth,
         metrics=metrics,
         published=file.published,
         search=file.search,
+        constraints=file.constraints,
         engine=engine,
         retry=file.retry,
+        patience=file.patience,
         budget=file.budget,
         telemetry=file.telemetry,
     )
@@ -123,7 +142,8 @@ def _surface(document: Document) -> ExperimentFile:
     except ValidationError as error:
         for problem in error.errors():
             missing = problem["type"] == "missing"
-            document.problem(problem["loc"], reason(problem, ExperimentFile), *(() if missing else (problem["input"],)))
+            why = _MISPLACED.get(problem["loc"][-1]) if problem["loc"][1:] == () else None
+            document.problem(problem["loc"], why or reason(problem, ExperimentFile), *(() if missing else (problem["input"],)))
             content.pop(problem["loc"][0], None)
     if "workload" not in content:
         document.check()
@@ -131,17 +151,9 @@ def _surface(document: Document) -> ExperimentFile:
 
 
 def _refuse_not_yet(document: Document) -> None:
-    for path, why in NOT_YET.items():
-        value = document.value
-        for part in path:
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
-            document.problem(path, why)
     resources = document.value.get("resources")
     if isinstance(resources, dict) and isinstance(resources.get("gpus"), int) and resources["gpus"] > 1:
         document.problem(("resources", "gpus"), "trials on several GPUs are not yet available; use 0 or 1")
-    if isinstance(document.value.get("metric"), list) and document.value.get("search"):
-        document.problem(("metric",), "a search for several objectives is not yet available; give one metric")
 
 
 def _engine(file: ExperimentFile, document: Document) -> str | None:
@@ -181,6 +193,15 @@ def _value(content: Any, parts: list[str]) -> tuple[Any, ...]:
     return (content,)
 
 
+def _seeds(file: ExperimentFile, document: Document) -> tuple[tuple[int, ...], Growth | None]:
+    """The seeds that every arm gets, and how they grow. Those of a search do not: its sampler was told a mean over them."""
+    if not isinstance(file.seeds, Growth):
+        return file.seeds, None
+    if file.search:
+        document.problem(("seeds",), f"a search runs its arms on a fixed number of seeds; write seeds: {file.seeds.start}")
+    return file.seeds.first, file.seeds
+
+
 def _metrics(file: ExperimentFile, base: Base | None, document: Document) -> tuple[Metric, ...]:
     """One metric, or several as a list; noted are those that the workload does not measure."""
     if not isinstance(file.metric, list):
@@ -188,7 +209,7 @@ def _metrics(file: ExperimentFile, base: Base | None, document: Document) -> tup
     if not file.metric:
         document.problem(("metric",), "is an empty list: name what arms are compared by", file.metric)
     found = tuple(_metric(value, ("metric", index), base, document) for index, value in enumerate(file.metric))
-    _refuse_twins(("metric",), [metric.name for metric in found], document)
+    refuse_twins(("metric",), [metric.name for metric in found], document)
     return found or (Metric(),)
 
 
@@ -217,99 +238,128 @@ def _refuse_unmeasured(file: ExperimentFile, base: Base, arms: list[str], docume
     document.check()
 
 
-def _space(file: ExperimentFile, document: Document) -> dict[str, Dimension]:
-    if (file.ablate is None) == (file.arms is None):
-        document.problem((), "give either `ablate` (knobs and their values) or `arms` (arms by name)")
-        return {}
-    if file.search and file.arms is not None:
-        document.problem(("search",), "a search turns the knobs of `ablate`; `arms` lists points one by one")
-    if file.ablate is not None and not file.ablate:
-        document.problem(("ablate",), "is empty: name at least one knob, such as rht: [true, false]")
-    if file.arms is not None and not file.arms:
-        document.problem(("arms",), "is empty: name at least one arm")
-    return {knob: _dimension(knob, values, file, document) for knob, values in (file.ablate or {}).items()}
-
-
-def _dimension(knob: str, values: Any, file: ExperimentFile, document: Document) -> Dimension:
-    path = ("ablate", knob)
-    if isinstance(values, list):
-        if not values:
-            document.problem(path, "is an empty list: an empty grid; give the values to try", values)
-        _refuse_twins(path, values, document)
-        return Dimension("choice", choices=tuple(values))
-    if not isinstance(values, dict):
-        document.problem(path, f"is a single value; give a list, [{values}], or a range", values)
-        return Dimension("choice")
-    if file.search is None:
-        document.problem(path, "is a range, which needs `search: {trials: ...}`; a grid takes a list of values")
-    return _range(path, values, document)
-
-
-def _refuse_twins(path: tuple[str, ...], values: list[Any], document: Document) -> None:
-    for index, value in enumerate(values):
-        if any(type(value) is type(other) and value == other for other in values[:index]):
-            document.problem((*path, index), "stands twice", value)
-
-
-def _range(path: tuple[str, ...], values: dict[str, Any], document: Document) -> Dimension:
-    kinds = [kind for kind in ("uniform", "int", "choice") if kind in values]
-    for key in values:
-        if key not in ("uniform", "int", "choice", "log"):
-            document.problem((*path, key), f"no such key of a range; {nearest(key, ('uniform', 'int', 'choice', 'log'))}")
-    if len(kinds) != 1:
-        document.problem(path, "is not a range; write {uniform: [low, high]}, {int: [low, high]} or {choice: [...]}")
-        return Dimension("choice")
-    kind, content, log = kinds[0], values[kinds[0]], values.get("log", False)
-    if kind == "choice":
-        if not isinstance(content, list) or not content:
-            document.problem((*path, kind), "must be a list of at least one value", content)
-            return Dimension("choice")
-        _refuse_twins((*path, kind), content, document)
-        return Dimension("choice", choices=tuple(content))
-    types = (int,) if kind == "int" else (int, float)
-    numbers = isinstance(content, list) and len(content) == 2 and all(type(x) in types for x in content)
-    if not numbers or not all(map(math.isfinite, content)) or content[0] >= content[1]:
-        document.problem((*path, kind), "must be [low, high] with low < high", content)
-        return Dimension("choice")
-    if type(log) is not bool or (log and content[0] <= 0):
-        document.problem((*path, "log"), "must be true or false, and true only where low > 0", log)
-    return Dimension(kind, low=content[0], high=content[1], log=log is True)
-
-
-def _arms(file: ExperimentFile, base: Base, space: Mapping[str, Dimension], document: Document) -> list[Arm]:
+def _arms(file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], document: Document) -> list[Arm]:
     """The arms of a grid or a list; for a search none, but each knob's ends are tried, so that mistakes show now."""
     if file.arms is not None:
-        points = [(name, knobs, {knob: ("arms", name, knob) for knob in knobs}) for name, knobs in file.arms.items()]
-    elif file.search or not all(dimension.ends() for dimension in space.values()):
-        for knob, dimension in space.items():
+        points = [(name, turned, {knob: ("arms", name, knob) for knob in turned}) for name, turned in file.arms.items()]
+    elif file.search or not all(dimension.ends() for dimension in knobs.values()):
+        for knob, dimension in knobs.items():
             for index, value in enumerate(dimension.ends()):
-                _try(base, {knob: value}, None, {knob: ("ablate", knob, index)}, document)
+                _try(base, conditions(knob, knobs) | {knob: value}, None, {knob: ("ablate", knob, index)}, document)
         return []
     else:
-        count = math.prod(len(dimension.choices) for dimension in space.values())
-        if count > _MOST_ARMS:
-            document.problem(("ablate",), f"makes {count} arms; at most {_MOST_ARMS} fit a grid, a `search` samples them")
+        indices = list(itertools.islice(grid(knobs), _MOST_ARMS + 1))
+        if len(indices) > _MOST_ARMS:
+            document.problem(("ablate",), f"makes more than {_MOST_ARMS} arms, the most that fit a grid; a `search` samples them")
             return []
-        indices = itertools.product(*(range(len(dimension.choices)) for dimension in space.values()))
-        points = [
-            (
-                None,
-                {knob: space[knob].choices[i] for knob, i in zip(space, point, strict=True)},
-                {knob: ("ablate", knob, i) for knob, i in zip(space, point, strict=True)},
-            )
-            for point in indices
-        ]
+        points = [(None, values_at(point, knobs), {knob: ("ablate", knob, i) for knob, i in point.items()}) for point in indices]
     arms: list[Arm] = []
-    for name, knobs, positions in points:
-        arm = _try(base, knobs, name, positions, document)
+    first: dict[tuple[Spec, Recipe], Arm] = {}
+    for name, turned, positions in points:
+        arm = _try(base, turned, name, positions, document)
         if arm is None:
             continue
-        twin = next((other for other in arms if other.content == arm.content), None)
-        if twin:
+        twin = first.setdefault(arm.content, arm)
+        if twin is not arm:
             where = ("arms", name) if name else ("ablate",)
             document.problem(where, f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice")
         arms.append(arm)
     return arms
+
+
+def _check_search(
+    file: ExperimentFile,
+    base: Base,
+    knobs: Mapping[str, Dimension],
+    seeds: tuple[int, ...],
+    metrics: tuple[Metric, ...],
+    name: str,
+    document: Document,
+) -> None:
+    """Note what is wrong with a search as a whole; its single values were checked."""
+    for index, constraint in enumerate(file.constraints):
+        _refuse_unknown(constraint.metric, ("constraints", index, "metric"), base, document)
+    refuse_twins(("constraints",), [constraint.words.rpartition(" ")[0] for constraint in file.constraints], document)
+    search = file.search
+    if search is None:
+        if file.constraints:
+            document.problem(("constraints",), "guide a search, and this is none: every arm is run and compared; leave them out")
+        return
+    if file.constraints and search.sampler == "cmaes":
+        document.problem(("search", "sampler"), "takes no constraints; tpe, gp and nsga2 learn where they hold", search.sampler)
+    if len(metrics) > 1:
+        _check_several(search, len(metrics), document)
+    elif search.pruner == "wilcoxon":
+        _check_wilcoxon(search, len(seeds), document)
+    elif search.pruner:
+        _check_rungs(search, metrics[0].name, _configs(base, knobs), document)
+    if search.rungs and not search.pruner:
+        document.problem(("search", "rungs"), "has no effect without a pruner, such as pruner: median")
+    refuse_twins(("search", "warm"), list(search.warm), document)
+    if name in search.warm:
+        document.problem(("search", "warm"), f"names {name}, this sweep itself, which goes on from its own arms anyway")
+
+
+def _check_several(search: Search, objectives: int, document: Document) -> None:
+    if search.sampler not in SEVERAL:
+        why = f"takes one objective, and metric lists {objectives}; {', '.join(SEVERAL)} take several"
+        document.problem(("search", "sampler"), why, search.sampler)
+    if search.pruner:
+        why = f"judges by one objective, and metric lists {objectives}: leave the pruner out, or give one metric"
+        document.problem(("search", "pruner"), why, search.pruner)
+
+
+def _check_wilcoxon(search: Search, seeds: int, document: Document) -> None:
+    if search.rungs:
+        document.problem(("search", "rungs"), "has no effect: wilcoxon judges an arm as each of its seeds ends, not at steps")
+    if seeds < FEWEST_SEEDS:
+        why = f"cannot spare a seed of {seeds}: its test needs 4 pairs to tell arms apart; give {FEWEST_SEEDS} seeds or more"
+        document.problem(("search", "pruner"), why, search.pruner)
+    if search.warm:
+        why = "compares seed by seed with the best arm, which an earlier sweep's has not; use median, asha or hyperband, or leave warm out"
+        document.problem(("search", "pruner"), why, search.pruner)
+
+
+def _check_rungs(search: Search, metric: str, configs: list[Spec], document: Document) -> None:
+    """A pruner's rungs must be steps at which every arm has the metric, and grow as its rule says."""
+    rungs, path = search.rungs, ("search", "rungs")
+    valid = [step for step in configs[0].recorded(metric) if all(step in config.recorded(metric) for config in configs)]
+    listed = ", ".join(map(str, valid[:_SHOWN])) + (f", ... {valid[-1]}" if len(valid) > _SHOWN else "")
+    if not valid:
+        document.problem(("search", "pruner"), f"there is no step before the last at which every arm has {metric}", search.pruner)
+    elif not rungs:
+        document.problem(("search", "pruner"), f"needs rungs, the steps at which arms are judged: of {listed}", search.pruner)
+    for index, rung in enumerate(rungs):
+        if valid and rung not in valid:
+            document.problem((*path, index), f"not every arm has {metric} there, before its end; valid are {listed}", rung)
+    if list(rungs) != sorted(set(rungs)):
+        document.problem(path, "must rise", list(rungs))
+    elif search.pruner == "hyperband" and len(rungs) == 1:
+        document.problem(path, "hyperband starts its brackets at different rungs: give two or more, or use asha", list(rungs))
+    elif search.pruner in ("asha", "hyperband") and not _geometric(rungs):
+        why = f"{search.pruner} keeps one arm in n at each rung, which comes after n times as many steps: such as 50, 100, 200"
+        document.problem(path, why, list(rungs))
+
+
+def _geometric(rungs: tuple[int, ...]) -> bool:
+    """Whether each rung is the same whole number of times the one before."""
+    factor = rungs[1] // rungs[0] if rungs[1:] else 2
+    return all(later == factor * earlier for earlier, later in itertools.pairwise(rungs))
+
+
+def _configs(base: Base, knobs: Mapping[str, Dimension]) -> list[Spec]:
+    """The workload as the file gives it, and with each of its own knobs at its ends."""
+    turned = [
+        conditions(knob, knobs) | {knob: value}
+        for knob, dimension in knobs.items()
+        if knob.startswith("workload.")
+        for value in dimension.ends()
+    ]
+    found = [base.config]
+    for values in turned:
+        with suppress(KnobError):  # noted where the ends are tried
+            found.append(base.arm(values).config)
+    return found
 
 
 def _try(base: Base, knobs: Mapping[str, Any], name: str | None, positions: Mapping[str, tuple], document: Document) -> Arm | None:
@@ -359,9 +409,10 @@ def _with_baselines(
         return ([] if varies else [_baseline(base, against, {})]), []
     extra: dict[str, Arm] = {}
     compared = []
+    named = {arm.content: arm for arm in reversed(arms)}
     for arm in arms:
         baseline = _baseline(base, against, arm.knobs)
-        known = next((other for other in arms if other.content == baseline.content), None)
+        known = named.get(baseline.content)
         if known is None:
             extra[baseline.name] = known = baseline
         compared.append(_compared(arm, known))

@@ -10,10 +10,12 @@ from ablate.numerics.spec import Spec
 METRICS = frozenset(
     (
         *("train/loss", "val/loss", "val/loss_bf16", "grad/norm", "nan/loss", "nan/grad", "nan/activation"),
-        *("memory/rss", "throughput/step_ms", "throughput/tokens_per_s"),
+        *("memory/rss", "throughput/step_ms", "throughput/tokens_per_s", "flops/fp4_share"),
     )
 )
 """What the training loop records whatever the recipe, and an experiment can therefore compare arms by."""
+FINAL = frozenset(("flops/fp4_share",))
+"""Those of them that only the last record has."""
 
 
 class Training(Spec):
@@ -46,6 +48,10 @@ class Training(Spec):
     eval_tokens: int = Field(16384, ge=1)
     eval_batch: int = Field(16, ge=1)
     """Sequences in a batch of the evaluation."""
+
+    def recorded(self, metric: str) -> range:
+        """The steps before the last after which every trial records the metric, whatever its telemetry."""
+        return range(0) if metric in FINAL else range(self.eval_every, self.steps, self.eval_every)
 
     @property
     def decay_start(self) -> int | None:

@@ -8,12 +8,16 @@ import math
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 FINISHED = ("done", "diverged")
 """Statuses of a trial that need never run again."""
+
+OVER = (*FINISHED, "failed", "oom", "pruned", "stopped")
+"""Statuses of a trial that does not run any more, for now."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sweep (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -27,6 +31,7 @@ CREATE TABLE IF NOT EXISTS members (
     arm INTEGER REFERENCES arms, seed INTEGER, trial INTEGER NOT NULL REFERENCES trials, mlflow TEXT,
     shipped INTEGER NOT NULL DEFAULT -1,
     closed INTEGER NOT NULL DEFAULT 0, wanted INTEGER NOT NULL DEFAULT 1, PRIMARY KEY (arm, seed)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS members_of_a_trial ON members (trial);
 CREATE TABLE IF NOT EXISTS attempts (
     trial INTEGER REFERENCES trials, attempt INTEGER, started REAL, ended REAL, outcome TEXT, reason TEXT,
     PRIMARY KEY (trial, attempt)) WITHOUT ROWID;
@@ -34,12 +39,14 @@ CREATE TABLE IF NOT EXISTS names (name INTEGER PRIMARY KEY, text TEXT UNIQUE NOT
 CREATE TABLE IF NOT EXISTS records (
     trial INTEGER, name INTEGER, step INTEGER, value REAL, time REAL, PRIMARY KEY (trial, name, step)) WITHOUT ROWID;
 """
+_WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
 
 
 class Ledger:
     """One sweep's ledger. `readonly` opens it for a projector or a report, on a thread or in a process of its own."""
 
     def __init__(self, path: Path, readonly: bool = False) -> None:
+        self.path = path
         if readonly:
             self.db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None, timeout=60)
         else:
@@ -51,9 +58,25 @@ class Ledger:
         self.db.row_factory = sqlite3.Row
         self._names = {row["text"]: row["name"] for row in self.db.execute("SELECT * FROM names")}
 
+    @property
+    def name(self) -> str:
+        """The sweep's: its folder's."""
+        return self.path.absolute().parent.name
+
     def close(self) -> None:
         """Close the file; the ledger is complete at every moment before."""
         self.db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All that is written within, or nothing of it; and many writes at the price of one."""
+        self.db.execute("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+        self.db.execute("COMMIT")
 
     # The sweep
 
@@ -104,22 +127,73 @@ class Ledger:
         """The arms that are wanted, in order."""
         return self.db.execute("SELECT * FROM arms WHERE place IS NOT NULL ORDER BY place").fetchall()
 
-    def members(self) -> list[sqlite3.Row]:
-        """The members that are wanted, with their arm's name and knobs and their trial's id and status, by arm and seed."""
+    def arm(self, name: str) -> int | None:
+        """The number of a wanted arm, None where there is none of this name."""
+        row = self.db.execute("SELECT arm FROM arms WHERE name = ? AND place IS NOT NULL", (name,)).fetchone()
+        return row and row["arm"]
+
+    def members(self, arm: int | None = None) -> list[sqlite3.Row]:
+        """The members that are wanted, with their arm's name and knobs and their trial's id and status, by arm and seed; or one arm's."""
         return self.db.execute(
             "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, trials.id, trials.status, trials.reason,"
             " trials.spec, trials.reused FROM members JOIN arms USING (arm) JOIN trials USING (trial)"
-            " WHERE wanted AND place IS NOT NULL ORDER BY place, seed"
+            f" WHERE wanted AND place IS NOT NULL {'' if arm is None else 'AND arm = :arm'} ORDER BY place, seed",
+            {"arm": arm},
         ).fetchall()
+
+    def arms_of(self, trial: int) -> list[int]:
+        """The numbers of the arms that want a trial and are points of the study."""
+        query = "SELECT DISTINCT arm FROM members JOIN arms USING (arm) WHERE trial = ? AND wanted AND optuna IS NOT NULL"
+        return [row["arm"] for row in self.db.execute(query, (trial,))]
+
+    def own_trials(self, arm: int) -> set[int]:
+        """The trials that this arm wants and no other."""
+        query = (
+            "SELECT trial FROM members WHERE arm = ?1 AND wanted AND trial NOT IN (SELECT trial FROM members WHERE arm != ?1 AND wanted)"
+        )
+        return {row["trial"] for row in self.db.execute(query, (arm,))}
+
+    def studied_seeds(self) -> list[int]:
+        """Every seed that an arm of the study was ever run on, wanted now or not."""
+        return [row["seed"] for row in self.db.execute("SELECT DISTINCT seed FROM members JOIN arms USING (arm) WHERE optuna IS NOT NULL")]
+
+    def to_ship(self) -> list[sqlite3.Row]:
+        """The wanted members whose MLflow run is there or due and not complete: as `members`, and as few as are under way."""
+        return self.db.execute(
+            "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, base.name AS against, trials.id, trials.status,"
+            " trials.spec, trials.reused FROM members JOIN arms USING (arm) JOIN trials USING (trial)"
+            " LEFT JOIN arms AS base ON base.arm = arms.baseline"
+            " WHERE wanted AND arms.place IS NOT NULL AND NOT closed AND (status != 'pending' OR mlflow IS NOT NULL"
+            " OR EXISTS (SELECT 1 FROM records WHERE records.trial = members.trial)) ORDER BY arms.place, seed"
+        ).fetchall()
+
+    def counterparts(self, arm: int, seed: int) -> list[sqlite3.Row]:
+        """What a member is compared with, at its seed: its arm's baseline, or where it is of a baseline all that are compared with that."""
+        return self.db.execute(
+            "SELECT members.*, arms.name, arms.baseline, trials.id, trials.status"
+            " FROM members JOIN arms USING (arm) JOIN trials USING (trial) WHERE wanted AND place IS NOT NULL AND seed = ?2"
+            " AND (arms.baseline = ?1 OR members.arm = (SELECT baseline FROM arms WHERE arm = ?1))",
+            (arm, seed),
+        ).fetchall()
+
+    def compared_with(self, trial: int) -> list[int]:
+        """The numbers of the arms of the study whose baseline wants a trial."""
+        query = (
+            "SELECT DISTINCT arms.arm FROM members JOIN arms ON arms.baseline = members.arm"
+            " WHERE trial = ? AND wanted AND arms.optuna IS NOT NULL"
+        )
+        return [row["arm"] for row in self.db.execute(query, (trial,))]
+
+    def wanted_trials(self) -> list[sqlite3.Row]:
+        """Every trial that is wanted, once."""
+        return self.db.execute(f"SELECT * FROM trials WHERE trial IN ({_WANTED}) ORDER BY trial").fetchall()
 
     # Trials and attempts
 
-    def start_attempt(self, trial: int, now: float) -> int:
-        """A new attempt's number, from 1. It fences off all earlier ones."""
-        row = self.db.execute("SELECT coalesce(max(attempt), 0) + 1 AS n FROM attempts WHERE trial = ?", (trial,)).fetchone()
-        self.db.execute("INSERT INTO attempts (trial, attempt, started) VALUES (?, ?, ?)", (trial, row["n"], now))
+    def start_attempt(self, trial: int, attempt: int, now: float) -> None:
+        """An attempt begins, under the number that the store gave it."""
+        self.db.execute("INSERT OR REPLACE INTO attempts (trial, attempt, started) VALUES (?, ?, ?)", (trial, attempt, now))
         self.db.execute("UPDATE trials SET status = 'running' WHERE trial = ?", (trial,))
-        return row["n"]
 
     def end_attempt(self, trial: int, attempt: int, now: float, outcome: str, reason: str | None = None) -> None:
         """How an attempt ended: done, diverged, failed, interrupted."""
@@ -146,11 +220,19 @@ class Ledger:
             self.db.execute("UPDATE members SET closed = 0 WHERE trial = ?", (trial,))
 
     def requeue(self, now: float) -> int:
-        """Trials that failed, or were left running by a controller that is no more, become pending again; returns how many."""
+        """Trials that failed, were stopped, or were left running by a controller that is no more, become pending again; how many."""
         self.db.execute("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", (now,))
-        again = "SELECT trial FROM trials WHERE status IN ('running', 'failed')"
+        again = "SELECT trial FROM trials WHERE status IN ('running', 'failed', 'oom', 'stopped')"
         self.db.execute(f"UPDATE members SET closed = 0 WHERE trial IN ({again})")
         return self.db.execute(f"UPDATE trials SET status = 'pending', reason = NULL WHERE trial IN ({again})").rowcount
+
+    def forget(self, trial: int) -> None:
+        """A trial's records and attempts go: it is run afresh."""
+        self.db.execute("INSERT INTO sweep VALUES ('forgotten', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1")
+        for table in ("records", "attempts"):
+            self.db.execute(f"DELETE FROM {table} WHERE trial = ?", (trial,))
+        self.db.execute("UPDATE trials SET status = 'pending', reason = NULL, seconds = NULL, reused = 0 WHERE trial = ?", (trial,))
+        self.db.execute("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE trial = ?", (trial,))
 
     # Records
 
@@ -161,9 +243,8 @@ class Ledger:
             for event in events
             for name, value in event["metrics"].items()
         ]
-        self.db.execute("BEGIN")
-        self.db.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
-        self.db.execute("COMMIT")
+        with nullcontext() if self.db.in_transaction else self.transaction():
+            self.db.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
 
     def _name(self, text: str) -> int:
         if text not in self._names:
@@ -188,11 +269,50 @@ class Ledger:
         )
         return {name: math.nan if value is None else value for name, value, _ in rows}
 
-    def average(self, trial: int, name: str) -> float:
-        """The mean of a metric over all of a trial's records, NaN where there are none."""
-        query = "SELECT avg(value) FROM records JOIN names USING (name) WHERE trial = ? AND text = ?"
-        value = self.db.execute(query, (trial, name)).fetchone()[0]
-        return math.nan if value is None else value
+    def last_value(self, trial: int, name: str) -> float:
+        """The last value of one metric of a trial, NaN where there is none."""
+        found = self.last_record(trial, name)
+        return found[1] if found else math.nan
+
+    def last_record(self, trial: int, name: str) -> tuple[int, float, float] | None:
+        """(step, value, time) of a trial's last record of one metric."""
+        query = "SELECT step, value, time FROM records JOIN names USING (name) WHERE trial = ? AND text = ? ORDER BY step DESC LIMIT 1"
+        row = self.db.execute(query, (trial, name)).fetchone()
+        return row and (row["step"], math.nan if row["value"] is None else row["value"], row["time"])
+
+    def series(self, trial: int, name: str) -> dict[int, float]:
+        """One metric of a trial by step."""
+        query = "SELECT step, value FROM records JOIN names USING (name) WHERE trial = ? AND text = ? ORDER BY step"
+        return {step: math.nan if value is None else value for step, value in self.db.execute(query, (trial, name))}
+
+    def names(self) -> dict[int, str]:
+        """The metrics' names by number."""
+        return {row["name"]: row["text"] for row in self.db.execute("SELECT * FROM names ORDER BY name")}
+
+    def recorded(self) -> bool:
+        """Whether there is any record."""
+        return bool(self.db.execute("SELECT EXISTS (SELECT 1 FROM records)").fetchone()[0])
+
+    def finals(self, *patterns: str) -> dict[int, dict[str, float]]:
+        """What `last_values` says, of every wanted trial at once and only of metrics whose name is like one of these (SQL's GLOB)."""
+        like = " OR ".join("text GLOB ?" for _ in patterns)
+        names = self.db.execute(f"SELECT name, text FROM names WHERE text NOT LIKE 'quant/%/%/%' AND ({like})", patterns).fetchall()
+        found: dict[int, dict[str, float]] = {trial: {} for (trial,) in self.db.execute(_WANTED)}
+        last = f"SELECT trial, value, max(step) FROM records WHERE trial IN ({_WANTED}) AND name = ? GROUP BY trial"
+        for name, text in names:
+            for trial, value, _ in self.db.execute(last, (name,)):
+                found[trial][text] = math.nan if value is None else value
+        return found
+
+    def averages(self, metric: str) -> dict[int, float]:
+        """The mean of a metric over all records of each wanted trial that has any."""
+        mean = f"SELECT trial, avg(value) FROM records JOIN names USING (name) WHERE trial IN ({_WANTED}) AND text = ? GROUP BY trial"
+        return {trial: value for trial, value in self.db.execute(mean, (metric,)) if value is not None}
+
+    def spent(self) -> tuple[float, int]:
+        """Seconds that the wanted trials took a worker, whoever ran them, and how many of them an earlier sweep had run."""
+        query = f"SELECT coalesce(sum(seconds), 0), coalesce(sum(reused), 0) FROM trials WHERE trial IN ({_WANTED})"
+        return tuple(self.db.execute(query).fetchone())
 
     # Projections
 
@@ -203,6 +323,10 @@ class Ledger:
     def unshipped(self) -> int:
         """Members whose MLflow run is not complete."""
         return self.db.execute("SELECT count(*) FROM members WHERE wanted AND NOT closed").fetchone()[0]
+
+    def mlflow_runs(self) -> set[str]:
+        """The MLflow runs that are known to be members'."""
+        return {row["mlflow"] for row in self.db.execute("SELECT mlflow FROM members WHERE mlflow IS NOT NULL")}
 
     def forget_mlflow(self) -> None:
         """Whatever was shipped is gone, or went elsewhere: everything is to be shipped again."""

@@ -3,110 +3,219 @@ ledger is never asked of them, and either can be deleted and is drawn again."""
 
 import hashlib
 import json
-import math
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ablate.experiment import Experiment
-from ablate.ledger import FINISHED, Ledger
-from ablate.results import summary_markdown
-from ablate.search import Point, Study
+from ablate.ledger import Ledger
+from ablate.points import Point, outcome, over, reports, verdict, warm
+from ablate.results import gap, summary_markdown
+from ablate.search import Study
 
 
-class Pictures:
-    """The study and the MLflow projection of one sweep, used by its controller in the controller's thread."""
+class Mirror:
+    """The ledger's picture in MLflow: what its thread shipped is noted here, in the thread that alone writes the ledger."""
 
-    def __init__(self, experiment: Experiment, ledger: Ledger, state: Path, folder: Path, mlflow: str | None, busy: bool) -> None:
-        """`busy`: trials will run. Else MLflow's thread is started only where something was not shipped."""
-        self._metric, self._ledger = experiment.metric, ledger
+    def __init__(self, uri: str, ledger: Ledger, state: Path, folder: Path, name: str, busy: bool) -> None:
+        """`busy`: trials will run. Else the thread is started only where something was not shipped."""
+        self._ledger, self._where = ledger, (uri, state, folder / "ledger.db", name)
         self._projector: Any = None
-        if mlflow:
-            self._forget_what_is_gone(mlflow)
-        if mlflow and (busy or ledger.unshipped()):
-            from ablate.tracking import Projector  # MLflow takes seconds to import: only where it is needed
+        self._forget_what_is_gone(uri)
+        if busy or ledger.unshipped():
+            self._start()
 
-            told = ("question", "experiment.yaml", "provenance.json", "uncommitted.diff", "metrics")
-            facts = {key: ledger.fact(key) or "" for key in told}
-            facts |= {"mlflow_parent": ledger.fact("mlflow_parent") or "", "sweep_id": ledger.identity()}
-            self._projector = Projector(mlflow, state, folder / "ledger.db", experiment.name, facts)
-        arms = sorted((arm for arm in ledger.arms() if arm["optuna"] is not None), key=lambda arm: arm["optuna"])
-        self.study = Study(folder / "optuna.log", experiment, [self._point(arm) for arm in arms])
+    def _start(self) -> None:
+        from ablate.tracking import Projector  # MLflow takes seconds to import: only where it is needed
+
+        told = ("question", "metric", "experiment.yaml", "provenance.json", "uncommitted.diff", "metrics", "mlflow_parent")
+        facts = {key: self._ledger.fact(key) or "" for key in told} | {"sweep_id": self._ledger.identity()}
+        self._projector = Projector(*self._where, facts)
 
     @property
     def trouble(self) -> str | None:
         """Why MLflow is behind, while it is."""
         return self._projector.trouble if self._projector else None
 
+    @property
+    def lag(self) -> str | None:
+        """How far behind MLflow is and why, while it is."""
+        return f"MLflow {self._projector.behind:,} records behind ({self.trouble})" if self.trouble else None
+
+    def hear(self) -> set[int]:
+        """Note what was shipped since the last call; returns the arms that it was of."""
+        heard: set[int] = set()
+        if self._projector is None:
+            return heard
+        while not self._projector.news.empty():
+            news = self._projector.news.get()
+            self._ledger.shipped(news.arm, news.seed, news.run, news.step, news.closed)
+            heard.add(news.arm)
+        if self._projector.forgotten:  # the database was deleted, and another sweep has made a new one since
+            self._ledger.forget_mlflow()
+            self._start()
+        if self._projector.parent and not self._ledger.fact("mlflow_parent"):
+            self._ledger.describe(mlflow_parent=self._projector.parent, mlflow_experiment=self._projector.experiment)
+        return heard
+
+    def pages(self, runs: Iterable[str | None]) -> list[str]:
+        """Where the pages of these runs are; none where MLflow is no server, whose address stays."""
+        experiment = self._ledger.fact("mlflow_experiment")
+        if not experiment or not self._where[0].startswith(("http://", "https://")):
+            return []
+        from ablate.tracking import page
+
+        return [page(self._where[0], experiment, run) for run in runs if run]
+
+    def finish(self, status: str, seconds: float) -> str | None:
+        """Ship the rest and close the parent run, waiting at most so long; what is missing then, in words."""
+        done = self._projector is None or self._projector.finish(status, summary_markdown(self._ledger), seconds)
+        self.hear()
+        return (
+            None
+            if done
+            else f"{self.lag or 'MLflow is behind (still writing)'}: `ablate sync`, or the next run of this sweep, ships the rest"
+        )
+
+    def _forget_what_is_gone(self, uri: str) -> None:
+        """Draw everything again where the picture is gone or another server is named. The address may hold a password: hashed."""
+        digest = hashlib.sha256(uri.encode()).hexdigest()
+        path = Path(uri.removeprefix("sqlite:///"))
+        gone = uri.startswith("sqlite:///") and not path.exists()
+        for part in ("-wal", "-shm") if gone else ():  # left behind, they would spoil the new one
+            path.with_name(path.name + part).unlink(missing_ok=True)
+        if gone or self._ledger.fact("mlflow") != digest:
+            self._ledger.forget_mlflow()
+            self._ledger.describe(mlflow=digest)
+
+
+class Pictures:
+    """The study and the MLflow projection of one sweep, used by its controller in the controller's thread."""
+
+    def __init__(self, experiment: Experiment, ledger: Ledger, state: Path, folder: Path, mlflow: str | None, busy: bool) -> None:
+        self._experiment, self._ledger = experiment, ledger
+        self._mirror = Mirror(mlflow, ledger, state, folder, experiment.name, busy) if mlflow else None
+        self._journal = folder / "optuna.log"
+        self._warm, outside = warm(ledger, state, experiment)
+        others = f"; {outside} others lie outside of this space" if outside else ""
+        self.warmed = f"the sampler knows {len(self._warm)} arms of earlier sweeps{others}" if self._warm or outside else None
+        """What was taken from earlier sweeps, in words."""
+        self._draw()
+
+    def _draw(self) -> None:
+        arms = sorted((arm for arm in self._ledger.arms() if arm["optuna"] is not None), key=lambda arm: arm["optuna"])
+        self.study = Study(self._journal, self._experiment, [self._point(arm) for arm in arms], self._warm)
+        running = set(self.study.running())
+        self._due = {arm["arm"] for arm in arms if arm["optuna"] in running}
+        """Arms that may have to be told: one of their trials ended."""
+        self._waiting: set[int] = set()
+        """Arms that are over and wait for their runs in MLflow, which may be thousands: looked at when there is news of them."""
+        self._late: set[int] = set()
+        """Arms that are over and whose baseline is not: a grid's wait for it, since nothing can be added to a point that was told."""
+
+    @property
+    def trouble(self) -> str | None:
+        """How far behind MLflow is and why, while it is."""
+        return self._mirror.lag if self._mirror else None
+
+    def settled(self, trial: int) -> None:
+        """A trial is over: the arms that want it may be, too, and those whose baseline does can be told."""
+        for arm in self._ledger.arms_of(trial):
+            self.due(arm)
+        if self._late:
+            self._due |= self._late.intersection(self._ledger.compared_with(trial))
+
+    def due(self, arm: int) -> None:
+        """An arm may be over."""
+        self._due.add(arm)
+
     def refresh(self, final: bool = False) -> None:
         """Note what MLflow's thread shipped, and settle in the study every arm whose seeds are all over.
 
         An arm's MLflow runs are facts of its point, so it waits for them, unless MLflow is in trouble or this is the last call.
         """
-        self._hear()
-        members = self._ledger.members()
-        for number in self.study.running():
-            mine = [member for member in members if member["optuna"] == number]
-            waits = self._projector and not (final or self.trouble) and not all(member["mlflow"] for member in mine)
-            if mine and not waits and _over(mine):
-                self._tell(number, mine)
+        heard = self._mirror.hear() if self._mirror else set()
+        if self._experiment.growth:  # an arm's mean is not settled before the last look
+            if not final:
+                return
+            self._draw()
+        patient = self._mirror and not (final or self.trouble)
+        look = self._due | (self._waiting & heard if patient else self._waiting) | (self._late if final else set())
+        self._due.clear()
+        self._late -= look
+        for arm in look:
+            members = self._ledger.members(arm)
+            if not members or not over(members):
+                continue
+            if patient and not all(member["mlflow"] for member in members):
+                self._waiting.add(arm)
+                continue
+            self._waiting.discard(arm)
+            if not (final or self._experiment.search or self._comparable(members[0])):
+                self._late.add(arm)
+                continue
+            self._tell(members[0]["optuna"], members)
 
     def finish(self, status: str, seconds: float) -> str | None:
-        """Bring the pictures up to date and close MLflow's parent run, waiting at most so long; what is missing then, in words."""
-        done = self._projector is None or self._projector.finish(status, summary_markdown(self._ledger), seconds)
+        """Bring the pictures up to date, waiting at most so long; what is missing then, in words."""
+        behind = self._mirror.finish(status, seconds) if self._mirror else None
         self.refresh(final=True)
-        return None if done else f"MLflow is behind ({self.trouble or 'still writing'}): the next run of this sweep ships the rest"
+        return behind
 
-    def _hear(self) -> None:
-        if self._projector is None:
-            return
-        while not self._projector.news.empty():
-            news = self._projector.news.get()
-            self._ledger.shipped(news.arm, news.seed, news.run, news.step, news.closed)
-        if self._projector.parent and not self._ledger.fact("mlflow_parent"):
-            self._ledger.describe(mlflow_parent=self._projector.parent)
-
-    def _forget_what_is_gone(self, uri: str) -> None:
-        """Draw everything again where the picture is gone or another server is named. The address may hold a password: hashed."""
-        digest = hashlib.sha256(uri.encode()).hexdigest()
-        gone = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
-        if gone or self._ledger.fact("mlflow") != digest:
-            self._ledger.forget_mlflow()
-            self._ledger.describe(mlflow=digest)
+    def judge(self, trial: int) -> dict[int, str]:
+        """Tell the pruner what the arms that want a trial have shown by now; those to be given up, and why."""
+        given_up = {}
+        for arm in self._ledger.arms_of(trial) if self._experiment.prunes else ():
+            members = self._ledger.members(arm)
+            number = members[0]["optuna"]
+            for step, value in reports(self._ledger, members, self._experiment).items():
+                self.study.report(number, step, value)
+            step = self.study.given_up_at(number)
+            if step is not None:
+                given_up[arm] = verdict(self._experiment.search.pruner, step)
+        return given_up
 
     def _point(self, arm: Any) -> Point:
-        members = [member for member in self._ledger.members() if member["arm"] == arm["arm"]]
-        value = self._outcome(members)[0] if members and _over(members) else None
-        return Point(arm["name"], json.loads(arm["knobs"]), value, refused=not members)
+        members = self._ledger.members(arm["arm"])
+        told = reports(self._ledger, members, self._experiment)
+        known = Point(arm["name"], json.loads(arm["knobs"]), None, refused=not members, pruned=_pruned(members), reports=told)
+        if not members or known.pruned or not over(members):
+            return known
+        its = outcome(self._ledger, members, self._experiment)
+        return replace(known, values=its.values, violations=its.violations, compared=self._compared(members[0]))
+
+    def _comparable(self, member: Any) -> bool:
+        """Whether an arm's baseline is over, or it has none."""
+        return member["baseline"] is None or over(self._ledger.members(member["baseline"]))
 
     def _tell(self, number: int, members: list[Any]) -> None:
-        value, finals, means = self._outcome(members)
         facts = {
             "arm": members[0]["name"],
             "seeds": [member["seed"] for member in members],
-            f"{self._metric.name} by seed": finals,
             "trials": [member["id"] for member in members],
             "mlflow_runs": [member["mlflow"] for member in members],
         }
-        self.study.tell(number, value, means, facts)
+        facts |= self._compared(members[0]) | self._pages(facts["mlflow_runs"])
+        if _pruned(members):
+            self.study.tell(number, (), {}, facts, pruned=True)
+            return
+        its = outcome(self._ledger, members, self._experiment)
+        by_seed = {f"{metric.name} by seed": values for metric, values in zip(self._experiment.objectives, its.by_seed, strict=True)}
+        self.study.tell(number, its.values, its.means, facts | by_seed, its.violations)
 
-    def _outcome(self, members: list[Any]) -> tuple[float, list[float], dict[int, float]]:
-        """An arm's mean metric over its seeds, the metric of each seed, and the mean at every step that all seeds recorded.
+    def _compared(self, member: Any) -> dict[str, Any]:
+        """An arm's gap as far as it is known when the arm is told: an arm of a search may be told before its baseline is over."""
+        found = gap(self._ledger, member["arm"])
+        if found is None or not found[0].pairs:
+            return {}
+        interval = {"interval": [found[0].low, found[0].high]} if found[0].has_interval else {}
+        return {"gap": found[0].mean, **interval, "verdict": found[1]}
 
-        A diverged seed counts as infinitely bad, a failed one as unknown.
-        """
-        series = [self._series(member["trial"]) for member in members]
-        worst = math.inf if self._metric.direction == "minimize" else -math.inf
-        finals = [
-            worst if member["status"] == "diverged" else steps[max(steps)] if steps and member["status"] == "done" else math.nan
-            for member, steps in zip(members, series, strict=True)
-        ]
-        shared = set.intersection(*(set(steps) for steps in series))
-        means = {step: math.fsum(steps[step] for steps in series) / len(series) for step in shared}
-        return math.fsum(finals) / len(finals), finals, means
-
-    def _series(self, trial: int) -> dict[int, float]:
-        return {step: value for step, name, value, _ in self._ledger.records(trial) if name == self._metric.name}
+    def _pages(self, runs: Iterable[str | None]) -> dict[str, Any]:
+        pages = self._mirror.pages(runs) if self._mirror else []
+        return {"mlflow": pages} if pages else {}
 
 
-def _over(members: list[Any]) -> bool:
-    return all(member["status"] in (*FINISHED, "failed") for member in members)
+def _pruned(members: list[Any]) -> bool:
+    return any(member["status"] == "pruned" for member in members)

@@ -2,16 +2,17 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from ablate.cli import console, duration, run
+from ablate.cli import Device, Profile, State, alone, console, duration
 from ablate.experiment import Experiment, load
 from ablate.forks import Family
-from ablate.place import device_class
+from ablate.place import find
 from ablate.store import Store
+from ablate.yamlfile import display
 
 _START_SECONDS = 8.0
 """Ray, and torch in each worker."""
@@ -19,11 +20,18 @@ _START_SECONDS = 8.0
 
 def plan(
     file: Annotated[Path, typer.Argument(help="The experiment, a YAML file.")],
-    state: Annotated[Path, typer.Option(envvar="ABLATE_STATE", help="State folder: trials, ledgers, MLflow store.")] = Path("runs"),
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where a trial computes.")] = "auto",
+    state: State = None,
+    profile: Profile = None,
+    device: Device = None,
 ) -> None:
     """Say what an experiment would run, what of it is done, and what the rest would cost. Runs nothing."""
-    experiment, store, where = load(file), Store(state), device_class(device)
+    place = find(profile, state=state, device=device)
+    show(load(file), place.state, place.device)
+
+
+def show(experiment: Experiment, state: Path, where: str) -> None:
+    """Print the plan: arms, trials, what is done, and what the rest would cost on this class of device."""
+    store = Store(state)
     screen = console()
     screen.print(f"[bold]{experiment.question}[/]\n")
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
@@ -68,9 +76,9 @@ def _searched(experiment: Experiment) -> int:
 
 
 def _range(dimension) -> str:
-    if dimension.kind == "choice":
-        return ", ".join(map(str, dimension.choices))
-    return f"{dimension.low:g} to {dimension.high:g}{' (log)' if dimension.log else ''}"
+    only = ", ".join(f"{knob} is {display(value)}" for knob, value in dimension.when.items())
+    found = ", ".join(map(str, dimension.choices)) or f"{dimension.low:g} to {dimension.high:g}{' (log)' if dimension.log else ''}"
+    return f"{found} (where {only})" if only else found
 
 
 def _cost(missing: int, seconds: float, device: str) -> str:
@@ -85,4 +93,4 @@ def _cost(missing: int, seconds: float, device: str) -> str:
 
 
 if __name__ == "__main__":
-    run(lambda: typer.run(plan))
+    alone(plan)

@@ -1,25 +1,68 @@
 """What an experiment file may say: its keys, their types and defaults, and the JSON Schema for editors. No meaning here."""
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS
 from ablate.workloads import WORKLOADS
 
 
-def _seeds(value: Any) -> tuple[int, ...]:
+class Growth(Spec):
+    """Seeds that are added to an arm while its comparison is undecided: 0, 1, 2, ..., never out of order, never fewer again."""
+
+    start: int = Field(ge=2)
+    """Seeds that every arm gets."""
+    most: int = Field(le=10_000)
+    """Seeds after which an arm stays undecided."""
+    by: Literal["split", "sequence"] = "split"
+    """What keeps the intervals valid: 5 % split over the looks from start to most, or a sequence that holds at every look for ever."""
+    step: int = Field(3, ge=1)
+    """Seeds added at a look; few looks leave each a larger part of the 5 %."""
+
+    @model_validator(mode="after")
+    def _grows(self) -> "Growth":
+        if self.most <= self.start:
+            raise ValueError(f"most: {self.most} must be above start: {self.start}; without growth write seeds: {self.start}")
+        return self
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The seeds that every arm gets."""
+        return tuple(range(self.start))
+
+    @property
+    def interval(self) -> str:
+        """The kind of interval that stays valid, as `stats.Interval` reads it."""
+        looks = 1 + math.ceil((self.most - self.start) / self.step)
+        return "sequence" if self.by == "sequence" else f"split:{looks}"
+
+    def more(self, count: int) -> tuple[int, ...]:
+        """The seeds to add to an arm that has the first `count`; none where that is the most."""
+        return tuple(range(count, min(count + self.step, self.most)))
+
+
+def _seeds(value: Any) -> tuple[int, ...] | Growth:
+    if isinstance(value, dict):
+        return Growth.model_validate(value)
     if type(value) is int and 1 <= value <= 10_000:
         return tuple(range(value))
     if isinstance(value, list) and value and all(type(seed) is int and 0 <= seed < 2**32 for seed in value):
         if len(set(value)) == len(value):
             return tuple(value)
         raise ValueError("a seed stands twice")
-    raise ValueError("must be how many seeds (1 or more), or a list of different seeds")
+    raise ValueError("must be how many seeds (1 or more), a list of different seeds, or {start: ..., most: ...}")
 
 
-_SEEDS_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
+_SEEDS_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        Growth.model_json_schema(),
+    ]
+}
 
 
 class Metric(Spec):
@@ -27,8 +70,15 @@ class Metric(Spec):
 
     name: str = "val/loss"
     direction: Literal["minimize", "maximize"] = "minimize"
-    min_effect: float | None = Field(None, gt=0)
-    """The smallest difference that matters, in the metric's unit."""
+    min_effect: Annotated[float, Field(gt=0)] | Annotated[str, Field(pattern=r"^\d*\.?\d*[1-9]\d*\s?%$")] | None = None
+    """The smallest difference that matters, in the metric's unit, or as a share of the baseline's mean: `0.1%`."""
+
+    def margin(self, level: float) -> float | None:
+        """`min_effect` in the metric's unit, where the baseline's mean is `level`; None where none was given, or there is no baseline."""
+        if not isinstance(self.min_effect, str):
+            return self.min_effect
+        margin = abs(level) * float(self.min_effect.rstrip(" %")) / 100
+        return margin if margin > 0 else None
 
 
 class Published(Spec):
@@ -46,14 +96,48 @@ class Published(Spec):
 
 
 class Search(Spec):
-    """How points are proposed where `ablate` holds ranges."""
+    """How points are proposed where `ablate` holds ranges, and which arms are given up early."""
 
-    sampler: Literal["tpe", "random", "gp", "cmaes"] = "tpe"
+    sampler: Literal["tpe", "random", "gp", "cmaes", "nsga2"] = "tpe"
+    """`nsga2` is made for several objectives, which all but cmaes take. Of knobs that have a condition only tpe learns; the others
+    draw them at random, and cmaes those with choices too."""
     trials: int = Field(ge=1)
-    """Arms to propose; each runs all seeds."""
+    """Arms to propose; each runs all seeds, unless it is pruned."""
     seed: int = Field(0, ge=0)
-    pruner: Any = None
-    rungs: Any = None
+    pruner: Literal["median", "hyperband", "asha", "wilcoxon"] | None = None
+    """Which arms to give up: `median` those worse than half of the finished ones, `asha` (successive halving) all but the best few at
+    each rung, `hyperband` the same with several first rungs, `wilcoxon` those that lose to the best arm seed by seed."""
+    rungs: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
+    """Training steps at which an arm is judged, by its first seed alone, which all arms share."""
+    warm: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Earlier sweeps in the same state folder: their arms, where they have the same knobs, are known to the sampler from the start."""
+    confirm: int | None = Field(None, ge=2)
+    """How many fresh seeds the winner is run on again beside its baseline; null: its gap is called exploratory."""
+
+
+SEVERAL = ("nsga2", "tpe", "gp", "random")
+"""The samplers that take several objectives."""
+FEWEST_SEEDS = 5
+"""With fewer, Wilcoxon's test cannot spare a seed: one-sided, at .1, it needs 4 pairs."""
+
+
+class Constraint(Spec):
+    """What an arm must keep to in its last record, for every seed. That none diverges or runs out of memory need not be said."""
+
+    metric: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @model_validator(mode="after")
+    def _one_side(self) -> "Constraint":
+        if (self.at_most is None) == (self.at_least is None):
+            raise ValueError("give either at_most or at_least")
+        return self
+
+    @property
+    def words(self) -> str:
+        """`nan/loss at most 0`."""
+        return f"{self.metric} at most {self.at_most:g}" if self.at_least is None else f"{self.metric} at least {self.at_least:g}"
 
 
 class Budget(Spec):
@@ -61,7 +145,8 @@ class Budget(Spec):
 
     trials: int | None = Field(None, ge=1)
     hours: float | None = Field(None, gt=0)
-    cost: Any = None
+    cost: float | None = Field(None, gt=0)
+    """In the unit of the price of a slot-hour, which a profile or `--price` gives."""
 
 
 class Resources(Spec):
@@ -97,26 +182,21 @@ class ExperimentFile(Spec):
     ablate: dict[str, Any] | None = None
     arms: dict[str, dict[str, Any]] | None = None
     against: Any = "bf16"
-    seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds), WithJsonSchema(_SEEDS_SCHEMA)] = (0, 1, 2)
+    seeds: Annotated[tuple[int, ...] | Growth, PlainValidator(_seeds), WithJsonSchema(_SEEDS_SCHEMA)] = (0, 1, 2)
     metric: Annotated[Any, WithJsonSchema(_METRICS_SCHEMA)] = Field(default_factory=dict)
-    """One metric, or a list: arms are then compared by each."""
+    """One metric, or a list: arms are then compared by each, and a search has several objectives."""
     published: Annotated[tuple[Published, ...], Field(strict=False)] = ()
     search: Search | None = None
     engine: str = "auto"
     retry: int = Field(2, ge=0, le=100)
     """How often a trial that died is started again."""
+    patience: float = Field(60.0, gt=0)
+    """Seconds without a record after which a trial is taken to hang and ended; 20 of its median steps, where that is longer."""
     budget: Budget = Budget()
     resources: Resources = Resources()
     telemetry: TelemetryKeys = TelemetryKeys()
-    constraints: Any = None
-
-
-NOT_YET = {
-    ("search", "pruner"): "pruning is not yet available; leave it out",
-    ("search", "rungs"): "pruning is not yet available; leave it out",
-    ("budget", "cost"): "not yet available; use budget: {hours: ...} or {trials: ...}",
-    ("constraints",): "constraints are not yet available; leave the key out",
-}
+    constraints: Annotated[tuple[Constraint, ...], Field(strict=False)] = ()
+    """What a searched arm must keep to; the sampler learns where that is."""
 
 
 def json_schema() -> dict[str, Any]:

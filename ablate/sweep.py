@@ -1,150 +1,312 @@
 """`ablate sweep X.yaml`: run an experiment, whatever of it is missing, and answer its question."""
 
+import os
+import subprocess
 import sys
+import time
+from collections import Counter
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
-from ablate.cli import BUDGET, DONE, FAILED, INTERRUPTED, console, duration, program, run
+from ablate.cli import BAD_INPUT, BUDGET, DONE, FAILED, INTERRUPTED, Device, Mlflow, Profile, State, alone, console, duration, program
+from ablate.control import check, holder
+from ablate.controller import Controller, Outcome, Wishes
 from ablate.experiment import Experiment, load
-from ablate.place import device_class, mlflow_uri, writable
+from ablate.notify import Hook
+from ablate.place import Place, find, writable
+from ablate.redact import redact
 from ablate.store import Busy, lock
 from ablate.yamlfile import InputError
 
-_EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET}
-
-State = Annotated[Path, typer.Option(envvar="ABLATE_STATE", help="State folder: trials, ledgers, MLflow store.")]
+_EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
+_WHERE = "Where"
 
 
 def sweep(
     file: Annotated[Path, typer.Argument(help="The experiment, a YAML file.")],
-    state: State = Path("runs"),
-    executor: Annotated[Literal["ray", "inline"], typer.Option(help="ray: parallel; inline: one by one in this process.")] = "ray",
-    address: Annotated[
-        str | None, typer.Option(envvar="ABLATE_RAY_ADDRESS", help="An existing Ray cluster: auto, host:port, ray://...")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Trials at once; default: one a core, or one a GPU.")] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where a trial computes.")] = "auto",
-    mlflow: Annotated[
-        str | None, typer.Option(envvar="ABLATE_MLFLOW", help="MLflow address; default: a store in the state folder; none: no MLflow.")
-    ] = None,
-    fork: Annotated[bool, typer.Option(help="Run what trials have in common from the start once.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and what it would cost; run nothing.")] = False,
+    fork: Annotated[bool, typer.Option(help="Run what trials have in common from the start once.")] = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run everything again, what is finished too.")] = False,
+    accept_version: Annotated[
+        bool, typer.Option("--accept-version", help="Run all of a sweep anew that was begun with other versions of the code.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Go on after this terminal is closed; `ablate status` shows how it goes.")
+    ] = False,
+    notify: Annotated[
+        str | None,
+        typer.Option(help="A command (JSON on its standard input) or a URL (POST) told of the first failure and the end. (ABLATE_NOTIFY)"),
+    ] = None,
+    state: State = None,
+    profile: Profile = None,
+    executor: Annotated[
+        Literal["ray", "inline"] | None,
+        typer.Option(help="ray: parallel, the default; inline: one by one in this process.", rich_help_panel=_WHERE),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="An existing Ray cluster: auto, host:port, ray://...; local: started here, the default. (ABLATE_RAY_ADDRESS)",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Trials at once; default: one a core, or one a GPU.", rich_help_panel=_WHERE)
+    ] = None,
+    device: Device = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Of an hour of one worker, for `budget: {cost: ...}`.", rich_help_panel=_WHERE)
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Among the sweeps on a Ray cluster: higher first, equals share.", rich_help_panel=_WHERE)
+    ] = None,
+    mlflow: Mlflow = None,
+    report: Annotated[
+        bool, typer.Option(envvar="ABLATE_REPORT", show_envvar=False, help="Make the report at the end. (ABLATE_REPORT)")
+    ] = True,
 ) -> None:
     """Run an experiment: do what is missing, reuse what is done, and answer its question.
 
     Ctrl-C ends it cleanly; the same command goes on. Exit status: 0 all done, 1 some trials failed, 2 bad input, 3 budget reached,
     130 interrupted.
     """
-    if dry_run:
-        from ablate.plan import plan
-
-        plan(file, state, device)
-        return
+    given = {"state": state, "ray": address, "mlflow": mlflow, "workers": workers, "executor": executor, "device": device}
+    place = find(profile, **given, notify=notify, price=price, priority=priority)
     experiment = load(file)
-    writable(state)
+    if dry_run:
+        from ablate.plan import show
+
+        show(experiment, place.state, place.device)
+        return
+    if experiment.budget.cost is not None and place.price is None:
+        raise InputError([f"{file}: budget.cost: what an hour of a worker costs is not known; say it with --price, or in a profile"])
+    writable(place.state)
+    folder = place.state / "sweeps" / experiment.name
+    hook = Hook(place.notify) if place.notify else None
+    wishes = Wishes(fork, fresh, accept_version, place.price)
+    if detach:
+        raise typer.Exit(_detach(file, folder, place, wishes, report))
     try:
-        with lock(state / "sweeps" / experiment.name / "lock", wait=False):
-            raise typer.Exit(_run(experiment, state, executor, address, workers, device_class(device), mlflow_uri(mlflow, state), fork))
+        with lock(folder / "lock", wait=False):
+            check(folder, str(file))
+            raise typer.Exit(_Run(experiment, place, hook, report).run(wishes))
     except Busy as busy:
-        raise InputError([f"{file}: another process ({busy.holder}) runs this sweep; wait for it, or use another --state"]) from None
+        raise _busy(file, busy.holder) from None
 
 
-def _run(
-    experiment: Experiment,
-    state: Path,
-    executor: str,
-    address: str | None,
-    workers: int | None,
-    device: str,
-    mlflow: str | None,
-    fork: bool,
-) -> int:
-    from ablate.controller import Controller, Outcome
-    from ablate.doctor import Checkup, Unfit
-    from ablate.terminal import View
-    from ablate.workers import ClusterError, Inline, Pool
+def _busy(file: Path, who: str) -> InputError:
+    return InputError([f"{file}: another process ({who}) runs this sweep; wait for it, or use another --state"])
 
-    screen = console()
-    screen.print(f"[bold]{experiment.question}[/]")
 
-    checkup = Checkup()
+# One run in this process
 
-    def connect() -> Inline | Pool:
-        """Called once a trial has to run, which it does on numerics that were found to be sound."""
-        checkup.start()
-        pool = Inline() if executor == "inline" else Pool(address, workers, gpus_per_trial=int(device == "cuda"))
+
+class _Run:
+    """A sweep on the screen: its progress, its answer, and what its hook is told."""
+
+    def __init__(self, experiment: Experiment, place: Place, hook: Hook | None, report: bool) -> None:
+        self.experiment, self.place, self.hook, self.report = experiment, place, hook, report
+        self.screen = console()
+        self.started = time.time()
+        self.failed = 0
+
+    def run(self, wishes: Wishes) -> int:
+        """Run it to its end, however that comes, and say so; the exit status."""
+        status = "failed"
         try:
-            checkup.passed()
-        except BaseException:
-            pool.close()
-            raise
-        return pool
+            self.screen.print(f"[bold]{self.experiment.question}[/]")
+            status = self._steps(wishes)
+            return _EXIT[status]
+        except KeyboardInterrupt:
+            status = "interrupted"
+            self.screen.print("Interrupted. Nothing is lost: the same command goes on.")
+            return INTERRUPTED
+        finally:
+            self._tell("ended", status)
+            for line in self.hook.close() if self.hook else ():
+                self.screen.print(line, soft_wrap=True, markup=False)
 
-    controller = Controller(experiment, state, device, connect, mlflow, fork)
-    outcome = None
+    def _steps(self, wishes: Wishes) -> str:
+        from ablate.doctor import Checkup, Unfit
+        from ablate.terminal import View
+        from ablate.workers import ClusterError, ClusterLost
+
+        checkup = Checkup()
+        place, outcome = self.place, None
+        controller = Controller(self.experiment, place.state, place.device, partial(_connect, place, checkup), place.mlflow, wishes)
+        try:
+            with View(self.screen).open() as view, closing(controller.run()) as steps, closing(checkup):
+                for step in steps:
+                    if isinstance(step, Outcome):
+                        outcome = step
+                    else:
+                        if step.done < step.total:
+                            checkup.start()  # beside the imports that come next, and Ray
+                        view.show(step)
+                        self._watch(step)
+        except ClusterLost as error:
+            self.screen.print(f"{redact(str(error), place.ray)}. Nothing is lost: the same command goes on.", soft_wrap=True, markup=False)
+            return "stopped"
+        except ClusterError as error:
+            raise InputError([redact(str(error), place.ray)]) from None
+        except Unfit as error:
+            print(error, file=sys.stderr)
+            return "failed"
+        reused = f", {outcome.reused} already done" if outcome.reused else ""
+        failed = f", {outcome.failed} failed" if outcome.failed else ""
+        self.screen.print(f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}")
+        self.screen.print(outcome.why, "", soft_wrap=True, markup=False) if outcome.why else self.screen.print()
+        _answer(self.experiment, place, self.screen)
+        self._look_next()
+        return outcome.status
+
+    def _look_next(self) -> None:
+        """Make the report, unless it shows all there is already, and say where everything is."""
+        place, name = self.place, self.experiment.name
+        index = place.state / "reports" / name / "index.html"
+        from ablate.report import ReportError, is_current, make
+
+        if self.report and not is_current(place.state, name):
+            try:
+                with self.screen.status("Making the report"):
+                    made = make(place.state, name, mlflow=place.mlflow)
+                if made.trouble:
+                    self.screen.print(made.trouble, soft_wrap=True, markup=False)
+            except ReportError as error:
+                said = f"The report was not made: {error}. The runs are safe; `ablate report {name}` tries again."
+                self.screen.print(said, soft_wrap=True, markup=False)
+        given = "" if place.origins["state"] == "default" else f" --state {place.state}"
+        self.screen.print("Look next:", style="bold")
+        for line in ([str(index)] if index.exists() else []) + [f"{program('ablate')} ui {name}{given}"]:
+            self.screen.print(f"  {line}", soft_wrap=True, markup=False)
+
+    def _watch(self, progress: Any) -> None:
+        """Tell the hook of the first failure, and the screen what is wrong with the hook."""
+        if progress.failed and not self.failed:
+            self._tell("trial failed", "running")
+        self.failed = progress.failed
+        for line in self.hook.troubles() if self.hook else ():
+            self.screen.print(line, soft_wrap=True, markup=False)
+
+    def _tell(self, event: str, status: str) -> None:
+        if self.hook:
+            self.hook.tell(_message(self.experiment, self.place, event, status, time.time() - self.started))
+
+
+def _connect(place: Place, checkup: Any) -> Any:
+    """The executor, started once a trial has to run, which it does on numerics that were found to be sound."""
+    from ablate.workers import Inline, Pool
+
+    checkup.start()
+    inline = place.executor == "inline"
+    pool = Inline() if inline else Pool(place.ray, place.workers, int(place.device == "cuda"), place.priority)
     try:
-        with View(screen).open() as view, closing(controller.run()) as steps, closing(checkup):
-            for step in steps:
-                if isinstance(step, Outcome):
-                    outcome = step
-                else:
-                    if step.done < step.total:
-                        checkup.start()  # beside the imports that come next, and Ray
-                    view.show(step)
-    except KeyboardInterrupt:
-        screen.print("Interrupted. Nothing is lost: the same command goes on.")
-        return INTERRUPTED
-    except ClusterError as error:
-        raise InputError([str(error)]) from None
-    except Unfit as error:
-        print(error, file=sys.stderr)
-        return FAILED
-    reused = f", {outcome.reused} already done" if outcome.reused else ""
-    screen.print(
-        f"{outcome.ran} trials run{reused}{f', {outcome.failed} failed' if outcome.failed else ''} in {duration(outcome.seconds)}\n"
-    )
-    _answer(experiment, state, mlflow, screen)
-    return _EXIT[outcome.status]
+        checkup.passed()
+    except BaseException:
+        pool.close()
+        raise
+    return pool
 
 
-def _answer(experiment: Experiment, state: Path, mlflow: str | None, screen) -> None:
-    """The table, what turning each knob did, and where to look next."""
-    from ablate.figures import draw
+def _message(experiment: Experiment, place: Place, event: str, status: str, seconds: float) -> dict[str, Any]:
+    """What a hook is told; `text` is what a chat shows of it."""
+    from ablate.results import open_ledger, summary_markdown
+
+    told = {"event": event, "sweep": experiment.name, "question": experiment.question, "status": status, "seconds": round(seconds, 1)}
+    try:
+        ledger = open_ledger(place.state, experiment.name)
+    except FileNotFoundError:
+        return told | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {status}"}
+    trials = {member["id"]: member for member in ledger.members()}
+    counts = Counter(member["status"] for member in trials.values())
+    failures = [f"{m['name']} seed={m['seed']}: {m['reason']}" for m in trials.values() if m["status"] in ("failed", "oom")]
+    table = summary_markdown(ledger)
+    ledger.close()
+    listed = ", ".join(f"{number} {name}" for name, number in counts.items())
+    text = f"{experiment.name}: {event if status == 'running' else status} after {duration(seconds)}: {listed}"
+    return told | {"counts": dict(counts), "failures": failures, "table": table, "text": text}
+
+
+# One run in a process that outlives the terminal
+
+
+def _detach(file: Path, folder: Path, place: Place, wishes: Wishes, report: bool) -> int:
+    """Start the same sweep in a session of its own, and see it begin; the exit status of one that ended at once."""
+    who = holder(folder)
+    if who:
+        raise _busy(file, who)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / "console.txt"
+    with written.open("w") as output:
+        process = subprocess.Popen(
+            [*_words(file, place, wishes), *([] if report else ["--no-report"])],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | place.environment(),
+        )
+    while process.poll() is None and not (holder(folder) or "").startswith(f"pid {process.pid} "):
+        time.sleep(0.05)
+    if process.returncode is not None:
+        print(written.read_text(), end="", file=sys.stderr if process.returncode == BAD_INPUT else sys.stdout)
+        return process.returncode
+    screen = console()
+    screen.print(f"[bold]{folder.name}[/] goes on without this terminal: pid {process.pid}, state folder {place.state}.")
+    screen.print("Follow it:", style="bold")
+    given = "" if place.origins["state"] == "default" else f" --state {place.state}"
+    for line in (f"ablate status {folder.name}{given} --watch", f"tail -f {written}", f"ablate stop {folder.name}{given}"):
+        screen.print(f"  {line}", soft_wrap=True, markup=False)
+    return DONE
+
+
+def _words(file: Path, place: Place, wishes: Wishes) -> list[str]:
+    """The command of a detached sweep. Addresses come to it in its environment, since anyone may list the words of a process."""
+    words = [sys.executable, "-m", "ablate.sweep", str(file), "--executor", place.executor, "--device", place.device]
+    words += ["--workers", str(place.workers)] if place.workers else []
+    words += ["--price", str(place.price)] if place.price else []
+    words += ["--priority", str(place.priority)] if place.priority else []
+    words += [] if wishes.fork else ["--no-fork"]
+    words += ["--fresh"] if wishes.fresh else []
+    return words + (["--accept-version"] if wishes.accept_version else [])
+
+
+# What it found
+
+
+def _answer(experiment: Experiment, place: Place, screen: Console) -> None:
+    """The table, and what turning each knob did."""
     from ablate.results import contrasts, open_ledger, replications, summaries
-    from ablate.terminal import contrast_table, replication_table, summary_table
+    from ablate.terminal import MOST_CONTRASTS, contrast_table, replication_table, summary_table
 
-    ledger = open_ledger(state, experiment.name)
+    ledger = open_ledger(place.state, experiment.name)
     for metric in experiment.metrics:
         arms = summaries(ledger, metric)
         if experiment.search:
             arms.sort(key=lambda arm: (arm.baseline is not None, arm.mean if metric.direction == "minimize" else -arm.mean))
         screen.print(summary_table(arms, metric), "")
-        table = contrast_table(contrasts(arms, metric))
+        table = contrast_table(contrasts(arms, metric, MOST_CONTRASTS))
         if table:
             screen.print(table, "")
     if experiment.published:
         screen.print(replication_table(replications(ledger, experiment.published)), "")
-    screen.print(_reading(experiment), "")
-    screen.print("Look next:", style="bold")
-    for picture in draw(ledger, experiment.metrics, experiment.published, state / "reports" / experiment.name):
-        screen.print(f"  {picture}", soft_wrap=True)
-    if mlflow:
-        screen.print(f"  {program('mlflow')} ui --workers 1 --backend-store-uri {mlflow}", soft_wrap=True)
-    screen.print(f"  {program('optuna-dashboard')} {state / 'sweeps' / experiment.name / 'optuna.log'}", soft_wrap=True)
+    screen.print(_reading(experiment, arms), "")
     ledger.close()
 
 
-def _reading(experiment: Experiment) -> str:
-    """How to read the table, in one or two sentences."""
+def _reading(experiment: Experiment, arms: list) -> str:
+    """How to read the table, in a few sentences."""
+    from ablate.results import reading
+
     entropy = experiment.base.config.summary().get("data/unigram_entropy")
     floor = f" A model that ignores context reaches {entropy:.2f}." if entropy and experiment.metric.name == "val/loss" else ""
-    pairs = f"Gaps and effects are paired over {len(experiment.seeds)} seeds; ± is a 95 % t interval, each on its own."
-    searched = " The arm that won a search was chosen by these numbers: run it again on new seeds before believing its gap."
-    return pairs + floor + (searched if experiment.search else "")
+    return reading(arms) + floor
 
 
 if __name__ == "__main__":
-    run(lambda: typer.run(sweep))
+    alone(sweep)

@@ -12,10 +12,11 @@ from rich.text import Text
 
 from ablate.cli import duration
 from ablate.controller import Progress
-from ablate.results import ArmSummary, Contrast, Replication, interval, number
+from ablate.results import ArmSummary, Contrast, Replication, foremost, interval, number
 from ablate.surface import Metric
 
-_MOST_CONTRASTS = 16
+MOST_CONTRASTS, MOST_ARMS = 16, 24
+"""What a person reads."""
 _COLOURS = {"better": "green", "worse": "red", "baseline": "dim"}
 
 
@@ -54,7 +55,7 @@ def _live(progress: Progress) -> Group:
         loss = "-" if math.isnan(running.loss) else f"{running.loss:.3f}"
         table.add_row(running.name, str(running.seed), f"{running.step}/{running.steps}", bar, loss, str(running.attempt))
     left = f", about {duration(progress.seconds_left)} left" if progress.running else ""
-    mlflow = f"  [yellow]MLflow is behind: {progress.mlflow}[/]" if progress.mlflow else ""
+    mlflow = f"  [yellow]{progress.mlflow}[/]" if progress.mlflow else ""
     status = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, progress.total), completed=progress.done, width=40)
     status.add_row(bar, Text.from_markup(f"{progress.done} of {progress.total} trials done{left}{mlflow}"))
@@ -64,9 +65,11 @@ def _live(progress: Progress) -> Group:
 def summary_table(arms: Iterable[ArmSummary], metric: Metric) -> Table:
     """One line an arm: mean over seeds, paired gap with its interval, quantisation error, speed, divergence, verdict.
 
-    Each baseline is followed by what is compared with it. Columns in which nothing was measured are left out.
+    Each baseline is followed by what is compared with it, first a search's winner run again. Columns in which nothing was measured are
+    left out, and of many arms all but the best, which is said.
     """
-    arms = list(arms)
+    everything = list(arms)
+    arms = sorted(foremost(everything, metric, MOST_ARMS), key=lambda arm: arm.role != "confirmed")
     alone = [arm for arm in arms if arm.baseline is None]
     rows = [_cells(arm, metric) for first in alone for arm in (first, *(arm for arm in arms if arm.baseline == first.name))]
     names = [name for name in rows[0] if any(row[name] != "-" for row in rows)] if rows else []
@@ -74,17 +77,18 @@ def summary_table(arms: Iterable[ArmSummary], metric: Metric) -> Table:
     for name in names:
         table.add_column(name, justify="left" if name in ("arm", "verdict") else "right")
     for row in rows:
-        verdict = Text(row["verdict"], style=_COLOURS.get(row["verdict"], ""))
+        verdict = Text(row["verdict"], style=_colour(row["verdict"]))
         table.add_row(*(row[name] for name in names if name != "verdict"), verdict)
+    if len(arms) < len(everything):
+        table.caption = f"{len(everything) - len(arms):,} more arms, none of them better by {metric.name}"
     return table
 
 
 def _cells(arm: ArmSummary, metric: Metric) -> dict[str, str]:
-    total = len(arm.values) + arm.diverged + arm.missing
     return {
         "arm": arm.name,
         metric.name: number(arm.mean) if arm.values else "-",
-        "seeds": f"{len(arm.values)}" if len(arm.values) == total else f"{len(arm.values)} of {total}",
+        "seeds": f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}",
         "gap to baseline": "" if arm.gap is None else interval(arm.gap),
         "SQNR dB": "-" if math.isnan(arm.sqnr_db) else f"{arm.sqnr_db:.1f}",
         "tokens/s": "-" if math.isnan(arm.tokens_per_s) else f"{arm.tokens_per_s:,.0f}",
@@ -93,14 +97,19 @@ def _cells(arm: ArmSummary, metric: Metric) -> dict[str, str]:
     }
 
 
+def _colour(verdict: str) -> str:
+    """Of a verdict's first words; what a search saw is no result, so it has none."""
+    return "" if verdict.endswith("(exploratory)") else _COLOURS.get(verdict.partition(" (")[0], "")
+
+
 def contrast_table(contrasts: list[Contrast]) -> Table | None:
-    """One line for each two arms that differ in one knob; None where there are none, or more than anyone reads."""
-    if not 0 < len(contrasts) <= _MOST_CONTRASTS:
+    """One line for each two arms that differ in one knob; None where there are none."""
+    if not contrasts:
         return None
     table = _table("knob", "turned to", "with", "effect", "verdict")
     for contrast in contrasts:
-        style = _COLOURS.get(contrast.verdict, "")
-        table.add_row(contrast.knob, contrast.change, contrast.held, interval(contrast.effect), Text(contrast.verdict, style=style))
+        said = Text(contrast.verdict, style=_colour(contrast.verdict))
+        table.add_row(contrast.knob, contrast.change, contrast.held, interval(contrast.effect), said)
     return table
 
 
@@ -119,7 +128,7 @@ def replication_table(replications: Iterable[Replication]) -> Table:
 
 
 def _table(*names: str, right: tuple[str, ...] = (), last: str | None = None) -> Table:
-    table = Table(title_justify="left", header_style="bold", pad_edge=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(title_justify="left", caption_justify="left", header_style="bold", pad_edge=False, box=None, padding=(0, 2, 0, 0))
     for name in names:
         table.add_column(name)
     for name in right:

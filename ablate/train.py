@@ -114,6 +114,8 @@ def train(
             meter.reset()
         if evaluates:
             metrics |= evaluate(model, engine, recipe, validation)
+        if done == config.steps or not finite:
+            metrics["flops/fp4_share"] = engine.fp4_share(done)
         if not finite:
             metrics["nan/first_step"] = float(done)
         if metrics:

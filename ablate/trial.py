@@ -4,8 +4,10 @@ import hashlib
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ablate import provenance
@@ -14,7 +16,7 @@ from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Spec
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import Run
-from ablate.store import Store, write
+from ablate.store import Busy, Store, write
 from ablate.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -104,38 +106,85 @@ class TrialSpec(Spec):
         return spec
 
 
+class OutOfMemory(Exception):
+    """The trial needs more memory than there is: a result of where it ran, which trying again would not change."""
+
+
+class Superseded(Exception):
+    """A later attempt holds the trial: this one, cut off for a while, must not write any more."""
+
+
 def run(
     spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any], fork: Iterable[tuple[int, str]] = ()
 ) -> Iterator[dict[str, Any]]:
     """Run the trial from the furthest checkpoint there is, or replay it where it is finished; yields events {step, time, metrics}.
 
     Those with alarms have `alarms`; the first after a checkpoint has `resumed`, the checkpoint's step. `fork` names the states that other
-    trials pass through too, by step: the trial goes on from the furthest that is there, and leaves those that are not. The events of
-    the trial that left it come first then.
+    trials pass through too, by step: the trial goes on from the furthest that is there, and leaves those that are not. The events up to
+    where it goes on come first.
 
-    Ends when the result is committed. Waits while another process runs the same trial. A non-finite loss is a result (`diverged`);
-    an exception is not.
+    Ends when the result is committed. While another process runs the same trial, yields {waits: who} once, and waits. A non-finite loss
+    is a result (`diverged`); an exception is not. Raises OutOfMemory, and Superseded where a later attempt holds the trial.
     """
-    with store.claim(spec.id):
+    with ExitStack() as stack:
+        try:
+            held = stack.enter_context(store.claim(spec.id, attempt, wait=False))
+        except Busy as busy:
+            yield {"waits": busy.holder}
+            held = stack.enter_context(store.claim(spec.id, attempt))
         if store.result(spec.id) is not None:
             yield from store.events(spec.id)
-            return
-        folder = store.folder(spec.id)
-        write(folder / "spec.json", json.loads(spec.wire))
-        started, event = time.time(), None
-        with (folder / f"events-{attempt}.jsonl").open("w") as events:
-            from ablate.checkpoints import Checkpoints  # torch: only where a trial runs
+        else:
+            yield from _run(spec, store, attempt, telemetry, {step: store.shared(name) for step, name in fork}, held)
 
-            shared = {step: store.shared(name) for step, name in fork}
-            checkpoints = Checkpoints(folder / "checkpoint.pt", spec.id, telemetry.get("checkpoint", 60.0), shared)
-            if trunk := checkpoints.trunk:
-                write(folder / "trunk.json", trunk)
-                yield from store.trunk(spec.id)
-            for event in _events(spec, telemetry, checkpoints):
-                print(json.dumps(event), file=events, flush=True)
-                yield event
-        store.commit(spec.id, _result(spec, attempt, started, event))
-        (folder / "checkpoint.pt").unlink(missing_ok=True)
+
+def _run(
+    spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any], shared: dict[int, Path], held: Callable[[], bool]
+) -> Iterator[dict[str, Any]]:
+    folder = store.folder(spec.id)
+    for torn in (*folder.glob("*.json.*"), *folder.glob("*.pt.*")):  # by an attempt that was killed while it wrote
+        torn.unlink()
+    write(folder / "spec.json", json.loads(spec.wire))
+    started, event = time.time(), None
+    with (folder / f"events-{attempt}.jsonl").open("w") as events:
+        from ablate.checkpoints import Checkpoints  # torch: only where a trial runs
+
+        checkpoints = Checkpoints(folder / "checkpoint.pt", spec.id, telemetry.get("checkpoint", 60.0), shared)
+        if trunk := checkpoints.trunk:
+            store.fork(spec.id, attempt, trunk)
+        # What was recorded before, by the trunk or by earlier attempts, this sweep's ledger may never have heard of.
+        yield from (event for event in store.events(spec.id) if event["step"] <= checkpoints.start)
+        for event in _within_memory(_events(spec, telemetry, checkpoints), spec.device):
+            _refuse_superseded(held, spec, attempt)
+            print(json.dumps(event), file=events, flush=True)
+            yield event
+    _refuse_superseded(held, spec, attempt)
+    store.commit(spec.id, _result(spec, attempt, started, event))
+    (folder / "checkpoint.pt").unlink(missing_ok=True)
+
+
+def _refuse_superseded(held: Callable[[], bool], spec: TrialSpec, attempt: int) -> None:
+    if not held():
+        raise Superseded(f"attempt {attempt} of trial {spec.id} was superseded by a later one, and ends")
+
+
+def _within_memory(events: Iterator[dict[str, Any]], device: str) -> Iterator[dict[str, Any]]:
+    """The events; what torch and Python raise when memory is out, told as OutOfMemory."""
+    step = 0
+    try:
+        for event in events:
+            step = event["step"]
+            yield event
+    except (MemoryError, RuntimeError) as error:  # CUDA's is a RuntimeError of its own, the CPU's a plain one
+        first = (str(error).strip() or "no more memory").splitlines()[0]
+        if not isinstance(error, MemoryError) and "out of memory" not in first and "allocate memory" not in first:
+            raise
+        import torch
+
+        from ablate.metrics import memory
+
+        used = max(memory(torch.device(device)).values()) / 1e9
+        raise OutOfMemory(f"out of memory after step {step}, {used:.1f} GB in use: {first}") from error
 
 
 def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoints") -> Iterator[dict[str, Any]]:

@@ -86,6 +86,12 @@ class Children:
     def wait(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
         return [(self.trial, next(self.messages))]
 
+    def stop(self, trial: str) -> None:
+        self.supervisor.stop()
+
+    def resize(self, slots: int) -> None:
+        pass
+
     def close(self) -> None:
         shut(self.supervisor)
 
@@ -128,9 +134,9 @@ def statuses(state: Path, name: str = "tiny") -> dict[tuple[str, int], str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The process's environment without what would tell ablate where things are."""
+    """The process's environment without what would tell ablate where things are. Reports take seconds: only who asks gets one."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("ABLATE_")}
-    return kept | {"COLUMNS": "200"} | extra
+    return kept | {"COLUMNS": "200", "ABLATE_REPORT": "false"} | extra
 
 
 def ablate(*words: Any, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess:

@@ -84,7 +84,7 @@ def test_a_verb_is_a_module_too(module, tmp_path):
 def test_a_plan_is_instant_and_imports_nothing_heavy(path, tmp_path):
     started = time.monotonic()
     done, imported = modules("plan", path, "--state", tmp_path / "state", "--device", "cpu")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10  # a second; how fast is for the bench to say, that nothing heavy runs is promised here
     assert done.returncode == 0, done.stderr
     assert not imported & {"torch", "ray", "mlflow", "optuna", "pandas", "matplotlib", "scipy"}
     assert re.search(r"\d+ trials to run, 0 done\. Roughly", done.stdout)
@@ -174,7 +174,7 @@ def test_a_sweep_that_another_process_runs_is_refused_with_its_holder(tmp_path):
 def test_the_answer_does_not_need_the_files_own_recipe_to_be_runnable(tmp_path):
     experiment = tiny(tmp_path, recipe="nvfp4_paper", ablate={"recipe.layers.last_fraction": [0.0]})  # with 1 layer the paper's keeps all
     try:
-        assert "paired over 2 seeds" in _reading(experiment)
+        assert "paired by seed" in _reading(experiment, [])
     except ValueError as error:
         pytest.fail(f"a traceback: {error}", pytrace=False)
 
@@ -220,6 +220,7 @@ def test_a_budget_ends_with_status_3_and_an_answer_so_far(tmp_path):
     done = ablate("sweep", write(tmp_path, budget={"trials": 2}), "--state", tmp_path / "state", *INLINE)
     assert done.returncode == 3
     assert "2 trials run in" in done.stdout
+    assert "Partial: the budget is reached, and 4 trials are not run. The same command goes on." in done.stdout
     assert "1 of 2" in next(line for line in table(done.stdout) if line.startswith("bf16"))
 
 
@@ -281,15 +282,14 @@ def rayed(tmp_path_factory):
 
 @pytest.mark.services
 @pytest.mark.slow
-def test_a_failing_arm_on_ray_is_tried_again_and_ends_with_status_1_and_its_reason(rayed):
+def test_an_arm_too_large_for_this_machine_ends_with_status_1_and_its_reason(rayed):
     folder, done = rayed
     assert done.returncode == 1, done.stdout + done.stderr
     found = statuses(folder / "state")
-    assert (found["good", 0], found["bf16", 0], found["wild", 0], found["broken", 0]) == ("done", "done", "diverged", "failed")
-    assert re.search(r"broken seed=0: RuntimeError: .* you tried to allocate \d+ bytes.*; retry 1/1", done.stdout)
-    assert re.search(r"broken seed=0: failed: RuntimeError: .* you tried to allocate \d+ bytes", done.stdout)
+    assert (found["good", 0], found["bf16", 0], found["wild", 0], found["broken", 0]) == ("done", "done", "diverged", "oom")
+    assert re.search(r"broken seed=0: oom: out of memory after step 0, .* you tried to allocate \d+ bytes", done.stdout)
     assert re.search(r"wild seed=0: diverged: non-finite loss or gradient at step \d", done.stdout)
-    assert re.search(r"^wild .*no pair of finished seeds$", done.stdout, re.MULTILINE)
+    assert re.search(r"^wild .*diverged on 1 of 1 seeds *$", done.stdout, re.MULTILINE)
     assert ", 2 failed in" in done.stdout  # the arm and its baseline, which has the same workload
 
 

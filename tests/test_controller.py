@@ -1,13 +1,16 @@
 """One run of a sweep, in this process: what is missing is run, what is done is reused, what goes wrong is said."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
-from experiments_for_tests import TOO_LARGE, Children, ledger, statuses, sweep, tiny, values
+from experiments_for_tests import TOO_LARGE, Children, ledger, shards, statuses, sweep, tiny, values
 
 from ablate.controller import Controller, Outcome
 from ablate.ledger import Ledger
 from ablate.results import open_ledger, summaries
+from ablate.store import Store
 from ablate.workers import Inline
 
 WILD = {"good": {"rht": True}, "wild": {"workload.lr": 1e30, "workload.clip": None, "workload.warmup": 0.0}}
@@ -112,7 +115,7 @@ def test_an_arm_that_diverges_is_a_result_and_harms_no_other(tmp_path):
     assert sum("diverged: non-finite loss or gradient at step" in line for line in news) >= 2
     book = open_ledger(tmp_path, "tiny")
     (wild,) = [arm for arm in summaries(book) if arm.name == "wild"]
-    assert (wild.diverged, wild.values, wild.nans) == (2, {}, 2)
+    assert (wild.diverged, wild.values, wild.nans) == ((0, 1), {}, 2)
     (reason,) = {m["reason"] for m in book.members() if m["name"] == "wild"}
     assert "at step " in reason
     book.close()
@@ -131,7 +134,8 @@ def test_what_a_dead_driver_left_running_is_run_again_and_said(tmp_path):
     sweep(tiny(tmp_path, budget={"trials": 2}), tmp_path)
     book = Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")
     orphan = next(member["trial"] for member in book.members() if member["status"] == "pending")
-    book.start_attempt(orphan, 1.0)  # and then its driver was killed
+    name = next(member["id"] for member in book.members() if member["trial"] == orphan)
+    book.start_attempt(orphan, Store(tmp_path).begin(name), 1.0)  # and then its driver was killed
     book.close()
     outcome, news = sweep(tiny(tmp_path), tmp_path)
     assert (outcome.status, outcome.ran) == ("done", 4)
@@ -144,19 +148,35 @@ def test_what_a_dead_driver_left_running_is_run_again_and_said(tmp_path):
 
 @pytest.mark.slow
 def test_a_trial_that_fails_is_tried_again_and_then_failed_with_its_reason_while_the_others_go_on(tmp_path):
-    listed = {"good": {"rht": False}, "broken": {"rht": True, "workload.hidden": TOO_LARGE}}
+    data = shards(tmp_path / "broken", tokens=11_000)
+    listed = {"good": {"rht": False}, "broken": {"rht": True, "workload.data": data}}
     experiment = tiny(tmp_path, ablate=None, arms=listed, against={"rht": False, "sr": False}, retry=1, seeds=1)
+    Path(data["train"]).unlink()
     outcome, news = sweep(experiment, tmp_path, connect=Children)
     assert (outcome.status, outcome.failed, outcome.ran) == ("failed", 2, 2)  # the broken arm and its baseline; the good arm and its own
     book = ledger(tmp_path)
     (status, reason), good = [(m["status"], m["reason"]) for name in ("broken", "good") for m in book.members() if m["name"] == name]
     assert (status, good) == ("failed", ("done", None))
-    assert "you tried to allocate" in reason
+    assert "train.bin" in reason
     assert f"broken seed=0: {reason}; retry 1/1" in news
     (failed,) = [line for line in news if line.startswith(f"broken seed=0: failed: {reason}\n")]
     assert 'File "' in failed
     attempts = [tuple(row) for row in book.db.execute("SELECT attempt, outcome FROM attempts")]
     assert sorted(attempts) == [(1, "done")] * 2 + [(1, "failed")] * 2 + [(2, "failed")] * 2
+    book.close()
+
+
+@pytest.mark.parametrize("connect", [Inline, pytest.param(Children, marks=pytest.mark.slow)])
+def test_what_runs_out_of_memory_is_a_result_that_is_told_and_not_tried_again(connect, tmp_path):
+    listed = {"good": {"rht": False}, "huge": {"rht": True, "workload.hidden": TOO_LARGE}}
+    experiment = tiny(tmp_path, ablate=None, arms=listed, against={"rht": False, "sr": False}, seeds=1)
+    outcome, news = sweep(experiment, tmp_path, connect=connect)
+    assert (outcome.status, outcome.failed, outcome.ran) == ("failed", 2, 2)
+    assert {name: status for (name, _), status in statuses(tmp_path).items() if status == "oom"}.keys() >= {"huge"}
+    (line,) = [line for line in news if line.startswith("huge seed=0: ")]
+    assert re.search(r"out of memory after step 0, 0\.\d GB in use: .*you tried to allocate \d+ bytes", line)
+    book = ledger(tmp_path)
+    assert book.db.execute("SELECT count(*) FROM attempts WHERE outcome = 'oom'").fetchone()[0] == 2
     book.close()
 
 
@@ -178,8 +198,11 @@ def test_a_run_that_is_closed_leaves_everything_resumable(tmp_path):
 
 
 def test_an_exception_of_a_trial_inline_passes_through_and_leaves_the_sweep_resumable(tmp_path):
-    with pytest.raises(RuntimeError, match="you tried to allocate"):
-        sweep(tiny(tmp_path, shape={"hidden": TOO_LARGE}), tmp_path)
+    experiment = tiny(tmp_path)
+    in_the_way = Store(tmp_path).folder(experiment.spec(experiment.arms[0], 0, "cpu").id) / "events-1.jsonl"
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        sweep(experiment, tmp_path)
     assert set(statuses(tmp_path).values()) == {"pending"}
 
 

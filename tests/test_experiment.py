@@ -105,9 +105,25 @@ REFUSED = {
     ),
     "too many arms": (
         f"ablate: {{workload.steps: {list(range(1, 102))}, workload.batch: {list(range(1, 101))}}}",
-        "4:1: ablate: makes 10100 arms; at most 10000 fit a grid, a `search` samples them",
+        "4:1: ablate: makes more than 10000 arms, the most that fit a grid; a `search` samples them",
     ),
-    "no seeds": ("ablate: {rht: [true]}\nseeds: 0", "5:1: seeds: 0: must be how many seeds (1 or more), or a list of different seeds"),
+    "no seeds": ("ablate: {rht: [true]}\nseeds: 0", "5:1: seeds: 0: must be how many seeds (1 or more), a list of different seeds"),
+    "growth of one": (
+        "ablate: {rht: [true]}\nseeds: {start: 1, most: 4}",
+        "5:9: seeds.start: 1: input should be greater than or equal to 2",
+    ),
+    "growth of nothing": (
+        "ablate: {rht: [true]}\nseeds: {start: 4, most: 4}",
+        "5:1: seeds: {'start': 4, 'most': 4}: most: 4 must be above start: 4; without growth write seeds: 4",
+    ),
+    "growth to a typo": (
+        "ablate: {rht: [true]}\nseeds: {start: 4, most: 6, steps: 2}",
+        "5:28: seeds.steps: 2: no such key; 'step' is the nearest of step, ",
+    ),
+    "growth of a search": (
+        "ablate: {cooldown: {uniform: [0, 1]}}\nsearch: {trials: 2}\nseeds: {start: 3, most: 9}",
+        "6:1: seeds: a search runs its arms on a fixed number of seeds; write seeds: 3",
+    ),
     "seed twice": ("ablate: {rht: [true]}\nseeds: [1, 2, 1]", "5:1: seeds: [1, 2, 1]: a seed stands twice"),
     "seed of 2^32": ("ablate: {rht: [true]}\nseeds: [4294967296]", "5:1: seeds: [4294967296]: must be how many seeds"),
     "number for a preset": ("ablate: {rht: [true]}\nrecipe: 4", "5:1: recipe: 4: input should be a valid string"),
@@ -115,9 +131,13 @@ REFUSED = {
         "ablate: {rht: [true]}\nmetric: {name: val/loss, direction: down}",
         "5:26: metric.direction: 'down': input should be 'minimize' or 'maximize'",
     ),
-    "two metrics of a search": (
-        "ablate: {rht: [true]}\nsearch: {trials: 2}\nmetric: [{name: val/loss}, {name: grad/norm}]",
-        "6:1: metric: a search for several objectives is not yet available; give one metric",
+    "two objectives for a sampler of one": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2, sampler: cmaes}\nmetric: [{name: val/loss}, {name: grad/norm}]",
+        "5:21: search.sampler: 'cmaes': takes one objective, and metric lists 2; nsga2, tpe, gp, random take several",
+    ),
+    "a pruner for two objectives": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2, pruner: median, rungs: [2]}\nmetric: [{name: val/loss}, {name: grad/norm}]",
+        "5:21: search.pruner: 'median': judges by one objective, and metric lists 2: leave the pruner out, or give one metric",
     ),
     "an unknown metric among several": (
         "ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: val/los}]",
@@ -134,25 +154,75 @@ REFUSED = {
         "5:29: published.0.metric: 'loss': no such metric of gpt",
     ),
     "gpus": ("ablate: {rht: [true]}\nresources: {gpus: 8}", "5:13: resources.gpus: trials on several GPUs are not yet available"),
-    "pruner": (
-        "ablate: {rht: [true]}\nsearch: {trials: 2, pruner: hyperband}",
-        "5:21: search.pruner: pruning is not yet available; leave it out",
+    "rungs without a pruner": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2, rungs: [2]}",
+        "5:21: search.rungs: has no effect without a pruner",
     ),
-    "rungs": (
-        "ablate: {rht: [true]}\nsearch: {trials: 2, rungs: [1, 2]}",
-        "5:21: search.rungs: pruning is not yet available; leave it out",
+    "wilcoxon with rungs": (
+        "ablate: {rht: [true]}\nseeds: 5\nsearch: {trials: 2, pruner: wilcoxon, rungs: [2]}",
+        "6:39: search.rungs: has no effect: wilcoxon judges an arm as each of its seeds ends, not at steps",
     ),
-    "constraints": ("ablate: {rht: [true]}\nconstraints: [a]", "5:1: constraints: constraints are not yet available; leave the key out"),
-    "cost": ("ablate: {rht: [true]}\nbudget: {cost: 3}", "5:10: budget.cost: not yet available; use budget: {hours: ...}"),
+    "wilcoxon with too few seeds": (
+        "ablate: {rht: [true]}\nseeds: 4\nsearch: {trials: 2, pruner: wilcoxon}",
+        "6:21: search.pruner: 'wilcoxon': cannot spare a seed of 4: its test needs 4 pairs to tell arms apart; give 5 seeds or more",
+    ),
+    "wilcoxon with arms of other sweeps": (
+        "ablate: {rht: [true]}\nseeds: 5\nsearch: {trials: 2, pruner: wilcoxon, warm: [other]}",
+        "6:21: search.pruner: 'wilcoxon': compares seed by seed with the best arm, which an earlier sweep's has not",
+    ),
+    "a sweep warmed by itself": ("ablate: {rht: [true]}\nsearch: {trials: 2, warm: [x]}", "5:21: search.warm: names x, this sweep itself"),
+    "a sweep that warms twice": ("ablate: {rht: [true]}\nsearch: {trials: 2, warm: [a, a]}", "5:31: search.warm.1: 'a': stands twice"),
+    "a winner confirmed by one seed": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2, confirm: 1}",
+        "5:21: search.confirm: 1: input should be greater than or equal to 2",
+    ),
+    "a pruner of a grid": (
+        "ablate: {rht: [true]}\npruner: median",
+        "5:1: pruner: 'median': belongs under search: the arms of a grid are compared seed by seed, and none of them may end early",
+    ),
+    "constraints of a grid": (
+        "ablate: {rht: [true]}\nconstraints: [{metric: nan/loss, at_most: 0}]",
+        "5:1: constraints: guide a search, and this is none: every arm is run and compared; leave them out",
+    ),
+    "constraints for a sampler that takes none": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2, sampler: cmaes}\nconstraints: [{metric: nan/loss, at_most: 0}]",
+        "5:21: search.sampler: 'cmaes': takes no constraints; tpe, gp and nsga2 learn where they hold",
+    ),
+    "a constraint of no metric": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: nan/los, at_most: 0}]",
+        "6:16: constraints.0.metric: 'nan/los': no such metric of gpt; 'nan/loss' is the nearest",
+    ),
+    "a constraint with two sides": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: nan/loss, at_most: 0, at_least: 1}]",
+        "6:15: constraints.0: {'metric': 'nan/loss', 'at_most': 0, 'at_least': 1}: give either at_most or at_least",
+    ),
+    "a constraint twice": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: nan/loss, at_most: 0}, {metric: nan/loss, at_most: 1}]",
+        "6:47: constraints.1: 'nan/loss at most': stands twice",
+    ),
+    "constraints that are no mappings": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [a]",
+        "6:15: constraints.0: 'a': input should be a valid dictionary",
+    ),
+    "cost": ("ablate: {rht: [true]}\nbudget: {cost: 0}", "5:10: budget.cost: 0: input should be greater than 0"),
     "engine": (
         "ablate: {rht: [true]}\nengine: transformer_engine",
         "5:1: engine: 'transformer_engine': engine 'transformer_engine' is not yet available; 'emulated'",
     ),
     "sampler": (
         "ablate: {rht: [true, false]}\nsearch: {trials: 2, sampler: grid}",
-        "5:21: search.sampler: 'grid': input should be 'tpe', 'random', 'gp' or 'cmaes'",
+        "5:21: search.sampler: 'grid': input should be 'tpe', 'random', 'gp', 'cmaes' or 'nsga2'",
     ),
     "search of arms": ("arms: {a: {}}\nsearch: {trials: 2}", "5:1: search: a search turns the knobs of `ablate`"),
+}
+
+CONDITIONS = {
+    "of an unknown knob": ("{rhtt: true}", "5:39: ablate.rht_size.when.rhtt: true: no such knob under ablate; 'rht' is the"),
+    "of a value that is no choice": ("{rht: 1}", "5:39: ablate.rht_size.when.rht: 1: is none of rht's choices: true, false"),
+    "of itself": ("{rht_size: 16}", "5:39: ablate.rht_size.when.rht_size: 16: is the knob itself; name another"),
+    "of a range": ("{cooldown: 0.1}", "5:39: ablate.rht_size.when.cooldown: 0.1: cooldown is a range; a condition needs a knob with"),
+    "that is no mapping": ("rht", "5:32: ablate.rht_size.when: 'rht': must name the other knobs' values that this one exists with"),
+    "that is empty": ("{}", "5:32: ablate.rht_size.when: {}: must name the other knobs' values that this one exists with"),
 }
 
 
@@ -162,6 +232,79 @@ def test_a_mistake_is_refused_with_its_place_its_value_and_what_would_be_right(c
     found = told_of(tmp_path, lines)
     assert len(found) == 1, found
     assert found[0].startswith(expected)
+
+
+RUNGS = {
+    "none": ("median", None, "search.pruner: 'median': needs rungs, the steps at which arms are judged: of 2, 4, 6, 8, 10, 12, ... 30"),
+    "where nothing is measured": ("median", [3], "search.rungs.0: 3: not every arm has val/loss there, before its end; valid are 2, 4, 6,"),
+    "the last step": ("median", [2, 32], "search.rungs.1: 32: not every arm has val/loss there, before its end; valid are 2, 4, 6, 8, 10"),
+    "falling": ("median", [4, 2], "search.rungs: [4, 2]: must rise"),
+    "twice": ("median", [2, 2], "search.rungs: [2, 2]: must rise"),
+    "uneven": (
+        "asha",
+        [2, 4, 16],
+        "search.rungs: [2, 4, 16]: asha keeps one arm in n at each rung, which comes after n times as many steps",
+    ),
+    "a fraction": ("hyperband", [4, 6], "search.rungs: [4, 6]: hyperband keeps one arm in n at each rung"),
+    "too close": ("asha", [4, 6, 9], "search.rungs.2: 9: not every arm has val/loss there"),
+    "one bracket": ("hyperband", [4], "search.rungs: [4]: hyperband starts its brackets at different rungs: give two or more, or use asha"),
+}
+
+
+@pytest.mark.parametrize("case", RUNGS)
+def test_rungs_that_a_pruner_cannot_use_are_refused(case, tmp_path):
+    pruner, rungs, expected = RUNGS[case]
+    search = {"trials": 2, "pruner": pruner} | ({"rungs": rungs} if rungs else {})
+    found = problems(write(tmp_path, shape={"steps": 32, "eval_every": 2}, search=search))
+    assert any(expected in str(problem) for problem in found), found
+
+
+@pytest.mark.parametrize("pruner", ["median", "asha", "hyperband"])
+def test_rungs_at_which_every_arm_is_measured_load(pruner, tmp_path):
+    search = {"trials": 2, "pruner": pruner, "rungs": [2, 6, 18]}
+    assert tiny(tmp_path, shape={"steps": 32, "eval_every": 2}, search=search).search.rungs == (2, 6, 18)
+
+
+def test_rungs_must_fit_the_shortest_arm(tmp_path):
+    search = {"trials": 2, "pruner": "median", "rungs": [8]}
+    knobs = {"workload.steps": {"int": [8, 32]}}
+    (problem,) = problems(write(tmp_path, shape={"steps": 32, "eval_every": 2}, ablate=knobs, search=search))
+    assert "search.rungs.0: 8: not every arm has val/loss there, before its end; valid are 2, 4, 6" in str(problem)
+
+
+def test_a_metric_that_is_recorded_at_the_end_alone_prunes_nothing(tmp_path):
+    search = {"trials": 2, "pruner": "median", "rungs": [2]}
+    (problem,) = problems(write(tmp_path, metric={"name": "flops/fp4_share"}, search=search))
+    assert "search.pruner: 'median': there is no step before the last at which every arm has flops/fp4_share" in str(problem)
+
+
+def test_a_search_has_one_objective_a_metric_and_a_grid_one(tmp_path):
+    metrics = [{"name": "val/loss"}, {"name": "flops/fp4_share", "direction": "maximize"}]
+    search = tiny(tmp_path, metric=metrics, search={"trials": 2, "sampler": "nsga2"})
+    assert [(metric.name, metric.direction) for metric in search.objectives] == [("val/loss", "minimize"), ("flops/fp4_share", "maximize")]
+    assert [metric.name for metric in tiny(tmp_path, metric=metrics).objectives] == ["val/loss"]
+
+
+@pytest.mark.parametrize("case", CONDITIONS)
+def test_a_condition_that_makes_no_sense_is_refused_with_its_place(case, tmp_path):
+    when, expected = CONDITIONS[case]
+    knobs = f"ablate:\n  rht_size: {{choice: [16, 32], when: {when}}}\n  rht: [true, false]\n  cooldown: {{uniform: [0, 1]}}\n"
+    found = told_of(tmp_path, knobs + "search: {trials: 2}")
+    assert len(found) == 1, found
+    assert found[0].startswith(expected)
+
+
+def test_conditions_that_go_in_a_circle_are_refused(tmp_path):
+    lines = "ablate:\n  rht: {choice: [true], when: {sr: true}}\n  sr: {choice: [true, false], when: {rht: true}}\n  skip_first: [0, 1]"
+    assert told_of(tmp_path, lines) == ["5:25: ablate.rht.when: is circular: rht, sr wait for each other"]
+
+
+def test_a_condition_that_can_never_hold_is_refused(tmp_path):
+    lines = (
+        "ablate:\n  rht: [true, false]\n  rht_size: {choice: [16, 32], when: {rht: true}}\n"
+        "  sr: {choice: [true, false], when: {rht_size: 32, rht: false}}"
+    )
+    assert told_of(tmp_path, lines) == ["7:31: ablate.sr.when: can never hold: a knob that it names needs another value of the same knob"]
 
 
 @pytest.mark.parametrize(
@@ -187,9 +330,9 @@ def test_a_mistake_in_the_workload_is_refused_with_its_place(values, expected, t
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [
-        ("{gptt: {}}", "1:12: workload.gptt: no such workload; 'gpt' is the nearest of gpt, tensors"),
-        ("{}", "1:1: workload: names 0 workloads; give one of gpt, tensors"),
-        ("{gpt: {}, mae: {}}", "1:1: workload: names 2 workloads; give one of gpt, tensors"),
+        ("{gptt: {}}", "1:12: workload.gptt: no such workload; 'gpt' is the nearest of gpt, tensors, idle"),
+        ("{}", "1:1: workload: names 0 workloads; give one of gpt, tensors, idle"),
+        ("{gpt: {}, mae: {}}", "1:1: workload: names 2 workloads; give one of gpt, tensors, idle"),
         ("[gpt]", "1:1: workload: ['gpt']: input should be a valid dictionary"),
     ],
 )
@@ -324,6 +467,29 @@ def test_a_grid_is_the_product_in_the_order_of_the_file_with_the_baseline_in_fro
     assert grid.arms[0].recipe == PRESETS["bf16"]()
 
 
+def test_a_knob_with_a_condition_is_left_out_of_the_arms_that_do_not_meet_it(tmp_path):
+    knobs = {"rht_size": {"choice": [16, 32], "when": {"rht": True}}, "sr": [True, False], "rht": [True, False]}
+    grid = tiny(tmp_path, ablate=knobs)
+    rotated = [{"sr": sr, "rht": True, "rht_size": size} for sr in (True, False) for size in (16, 32)]
+    plain = [{"sr": sr, "rht": False} for sr in (True, False)]
+    assert sorted(map(str, (arm.knobs for arm in grid.arms[1:]))) == sorted(map(str, rotated + plain))
+    assert len({arm.content for arm in grid.arms}) == 7
+
+
+def test_a_condition_on_a_conditional_knob_needs_both(tmp_path):
+    knobs = {
+        "rht": [True, False],
+        "rht_size": {"choice": [16, 32], "when": {"rht": True}},
+        "rht_signs": {"choice": ["fixed", "per_step"], "when": {"rht_size": 32}},
+    }
+    assert [name for name, _ in names(tiny(tmp_path, ablate=knobs))[1:]] == [
+        "rht=true rht_size=16",
+        "rht=true rht_size=32 rht_signs=fixed",
+        "rht=true rht_size=32 rht_signs=per_step",
+        "rht=false",
+    ]
+
+
 @pytest.mark.parametrize("against", ["rht=true", {"rht": True}])
 def test_a_baseline_that_is_one_of_the_arms_is_not_run_twice(against, tmp_path):
     grid = tiny(tmp_path, against=against)
@@ -382,6 +548,24 @@ def test_seeds_are_a_count_or_a_list(tmp_path):
     assert tiny(tmp_path, seeds=[7, 3]).seeds == (7, 3)
 
 
+def test_seeds_grow_from_a_start_to_a_most_by_a_step_in_their_order(tmp_path):
+    grown = tiny(tmp_path, seeds={"start": 3, "most": 12, "step": 4})
+    assert grown.seeds == (0, 1, 2)
+    assert [grown.growth.more(count) for count in (3, 7, 11, 12)] == [(3, 4, 5, 6), (7, 8, 9, 10), (11,), ()]
+    assert tiny(tmp_path, seeds=3).growth is None
+    assert ids(grown) == ids(tiny(tmp_path, seeds=3))
+
+
+@pytest.mark.parametrize(("step", "looks"), [(1, 10), (3, 4), (4, 4), (9, 2), (20, 2)])
+def test_a_split_is_over_every_look_that_growth_may_take(step, looks, tmp_path):
+    growth = tiny(tmp_path, seeds={"start": 3, "most": 12, "by": "split", "step": step}).growth
+    counts = [growth.start]
+    while growth.more(counts[-1]):
+        counts.append(counts[-1] + len(growth.more(counts[-1])))
+    assert (len(counts), counts[-1], growth.interval) == (looks, 12, f"split:{looks}")
+    assert tiny(tmp_path, seeds={"start": 3, "most": 12, "by": "sequence"}).growth.interval == "sequence"
+
+
 def test_a_search_knows_its_ranges_and_runs_its_baseline_first(tmp_path):
     search = tiny(tmp_path, ablate={"cooldown": {"uniform": [0, 0.5]}, "rht": [True, False]}, search={"trials": 3})
     assert names(search) == [("bf16", None)]
@@ -431,6 +615,12 @@ KEYS = [
     {"ablate": {"workload.lr": {"uniform": [0.1, 1.0], "log": True}}, "search": {"trials": 3, "sampler": "gp", "seed": 1}},
     {"ablate": {"recipe.wgrad.hadamard.size": [16, 32], "recipe": ["nvfp4"]}},
     {"ablate": None, "arms": {"a": {"rht": True}}},
+    {
+        "search": {"trials": 3, "sampler": "random", "pruner": "median", "rungs": [2], "warm": ["other"], "confirm": 5},
+        "constraints": [{"metric": "nan/loss", "at_most": 0}, {"metric": "throughput/tokens_per_s", "at_least": 10.5}],
+    },
+    {"ablate": {"rht": [True, False], "rht_size": {"choice": [16, 32], "when": {"rht": True}}}},
+    {"seeds": {"start": 2, "most": 5, "by": "split", "step": 2}},
     {"seeds": [1, 5], "retry": 0, "budget": {"trials": 3, "hours": 0.5}, "telemetry": {"every": 5, "log": 1}},
     {"metric": {"name": "val/loss", "direction": "maximize", "min_effect": 0.1}, "against": {"rht": True}, "engine": "auto"},
 ]
@@ -458,6 +648,11 @@ def test_what_loads_fits_the_schema(keys, tmp_path, validator):
         {"metric": {"direction": "down"}},
         {"budget": {"dollars": 1}},
         {"seeds": 0},
+        {"search": {"trials": 2, "pruner": "percentile"}},
+        {"search": {"trials": 2, "confirm": 1}},
+        {"search": {"trials": 2}, "constraints": [{"at_most": 0}]},
+        {"seeds": {"start": 1, "most": 5}},
+        {"seeds": {"start": 3, "mots": 5}},
     ],
     ids=str,
 )

@@ -83,16 +83,44 @@ def test_a_nan_is_stored_as_null(book, tmp_path):
     db.close()
 
 
+def test_the_last_values_of_all_trials_are_those_of_each(book):
+    trials = [member(book, "a", seed, f"t{seed}") for seed in range(3)]
+    names = ("loss", "quant/fprop.x/sqnr_db", "quant/fprop.x/blocks.0/sqnr_db", "speed")
+    for trial in trials[:2]:
+        book.record(trial, [event(step, **dict.fromkeys(names, trial + step / 8)) for step in (1, 10, 2)])
+    book.record(trials[1], [event(11, loss=math.nan), event(12, speed=math.nan)])
+    found = book.finals("loss", "*/sqnr_db", "nothing")
+    for trial in trials:
+        wanted = {name: value for name, value in book.last_values(trial).items() if name != "speed"}
+        assert repr(found[trial]) == repr(wanted)  # by their text, since a NaN equals nothing
+    assert book.averages("speed") == {trial: pytest.approx(trial + 13 / 24) for trial in trials[:2]}
+
+
+def test_what_is_to_be_shipped_is_under_way_or_over_and_not_complete(book):
+    trials = [member(book, "a", seed, f"t{seed}") for seed in range(5)]
+    for trial, status in zip(trials, ("pending", "running", "done", "done", "pending"), strict=True):
+        book.settle(trial, status)
+    book.shipped(1, 3, "run 3", 9, closed=True)
+    book.shipped(1, 4, "run 4", 9, closed=False)
+    assert [(row["seed"], row["status"], row["mlflow"]) for row in book.to_ship()] == [
+        (1, "running", None),
+        (2, "done", None),
+        (4, "pending", "run 4"),
+    ]
+    assert book.mlflow_runs() == {"run 3", "run 4"}
+
+
 def test_the_last_values_leave_out_single_layers(book):
     trial = member(book)
     book.record(trial, [event(1, **{"quant/fprop.x/sqnr_db": 1.0, "quant/fprop.x/blocks.0.up/sqnr_db": 2.0})])
     assert book.last_values(trial) == {"quant/fprop.x/sqnr_db": 1.0}
 
 
-def test_attempts_are_numbered_and_end(book):
+def test_attempts_begin_and_end(book):
     trial, other = member(book), member(book, seed=1, trial="t1")
-    assert [book.start_attempt(trial, 10.0 + n) for n in range(3)] == [1, 2, 3]
-    assert book.start_attempt(other, 20.0) == 1
+    for n in range(3):
+        book.start_attempt(trial, n + 1, 10.0 + n)
+    book.start_attempt(other, 1, 20.0)
     assert book.status(trial) == "running"
     book.end_attempt(trial, 2, 30.0, "failed", "why")
     rows = book.db.execute("SELECT attempt, ended, outcome, reason FROM attempts WHERE trial = ? ORDER BY attempt", (trial,)).fetchall()
@@ -101,13 +129,15 @@ def test_attempts_are_numbered_and_end(book):
 
 
 def test_what_failed_or_was_left_running_is_wanted_again_and_what_is_over_is_not(book):
-    trials = {status: member(book, seed=n, trial=status) for n, status in enumerate(["pending", "running", "failed", "done", "diverged"])}
+    statuses = ["pending", "running", "failed", "oom", "stopped", "done", "diverged", "pruned"]
+    trials = {status: member(book, seed=n, trial=status) for n, status in enumerate(statuses)}
     for status, trial in trials.items():
         book.settle(trial, status, "why")
-    book.start_attempt(trials["running"], 1.0)
-    assert book.requeue(5.0) == 2
+    book.start_attempt(trials["running"], 1, 1.0)
+    assert book.requeue(5.0) == 4
     found = {row["id"]: (row["status"], row["reason"]) for row in book.members()}
-    assert found["running"] == found["failed"] == ("pending", None)
+    assert found["running"] == found["failed"] == found["oom"] == found["stopped"] == ("pending", None)
+    assert found["pruned"] == ("pruned", "why")
     assert found["done"] == ("done", "why")
     assert found["diverged"] == ("diverged", "why")
     assert tuple(book.db.execute("SELECT ended, outcome FROM attempts").fetchone()) == (5.0, "orphaned")

@@ -131,5 +131,5 @@ def test_who_waits_for_a_lock_gets_it_when_its_holder_is_gone(tmp_path, holder):
 
 
 def test_different_trials_are_claimed_independently(store):
-    with store.claim("a"), store.claim("b"), pytest.raises(Busy), lock(store.folder("a") / "lock", wait=False):
+    with store.claim("a", 1), store.claim("b", 1), pytest.raises(Busy), lock(store.folder("a") / "lock", wait=False):
         pass

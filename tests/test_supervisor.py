@@ -1,11 +1,13 @@
 """The supervisor and its real child: a trial's death is a message, and nobody outlives the one who started it."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -71,6 +73,20 @@ def test_a_child_killed_in_the_middle_of_a_trial_is_a_failure_with_the_signals_n
     assert list(supervisor.run(request(tmp_path, seed=1)))[-1]["end"] == "done"
 
 
+def test_a_trial_killed_in_the_middle_of_a_line_is_a_failure_like_any_other(supervisor, tmp_path):
+    asked = request(tmp_path, **LONG) | {"telemetry": {"every": 1, "log": 1}}
+    messages = supervisor.run(asked)
+    next(messages)
+    trial, told = trial_process(supervisor), Store(tmp_path).folder(asked["id"]) / "events-1.jsonl"
+    sizes = [0, 1]
+    while sizes[-1] != sizes[-2]:  # until nobody having listened for a second, the pipe is full, and half a line in it
+        time.sleep(1)
+        sizes.append(told.stat().st_size)
+    trial.kill()
+    assert list(messages)[-1]["reason"] == "killed by signal 9 (SIGKILL)"
+    assert list(supervisor.run(request(tmp_path, seed=1)))[-1]["end"] == "done"
+
+
 def test_a_warm_process_killed_in_the_middle_of_a_trial_is_a_failure_and_the_next_trial_runs(supervisor, tmp_path):
     messages = supervisor.run(request(tmp_path, **LONG))
     next(messages)
@@ -85,11 +101,53 @@ def test_a_warm_process_killed_in_the_middle_of_a_trial_is_a_failure_and_the_nex
     child.stdout.close()
 
 
+def test_a_trial_that_is_out_of_memory_says_how_much_it_used_and_when(supervisor, tmp_path):
+    last = list(supervisor.run(request(tmp_path, hidden=TOO_LARGE)))[-1]
+    assert last["end"] == "oom"
+    assert re.fullmatch(r"out of memory after step 0, 0\.\d GB in use: .*you tried to allocate \d+ bytes.*", last["reason"])
+
+
+def test_a_trial_that_hangs_is_ended_and_its_stack_is_in_its_log(supervisor, tmp_path):
+    messages = supervisor.run(request(tmp_path, **LONG) | {"patience": 1.0})
+    assert "events" in next(messages)
+    trial_process(supervisor).suspend()
+    last = list(messages)[-1]
+    assert last["end"] == "failed"
+    assert re.fullmatch(r"no step for \d+ s; its stack is in its log; ended", last["reason"])
+    assert list(supervisor.run(request(tmp_path, seed=1)))[-1]["end"] == "done"
+
+
+def test_a_trial_told_to_stop_ends_at_once(supervisor, tmp_path):
+    messages = supervisor.run(request(tmp_path, **LONG))
+    assert "events" in next(messages)
+    supervisor.stop()
+    assert list(messages)[-1]["reason"] == "killed by signal 9 (SIGKILL)"
+
+
+def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path):
+    dying = [sys.executable, "-c", "import os, time; os.read(0, 1); os.close(1); time.sleep(60)"]  # as the kernel does: pipes first
+    supervisor = Supervisor()
+    supervisor._child = subprocess.Popen(dying, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    ends = [list(supervisor.run(request(tmp_path)))[-1] for _ in range(2)]
+    shut(supervisor)
+    assert [end["end"] for end in ends] == ["failed", "done"]
+
+
+def test_a_child_that_died_since_it_was_last_heard_costs_no_attempt(tmp_path):
+    deaf = [sys.executable, "-c", "import os, time; os.close(0); print('ready', flush=True); time.sleep(60)"]
+    supervisor = Supervisor()
+    supervisor._child = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    supervisor._child.stdout.readline()
+    assert list(supervisor.run(request(tmp_path)))[-1]["end"] == "done"
+    shut(supervisor)
+
+
 def test_a_trial_that_raises_tells_its_last_line_and_its_log(supervisor, tmp_path):
-    broken = request(tmp_path, hidden=TOO_LARGE)
+    broken = request(tmp_path)
+    (tmp_path / "train.bin").unlink()
     last = list(supervisor.run(broken))[-1]
     assert last["end"] == "failed"
-    assert "you tried to allocate" in last["reason"]
+    assert "train.bin" in last["reason"]
     assert last["log"].splitlines()[-1] == last["reason"]
     assert 'File "' in last["log"]
     assert Store(tmp_path).result(broken["id"]) is None
@@ -141,6 +199,13 @@ def test_when_the_supervisors_process_is_killed_its_children_end_within_three_se
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), deadline - time.monotonic())
     holder.stdin.close()
     holder.stdout.close()
+
+
+def test_a_child_that_still_warms_up_ends_with_its_supervisor_too():
+    child = subprocess.Popen([sys.executable, "-m", "ablate.child"], stdin=subprocess.PIPE, bufsize=0)
+    until(lambda: "libtorch" in Path(f"/proc/{child.pid}/maps").read_text(), every=0.001)  # its first import of seconds
+    child.stdin.close()
+    assert child.wait(1) == 1
 
 
 def test_closing_ends_the_child_and_the_trial_in_it(tmp_path):

@@ -1,15 +1,19 @@
 """The ledger drawn in MLflow: one run a member, its records as they are, nothing twice, and nothing lost when the server is."""
 
 import json
+import re
 import sqlite3
 from collections import Counter
 
 import pytest
-from experiments_for_tests import Children, ledger, statuses, sweep, tiny
+from experiments_for_tests import Children, ledger, statuses, sweep, tiny, until
 from test_controller import WILD
 
 from ablate import controller
 from ablate.controller import Controller
+from ablate.ledger import Ledger
+from ablate.pictures import Mirror
+from ablate.tracking import log_report
 from ablate.workers import Inline
 
 pytestmark = [
@@ -82,7 +86,7 @@ def test_every_resolved_value_is_a_param_under_its_path(client, drawn):
         assert run.data.params["seed"] == run.data.tags["ablate.seed"]
     (run,) = [run for run in runs(client, "drawn") if run.info.run_name == "rht=true seed=0"]
     assert run.data.params["recipe.wgrad.hadamard.size"] == "16"
-    assert (run.data.params["rht"], run.data.params["arm"], run.data.params["workload"]) == ("true", "rht=true", "gpt")
+    assert (run.data.params["ablate.rht"], run.data.params["arm"], run.data.params["workload"]) == ("true", "rht=true", "gpt")
     assert run.data.params["recipe.schedule"] == "[]"
 
 
@@ -95,10 +99,87 @@ def test_the_metric_histories_are_the_ledgers_records(client, drawn):
             for step, name, value, moment in book.records(member["trial"])
             if not name.startswith("quant/") or (name.count("/") == 2 and name.endswith(("/sqnr_db", "/zero_frac")))
         )
-        assert histories(client, run) == expected
+        assert Counter({point: n for point, n in histories(client, run).items() if not point[0].startswith("gap/")}) == expected
         compared += len(expected)
     book.close()
     assert compared > 6 * 2 * 9
+
+
+def test_what_the_sweep_turns_sorts_before_all_else(client, drawn):
+    for run in runs(client, "drawn"):
+        turned = [key for key in run.data.params if key.startswith("ablate.")]
+        assert turned == ["ablate.recipe" if run.data.tags["ablate.baseline"] == "true" else "ablate.rht"]
+        assert sorted(run.data.params)[: len(turned) + 1] == [*turned, "arm"]
+
+
+def test_every_run_says_what_it_is_compared_with_and_by_how_much_it_differs(client, drawn):
+    found = {(run.data.tags["ablate.arm"], run.data.tags["ablate.seed"]): run.data for run in runs(client, "drawn")}
+    for (arm, seed), data in found.items():
+        assert json.loads(data.tags["ablate.knobs"]) == ({"recipe": "bf16"} if arm == "bf16" else {"rht": arm == "rht=true"})
+        assert data.tags.get("ablate.against") == (None if arm == "bf16" else "bf16")
+        gaps = {key: value for key, value in data.metrics.items() if key.startswith("gap/")}
+        reference = found["bf16", seed].metrics["val/loss"]
+        gap = data.metrics["val/loss"] - reference
+        assert gaps == pytest.approx({} if arm == "bf16" else {"gap/nats": gap, "gap/pct": 100 * gap / reference})
+
+
+@pytest.mark.parametrize("late", ["bf16", "rht=true"])
+def test_the_gap_is_said_by_whichever_of_the_two_is_drawn_last(late, client, store, tmp_path):
+    name = f"late-{late.partition('=')[0]}"
+    sweep(tiny(tmp_path, name, seeds=1), tmp_path)
+    book = Ledger(tmp_path / "sweeps" / name / "ledger.db")
+    trials = {member["name"]: member["trial"] for member in book.members()}
+    book.settle(trials[late], "pending")
+    mirror = Mirror(store, book, tmp_path, tmp_path / "sweeps" / name, name, busy=True)
+    until(lambda: mirror.hear() is not None and sum(member["closed"] for member in book.members()) == 2)
+    assert {run.data.tags["ablate.arm"] for run in runs(client, name) if "gap/nats" in run.data.metrics} == {"rht=false"} - {
+        "rht=false" if late == "bf16" else ""
+    }
+    book.settle(trials[late], "done")
+    assert mirror.finish("FINISHED", 60) is None
+    book.close()
+    compared = {run.data.tags["ablate.arm"]: histories(client, run) for run in runs(client, name)}
+    points = {arm: [point for point in found if point[0] == "gap/nats"] for arm, found in compared.items()}
+    assert {arm: len(found) for arm, found in points.items()} == {"bf16": 0, "rht=true": 1, "rht=false": 1}
+
+
+def test_the_view_that_a_sweep_saves_names_columns_that_its_runs_have(client, drawn):
+    experiment = client.get_experiment_by_name("drawn")
+    saved = json.loads(experiment.tags["mlflow.sharedViewState.arms"])
+    columns = json.loads(saved["state"])["selectedColumns"]
+    assert columns == [
+        "params.`ablate.recipe`",
+        "params.`ablate.rht`",
+        "tags.`ablate.status`",
+        "metrics.`val/loss`",
+        "metrics.`gap/nats`",
+        "metrics.`gap/pct`",
+    ]
+    for column in columns:
+        kind, key = re.fullmatch(r"(\w+)\.`(.*)`", column).groups()
+        assert any(key in getattr(run.data, kind) for run in runs(client, "drawn"))
+
+
+def test_a_report_is_attached_to_the_sweeps_run_and_named_once(client, drawn, store, tmp_path):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "index.html").write_text("<p>yes</p>")
+    (tmp_path / "figures" / "gap.png").write_bytes(b"png")
+    book = ledger(drawn, "drawn")
+    for _ in range(2):
+        log_report(store, book, tmp_path)
+    book.close()
+    (parent,) = runs(client, "drawn", "sweep")
+    assert {item.path for item in client.list_artifacts(parent.info.run_id, "report")} == {"report/index.html", "report/figures"}
+    note = parent.data.tags["mlflow.note.content"]
+    assert note.count("/artifacts/report/index.html") == 1
+    assert "**Does it matter?**" in note
+
+
+def test_a_report_on_a_sweep_that_is_not_drawn_goes_nowhere(tmp_path):
+    sweep(tiny(tmp_path, seeds=1), tmp_path)
+    book = ledger(tmp_path)
+    log_report("http://127.0.0.1:9", book, tmp_path)
+    book.close()
 
 
 def test_a_run_has_few_top_level_metrics(client, drawn):
@@ -159,6 +240,37 @@ def test_what_a_dead_driver_could_not_note_is_not_drawn_twice(lost, client, stor
     assert {run.info.run_id: histories(client, run) for run in runs(client, name)} == before
     assert len(runs(client, name, "sweep")) == 1
     assert {run.info.status for kind in ("sweep", "trial") for run in runs(client, name, kind)} == {"FINISHED"}
+
+
+def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(store, tmp_path):
+    from test_search import told
+
+    from ablate.pictures import Pictures
+    from ablate.tracking import Shipped
+
+    arms = 30
+    experiment = tiny(tmp_path, "waiting", ablate=None, arms={f"arm {n}": {"cooldown": n / 100} for n in range(arms)}, seeds=1)
+    folder = tmp_path / "sweeps" / "waiting"
+    book = Ledger(folder / "ledger.db")
+    specs = [(arm, experiment.spec(arm, 0, "cpu")) for arm in experiment.arms if arm.name not in experiment.added]
+    numbers = [book.add_arm(arm.name, arm.knobs, None, place) for place, (arm, _) in enumerate(specs)]
+    trials = [book.add_member(number, 0, spec.id, spec.wire) for number, (_, spec) in zip(numbers, specs, strict=True)]
+    pictures = Pictures(experiment, book, tmp_path, folder, store, busy=True)  # its thread waits for a record, and draws nothing
+    for trial in trials:
+        book.settle(trial, "done")
+        pictures.settled(trial)
+    pictures.refresh()
+    statements = []
+    book.db.set_trace_callback(statements.append)
+    pictures.refresh()
+    assert len(statements) < 5
+    pictures._mirror._projector.news.put(Shipped(book.arm("arm 7"), 0, "a run", -1, False))
+    pictures.refresh()
+    book.db.set_trace_callback(None)
+    assert [number for number, state, *_ in told(tmp_path, "waiting") if state != "RUNNING"] == [7]
+    pictures.finish("KILLED", 30)
+    assert {state for _, state, *_ in told(tmp_path, "waiting")} == {"FAIL"}  # nothing was recorded of them
+    book.close()
 
 
 def test_nothing_is_drawn_where_everything_is(client, drawn, store, monkeypatch):
@@ -231,8 +343,8 @@ def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(cli
     outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, "http://127.0.0.1:9")
     assert (outcome.status, outcome.ran) == ("done", 3)
     assert set(statuses(tmp_path, "dead").values()) == {"done"}
-    assert news[-1].startswith("MLflow is behind (")
-    assert news[-1].endswith("): the next run of this sweep ships the rest")
+    assert re.match(r"MLflow \d+ records behind \(", news[-1])
+    assert news[-1].endswith("): `ablate sync`, or the next run of this sweep, ships the rest")
     outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, store)
     assert (outcome.ran, news) == (0, [])
     assert [run.info.status for kind in ("sweep", "trial") for run in runs(client, "dead", kind)] == ["FINISHED"] * 4

@@ -417,3 +417,26 @@ def test_a_rate_that_ends_at_its_peak_never_falls():
 def test_wsd_without_a_fall_stays_at_its_peak():
     config = Training(steps=4, lr=0.5, warmup=0.0, decay_fraction=0.0)
     assert [config.lr_at(step) for step in range(4)] == [0.5] * 4
+
+
+SHARES = {
+    "nothing": ("bf16", {}, 0.0),
+    "everything": ("nvfp4", {}, 1.0),
+    "two of four blocks": ("nvfp4", {"layers": {"skip_first": 1, "skip_last": 1}}, 1 / 2),
+    "six of ten steps": ("nvfp4", {"schedule": [{"start": "fraction:0.6"}]}, 6 / 10),
+    "the forward product alone for four of ten steps": (
+        "nvfp4",
+        {"schedule": [{"start": "step:6", "slots": "backward"}]},
+        6 / 10 + 4 / 10 / 3,
+    ),
+    "a product with one operand in eight bits": ("nvfp4", {"wgrad": {"x": {"element": "e4m3"}, "g": {}}}, 2 / 3),
+    "eight bits": ("mxfp8", {}, 0.0),
+}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_the_last_record_has_the_share_of_the_linear_layers_flops_that_were_fp4(case, shards):
+    preset, changes, share = SHARES[case]
+    recipe = Recipe.model_validate(PRESETS[preset]().model_dump() | changes)
+    records = train(gpt(shards, layers=4, steps=10), recipe)
+    assert column(records, "flops/fp4_share") == {10: pytest.approx(share, rel=1e-12)}

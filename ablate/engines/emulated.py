@@ -256,6 +256,7 @@ class Engine:
         self.recipe, self.clock = recipe, clock
         self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, EmulatedLinear)}
         self.tripped: set[Trigger] = set()
+        self._fp4 = 0
         self.weights = WeightRules(recipe.weights, list(model.parameters()), self.layers)
         self._classes = {name: _classes(model, name) for name in self.layers}
         self._blocks = 1 + max((block_of(name) for name in self.layers), default=-1)
@@ -265,7 +266,13 @@ class Engine:
         recipe = self.recipe.at(step, run, self.tripped)
         for name, layer in self.layers.items():
             layer.products = recipe.layer(name, self._classes[name], block_of(name), self._blocks) or _HIGH
+        self._fp4 += sum(layer.products.fp4 * layer.weight.numel() for layer in self.layers.values())
         return recipe
+
+    def fp4_share(self, steps: int) -> float:
+        """Of the FLOPs that training took in its linear layers (the blocks', not the head) in so many steps: the share in FP4."""
+        weights = sum(layer.weight.numel() for layer in self.layers.values())
+        return self._fp4 / (3 * weights * steps) if weights else 0.0
 
     def state(self) -> dict[str, Any]:
         """What the coming steps depend on beside the parameters and the optimizer: plain tensors, numbers and words."""
@@ -273,7 +280,7 @@ class Engine:
             name: {"nonfinite": int(layer.nonfinite), "histories": {slot: dict(h.amax) for slot, h in layer.histories.items()}}
             for name, layer in self.layers.items()
         }
-        return {"layers": layers, "tripped": sorted(map(repr, self.tripped)), "weights": self.weights.state()}
+        return {"layers": layers, "tripped": sorted(map(repr, self.tripped)), "fp4": self._fp4, "weights": self.weights.state()}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Go on after `step` steps from what `state` told."""
@@ -283,6 +290,7 @@ class Engine:
             for slot, amaxes in its["histories"].items():
                 layer.histories[slot].amax = {when: amax.to(layer.weight.device) for when, amax in amaxes.items()}
         self.tripped = {t for t in self.recipe.triggers if repr(t) in state["tripped"]}
+        self._fp4 = state["fp4"]
         self.weights.restore(state["weights"], step)
 
     def observe(self, metrics: dict[str, float], step: int) -> None:

@@ -190,6 +190,11 @@ class Quant(Spec):
         return int(rows), int(columns)
 
     @property
+    def four_bits(self) -> bool:
+        """Whether an element has four bits; what a transform takes out of the operand aside."""
+        return self.element not in ("e4m3", "e5m2")
+
+    @property
     def wide(self) -> bool:
         """Whether code times scale may need more than bf16's 8 significant bits, so that the product takes fp32 operands."""
         scale = self.scale.format if self.scale else "e4m3"

@@ -33,6 +33,12 @@ class Product(Spec):
         return self.hadamard is None and all(getattr(self, slot) is None for slot in self.operands)
 
     @property
+    def fp4(self) -> bool:
+        """Whether both operands have four-bit elements, so that a tensor core could multiply them as FP4."""
+        quants = (getattr(self, name) for name in self.operands)
+        return all(quant is not None and quant.four_bits for quant in quants)
+
+    @property
     def operands(self) -> tuple[str, str]:
         """The names of its two operands, the one with the output's rows first."""
         return tuple(name for name in type(self).model_fields if len(name) == 1)
@@ -89,6 +95,11 @@ class Products(Spec):
     def plain(self) -> bool:
         """Whether nothing is quantised or rotated."""
         return self.fprop.plain and self.dgrad.plain and self.wgrad.plain
+
+    @property
+    def fp4(self) -> int:
+        """How many of the three multiply FP4 operands; in a layer they all take the same number of FLOPs."""
+        return self.fprop.fp4 + self.dgrad.fp4 + self.wgrad.fp4
 
     @property
     def backward_needs(self) -> str | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ablate.checkpoints import Checkpoints
     from ablate.engines.emulated import EmulatedLinear
+    from ablate.numerics.philox import Clock
     from ablate.numerics.quantize import Operand
     from ablate.train import Record, Telemetry
 
@@ -98,6 +99,10 @@ class Tensors(Spec):
         """A step is a draw."""
         return self.draws
 
+    def recorded(self, metric: str) -> range:
+        """None: it is over in seconds, so nothing is worth giving up."""
+        return range(0)
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one draw quantises."""
@@ -151,21 +156,17 @@ class Tensors(Spec):
         """A Record after 1, 4, 16, ... draws: everything after the first, the error of the mean after each. Seconds, so no checkpoints."""
         import torch
 
-        from ablate.engines.emulated import DTYPES, EmulatedLinear
         from ablate.metrics import SlotErrors
         from ablate.numerics.philox import Clock
         from ablate.train import Record
 
         x, w, g = self.tensors(seed, torch.device(device))
         clock = Clock(seed)
-        linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
-        linear.weight = torch.nn.Parameter(w.float())
-        layer = EmulatedLinear(linear, "tensors", clock, DTYPES[recipe.dtype])
-        layer.products = recipe.products
+        layer = layer_of(recipe, w, clock)
         layer.probe = errors = SlotErrors()
-        products = _products(layer, x, g)
+        products = products_of(layer, x, g)
         layer.probe = None
-        metrics = _by_slot(errors.metrics()) | _product_errors(products, x, w, g) | _inconsistency(layer, w)
+        metrics = _by_slot(errors.metrics()) | product_errors(products, x, w, g) | _inconsistency(layer, w)
         means = _Means(layer, {"x": x, "w": w, "g": g})
         for draw in range(self.draws):
             clock.step = draw
@@ -244,14 +245,28 @@ def capture(config: Tensors, seed: int, device) -> dict[str, Tensor]:
     return seen | {"w": layer.weight.detach().to(torch.bfloat16)}
 
 
-def _products(layer: EmulatedLinear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
+    """A linear layer with the weight w [outputs, inputs] under a recipe."""
+    import torch
+
+    from ablate.engines.emulated import DTYPES, EmulatedLinear
+
+    linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(w.float())
+    layer = EmulatedLinear(linear, "tensors", clock, DTYPES[recipe.dtype])
+    layer.products = recipe.products
+    return layer
+
+
+def products_of(layer: EmulatedLinear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """Its three products: y, dx and dw, for the input x [tokens, inputs] and the output's gradient g [tokens, outputs]."""
     leaf = x.clone().requires_grad_()
     y = layer(leaf)
     y.backward(g)
     return {"fprop": y.detach(), "dgrad": leaf.grad, "wgrad": layer.weight.grad}
 
 
-def _product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor) -> dict[str, float]:
+def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor) -> dict[str, float]:
     """Of the three products, against fp64 products of the same bf16 tensors."""
     x64, w64, g64 = x.double(), w.double(), g.double()
     exact = {"fprop": x64 @ w64.t(), "dgrad": g64 @ w64, "wgrad": g64.t() @ x64}

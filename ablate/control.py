@@ -1,0 +1,144 @@
+"""A sweep's folder seen from outside: which sweeps there are, who runs one, whether its ledger is sound, orders for its controller.
+
+sweeps/<name>/orders/<when>.json   one order a file, renamed in by who gives it, removed by the controller that takes it
+It starts nothing, waits for nothing, and never writes the ledger.
+"""
+
+import fcntl
+import json
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ablate.store import write
+from ablate.yamlfile import InputError, nearest
+
+
+def folders(state: Path, words: Iterable[str] | None) -> list[Path]:
+    """The folders of sweeps given by name or by YAML file, of all there are where none is given; InputError for one that there is not."""
+    known = {path.parent.name: path.parent for path in sorted(state.glob("sweeps/*/ledger.db"))}
+    names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in words or known]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        hint = nearest(unknown[0], known) if known else "none has been run there"
+        raise InputError([f"{unknown[0]}: no such sweep in {state}; {hint}"])
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def changed(folder: Path) -> float:
+    """When the sweep's ledger was last written; an empty log beside it was made by a reader."""
+    files = [path.stat() for path in (folder / "ledger.db", folder / "ledger.db-wal") if path.exists()]
+    return max((file.st_mtime for file in files if file.st_size), default=0.0)
+
+
+# Who runs it
+
+
+def holder(folder: Path) -> str | None:
+    """Who runs the sweep, `pid 123 on host`; None where nobody does. It never gets into a controller's way.
+
+    A lock that names a dead process of this machine is not tried, so that a controller that starts at that moment finds it free.
+    """
+    try:
+        with (folder / "lock").open() as file:
+            text = file.read()
+            if _dead(text):
+                return None
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        return text
+    return None
+
+
+def _dead(holder: str) -> bool:
+    """Whether the process that a lock names is known to be gone."""
+    found = re.match(r"pid (\d+) on (\S+)", holder)
+    if not found:
+        return True
+    if found[2] != os.uname().nodename:
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # somebody else's
+        return False
+    return False
+
+
+# Whether its ledger is sound
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a SQLite file, None where it is sound, empty or not there."""
+    if not path.exists() or not path.stat().st_size:
+        return None
+    try:
+        db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=60)
+        try:
+            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        finally:
+            db.close()
+    except sqlite3.OperationalError as error:
+        raise InputError([f"{path}: cannot be read: {error}"]) from None
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    return None if found == "ok" else " ".join(found.removeprefix("*** in database main ***").split())
+
+
+def put_aside(path: Path) -> Path:
+    """Rename a SQLite file and what belongs to it; its new name, which says when."""
+    when = time.strftime("%Y%m%d-%H%M%S")
+    for part in ("", "-wal", "-shm", "-journal"):
+        with suppress(FileNotFoundError):
+            path.with_name(path.name + part).rename(path.with_name(f"{path.name}.damaged-{when}{part}"))
+    return path.with_name(f"{path.name}.damaged-{when}")
+
+
+def check(folder: Path, file: str) -> None:
+    """InputError where the sweep's ledger is damaged. Call it before the ledger is opened, holding the sweep's lock."""
+    found = damage(folder / "ledger.db")
+    if found:
+        raise InputError([refusal(folder, found, file)])
+
+
+def refusal(folder: Path, found: str, file: str) -> str:
+    """What is said of a damaged ledger."""
+    return f"{folder / 'ledger.db'}: damaged ({found}); `ablate rebuild {file}` makes it again from the trial folders"
+
+
+# Orders
+
+
+def give(folder: Path, order: dict[str, Any]) -> Path:
+    """Leave an order for the sweep's controller; its file is gone once it was taken.
+
+    {"stop": "sweep"}, {"stop": "arm", "name": ...}, {"stop": "trial", "id": ...}, {"workers": N}
+    """
+    orders = folder / "orders"
+    orders.mkdir(exist_ok=True)
+    path = orders / f"{time.time_ns():020}-{os.getpid()}.json"
+    write(path, order)
+    return path
+
+
+def take(folder: Path) -> list[dict[str, Any]]:
+    """The orders given since the last call, in order of arrival. For the controller, which alone takes them; cheap where there are none.
+
+    A controller that starts takes what was meant for the one before it, and lets it go.
+    """
+    taken = []
+    with suppress(FileNotFoundError):
+        for path in sorted(path for path in (folder / "orders").iterdir() if path.suffix == ".json"):
+            with suppress(ValueError):  # somebody else's file; orders come in whole
+                taken.append(json.loads(path.read_bytes()))
+            path.unlink()
+    return taken

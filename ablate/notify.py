@@ -1,0 +1,91 @@
+"""A hook that is told how a sweep goes: a command gets JSON on its standard input, a URL by POST. It fails without harm.
+
+What it is told is sent from a thread of its own, so that no trial waits for it; whatever goes wrong is one line.
+"""
+
+import json
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from ablate.redact import passwords, redact
+from ablate.yamlfile import InputError
+
+_POST_SECONDS = 10.0
+_COMMAND_SECONDS = 60.0
+
+
+class Hook:
+    """A command or an http(s) URL. InputError where it can be neither."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._url = address.startswith(("http://", "https://"))
+        self._threads: list[threading.Thread] = []
+        self._troubles: list[str] = []
+        if self._url:
+            _check_url(address)
+        else:
+            self._words = _words(address)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send the message, without waiting for that."""
+        thread = threading.Thread(target=self._send, args=(json.dumps(message).encode(),), name="notify", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def troubles(self) -> list[str]:
+        """What went wrong since the last call, a line each."""
+        found, self._troubles = self._troubles, []
+        return found
+
+    def close(self) -> list[str]:
+        """Wait until everything was sent, or could not be; what went wrong."""
+        deadline = time.monotonic() + (2 * _POST_SECONDS if self._url else _COMMAND_SECONDS + 1)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return self.troubles()
+
+    def _send(self, message: bytes) -> None:
+        try:
+            why = self._post(message) if self._url else self._call(message)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:  # no network, no such host, no answer in time
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self._troubles.append(f"notify: {redact(why.splitlines()[0], self._address)}")
+
+    def _post(self, message: bytes) -> str | None:
+        request = urllib.request.Request(self._address, message, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=_POST_SECONDS):
+                return None
+        except urllib.error.HTTPError as error:
+            with error:
+                return f"the server answered {error.code} {error.reason}"
+
+    def _call(self, message: bytes) -> str | None:
+        done = subprocess.run(self._words, input=message, capture_output=True, timeout=_COMMAND_SECONDS, check=False)
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
+        return f"{self._words[0]} ended with status {done.returncode}{last and f': {last}'}" if done.returncode else None
+
+
+def _check_url(url: str) -> None:
+    if any(passwords(url.partition("?")[0])):
+        raise InputError(["--notify: a URL with user:password@ cannot be called; use a command, which may hold its own password"])
+    if not url.partition("://")[2].strip("/"):
+        raise InputError([f"--notify {url}: no host"])
+
+
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise InputError([f"--notify: not a command: {error}"]) from None
+    if not words or shutil.which(words[0]) is None:
+        raise InputError([f"--notify {words[0] if words else ''}: no such command; name one, or an http(s) URL"])
+    return words

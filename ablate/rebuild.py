@@ -1,0 +1,105 @@
+"""`ablate rebuild X.yaml`: make a damaged ledger again, from the experiment, the trial folders and the study's journal."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ablate.cli import Device, Profile, State, alone, console
+from ablate.control import damage, put_aside
+from ablate.controller import Controller
+from ablate.experiment import Experiment, load
+from ablate.ledger import Ledger
+from ablate.place import find
+from ablate.store import Busy, lock
+from ablate.yamlfile import InputError
+
+_IDENTITY = re.compile(rb"id([0-9a-f]{32})")
+"""How the sweep's identity lies in the ledger's file. Nothing else has it, and by it the sweep's runs are found again in MLflow."""
+
+
+def rebuild(
+    file: Annotated[Path, typer.Argument(help="The experiment, a YAML file.")],
+    state: State = None,
+    profile: Profile = None,
+    device: Device = None,
+) -> None:
+    """Make the damaged ledger of a sweep again, and say what came back. The damaged file is kept beside it; nothing is run."""
+    place, experiment = find(profile, state=state, device=device), load(file)
+    folder = place.state / "sweeps" / experiment.name
+    if not folder.exists():
+        raise InputError([f"{folder}: no such sweep has been run"])
+    try:
+        with lock(folder / "lock", wait=False):
+            _rebuild(experiment, file, folder, place.state, place.device)
+    except Busy as busy:
+        raise InputError([f"{file}: another process ({busy.holder}) runs this sweep"]) from None
+
+
+def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str) -> None:
+    path, screen = folder / "ledger.db", console()
+    found = damage(path)
+    if path.exists() and not found:
+        raise InputError([f"{path}: sound; there is nothing to rebuild"])
+    if found:
+        kept = put_aside(path)
+        facts = _identity(kept)
+        screen.print(f"The ledger was damaged ({found}); it is kept as {kept}.", soft_wrap=True, markup=False)
+    else:
+        facts = {}
+    points = _points(experiment, folder / "optuna.log")
+    Controller(experiment, state, device, _nothing_runs, None).adopt(points)
+    ledger = Ledger(path)
+    ledger.describe(**facts)
+    for line in (*_came_back(ledger, experiment, points), *_lost(facts, experiment, points)):
+        screen.print(line, soft_wrap=True, markup=False)
+    ledger.close()
+    screen.print(f"`ablate sweep {file}` goes on with what is missing.", soft_wrap=True, markup=False)
+
+
+def _nothing_runs() -> Any:
+    raise AssertionError("a rebuild runs nothing")
+
+
+def _points(experiment: Experiment, journal: Path) -> list[dict[str, Any]]:
+    """What a search had proposed, as its study knows."""
+    if not experiment.search:
+        return []
+    from ablate.search import points  # Optuna takes half a second
+
+    return points(journal, experiment.name)
+
+
+def _identity(kept: Path) -> dict[str, str]:
+    """The sweep's identity, where it can still be read off a damaged file, or the log beside it."""
+    content = b"".join(path.read_bytes() for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.exists())
+    found = _IDENTITY.search(content)
+    return {"id": found[1].decode()} if found else {}
+
+
+def _came_back(ledger: Ledger, experiment: Experiment, points: list[dict[str, Any]]) -> list[str]:
+    trials = {member["trial"]: member["status"] for member in ledger.members()}
+    counts = Counter(trials.values())
+    records = ledger.db.execute("SELECT count(*) FROM records").fetchone()[0]
+    finished = ", ".join(f"{number} {status}" for status, number in counts.items() if status != "pending") or "none finished"
+    proposed = f", {len(points)} points of the search" if experiment.search else ""
+    waiting = counts["pending"]
+    return [
+        f"Came back: {len(ledger.arms())} arms{proposed}, {len(trials)} trials ({finished}) with {records:,} records.",
+        *([f"{waiting} trials are not finished; each goes on from its last checkpoint."] if waiting else []),
+    ]
+
+
+def _lost(facts: dict[str, str], experiment: Experiment, points: list[dict[str, Any]]) -> list[str]:
+    lost = ["which trials had failed, and why (they run again)", "what earlier versions of the file wanted"]
+    if experiment.search and not points:
+        lost.append("the points of the search (its journal has none; it begins anew, and what it proposes again is not run again)")
+    if "id" not in facts:
+        lost.append("which runs in MLflow are this sweep's (it is drawn there again, beside them)")
+    return [f"Lost: {'; '.join(lost)}."]
+
+
+if __name__ == "__main__":
+    alone(rebuild)

@@ -1,0 +1,11 @@
+"""Which arms to run next, and the studies that show it. The only folder that knows Optuna and its dashboard.
+
+`study` asks and tells; `journal` is its file; `dress` puts the answer into it; `shelf` shows the journals of all sweeps at once.
+"""
+
+from ablate.search.dress import decorate, importances
+from ablate.search.journal import points, shown
+from ablate.search.shelf import Shelf, dashboard
+from ablate.search.study import ENDED, PRUNERS, SAMPLERS, Study
+
+__all__ = ["ENDED", "PRUNERS", "SAMPLERS", "Shelf", "Study", "dashboard", "decorate", "importances", "points", "shown"]

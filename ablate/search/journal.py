@@ -1,0 +1,86 @@
+"""The journal of a study: Optuna's operations, a JSON line each, in a file beside the ledger. Who runs the sweep writes it as Journal;
+everyone else reads it as Optuna does, and may append.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
+
+WARM = "warm"
+"""The fact of a trial that is an arm of an earlier sweep: which."""
+
+
+class Journal(BaseJournalBackend):
+    """Optuna's journal file, a JSON line an operation, written by one process: the one that holds the sweep. So it takes no lock and
+    waits for no disk, which is what an operation costs, and reads the file once: what a power loss takes is drawn again from the ledger.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unread = _intact(path)
+        self._first = 0
+        """The number of the first operation that is not read yet."""
+
+    def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
+        """The operations from this number on; those before it are not asked for again."""
+        self._unread, self._first = self._unread[log_number_from - self._first :], log_number_from
+        return list(self._unread)
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Write in one piece, so that what a dashboard appends stays whole."""
+        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        with self._path.open("ab", buffering=0) as file:
+            file.write(lines.encode())
+        self._unread += logs
+
+
+def _intact(journal: Path) -> list[dict[str, Any]]:
+    """The journal's operations. Whatever comes after a line that a crash tore is cut off, and a lock that one left is removed."""
+    for lock in journal.parent.glob(f"{journal.name}.lock*"):
+        lock.unlink()
+    journal.touch()
+    operations = []
+    with journal.open("r+b") as file:
+        for line in iter(file.readline, b""):
+            try:
+                operations.append(json.loads(line if line.endswith(b"\n") else b""))
+            except ValueError:
+                file.truncate(file.tell() - len(line))
+                break
+    return operations
+
+
+# What it holds
+
+
+def encode(value: Any) -> Any:
+    """Optuna's categories are None, bool, int, float and str; whatever else becomes JSON text."""
+    return value if value is None or isinstance(value, bool | int | float | str) else "json:" + json.dumps(value)
+
+
+def decode(value: Any) -> Any:
+    """The value that was encoded."""
+    return json.loads(value.removeprefix("json:")) if isinstance(value, str) and value.startswith("json:") else value
+
+
+def points(journal: Path, name: str) -> list[dict[str, Any]]:
+    """The knobs of a sweep's own points in its journal, by number; none where it is gone, or what it holds cannot be read."""
+    if not journal.exists():
+        return []
+    try:
+        study = optuna.load_study(storage=JournalStorage(Journal(journal)), study_name=name)
+    except (KeyError, ValueError):  # no study of this name, or no journal
+        return []
+    trials = [trial for trial in study.get_trials(deepcopy=False) if WARM not in trial.user_attrs]
+    return [{knob: decode(value) for knob, value in trial.params.items()} for trial in trials]
+
+
+def shown(journal: Path) -> list[tuple[str, float | None]]:
+    """State and value of every point that a journal shows, in order, as Optuna itself reads it."""
+    storage = JournalStorage(JournalFileBackend(str(journal)))
+    (study,) = optuna.get_all_study_names(storage)
+    return [(trial.state.name, trial.value) for trial in optuna.load_study(study_name=study, storage=storage).get_trials(deepcopy=False)]

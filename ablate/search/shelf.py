@@ -1,0 +1,150 @@
+"""The journals of all sweeps as one storage, for one dashboard: it follows them while they grow, and lets nobody do more than take notes.
+
+A journal counts its studies and trials from 0, so their numbers are translated. One that was drawn again (its file is another) becomes
+a new study in the place of the old one. What the dashboard may write is appended to the journal that it belongs to, in one piece.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optuna.storages import JournalStorage
+from optuna.storages.journal import BaseJournalBackend
+from optuna.storages.journal._storage import JournalOperation
+
+_OF_A_TRIAL = re.compile(r"(dashboard:)(\d+)(:.*)")
+"""How the dashboard names the note of a trial, among what it keeps with the study."""
+_NOTES = re.compile(r"/api/studies/\d+(/\d+)?/note")
+
+
+@dataclass
+class _Book:
+    """How far one journal was read, and what its studies and trials are called here."""
+
+    path: Path
+    file: tuple[int, int]
+    """Device and inode: another one is a journal that was drawn again."""
+    offset: int = 0
+    names: set[str] = field(default_factory=set)
+    studies: dict[int, int] = field(default_factory=dict)
+    trials: list[int] = field(default_factory=list)
+    created: int = 0
+
+
+class Shelf(BaseJournalBackend):
+    """The journals of a state folder's sweeps, read as one."""
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+        self._books: dict[str, _Book] = {}
+        self._logs: list[dict[str, Any]] = []
+        self._studies = self._trials = 0
+
+    def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
+        """The operations from this number on, those of sweeps that began since included."""
+        for path in sorted(self._state.glob("sweeps/*/optuna.log")):
+            self._read(path.parent.name, path)
+        return self._logs[log_number_from:]
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Write a note into the journal that it belongs to. PermissionError for whatever else would be written."""
+        for log in logs:
+            if log["op_code"] != JournalOperation.SET_STUDY_SYSTEM_ATTR:
+                raise PermissionError("a sweep's study is written by its sweep alone; notes are welcome")
+            book = next(book for book in self._books.values() if log["study_id"] in book.studies.values())
+            studies = {here: local for local, here in book.studies.items()}
+            line = _renamed(log, studies.__getitem__, book.trials.index)
+            with book.path.open("ab", buffering=0) as file:
+                file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+
+    def _read(self, sweep: str, path: Path) -> None:
+        """Take in the whole lines that are new in a journal; from its first, where it is another file than before."""
+        with path.open("rb") as file:
+            stat = path.stat()
+            known = self._books.get(sweep)
+            if known is None or known.file != (stat.st_dev, stat.st_ino) or stat.st_size < known.offset:
+                self._forget(known)
+                known = self._books[sweep] = _Book(path, (stat.st_dev, stat.st_ino))
+            file.seek(known.offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # still being written, or torn
+                    break
+                known.offset += len(line)
+                self._take(sweep, known, line)
+
+    def _forget(self, book: _Book | None) -> None:
+        for study in book.studies.values() if book else ():
+            self._logs.append({"op_code": JournalOperation.DELETE_STUDY, "worker_id": "", "study_id": study})
+
+    def _take(self, sweep: str, book: _Book, line: bytes) -> None:
+        try:
+            log = json.loads(line)
+        except ValueError:  # torn by a crash, and written on: Optuna would stop there
+            return
+        match log["op_code"]:
+            case JournalOperation.CREATE_STUDY:
+                self._create(sweep, book, log)
+                return
+            case JournalOperation.CREATE_TRIAL if log["study_id"] in book.studies:
+                book.trials.append(self._trials)
+                self._trials += 1
+            case JournalOperation.DISCARD_TRIALS:
+                return
+        study, trial = log.get("study_id"), log.get("trial_id")
+        if study in book.studies or (trial is not None and trial < len(book.trials)):
+            self._logs.append(_renamed(log, book.studies.__getitem__, book.trials.__getitem__))
+        if log["op_code"] == JournalOperation.DELETE_STUDY:
+            book.studies.pop(study, None)
+
+    def _create(self, sweep: str, book: _Book, log: dict[str, Any]) -> None:
+        """A study is called by its sweep's folder: a folder that was copied holds one of the same name."""
+        if log["study_name"] in book.names:  # opened again
+            return
+        book.names.add(log["study_name"])
+        book.studies[book.created] = self._studies
+        name = sweep if not book.created else f"{sweep}/{log['study_name']}"
+        book.created, self._studies = book.created + 1, self._studies + 1
+        self._logs.append(log | {"study_name": name})
+
+
+def _renamed(log: dict[str, Any], study: Callable[[int], int], trial: Callable[[int], int]) -> dict[str, Any]:
+    """An operation with other numbers."""
+    found = dict(log)
+    if "study_id" in log:
+        found["study_id"] = study(log["study_id"])
+    if "trial_id" in log:
+        found["trial_id"] = trial(log["trial_id"])
+    if "system_attr" in log and "study_id" in log:
+        found["system_attr"] = {_key(key, trial): value for key, value in log["system_attr"].items()}
+    return found
+
+
+def _key(key: str, trial: Callable[[int], int]) -> str:
+    of = _OF_A_TRIAL.fullmatch(key)
+    return f"{of[1]}{trial(int(of[2]))}{of[3]}" if of else key
+
+
+def dashboard(state: Path) -> tuple[Callable[..., Iterable[bytes]], Callable[[str], int | None]]:
+    """Optuna's dashboard over all sweeps of a state folder, as a WSGI application, and what number a sweep's study has in it.
+
+    It shows, and takes notes; whatever else one may do in its pages is refused.
+    """
+    from optuna_dashboard import wsgi
+
+    storage = JournalStorage(Shelf(state))
+    pages = wsgi(storage)
+
+    def application(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        reads = environ["REQUEST_METHOD"] in ("GET", "HEAD")
+        if reads or (environ["REQUEST_METHOD"] == "PUT" and _NOTES.fullmatch(environ["PATH_INFO"])):
+            return pages(environ, start)
+        start("403 Forbidden", [("Content-Type", "application/json")])
+        return [b'{"reason": "These pages show sweeps and take notes; a study is written by its sweep alone."}']
+
+    def number(sweep: str) -> int | None:
+        return next((study._study_id for study in storage.get_all_studies() if study.study_name == sweep), None)
+
+    return application, number

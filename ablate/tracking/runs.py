@@ -1,0 +1,166 @@
+"""What a run of MLflow's says of a member or a sweep: names, tags, params, colours, columns, and the gap. Words only, no MLflow.
+
+MLflow sorts params and columns by name and nothing else, so what a sweep turns is named `ablate.<knob>`: that comes before `arm`,
+which comes before whatever all arms share.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from ablate.ledger import Ledger
+from ablate.redact import redact
+
+_TOP_LEVEL = ("/sqnr_db", "/zero_frac")
+"""What MLflow gets of each slot's errors; the rest stays in the ledger, so that a run has about 30 keys and its page stays usable."""
+GAP = "gap/"
+"""How the metrics begin that compare a member with its baseline's: MLflow's alone, since the ledger can compute them at any time."""
+TURNED = "ablate."
+VIEW = "arms"
+"""The id of the saved view of a sweep's runs; `?viewStateShareKey=` opens it."""
+_FACTS = ("name", "question", "metric", "metrics", "interval", "search", "provenance.json")
+_COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#56b4e9", "#ece133", "#fbafe4")
+"""Safe for the colour-blind, as in our own pictures."""
+_BASELINE_COLOUR = "#595959"
+_MOST_COLUMNS = 12
+_MOST_CHARACTERS = 5000
+"""Of an experiment's tag."""
+
+
+def shown(name: str, metrics: Collection[str]) -> bool:
+    """Whether a metric goes to MLflow: what arms are compared by, and everything but per-layer series and most slots' errors."""
+    return not name.startswith("quant/") or name in metrics or (name.count("/") == 2 and name.endswith(_TOP_LEVEL))
+
+
+def page(server: str, experiment: str, run: str | None = None) -> str:
+    """Where a run's page is, or the saved view of all runs of an experiment. Without a password."""
+    where = f"{redact(server).rstrip('/')}/#/experiments/{experiment}"
+    return f"{where}/runs/{run}" if run else f"{where}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
+
+
+# A member
+
+
+def key_of(member: Mapping[str, Any]) -> str:
+    """By what a member's run is found again."""
+    return f"{member['arm']}/{member['seed']}"
+
+
+def tags(member: Mapping[str, Any], sweep: str, parent: str | None, against: str | None) -> dict[str, str]:
+    """What a member's run is found and grouped by. `against` is its baseline's name, None where it is one."""
+    spec = json.loads(member["spec"])
+    found = {
+        "mlflow.parentRunId": parent,
+        "mlflow.runColor": _BASELINE_COLOUR if against is None else _COLOURS[member["arm"] % len(_COLOURS)],
+        "ablate.kind": "trial",
+        "ablate.sweep": sweep,
+        "ablate.arm": member["name"],
+        "ablate.seed": str(member["seed"]),
+        "ablate.knobs": member["knobs"],
+        "ablate.member": key_of(member),
+        "ablate.baseline": str(against is None).lower(),
+        "ablate.against": against,
+        "ablate.trial": member["id"],
+        "ablate.engine": spec["engine"],
+        "ablate.device": spec["device"],
+        "ablate.reused": str(bool(member["reused"])).lower(),
+        "ablate.status": member["status"],
+        "ablate.optuna_trial": None if member["optuna"] is None else str(member["optuna"]),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def params(member: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The knobs that were turned, then every resolved value by its path."""
+    spec, knobs = json.loads(member["spec"]), json.loads(member["knobs"])
+    for knob, value in knobs.items():
+        yield f"{TURNED}{knob}", _text(value)
+    yield "arm", member["name"]
+    yield "seed", str(spec["seed"])
+    ((workload, config),) = spec["workload"].items()
+    yield "workload", workload
+    yield "data", spec["data"]
+    yield from _flat("workload", config)
+    yield from _flat("recipe", spec["recipe"])
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{path}.{key}", inner)
+    else:
+        yield path, _text(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def gaps(ledger: Ledger, member: Mapping[str, Any], metric: str) -> Iterator[tuple[Mapping[str, Any], int, float, dict[str, float]]]:
+    """What can be said once this member is done: of itself against its baseline's member at the same seed, or, where it is a baseline,
+    of every member that is compared with it. (member, step, time, metrics), step and time being those of its last value.
+    """
+    for other in ledger.counterparts(member["arm"], member["seed"]):
+        compared, baseline = (member, other) if member["baseline"] == other["arm"] else (other, member)
+        last, reference = (ledger.last_record(one["trial"], metric) for one in (compared, baseline))
+        if last and reference and member["status"] == other["status"] == "done":
+            found = _gap(metric, last[1], reference[1])
+            if found:
+                yield compared, last[0], last[2], found
+
+
+def _gap(metric: str, value: float, baseline: float) -> dict[str, float]:
+    """A loss's is in nats; whatever else is compared has the metric's own unit."""
+    gap = value - baseline
+    if not math.isfinite(gap):
+        return {}
+    unit = "nats" if metric.endswith("loss") else "absolute"
+    return {f"{GAP}{unit}": gap} | ({f"{GAP}pct": 100 * gap / abs(baseline)} if baseline else {})
+
+
+# A sweep
+
+
+def description(ledger: Ledger) -> str:
+    """All that a sweep's runs do not say themselves, as JSON: from this and the runs its ledger is made again."""
+    arms = {arm["arm"]: arm["name"] for arm in ledger.arms()}
+    members: dict[int, dict[str, str]] = {}
+    for member in ledger.members():
+        members.setdefault(member["arm"], {})[str(member["seed"])] = member["id"]
+    return json.dumps(
+        {
+            "facts": {key: ledger.fact(key) for key in _FACTS},
+            "arms": [
+                {
+                    "name": arm["name"],
+                    "knobs": json.loads(arm["knobs"]),
+                    "against": arms.get(arm["baseline"]),
+                    "optuna": arm["optuna"],
+                    "trials": members.get(arm["arm"], {}),
+                }
+                for arm in ledger.arms()
+            ],
+            "trials": {row["id"]: {"reason": row["reason"], "seconds": row["seconds"]} for row in ledger.wanted_trials()},
+        },
+        indent=1,
+    )
+
+
+def view(knobs: Iterable[str], metric: str, metrics: Iterable[str], minimize: bool, now_ms: int) -> str | None:
+    """The saved view of a sweep's runs as MLflow's pages keep it: no run but the members', what was turned, what came of it, the best
+    first. None where it would not fit."""
+    metrics = list(metrics)
+    columns = [f"params.`{TURNED}{knob}`" for knob in knobs][:_MOST_COLUMNS]
+    unit = "nats" if metric.endswith("loss") else "absolute"
+    columns += ["tags.`ablate.status`", *(f"metrics.`{name}`" for name in (*metrics, f"{GAP}{unit}", f"{GAP}pct"))]
+    state = {
+        "searchFilter": "tags.`ablate.kind` = 'trial'",
+        "orderByKey": f"metrics.`{metric}`",
+        "orderByAsc": minimize,
+        "selectedColumns": columns,
+        "runsHiddenMode": "SHOW_ALL",
+        "chartsSearchFilter": f"^({'|'.join(dict.fromkeys((*metrics, 'train/loss')))})$",
+    }
+    found = json.dumps({"name": "Arms", "createdAt": now_ms, "updatedAt": now_ms, "state": json.dumps(state)})
+    return found if len(found) <= _MOST_CHARACTERS else None

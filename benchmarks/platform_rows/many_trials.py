@@ -1,0 +1,82 @@
+"""The real controller over logical slots in one process: trials really run, a record at a time in turn, and write their real folders.
+
+Ray's actors for 64 slots, each with a warm process that holds torch, would take 16 GB; their cost is the row of a smaller run.
+Arguments: folder, arms, seeds, slots, MLflow (yes or no), and the file that takes the figures.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sweeps import grid, say
+
+from ablate.controller import Controller, Outcome
+from ablate.experiment import load
+from ablate.supervisor import run_inline
+
+
+class Slots:
+    """An executor of many slots without Ray: each wait runs one trial, the next in turn, up to its next record."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._running: deque[tuple[str, Iterator[dict[str, Any]]]] = deque()
+
+    def submit(self, request: dict[str, Any]) -> None:
+        """Take a trial."""
+        self._running.append((request["id"], run_inline(request)))
+
+    def wait(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
+        """The next message of the trial whose turn it is."""
+        trial, messages = self._running.popleft()
+        message = next(messages)
+        if "end" not in message:
+            self._running.append((trial, messages))
+        return [(trial, message)]
+
+    def stop(self, trial: str) -> None:
+        """Nothing orders it here."""
+
+    def resize(self, slots: int) -> None:
+        """Nor this."""
+
+    def close(self) -> None:
+        """Leave what is running."""
+        self._running.clear()
+
+
+def main(folder: Path, arms: int, seeds: int, slots: int, mlflow: str | None) -> dict[str, Any]:
+    """When each trial was done, by the clock and by the controller's own processor time, and the process's peak memory before and after."""
+    import torch
+
+    torch.set_num_threads(1)
+    experiment = load(grid(folder, "many", arms, seeds))
+    controller = Controller(experiment, folder, "cpu", lambda: Slots(slots), mlflow)
+    before = peak_mb()
+    started = time.perf_counter()
+    done: list[tuple[int, float, float]] = []
+    for step in controller.run():
+        if isinstance(step, Outcome):
+            outcome = step
+        elif not done or step.done > done[-1][0]:
+            done.append((step.done, time.perf_counter() - started, time.thread_time()))
+            if step.done % 500 == 0:
+                say(f"  {step.done:,} of {step.total:,} after {done[-1][1]:.0f} s, {peak_mb():.0f} MB")
+    assert outcome.status == "done"
+    return {"trials": outcome.ran, "seconds": outcome.seconds, "done": done, "before_mb": before, "peak_mb": peak_mb()}
+
+
+def peak_mb() -> float:
+    """The most memory that this process held, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    place, count, repeats, width, drawn, answer = sys.argv[1:]
+    store = f"sqlite:///{Path(place) / 'mlflow.db'}" if drawn == "yes" else None
+    Path(answer).write_text(json.dumps(main(Path(place), int(count), int(repeats), int(width), store)))

@@ -1,0 +1,368 @@
+"""What survives what: trials killed where they share their beginnings, heads and nodes of Ray that go, and the whole suite of faults."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+from pathlib import Path
+from typing import ClassVar
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import numpy as np
+import psutil
+import pytest
+from experiments_for_tests import ablate, end, environment, ledger, start, statuses, sweep, tiny, until, write
+
+from ablate import audit
+from ablate.faults import FAULTS, deck
+from ablate.forks import Family
+from ablate.processes import mlflow
+from ablate.store import Store
+from ablate.trial import run
+
+# Trials that go on from each other's states
+
+
+TELEMETRY = {"every": 5, "shadow": 5, "log": 1, "checkpoint": 60.0}
+SHAPE = {"steps": 20, "eval_every": 5}
+
+
+def advance(spec, family, state: Path, attempt: int, new: int | None = None) -> list[dict]:
+    """Run an attempt, and end it after so many steps of its own as a kill does: without a checkpoint of its own. All that it told."""
+    events, told, began = run(spec, Store(state), attempt, TELEMETRY, family.points(spec)), [], time.time()
+    for event in events:
+        told.append(event)
+        if new and sum(one["time"] >= began for one in told) == new:
+            break
+    events.close()
+    return told
+
+
+def recorded(events) -> dict[tuple[int, str], float]:
+    """Everything that no clock and no allocator decides."""
+    found = {(event["step"], name): value for event in events for name, value in event["metrics"].items()}
+    return {key: value for key, value in found.items() if not key[1].startswith(audit.CLOCKS)}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Two trials that part after 15 of 20 steps, each with a common state at 10 too, and what both record undisturbed."""
+    folder = tmp_path_factory.mktemp("shared")
+    experiment = tiny(folder, shape=SHAPE, ablate={"cooldown": [0, 0.25, 0.5]}, seeds=1)
+    first, second, third = [experiment.spec(arm, 0, "cpu") for arm in experiment.arms if arm.name != "bf16"]
+    family = Family([first, second, third])
+    assert [[step for step, _ in family.points(spec)] for spec in (first, second)] == [[15, 10]] * 2
+    plain = [recorded(run(spec, Store(folder / "plain"), 1, TELEMETRY)) for spec in (first, second)]
+    return first, second, family, plain
+
+
+def test_a_trial_that_goes_on_from_the_state_it_left_for_others_has_all_its_records(shared, tmp_path):
+    first, _, family, (plain, _) = shared
+    advance(first, family, tmp_path, 1, new=12)
+    told = advance(first, family, tmp_path, 2)
+    assert recorded(Store(tmp_path).events(first.id)) == recorded(told) == plain
+    assert [event["resumed"] for event in told if "resumed" in event] == [10]
+    files = sorted(path.name for path in Store(tmp_path).folder(first.id).glob("events-*"))
+    assert files == ["events-1.jsonl", "events-2.jsonl"]
+
+
+def test_two_trials_that_each_go_on_from_a_state_of_the_other_have_all_their_records(shared, tmp_path):
+    first, second, family, plain = shared
+    advance(first, family, tmp_path, 1, new=12)  # leaves 10
+    told = [advance(second, family, tmp_path, 1)]  # goes on from there, and leaves 15
+    told.insert(0, advance(first, family, tmp_path, 2))  # which is the furthest now
+    assert [recorded(found) for found in told] == plain
+    assert [event["resumed"] for event in told[0] if "resumed" in event][-1] == 15
+    events = [list(Store(tmp_path).events(spec.id)) for spec in (first, second)]
+    assert [recorded(found) for found in events] == plain
+    assert [max(Counter(event["step"] for event in found).values()) for found in events] == [2, 1]  # 11 and 12 were done twice
+
+
+# What the audit sees
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished sweep and a second run of it in another state folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    for state in ("ours", "theirs"):
+        sweep(tiny(folder, seeds=1), folder / state)
+    return folder
+
+
+DAMAGE = {
+    "a record is lost": ("DELETE FROM records WHERE trial = 1 AND step = 4", {"lost"}),
+    "a value is another": ("UPDATE records SET value = value + 1e-9 WHERE trial = 1 AND step = 4", {"wrong"}),
+    "a record is too many": ("INSERT INTO records SELECT trial, name, 3, value, time FROM records WHERE step = 4", {"wrong"}),
+    "a trial is not done": ("UPDATE trials SET status = 'running' WHERE trial = 2", {"lost"}),
+    "a member is lost": ("DELETE FROM members WHERE arm = 2", {"lost"}),
+    "an attempt never ended": ("UPDATE attempts SET ended = NULL WHERE trial = 1", {"wrong"}),
+    "a trial was run twice": ("INSERT INTO attempts SELECT trial, 2, started, ended, outcome, reason FROM attempts", {"twice"}),
+}
+
+
+def examine(folder: Path) -> list[audit.Finding]:
+    mine, theirs = (folder / state / "sweeps" / "tiny" for state in ("ours", "theirs"))
+    return [*audit.sweep(folder / "ours", mine, theirs), *audit.study(mine)]
+
+
+def test_nothing_is_found_in_a_sweep_that_nothing_disturbed(finished):
+    assert examine(finished) == []
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_ledger_is_found(what, finished, tmp_path):
+    statement, kinds = DAMAGE[what]
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    with contextlib.closing(sqlite3.connect(folder / "ours" / "sweeps" / "tiny" / "ledger.db")) as db:
+        db.execute(statement)
+        db.commit()
+    assert kinds <= {found.kind for found in examine(folder)}
+
+
+@pytest.mark.parametrize("what", ["result.json", "events-1.jsonl"])
+def test_a_damaged_trial_folder_is_found(what, finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    next((folder / "ours" / "trials").iterdir()).joinpath(what).unlink()
+    assert {found.kind for found in examine(folder)} == {"lost"}
+
+
+def test_the_same_seed_makes_the_same_faults_and_leaves_no_kind_out():
+    drawn = [list(islice(deck(list(FAULTS), np.random.default_rng(seed)), 100)) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    counts = Counter(drawn[0])
+    assert set(counts) == set(FAULTS)
+    assert min(counts[name] for name in FAULTS) >= 3
+
+
+# The suite
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_ten_faults_lose_nothing_repeat_nothing_and_leave_nothing_behind():
+    done = ablate("bench", "faults", "--faults", 10, "--seed", 45, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "faults 10, losses 0, duplicates 0"
+
+
+# MLflow
+
+
+class Forgetful(BaseHTTPRequestHandler):
+    """Passes requests on to MLflow, and breaks the connection instead of giving the answer to every first making of a run."""
+
+    server_address_of_mlflow = ""
+    made: ClassVar[set[str]] = set()
+
+    def pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        kinds = {key: value for key, value in self.headers.items() if key in ("Content-Type", "Accept")}
+        asked = Request(self.server_address_of_mlflow + self.path, body or None, kinds, method=self.command)
+        try:
+            with urlopen(asked, timeout=60) as answer:
+                status, kind, content = answer.status, answer.headers["Content-Type"], answer.read()
+        except HTTPError as error:
+            status, kind, content = error.code, error.headers["Content-Type"], error.read()
+        if self.path.endswith("runs/create") and (name := json.loads(body)["run_name"]) not in self.made:
+            self.made.add(name)
+            self.close_connection = True
+            return
+        self.send_response(status)
+        self.send_header("Content-Type", kind or "text/plain")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = pass_on
+
+    def log_message(self, *words) -> None:
+        pass
+
+
+@pytest.mark.services
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, monkeypatch):
+    server, address = mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "artifacts", tmp_path / "mlflow.log")
+    monkeypatch.setattr(Forgetful, "server_address_of_mlflow", address)
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Forgetful)
+    thread = threading.Thread(target=proxy.serve_forever)
+    thread.start()
+    try:
+        until(server.ready, 60)
+        done = ablate(
+            "sweep",
+            write(tmp_path, seeds=1),
+            *("--state", tmp_path / "state", "--executor", "inline"),
+            **{"ABLATE_MLFLOW": f"http://127.0.0.1:{proxy.server_port}"},
+        )
+        assert done.returncode == 0, done.stderr
+        assert Forgetful.made == {"tiny", "bf16 seed=0", "rht=true seed=0", "rht=false seed=0"}
+        assert list(audit.mlflow(audit.Tracker(address), tmp_path / "state" / "sweeps" / "tiny")) == []
+    finally:
+        proxy.shutdown()
+        thread.join()
+        proxy.server_close()
+        server.close()
+
+
+# Ray
+
+
+@pytest.mark.services
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["gcs_server", "raylet"])
+def test_a_lost_head_of_ray_ends_the_command_with_status_130_and_the_same_command_goes_on(part, tmp_path):
+    path, state = write(tmp_path, shape={"steps": 400}, ablate={"rht": [True]}, seeds=1), tmp_path / "state"
+    words = ("sweep", path, "--state", state, "--workers", 2, "--mlflow", "none")
+    driver = start(*words)
+    until(lambda: list(state.glob("trials/*/events-1.jsonl")), 60)
+    (victim,) = [process for process in psutil.Process(driver.pid).children(recursive=True) if process.name() == part]
+    family = [process for process in psutil.Process(driver.pid).children(recursive=True) if "ablate.child" in process.cmdline()]
+    victim.kill()
+    output, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 130, output
+    assert re.search(r"Ray's (head|process on this machine) at \S+ is gone .*Nothing is lost: the same command goes on\.", output)
+    assert "Traceback" not in output
+    assert family
+    until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family), 10)
+    assert ablate(*words).returncode == 0
+    assert set(statuses(state).values()) == {"done"}
+
+
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def head(before: str = "", **extra: str):
+    """A head of a Ray cluster of its own, ended by its process group; its address. `before`: Python that runs first."""
+    folder, number = tempfile.mkdtemp(prefix="ah"), port()  # short, for the sake of socket paths
+    words = f"ray start --head --block --port {number} --node-ip-address 127.0.0.1 --num-cpus 2 --temp-dir {folder}".split()
+    words += ["--include-dashboard", "false"]
+    code = f"{before}\nimport sys\nfrom ray.scripts.scripts import main\nsys.argv = {words}\nmain()"
+    with open(Path(folder) / "output.txt", "w") as log:
+        process = subprocess.Popen([sys.executable, "-c", code], env=environment(**extra), stdout=log, stderr=log, start_new_session=True)
+    try:
+        until(lambda: "Ray runtime started" in (Path(folder) / "output.txt").read_text(), 60)
+        yield f"127.0.0.1:{number}"
+    finally:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait(30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def refused(tmp_path: Path, address: str, **extra: str) -> str:
+    """What the sweep says of a cluster that it cannot use, within 20 seconds of asking."""
+    path = write(tmp_path, seeds=1)
+    done = ablate("sweep", path, "--state", tmp_path / "state", "--mlflow", "none", "--address", address, timeout=60, **extra)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1:9", "Ray cannot be reached at 127.0.0.1:9: Connection refused; `ray start --head` prints the address of a head"),
+        ("nowhere", "Ray cannot be reached at nowhere: that is no address; it takes host:port, auto, or ray://host:port"),
+    ],
+)
+@pytest.mark.slow
+def test_an_address_where_no_ray_is_gets_a_hint(address, said, tmp_path):
+    assert refused(tmp_path, address).rstrip().endswith(said)
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_a_cluster_that_wants_another_token_gets_a_hint_and_with_its_own_the_sweep_runs(tmp_path):
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}
+    with head(**token) as address:
+        began = time.monotonic()
+        said = refused(tmp_path, address, **token | {"RAY_AUTH_TOKEN": "b" * 32})
+        assert "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here as there" in said
+        assert time.monotonic() - began < 20 + 10  # 10: what the command does before it asks, on a busy machine
+        words = ("--state", tmp_path / "state", "--mlflow", "none", "--address", address)
+        done = ablate("sweep", tmp_path / "tiny.yaml", *words, **token)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_a_cluster_of_another_version_of_ray_gets_a_hint(tmp_path):
+    open_to_all = {"RAY_AUTH_MODE": "disabled"}
+    with head("import ray; ray.__version__ = '2.40.0'", **open_to_all) as address:
+        said = refused(tmp_path, address, **open_to_all)
+    assert "Version mismatch" in said
+    assert "2.40.0" in said
+    assert "install the cluster's version of Ray and of Python here" in said
+
+
+NODES = """
+import sys
+from ray.cluster_utils import Cluster
+small = {"object_store_memory": 100 << 20}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+nodes = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
+cluster.wait_for_nodes()
+print(cluster.address, flush=True)
+for line in sys.stdin:
+    cluster.remove_node(nodes.pop(), allow_graceful=False)
+    print("removed", flush=True)
+cluster.shutdown()
+"""
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_a_trial_on_a_node_that_is_lost_goes_on_elsewhere(tmp_path):
+    open_to_all, pipes = {"RAY_AUTH_MODE": "disabled"}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    nodes = subprocess.Popen([sys.executable, "-c", NODES], env=environment(**open_to_all), start_new_session=True, **pipes)
+    try:
+        address = nodes.stdout.readline().strip()
+        keys = {"shape": {"steps": 600, "eval_every": 200}, "ablate": {"rht": [True]}, "telemetry": {"checkpoint": 0.2}}
+        path, state = write(tmp_path, seeds=2, **keys), tmp_path / "state"
+        driver = start("sweep", path, "--state", state, "--mlflow", "none", "--address", address, "--workers", 2, **open_to_all)
+        until(lambda: len(list(state.glob("trials/*/checkpoint.pt"))) == 2, 90)
+        nodes.stdin.write("one\n")
+        nodes.stdin.flush()
+        output, _ = driver.communicate(timeout=180)
+    finally:
+        nodes.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            nodes.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(nodes.pid, signal.SIGKILL)
+        nodes.stdout.close()
+        if "driver" in locals():
+            end(driver)
+    assert driver.returncode == 0, output
+    assert "its node is gone; retry 1/2" in output
+    assert "goes on from step" in output
+    assert set(statuses(state).values()) == {"done"}
+    book = ledger(state)
+    outcomes = Counter(row[0] for row in book.db.execute("SELECT outcome FROM attempts"))
+    book.close()
+    assert outcomes["done"] == 4
+    sweep(tiny(tmp_path, seeds=2, **keys), tmp_path / "undisturbed")
+    mine, theirs = (root / "sweeps" / "tiny" for root in (state, tmp_path / "undisturbed"))
+    assert list(audit.sweep(state, mine, theirs)) == []

@@ -1,0 +1,156 @@
+"""A damaged ledger is refused, and made again from what describes itself; what came back is what was there."""
+
+import pytest
+from experiments_for_tests import ablate, ledger, statuses, sweep, tiny, values, write
+from test_commands import INLINE
+from test_control import middle
+from test_tracking import runs
+
+from ablate.control import damage
+from ablate.search import points
+from ablate.store import lock
+
+HARMS = {"text": lambda content: b"not a database" * 1000, "pages": middle, "half": lambda content: content[: len(content) // 2]}
+
+
+def harm(state, how, name: str = "tiny"):
+    """Damage the sweep's ledger; returns its path."""
+    path = state / "sweeps" / name / "ledger.db"
+    path.write_bytes(HARMS[how](path.read_bytes()))
+    return path
+
+
+def content(state, name: str = "tiny") -> dict:
+    """All that a ledger says of its sweep, without what numbers and dates it."""
+    book = ledger(state, name)
+    found = {
+        "facts": {key: book.fact(key) for key in ("name", "question", "metric", "metrics", "experiment.yaml")},
+        "arms": [(arm["name"], arm["knobs"], arm["optuna"]) for arm in book.arms()],
+        "members": [tuple(m[key] for key in ("arm", "name", "seed", "id", "status", "spec")) for m in book.members()],
+        "records": {m["id"]: list(book.records(m["trial"])) for m in book.members()},
+    }
+    book.close()
+    return found
+
+
+@pytest.mark.parametrize("how", HARMS)
+def test_a_damaged_ledger_is_refused_and_then_made_again_as_it_was(how, tmp_path):
+    path, state = write(tmp_path), tmp_path / "state"
+    sweep(tiny(tmp_path), state)
+    before = content(state)
+    book = harm(state, how)
+    kept = book.read_bytes()
+    refused = ablate("sweep", path, "--state", state, *INLINE)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith(f"{book}: damaged (")
+    assert f"`ablate rebuild {path}` makes it again" in line
+    assert book.read_bytes() == kept
+
+    done = ablate("rebuild", path, "--state", state)
+    assert done.returncode == 0, done.stderr
+    assert content(state) == before
+    records = sum(len(records) for records in before["records"].values())
+    assert f"Came back: 3 arms, 6 trials (6 done) with {records:,} records." in done.stdout
+    assert [aside.read_bytes() for aside in book.parent.glob("ledger.db.damaged-*") if aside.suffix[-4:] not in ("-wal", "-shm")] == [kept]
+    assert damage(book) is None
+    again = ablate("sweep", path, "--state", state, *INLINE)
+    assert again.returncode == 0
+    assert "0 trials run, 6 already done" in again.stdout
+
+
+def test_what_was_not_finished_waits_and_its_records_are_kept_for_when_it_goes_on(tmp_path):
+    state = tmp_path / "state"
+    sweep(tiny(tmp_path, budget={"trials": 2}), state)
+    path = write(tmp_path)
+    harm(state, "text")
+    done = ablate("rebuild", path, "--state", state)
+    assert "Came back: 3 arms, 6 trials (2 done)" in done.stdout
+    assert "4 trials are not finished; each goes on from its last checkpoint." in done.stdout
+    assert "Lost: which trials had failed, and why (they run again); what earlier versions of the file wanted" in done.stdout
+    assert sorted(statuses(state).values()) == ["done"] * 2 + ["pending"] * 4
+    assert ablate("sweep", path, "--state", state, *INLINE).returncode == 0
+    sweep(tiny(tmp_path), tmp_path / "undisturbed")
+    assert values(state) == values(tmp_path / "undisturbed")
+
+
+SEARCH = {
+    "ablate": {
+        "cooldown": {"uniform": [0.0, 0.5]},
+        "rht": {"choice": [True, False]},
+        "recipe.wgrad.hadamard": {"choice": [None, {"size": 16}]},
+    },
+    "search": {"trials": 4, "sampler": "random"},
+    "seeds": 1,
+}
+
+
+def test_a_search_gets_its_points_back_from_the_studys_journal(tmp_path):
+    path, state = write(tmp_path, **SEARCH), tmp_path / "state"
+    outcome, _ = sweep(tiny(tmp_path, **SEARCH), state)
+    before = content(state)
+    assert len([arm for arm in before["arms"] if arm[2] is not None]) == 4
+    harm(state, "text")
+    done = ablate("rebuild", path, "--state", state)
+    assert done.returncode == 0, done.stderr
+    assert "4 points of the search" in done.stdout
+    assert content(state) == before
+    again, _ = sweep(tiny(tmp_path, **SEARCH), state)
+    assert (outcome.ran > 0, again.ran) == (True, 0)
+
+
+def test_a_search_without_its_journal_says_that_its_points_are_lost(tmp_path):
+    path, state = write(tmp_path, **SEARCH), tmp_path / "state"
+    sweep(tiny(tmp_path, **SEARCH), state)
+    harm(state, "text")
+    (state / "sweeps" / "tiny" / "optuna.log").unlink()
+    done = ablate("rebuild", path, "--state", state)
+    assert done.returncode == 0, done.stderr
+    assert "the points of the search" in done.stdout.partition("Lost: ")[2]
+
+
+def test_points_are_read_from_a_journal_that_is_torn_and_none_from_what_is_none(tmp_path):
+    sweep(tiny(tmp_path, **SEARCH), tmp_path)
+    journal = tmp_path / "sweeps" / "tiny" / "optuna.log"
+    whole = points(journal, "tiny")
+    assert len(whole) == 4
+    assert {str(point["recipe.wgrad.hadamard"]) for point in whole} == {"None", "{'size': 16}"}
+    journal.write_bytes(journal.read_bytes() + b'{"op_code": 4, "wor')
+    assert points(journal, "tiny") == whole
+    assert points(tmp_path / "nowhere.log", "tiny") == []
+    assert points(journal, "another") == []
+    journal.write_bytes(b"no journal\n" * 10)
+    assert points(journal, "tiny") == []
+
+
+def test_a_sound_ledger_is_left_alone(tmp_path):
+    path, state = write(tmp_path, seeds=1), tmp_path / "state"
+    sweep(tiny(tmp_path, seeds=1), state)
+    done = ablate("rebuild", path, "--state", state)
+    assert (done.returncode, done.stderr) == (2, f"{state / 'sweeps/tiny/ledger.db'}: sound; there is nothing to rebuild\n")
+
+
+def test_a_sweep_that_was_never_run_or_runs_is_told(tmp_path):
+    path, state = write(tmp_path, seeds=1), tmp_path / "state"
+    done = ablate("rebuild", path, "--state", state)
+    assert (done.returncode, done.stderr) == (2, f"{state / 'sweeps/tiny'}: no such sweep has been run\n")
+    with lock(state / "sweeps" / "tiny" / "lock"):
+        done = ablate("rebuild", path, "--state", state)
+    assert (done.returncode, "runs this sweep" in done.stderr) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.services
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_rebuilt_sweep_finds_its_runs_in_mlflow_again(tmp_path):
+    from mlflow import MlflowClient
+
+    path, store = write(tmp_path, seeds=1), f"sqlite:///{tmp_path / 'mlflow.db'}"
+    sweep(tiny(tmp_path, seeds=1), tmp_path, store)
+    client = MlflowClient(store)
+    before = {run.info.run_id for kind in ("sweep", "trial") for run in runs(client, "tiny", kind)}
+    harm(tmp_path, "pages")
+    assert "Lost" in ablate("rebuild", path, "--state", tmp_path).stdout
+    done = ablate("sync", "tiny", "--state", tmp_path, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {run.info.run_id for kind in ("sweep", "trial") for run in runs(client, "tiny", kind)} == before

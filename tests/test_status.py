@@ -1,0 +1,255 @@
+"""What a sweep is doing, read from its ledger while it runs: true, quick, and without a trace."""
+
+import hashlib
+import json
+import os
+import signal
+import sqlite3
+import time
+from contextlib import closing
+
+import pytest
+from experiments_for_tests import TOO_LARGE, Children, ablate, end, ledger, start, sweep, tiny, until, write
+from test_commands import INLINE, modules
+from test_control import middle
+
+from ablate import status as verb
+from ablate.ledger import Ledger
+from ablate.status import read
+from ablate.store import Store
+from ablate.tracking import behind
+
+
+def said(state, *words) -> list[dict]:
+    done = ablate("status", *words, "--json", "--state", state)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("status")
+    sweep(tiny(folder), folder / "state")
+    return folder / "state"
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A sweep in another process that is a second into its second trial; (state folder, the process)."""
+    path, state = write(tmp_path, shape={"steps": 600, "eval_every": 600}, telemetry={"log": 5}), tmp_path / "state"
+    driver = start("sweep", path, "--state", state, *INLINE)
+
+    def second() -> bool:
+        if not (state / "sweeps" / "tiny" / "ledger.db").exists():
+            return False
+        found = read(state / "sweeps" / "tiny", Store(state))
+        return found.trials.get("done") == 1 and any(flight.steps_per_s for flight in found.running)
+
+    try:
+        until(second, 120)
+        yield state, driver
+    finally:
+        end(driver)
+
+
+# What is over
+
+
+def test_a_sweep_that_is_over_is_counted(swept):
+    (found,) = said(swept)
+    assert (found["name"], found["question"], found["controller"]) == ("tiny", "Does it matter?", None)
+    assert (found["trials"], found["total"], found["over"]) == ({"done": 6}, 6, 6)
+    assert (found["running"], found["failures"], found["mlflow_behind"], found["trouble"]) == ([], [], None, None)
+
+
+def test_it_is_told_in_a_second_without_torch(swept):
+    started = time.monotonic()
+    done, imported = modules("status", "--state", swept)
+    assert time.monotonic() - started < 3  # the interpreter's start and a busy machine included
+    assert "6 of 6 trials  6 done" in done.stdout
+    assert not imported & {"torch", "ray", "mlflow", "optuna", "pandas", "matplotlib", "scipy"}
+
+
+def test_reading_leaves_no_trace_in_the_ledger(swept):
+    path = swept / "sweeps" / "tiny" / "ledger.db"
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    said(swept)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+
+
+def test_without_sweeps_it_says_so(tmp_path):
+    assert ablate("status", "--state", tmp_path).stdout == f"No sweep has been run in {tmp_path}.\n"
+    assert said(tmp_path) == []
+
+
+def test_a_sweep_that_there_is_not_is_refused(swept):
+    done = ablate("status", "tinny", "--state", swept)
+    assert (done.returncode, done.stderr) == (2, f"tinny: no such sweep in {swept}; 'tiny' is the nearest of tiny\n")
+
+
+@pytest.mark.slow
+def test_what_failed_is_told_with_its_reason_and_its_last_lines(tmp_path):
+    large = tiny(tmp_path, "large", retry=0, seeds=1, ablate=None, arms={"broken": {"workload.hidden": TOO_LARGE}})
+    sweep(large, tmp_path, connect=Children)
+    blind = tiny(tmp_path, "blind", retry=0, seeds=1, ablate={"rht": [True]})
+    (tmp_path / "train.bin").unlink()
+    sweep(blind, tmp_path, connect=Children)
+    found = {one["name"]: one for one in said(tmp_path)}
+    assert (found["large"]["trials"], found["blind"]["trials"]) == ({"oom": 2}, {"failed": 2})
+    failure = found["blind"]["failures"][0]
+    assert "train.bin" in failure["reason"]
+    assert 0 < len(failure["log"]) <= 5
+    assert failure["reason"] not in failure["log"]
+    shown = ablate("status", "--state", tmp_path, "large", "blind").stdout
+    assert "2 of 2 trials  2 out of memory" in shown
+    assert "broken seed=0  out of memory after step 0" in shown
+    assert "2 of 2 trials  2 failed" in shown
+    assert "rht=true seed=0  failed: " in shown
+    assert failure["log"][0] in shown
+
+
+# What runs
+
+
+@pytest.mark.slow
+def test_a_sweep_that_runs_says_what_runs_how_fast_and_how_long_still(running):
+    state, driver = running
+    (found,) = said(state)
+    assert found["controller"] == f"pid {driver.pid} on {os.uname().nodename}"
+    assert (found["trials"]["done"], found["trials"]["running"], found["trials"]["pending"]) == (1, 1, 4)
+    (flight,) = found["running"]
+    assert (flight["seed"], flight["attempt"], flight["steps"]) == (0, 1, 600)
+    assert flight["where"] == f"pid {driver.pid} on {os.uname().nodename}"
+    assert 0 < flight["step"] < 600
+    assert flight["silent_s"] < 5
+    left = (600 - flight["step"]) / flight["steps_per_s"]
+    assert flight["seconds_left"] == pytest.approx(left)
+    assert found["seconds_left"] > left
+    book = ledger(state)
+    (mean,) = [row["seconds"] for row in book.db.execute("SELECT seconds FROM trials WHERE status = 'done'")]
+    book.close()
+    assert found["seconds_left"] == pytest.approx(4 * mean + left)
+    shown = ablate("status", "--state", state).stdout
+    assert f"runs (pid {driver.pid} on " in shown
+    assert "1 of 6 trials  1 done, 1 running, 4 waiting" in shown
+
+
+@pytest.mark.slow
+def test_asking_again_and_again_disturbs_nothing_and_never_waits(running):
+    state, driver = running
+    longest = 0.0
+    for _ in range(200):
+        started = time.perf_counter()
+        found = read(state / "sweeps" / "tiny", Store(state))
+        longest = max(longest, time.perf_counter() - started)
+        assert found.controller
+    assert longest < 0.5  # two cores that others use too
+    assert driver.poll() is None
+
+
+@pytest.mark.slow
+def test_what_a_killed_controller_left_is_not_said_to_run(running):
+    state, driver = running
+    driver.send_signal(signal.SIGKILL)
+    end(driver)
+    (found,) = said(state)
+    assert (found["controller"], found["running"], found["seconds_left"]) == (None, [], None)
+    shown = ablate("status", "--state", state).stdout
+    assert "nobody runs it; last change" in shown
+    assert "1 of 6 trials  1 done, 5 waiting" in shown
+
+
+@pytest.mark.slow
+def test_it_can_be_watched_until_ctrl_c(running):
+    state, _ = running
+    watching = start("status", "--watch", "--state", state)
+    time.sleep(4)
+    watching.send_signal(signal.SIGINT)
+    output, _ = watching.communicate(timeout=30)
+    assert watching.returncode == 0, output
+    assert "Traceback" not in output
+    assert "1 running" in output
+
+
+# What is wrong
+
+
+def test_a_damaged_ledger_is_said_and_hides_no_other_sweep(swept, tmp_path):
+    for name, content in (("text", b"nothing" * 2000), ("pages", middle((swept / "sweeps/tiny/ledger.db").read_bytes()))):
+        (tmp_path / "sweeps" / name).mkdir(parents=True)
+        (tmp_path / "sweeps" / name / "ledger.db").write_bytes(content)
+    sweep(tiny(tmp_path, seeds=1), tmp_path)
+    found = {one["name"]: one for one in said(tmp_path)}
+    assert found["tiny"]["trouble"] is None
+    for name in ("text", "pages"):
+        assert found[name]["trouble"].endswith(f"`ablate rebuild {name}.yaml` makes it again from the trial folders")
+    shown = ablate("status", "--state", tmp_path).stdout
+    assert "text  " in shown
+    assert "3 done" in shown
+
+
+def test_a_ledger_that_has_just_been_made_begins(tmp_path):
+    (tmp_path / "sweeps" / "new").mkdir(parents=True)
+    sqlite3.connect(tmp_path / "sweeps" / "new" / "ledger.db").close()
+    (found,) = said(tmp_path)
+    assert (found["name"], found["trouble"], found["total"]) == ("new", "begins", 0)
+
+
+# How far MLflow is behind, and how fast a trial is, from a ledger made by hand
+
+
+@pytest.fixture
+def book(tmp_path):
+    with closing(Ledger(tmp_path / "sweeps" / "hand" / "ledger.db")) as made:
+        made.describe(metrics='["quant/blocks.0/x/sqnr_db"]', mlflow="digest")
+        arm = made.add_arm("a", {}, None, None)
+        spec = json.dumps({"workload": {"gpt": {"steps": 100}}})
+        made.trial = made.add_member(arm, 0, "0123", spec)
+        yield made
+
+
+def record(book, steps, start, pace, **metrics):
+    for step in steps:
+        book.record(book.trial, [{"step": step, "time": start + step / pace, "metrics": {"train/loss": 1.0} | metrics}])
+
+
+def test_what_mlflow_lacks_is_counted_without_what_it_is_not_to_show(book):
+    record(book, range(10), 0.0, 1.0, **{"quant/blocks.0.mlp/x/sqnr_db/9": 1.0, "quant/blocks.0/x/sqnr_db": 2.0})
+    assert behind(book) == 20
+    book.shipped(1, 0, "run", 6, False)
+    assert behind(book) == 6
+    book.shipped(1, 0, "run", 9, True)
+    assert behind(book) == 0
+
+
+def test_a_trials_pace_is_that_of_its_last_records_in_this_attempt(book, tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(verb, "holder", lambda folder: "pid 1 on here")
+    book.start_attempt(book.trial, 1, now - 1000)
+    record(book, range(0, 40), now - 1000, 4.0, **{"throughput/tokens_per_s": 128.0})
+    book.end_attempt(book.trial, 1, now - 900, "failed")
+    book.start_attempt(book.trial, 2, now - 12)
+    (before,) = read(tmp_path / "sweeps" / "hand", Store(tmp_path)).running
+    assert (before.attempt, before.step, before.steps_per_s, before.seconds_left) == (2, 39, None, None)
+    assert before.silent_s == pytest.approx(12, abs=1)
+    record(book, range(40, 60), now - 22, 5.0)
+    (flight,) = read(tmp_path / "sweeps" / "hand", Store(tmp_path)).running
+    assert (flight.step, flight.steps, flight.tokens_per_s) == (59, 100, 128.0)
+    assert flight.steps_per_s == pytest.approx(5.0, rel=1e-4)
+    assert flight.silent_s == pytest.approx(22 - 59 / 5, abs=1)
+
+
+def test_a_status_of_ten_thousand_trials_is_quick(tmp_path):
+    with closing(Ledger(tmp_path / "sweeps" / "large" / "ledger.db")) as made:
+        made.describe(metrics="[]", mlflow="digest", question="q")
+        spec = json.dumps({"workload": {"gpt": {"steps": 100}}, "padding": "x" * 2000})
+        made.db.execute("BEGIN")
+        for arm in range(1000):
+            number = made.add_arm(f"arm {arm}", {}, None, None)
+            for seed in range(10):
+                made.settle(made.add_member(number, seed, f"{arm}-{seed}", spec), "done", seconds=1.0)
+        made.db.execute("COMMIT")
+    started = time.perf_counter()
+    found = read(tmp_path / "sweeps" / "large", Store(tmp_path))
+    assert time.perf_counter() - started < 1
+    assert found.trials == {"done": 10_000}

@@ -1,0 +1,213 @@
+"""Orders to a sweep that runs: names are checked first, what will happen is said, and the order arrives."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+from experiments_for_tests import ablate, end, environment, ledger, start, statuses, sweep, tiny, until, values, write
+from test_commands import INLINE
+from test_store import HOLD
+
+from ablate.control import take
+
+TAKE = """
+import json, sys, time
+from pathlib import Path
+from ablate.control import take
+from ablate.store import lock
+folder = Path(sys.argv[1])
+with lock(folder / "lock"):
+    print("ready", flush=True)
+    while True:
+        for order in take(folder):
+            print(json.dumps(order), flush=True)
+        time.sleep(0.02)
+"""
+
+
+def process(code: str, *words) -> subprocess.Popen:
+    """Python code in a process of its own that said it is ready."""
+    found = subprocess.Popen([sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, text=True, env=environment())
+    assert found.stdout.readline()
+    return found
+
+
+@pytest.fixture
+def state(tmp_path):
+    """The state folder of a sweep of which 2 of 6 trials are done."""
+    sweep(tiny(tmp_path, budget={"trials": 2}), tmp_path / "state")
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def taker(state):
+    """A process that holds the sweep and takes its orders, as a controller does."""
+    found = process(TAKE, state / "sweeps" / "tiny")
+    yield found
+    end(found)
+
+
+def refused(*words, state) -> str:
+    done = ablate(*words, "--state", state)
+    assert done.returncode == 2, done.stdout
+    assert not list(state.glob("sweeps/*/orders/*"))
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_an_order_arrives_and_what_will_happen_is_said(state, taker):
+    trial = sorted(path.name for path in state.glob("trials/*"))
+    waiting = tiny(state.parent).spec(tiny(state.parent).arms[1], 1, "cpu").id
+    assert waiting not in trial
+    commands = {
+        ("stop", "tiny"): ({"stop": "sweep"}, "The sweep: 4 trials that wait are not started; all keep what they recorded."),
+        ("stop", state.parent / "tiny.yaml", "--arm", "rht=true"): (
+            {"stop": "arm", "name": "rht=true"},
+            "Arm rht=true: 1 trial that waits is not started; all keep what they recorded.",
+        ),
+        ("stop", "tiny", "--trial", waiting[:10]): (
+            {"stop": "trial", "id": waiting},
+            f"Trial {waiting}: 1 trial that waits is not started",
+        ),
+        ("workers", "tiny", "3"): ({"workers": 3}, "3 trials at once from now on"),
+    }
+    for words, (order, said) in commands.items():
+        done = ablate(*words, "--state", state)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(said)
+        assert done.stdout.endswith("Taken.\n")
+        assert json.loads(taker.stdout.readline()) == order
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("stop", "tinny"), "tinny: no such sweep in "),
+        (("stop", "tiny", "--arm", "rht=tru"), "--arm rht=tru: no such arm; 'rht=true' is the nearest of rht=true, rht=false, bf16"),
+        (("stop", "tiny", "--trial", "zzz"), "--trial zzz: no such trial; "),
+        (("stop", "tiny", "--trial", ""), "--trial : 6 trials begin so: "),
+        (("stop", "tiny", "--arm", "a", "--trial", "b"), "--arm and --trial: give one of them"),
+        (("workers", "tinny", "3"), "tinny: no such sweep in "),
+    ],
+    ids=["sweep", "arm", "trial", "every trial", "both", "workers"],
+)
+def test_a_wrong_name_is_told_and_nothing_is_ordered(words, said, state, taker):
+    assert refused(*words, state=state).startswith(said)
+
+
+def test_what_is_over_cannot_be_stopped(state, taker):
+    done = next(iter(state.glob("trials/*/result.json"))).parent.name
+    assert refused("stop", "tiny", "--trial", done, state=state) == f"Trial {done} is over (done): there is nothing to stop"
+
+
+@pytest.mark.parametrize("words", [("stop", "tiny"), ("workers", "tiny", "2")], ids=" ".join)
+def test_a_sweep_that_nobody_runs_is_told(words, state):
+    assert refused(*words, state=state) == "tiny: nobody runs this sweep; there is nothing to stop or change"
+
+
+def test_fewer_than_one_worker_is_refused(state):
+    assert ablate("workers", "tiny", "0", "--state", state).returncode == 2
+
+
+def test_an_order_that_nobody_lived_to_take_is_taken_back(state):
+    holder = process(HOLD, state / "sweeps" / "tiny" / "lock")
+    command = [sys.executable, "-m", "ablate", "stop", "tiny", "--state", str(state)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    stopping = subprocess.Popen(command, text=True, env=environment(), **pipes)
+    assert stopping.stdout.readline().startswith("The sweep: 4 trials")
+    end(holder)
+    _, errors = stopping.communicate(timeout=30)
+    assert (stopping.returncode, errors) == (2, "tiny: its controller ended before it could take the order\n")
+    assert take(state / "sweeps" / "tiny") == []
+
+
+# A sweep that really runs
+
+
+def found(state) -> dict[tuple[str, int], str]:
+    try:
+        return statuses(state)
+    except sqlite3.OperationalError:  # its ledger is not there, or not yet filled
+        return {}
+
+
+@pytest.fixture
+def running(tmp_path):
+    """(file, state folder, process) of a sweep in its first trial of 6."""
+    path, state = write(tmp_path, shape={"steps": 250}), tmp_path / "state"
+    driver = start("sweep", path, "--state", state, *INLINE)
+    try:
+        until(lambda: "running" in found(state).values(), 60)
+        yield path, state, driver
+    finally:
+        end(driver)
+
+
+def goes_on_to_the_undisturbed_answer(path, state) -> bool:
+    done = ablate("sweep", path, "--state", state, *INLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sweep(tiny(path.parent, shape={"steps": 250}), path.parent / "undisturbed")
+    return values(state) == values(path.parent / "undisturbed")
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_stopped_ends_with_status_130_and_goes_on_later(running):
+    path, state, driver = running
+    done = ablate("stop", "tiny", "--state", state)
+    assert (done.returncode, "Taken." in done.stdout) == (0, True)
+    output, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 130
+    assert "Stopped as ordered. Nothing is lost: the same command goes on." in output
+    assert not set(statuses(state).values()) & {"running", "failed"}
+    assert goes_on_to_the_undisturbed_answer(path, state)
+
+
+@pytest.mark.slow
+def test_an_arm_that_is_stopped_lets_the_others_go_on(running):
+    path, state, driver = running
+    assert ablate("stop", "tiny", "--arm", "rht=false", "--state", state).returncode == 0
+    output, _ = driver.communicate(timeout=120)
+    assert driver.returncode == 1, output
+    assert {arm: {status for (name, _), status in statuses(state).items() if name == arm} for arm in ("bf16", "rht=true", "rht=false")} == {
+        "bf16": {"done"},
+        "rht=true": {"done"},
+        "rht=false": {"stopped"},
+    }
+    assert goes_on_to_the_undisturbed_answer(path, state)
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_stopped_lets_the_others_go_on(running):
+    path, state, driver = running
+    ((arm, seed),) = [member for member, status in found(state).items() if status == "running"]
+    book = ledger(state)
+    (trial,) = [m["id"] for m in book.members() if (m["name"], m["seed"]) == (arm, seed)]
+    book.close()
+    done = ablate("stop", "tiny", "--trial", trial, "--state", state)
+    assert done.stdout.startswith(f"Trial {trial}: 1 trial that runs is ended; all keep what they recorded.")
+    driver.communicate(timeout=120)
+    assert [member for member, status in statuses(state).items() if status != "done"] == [(arm, seed)]
+    assert goes_on_to_the_undisturbed_answer(path, state)
+
+
+@pytest.mark.slow
+@pytest.mark.services
+def test_workers_are_added_in_flight(tmp_path):
+    path, state = write(tmp_path, shape={"steps": 1500}, seeds=2), tmp_path / "state"
+    driver = start("sweep", path, "--state", state, "--workers", 2, "--mlflow", "none")
+    try:
+        until(lambda: list(found(state).values()).count("running") == 2, 120)
+        assert ablate("workers", "tiny", 1, "--state", state).returncode == 0
+        until(lambda: list(found(state).values()).count("done") >= 3, 120)
+        assert list(found(state).values()).count("running") == 1
+        assert ablate("workers", "tiny", 2, "--state", state).returncode == 0
+        until(lambda: list(found(state).values()).count("running") == 2, 60)
+        ablate("stop", "tiny", "--state", state)
+        output, _ = driver.communicate(timeout=60)
+        assert "1 trials at once from now on" in output
+        assert "2 trials at once from now on" in output
+        assert driver.returncode == 130
+    finally:
+        end(driver)

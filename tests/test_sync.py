@@ -1,0 +1,245 @@
+"""What MLflow lacks is shipped, all of it and nothing twice, by real servers and databases: dead, late, deleted, damaged."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+from experiments_for_tests import ablate, end, environment, ledger, start, sweep, tiny, until, write
+from test_commands import INLINE
+from test_stop import process
+from test_store import HOLD
+from test_tracking import histories, runs
+
+from ablate import controller
+from ablate.store import lock
+from ablate.tracking import shown
+
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+
+@contextmanager
+def server(folder, port: int):
+    """MLflow's own server on a SQLite database, until the block ends; gives a client of it."""
+    from mlflow import MlflowClient
+
+    url, store = f"http://127.0.0.1:{port}", f"sqlite:///{folder / 'server.db'}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", store, "--artifacts-destination", str(folder / "artifacts")]
+    quiet = environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true")
+    with (folder / "server.txt").open("a") as output:
+        running = subprocess.Popen(command, stdout=output, stderr=output, env=quiet, start_new_session=True)
+    try:
+        until(lambda: answers(url) or running.poll() is not None, 180, every=0.2)
+        assert running.poll() is None, (folder / "server.txt").read_text()
+        yield MlflowClient(url)
+    finally:
+        os.killpg(running.pid, 9)
+        running.wait(timeout=30)
+
+
+def answers(url: str) -> bool:
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@pytest.fixture
+def port() -> int:
+    """A free port of this machine."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def recorded(state, name: str) -> dict[str, Counter]:
+    """What the ledger has for MLflow, by run: every metric with its step, value and time."""
+    book = ledger(state, name)
+    found = {
+        f"{m['name']} seed={m['seed']}": Counter(
+            (text, step, value, int(moment * 1000)) for step, text, value, moment in book.records(m["trial"]) if shown(text, ())
+        )
+        for m in book.members()
+    }
+    book.close()
+    return {run: records for run, records in found.items() if records}
+
+
+def drawn(client, name: str) -> dict[str, Counter]:
+    """The same as MLflow has it; each run is there once."""
+    children = runs(client, name)
+    assert len(children) == len({run.info.run_name for run in children})
+    return {run.info.run_name: histories(client, run) for run in children}
+
+
+def parents(client, name: str) -> list[str]:
+    return [run.info.status for run in runs(client, name, "sweep")]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> str:
+    """One MLflow database for this file: a fresh one takes seconds to migrate."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+
+
+@pytest.fixture(scope="module")
+def client(store):
+    from mlflow import MlflowClient
+
+    return MlflowClient(store)
+
+
+def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_none_twice(tmp_path, port, monkeypatch):
+    monkeypatch.setattr(controller, "_MLFLOW_GRACE_SECONDS", 1.0)
+    url = f"http://127.0.0.1:{port}"
+    outcome, news = sweep(tiny(tmp_path), tmp_path, url)
+    assert (outcome.status, outcome.ran) == ("done", 6)
+    assert "records behind (" in news[-1]
+    expected = sum(sum(records.values()) for records in recorded(tmp_path, "tiny").values())
+    assert expected > 100
+    assert f"MLflow {expected:,} records behind; `ablate sync tiny` ships them" in ablate("status", "tiny", "--state", tmp_path).stdout
+
+    dead = ablate("sync", "--state", tmp_path, "--mlflow", url, "--timeout", 15)  # MLflow is imported within that, too
+    assert dead.returncode == 1
+    assert dead.stdout.startswith(f"tiny: {expected:,} of {expected:,} records are missing in {url}: MlflowException")
+
+    waiting = start("sync", "--state", tmp_path, "--mlflow", url)  # before the server is there
+    try:
+        with server(tmp_path, port) as client:
+            output, _ = waiting.communicate(timeout=180)
+            assert (waiting.returncode, output) == (0, f"tiny: {expected:,} records shipped, none is missing in {url}\n")
+            assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
+            assert parents(client, "tiny") == ["FINISHED"]
+            named = url.replace("://", "://ablate:hunter2@")  # MLflow's client shows where each run is, unless it is told not to
+            again = ablate("sync", "tiny", "--rebuild", "--state", tmp_path, "--mlflow", named, timeout=180)
+            assert (again.returncode, again.stdout) == (0, output.replace("://", "://ablate:***@"))
+            assert "hunter2" not in again.stderr
+            assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
+            assert parents(client, "tiny") == ["FINISHED"]
+    finally:
+        end(waiting)
+    assert "behind" not in ablate("status", "tiny", "--state", tmp_path).stdout
+
+
+def test_a_deleted_database_is_made_again(tmp_path):
+    from mlflow import MlflowClient
+
+    path = tmp_path / "mlflow.db"
+    for name in ("one", "two"):
+        sweep(tiny(tmp_path, name, seeds=1), tmp_path, f"sqlite:///{path}")
+    path.unlink()
+    done = ablate("sync", "--rebuild", "--state", tmp_path, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    client = MlflowClient(f"sqlite:///{path}")
+    for name in ("one", "two"):
+        assert drawn(client, name) == recorded(tmp_path, name)
+        assert parents(client, name) == ["FINISHED"]
+
+
+def test_a_database_that_another_sweep_made_again_gets_this_ones_runs_too(tmp_path):
+    from mlflow import MlflowClient
+
+    path = tmp_path / "mlflow.db"
+    for name in ("one", "two"):
+        sweep(tiny(tmp_path, name, seeds=1), tmp_path, f"sqlite:///{path}")
+    for part in tmp_path.glob("mlflow.db*"):
+        part.unlink()
+    for name in ("two", "one"):
+        assert ablate("sync", name, "--state", tmp_path, timeout=180).returncode == 0
+    client = MlflowClient(f"sqlite:///{path}")
+    for name in ("one", "two"):
+        assert drawn(client, name) == recorded(tmp_path, name)
+
+
+def test_a_damaged_database_is_refused_and_put_aside_by_a_rebuild(tmp_path):
+    from mlflow import MlflowClient
+
+    sweep(tiny(tmp_path, seeds=1), tmp_path)
+    path = tmp_path / "mlflow.db"
+    path.write_bytes(b"no database at all" * 1000)
+    for words in ((), ("tiny", "--rebuild")):
+        done = ablate("sync", *words, "--state", tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"{path}: damaged (file is not a database); `ablate sync --rebuild`, for all sweeps, puts it aside")
+    with lock(tmp_path / "sweeps" / "tiny" / "lock"):
+        done = ablate("sync", "--rebuild", "--state", tmp_path)
+    assert (done.returncode, "still in use by tiny" in done.stderr) == (2, True)
+    assert ablate("sync", "--rebuild", "--state", tmp_path, timeout=180).returncode == 0
+    assert [kept.read_bytes()[:11] for kept in tmp_path.glob("mlflow.db.damaged-*")] == [b"no database"]
+    assert drawn(MlflowClient(f"sqlite:///{path}"), "tiny") == recorded(tmp_path, "tiny")
+
+
+def test_an_interrupted_sweep_is_shipped_as_far_as_it_came_and_says_that_it_was_ended(tmp_path, client, store):
+    state, path = tmp_path / "state", write(tmp_path, "cut", shape={"steps": 300}, seeds=1)
+    driver = start("sweep", path, "--state", state, *INLINE)
+
+    def halfway() -> bool:
+        return (state / "sweeps/cut/ledger.db").exists() and len(list(state.glob("trials/*/result.json"))) == 1 and deep(state)
+
+    until(halfway, 120)
+    driver.kill()
+    end(driver)
+    done = ablate("sync", "--state", state, "--mlflow", store, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert drawn(client, "cut") == recorded(state, "cut")
+    assert len(drawn(client, "cut")) == 2
+    assert parents(client, "cut") == ["KILLED"]
+    assert sorted(run.info.status for run in runs(client, "cut")) == ["FINISHED", "KILLED"]
+
+
+def deep(state) -> bool:
+    """Whether a second trial has recorded something."""
+    book = ledger(state, "cut")
+    found = book.db.execute("SELECT count(DISTINCT trial) FROM records").fetchone()[0]
+    book.close()
+    return found == 2
+
+
+def test_an_experiment_that_was_deleted_in_its_pages_is_restored(tmp_path, client, store):
+    sweep(tiny(tmp_path, "gone", seeds=1), tmp_path, store)
+    client.delete_experiment(client.get_experiment_by_name("gone").experiment_id)
+    done = ablate("sync", "gone", "--rebuild", "--state", tmp_path, "--mlflow", store, "--timeout", 60, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert drawn(client, "gone") == recorded(tmp_path, "gone")
+
+
+def test_what_runs_ships_by_itself(tmp_path):
+    sweep(tiny(tmp_path, seeds=1), tmp_path)
+    holder = process(HOLD, tmp_path / "sweeps" / "tiny" / "lock")
+    try:
+        named, every = (ablate("sync", *words, "--state", tmp_path) for words in (("tiny",), ()))
+    finally:
+        end(holder)
+    assert (named.returncode, named.stderr) == (2, f"tiny: runs (pid {holder.pid} on {os.uname().nodename}), and ships by itself\n")
+    assert (every.returncode, every.stdout) == (0, named.stderr)
+
+
+def test_without_mlflow_there_is_nothing_to_ship_to(tmp_path):
+    sweep(tiny(tmp_path, seeds=1), tmp_path)
+    done = ablate("sync", "--state", tmp_path, ABLATE_MLFLOW="none")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "there is no MLflow to ship to (ABLATE_MLFLOW says none); name one with --mlflow\n",
+    )
+
+
+def test_a_sweep_whose_ledger_is_damaged_keeps_no_other_from_being_shipped(tmp_path, client, store):
+    sweep(tiny(tmp_path, "sound", seeds=1), tmp_path)
+    (tmp_path / "sweeps" / "broken").mkdir()
+    (tmp_path / "sweeps" / "broken" / "ledger.db").write_bytes(b"nothing" * 2000)
+    done = ablate("sync", "--state", tmp_path, "--mlflow", store, timeout=180)
+    assert done.returncode == 1
+    assert "`ablate rebuild broken.yaml` makes it again" in done.stdout
+    assert drawn(client, "sound") == recorded(tmp_path, "sound")
