@@ -205,7 +205,7 @@ class Suite:
             self._keep("PostgreSQL", server)
         else:
             self._names = [name for name in self._names if FAULTS[name].role != "PostgreSQL"]
-            self.tell("no PostgreSQL here (its programs, and psycopg2 for Python): MLflow's store is SQLite, and is not killed")
+            self.tell("no PostgreSQL here (its programs, and psycopg for Python): MLflow's store is SQLite, and is not killed")
         server, address = mlflow(store, self.folder / "artifacts", self.folder / "mlflow.log")
         self._keep("MLflow", server)
         return address

@@ -11,6 +11,7 @@ from typing import Any
 from ablate.experiment import Experiment
 from ablate.ledger import Ledger
 from ablate.points import Point, outcome, over, reports, verdict, warm
+from ablate.redact import redact
 from ablate.results import gap, summary_markdown
 from ablate.search import Study
 
@@ -70,13 +71,14 @@ class Mirror:
 
     def finish(self, status: str, seconds: float) -> str | None:
         """Ship the rest and close the parent run, waiting at most so long; what is missing then, in words."""
-        done = self._projector is None or self._projector.finish(status, summary_markdown(self._ledger), seconds)
+        if self._projector is None or self._projector.finish(status, summary_markdown(self._ledger), seconds):
+            self.hear()
+            return None
+        from ablate.tracking import behind
+
         self.hear()
-        return (
-            None
-            if done
-            else f"{self.lag or 'MLflow is behind (still writing)'}: `ablate sync`, or the next run of this sweep, ships the rest"
-        )
+        why = f"{self.trouble or 'no answer yet'}; {redact(self._where[0])}"
+        return f"MLflow {behind(self._ledger):,} records behind ({why}): `ablate sync`, or the next run of this sweep, ships the rest"
 
     def _forget_what_is_gone(self, uri: str) -> None:
         """Draw everything again where the picture is gone or another server is named. The address may hold a password: hashed."""

@@ -80,7 +80,7 @@ def postgres_programs() -> Path | None:
 
     folders = [path.resolve().parent for path in (shutil.which("initdb"),) if path for path in (Path(path),)]
     folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    return next((f for f in folders if (f / "postgres").exists()), None) if find_spec("psycopg2") else None
+    return next((f for f in folders if (f / "postgres").exists()), None) if find_spec("psycopg") else None
 
 
 def postgres(programs: Path, folder: Path, log: Path) -> tuple[Server, str]:
@@ -96,7 +96,7 @@ def postgres(programs: Path, folder: Path, log: Path) -> tuple[Server, str]:
     command = [programs / "postgres", "-D", folder / "data", "-h", "127.0.0.1", "-p", port, "-k", folder, "-F"]
     probe = [programs / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
     server = Server([*map(str, command)], log, lambda: subprocess.run(probe, check=False).returncode == 0, user)
-    return server, f"postgresql+psycopg2://ablate@127.0.0.1:{port}/postgres"
+    return server, f"postgresql://ablate@127.0.0.1:{port}/postgres"
 
 
 def _other_user() -> str | None:

@@ -78,10 +78,11 @@ def recorded(state, name: str) -> dict[str, Counter]:
 
 
 def drawn(client, name: str) -> dict[str, Counter]:
-    """The same as MLflow has it; each run is there once."""
+    """The same as MLflow has it, without the gaps, which are reckoned from it; each run is there once."""
     children = runs(client, name)
     assert len(children) == len({run.info.run_name for run in children})
-    return {run.info.run_name: histories(client, run) for run in children}
+    found = {run.info.run_name: histories(client, run) for run in children}
+    return {run: Counter({entry: n for entry, n in told.items() if not entry[0].startswith("gap/")}) for run, told in found.items()}
 
 
 def parents(client, name: str) -> list[str]:
