@@ -6,7 +6,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ablate import __version__, bench, recipe
+from ablate import __version__, bench, data_command, recipe
 from ablate.cli import Device, Mlflow, Profile, State, console, run
 from ablate.doctor import doctor
 from ablate.leaderboard import leaderboard
@@ -33,6 +33,7 @@ _SWEEPS, _WORDS, _MACHINE = "Sweeps", "Recipes and files", "This machine"
 for verb in (sweep, plan, report, status, ui, leaderboard, stop, workers, sync, rebuild):
     app.command(rich_help_panel=_SWEEPS)(verb)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=_WORDS)
+app.add_typer(data_command.app, name="data", rich_help_panel=_WORDS)
 app.command(rich_help_panel=_MACHINE)(doctor)
 app.add_typer(bench.app, name="bench", rich_help_panel=_MACHINE)
 

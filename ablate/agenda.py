@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ablate.arms import CONFIRM, Arm, KnobError, label
+from ablate.data.facts import KINDS, facts
 from ablate.experiment import Experiment
 from ablate.forks import Family
-from ablate.ledger import FINISHED, Ledger
+from ablate.ledger import DATA, FINISHED, Ledger
 from ablate.points import infeasible
 from ablate.store import Store
 from ablate.trial import TrialSpec
@@ -50,6 +51,8 @@ class Agenda:
         self.family = Family()
         self._fork, self._fresh = fork, fresh
         self._status: dict[int, str] = {}
+        self._data: set[Any] = set()
+        """Sources whose facts the ledger has."""
         self.count: Counter[str] = Counter()
         """Trials wanted, by status."""
         self.proposed = 0
@@ -92,6 +95,7 @@ class Agenda:
             spec = self.experiment.spec(arm, seed, self.device)
             self.family.add(spec)
             trial = self.ledger.add_member(number, seed, spec.id, spec.wire)
+            self._describe_data(spec)
             if trial in self._status:
                 continue
             self._note(trial, self.ledger.status(trial))
@@ -101,6 +105,14 @@ class Agenda:
                 self._arrived.append(Work(trial, arm, seed, optuna, spec))
                 self.seconds += self._arrived[-1].estimate
         return number
+
+    def _describe_data(self, spec: TrialSpec) -> None:
+        """Note what the trial's data are, once for all that use them."""
+        config = spec.config.capture if getattr(spec.config, "captured", False) else spec.config
+        source = getattr(config, "data", None)
+        if isinstance(source, KINDS) and (fingerprint := spec.config.fingerprint()) not in self._data:
+            self._data.add(fingerprint)
+            self.ledger.describe(**{f"{DATA}{fingerprint}": json.dumps(facts(source))})
 
     def grow(self) -> list[str]:
         """Want more seeds of the arms that are undecided, and of their baselines; which those are. Nothing without growth."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
+from ablate.hyperparameters import Training
 from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.workloads import WORKLOADS
@@ -37,8 +38,10 @@ class Arm:
 
     @property
     def content(self) -> tuple[Spec, Recipe]:
-        """What makes two arms the same arm."""
-        return self.config, self.recipe
+        """What makes two arms the same arm: fields that change no number make no other."""
+        fields = type(self.config).model_fields
+        same = {name: fields[name].default for name in getattr(self.config, "SAME_BITS", ())}
+        return self.config.model_copy(update=same), self.recipe
 
 
 class KnobError(ValueError):
@@ -147,47 +150,74 @@ def assign(content: dict[str, Any], parts: list[str], value: Any, model: type[Ba
         if depth == len(parts) - 1:
             content[part] = value
             return None
-        child = _model(model.model_fields[part].annotation)
-        if child is None:
+        children = _models(model.model_fields[part].annotation).values()
+        if not children:
             return f"{part} has no parts; set {'.'.join(parts[: depth + 1])} itself"
         if content.get(part) is None and part in content:
             return f"{'.'.join(parts[: depth + 1])} is off (null) in this arm, so it has no {parts[depth + 1]}"
         content = content.setdefault(part, {})
         if not isinstance(content, dict):
             return f"{'.'.join(parts[: depth + 1])} is {display(content)} in this arm, which has no {parts[depth + 1]}"
-        model = child
+        wanted = {*content, parts[depth + 1]}
+        model = next((child for child in children if wanted <= set(child.model_fields)), next(iter(children)))
     return None
 
 
-def _model(annotation: Any) -> type[BaseModel] | None:
-    candidates = (annotation, *get_args(annotation))
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+def _models(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The models that a field may hold, by the tag that stands in the place of an error in one; the first of those without a tag by ""."""
+    found: dict[str, type[BaseModel]] = {}
+    for candidate in (annotation, *get_args(annotation)):
+        tag = next((word.tag for word in getattr(candidate, "__metadata__", ()) if isinstance(word, Tag)), "")
+        kind = get_args(candidate)[0] if tag else candidate
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found.setdefault(tag, kind)
+    return found
 
 
 def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
-    for name, why in config.problems():
+    problems = list(config.problems())
+    for name, why in problems:
         yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
+    if problems:  # what follows asks for the layers of a model that may not be there
+        return
     for rule in recipe.layers.rules:
         named = not rule.match.startswith("class:")
         if named and config.linears and not any(rule.matches(name, ()) for name in config.linears):
             why = f"rule {rule.match!r} matches no layer; {nearest(rule.match, config.linears)}"
             yield paths.knob_of("recipe.layers.rules") or "recipe.layers.rules", why
-    if getattr(config, "compile", False) and (needed := recipe.products.backward_needs):
-        yield paths.knob_of("workload.compile") or "workload.compile", f"true keeps x and w alone for the backward pass; needed is {needed}"
+    if isinstance(config, Training):
+        for name, why in config.contradictions(recipe):
+            yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
     blocks = config.blocks
     ruled = any(rule.use and not rule.use.plain for rule in recipe.layers.rules)
     if blocks and not recipe.plain and not ruled and not any(recipe.layers.quantises(block, blocks) for block in range(blocks)):
         knob = paths.knob_of("recipe.layers.skip_last") or paths.knob_of("recipe.layers.skip_first")
         yield knob or "workload.layers", f"keeps all {blocks} blocks in high precision: nothing is quantised, as in preset bf16"
+    if recipe.layers.rules and _all_high(config, recipe):
+        yield paths.knob_of("recipe.layers.rules") or "recipe.layers.rules", "keep every layer in high precision, as in preset bf16"
+
+
+def _all_high(config: Spec, recipe: Recipe) -> bool:
+    """Whether rules on names, first of all, leave no layer quantised. A rule on classes is not looked into."""
+    if recipe.plain or any(rule.match.startswith("class:") for rule in recipe.layers.rules):
+        return False
+    left = [name for name in config.linears if not any(rule.matches(name, ()) for rule in recipe.layers.rules)]
+    ruled = any(rule.use and not rule.use.plain for rule in recipe.layers.rules)
+    return bool(config.linears) and not left and not ruled
 
 
 def reason(problem: Mapping[str, Any], model: type[BaseModel] | None = None) -> str:
     """One of pydantic's errors in the house's words."""
     if problem["type"] == "extra_forbidden":
         *parents, word = problem["loc"]
+        models = {"": model} if model else {}
         for parent in parents:
-            model = _model(model.model_fields[parent].annotation) if model and parent in model.model_fields else None
-        return f"no such key; {nearest(str(word), _keys(model))}" if model else "no such key"
+            if parent in models:
+                models = {"": models[parent]}
+            else:
+                field = models[""].model_fields.get(parent) if "" in models else None
+                models = _models(field.annotation) if field else {}
+        return f"no such key; {nearest(str(word), _keys(models['']))}" if "" in models else "no such key"
     if problem["type"] == "missing":
         return "is missing"
     message = problem["msg"].removeprefix("Value error, ")

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 FINISHED = ("done", "diverged")
@@ -18,6 +18,9 @@ FINISHED = ("done", "diverged")
 
 OVER = (*FINISHED, "failed", "oom", "pruned", "stopped")
 """Statuses of a trial that does not run any more, for now."""
+
+DATA = "data:"
+"""How the key of a fact begins that says, as JSON, what the data of this fingerprint are."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sweep (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -38,6 +41,7 @@ CREATE TABLE IF NOT EXISTS attempts (
 CREATE TABLE IF NOT EXISTS names (name INTEGER PRIMARY KEY, text TEXT UNIQUE NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
     trial INTEGER, name INTEGER, step INTEGER, value REAL, time REAL, PRIMARY KEY (trial, name, step)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (trial INTEGER, step INTEGER, text TEXT, PRIMARY KEY (trial, step, text)) WITHOUT ROWID;
 """
 _WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
 
@@ -237,7 +241,10 @@ class Ledger:
     # Records
 
     def record(self, trial: int, events: Iterable[Mapping[str, Any]]) -> None:
-        """Add events ({step, time, metrics}) of a trial. What is there already stays: recording twice is recording once."""
+        """Add events ({step, time, metrics, perhaps events: what was done, in words}) of a trial. What is there already stays: recording
+        twice is recording once."""
+        events = list(events)
+        told = [(trial, event["step"], text) for event in events for text in event.get("events", ())]
         rows = [
             (trial, self._name(name), event["step"], None if math.isnan(value) else value, event["time"])
             for event in events
@@ -245,11 +252,19 @@ class Ledger:
         ]
         with nullcontext() if self.db.in_transaction else self.transaction():
             self.db.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
+            self.db.executemany("INSERT OR IGNORE INTO events VALUES (?, ?, ?)", told)
 
     def _name(self, text: str) -> int:
         if text not in self._names:
             self._names[text] = self.db.execute("INSERT INTO names (text) VALUES (?)", (text,)).lastrowid
         return self._names[text]
+
+    def events(self) -> list[sqlite3.Row]:
+        """What was done in the course of runs, in words, by arm, seed and step: arm, seed, step, text."""
+        if not self.db.execute("SELECT 1 FROM sqlite_master WHERE name = 'events'").fetchone():  # read only, and of an earlier version
+            return []
+        query = "SELECT arms.name AS arm, seed, step, text FROM events JOIN members USING (trial) JOIN arms USING (arm)"
+        return self.db.execute(f"{query} WHERE wanted ORDER BY arm, seed, step").fetchall()
 
     def records(self, trial: int, after: int = -1) -> Iterator[tuple[int, str, float, float]]:
         """(step, metric, value, time) of a trial's records after step `after`, by step. A NaN was stored as NULL."""
@@ -306,8 +321,16 @@ class Ledger:
 
     def averages(self, metric: str) -> dict[int, float]:
         """The mean of a metric over all records of each wanted trial that has any."""
-        mean = f"SELECT trial, avg(value) FROM records JOIN names USING (name) WHERE trial IN ({_WANTED}) AND text = ? GROUP BY trial"
-        return {trial: value for trial, value in self.db.execute(mean, (metric,)) if value is not None}
+        return self._over_records("avg", metric)
+
+    def largest(self, metric: str) -> dict[int, float]:
+        """The largest value of a metric among all records of each wanted trial that has any."""
+        return self._over_records("max", metric)
+
+    def _over_records(self, function: Literal["avg", "max"], metric: str) -> dict[int, float]:
+        records = f"FROM records JOIN names USING (name) WHERE trial IN ({_WANTED}) AND text = ?"
+        found = self.db.execute(f"SELECT trial, {function}(value) {records} GROUP BY trial", (metric,))
+        return {trial: value for trial, value in found if value is not None}
 
     def spent(self) -> tuple[float, int]:
         """Seconds that the wanted trials took a worker, whoever ran them, and how many of them an earlier sweep had run."""

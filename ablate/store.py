@@ -5,6 +5,7 @@ trials/<id>/log-<attempt>.txt     what the trial printed; made first, it gives t
 trials/<id>/events-<attempt>.jsonl  one record a line, appended as it happens
 trials/<id>/lock                  held by the attempt that runs, and names it
 trials/<id>/trunk-<attempt>.json  the trial whose records come before this attempt's, and up to which step, where it was forked
+trials/<id>/artifacts/            what the trial left for people: pictures
 trials/<id>/result.json           there when, and only when, the trial is over and need never run again
 """
 
@@ -37,6 +38,10 @@ class Store:
             return json.loads((self.folder(trial) / "result.json").read_bytes())
         except FileNotFoundError:
             return None
+
+    def artifacts(self, trial: str) -> list[Path]:
+        """The files that the trial left for people, by name; none where it left none, or runs elsewhere."""
+        return sorted(path for path in (self.folder(trial) / "artifacts").glob("*") if path.is_file())
 
     def commit(self, trial: str, result: dict[str, Any]) -> None:
         """Make `result` the trial's result: all of it or nothing, also when the power fails."""

@@ -198,3 +198,12 @@ def test_a_ledger_is_read_wherever_it_is(name, tmp_path):
     question = reader.fact("question")
     reader.close()
     assert question == "why"
+
+
+def test_what_was_done_in_a_run_is_kept_in_words_once(book):
+    trial = member(book, "nvfp4", 3)
+    for _ in range(2):
+        book.record(trial, [event(7, loss=2.0) | {"events": ["the loss is not finite; step skipped"]}, event(8)])
+    assert [tuple(row) for row in book.events()] == [("nvfp4", 3, 7, "the loss is not finite; step skipped")]
+    book.db.execute("DROP TABLE events")  # as ledgers were before there was one
+    assert book.events() == []

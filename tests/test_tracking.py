@@ -90,6 +90,35 @@ def test_every_resolved_value_is_a_param_under_its_path(client, drawn):
     assert run.data.params["recipe.schedule"] == "[]"
 
 
+def test_every_run_has_its_data_as_input_by_fingerprint_and_counts(client, drawn):
+    corpus = drawn / "train.bin"
+    for run in runs(client, "drawn"):
+        (given,) = run.inputs.dataset_inputs
+        told = given.dataset
+        assert (told.name, told.digest) == (str(corpus), run.data.params["data"])
+        assert (told.source_type, json.loads(told.source)) == ("local", {"uri": str(corpus)})
+        assert json.loads(told.profile) == {"train tokens": 10_000, "validation tokens": 2_000, "vocabulary": 64}
+        assert json.loads(told.schema)["mlflow_colspec"] == [{"name": "token", "type": "integer from 0 to 63", "required": True}]
+        assert {tag.key: tag.value for tag in given.tags} == {"mlflow.data.context": "training"}
+
+
+def test_a_run_says_its_data_in_one_call_and_once(client, store, tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    told, say = [], MlflowClient.log_inputs
+    monkeypatch.setattr(MlflowClient, "log_inputs", lambda self, run, *words: told.append(run) or say(self, run, *words))
+    sweep(tiny(tmp_path, "given", seeds=1), tmp_path, store)
+    forget(tmp_path, "given", LOST["the runs"])
+    sweep(tiny(tmp_path, "given", seeds=1), tmp_path, store)
+    assert len(told) == 6  # each run, and again for a controller that has lost them
+    assert [len(run.inputs.dataset_inputs) for run in runs(client, "given")] == [1, 1, 1]
+
+
+def test_what_has_no_data_has_no_input(client, store, tmp_path):
+    sweep(tiny(tmp_path, "idle", workload={"idle": {"steps": 2}}, seeds=1), tmp_path, store)
+    assert [run.inputs.dataset_inputs for run in runs(client, "idle")] == [[], [], []]
+
+
 def test_the_metric_histories_are_the_ledgers_records(client, drawn):
     book, compared = ledger(drawn, "drawn"), 0
     for member in book.members():
@@ -205,6 +234,24 @@ def test_the_spec_and_the_result_are_artifacts(client, drawn, tmp_path):
         path = client.download_artifacts(run.info.run_id, name, str(tmp_path))
         with open(path) as file:
             assert json.load(file) == json.loads((drawn / "trials" / run.data.tags["ablate.trial"] / name).read_text())
+
+
+def test_what_a_trial_left_goes_with_every_run_of_it_and_with_no_other(client, store, tmp_path):
+    """A sweep that was not drawn, its pictures, and a second one that adopts all its trials."""
+    sweep(tiny(tmp_path, "first", seeds=1), tmp_path)
+    pictured = {path.name for path in (tmp_path / "trials").iterdir()} - {min(path.name for path in (tmp_path / "trials").iterdir())}
+    for trial in pictured:
+        (tmp_path / "trials" / trial / "artifacts").mkdir(exist_ok=True)
+        (tmp_path / "trials" / trial / "artifacts" / "grid.png").write_text(trial)
+    outcome, _ = sweep(tiny(tmp_path, "adopting", seeds=1), tmp_path, store)
+    assert outcome.ran == 0
+    found = {}
+    for run in runs(client, "adopting"):
+        trial = run.data.tags["ablate.trial"]
+        if any(item.path == "grid.png" for item in client.list_artifacts(run.info.run_id)):
+            with open(client.download_artifacts(run.info.run_id, "grid.png", str(tmp_path))) as file:
+                found[trial] = file.read()
+    assert found == {trial: trial for trial in pictured}
 
 
 def test_the_study_links_the_runs(client, drawn):

@@ -1,5 +1,11 @@
-"""Where tokens come from. A corpus: two flat arrays of token ids, a vocabulary size, a fingerprint. Opening one is torch-free."""
+"""Where data come from: text as tokens, images as arrays, each with a fingerprint of its content. Opening them is torch-free.
+
+A corpus is two flat arrays of token ids and a vocabulary; an image set is uint8 arrays with classes. `batches` and `augment` make of
+them what a step sees, by counter from the seed.
+"""
 
 from ablate.data.corpus import Corpus, Shards, open_corpus
+from ablate.data.images import Augment, ImageSet, ImageSource, RandAugment, open_images
+from ablate.data.kinds import places
 
-__all__ = ["Corpus", "Shards", "open_corpus"]
+__all__ = ["Augment", "Corpus", "ImageSet", "ImageSource", "RandAugment", "Shards", "open_corpus", "open_images", "places"]

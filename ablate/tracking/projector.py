@@ -18,10 +18,11 @@ from textwrap import shorten
 from typing import Any
 
 from ablate import surface
-from ablate.ledger import Ledger
+from ablate.ledger import DATA, Ledger
 from ablate.redact import redact
 from ablate.store import Store, lock
 from ablate.tracking import runs
+from ablate.workloads import unit
 
 _TERMINAL = {"done": "FINISHED", "diverged": "FINISHED", "failed": "FAILED", "oom": "FAILED", "stopped": "KILLED", "pruned": "KILLED"}
 _METRICS_A_BATCH = 1000  # MLflow's limit
@@ -203,7 +204,9 @@ class Projector:
         client.log_text(parent, runs.description(ledger), "sweep.json")
         metric = surface.Metric.model_validate_json(ledger.fact("metric") or "{}")
         knobs = dict.fromkeys(knob for arm in ledger.arms() for knob in json.loads(arm["knobs"]))
-        shown = runs.view(knobs, metric.name, self._metrics or [metric.name], metric.direction == "minimize", int(time.time() * 1000))
+        counted = next((unit(member["spec"], metric.name) for member in ledger.members()), "")
+        minimize, now = metric.direction == "minimize", int(time.time() * 1000)
+        shown = runs.view(knobs, metric.name, self._metrics or [metric.name], counted, minimize, now)
         if shown:
             client.set_experiment_tag(self.experiment, _VIEW_TAG, shown)
 
@@ -229,6 +232,8 @@ class Projector:
             run = self._create(client, member)
         elif not (begun or over):
             client.update_run(run, status="RUNNING")
+        if params:
+            self._data(client, ledger, run, member)
         step = known.step
         gaps = self._gaps(ledger, member, run) if over else {}
         for last, metrics in self._batches(ledger.records(member["trial"], step), gaps.pop(run, [])):
@@ -270,6 +275,15 @@ class Projector:
         self._places[run.run_id] = run.artifact_uri
         return run.run_id
 
+    def _data(self, client: Any, ledger: Ledger, run: str, member: Mapping[str, Any]) -> None:
+        """What a member is trained on, as its run's input; said twice, it is stored once."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        told = ledger.fact(f"{DATA}{json.loads(member['spec'])['data']}")
+        if told:
+            dataset = Dataset(**runs.dataset(member, json.loads(told)))
+            client.log_inputs(run, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+
     def _batches(self, records: Iterator[tuple[int, str, float, float]], more: list[Any]) -> Iterator[tuple[int, list[Any]]]:
         """The last step and the metrics of as many whole steps as fit one call; `more` goes with the last."""
         from mlflow.entities import Metric
@@ -286,15 +300,16 @@ class Projector:
             yield last, batch + more
 
     def _artifacts(self, client: Any, run: str, member: Mapping[str, Any]) -> None:
-        """The resolved spec and the result with its environment."""
+        """The resolved spec, the result with its environment, and what the trial left."""
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-        folder = Store(self._state).folder(member["id"])
+        store = Store(self._state)
+        folder = store.folder(member["id"])
         place = self._places.pop(run, None) or client.get_run(run).info.artifact_uri
         artifacts = get_artifact_repository(place, tracking_uri=self._uri)
-        for name in ("spec.json", "result.json"):
-            if (folder / name).exists():
-                artifacts.log_artifact(str(folder / name))
+        for path in (folder / "spec.json", folder / "result.json", *store.artifacts(member["id"])):
+            if path.exists():
+                artifacts.log_artifact(str(path))
 
     def _close(self, client: Any, ledger: Ledger, status: str, note: str) -> None:
         for member in self._shipped.values():

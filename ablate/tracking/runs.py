@@ -4,6 +4,7 @@ MLflow sorts params and columns by name and nothing else, so what a sweep turns 
 which comes before whatever all arms share.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from ablate.ledger import Ledger
 from ablate.redact import redact
+from ablate.workloads import unit
 
 _TOP_LEVEL = ("/sqnr_db", "/zero_frac")
 """What MLflow gets of each slot's errors; the rest stays in the ledger, so that a run has about 30 keys and its page stays usable."""
@@ -24,6 +26,9 @@ _COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#
 """Safe for the colour-blind, as in our own pictures."""
 _BASELINE_COLOUR = "#595959"
 _MOST_COLUMNS = 12
+_MOST_OF_A_DIGEST = 36
+_MOST_OF_A_NAME = 100
+"""Characters of a dataset's name, which may be a long path."""
 _MOST_CHARACTERS = 5000
 """Of an experiment's tag."""
 
@@ -85,6 +90,21 @@ def params(member: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _flat("recipe", spec["recipe"])
 
 
+def dataset(member: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, str]:
+    """What MLflow shows of a member's data: its Dataset's fields. `told`: what the ledger knows of them."""
+    name = told["name"] if len(told["name"]) <= _MOST_OF_A_NAME else f"{told['name'][:_MOST_OF_A_NAME]}..."
+    columns = [{"name": column, "type": kind, "required": True} for column, kind in told["columns"].items()]
+    data = json.loads(member["spec"])["data"]
+    return {
+        "name": name,
+        "digest": data if len(data) <= _MOST_OF_A_DIGEST else hashlib.sha256(data.encode()).hexdigest()[:_MOST_OF_A_DIGEST],
+        "source_type": told["type"],
+        "source": json.dumps(told["source"]),
+        "schema": json.dumps({"mlflow_colspec": columns}),
+        "profile": json.dumps(told["counts"]),
+    }
+
+
 def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -105,18 +125,17 @@ def gaps(ledger: Ledger, member: Mapping[str, Any], metric: str) -> Iterator[tup
         compared, baseline = (member, other) if member["baseline"] == other["arm"] else (other, member)
         last, reference = (ledger.last_record(one["trial"], metric) for one in (compared, baseline))
         if last and reference and member["status"] == other["status"] == "done":
-            found = _gap(metric, last[1], reference[1])
+            found = _gap(unit(member["spec"], metric), last[1], reference[1])
             if found:
                 yield compared, last[0], last[2], found
 
 
-def _gap(metric: str, value: float, baseline: float) -> dict[str, float]:
-    """A loss's is in nats; whatever else is compared has the metric's own unit."""
+def _gap(counted: str, value: float, baseline: float) -> dict[str, float]:
+    """In nats where the metric is, as `absolute` else, and in percent."""
     gap = value - baseline
     if not math.isfinite(gap):
         return {}
-    unit = "nats" if metric.endswith("loss") else "absolute"
-    return {f"{GAP}{unit}": gap} | ({f"{GAP}pct": 100 * gap / abs(baseline)} if baseline else {})
+    return {f"{GAP}{counted or 'absolute'}": gap} | ({f"{GAP}pct": 100 * gap / abs(baseline)} if baseline else {})
 
 
 # A sweep
@@ -147,13 +166,12 @@ def description(ledger: Ledger) -> str:
     )
 
 
-def view(knobs: Iterable[str], metric: str, metrics: Iterable[str], minimize: bool, now_ms: int) -> str | None:
+def view(knobs: Iterable[str], metric: str, metrics: Iterable[str], counted: str, minimize: bool, now_ms: int) -> str | None:
     """The saved view of a sweep's runs as MLflow's pages keep it: no run but the members', what was turned, what came of it, the best
     first. None where it would not fit."""
     metrics = list(metrics)
     columns = [f"params.`{TURNED}{knob}`" for knob in knobs][:_MOST_COLUMNS]
-    unit = "nats" if metric.endswith("loss") else "absolute"
-    columns += ["tags.`ablate.status`", *(f"metrics.`{name}`" for name in (*metrics, f"{GAP}{unit}", f"{GAP}pct"))]
+    columns += ["tags.`ablate.status`", *(f"metrics.`{name}`" for name in (*metrics, f"{GAP}{counted or 'absolute'}", f"{GAP}pct"))]
     state = {
         "searchFilter": "tags.`ablate.kind` = 'trial'",
         "orderByKey": f"metrics.`{metric}`",

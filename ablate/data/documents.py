@@ -1,0 +1,124 @@
+"""Text as it lies on disk: files, or documents in JSON lines and Parquet, in pieces that a tokeniser takes and a split keeps whole."""
+
+import glob
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_BLOCK = 1 << 22
+_ROWS = 1000
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".bin")
+_LINE, _WORD = re.compile(rb"\S\n(?=\S)"), re.compile(rb"\S(?= \S)")
+"""Where a text may be cut so that GPT-2's words, and with them a BPE's tokens, stay what they are in the whole."""
+
+
+class Piece(NamedTuple):
+    """A document, or a part of one."""
+
+    content: bytes
+    first: bool
+    """Whether it begins a document."""
+    name: str
+    """Of the file, with the line or row where it holds many documents."""
+    offset: int = 0
+    """Of its first byte there."""
+
+
+def named(patterns: Iterable[str]) -> list[Path]:
+    """The files that paths or globs name, sorted within each, none twice. OSError for a pattern that matches none."""
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        paths = [Path(path) for path in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
+        files = [path for path in paths if path.is_file()]
+        if not files:
+            raise OSError(f"no file matches {pattern!r}{': it is a folder' if paths else ''}")
+        found |= dict.fromkeys(files)
+    return list(found)
+
+
+def matching(patterns: Iterable[str]) -> list[Path]:
+    """The files that paths or globs name; ValueError for what is no text."""
+    found = named(patterns)
+    for path in found:
+        if path.suffix in _PACKED:
+            raise ValueError(f"{path}: a {path.suffix} file is no text{'' if path.suffix == '.bin' else '; unpack it first'}")
+    return found
+
+
+def pieces(paths: Sequence[Path], column: str, longest: int) -> Iterator[Piece]:
+    """All documents of these files in order; a text file is one, in pieces of at most `longest` bytes.
+
+    OSError or ValueError in one sentence where one cannot be read.
+    """
+    for path in paths:
+        if path.suffix in (".jsonl", ".ndjson"):
+            yield from _lines(path, column)
+        elif path.suffix == ".parquet":
+            yield from _rows(path, column)
+        else:
+            yield from _file(path, longest)
+
+
+def document(value: Any, name: str, column: str, columns: Iterable[str]) -> Piece:
+    """The piece that a row's column is; ValueError where that is no text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: no text in column {column!r}; its columns: {', '.join(columns)}")
+    return Piece(value.encode("utf-8", "surrogatepass"), True, name)
+
+
+def _file(path: Path, longest: int) -> Iterator[Piece]:
+    offset, rest = 0, b""
+    with path.open("rb") as file:
+        while block := file.read(max(_BLOCK, longest)):
+            rest += block
+            while len(rest) > longest:
+                end = _cut(rest, longest)
+                yield Piece(rest[:end], offset == 0, str(path), offset)
+                offset, rest = offset + end, rest[end:]
+    if rest:
+        yield Piece(rest, offset == 0, str(path), offset)
+
+
+def _cut(text: bytes, longest: int) -> int:
+    """Where the first piece ends: behind the last line, else the last word, else the last character that fits."""
+    for seam in (_LINE, _WORD):
+        last = None
+        for last in seam.finditer(text, 0, longest):  # noqa: B007 - the last one is wanted
+            pass
+        if last:
+            return last.end()
+    end = longest
+    while end > max(1, longest - 4) and text[end] & 0xC0 == 0x80:  # within a character of UTF-8
+        end -= 1
+    return end
+
+
+def _lines(path: Path, column: str) -> Iterator[Piece]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            row = row if isinstance(row, dict) else {}
+            yield document(row.get(column), f"{path}:{number}", column, row)
+
+
+def _rows(path: Path, column: str) -> Iterator[Piece]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if column not in names:
+                raise ValueError(f"{path}: no column {column!r}; its columns: {', '.join(names)}")
+            for batch_number, batch in enumerate(table.iter_batches(_ROWS, columns=[column])):
+                for number, value in enumerate(batch.column(0).to_pylist(), batch_number * _ROWS):
+                    yield document(value, f"{path}, row {number}", column, names)
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a Parquet file that can be read: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,37 @@
+"""Small images in rows, enlarged and labelled, as one PNG."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+_TILE, _GAP, _TEXT = 128, 6, 14
+"""Pixels: about how large an image is drawn, what is between two, and how high a letter is."""
+_INK, _PAPER = (26, 29, 33), (255, 255, 255)
+
+
+def montage(path: Path, columns: Sequence[str], rows: Sequence[Sequence[np.ndarray]], foot: str = "") -> None:
+    """Write a PNG: named columns, a row of images fp32 [channels, height, width] in [0, 1] under them, a line below.
+
+    Every pixel is a square of whole pixels. The same arguments give the same bytes.
+    """
+    height, width = rows[0][0].shape[1:]
+    scale = max(1, round(_TILE / max(height, width)))
+    font, line = ImageFont.load_default(_TEXT), _TEXT + 2 * _GAP
+    tall = line + len(rows) * (height * scale + _GAP) + (line if foot else _GAP)
+    sheet = Image.new("RGB", (_GAP + len(columns) * (width * scale + _GAP), tall), _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for column, name in enumerate(columns):
+        left = _GAP + column * (width * scale + _GAP)
+        pen.text((left, _GAP), name, fill=_INK, font=font)
+        for row, images in enumerate(rows):
+            sheet.paste(_enlarged(images[column], scale), (left, line + row * (height * scale + _GAP)))
+    pen.text((_GAP, tall - line + _GAP), foot, fill=_INK, font=font)
+    sheet.save(path, optimize=True)
+
+
+def _enlarged(image: np.ndarray, scale: int) -> Image.Image:
+    levels = np.rint(image * 255).astype(np.uint8).transpose(1, 2, 0)
+    levels = np.broadcast_to(levels, (*levels.shape[:2], 3)).repeat(scale, 0).repeat(scale, 1)
+    return Image.fromarray(np.ascontiguousarray(levels))

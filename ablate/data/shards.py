@@ -1,0 +1,133 @@
+"""Token files: llm.c's `.bin`, with a header, read and written; nanoGPT's, raw ids, read. Mapped, never loaded whole."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+_LLM_C = {20240520: np.uint16, 20240801: np.uint32}
+"""Magic numbers of llm.c's shard headers (256 int32 words) and the type of the tokens behind them."""
+_VERSIONS = {20240520: 1, 20240801: 7}
+_HEADER = 256 * 4
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+
+
+class Joined:
+    """Several arrays of ids as one that is read in windows: their files may be larger than memory."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+        self.dtype = np.result_type(*parts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, window: slice) -> np.ndarray:
+        """A contiguous window, of one part or across their seams."""
+        start, stop, _ = window.indices(len(self))
+        found = []
+        for number in range(int(np.searchsorted(self._ends, start, side="right")), len(self._parts)):
+            part, first = self._parts[number], int(self._ends[number]) - len(self._parts[number])
+            if first >= stop:
+                break
+            found.append(part[max(0, start - first) : stop - first])
+        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0)]).astype(self.dtype)
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        """All of it, in memory."""
+        return np.asarray(self[:], dtype)
+
+
+Tokens = np.ndarray | Joined
+
+
+def joined(parts: Sequence[np.ndarray]) -> Tokens:
+    """One array of ids."""
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def read(path: Path, dtype: str) -> np.ndarray:
+    """The ids of a file, mapped; `dtype` is that of a file without a header. ValueError where it is cut short."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(12)
+    header = np.frombuffer(start, dtype=np.int32) if len(start) == 12 else (0,)
+    if int(header[0]) in _LLM_C:
+        kind = np.dtype(_LLM_C[int(header[0])])
+        if size < _HEADER + int(header[2]) * kind.itemsize:
+            raise ValueError(f"{path}: truncated: its header promises {int(header[2])} tokens, {size} bytes are there")
+        return np.memmap(path, kind, "r", offset=_HEADER, shape=(int(header[2]),))
+    kind = np.dtype(dtype)
+    if size == 0 or size % kind.itemsize:
+        raise ValueError(f"{path}: {size} bytes are not a whole number of {dtype} tokens")
+    return np.memmap(path, kind, "r")
+
+
+def check_and_digest(tokens: np.ndarray, vocab: int, path: Path, digest: "hashlib._Hash") -> None:
+    """Add to `digest` what tells this shard from another: evenly spaced windows of it, so that many gigabytes take milliseconds.
+
+    ValueError where one of them has an id beyond the vocabulary.
+    """
+    for window in _sample(tokens):
+        digest.update(window.tobytes())
+        if window.max() >= vocab:
+            raise ValueError(f"{path}: token id {window.max()} is beyond the vocabulary of {vocab}")
+    digest.update(f"{len(tokens)}/{tokens.dtype}".encode())
+
+
+def _sample(tokens: np.ndarray) -> list[np.ndarray]:
+    window = _SAMPLE_BYTES // tokens.itemsize
+    starts = np.linspace(0, max(0, len(tokens) - window), min(_SAMPLES, math.ceil(len(tokens) / window)), dtype=np.int64)
+    return [tokens[start : start + window] for start in starts]
+
+
+class Writer:
+    """Writes ids into shards `<name>_000000.bin`, ... of at most `most` tokens."""
+
+    def __init__(self, folder: Path, name: str, dtype: type, most: int) -> None:
+        self.tokens = 0
+        self.names: list[str] = []
+        self._folder, self._name, self._dtype, self._most = folder, name, np.dtype(dtype), most
+        self._digest = hashlib.sha256(self._dtype.name.encode())
+        self._file: IO[bytes] | None = None
+        self._room = 0
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append ids, over as many files as that takes."""
+        ids = ids.astype(self._dtype)
+        self._digest.update(ids.data)
+        self.tokens += len(ids)
+        while len(ids):
+            if self._room == 0:
+                self._next()
+            part, ids = ids[: self._room], ids[self._room :]
+            self._file.write(part.data)
+            self._room -= len(part)
+
+    def close(self) -> str:
+        """End the last file; 64 hex digits of the hash of all ids."""
+        self._end()
+        return self._digest.hexdigest()
+
+    def _next(self) -> None:
+        self._end()
+        self.names.append(f"{self._name}_{len(self.names):06}.bin")
+        self._file = (self._folder / self.names[-1]).open("wb")
+        self._file.write(bytes(_HEADER))
+        self._room = self._most
+
+    def _end(self) -> None:
+        """Only a whole file gets its header: a torn one is none of a known kind."""
+        if self._file is None:
+            return
+        header = np.zeros(256, dtype=np.int32)
+        magic = next(magic for magic, dtype in _LLM_C.items() if self._dtype == dtype)
+        header[:3] = magic, _VERSIONS[magic], self._most - self._room
+        self._file.seek(0)
+        self._file.write(header.tobytes())
+        self._file.close()
+        self._file = None

@@ -1,0 +1,63 @@
+"""What is told of data: counts and the place as it was named, plain values, and no password."""
+
+import json
+
+import pytest
+from conftest import write_shards
+
+from ablate.data import facts as module
+from ablate.data.corpus import HubText, Text
+from ablate.data.facts import facts
+from ablate.data.images import Folder
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def test_what_comes_with_packages_is_named_and_counted():
+    assert facts("digits") == {
+        "name": "digits",
+        "type": "package",
+        "source": {"name": "digits"},
+        "columns": {"image": "uint8, 1 x 8 x 8", "label": "integer from 0 to 9"},
+        "counts": {"train images": 1500, "validation images": 297, "classes": 10},
+    }
+    told = facts("stdlib")
+    assert (told["name"], told["counts"]["vocabulary"], told["counts"]["bytes per token"]) == ("stdlib", 256, 1.0)
+
+
+def test_a_file_is_named_as_the_experiment_names_it(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("a line\n" * 400)
+    monkeypatch.chdir(tmp_path)
+    told = facts(Text(text="text.*"))
+    assert (told["name"], told["type"], told["source"]) == ("text.*", "local", {"uri": "text.*"})
+    assert str(tmp_path) not in json.dumps(told)
+    assert sum(told["counts"][key] for key in ("train tokens", "validation tokens")) == 2801
+    shards = facts(write_shards(tmp_path))
+    assert shards["source"] == {"uri": str(tmp_path / "train.bin")}
+    assert "bytes per token" not in shards["counts"]
+
+
+def test_a_dataset_says_its_commit(monkeypatch):
+    monkeypatch.setattr(module.hub, "version", lambda *words: "c0ffee")
+    monkeypatch.setattr(module, "open_corpus", lambda source: module.Corpus(range(5), range(2), 9, "0", None))
+    told = facts(HubText(dataset="some/stories", config="small"))
+    assert (told["name"], told["type"]) == ("some/stories", "hugging_face")
+    assert told["source"] == {"path": "some/stories", "config_name": "small", "split": "train", "revision": "c0ffee"}
+
+
+def test_a_password_in_a_place_is_not_told(monkeypatch):
+    monkeypatch.setattr(module, "open_images", lambda source: images())
+    told = json.dumps(facts(Folder(folder="smb://me:secret@disk/pictures", size=8)))
+    assert "secret" not in told
+    assert "me:***@disk/pictures" in told
+
+
+def images():
+    from ablate.data import open_images
+
+    return open_images("digits")
+
+
+def test_data_that_cannot_be_opened_are_told():
+    with pytest.raises(OSError, match="no file matches"):
+        facts(Text(text="nowhere.txt"))
