@@ -11,7 +11,7 @@ from torch import nn
 
 from ablate.engines.emulated import Engine
 
-VERSION = 2
+VERSION = 3
 """Of the file's content; another version is not read."""
 
 
@@ -33,6 +33,11 @@ class Checkpoints:
         self._state = taken or self._state
         self.start = self._state["step"] if self._state else 0
         """The step that this attempt goes on from."""
+
+    @property
+    def artifacts(self) -> Path:
+        """The folder for what a trial leaves for people, beside its checkpoint; whoever leaves something makes it."""
+        return self.path.parent / "artifacts"
 
     def take(self) -> dict[str, Any] | None:
         """The furthest checkpoint there is, once."""

@@ -20,6 +20,7 @@ from ablate.arms import KnobError
 from ablate.experiment import Experiment
 from ablate.ledger import Ledger
 from ablate.store import Store, full
+from ablate.trial import STOPPED
 
 _WAIT_SECONDS = 0.2
 _MLFLOW_GRACE_SECONDS = 30.0
@@ -55,6 +56,8 @@ class Running:
     loss: float = math.nan
     warned: bool = False
     """Whether its first alarm was told."""
+    guarded: bool = False
+    """Whether the first intervention of its guard was."""
     request: dict[str, Any] = field(default_factory=dict)
     work: Work | None = None
     ending: tuple[str, str] | None = None
@@ -424,8 +427,11 @@ class Controller:
         self._say(f"{running.name} seed={running.seed}: {said}{reason}{lines}")
 
     def _warn(self, running: Running, events: list[dict[str, Any]]) -> None:
-        """Tell a trial's first alarms, and that there are more."""
+        """Tell the first thing that a trial's guard did, and its first alarms, and that there are more."""
         for event in events:
+            if event.get("events") and not running.guarded and not STOPPED & event["metrics"].keys():
+                running.guarded = True
+                self._say(f"{running.name} seed={running.seed} step {event['step']}: {event['events'][0]}; more of it in the report")
             if event.get("alarms") and not running.warned:
                 running.warned = True
                 more = f" (and {len(event['alarms']) - 1} more)" if event["alarms"][1:] else ""

@@ -1,11 +1,15 @@
-"""What a training run is, apart from its model and its precision: length, learning rate, optimizer. Torch-free."""
+"""What a training run is, apart from its model and its precision: length, learning rate, optimizer, what is done when it
+diverges. Torch-free."""
 
 import math
-from typing import Literal
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ablate.numerics.spec import Spec
+from ablate.recipes.recipe import SLOTS, Recipe
 
 METRICS = frozenset(
     (
@@ -18,36 +22,134 @@ FINAL = frozenset(("flops/fp4_share",))
 """Those of them that only the last record has."""
 
 
+class Fallback(Spec):
+    """What changes, for the rest of the run, each time that a guard falls back."""
+
+    lr: float = Field(0.5, gt=0, le=1)
+    """Multiplies the learning rate, again each time."""
+    clip: float = Field(1.0, gt=0, le=1)
+    """Multiplies `clip`, again each time."""
+    precision: Literal["bf16", "fp8"] | None = None
+    """What the slots and layers named below use from the first time on (fp8: current scaling); null: their precision stays."""
+    slots: tuple[str, ...] = Field(("*",), strict=False, min_length=1)
+    """Globs on the six slots: `fprop.*`, `wgrad.g`."""
+    layers: tuple[str, ...] = Field(("*",), strict=False, min_length=1)
+    """Globs on layers' names."""
+
+    @model_validator(mode="after")
+    def _names_slots(self) -> "Fallback":
+        for pattern in self.slots:
+            if not any(fnmatchcase(slot, pattern) for slot in SLOTS):
+                raise ValueError(f"guard.fallback.slots {pattern!r} matches none of the slots {', '.join(SLOTS)}")
+        if self.precision is None and (self.slots, self.layers) != (("*",), ("*",)):
+            raise ValueError("guard.fallback.slots and layers have no effect without guard.fallback.precision: fp8 or bf16")
+        return self
+
+
+class Guard(Spec):
+    """When a step counts as diverging, and what is done about it. A loss or gradient that is not finite always counts."""
+
+    policy: Literal["stop", "skip", "fallback"] = "stop"
+    """`stop` ends the run as diverged; `skip` leaves the weights as they are in that step; `fallback` skips it, changes what `fallback`
+    says, and goes on."""
+    loss: float | None = Field(None, gt=1)
+    """A loss that is so many times the running median counts, too; null: none does."""
+    norm: float | None = Field(None, gt=1)
+    """The same of the gradient's norm before clipping."""
+    window: int = Field(32, ge=4)
+    """Steps of the running median; nothing is compared with it before there are that many, nor after a fallback."""
+    limit: int = Field(20, ge=1)
+    """Interventions after which the run ends as diverged."""
+    fallback: Fallback = Fallback()
+
+
 class Training(Spec):
-    """AdamW with warm-up and decay. Every field is part of a trial's identity."""
+    """Length, learning rate, optimizer. Every field is part of a trial's identity, but for what is said to change no bit.
+
+    The type of the master weights (`weights.master`) and of activations (`dtype`) belong to the recipe.
+    """
+
+    SAME_BITS: ClassVar[frozenset[str]] = frozenset({"recompute", "token_budget"})
+    """Fields that change how a run is told or computed, and none of its numbers."""
+    LATER: ClassVar[frozenset[str]] = frozenset(
+        {"compile", "time_budget", "optimizer", "optimizer_state", "momentum", "guard", "deterministic"}
+    )
+    """Fields that there were not at first: with its default such a field is no part of a trial's identity, so that older results stay."""
 
     steps: int = Field(300, ge=1)
+    token_budget: int | None = Field(None, ge=1)
+    """Tokens to train on, in place of `steps`: as many steps as cover them."""
+    time_budget: float | None = Field(None, gt=0)
+    """Seconds spent in steps after which the run ends; the learning rate's schedule does not know of it."""
     batch: int = Field(4, ge=1)
-    """Sequences in a micro-batch."""
+    """Sequences (or images) in a micro-batch."""
     accumulate: int = Field(1, ge=1)
     """Micro-batches per optimizer step; gradients add up in fp32."""
     lr: float = Field(3e-3, gt=0)
     """Peak learning rate."""
     warmup: float = Field(0.05, ge=0, le=1)
     """Fraction of the run over which the learning rate rises linearly."""
-    decay: Literal["wsd", "cosine", "none"] = "wsd"
-    """`wsd` stays at the peak and falls linearly at the end; `cosine` falls from the end of the warm-up."""
+    decay: Literal["wsd", "cosine", "linear", "none"] = "wsd"
+    """`wsd` stays at the peak and falls linearly at the end; `cosine` and `linear` fall from the end of the warm-up."""
     decay_fraction: float = Field(0.2, ge=0, le=1)
     """Fraction of the run over which `wsd` falls."""
     final_lr: float = Field(0.0, ge=0, le=1)
     """Learning rate of the last step over the peak."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon`: on the matrices inside blocks, with AdamW's learning rate; AdamW on the rest."""
+    optimizer_state: Literal["fp32", "bf16"] = "fp32"
+    """Type of the moments between steps; bf16 is emulated: rounded to nearest after every step."""
     weight_decay: float = Field(0.1, ge=0)
     """On matrices only."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's."""
     clip: float | None = Field(1.0, gt=0)
     """Largest gradient norm; null: no clipping."""
+    guard: Guard = Guard()
+    """What is done about a step that diverges."""
+    recompute: bool = False
+    """Compute a block's activations again in the backward pass, to keep fewer: the same bits, more time, less memory."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits each time; a GPU is slower with them, and refuses what has none."""
     compile: bool = False
     """torch.compile around the quantised products: what surrounds them is fused, so the last bits differ from the eager path's."""
     eval_every: int = Field(100, ge=1)
     eval_tokens: int = Field(16384, ge=1)
     eval_batch: int = Field(16, ge=1)
     """Sequences in a batch of the evaluation."""
+
+    @model_validator(mode="after")
+    def _steps_cover_the_budget(self) -> "Training":
+        if self.token_budget is not None:
+            steps = -(-self.token_budget // max(1, self.tokens_per_step))  # 0 of a shape that `problems` refuses
+            if "steps" in self.model_fields_set and self.steps != steps:
+                raise ValueError(f"steps {self.steps} and token_budget {self.token_budget} (which is {steps} steps) differ; leave one out")
+            object.__setattr__(self, "steps", steps)  # frozen for others
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens (or image patches) that one optimizer step sees."""
+        return self.batch * self.accumulate
+
+    @property
+    def extents(self) -> dict[str, int] | None:
+        """Of what tokens and features of the quantised products are multiples, by field; None where that is not known before a model is."""
+        return None
+
+    def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        """(field, reason) for what cannot run with this recipe."""
+        unused = self.guard.fallback.model_fields_set - {"lr"} if self.guard.policy != "fallback" else ()
+        if unused:
+            yield "guard.policy", f"{self.guard.policy} never falls back, so fallback.{min(unused)} has no effect; use policy: fallback"
+        if self.compile and (needed := recipe.products.backward_needs):
+            yield "compile", f"true keeps x and w alone for the backward pass; needed is {needed}"
+        if self.compile and self.recompute:
+            yield "recompute", "true has no part in a compiled graph; leave out compile or recompute"
+        if self.optimizer == "muon" and recipe.weights.q_ramping:
+            yield "optimizer", "muon has not the moments that weights.q_ramping holds back; use adamw"
 
     def recorded(self, metric: str) -> range:
         """The steps before the last after which every trial records the metric, whatever its telemetry."""
@@ -66,7 +168,7 @@ class Training(Spec):
         if self.decay == "none" or (self.decay == "wsd" and self.decay_fraction == 0):
             return None
         warm = self.warmup * self.steps
-        return warm if self.decay == "cosine" else max(warm, (1 - self.decay_fraction) * self.steps)
+        return max(warm, (1 - self.decay_fraction) * self.steps) if self.decay == "wsd" else warm
 
     def lr_at(self, step: int) -> float:
         """The learning rate of step `step` (from 0)."""

@@ -49,7 +49,7 @@ def _scale_census(operand: Operand, seen: Census) -> dict[str, float]:
     clipped = (scale == top) & (largest > reach * (1 + 2**-4))  # half a step of E4M3 above is still nearest
     return {
         "scale_clipped_frac": _share(clipped),
-        "scale_zero_frac": _share((scale == 0) & (largest > 0)) / _share(largest > 0) if seen.power else 0.0,
+        "scale_zero_frac": _share((scale == 0) & (largest > 0)) / filled if (filled := _share(largest > 0)) else 0.0,
         "scale_saturated_frac": _share(scale >= bound),
     }
 

@@ -133,7 +133,8 @@ def _more_seeds(difference: Difference, min_effect: float | None) -> str:
     target = min_effect or abs(difference.mean)
     for n in range(difference.pairs + 1, _MOST_SEEDS + 1):
         if difference.interval.half_width(n) * difference.deviation <= target:
-            return f"; ~{n - difference.pairs} more seeds for ±{target:.2g}"
+            more = n - difference.pairs
+            return f"; ~{more} more seed{'s' if more > 1 else ''} for ±{target:.2g}"
     return f"; over {_MOST_SEEDS} seeds for ±{target:.2g}"
 
 

@@ -1,9 +1,11 @@
 """The training loop: a generator of records. It knows no tracker, no search and no file."""
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +18,18 @@ from ablate.engines.emulated import Engine
 from ablate.hyperparameters import Training
 from ablate.metrics import SlotErrors, gradient_noise, memory, oscillation
 from ablate.numerics.spec import Spec
+from ablate.optimizers import optimizer
 from ablate.recipes.recipe import Recipe, Run
+from ablate.stability import Watch
 
 
 class Record(NamedTuple):
-    """Metrics by name after `step` optimizer steps. `nan/first_step` among them: the run diverged there and ends."""
+    """Metrics by name after `step` optimizer steps. `nan/first_step` or `guard/stopped` among them: the run diverged there and ends."""
 
     step: int
     metrics: dict[str, float]
+    events: tuple[str, ...] = ()
+    """What the guard did in this step, and why, in words."""
 
 
 class Telemetry(Spec):
@@ -54,6 +60,11 @@ class Meter:
         self.norms.append(norm)
         self.seconds += seconds
 
+    @property
+    def finite(self) -> bool:
+        """Whether the last step's loss and gradient were."""
+        return math.isfinite(self.losses[-1]) and math.isfinite(self.norms[-1])
+
     def state(self) -> dict[str, Any]:
         """What a later attempt goes on from, within an interval."""
         return {"losses": self.losses, "norms": self.norms, "seconds": self.seconds}
@@ -72,56 +83,151 @@ class Meter:
         }
 
 
-def train(
-    model: nn.Module,
-    engine: Engine,
-    batch: Callable[[int, int], Batch],
-    validation: Iterable[Batch],
-    config: Training,
-    tokens_per_step: int,
-    telemetry: Telemetry,
-    checkpoints: Checkpoints | None = None,
-) -> Iterator[Record]:
-    """Train `model` for `config.steps` steps. `batch(step, micro_batch)` and `validation` give inputs and targets.
+class Prepared(NamedTuple):
+    """What is trained: a model with a recipe applied, and its data by (step, micro_batch)."""
+
+    model: nn.Module
+    engine: Engine
+    batch: Callable[[int, int], Batch]
+    validation: Sequence[Batch]
+    loss: Callable[..., Tensor] | None = None
+    """The mean loss of a batch; None: the model gives it itself."""
+
+
+def train(run: Prepared, config: Training, telemetry: Telemetry, checkpoints: Checkpoints | None = None) -> Iterator[Record]:
+    """Train for `config.steps` steps, or until its time budget is spent.
 
     With `checkpoints`, goes on from the one that is there, and leaves one now and then, once the records before it were taken. Ends
-    early, after a record with `nan/first_step`, when a loss or a gradient is not finite.
+    early, after a record with `nan/first_step` or `guard/stopped`, where the guard stops it.
     """
-    optimizer = adamw(model, config)
-    meter = Meter(tokens_per_step)
-    device = next(model.parameters()).device
-    run = Run(config.steps, tokens_per_step, config.decay_start)
-    standing = Standing(model, optimizer, engine)
-    first = 0
-    if checkpoints and (state := checkpoints.take()):
-        first = standing.restore(state)
-        vars(meter).update(state["meter"])
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be so, before its first product
+        torch.use_deterministic_algorithms(True)
+    loop = _Loop(run, config, telemetry)
+    first = loop.restore(checkpoints.take()) if checkpoints else 0
     for step in range(first, config.steps):
         if checkpoints and step > first:
-            checkpoints.leave(step, lambda done=step: {**standing.state(done), "meter": meter.state()})
-        recipe = engine.at(step, run)
+            checkpoints.leave(step, partial(loop.state, step))
+        record = loop.step(step)
+        if record:
+            yield record
+        if loop.over:
+            return
+
+
+class _Loop:
+    """One training run: its optimizer, its guard, and what was seen since the last record."""
+
+    def __init__(self, run: Prepared, config: Training, telemetry: Telemetry) -> None:
+        self.run, self.config, self.telemetry = run, config, telemetry
+        self.loss = run.loss or run.model
+        self.parameters = [p for p in run.model.parameters() if p.requires_grad]
+        self.device = next(run.model.parameters()).device
+        self.optimizer = optimizer(run.model, config)
+        self.watch = Watch(config, run.engine)
+        self.meter = Meter(config.tokens_per_step)
+        self.plan = Run(config.steps, config.tokens_per_step, config.decay_start)
+        self.standing = Standing(run.model, self.optimizer, run.engine)
+        self.spent = 0.0
+        """Seconds in steps so far."""
+        self.over = False
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Everything that the steps after `step` of them depend on."""
+        more = {"meter": self.meter.state(), "guard": self.watch.state(), "spent": self.spent}
+        return self.standing.state(step) | more
+
+    def restore(self, state: dict[str, Any] | None) -> int:
+        """Go on from what `state` gave, if anything; returns the first step to be taken."""
+        if state is None:
+            return 0
+        vars(self.meter).update(state["meter"])
+        self.watch.restore(state["guard"])
+        self.spent = state["spent"]
+        return self.standing.restore(state)
+
+    def step(self, step: int) -> Record | None:
+        """Take one step; what there is to record of it."""
+        engine, config, telemetry = self.run.engine, self.config, self.telemetry
+        recipe = engine.at(step, self.plan)
         look = Look(step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine))
         start = time.perf_counter()
-        loss, norm = _step(model, optimizer, engine, batch, config, step, run, look)
-        meter.add(loss, norm, time.perf_counter() - start - look.seconds)
+        loss, norm = self._gradient_of(step, look)
+        verdict, why = self.watch.judge(loss, norm)
+        if verdict == "step":
+            self._update(step, look)
+        seconds = time.perf_counter() - start - look.seconds
+        self.meter.add(loss, norm, seconds)
+        self.spent += seconds
         engine.observe(look.metrics, step)
-        done = step + 1
-        metrics = look.metrics
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        evaluates = finite and (done % config.eval_every == 0 or done == config.steps)
-        if metrics or evaluates or not finite or done % telemetry.log == 0 or done == config.steps:
-            metrics |= meter.metrics(done) | memory(device) | {"nan/activation": float(engine.nonfinite())}
-            meter.reset()
+        return self._record(step + 1, recipe, look.metrics, verdict == "stop", why)
+
+    def _record(self, done: int, recipe: Recipe, metrics: dict[str, float], stopped: bool, why: str | None) -> Record | None:
+        config = self.config
+        budget = config.time_budget is not None and self.spent >= config.time_budget
+        self.over = stopped or budget or done == config.steps
+        evaluates = not stopped and (self.over or done % config.eval_every == 0)
+        finite = self.meter.finite
+        if metrics or evaluates or why or self.over or done % self.telemetry.log == 0:
+            metrics |= self.meter.metrics(done) | memory(self.device) | {"nan/activation": float(self.run.engine.nonfinite())}
+            metrics |= self.watch.metrics()
+            self.meter.reset()
         if evaluates:
-            metrics |= evaluate(model, engine, recipe, validation)
-        if done == config.steps or not finite:
-            metrics["flops/fp4_share"] = engine.fp4_share(done)
-        if not finite:
-            metrics["nan/first_step"] = float(done)
-        if metrics:
-            yield Record(done, metrics)
-        if not finite:
-            return
+            metrics |= evaluate(self.run, recipe)
+        if self.over:
+            metrics["flops/fp4_share"] = self.run.engine.fp4_share()
+        if stopped:
+            metrics["guard/stopped" if finite else "nan/first_step"] = float(done)
+        return Record(done, metrics, (why,) if why else ()) if metrics else None
+
+    def _gradient_of(self, step: int, look: "Look") -> tuple[float, float]:
+        """Leave the step's gradient, clipped, in the parameters; returns its mean loss and the gradient's norm before clipping."""
+        engine, config = self.run.engine, self.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.lr_at(step) * self.watch.lr
+        engine.clock.stream, engine.clock.step = "training", step
+        reference = _timed(look, lambda: self._shadow(step)) if look.shadow else None
+        errors = SlotErrors() if look.errors else None
+        engine.listen(errors)
+        total = self._gradient(step)
+        engine.listen(None)
+        if reference:
+            look.metrics |= _timed(look, lambda: gradient_noise(self._gradients(), reference))
+        if errors:
+            look.metrics |= errors.metrics()
+        return total, nn.utils.clip_grad_norm_(self.parameters, self.watch.clip).item()
+
+    def _update(self, step: int, look: "Look") -> None:
+        """The optimizer's step, and what the recipe does to weights around it."""
+        engine = self.run.engine
+        casts = _timed(look, engine.weight_casts) if look.errors else {}
+        engine.weights.before(self.optimizer, step, self.plan)
+        self.optimizer.step()
+        engine.weights.after(self.optimizer, step, self.plan)
+        if casts:
+            look.metrics |= _timed(look, lambda: oscillation(casts, engine.weight_casts()))
+
+    def _gradient(self, step: int) -> float:
+        """Leave the step's gradient in the parameters; returns the mean loss."""
+        self.optimizer.zero_grad()
+        total = 0.0
+        with self.run.engine.still_weights():
+            for micro_batch in range(self.config.accumulate):
+                self.run.engine.clock.micro_batch = micro_batch
+                loss = self.loss(*self.run.batch(step, micro_batch)) / self.config.accumulate
+                loss.backward()
+                total += loss.item()
+        return total
+
+    def _shadow(self, step: int) -> list[Tensor]:
+        """The gradient that the same step has without quantisation."""
+        with self.run.engine.high_precision():
+            self._gradient(step)
+        return [gradient.clone() for gradient in self._gradients()]
+
+    def _gradients(self) -> list[Tensor]:
+        """Of all parameters that are trained; zeros of one that the loss does not depend on."""
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
 
 
 def _shadows(recipe: Recipe, step: int, telemetry: Telemetry, engine: Engine) -> bool:
@@ -141,51 +247,6 @@ class Look:
     seconds: float = 0.0
 
 
-def _step(model, optimizer, engine, batch, config: Training, step: int, run: Run, look: Look) -> tuple[float, float]:
-    """One optimizer step; returns its mean loss and the gradient norm before clipping."""
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr_at(step)
-    engine.clock.stream, engine.clock.step = "training", step
-    reference = _timed(look, lambda: _shadow(model, optimizer, engine, batch, config, step)) if look.shadow else None
-    errors = SlotErrors() if look.errors else None
-    engine.listen(errors)
-    total = _gradient(model, optimizer, engine, batch, config, step)
-    engine.listen(None)
-    parameters = list(model.parameters())
-    if reference:
-        look.metrics |= _timed(look, lambda: gradient_noise([p.grad for p in parameters], reference))
-    if errors:
-        look.metrics |= errors.metrics()
-    norm = nn.utils.clip_grad_norm_(parameters, math.inf if config.clip is None else config.clip).item()
-    casts = _timed(look, engine.weight_casts) if look.errors else {}
-    engine.weights.before(optimizer, step, run)
-    optimizer.step()
-    engine.weights.after(optimizer, step, run)
-    if casts:
-        look.metrics |= _timed(look, lambda: oscillation(casts, engine.weight_casts()))
-    return total, norm
-
-
-def _gradient(model, optimizer, engine, batch, config: Training, step: int) -> float:
-    """Leave the step's gradient in the parameters; returns the mean loss."""
-    optimizer.zero_grad()
-    total = 0.0
-    with engine.still_weights():
-        for micro_batch in range(config.accumulate):
-            engine.clock.micro_batch = micro_batch
-            loss = model(*batch(step, micro_batch)) / config.accumulate
-            loss.backward()
-            total += loss.item()
-    return total
-
-
-def _shadow(model, optimizer, engine, batch, config: Training, step: int) -> list[Tensor]:
-    """The gradient that the same step has without quantisation."""
-    with engine.high_precision():
-        _gradient(model, optimizer, engine, batch, config, step)
-    return [p.grad.clone() for p in model.parameters()]
-
-
 def _timed(look: Look, work: Callable[[], Any]) -> Any:
     start = time.perf_counter()
     result = work()
@@ -194,30 +255,22 @@ def _timed(look: Look, work: Callable[[], Any]) -> Any:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, engine: Engine, recipe: Recipe, validation: Iterable[Batch]) -> dict[str, float]:
-    """`val/loss` in the precision now in force and `val/loss_bf16` with every layer in high precision, in nats."""
-    engine.clock.stream = "evaluation"
-    own = high = _mean_loss(model, engine, validation)
+def evaluate(run: Prepared, recipe: Recipe) -> dict[str, float]:
+    """`val/loss` in the precision now in force and `val/loss_bf16` with every layer in high precision, in the loss's own unit."""
+    run.engine.clock.stream = "evaluation"
+    run.model.eval()
+    own = high = _mean_loss(run)
     if not recipe.plain:
-        with engine.high_precision():
-            high = _mean_loss(model, engine, validation)
+        with run.engine.high_precision():
+            high = _mean_loss(run)
+    run.model.train()
     return {"val/loss": own, "val/loss_bf16": high}
 
 
-def _mean_loss(model: nn.Module, engine: Engine, validation: Iterable[Batch]) -> float:
+def _mean_loss(run: Prepared) -> float:
     losses = []
-    with engine.still_weights():
-        for number, batch in enumerate(validation):
-            engine.clock.micro_batch = number
-            losses.append(model(*batch).item())
+    with run.engine.still_weights():
+        for number, batch in enumerate(run.validation):
+            run.engine.clock.micro_batch = number
+            losses.append((run.loss or run.model)(*batch).item())
     return math.fsum(losses) / len(losses)
-
-
-def adamw(model: nn.Module, config: Training) -> torch.optim.Optimizer:
-    """AdamW with fp32 state, weight decay on matrices only."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)

@@ -106,6 +106,13 @@ class TrialSpec(Spec):
         return spec
 
 
+STOPPED = frozenset({"nan/first_step", "guard/stopped"})
+"""Metrics of a trial's last record, where it diverged."""
+
+
+_LESS = "; a smaller batch with more accumulate, or recompute: true, needs less"
+
+
 class OutOfMemory(Exception):
     """The trial needs more memory than there is: a result of where it ran, which trying again would not change."""
 
@@ -145,7 +152,7 @@ def _run(
     for torn in (*folder.glob("*.json.*"), *folder.glob("*.pt.*")):  # by an attempt that was killed while it wrote
         torn.unlink()
     write(folder / "spec.json", json.loads(spec.wire))
-    started, event = time.time(), None
+    started, event, facts = time.time(), None, spec.config.summary()  # before hours are spent: it reads the data
     with (folder / f"events-{attempt}.jsonl").open("w") as events:
         from ablate.checkpoints import Checkpoints  # torch: only where a trial runs
 
@@ -159,7 +166,7 @@ def _run(
             print(json.dumps(event), file=events, flush=True)
             yield event
     _refuse_superseded(held, spec, attempt)
-    store.commit(spec.id, _result(spec, attempt, started, event))
+    store.commit(spec.id, _result(spec, attempt, started, event) | {"facts": facts})
     (folder / "checkpoint.pt").unlink(missing_ok=True)
 
 
@@ -184,7 +191,7 @@ def _within_memory(events: Iterator[dict[str, Any]], device: str) -> Iterator[di
         from ablate.metrics import memory
 
         used = max(memory(torch.device(device)).values()) / 1e9
-        raise OutOfMemory(f"out of memory after step {step}, {used:.1f} GB in use: {first}") from error
+        raise OutOfMemory(f"out of memory after step {step}, {used:.1f} GB in use: {first}{_LESS}") from error
 
 
 def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoints") -> Iterator[dict[str, Any]]:
@@ -194,6 +201,8 @@ def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoint
     told = False
     for record in spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry), checkpoints):
         event = {"step": record.step, "time": time.time(), "metrics": record.metrics}
+        if record.events:
+            event["events"] = list(record.events)
         if found := alarms(record.metrics):
             event["alarms"] = found
         if checkpoints.resumed and not told:
@@ -202,15 +211,23 @@ def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoint
 
 
 def _result(spec: TrialSpec, attempt: int, started: float, last: dict[str, Any]) -> dict[str, Any]:
-    diverged = last["metrics"].get("nan/first_step")
+    diverged = _divergence(last)
     return {
         "id": spec.id,
-        "status": "done" if diverged is None else "diverged",
-        "reason": None if diverged is None else f"non-finite loss or gradient at step {int(diverged)}",
+        "status": "diverged" if diverged else "done",
+        "reason": diverged,
         "attempt": attempt,
         "steps": last["step"],
         "seconds": time.time() - started,
         "started": started,
-        "facts": spec.config.summary(),
         "environment": provenance.environment(),
     }
+
+
+def _divergence(last: dict[str, Any]) -> str | None:
+    """Why the trial ended as diverged; None where it did not."""
+    if "nan/first_step" in last["metrics"]:
+        return f"non-finite loss or gradient at step {last['step']}"
+    if "guard/stopped" in last["metrics"]:
+        return f"{last['events'][-1]} at step {last['step']}"
+    return None

@@ -17,10 +17,9 @@ from ablate.controller import Controller, Wishes
 from ablate.forks import Family
 from ablate.ledger import Ledger
 from ablate.recipes import PRESETS
-from ablate.recipes.recipe import OsciReset, Phase, QEma, QRamping, Recipe, Weights
+from ablate.recipes.recipe import Phase
 from ablate.store import Store
 from ablate.supervisor import Supervisor
-from ablate.train import Telemetry
 from ablate.trial import TrialSpec, run
 from ablate.workers import Inline
 from ablate.workloads.gpt import Gpt
@@ -28,40 +27,10 @@ from ablate.workloads.gpt import Gpt
 STEPS = 8
 OWN = ("throughput/", "memory/")
 """What differs between two runs of anything."""
-OSCILLATION = {
-    "osci_reset": Weights(osci_reset=OsciReset(start=0.0, period=4, window=3, threshold=1.0)),
-    "q_ema": Weights(q_ema=QEma(start=2)),
-    "q_ramping": Weights(q_ramping=QRamping(period=4, window=3)),
-}
 
 
 def config(folder: Path, **changes) -> Gpt:
     return Gpt(**(SHAPE | {"data": shards(folder), "steps": STEPS, "eval_every": 4} | changes))
-
-
-def metrics(records) -> list[tuple[int, dict[str, float]]]:
-    return [(r.step, {name: value for name, value in r.metrics.items() if not name.startswith(OWN)}) for r in records]
-
-
-def interrupted(workload: Gpt, recipe: Recipe, path: Path, at: int) -> list[tuple[int, dict[str, float]]]:
-    """Records of a run that stops after `at` steps, and of one that finds its checkpoint."""
-    how = Telemetry(every=3, shadow=4, log=1, checkpoint=0)
-    first = workload.records(recipe, 0, "emulated", "cpu", how, Checkpoints(path, "trial", 0))
-    taken = [next(first) for _ in range(at + 1)]  # the checkpoint of `at` steps is left before step at + 1 is taken
-    first.close()
-    again = Checkpoints(path, "trial", 0)
-    rest = list(workload.records(recipe, 0, "emulated", "cpu", how, again))
-    assert again.resumed == at
-    return metrics(taken[:at]) + metrics(rest)
-
-
-@pytest.mark.parametrize("name", [*PRESETS, *OSCILLATION])
-def test_a_resumed_trial_is_the_uninterrupted_one_bit_for_bit(name, tmp_path):
-    recipe = PRESETS["nvfp4"]().model_copy(update={"weights": OSCILLATION[name]}) if name in OSCILLATION else PRESETS[name]()
-    workload = config(tmp_path, accumulate=2)
-    whole = metrics(workload.records(recipe, 0, "emulated", "cpu", Telemetry(every=3, shadow=4, log=1)))
-    for at in (2, 5):
-        assert interrupted(workload, recipe, tmp_path / f"{at}.pt", at) == whole
 
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):

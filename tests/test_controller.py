@@ -174,7 +174,7 @@ def test_what_runs_out_of_memory_is_a_result_that_is_told_and_not_tried_again(co
     assert (outcome.status, outcome.failed, outcome.ran) == ("failed", 2, 2)
     assert {name: status for (name, _), status in statuses(tmp_path).items() if status == "oom"}.keys() >= {"huge"}
     (line,) = [line for line in news if line.startswith("huge seed=0: ")]
-    assert re.search(r"out of memory after step 0, 0\.\d GB in use: .*you tried to allocate \d+ bytes", line)
+    assert re.search(r"out of memory after step 0, \d\.\d GB in use: .*you tried to allocate \d+ bytes", line)
     book = ledger(tmp_path)
     assert book.db.execute("SELECT count(*) FROM attempts WHERE outcome = 'oom'").fetchone()[0] == 2
     book.close()

@@ -1,6 +1,7 @@
 """The supervisor and its real child: a trial's death is a message, and nobody outlives the one who started it."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,8 +14,11 @@ import psutil
 import pytest
 from experiments_for_tests import TOO_LARGE, shut, tiny, until
 
+from ablate.recipes import PRESETS
 from ablate.store import Store
 from ablate.supervisor import Supervisor, run_inline
+from ablate.trial import TrialSpec
+from ablate.workloads.idle import Idle
 
 pytestmark = pytest.mark.slow
 LONG = {"steps": 100_000, "eval_every": 100_000}
@@ -104,7 +108,7 @@ def test_a_warm_process_killed_in_the_middle_of_a_trial_is_a_failure_and_the_nex
 def test_a_trial_that_is_out_of_memory_says_how_much_it_used_and_when(supervisor, tmp_path):
     last = list(supervisor.run(request(tmp_path, hidden=TOO_LARGE)))[-1]
     assert last["end"] == "oom"
-    assert re.fullmatch(r"out of memory after step 0, 0\.\d GB in use: .*you tried to allocate \d+ bytes.*", last["reason"])
+    assert re.fullmatch(r"out of memory after step 0, \d\.\d GB in use: .*you tried to allocate \d+ bytes.*", last["reason"])
 
 
 def test_a_trial_that_hangs_is_ended_and_its_stack_is_in_its_log(supervisor, tmp_path):
@@ -217,3 +221,62 @@ def test_closing_ends_the_child_and_the_trial_in_it(tmp_path):
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 3)
     assert supervisor._child.stdin.closed
     assert supervisor._child.stdout.closed
+
+
+IMPORTING = """
+import os, sys, threading
+from ablate import child
+from ablate.workloads.idle import Idle
+
+Idle.imports = ("slow_to_import",)
+records = Idle.records
+
+def importing(self, *given):
+    import slow_to_import
+    yield from records(self, *given)
+
+fork = os.fork
+
+def counting():
+    print(threading.active_count(), file=sys.stderr, flush=True)
+    return fork()
+
+os.fork = counting
+Idle.records = importing
+child.main()
+"""
+"""A worker whose workload `idle` needs a module, and which says how many threads there are at each fork."""
+
+
+def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_process(tmp_path):
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os, pathlib\n"
+        "with pathlib.Path(__file__).with_name('importers').open('a') as file: print(os.getpid(), file=file)\n"
+        "print('what it prints is no event')\n"
+    )
+    supervisor = Supervisor()
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": (tmp_path / "said").open("w"), "bufsize": 0}
+    with pipes["stderr"]:
+        supervisor._child = subprocess.Popen([sys.executable, "-c", IMPORTING], env=os.environ | paths, **pipes)
+    spec = TrialSpec(workload="idle", config=Idle(steps=2), recipe=PRESETS["bf16"](), seed=0, engine="emulated", device="cpu")
+    for seed in range(3):
+        wanted = spec.model_copy(update={"seed": seed})
+        asked = {"id": wanted.id, "spec": wanted.wire, "root": str(tmp_path), "attempt": 1, "telemetry": {}}
+        messages = list(supervisor.run(asked))
+        assert (messages[-1]["end"], steps(messages)) == ("done", [1, 2])
+    assert (tmp_path / "importers").read_text().splitlines() == [str(supervisor._child.pid)]
+    assert (tmp_path / "said").read_text().splitlines() == ["what it prints is no event", "1", "1", "1"]
+    shut(supervisor)
+
+
+def test_a_module_that_is_missing_is_told_by_the_trial_and_keeps_the_worker_alive(tmp_path):
+    supervisor = Supervisor()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
+    supervisor._child = subprocess.Popen([sys.executable, "-c", IMPORTING], **pipes)
+    spec = TrialSpec(workload="idle", config=Idle(steps=2), recipe=PRESETS["bf16"](), seed=0, engine="emulated", device="cpu")
+    asked = {"id": spec.id, "spec": spec.wire, "root": str(tmp_path), "attempt": 1, "telemetry": {}}
+    last = list(supervisor.run(asked))[-1]
+    assert (last["end"], last["reason"]) == ("failed", "ModuleNotFoundError: No module named 'slow_to_import'")
+    assert list(supervisor.run(request(tmp_path)))[-1]["end"] == "done"
+    shut(supervisor)

@@ -6,12 +6,15 @@ Not modelled: the order of fp32 additions inside a tensor core, and the bit-leve
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ablate.engines.weights import WeightRules
 from ablate.numerics.estimators import slope
@@ -25,7 +28,7 @@ from ablate.numerics.transform import split
 from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products, Recipe, Run, Trigger
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "bf16_out": torch.bfloat16, "fp32_out": torch.float32}
-_BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers|h)\.(\d+)\.")
+_BLOCK = re.compile(r"^(?P<list>(?:.*?\.)?(?:(?:\w+_)?(?:blocks|layers?)|h))\.(?P<number>\d+)\.")
 _HIGH = Products()
 
 Probe = Callable[[str, str, Operand], None]
@@ -54,7 +57,10 @@ class EmulatedLinear(nn.Linear):
         self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}  # both operands turn alike
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out], in x's dtype; the bias is added in high precision."""
+        """[..., in] to [..., out], in x's dtype; the bias is added in high precision. Autocast does not reach in here."""
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.forward(x)
         if self.whole_graph is None and self.products.plain:
             bias = None if self.bias is None else self.bias.to(self.dtype)
             return linear(x.to(self.dtype), self.weight.to(self.dtype), bias).to(x.dtype)
@@ -256,23 +262,37 @@ class Engine:
         self.recipe, self.clock = recipe, clock
         self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, EmulatedLinear)}
         self.tripped: set[Trigger] = set()
-        self._fp4 = 0
-        self.weights = WeightRules(recipe.weights, list(model.parameters()), self.layers)
+        self._fp4 = self._work = 0
+        self.weights = WeightRules(recipe.weights, model, self.layers)
         self._classes = {name: _classes(model, name) for name in self.layers}
-        self._blocks = 1 + max((block_of(name) for name in self.layers), default=-1)
+        self._ordinals = ordinals(self.layers)
+        self._blocks = 1 + max(self._ordinals.values(), default=-1)
+        self._fallback: tuple[frozenset[str], tuple[str, ...], Products] | None = None
 
     def at(self, step: int, run: Run) -> Recipe:
         """Put the recipe of step `step` (from 0) of `run` in force, and return it."""
         recipe = self.recipe.at(step, run, self.tripped)
         for name, layer in self.layers.items():
-            layer.products = recipe.layer(name, self._classes[name], block_of(name), self._blocks) or _HIGH
-        self._fp4 += sum(layer.products.fp4 * layer.weight.numel() for layer in self.layers.values())
+            layer.products = self._in_force(recipe, name)
+        for layer in self.layers.values():
+            fp4, products = layer.products.fp4(layer.weight.requires_grad)
+            self._fp4 += fp4 * layer.weight.numel()
+            self._work += products * layer.weight.numel()
         return recipe
 
-    def fp4_share(self, steps: int) -> float:
-        """Of the FLOPs that training took in its linear layers (the blocks', not the head) in so many steps: the share in FP4."""
-        weights = sum(layer.weight.numel() for layer in self.layers.values())
-        return self._fp4 / (3 * weights * steps) if weights else 0.0
+    def fall_back(self, layers: Sequence[str], slots: Sequence[str], products: Products) -> None:
+        """From the next step on, whatever the schedule says, let some slots of some layers, named by globs, be as in `products`."""
+        where = frozenset(name for name in self.layers if any(fnmatchcase(name, pattern) for pattern in layers))
+        self._fallback = where, tuple(slot for slot in SLOTS if any(fnmatchcase(slot, pattern) for pattern in slots)), products
+
+    def _in_force(self, recipe: Recipe, name: str) -> Products:
+        products = recipe.layer(name, self._classes[name], self._ordinals[name], self._blocks) or _HIGH
+        where, slots, safer = self._fallback or ((), (), _HIGH)
+        return products.with_slots(slots, safer) if name in where and not products.plain else products
+
+    def fp4_share(self) -> float:
+        """Of the FLOPs that training took so far in its linear layers (the blocks', not the head): the share in FP4."""
+        return self._fp4 / self._work if self._work else 0.0
 
     def state(self) -> dict[str, Any]:
         """What the coming steps depend on beside the parameters and the optimizer: plain tensors, numbers and words."""
@@ -280,7 +300,12 @@ class Engine:
             name: {"nonfinite": int(layer.nonfinite), "histories": {slot: dict(h.amax) for slot, h in layer.histories.items()}}
             for name, layer in self.layers.items()
         }
-        return {"layers": layers, "tripped": sorted(map(repr, self.tripped)), "fp4": self._fp4, "weights": self.weights.state()}
+        return {
+            "layers": layers,
+            "tripped": sorted(map(repr, self.tripped)),
+            "fp4": (self._fp4, self._work),
+            "weights": self.weights.state(),
+        }
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Go on after `step` steps from what `state` told."""
@@ -288,9 +313,9 @@ class Engine:
             layer = self.layers[name]
             layer.nonfinite = its["nonfinite"]
             for slot, amaxes in its["histories"].items():
-                layer.histories[slot].amax = {when: amax.to(layer.weight.device) for when, amax in amaxes.items()}
+                layer.histories[slot].amax = {when: _on(layer.weight.device, amax) for when, amax in amaxes.items()}
         self.tripped = {t for t in self.recipe.triggers if repr(t) in state["tripped"]}
-        self._fp4 = state["fp4"]
+        self._fp4, self._work = state["fp4"]
         self.weights.restore(state["weights"], step)
 
     def observe(self, metrics: dict[str, float], step: int) -> None:
@@ -335,11 +360,32 @@ class Engine:
         for layer in self.layers.values():
             layer.probe = probe
 
+    @contextmanager
+    def again(self):
+        """Inside this context what was computed already is computed again: nothing is counted or told."""
+        before = {name: (layer.probe, layer.nonfinite) for name, layer in self.layers.items()}
+        self.listen(None)
+        try:
+            yield
+        finally:
+            for name, layer in self.layers.items():
+                layer.probe, layer.nonfinite = before[name]
+
+
+def _on(device: torch.device, amax: Tensor | float) -> Tensor | float:
+    return amax.to(device) if isinstance(amax, Tensor) else amax
+
 
 def block_of(name: str) -> int:
-    """The transformer block that a qualified name lies in, -1 for none."""
-    match = _BLOCK.search(name)
-    return int(match[1]) if match else -1
+    """The transformer block that a qualified name lies in, by its number in the list of blocks; -1 for none."""
+    match = _BLOCK.match(name)
+    return int(match["number"]) if match else -1
+
+
+def ordinals(names: Iterable[str]) -> dict[str, int]:
+    """Layers' names, in the model's order, and each one's block, counted through the whole model: a decoder's go on from the encoder's."""
+    blocks: dict[str, int] = {}
+    return {name: blocks.setdefault(match[0], len(blocks)) for name in names if (match := _BLOCK.match(name))}
 
 
 def _classes(model: nn.Module, name: str) -> set[str]:
@@ -354,8 +400,26 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> Engine:
 
     Parameter names, values and state dicts stay as they are; linears outside the blocks (the output head) are left alone.
     """
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and block_of(name) >= 0:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, EmulatedLinear(module, name, clock, DTYPES[recipe.dtype]))
+    for name in quantisable(model):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, EmulatedLinear(model.get_submodule(name), name, clock, DTYPES[recipe.dtype]))
     return Engine(model, recipe, clock)
+
+
+def quantisable(model: nn.Module) -> list[str]:
+    """The layers of a model that `convert` replaces: every nn.Linear in a numbered block, but for routers and other subclasses."""
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear and block_of(name) >= 0]
+
+
+def recompute(model: nn.Module, engine: Engine) -> None:
+    """Let every block of `model` keep its input alone and compute itself again in the backward pass: the same bits, less memory."""
+    inner = {match[0][:-1] for name in engine.layers if (match := _BLOCK.match(name))}
+    for name in inner:
+        block = model.get_submodule(name)
+        block.forward = partial(_recomputed, block.forward, engine)
+
+
+def _recomputed(forward: Callable[..., Any], engine: Engine, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), engine.again()), **kwargs)

@@ -166,18 +166,26 @@ class Ramping:
             self.travels = {}
 
 
+def _moved(state: Any, device: torch.device) -> Any:
+    """The tensors in nested dictionaries on a device."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    return {key: _moved(value, device) for key, value in state.items()} if isinstance(state, dict) else state
+
+
 class WeightRules:
     """All that a recipe asks for, called before and after every optimizer step."""
 
-    def __init__(self, spec: Weights, parameters: list[nn.Parameter], layers: Mapping[str, Layer]) -> None:
-        self.spec, self.parameters, self.layers = spec, parameters, layers
+    def __init__(self, spec: Weights, model: nn.Module, layers: Mapping[str, Layer]) -> None:
+        self.spec, self.model, self.layers = spec, model, layers
         self.rules: list[Resetting | Averaging | Ramping] | None = None
         self.names: list[str] = []
 
     def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
         """Gradients are there, the step is not yet taken."""
         if self.rules is None:  # the layers' products are known from the first step on
-            self._begin([name for name, layer in self.layers.items() if layer.products.fprop.w is not None])
+            quantised = (name for name, layer in self.layers.items() if layer.products.fprop.w is not None)
+            self._begin([name for name in quantised if self.layers[name].weight.requires_grad])
         for rule in self.rules:
             rule.before(optimizer, step, run)
 
@@ -186,15 +194,18 @@ class WeightRules:
         wanted = ((Resetting, self.spec.osci_reset), (Averaging, self.spec.q_ema), (Ramping, self.spec.q_ramping))
         self.names, self.rules = quantised, [rule(spec, layers) for rule, spec in wanted if spec]
 
-    def state(self) -> dict[str, Any]:
-        """What a later attempt needs to go on: the layers that rules act on, and what each rule remembers."""
-        return {"names": self.names, "rules": [rule.state() for rule in self.rules or ()]}
+    def state(self) -> dict[str, Any] | None:
+        """What a later attempt needs to go on: the layers that rules act on, and what each rule remembers; None before the first step."""
+        return None if self.rules is None else {"names": self.names, "rules": [rule.state() for rule in self.rules]}
 
-    def restore(self, state: dict[str, Any], step: int) -> None:
+    def restore(self, state: dict[str, Any] | None, step: int) -> None:
         """After `step` steps, as `state` told it."""
+        if state is None:
+            return
         self._begin(state["names"])
+        device = next(self.model.parameters()).device
         for rule, its in zip(self.rules, state["rules"], strict=True):
-            rule.restore(its, step)
+            rule.restore(_moved(its, device), step)
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
@@ -202,5 +213,5 @@ class WeightRules:
         for rule in self.rules:
             rule.after(optimizer, step, run)
         if self.spec.master == "bf16":
-            for parameter in self.parameters:
+            for parameter in (p for p in self.model.parameters() if p.requires_grad):  # adapters among them, which came later
                 parameter.copy_(parameter.to(torch.bfloat16))

@@ -14,17 +14,20 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.amax: dict[int, Tensor] = {}
-        """Fp32 scalars; with what they say, a run resumes bit for bit."""
+        self.amax: dict[int, Tensor | float] = {}
+        """Fp32 scalars; with what they say, a run resumes bit for bit. A CPU's delayed ones are numbers: a thousand small tensors that
+        stay among large ones that come and go would split the heap, which then grows with every step."""
 
     def delayed(self, current: Tensor, clock: Clock, steps: int) -> Tensor:
         """The largest amax of the `steps` steps before this one, over all their micro-batches; `current` where there is none."""
         seen = _finite(current)
         past = [amax for step, amax in self.amax.items() if clock.step - steps <= step < clock.step]
         if clock.stream == "training":
-            self.amax[clock.step] = torch.maximum(self.amax.get(clock.step, seen), seen)
+            known = self.amax.get(clock.step)
+            largest = seen if known is None else torch.maximum(torch.as_tensor(known, dtype=seen.dtype), seen)
+            self.amax[clock.step] = largest.item() if largest.device.type == "cpu" else largest
             self.amax.pop(clock.step - steps - 1, None)
-        return _or(torch.stack(past).amax(), current) if past else current
+        return _or(_largest(past), current) if past else current
 
     def held(self, current: Tensor, clock: Clock, steps: int) -> Tensor:
         """The amax of the first call in the current period of `steps` steps, in training; until then, of the last period."""
@@ -32,6 +35,10 @@ class History:
         if clock.stream == "training":
             self.amax = {period: _or(self.amax[period], seen) if period in self.amax else seen}
         return _or(next(iter(self.amax.values()), current), current)
+
+
+def _largest(past: list[Tensor | float]) -> Tensor:
+    return torch.stack(past).amax() if isinstance(past[0], Tensor) else torch.tensor(max(past), dtype=torch.float32)
 
 
 def _or(amax: Tensor, other: Tensor) -> Tensor:

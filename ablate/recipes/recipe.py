@@ -96,10 +96,11 @@ class Products(Spec):
         """Whether nothing is quantised or rotated."""
         return self.fprop.plain and self.dgrad.plain and self.wgrad.plain
 
-    @property
-    def fp4(self) -> int:
-        """How many of the three multiply FP4 operands; in a layer they all take the same number of FLOPs."""
-        return self.fprop.fp4 + self.dgrad.fp4 + self.wgrad.fp4
+    def fp4(self, trained: bool = True) -> tuple[int, int]:
+        """How many of its products multiply FP4 operands, and how many it has: no wgrad where the weight is not trained. In a layer they
+        all take the same number of FLOPs."""
+        products = (self.fprop, self.dgrad, *([self.wgrad] if trained else []))
+        return sum(product.fp4 for product in products), len(products)
 
     @property
     def backward_needs(self) -> str | None:
@@ -129,7 +130,22 @@ class Products(Spec):
         for name in DIRECTIONS["all"]:
             mine, its = getattr(self, name), getattr(other, name)
             update[name] = mine if name not in DIRECTIONS[slots] else mine.high_precision() if its.plain else its
-        changed = self.model_copy(update=update)
+        return self.model_copy(update=update)._without_lost_copies()
+
+    def with_slots(self, slots: Collection[str], other: "Products") -> "Products":
+        """The same with some of SLOTS as in `other`; a product none of whose operands is quantised any more is not rotated either."""
+        update = {}
+        for name in DIRECTIONS["all"]:
+            product = getattr(self, name)
+            operands = [operand for operand in product.operands if f"{name}.{operand}" in slots]
+            changed = product.model_copy(update={operand: getattr(getattr(other, name), operand) for operand in operands})
+            quantised = any(getattr(changed, operand) for operand in changed.operands)
+            update[name] = changed if quantised or not operands else changed.high_precision()
+        return self.model_copy(update=update)._without_lost_copies()
+
+    def _without_lost_copies(self) -> "Products":
+        """The same, where an operand that starts from a forward copy which is not there starts from the original."""
+        changed = self
         for slot, forward in FORWARD_COPY.items():
             quant = changed.slot(slot)
             if quant and quant.source == "forward" and changed.slot(forward) is None:

@@ -397,3 +397,15 @@ def test_a_model_without_blocks_is_left_as_it_is():
     engine.at(0, Run(1))
     x = drawn(4, 32, seed=1)
     assert torch.equal(plain(x), F.linear(x, plain[0].weight))
+
+
+def test_autocast_around_a_model_does_not_reach_into_its_quantised_products():
+    """Operands that must be fp32 (an outer scale a row) would lose bits in it."""
+    converted = model(1)
+    engine = convert(converted, PRESETS["row_scaled"](), Clock(0))
+    engine.at(0, Run(1))
+    (layer, *_) = engine.layers.values()
+    x = torch.randn(8, layer.in_features, generator=torch.Generator().manual_seed(0))
+    plain = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), plain)

@@ -25,7 +25,7 @@ START = torch.tensor([[6.0, 0.235, 1.0, -0.735, 2.35, 0.0, 3.0, 0.1] + [0.0] * 8
 
 def toy(quant: Quant = PLAIN, weights: Weights | None = None) -> tuple[EmulatedLinear, WeightRules]:
     module = layer(Recipe(fprop=Fprop(w=quant)), START)
-    return module, WeightRules(weights or Weights(), [module.weight], {"toy": module})
+    return module, WeightRules(weights or Weights(), module, {"toy": module})
 
 
 def nearest(w: np.ndarray) -> np.ndarray:
@@ -279,7 +279,7 @@ def test_q_ramping_of_weights_that_do_not_oscillate_is_adamw_bit_for_bit():
     results = []
     for weights in (Weights(), Weights(q_ramping=QRamping(period=4, window=2, threshold=1e9))):
         module = layer(PRESETS["nvfp4"](), drawn(64, 48, seed=1) * 1e-2)  # steps of 2e-2: many weights change their sign
-        rules, optimizer = WeightRules(weights, [module.weight], {"toy": module}), adamw(module)
+        rules, optimizer = WeightRules(weights, module, {"toy": module}), adamw(module)
         for step in range(10):
             module.weight.grad = torch.randn(64, 48, generator=torch.Generator().manual_seed(step))
             rules.before(optimizer, step, Run(10))
@@ -326,8 +326,8 @@ def test_rules_are_for_layers_whose_forward_weight_is_quantised():
 
 def test_bf16_master_weights_are_rounded_after_every_step():
     module, _ = toy()
-    norm = nn.Parameter(torch.full((4,), 0.3))
-    rules = WeightRules(Weights(master="bf16"), [module.weight, norm], {"toy": module})
+    norm, frozen = nn.Parameter(torch.full((4,), 0.3)), nn.Parameter(torch.full((4,), 0.3), requires_grad=False)
+    rules = WeightRules(Weights(master="bf16"), nn.ParameterList([module.weight, norm, frozen]), {"toy": module})
     optimizer = torch.optim.SGD([module.weight, norm], lr=1.0)
     expected: Tensor = START.clone()
     for step in range(6):
@@ -339,3 +339,4 @@ def test_bf16_master_weights_are_rounded_after_every_step():
         expected = (expected + delta).bfloat16().float()
         assert torch.equal(module.weight.detach(), expected)
         assert torch.equal(norm.detach(), torch.full((4,), 0.3).bfloat16().float())  # 1e-5 is lost at 0.3
+        assert torch.equal(frozen, torch.full((4,), 0.3))

@@ -1,5 +1,6 @@
 """What a delayed or held tensor scale remembers: amaxes by step, the same when a call repeats, nothing from evaluation."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -104,7 +105,7 @@ class TestHistory:
             first, second = History(), History()
             for step in range(cut):
                 look(first, word, AMAXES[step], step)
-            second.amax = {step: amax.clone() for step, amax in first.amax.items()}
+            second.amax = dict(first.amax)
             assert [look(second, word, AMAXES[step], step) for step in range(cut, len(AMAXES))] == answers[cut:]
 
     def test_it_keeps_no_more_than_its_window(self, word):
@@ -112,13 +113,14 @@ class TestHistory:
         for step in range(100):
             look(history, word, 1.0, step)
         assert len(history.amax) <= 4
-        assert all(amax.ndim == 0 for amax in history.amax.values())
+        assert all(torch.as_tensor(amax).ndim == 0 for amax in history.amax.values())
+        assert word != "delayed:3" or all(isinstance(amax, float) for amax in history.amax.values())  # no small tensors that stay
 
     def test_what_it_keeps_does_not_change_with_the_tensor(self, word):
         history, x = History(), tensor(2.0)
         quantize(x, Quant(outer=Outer(statistic=word)), clock=Clock(0), history=history)
         x.mul_(100)
-        assert [amax.item() for amax in history.amax.values()] == [2.0]
+        assert [float(amax) for amax in history.amax.values()] == [2.0]
 
     @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
     def test_an_amax_that_no_scale_comes_from_is_not_remembered(self, word, bad):
@@ -131,7 +133,7 @@ class TestHistory:
         assert look(later, word, 1.0, 3) == 3
         look(later, word, bad, 4)
         assert look(later, word, 1.0, 5) == 1
-        assert all(amax.isfinite() for amax in later.amax.values())
+        assert all(math.isfinite(amax) for amax in later.amax.values())
 
     def test_a_zero_amax_before_does_not_lose_a_tensor(self, word):
         history, quant = History(), Quant(outer=Outer(statistic=word))

@@ -15,7 +15,7 @@ from ablate.numerics.philox import Clock
 from ablate.numerics.spec import Dge, Hadamard
 from ablate.recipes import PRESETS, SLOTS, Recipe
 from ablate.recipes.recipe import Layers, Run
-from ablate.train import Telemetry, train
+from ablate.train import Prepared, Telemetry, train
 from ablate.transformer import Transformer, initialise
 from ablate.trial import TrialSpec
 from ablate.workloads.gpt import Gpt
@@ -210,7 +210,7 @@ def test_a_preset_trains_and_its_probe_sees_every_operand_with_its_quantiser(nam
     def batch(step, micro_batch):
         return training_batch(corpus, 0, step, micro_batch, 2, 16)
 
-    records = list(train(model, engine, batch, [batch(99, 0)], workload, workload.tokens_per_step, Telemetry(every=10**6, log=1)))
+    records = list(train(Prepared(model, engine, batch, [batch(99, 0)]), workload, Telemetry(every=10**6, log=1)))
     losses = [record.metrics["train/loss"] for record in records]
     assert [record.step for record in records] == list(range(1, 21))
     assert all(map(math.isfinite, losses))
