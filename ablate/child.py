@@ -1,12 +1,13 @@
 """The trial's own process: a warm interpreter that forks a child for each trial, and dies with whoever started it.
 
 Standard input carries one JSON line a trial: {id, spec, root, attempt, telemetry, fork}. Standard output carries the child's {"pid": n}
-and its events as JSON lines, then {"exit": status} (negative: the signal that killed it). Torch is imported once, so a trial starts in
-milliseconds. When standard input closes, the supervisor is gone: the warm process and the trial in it end at once. At SIGUSR1 a trial
-writes the stack of its threads into its log.
+and its events as JSON lines, then {"exit": status} (negative: the signal that killed it). Torch is imported once, and so
+is what a workload takes long to import: a trial starts in milliseconds. When standard input closes, the supervisor is gone: the warm
+process and the trial in it end at once. At SIGUSR1 a trial writes the stack of its threads into its log.
 """
 
 import faulthandler
+import importlib
 import json
 import os
 import select
@@ -14,12 +15,14 @@ import signal
 import sys
 import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 
 from ablate import provenance
 from ablate.store import Store
 from ablate.trial import OutOfMemory, TrialSpec, run
+from ablate.workloads import WORKLOADS
 
 _POLL_SECONDS = 0.5
 OUT_OF_MEMORY = 12
@@ -28,22 +31,31 @@ OUT_OF_MEMORY = 12
 
 def main() -> None:
     """Serve trials until standard input closes."""
-    warm = threading.Event()
-    watcher = threading.Thread(target=_end_early, args=(warm,), daemon=True)
-    watcher.start()
-    tune_process()
-    rehearse()
-    provenance.environment()  # asks the file system for every version: once for all trials
-    warm.set()
-    watcher.join()  # one thread alone may fork
+    with _ending_early():
+        tune_process()
+        rehearse()
+        provenance.environment()  # asks the file system for every version: once for all trials
     for line in iter(sys.stdin.buffer.raw.readline, b""):
         request = json.loads(line)
+        with _ending_early():
+            load(request)
         pid = os.fork()
         if pid == 0:
             _trial(request)
         status = os.waitstatus_to_exitcode(_wait(pid))
         print("\n" + json.dumps({"exit": status}), flush=True)  # a trial that was killed may have left half a line
     os._exit(0)  # at once: torch takes a second to be torn down
+
+
+@contextmanager
+def _ending_early() -> Iterator[None]:
+    """Inside this context, which may take seconds, the process ends with its supervisor; after it, one thread alone is left to fork."""
+    warm = threading.Event()
+    watcher = threading.Thread(target=_end_early, args=(warm,), daemon=True)
+    watcher.start()
+    yield
+    warm.set()
+    watcher.join()
 
 
 def _end_early(warm: threading.Event) -> None:
@@ -78,6 +90,15 @@ def rehearse() -> None:
     smallest = Gpt(layers=1, width=32, heads=1, context=16, batch=1, steps=1, eval_tokens=16, eval_batch=1)
     with suppress(OSError, ValueError):  # without the default corpus; the trials, on data of their own, then load it themselves
         list(smallest.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry()))
+
+
+def load(request: dict) -> None:
+    """Import what the trial's workload takes seconds to import: every later trial finds it there. What is wrong the trial will tell."""
+    with suppress(KeyError, ValueError), redirect_stdout(sys.stderr):  # standard output is for events
+        ((workload, config),) = json.loads(request["spec"])["workload"].items()
+        for module in WORKLOADS[workload].model_validate_json(json.dumps(config)).imports:
+            with suppress(ImportError):
+                importlib.import_module(module)
 
 
 def _wait(pid: int) -> int:

@@ -6,11 +6,22 @@ The contract: a frozen `Spec` with `VERSION` (raise it by hand when the same spe
 which every trial has it, where a search may prune), `steps`, `tokens_per_step`, `blocks` and
 `linears` (what a layer policy counts and names; 0 and none where there are none), `summary()` of facts that put its numbers in
 proportion, `cost(quantised)` in rough CPU seconds, and `records(recipe, seed, engine, device, telemetry, checkpoints)`, which goes on from
-the checkpoint that it finds there.
+the checkpoint that it finds there. `UNITS` names what metrics are counted in, where that has a name; `imports` the modules that
+take seconds to import.
 """
 
+import json
+
+from ablate.workloads.finetune import Finetune
 from ablate.workloads.gpt import Gpt
 from ablate.workloads.idle import Idle
+from ablate.workloads.mae import Mae
 from ablate.workloads.tensors import Tensors
 
-WORKLOADS = {"gpt": Gpt, "tensors": Tensors, "idle": Idle}
+WORKLOADS = {"gpt": Gpt, "mae": Mae, "finetune": Finetune, "tensors": Tensors, "idle": Idle}
+
+
+def unit(spec: str, metric: str) -> str:
+    """What a metric of a trial is counted in, by the trial's spec as JSON; nothing where that has no name."""
+    workload = next(iter(json.loads(spec).get("workload", {})), None)
+    return WORKLOADS[workload].UNITS.get(metric, "") if workload in WORKLOADS else ""

@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ablate.data import open_corpus
-from ablate.data.corpus import Shards, Source
-from ablate.hyperparameters import METRICS, Training
 from ablate.recipes.recipe import Recipe
+from ablate.workloads.text import Architecture, Text, misfits, outlined
+from ablate.workloads.trained import Subject
 
 if TYPE_CHECKING:
     import torch
 
-    from ablate.checkpoints import Checkpoints
-    from ablate.data.batches import Batch
-    from ablate.engines.emulated import Engine
-    from ablate.train import Record, Telemetry
-    from ablate.transformer import Transformer
-
+    from ablate.numerics.philox import Clock
 
 _LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+_SHAPE = ("layers", "width", "heads", "kv_heads", "mlp", "hidden", "rope_theta")
+"""Fields that a model of `transformers` has no use for."""
 
 
-class Prepared(NamedTuple):
-    """A model with a recipe applied, and its data."""
-
-    model: Transformer
-    engine: Engine
-    batch: Callable[[int, int], Batch]
-    validation: list[Batch]
-
-
-class Gpt(Training):
+class Gpt(Text):
     """Shape of the model, its data, and the training run."""
 
     VERSION: ClassVar[int] = 1
-    METRICS: ClassVar[frozenset[str]] = METRICS | {"val/bits_per_byte"}
+    LATER: ClassVar[frozenset[str]] = Text.LATER | {"model"}
 
-    data: Source = "stdlib"
-    """`stdlib`: the Python standard library's source as bytes. Or token shards: {train: glob, val: glob, vocab: n}."""
+    model: Architecture | None = None
+    """A configuration of `transformers` in place of the model that the next fields shape: its fields with `model_type`, a folder with
+    config.json, or a name on the hub. Its weights are drawn from the seed."""
     layers: int = Field(4, ge=1)
     width: int = Field(128, ge=16)
     heads: int = Field(4, ge=1)
@@ -51,7 +39,6 @@ class Gpt(Training):
     mlp: Literal["swiglu", "relu2"] = "swiglu"
     hidden: int | None = Field(None, ge=16)
     """Width of the MLP; null: 8/3 of the width for swiglu (rounded up to 32), 4 for relu2."""
-    context: int = Field(128, ge=2)
     rope_theta: float = Field(10000.0, gt=1)
 
     @property
@@ -62,105 +49,94 @@ class Gpt(Training):
         return -(-8 * self.width // 96) * 32 if self.mlp == "swiglu" else 4 * self.width
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees."""
-        return self.batch * self.context * self.accumulate
-
-    @property
     def blocks(self) -> int:
         """Transformer blocks: what a layer policy counts."""
-        return self.layers
+        return self.layers if self.model is None else outlined(self.model, self.corpus).blocks
 
     @property
     def linears(self) -> tuple[str, ...]:
         """The layers that a recipe applies to, by qualified name: what a layer rule is matched against."""
+        if self.model is not None:
+            return outlined(self.model, self.corpus).linears
         return tuple(f"blocks.{block}.{name}" for block in range(self.layers) for name in _LINEARS)
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """What a worker imports once."""
+        return () if self.model is None else ("ablate.models.causal",)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """(field, reason) for what cannot run."""
+        found = dict(super().problems())
+        if "data" not in found:
+            found |= dict(self._shaped_otherwise() if self.model is not None else self._misshapen())
+        yield from found.items()
+
+    def _shaped_otherwise(self) -> Iterator[tuple[str, str]]:
+        for name in self.model_fields_set & set(_SHAPE):
+            yield name, "has no effect on a model of transformers; set that configuration's own field under model"
+        yield from misfits(self.model, self)
+
+    def _misshapen(self) -> Iterator[tuple[str, str]]:
         if self.width % self.heads:
             yield "heads", f"{self.heads} does not divide width {self.width}"
         elif self.width // self.heads % 2:
             yield "heads", f"{self.heads} heads of width {self.width // self.heads}: rotary positions need an even head width"
         if self.heads % (self.kv_heads or self.heads):
             yield "kv_heads", f"{self.kv_heads} does not divide heads {self.heads}"
-        try:
-            corpus = open_corpus(self.data)
-        except (OSError, ValueError) as error:
-            yield "data", f"cannot be read: {error}"
-            return
-        shortest = min(len(corpus.train), len(corpus.val))
-        if shortest <= self.context + 1:
-            yield "context", f"{self.context} is longer than the text: {shortest} tokens"
+
+    @property
+    def extents(self) -> dict[str, int] | None:
+        """The context, of which every batch is a multiple, and the widths of this file's own transformer."""
+        if self.model is not None:
+            return None
+        keys = (self.kv_heads or self.heads) * (self.width // self.heads)
+        widths = {"workload.width": self.width, "workload.hidden": self.hidden_width, "the width of workload.kv_heads": keys}
+        return {"workload.context": self.context} | widths
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine the numbers: all but the places of the data, which its fingerprint stands for."""
-        known = {"data": {"train", "val"}} if isinstance(self.data, Shards) else {}
-        return self.model_dump(mode="json", exclude=known if self.compile else known | {"compile": True})
+        """The fields that determine the numbers."""
+        found = super().identity()
+        other = (
+            () if self.model is None else (*_SHAPE, *(["model"] if isinstance(self.model, str) else []))
+        )  # a place: the fingerprint has it
+        return {name: value for name, value in found.items() if name not in other}
 
     def fingerprint(self) -> str:
-        """What identifies the data's content."""
-        return open_corpus(self.data).fingerprint
+        """What identifies the data's content, and a named model's configuration."""
+        if not isinstance(self.model, str):
+            return super().fingerprint()
+        from ablate.models.described import fingerprint
+
+        return f"{super().fingerprint()}-{fingerprint(self.model)}"
 
     def parameters(self) -> int:
-        """Weights in the blocks' matrices."""
+        """Weights in the blocks' matrices; of a model of `transformers`, all of them."""
+        if self.model is not None:
+            return outlined(self.model, self.corpus).parameters
         kv = (self.kv_heads or self.heads) * (self.width // self.heads)
         up = (2 if self.mlp == "swiglu" else 1) * self.hidden_width
         return self.layers * self.width * (2 * self.width + 2 * kv + up + self.hidden_width)
 
     def cost(self, quantised: bool) -> float:
-        """Rough seconds of one trial on one CPU core: 6 N T flops, a third of it for tokens that are only evaluated, element-wise
-        passes that quantisation multiplies, and what calling operators takes."""
-        evaluated = self.steps // self.eval_every * self.eval_tokens * (2 if quantised else 1)
-        tokens = self.steps * self.tokens_per_step + evaluated / 3
-        elements = tokens * self.layers * (8 * self.width + 3 * self.hidden_width)
-        return 6 * self.parameters() * tokens / 200e9 + elements * (1e-8 if quantised else 5e-9) + 2e-3 * self.steps * self.layers
+        """Rough seconds of one trial on one CPU core."""
+        elements = self.layers * (8 * self.width + 3 * self.hidden_width)
+        if self.model is not None:  # of a block with 12 n^2 weights, 16 n
+            elements = 16 * (self.parameters() * self.blocks / 12) ** 0.5
+        return self.seconds(self.parameters(), elements, self.blocks, quantised)
 
-    def summary(self) -> dict[str, float]:
-        """Facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""
-        return {"data/unigram_entropy": open_corpus(self.data).unigram_entropy()}
-
-    def records(
-        self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
-    ) -> Iterator[Record]:
-        """Train, and yield a Record after every step that measured something."""
-        return self.train(self.prepare(recipe, seed, device), telemetry, checkpoints)
-
-    def prepare(self, recipe: Recipe, seed: int, device: str) -> Prepared:
-        """The model and its data for one seed, with the recipe applied."""
+    def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
+        """The transformer and windows of the text."""
         import torch
 
-        from ablate.data.batches import training_batch, validation_batches
-        from ablate.engines.emulated import DTYPES, convert
-        from ablate.numerics.philox import Clock
+        from ablate.engines.emulated import DTYPES
         from ablate.transformer import Transformer, initialise
 
-        corpus, where = open_corpus(self.data), torch.device(device)
+        if self.model is not None:
+            from ablate.models.causal import build, loss
+
+            model = build(self.model, self.corpus.vocab, clock.seed, device, weights=False)
+            return Subject(model, *self.windows(clock.seed, device), partial(loss, clock, DTYPES[recipe.dtype]))
         with torch.device("meta"):
-            model = Transformer(self, corpus.vocab, DTYPES[recipe.dtype])
-        engine = convert(initialise(model, seed, where), recipe, Clock(seed))
-        if self.compile:
-            from ablate.engines.compiled import compile_model
-
-            compile_model(model, engine)
-
-        def batch(step: int, micro_batch: int) -> tuple[torch.Tensor, ...]:
-            pair = training_batch(corpus, seed, step, micro_batch, self.batch, self.context)
-            return tuple(tensor.to(where) for tensor in pair)
-
-        validation = [
-            tuple(tensor.to(where) for tensor in pair)
-            for pair in validation_batches(corpus, self.eval_tokens, self.eval_batch, self.context)
-        ]
-        return Prepared(model, engine, batch, validation)
-
-    def train(self, run: Prepared, telemetry: Telemetry, checkpoints: Checkpoints | None = None) -> Iterator[Record]:
-        """Train what was prepared; bits per byte beside nats where the data say how long a token is."""
-        from ablate.train import Record, train
-
-        bytes_per_token = open_corpus(self.data).bytes_per_token
-        setting = self, self.tokens_per_step, telemetry, checkpoints
-        for record in train(run.model, run.engine, run.batch, run.validation, *setting):
-            if bytes_per_token and "val/loss" in record.metrics:
-                record.metrics["val/bits_per_byte"] = record.metrics["val/loss"] / (math.log(2) * bytes_per_token)
-            yield Record(*record)
+            model = Transformer(self, self.corpus.vocab, DTYPES[recipe.dtype])
+        return Subject(initialise(model, clock.seed, device), *self.windows(clock.seed, device))

@@ -26,6 +26,8 @@ class Idle(Spec):
     they do not: a search has something to find, and a comparison is paired."""
 
     VERSION: ClassVar[int] = 1
+    imports: ClassVar[tuple[str, ...]] = ()
+    UNITS: ClassVar[dict[str, str]] = {}
     METRICS: ClassVar[frozenset[str]] = frozenset({"val/loss"})
 
     steps: int = Field(20, ge=1)

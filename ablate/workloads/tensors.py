@@ -69,6 +69,8 @@ class Tensors(Spec):
     """x [tokens, inputs], w [outputs, inputs] and g [tokens, outputs], rounded to bf16; the seed draws them."""
 
     VERSION: ClassVar[int] = 1
+    imports: ClassVar[tuple[str, ...]] = ()
+    UNITS: ClassVar[dict[str, str]] = {}
     METRICS: ClassVar[frozenset[str]] = frozenset(
         (
             *(f"quant/{slot}/{name}" for slot in SLOTS for name in ERRORS),

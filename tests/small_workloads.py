@@ -1,0 +1,42 @@
+"""A small instance of each workload: what every test of all of them runs."""
+
+from experiments_for_tests import SHAPE, shards
+
+from ablate.workloads.finetune import Finetune, Lora
+from ablate.workloads.gpt import Gpt
+from ablate.workloads.idle import Idle
+from ablate.workloads.mae import Mae, Stack
+from ablate.workloads.tensors import Tensors
+
+SMALL = {
+    "gpt": lambda folder: Gpt(**(SHAPE | {"data": shards(folder), "steps": 8, "eval_every": 4, "accumulate": 2})),
+    "mae": lambda folder: Mae(
+        data="digits",
+        patch=2,
+        layers=1,
+        width=32,
+        heads=2,
+        decoder=Stack(layers=1, width=16, heads=2),
+        batch=2,
+        steps=4,
+        eval_every=2,
+        eval_tokens=64,
+        eval_batch=2,
+    ),
+    "finetune": lambda folder: Finetune(
+        data=shards(folder),
+        model={"model_type": "qwen3", "head_dim": 16, "hidden_size": 32, "num_hidden_layers": 2}
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64},
+        lora=Lora(rank=2, dropout=0.1),
+        context=16,
+        batch=2,
+        accumulate=2,
+        steps=4,
+        eval_every=2,
+        eval_tokens=64,
+        eval_batch=2,
+    ),
+    "tensors": lambda folder: Tensors(tokens=64, inputs=48, outputs=80, draws=5),
+    "idle": lambda folder: Idle(steps=5),
+}
+"""A small instance of each, with its data in a folder."""

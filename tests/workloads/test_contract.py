@@ -1,0 +1,208 @@
+"""What every workload promises. A new one joins by a small instance in small_workloads.py, and inherits all of it."""
+
+import math
+import random
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+
+import numpy as np
+import pytest
+import torch
+from small_workloads import SMALL
+
+from ablate.checkpoints import Checkpoints
+from ablate.hyperparameters import FINAL
+from ablate.recipes import PRESETS
+from ablate.recipes.recipe import OsciReset, QEma, QRamping, Recipe, Weights
+from ablate.train import Record, Telemetry
+from ablate.trial import TrialSpec
+from ablate.workloads import WORKLOADS
+from ablate.workloads.trained import Trained
+
+TRAINED = [name for name, workload in WORKLOADS.items() if issubclass(workload, Trained)]
+OFTEN = Telemetry(every=3, shadow=4, log=1)
+OWN = ("throughput/", "memory/")
+"""What differs between two runs of anything."""
+MORE = ("quant/*", "weights/*", "grad/*", "guard/*", "memory/*", "nan/first_step", "nan/steps_skipped", "tokens")
+"""Families that a record may have beside METRICS."""
+OSCILLATION = {
+    "osci_reset": Weights(osci_reset=OsciReset(start=0.0, period=4, window=3, threshold=1.0)),
+    "q_ema": Weights(q_ema=QEma(start=2)),
+    "q_ramping": Weights(q_ramping=QRamping(period=4, window=3)),
+}
+"""Rules that remember something from step to step."""
+REMEMBERING = (*OSCILLATION, "fp8_delayed")
+
+
+def recipe_of(name: str) -> Recipe:
+    return PRESETS["nvfp4"]().model_copy(update={"weights": OSCILLATION[name]}) if name in OSCILLATION else PRESETS[name]()
+
+
+def run(workload, recipe: Recipe, seed: int = 0, telemetry: Telemetry = OFTEN, checkpoints: Checkpoints | None = None):
+    return workload.records(recipe, seed, "emulated", "cpu", telemetry, checkpoints)
+
+
+def told(records: list[Record]) -> str:
+    """What the numbers say, but for speed and memory, as text, so that nan equals nan."""
+    return repr([(r.step, {key: value for key, value in sorted(r.metrics.items()) if not key.startswith(OWN)}) for r in records])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(params=WORKLOADS)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def workload(name, folder):
+    return SMALL[name](folder)
+
+
+def test_every_workload_is_here():
+    assert set(SMALL) == set(WORKLOADS)
+
+
+# --- its description --------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_and_the_small_instance_have_no_problems(name, workload):
+    assert list(workload.problems()) == []
+    assert list(WORKLOADS[name]().problems()) == []
+
+
+def test_planning_it_loads_no_heavy_library(name):
+    code = (
+        "import sys; from ablate.workloads import WORKLOADS, unit; from ablate.trial import TrialSpec; from ablate.recipes import PRESETS\n"
+        f"config = WORKLOADS[{name!r}]()\n"
+        "list(config.problems()), config.cost(True), config.blocks, config.linears, config.tokens_per_step, config.recorded('val/loss')\n"
+        f"spec = TrialSpec(workload={name!r}, config=config, recipe=PRESETS['nvfp4'](), seed=0, engine='emulated', device='cpu')\n"
+        "spec.id, spec.wire, unit(spec.wire, 'val/loss')\n"
+        "print([name for name in ('torch', 'transformers', 'ray', 'mlflow', 'optuna') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_it_survives_what_crosses_the_wire(name, workload):
+    spec = TrialSpec(workload=name, config=workload, recipe=PRESETS["nvfp4"](), seed=3, engine="emulated", device="cpu")
+    back = TrialSpec.parse(spec.wire)
+    assert (back, back.id, back.config) == (spec, spec.id, workload)
+
+
+def test_its_identity_is_its_own_and_its_lengths(name, workload):
+    assert SMALL[name]
+    assert workload.identity() == workload.model_copy().identity()
+    counted = "draws" if "draws" in type(workload).model_fields else "steps"
+    assert workload.model_copy(update={counted: 7}).identity() != workload.identity()
+    assert workload.fingerprint() == workload.model_copy().fingerprint()
+
+
+def test_what_a_policy_counts_is_what_it_names(workload):
+    assert (workload.blocks == 0) == (workload.linears == ())
+    assert len(set(workload.linears)) == len(workload.linears)
+    assert workload.tokens_per_step >= 1
+
+
+def test_quantised_it_costs_no_less(workload):
+    assert 0 < workload.cost(False) <= workload.cost(True)
+
+
+def test_its_facts_are_finite_numbers(workload):
+    assert all(isinstance(value, float) and math.isfinite(value) for value in workload.summary().values())
+
+
+# --- its records ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_gives_finite_records_and_they_are_those_that_it_announces(preset, name, workload):
+    recipe = PRESETS[preset]()
+    if list(getattr(workload, "contradictions", lambda recipe: ())(recipe)):
+        pytest.skip("refused")
+    first = list(run(workload, recipe))
+    steps = [record.step for record in first]
+    assert steps == sorted(set(steps))
+    assert all(math.isfinite(value) for record in first for value in record.metrics.values())
+    recorded = {metric for record in first for metric in record.metrics}
+    strays = {metric for metric in recorded - workload.METRICS if not any(fnmatchcase(metric, family) for family in MORE)}
+    assert strays == set()
+    last = set(first[-1].metrics)
+    assert "val/loss" in last or name == "tensors"
+    for metric in workload.METRICS & recorded:
+        promised = workload.recorded(metric)
+        assert set(promised) <= {record.step for record in first if metric in record.metrics}
+    assert last >= FINAL & workload.METRICS
+
+
+@pytest.mark.parametrize("preset", ["nvfp4", "quartet2"])
+def test_the_same_spec_gives_the_same_records(preset, workload):
+    one, other = (told(list(run(workload, PRESETS[preset]()))) for _ in range(2))
+    assert one == other
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_what_trains_records_all_that_it_can_be_compared_by_in_its_last_record(trained, folder):
+    workload = SMALL[trained](folder)
+    last = list(run(workload, PRESETS["nvfp4"]()))[-1].metrics
+    assert workload.METRICS - {"val/bits_per_byte"} <= set(last)  # where the data say how long a token is
+
+
+def test_it_neither_reads_nor_advances_a_global_generator(name, workload):
+    found = []
+    for seed in (1, 2):
+        torch.random.default_generator.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        before = torch.random.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        found.append(told(list(run(workload, PRESETS["nvfp4"]()))))
+        assert torch.equal(torch.random.get_rng_state(), before[0])
+        assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+    assert found[0] == found[1]
+
+
+def test_another_seed_gives_other_numbers(name, workload):
+    one, other = (told(list(run(workload, PRESETS["nvfp4"](), seed))) for seed in (1, 2))
+    assert one != other
+
+
+def test_telemetry_changes_nothing_that_arms_are_compared_by(name, workload):
+    seldom = Telemetry(every=10**6, shadow=10**6, log=1)
+    loud, silent = (list(run(workload, PRESETS["nvfp4"](), telemetry=how))[-1] for how in (OFTEN, seldom))
+    for metric in ("val/loss", "train/loss", "val/explained", "gemm/wgrad/rel_mse"):
+        assert loud.metrics.get(metric) == silent.metrics.get(metric)
+
+
+def test_it_stops_where_it_is_told_to_and_can_be_run_again(name, workload):
+    whole = list(run(workload, PRESETS["nvfp4"]()))
+    generator = run(workload, PRESETS["nvfp4"]())
+    first = next(generator)
+    generator.close()
+    assert next(generator, None) is None
+    assert told([first]) == told(whole[:1])
+    assert told(list(run(workload, PRESETS["nvfp4"]()))) == told(whole)
+
+
+# --- what trains goes on from where it was ------------------------------------------------------------------------------------
+
+
+RESUMED = [(trained, recipe) for trained in TRAINED for recipe in REMEMBERING]
+RESUMED += [("gpt", recipe) for recipe in PRESETS if recipe not in REMEMBERING]
+"""What is remembered is a recipe's, so that one workload goes through all of them."""
+
+
+@pytest.mark.parametrize(("trained", "recipe"), RESUMED)
+def test_a_resumed_trial_is_the_uninterrupted_one_bit_for_bit(trained, recipe, folder, tmp_path):
+    workload, recipe = SMALL[trained](folder), recipe_of(recipe)
+    whole = list(run(workload, recipe))
+    at = {"gpt": 5}.get(trained, 2)
+    first = run(workload, recipe, checkpoints=Checkpoints(tmp_path / "c.pt", "trial", 0))
+    taken = [next(first) for _ in range(at + 1)][:at]  # the checkpoint of `at` steps is left before step at + 1 is taken
+    first.close()
+    again = Checkpoints(tmp_path / "c.pt", "trial", 0)
+    rest = list(run(workload, recipe, checkpoints=again))
+    assert again.resumed == at
+    assert told(taken + rest) == told(whole)
