@@ -12,27 +12,31 @@ from typing import Any
 from ablate.attribution import Effect, Grid, extra_tokens, grid, interactions, main_effects, shares, variance
 from ablate.inference import FEWEST_RANKED, POWER, bootstrap, detectable, equivalence, holm, p_value, pairs_to_detect, wilcoxon
 from ablate.ledger import Ledger
-from ablate.page import Part, Section, Table, Text, section
+from ablate.page import Gallery, Part, Section, Table, Text, section
 from ablate.records import frame
 from ablate.results import (
     ArmSummary,
     Contrast,
     contrasts,
+    emulated,
     foremost,
     interval,
     metrics_of,
     number,
     open_ledger,
+    percents,
     published_of,
     reading,
     replications,
     summaries,
 )
 from ablate.stats import ALPHA, Difference, paired_difference
+from ablate.store import Store
 from ablate.surface import Metric
+from ablate.workloads import unit
 
-MOST_ARMS, MOST_CONTRASTS, MOST_SAID = 40, 60, 3
-_UNITS = {"train/loss": "nats", "val/loss": "nats", "val/loss_bf16": "nats"}
+MOST_ARMS, MOST_CONTRASTS, MOST_SAID, MOST_PICTURES = 40, 60, 3, 12
+_LOSSES = ("train/loss", "val/loss", "val/loss_bf16")
 _DECIDED = re.compile(r"(better|worse|equivalent|the same numbers)")
 
 
@@ -84,6 +88,11 @@ class Answer:
         return {metric: self.by(metric) for metric in self.metrics} if len(self.metrics) > 1 else None
 
     @cached_property
+    def unit(self) -> str:
+        """What the main metric is counted in; nothing where that has no name."""
+        return next((unit(member["spec"], self.metric.name) for member in self.ledger.members()), "")
+
+    @cached_property
     def importance(self) -> dict[str, float]:
         """By knob, the share of the main metric's variance over the search that it explains (fANOVA); none from a few arms."""
         from ablate.search import importances  # Optuna: only for a search
@@ -128,7 +137,7 @@ class Answer:
 
     def _said(self) -> list[tuple[str, str, Any]]:
         """(sentence, verdict, subject) of every comparison that is no part of a search's choice; those of single knobs first."""
-        unit = _UNITS.get(self.metric.name, "")
+        unit = self.unit
         turned = [
             (f"{c.knob}: {c.change}{f' ({c.held})' if c.held else ''} is {_short(c.verdict)}, {_amount(c.effect, unit)}", c, c.effect)
             for c in self.contrasts
@@ -149,7 +158,7 @@ class Answer:
         searched = [arm for arm in self.shown if arm.role == "searched" and arm.values]
         if searched:
             best = searched[0]
-            unit = _UNITS.get(self.metric.name, "")
+            unit = self.unit
             gap = "" if best.gap is None or not best.gap.pairs else f", {_amount(best.gap, unit)} from {best.baseline}"
             return (
                 f"The best of {len(searched)} arms is {best.name}, {self.metric.name} {number(best.mean)}{gap}. It was chosen by this"
@@ -210,17 +219,19 @@ class Answer:
                 "seeds": (f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}", len(arm.values)),
                 "SQNR dB": "" if math.isnan(arm.sqnr_db) else (f"{arm.sqnr_db:.1f}", arm.sqnr_db),
                 "tokens/s": "" if math.isnan(arm.tokens_per_s) else (f"{arm.tokens_per_s:,.0f}", arm.tokens_per_s),
+                "memory": "" if math.isnan(arm.memory) else (f"{arm.memory / 1e6:,.0f} MB", arm.memory),
                 "verdict": arm.verdict,
             }
             for arm in arms
         ]
         left = f" {len(self.arms) - len(arms):,} more arms, none of them better." if len(arms) < len(self.arms) else ""
         how = arms[0].interval if arms else "interval"
-        return Table(f"effects-{metric.name.replace('/', '-')}", rows, f"± is a {how} of the gap, paired by seed.{left}")
+        caption = f"± is a {how} of the gap, paired by seed.{left} {emulated(self.ledger)}"
+        return Table(f"effects-{metric.name.replace('/', '-')}", rows, caption.rstrip())
 
     def _extra_tokens(self, arms: Sequence[ArmSummary], metric: Metric) -> dict[str, tuple[str, float]]:
         """By arm, how many more tokens it needs to be where its baseline ends; none where the metric is no curve that falls."""
-        if metric.direction != "minimize" or metric.name not in _UNITS:
+        if metric.direction != "minimize" or metric.name not in _LOSSES:
             return {}
         table = self.records(metric.name)
         table = table[table["tokens"].notna() & (table["status"] == "done")] if len(table) else table
@@ -231,7 +242,7 @@ class Answer:
             by_seed = {seed: extra_tokens(*pair) for seed, pair in pairs.items() if min(map(len, pair)) > 2}
             mean = paired_difference(by_seed, dict.fromkeys(by_seed, 0.0), arm.interval)
             if mean.pairs:
-                found[arm.name] = (_percents(mean, 100), mean.mean)
+                found[arm.name] = (percents(mean), mean.mean)
         return found
 
     def turned(self) -> Table | None:
@@ -329,26 +340,66 @@ class Answer:
     def health(self, table: Any) -> list[Part]:
         """Whether training went well, in a sentence, then what did not."""
         statuses = Counter(member["status"] for member in self.ledger.members())
-        counts = [name for name in set(table["metric"]) if name.startswith("nan/") and name != "nan/first_step"] if len(table) else []
+        others = ("nan/first_step", "nan/steps_skipped")
+        counts = [name for name in set(table["metric"]) if name.startswith("nan/") and name not in others] if len(table) else []
         bad = sorted(set(table.loc[table["metric"].isin(counts) & (table["value"] > 0), "arm"])) if counts else []
         counted = f"{statuses.total()} runs: {', '.join(f'{count} {status}' for status, count in statuses.items())}."
         found = f" Values that are not finite were seen in {', '.join(bad[:8])}." if bad else " No value that is not finite was counted."
-        return [Text(counted + found, "verdict"), *self.losses()]
+        return [Text(counted + found, "verdict"), *self.losses(), *filter(None, [self.interventions()])]
 
-    def published(self) -> Table | None:
-        """Papers' figures beside the measured ones."""
+    def interventions(self) -> Table | None:
+        """What guards did: how often in each run, from when to when, and why first."""
+        runs: dict[tuple[str, int], list[Any]] = {}
+        for event in self.ledger.events():
+            runs.setdefault((event["arm"], event["seed"]), []).append(event)
         rows = [
             {
-                "arm": line.figure.arm,
-                "metric": line.figure.metric + ("" if line.figure.step is None else f" at {line.figure.step}"),
-                "published": (f"{line.figure.value:.4g}", line.figure.value),
-                "measured": (f"{line.measured.mean:.4g}", line.measured.mean) if line.measured.pairs else "",
+                "arm": arm,
+                "seed": str(seed),
+                "interventions": (str(len(events)), len(events)),
+                "first step": (str(events[0]["step"]), events[0]["step"]),
+                "last step": (str(events[-1]["step"]), events[-1]["step"]),
+                "the first": events[0]["text"],
+            }
+            for (arm, seed), events in runs.items()
+        ]
+        return Table("interventions", rows, "What guards did") if rows else None
+
+    def published(self) -> Table | None:
+        """Papers' figures and orderings beside the measured ones."""
+        lines = replications(self.ledger, published_of(self.ledger))
+        rows = [
+            {
+                "arm": line.subject,
+                "metric": line.metric,
+                "published": line.published if line.figure.amount is None else (line.published, line.figure.amount),
+                "measured": (line.found, line.measured.mean) if line.measured.pairs else "",
                 "verdict": line.verdict,
                 "source": line.figure.source,
             }
-            for line in replications(self.ledger, published_of(self.ledger))
+            for line in lines
         ]
-        return Table("published", rows) if rows else None
+        caption = "Of two arms the direction is judged, by the interval; a model of another size need not show an effect of the same size."
+        return Table("published", rows, caption if any(line.figure.against for line in lines) else "") if rows else None
+
+    def emulation(self) -> Text | None:
+        """What speed and memory are not, where formats were emulated."""
+        said = emulated(self.ledger)
+        return Text(said) if said else None
+
+    def left(self) -> list[Gallery]:
+        """The pictures that runs left, by file: one an arm, of its first seed that is done."""
+        store, first = Store(self.ledger.path.parents[2]), {}
+        for member in sorted(self.ledger.members(), key=lambda member: member["seed"]):
+            if member["status"] == "done":
+                first.setdefault(member["name"], member["id"])
+        shown = [arm.name for arm in foremost(self.arms, self.metric, MOST_PICTURES) if arm.name in first]
+        found: dict[str, list[tuple[str, Path]]] = {}
+        for name in shown:
+            for path in store.artifacts(first[name]):
+                if path.suffix == ".png":
+                    found.setdefault(path.stem, []).append((name, path))
+        return [Gallery(stem, pictures) for stem, pictures in found.items()]
 
     # Where it comes from
 
@@ -419,12 +470,7 @@ def _percent(arm: ArmSummary, baseline: dict[int, float] | None) -> Any:
         return ""
     relative = {seed: value / baseline[seed] - 1 for seed, value in arm.values.items() if seed in baseline}
     found = paired_difference(relative, dict.fromkeys(relative, 0.0), arm.interval)
-    return (_percents(found, 100), found.mean) if found.pairs else ""
-
-
-def _percents(difference: Difference, factor: float) -> str:
-    half = f" ±{factor * (difference.high - difference.mean):.2g}" if difference.has_interval else ""
-    return f"{factor * difference.mean:+.2f}{half} %"
+    return (percents(found), found.mean) if found.pairs else ""
 
 
 def _p(value: float | None) -> Any:

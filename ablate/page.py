@@ -1,9 +1,11 @@
 """What a report is made of: headings, sentences, tables and pictures, each as HTML and as Markdown. No numbers here."""
 
+import base64
 import csv
 import html
 import math
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +89,40 @@ class Table:
             writer = csv.writer(file)
             writer.writerow(self.columns)
             writer.writerows([_text(row.get(name)) for name in self.columns] for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """PNG files side by side, each under its title; `name` begins the names of their copies."""
+
+    name: str
+    pictures: Sequence[tuple[str, Path]]
+
+    def html(self) -> str:
+        """The files themselves, in the page."""
+        figures = (
+            f'<figure><figcaption>{_inline(title)}</figcaption><img alt="{html.escape(title)}"'
+            f' src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></figure>'
+            for title, path in self.pictures
+        )
+        return f'<div class="gallery">{"".join(figures)}</div>'
+
+    def markdown(self) -> str:
+        """A pipe table of one row, with links to the copies, from the folder above."""
+        titles = [title.replace("|", chr(92) + "|") for title, _ in self.pictures]
+        links = [f"![](figures/{copy})" for copy in self._copies()]
+        return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(links), links))
+
+    def save(self, folder: Path) -> None:
+        """Copy them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for copy, (_, path) in zip(self._copies(), self.pictures, strict=True):
+            shutil.copyfile(path, folder / copy)
+
+    def _copies(self) -> list[str]:
+        """File names, no two alike."""
+        slugs = (re.sub(r"[^\w.=]+", "-", title) for title, _ in self.pictures)
+        return [f"{self.name}-{number}-{slug}.png" for number, slug in enumerate(slugs, 1)]
 
 
 @dataclass(frozen=True)

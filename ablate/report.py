@@ -313,7 +313,8 @@ def _markdown(notebook: Any, heading: _Heading) -> str:
             parts.append(cell.source)
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
-            parts.append(data.get("text/markdown") or data.get("text/plain") or output.get("text", ""))
+            plain = data.get("text/plain") or output.get("text", "")
+            parts.append(data.get("text/markdown", plain))  # an empty section has an empty one
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 

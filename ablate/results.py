@@ -38,6 +38,8 @@ class ArmSummary:
     """Named by the file, proposed by a sampler, or its winner run again."""
     sqnr_db: float
     tokens_per_s: float
+    memory: float
+    """Bytes at the most, mean over seeds: allocated on the GPU, or resident in the process where there is none."""
     nans: int
     diverged: tuple[int, ...]
     """Seeds on which the loss ceased to be finite."""
@@ -61,8 +63,35 @@ class Replication:
 
     figure: Published
     measured: Difference
-    """The mean over seeds with its interval (a difference from nothing)."""
+    """The mean over seeds with its interval: of the arm alone, of the arm minus the other, or of that as a share of the other."""
     verdict: str
+
+    @property
+    def subject(self) -> str:
+        """The arm, or `arm minus other`."""
+        return self.figure.arm if self.figure.against is None else f"{self.figure.arm} minus {self.figure.against}"
+
+    @property
+    def metric(self) -> str:
+        """What is compared, and at which step."""
+        return self.figure.metric + ("" if self.figure.step is None else f" at {self.figure.step}")
+
+    @property
+    def published(self) -> str:
+        """What the paper says: a number with its unit, or an ordering."""
+        if self.figure.amount is None:
+            return self.figure.value
+        return f"{self.figure.amount:.4g}" if self.figure.against is None else _signed(self.figure, self.figure.amount)
+
+    @property
+    def found(self) -> str:
+        """What was measured, with its interval; `-` where nothing was."""
+        if not self.measured.pairs:
+            return "-"
+        half = self.measured.high - self.measured.mean
+        if self.figure.against is None:
+            return f"{self.measured.mean:.4g}" + (f" ±{half:.2g}" if self.measured.has_interval else "")
+        return percents(self.measured) if self.figure.relative else interval(self.measured)
 
 
 @dataclass(frozen=True)
@@ -111,12 +140,13 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
     """One summary an arm by a metric (the sweep's main one, where none is given), in the ledger's order."""
     metric, arms = metric or metric_of(ledger), {arm["arm"]: arm for arm in ledger.arms()}
     lasts, speeds = ledger.finals(metric.name, "nan/first_step", "*/sqnr_db"), ledger.averages("throughput/tokens_per_s")
+    peaks = ledger.largest("memory/rss") | ledger.largest("memory/peak_allocated")
     members: dict[int, list[Any]] = {number: [] for number in arms}
     for member in ledger.members():
         members[member["arm"]].append(member)
     values = {number: _values(group, lasts, metric.name) for number, group in members.items()}
     how = metric, interval_of(ledger), bool(ledger.fact("search"))
-    return [_summary(arms, number, members[number], lasts, speeds, values, *how) for number in arms]
+    return [_summary(arms, number, members[number], lasts, speeds, peaks, values, *how) for number in arms]
 
 
 def gap(ledger: Ledger, arm: int) -> tuple[Difference, str] | None:
@@ -140,7 +170,7 @@ def _values(members: list[Any], lasts: dict[int, dict[str, float]], name: str) -
     return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
-def _summary(arms, number, members, lasts, speeds, values, metric: Metric, interval: Interval, searches: bool) -> ArmSummary:
+def _summary(arms, number, members, lasts, speeds, peaks, values, metric: Metric, interval: Interval, searches: bool) -> ArmSummary:
     arm = arms[number]
     baseline = arm["baseline"]
     gap = None if baseline is None else paired_difference(values[number], values[baseline], interval)
@@ -161,6 +191,7 @@ def _summary(arms, number, members, lasts, speeds, values, metric: Metric, inter
         role=role,
         sqnr_db=_mean([v for trial in done for k, v in lasts[trial].items() if k.endswith("/sqnr_db")]),
         tokens_per_s=_mean([speeds.get(trial, math.nan) for trial in done]),
+        memory=_mean([peaks.get(trial, math.nan) for trial in done]),
         nans=sum("nan/first_step" in lasts[member["trial"]] for member in members),
         diverged=diverged,
         missing=tuple(member["seed"] for member in members if member["status"] not in ("done", "diverged")),
@@ -265,28 +296,80 @@ def _contrast(first: ArmSummary, second: ArmSummary, knob: str, metric: Metric) 
 
 def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replication]:
     """Every published figure beside what this sweep measured of it."""
-    return [_replication(figure, _measured(ledger, figure), interval_of(ledger)) for figure in published]
+    metrics = {metric.name: metric for metric in metrics_of(ledger)}
+    return [_replication(ledger, figure, metrics.get(figure.metric, Metric(name=figure.metric))) for figure in published]
 
 
-def _measured(ledger: Ledger, figure: Published) -> dict[int, float]:
-    """The figure's metric by seed, at its step."""
+def _replication(ledger: Ledger, figure: Published, metric: Metric) -> Replication:
+    values, how = _measured(ledger, figure, figure.arm), interval_of(ledger)
+    if figure.against is None:
+        measured = paired_difference(values, dict.fromkeys(values, 0.0), how)
+        return Replication(figure, measured, _alike(figure, measured))
+    other = _measured(ledger, figure, figure.against)
+    level = _mean(list(other.values()))
+    margin = metric.margin(level)
+    if figure.relative:
+        values = {seed: value / other[seed] - 1 for seed, value in values.items() if other.get(seed)}
+        other, margin = dict.fromkeys(values, 0.0), margin and margin / abs(level)
+    measured = paired_difference(values, other, how)
+    members = [member for member in ledger.members() if member["name"] in (figure.arm, figure.against)]
+    diverged = {member["seed"] for member in members if member["status"] == "diverged"}
+    return Replication(figure, measured, _with_losses(_same_way(figure, measured, margin), diverged, len({m["seed"] for m in members})))
+
+
+def _measured(ledger: Ledger, figure: Published, arm: str) -> dict[int, float]:
+    """The figure's metric by seed in one arm, at its step."""
     found = {}
     for member in ledger.members():
-        if member["name"] == figure.arm and member["status"] == "done":
-            records = ledger.records(member["trial"])
-            values = [value for step, name, value, _ in records if name == figure.metric and figure.step in (None, step)]
-            found |= {member["seed"]: values[-1]} if values else {}
+        if member["name"] == arm and member["status"] == "done":
+            series = ledger.series(member["trial"], figure.metric)
+            step = max(series, default=0) if figure.step is None else figure.step
+            if math.isfinite(series.get(step, math.nan)):
+                found[member["seed"]] = series[step]
     return found
 
 
-def _replication(figure: Published, values: dict[int, float], interval: Interval) -> Replication:
-    measured = paired_difference(values, dict.fromkeys(values, 0.0), interval)
+def _alike(figure: Published, measured: Difference) -> str:
+    """Whether a figure of one arm is what was measured, within its tolerance."""
     if not measured.pairs:
-        return Replication(figure, measured, "not measured")
-    apart = measured.mean - figure.value
-    if abs(apart) <= figure.tolerance * abs(figure.value):
-        return Replication(figure, measured, f"agrees within {figure.tolerance:.0%}" if figure.value else "agrees")
-    return Replication(figure, measured, f"differs by {apart / abs(figure.value):+.1%}" if figure.value else "differs")
+        return "not measured"
+    tolerance = 0.02 if figure.tolerance is None else figure.tolerance
+    apart = measured.mean - figure.amount
+    if abs(apart) <= tolerance * abs(figure.amount):
+        return f"agrees within {tolerance:.0%}" if figure.amount else "agrees"
+    return f"differs by {apart / abs(figure.amount):+.1%}" if figure.amount else "differs"
+
+
+def _same_way(figure: Published, measured: Difference, margin: float | None) -> str:
+    """Whether two arms differ as published: the direction decides, by the interval; the size is said beside it.
+
+    A published difference is contradicted by one the other way, and by one too small to matter; a published equality only by an
+    interval that excludes zero. Models of other sizes need not share the size of an effect, so that alone is no disagreement.
+    """
+    if measured.pairs < 2:
+        return "one seed: no interval" if measured.pairs else "not measured"
+    found = (measured.low > 0) - (measured.high < 0)
+    none = measured.mean == measured.deviation == 0 or (margin is not None and -margin < measured.low and measured.high < margin)
+    if figure.sign == 0:
+        return "agrees" if none else "disagrees" if found else "not resolved"
+    if found == figure.sign:
+        return "agrees (too small to matter here)" if none else f"agrees{_size(figure, measured)}"
+    if found:
+        return "disagrees"
+    return "disagrees: no difference that matters here" if none else f"not resolved{_size(figure, measured)}"
+
+
+def _size(figure: Published, measured: Difference) -> str:
+    """What the interval says of the published size, in brackets behind a verdict on the direction; nothing of an ordering."""
+    if figure.amount is None:
+        return ""
+    if measured.low <= figure.amount <= measured.high:
+        return " (the published size lies within the interval)"
+    return f" ({'smaller' if abs(measured.mean) < abs(figure.amount) else 'larger'} here than published)"
+
+
+def _signed(figure: Published, value: float) -> str:
+    return f"{100 * value:+.3g} %" if figure.relative else f"{value:+.4g}"
 
 
 def foremost(arms: list[ArmSummary], metric: Metric, most: int) -> list[ArmSummary]:
@@ -313,6 +396,19 @@ def interval(difference: Difference) -> str:
     decimals = max(4, 1 - math.floor(math.log10(smallest))) if smallest else 4
     bound = f" ±{half:.{decimals}f}" if difference.has_interval else " ±∞" if difference.pairs > 1 else ""
     return f"{difference.mean:+.{decimals}f}{bound}"
+
+
+def percents(difference: Difference) -> str:
+    """A difference of fractions in percent: `+1.23 ±0.45 %`."""
+    half = f" ±{100 * (difference.high - difference.mean):.2g}" if difference.has_interval else ""
+    return f"{100 * difference.mean:+.2f}{half} %"
+
+
+def emulated(ledger: Ledger) -> str:
+    """What speed and memory in the tables are not, where the four-bit formats were emulated; nothing where they were not."""
+    engines = {json.loads(member["spec"]).get("engine") for member in ledger.members()}
+    said = "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
+    return said if "emulated" in engines and ledger.averages("throughput/tokens_per_s") else ""
 
 
 def reading(arms: list[ArmSummary]) -> str:

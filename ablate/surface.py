@@ -1,10 +1,12 @@
 """What an experiment file may say: its keys, their types and defaults, and the JSON Schema for editors. No meaning here."""
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
+from ablate.engines import AUTO, ENGINES
 from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS
 from ablate.workloads import WORKLOADS
@@ -81,18 +83,63 @@ class Metric(Spec):
         return margin if margin > 0 else None
 
 
+_SHARE = r"^[+-]?\d*\.?\d+\s?%$"
+_ORDERINGS = {"lower": -1, "higher": 1, "no difference": 0}
+
+
+def _claim(value: Any) -> float | str:
+    if type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, str) and (value in _ORDERINGS or re.match(_SHARE, value)):
+        return value
+    raise ValueError("must be a number, a share such as -1.0%, lower, higher or no difference")
+
+
+_CLAIM_SCHEMA = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": _SHARE}, {"enum": list(_ORDERINGS)}]}
+
+
 class Published(Spec):
-    """A figure from a paper, to stand beside the measured one."""
+    """A figure from a paper, to stand beside the measured one: of one arm, or of an arm minus another."""
 
     arm: str
     """The arm that measures it, by name."""
+    against: str | None = None
+    """The arm that is subtracted, on the same seeds; null: the figure is of `arm` alone."""
     metric: str
-    value: float
-    tolerance: float = Field(0.02, gt=0, lt=1)
-    """Relative: how far apart the two may be to be called the same."""
+    value: Annotated[float | str, PlainValidator(_claim), WithJsonSchema(_CLAIM_SCHEMA)]
+    """A number in the metric's unit. Of a difference also a share of the other arm's value, `-1.0%`, or the ordering alone."""
+    tolerance: float | None = Field(None, gt=0, lt=1)
+    """Relative: how far apart the two may be to be called the same, .02 where nothing is given. A difference has its interval instead."""
     step: int | None = Field(None, ge=1)
     """At which step; null: the last."""
     source: Annotated[str, Field(pattern=r"\S")]
+
+    @model_validator(mode="after")
+    def _of_one_or_of_two(self) -> "Published":
+        if self.against is None and isinstance(self.value, str):
+            raise ValueError(f"value {self.value} compares two arms: name the other one as `against`")
+        if self.against is not None and self.tolerance is not None:
+            raise ValueError("tolerance is for a figure of one arm; a difference of two is judged by its interval")
+        if self.against == self.arm:
+            raise ValueError(f"against {self.against} is the arm itself")
+        return self
+
+    @property
+    def relative(self) -> bool:
+        """Whether it is a share of the other arm's value."""
+        return isinstance(self.value, str) and self.value.endswith("%")
+
+    @property
+    def amount(self) -> float | None:
+        """How large it is, a share as a fraction; None where only an ordering was published."""
+        if not isinstance(self.value, str):
+            return self.value
+        return float(self.value.rstrip(" %")) / 100 if self.relative else None
+
+    @property
+    def sign(self) -> int:
+        """Which way the published difference goes: 1, -1, or 0 for none."""
+        return _ORDERINGS[self.value] if self.amount is None else (self.amount > 0) - (self.amount < 0)
 
 
 class Search(Spec):
@@ -187,7 +234,8 @@ class ExperimentFile(Spec):
     """One metric, or a list: arms are then compared by each, and a search has several objectives."""
     published: Annotated[tuple[Published, ...], Field(strict=False)] = ()
     search: Search | None = None
-    engine: str = "auto"
+    engine: str = AUTO
+    """What computes the linear layers: emulated (any device), transformer_engine (its kernels), or auto: the emulator, and why."""
     retry: int = Field(2, ge=0, le=100)
     """How often a trial that died is started again."""
     patience: float = Field(60.0, gt=0)
@@ -215,6 +263,7 @@ def json_schema() -> dict[str, Any]:
         "additionalProperties": False,
     }
     schema["properties"]["recipe"] |= {"enum": list(PRESETS)}
+    schema["properties"]["engine"] |= {"enum": [AUTO, *ENGINES]}
     schema["properties"]["workload"] = {
         "type": "object",
         "properties": {name: {"$ref": f"#/$defs/{name}"} for name in WORKLOADS},

@@ -17,7 +17,7 @@ from ablate.surface import Metric
 
 MOST_CONTRASTS, MOST_ARMS = 16, 24
 """What a person reads."""
-_COLOURS = {"better": "green", "worse": "red", "baseline": "dim"}
+_COLOURS = {"better": "green", "worse": "red", "baseline": "dim", "agrees": "green", "disagrees": "red", "differs": "red"}
 
 
 class View:
@@ -92,14 +92,15 @@ def _cells(arm: ArmSummary, metric: Metric) -> dict[str, str]:
         "gap to baseline": "" if arm.gap is None else interval(arm.gap),
         "SQNR dB": "-" if math.isnan(arm.sqnr_db) else f"{arm.sqnr_db:.1f}",
         "tokens/s": "-" if math.isnan(arm.tokens_per_s) else f"{arm.tokens_per_s:,.0f}",
+        "memory": "-" if math.isnan(arm.memory) else f"{arm.memory / 1e6:,.0f} MB",
         "NaN": str(arm.nans),
         "verdict": arm.verdict,
     }
 
 
 def _colour(verdict: str) -> str:
-    """Of a verdict's first words; what a search saw is no result, so it has none."""
-    return "" if verdict.endswith("(exploratory)") else _COLOURS.get(verdict.partition(" (")[0], "")
+    """Of a verdict's first word; what a search saw is no result, so it has none."""
+    return "" if verdict.endswith("(exploratory)") else _COLOURS.get(verdict.partition(" ")[0].rstrip(":"), "")
 
 
 def contrast_table(contrasts: list[Contrast]) -> Table | None:
@@ -118,12 +119,8 @@ def replication_table(replications: Iterable[Replication]) -> Table:
     table = _table("arm", "metric", right=("published", "measured"), last="verdict")
     table.add_column("source", style="dim")
     for line in replications:
-        figure = line.figure
-        at = "" if figure.step is None else f" at {figure.step}"
-        style = "green" if line.verdict.startswith("agrees") else "red"
-        half = line.measured.high - line.measured.mean
-        shown = f"{line.measured.mean:.4g}" + (f" ±{half:.2g}" if line.measured.has_interval else "")
-        table.add_row(figure.arm, f"{figure.metric}{at}", f"{figure.value:.4g}", shown, Text(line.verdict, style=style), figure.source)
+        said = Text(line.verdict, style=_colour(line.verdict))
+        table.add_row(line.subject, line.metric, line.published, line.found, said, line.figure.source)
     return table
 
 

@@ -1,9 +1,11 @@
 """Parts of a page as HTML and as Markdown: what is written is escaped, what is empty is left out, what can be sorted has its key."""
 
+import base64
 import csv
+import re
 from html.parser import HTMLParser
 
-from ablate.page import Section, Table, Text, section
+from ablate.page import Gallery, Section, Table, Text, section
 
 ROWS = [
     {"arm": "a <b> | c", "gap": ("+0.10", 0.1), "note": "-", "verdict": "worse"},
@@ -63,3 +65,20 @@ def test_a_section_of_nothing_is_nothing_and_parts_that_are_not_there_are_left_o
 
 def test_code_and_bold_are_kept_and_nothing_else_is_markup():
     assert Text("**No** `x<y` <script>").html() == "<p><b>No</b> <code>x&lt;y</code> &lt;script&gt;</p>"
+
+
+def test_a_gallery_holds_its_pictures_and_links_copies_of_them(tmp_path):
+    titles = ("a <b> | c", "a b c", 'rht="true" mask_ratio=0.5')
+    for number, _ in enumerate(titles):
+        (tmp_path / f"{number}.png").write_bytes(bytes([number]) * 100)
+    gallery = Gallery("left", [(title, tmp_path / f"{number}.png") for number, title in enumerate(titles)])
+    found = gallery.html()
+    assert re.findall(r"<figcaption>(.*?)</figcaption>", found) == ["a &lt;b&gt; | c", "a b c", 'rht="true" mask_ratio=0.5']
+    inside = re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,([^"]+)">', found)
+    assert [base64.b64decode(content)[:1] for _, content in inside] == [b"\0", b"\1", b"\2"]
+    assert inside[2][0] == "rht=&quot;true&quot; mask_ratio=0.5"
+    gallery.save(tmp_path / "out" / "figures")
+    lines = gallery.markdown().splitlines()
+    assert lines[0] == '| a <b> \\| c | a b c | rht="true" mask_ratio=0.5 |'
+    linked = re.findall(r"!\[\]\(([^)]+)\)", lines[2])
+    assert [(tmp_path / "out" / link).read_bytes()[:1] for link in linked] == [b"\0", b"\1", b"\2"]

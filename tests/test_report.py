@@ -5,10 +5,12 @@ import re
 import shutil
 
 import nbformat
+import numpy as np
 import pytest
 from experiments_for_tests import ablate, sweep, tiny, write
 
 from ablate import report
+from ablate.data.montage import montage
 from ablate.ledger import Ledger
 from ablate.report import NOTEBOOKS, ReportError, analysis, is_current, make
 from ablate.yamlfile import InputError
@@ -29,6 +31,10 @@ def state(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     for name, keys in (("grid", {"metric": {"min_effect": 0.01}}), ("search", SEARCH), ("tensors", TENSORS), ("alone", {"seeds": 1})):
         sweep(tiny(folder, name, **keys), folder / "runs")
+    picture = np.linspace(0, 1, 48, dtype=np.float32).reshape(3, 4, 4)
+    for trial in (folder / "runs" / "trials").iterdir():  # as a workload that draws would have left it
+        (trial / "artifacts").mkdir(exist_ok=True)
+        montage(trial / "artifacts" / "drawn.png", ("one",), [[picture]])
     return folder / "runs"
 
 
@@ -45,7 +51,7 @@ def test_a_page_names_no_address_outside(made):
     """Names of XML vocabularies are no links, and nothing loads them."""
     for page in made.pages:
         html = re.sub(r'xmlns(:\w+)?="http://www\.w3\.org/[^"]*"', "", text_of(page))
-        assert not re.search(r"https?://|src=|@import|url\((?!#)", html)
+        assert not re.search(r"https?://|src=(?!\"data:)|@import|url\((?!#)", html)
         assert not re.search(r"<link|<iframe", html)
 
 
@@ -86,6 +92,16 @@ def test_pictures_tables_and_markdown_lie_beside(made):
     linked = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", markdown)
     assert linked
     assert all((made.folder / path).exists() for path in linked)
+
+
+def test_what_the_runs_left_is_in_the_page_arm_by_arm(made):
+    html = text_of(made.index)
+    assert html.index("What the runs left</h2>") < html.index("How the gap develops")
+    arms = re.findall(r'<figcaption>(.*?)</figcaption><img alt="\1" src="data:image/png;base64,', html)
+    assert arms == ["bf16", "rht=true", "rht=false"]
+    assert "\nBeside the published figures\n" not in text_of(made.folder / "index.md")  # a section with nothing in it
+    assert "## What the runs left\n\n| bf16 | rht=true | rht=false |" in text_of(made.folder / "index.md")
+    assert len(list((made.folder / "figures").glob("drawn-?-*.png"))) == 3
 
 
 @pytest.mark.parametrize(("name", "first", "shows"), [("search", "index", "history"), ("tensors", "index", "dots")])

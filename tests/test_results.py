@@ -17,6 +17,7 @@ from ablate.records import frame
 from ablate.results import (
     CONFIRM,
     contrasts,
+    emulated,
     foremost,
     fresh_seeds,
     interval,
@@ -33,7 +34,7 @@ from ablate.results import (
 from ablate.stats import Difference, Interval, decided, paired_difference
 from ablate.store import Store
 from ablate.surface import Growth, Metric, Published
-from ablate.terminal import summary_table
+from ablate.terminal import replication_table, summary_table
 
 LOSSES = {
     "bf16": {0: 3.00, 1: 3.10, 2: 3.20},
@@ -167,6 +168,107 @@ def test_a_published_figure_stands_beside_the_mean_over_seeds(book, value, field
     assert line.verdict == verdict
     if verdict != "not measured":
         assert line.measured.mean == pytest.approx(9.0 if "step" in fields else 3.1)
+
+
+# What "rht=true sr=true" has over bf16: .01, .02, .01, so +.0133 with an interval from -.0010 to +.0277; rht=false sr=true is lower by
+# .1, .09, .11; by hand, with t(2) = 4.303.
+UP, DOWN = "rht=true sr=true", "rht=false sr=true"
+CLAIMS = {
+    "the same direction": (DOWN, "lower", "agrees"),
+    "the other direction": (DOWN, "higher", "disagrees"),
+    "a difference where none was published": (DOWN, "no difference", "disagrees"),
+    "an interval that holds zero": (UP, "higher", "not resolved"),
+    "an interval too wide for none": (UP, "no difference", "not resolved"),
+    "the same size": (DOWN, -0.11, "agrees (the published size lies within the interval)"),
+    "another size": (DOWN, -0.01, "agrees (larger here than published)"),
+    "a size with the other sign": (DOWN, 0.01, "disagrees"),
+    "a size beyond an interval that holds zero": (UP, 0.05, "not resolved (smaller here than published)"),
+    "a size within an interval that holds zero": (UP, 0.02, "not resolved (the published size lies within the interval)"),
+    "nothing, as a number": (DOWN, 0.0, "disagrees"),
+    "a share": (DOWN, "-3.2%", "agrees (the published size lies within the interval)"),
+    "a share of another size": (DOWN, "-32 %", "agrees (smaller here than published)"),
+    "one pair": ("rht=false sr=false", "lower", "one seed: no interval"),
+    "an arm that was not run": ("nobody", "lower", "not measured"),
+}
+
+
+@pytest.mark.parametrize("case", CLAIMS)
+def test_a_published_difference_is_judged_by_its_direction_and_its_size_is_said_beside_it(book, case):
+    arm, value, verdict = CLAIMS[case]
+    (line,) = replications(book, [Published(arm=arm, against="bf16", metric="val/loss", value=value, source="a paper")])
+    assert line.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("lost", "verdict"), [((2,), "diverged on 1 of 3 seeds; on the others: agrees"), ((0, 1, 2), "diverged on 3 of 3 seeds")]
+)
+def test_that_an_arm_diverged_is_the_first_thing_said_of_a_published_difference(book, lost, verdict):
+    arm = add(book, "shaky", 1, {seed: loss for seed, loss in {0: 2.8, 1: 2.91}.items() if seed not in lost})
+    for seed in lost:
+        book.settle(book.add_member(arm, seed, f"shaky/lost {seed}", "{}"), "diverged")
+    (line,) = replications(book, [Published(arm="shaky", against="bf16", metric="val/loss", value="lower", source="a paper")])
+    assert line.verdict == verdict
+
+
+def test_what_is_too_small_to_matter_is_no_difference_and_contradicts_one(book):
+    book.describe(metric='{"name": "val/loss", "min_effect": 0.05}')
+    higher, none = (Published(arm=UP, against="bf16", metric="val/loss", value=value, source="a") for value in ("higher", "no difference"))
+    assert [line.verdict for line in replications(book, [higher, none])] == ["disagrees: no difference that matters here", "agrees"]
+    shares = [
+        Published(arm=arm, against="bf16", metric="val/loss", value=value, source="a") for arm, value in ((UP, "+0.4%"), (DOWN, "0%"))
+    ]
+    # .05 of 3.1 is 1.6 %: -.03 to .9 % lies within, -3.9 to -2.5 % does not
+    assert [line.verdict for line in replications(book, shares)] == ["disagrees: no difference that matters here", "disagrees"]
+
+
+def test_a_difference_the_same_way_that_is_too_small_to_matter_says_so(book):
+    book.describe(metric='{"name": "val/loss", "min_effect": 0.2}')
+    figures = [
+        Published(arm=DOWN, against="bf16", metric="val/loss", value=value, source="a") for value in ("lower", -0.3, "no difference")
+    ]
+    said = ["agrees (too small to matter here)", "agrees (too small to matter here)", "agrees"]
+    assert [line.verdict for line in replications(book, figures)] == said
+
+
+def test_a_published_difference_is_shown_with_its_sign_its_unit_and_the_measured_interval(book):
+    values = ("lower", -0.01, "-1.0%")
+    figures = [Published(arm=DOWN, against="bf16", metric="val/loss", value=value, source="a paper") for value in values]
+    lines = replications(book, [*figures, figure(3.1)])
+    assert [line.published for line in lines] == ["lower", "-0.01", "-1 %", "3.1"]
+    assert [line.found for line in lines] == ["-0.1000 ±0.0248", "-0.1000 ±0.0248", "-3.22 ±0.7 %", "3.1 ±0.25"]
+    assert {line.subject for line in lines} == {f"{DOWN} minus bf16", "bf16"}
+    drawn = screen(replication_table(lines))
+    assert all(word in drawn for word in ("rht=false sr=true minus bf16", "-3.22 ±0.7 %", "agrees (larger here than published)"))
+
+
+def test_memory_is_the_most_of_a_trial_and_a_gpus_own_where_there_is_one(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.db")
+    for arm, peaks in (("cpu", {}), ("gpu", {"memory/peak_allocated": 3e9})):
+        trial = ledger.add_member(ledger.add_arm(arm, {"recipe": arm}, None, None), 0, arm, '{"engine": "emulated"}')
+        for step, resident in ((1, 4e8), (2, 9e8), (3, 5e8)):
+            metrics = {"val/loss": 3.0, "memory/rss": resident, "throughput/tokens_per_s": 10.0, **peaks}
+            ledger.record(trial, [{"step": step, "time": 0.0, "metrics": metrics}])
+        ledger.settle(trial, "done")
+    arms = summaries(ledger)
+    assert [arm.memory for arm in arms] == [9e8, 3e9]
+    drawn = screen(summary_table(arms, Metric()))
+    assert "900 MB" in drawn
+    assert "3,000 MB" in drawn
+    assert emulated(ledger) == "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
+
+
+def test_speed_of_hardware_that_has_the_formats_needs_no_such_word(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.db")
+    trial = ledger.add_member(ledger.add_arm("nvfp4", {}, None, None), 0, "x", '{"engine": "transformer_engine"}')
+    ledger.record(trial, [{"step": 1, "time": 0.0, "metrics": {"throughput/tokens_per_s": 10.0}}])
+    assert emulated(ledger) == ""
+
+
+def screen(*parts) -> str:
+    """What a wide terminal shows."""
+    console = Console(file=io.StringIO(), width=240)
+    console.print(*parts)
+    return console.file.getvalue()
 
 
 def test_a_figure_of_an_arm_that_was_not_run_is_not_measured(book):

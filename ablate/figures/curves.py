@@ -94,7 +94,7 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     shown, total = tables.arms(found, tables.named(metric))
     lines = tables.thinned(tables.over_seeds(found[found["arm"].isin(shown)], ["arm"]), ["arm"])
     question = f"Does {metric} fall as 1 / draws?"
-    stated = [line for line in published if line.metric == metric and line.step and line.arm in shown]
+    stated = [line for line in published if line.metric == metric and line.step and line.against is None and line.arm in shown]
     said = "Lines are measured, diamonds published." if stated else ""
     body = canvas(question, 7.5, _height(shown), said, _band(lines, "from the smallest to the largest seed"), best_of(len(shown), total))
     axes = body.subplots()

@@ -170,8 +170,8 @@ def _dots(shown: list[ArmSummary], bases: dict[str, ArmSummary], metric: Metric,
         base = bases[arm.baseline].values if bases else {}
         lines += [(arm.name, "its baseline, by seed", seed, value) for seed, value in base.items()]
     names = {arm.name for arm in shown}
-    stated = [line for line in published if line.metric == metric.name and line.step is None and line.arm in names]
-    lines += [(line.arm, "published", None, line.value) for line in stated]
+    alone = [line for line in published if line.metric == metric.name and line.step is None and line.against is None]
+    lines += [(line.arm, "published", None, line.value) for line in alone if line.arm in names]
     return pd.DataFrame(lines, columns=["arm", "what", "seed", "value"]).astype({"seed": "Int64"})
 
 
