@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ablate.arms import Arm, Base, KnobError, reason
-from ablate.engines import resolve
+from ablate.choice import Choice, check, choose
 from ablate.numerics.spec import Spec
 from ablate.recipes import PRESETS, Recipe
 from ablate.space import Dimension, conditions, grid, refuse_twins, space, values_at
@@ -62,6 +62,8 @@ class Experiment:
     search: Search | None
     constraints: tuple[Constraint, ...]
     engine: str
+    engine_why: str
+    """Why `auto` took the emulator; empty where the file names an engine, or the GPU's was taken."""
     retry: int
     patience: float
     budget: Budget
@@ -92,12 +94,15 @@ class Experiment:
         return TrialSpec(workload=self.base.workload, config=arm.config, recipe=arm.recipe, seed=seed, engine=self.engine, device=device)
 
 
-def load(path: Path) -> Experiment:
-    """Read, check and expand an experiment file; InputError with every problem where it cannot be run as it stands."""
+def load(path: Path, device: str | None = None) -> Experiment:
+    """Read, check and expand an experiment file; InputError with every problem where it cannot be run as it stands.
+
+    `device`: the class of device that it is to run on, which decides between engines; None: whatever is here.
+    """
     document = read(path)
     file = _surface(document)
     _refuse_not_yet(document)
-    engine = _engine(file, document)
+    _check_engine(file, document)
     base = _base(file, document)
     seeds, growth = _seeds(file, document)
     metrics = _metrics(file, base, document)
@@ -110,6 +115,7 @@ def load(path: Path) -> Experiment:
     document.check()
     baselines, compared = _with_baselines(file, base, arms, against, document)
     _refuse_unmeasured(file, base, [arm.name for arm in (*baselines, *compared)], document)
+    choice = _engine(file, (*baselines, *compared), device, document)
     return Experiment(
         name=path.stem,
         file=str(path),
@@ -126,7 +132,8 @@ def load(path: Path) -> Experiment:
         published=file.published,
         search=file.search,
         constraints=file.constraints,
-        engine=engine,
+        engine=choice.engine,
+        engine_why=choice.why,
         retry=file.retry,
         patience=file.patience,
         budget=file.budget,
@@ -156,11 +163,20 @@ def _refuse_not_yet(document: Document) -> None:
         document.problem(("resources", "gpus"), "trials on several GPUs are not yet available; use 0 or 1")
 
 
-def _engine(file: ExperimentFile, document: Document) -> str | None:
+def _check_engine(file: ExperimentFile, document: Document) -> None:
     try:
-        return resolve(file.engine)
+        check(file.engine)
     except ValueError as error:
         document.problem(("engine",), str(error), file.engine)
+
+
+def _engine(file: ExperimentFile, arms: tuple[Arm, ...], device: str | None, document: Document) -> Choice | None:
+    """The engine of all arms; raises where the one that was asked for cannot compute them."""
+    try:
+        return choose(file.engine, arms, device, search=file.search is not None)
+    except ValueError as error:
+        document.problem(("engine",), str(error), file.engine)
+        document.check()
         return None
 
 
@@ -233,8 +249,10 @@ def _refuse_unmeasured(file: ExperimentFile, base: Base, arms: list[str], docume
     """Published figures of arms or metrics that this experiment does not have."""
     for index, figure in enumerate(file.published):
         _refuse_unknown(figure.metric, ("published", index, "metric"), base, document)
-        if figure.arm not in arms and not file.search:
-            document.problem(("published", index, "arm"), f"no such arm; {nearest(figure.arm, arms)}", figure.arm)
+        for key in ("arm", "against"):
+            name = getattr(figure, key)
+            if name is not None and name not in arms and not file.search:
+                document.problem(("published", index, key), f"no such arm; {nearest(name, arms)}", name)
     document.check()
 
 

@@ -1,23 +1,21 @@
 """What this machine is, and what runs on it: facts of three words, (what, found, what that takes). It judges nothing, imports no engine."""
 
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 import torch
 
 from ablate import provenance
-from ablate.engines import ENGINES, resolve
+from ablate.engines import ENGINES
+from ablate.engines.hardware import PARTS, TRAINS_FP4, installed, this_machine
+from ablate.engines.hardware import refusal as refused
 
 Fact = tuple[str, str, str]
 
 NATIVE = "transformer_engine"
 """The engine that calls hardware; its library is never imported here, since without its native part that raises."""
-TRAINS_FP4 = ((10, 0), (10, 3))
-"""Compute capabilities whose NVFP4 training Transformer Engine supports."""
 BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512", "avx_ne_convert": "AVX-NE"}
-_PARTS = ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12")
 
 
 def facts() -> Iterator[Fact]:
@@ -32,7 +30,7 @@ def facts() -> Iterator[Fact]:
     for number in range(torch.cuda.device_count()):
         yield from gpu(number)
     yield "transformer-engine", library(), "a native part, for its GPU kernels"
-    for name in sorted({*ENGINES, NATIVE} - {"emulated"}):
+    for name in sorted({*ENGINES} - {"emulated"}):
         reason = refusal(name)
         yield f"engine {name}", f"not available: {reason}" if reason else "runs", ""
 
@@ -66,35 +64,14 @@ def fp4(capability: tuple[int, int]) -> str:
 
 def library() -> str:
     """Transformer Engine's version, and its native part's."""
-    main = _version("transformer-engine")
+    main = installed("transformer-engine")
     if main is None:
         return "not installed"
-    native = [f"{part} {_version(part)}" for part in _PARTS if _version(part)]
+    native = [f"{part} {installed(part)}" for part in PARTS if installed(part)]
     return f"{main}, {' and '.join(native) if native else 'without a native part'}"
 
 
 def refusal(engine: str) -> str | None:
-    """Why an engine runs no recipe here, None where it does."""
-    reasons = _hardware() if engine == NATIVE else []
-    if reasons:
-        return "; ".join(reasons)
-    try:
-        resolve(engine)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _hardware() -> list[str]:
-    if not torch.cuda.is_available():
-        return ["no GPU with CUDA"]
-    capability = torch.cuda.get_device_capability()
-    reasons = [] if capability in TRAINS_FP4 else [f"SM {capability[0]}.{capability[1]} does not train NVFP4"]
-    return reasons if _version(_PARTS[0]) else [*reasons, "Transformer Engine has no native part here"]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    """Why an engine trains no NVFP4 here, None where it does."""
+    reason = refused(this_machine(), {"nvfp4"}) if engine == NATIVE else None
+    return str(reason) if reason else None

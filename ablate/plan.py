@@ -26,7 +26,7 @@ def plan(
 ) -> None:
     """Say what an experiment would run, what of it is done, and what the rest would cost. Runs nothing."""
     place = find(profile, state=state, device=device)
-    show(load(file), place.state, place.device)
+    show(load(file, place.device), place.state, place.device)
 
 
 def show(experiment: Experiment, state: Path, where: str) -> None:
@@ -64,6 +64,10 @@ def show(experiment: Experiment, state: Path, where: str) -> None:
         screen.print(f"\nand {experiment.search.trials} arms that {experiment.search.sampler} proposes within:")
         for knob, dimension in experiment.space.items():
             screen.print(f"  {knob}: {_range(dimension)}")
+    if experiment.engine_why:
+        screen.print(f"\nEngine: {experiment.engine} (auto), since {experiment.engine_why}.", markup=False)
+    elif experiment.engine != "emulated":
+        screen.print(f"\nEngine: {experiment.engine}.")
     alone, together = family.steps()
     if together < alone:
         screen.print(f"\nTrials that begin alike share what they have in common: {alone - together:,} of {alone:,} steps are not run.")

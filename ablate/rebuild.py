@@ -27,7 +27,8 @@ def rebuild(
     device: Device = None,
 ) -> None:
     """Make the damaged ledger of a sweep again, and say what came back. The damaged file is kept beside it; nothing is run."""
-    place, experiment = find(profile, state=state, device=device), load(file)
+    place = find(profile, state=state, device=device)
+    experiment = load(file, place.device)
     folder = place.state / "sweeps" / experiment.name
     if not folder.exists():
         raise InputError([f"{folder}: no such sweep has been run"])

@@ -25,6 +25,11 @@ from ablate.yamlfile import InputError
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
 _WHERE = "Where"
+_FLOORS = {
+    "data/unigram_entropy": "A model that ignores context reaches {:.2f}.",
+    "data/blank_loss": "With the file's own masks, who guesses the mean of what is visible reaches {:.2f}.",
+}
+"""What a fact of the data says beside a table of losses."""
 
 
 def sweep(
@@ -77,7 +82,7 @@ def sweep(
     """
     given = {"state": state, "ray": address, "mlflow": mlflow, "workers": workers, "executor": executor, "device": device}
     place = find(profile, **given, notify=notify, price=price, priority=priority)
-    experiment = load(file)
+    experiment = load(file, place.device)
     if dry_run:
         from ablate.plan import show
 
@@ -281,7 +286,7 @@ def _words(file: Path, place: Place, wishes: Wishes) -> list[str]:
 
 def _answer(experiment: Experiment, place: Place, screen: Console) -> None:
     """The table, and what turning each knob did."""
-    from ablate.results import contrasts, open_ledger, replications, summaries
+    from ablate.results import contrasts, emulated, open_ledger, replications, summaries
     from ablate.terminal import MOST_CONTRASTS, contrast_table, replication_table, summary_table
 
     ledger = open_ledger(place.state, experiment.name)
@@ -295,7 +300,7 @@ def _answer(experiment: Experiment, place: Place, screen: Console) -> None:
             screen.print(table, "")
     if experiment.published:
         screen.print(replication_table(replications(ledger, experiment.published)), "")
-    screen.print(_reading(experiment, arms), "")
+    screen.print(_reading(experiment, arms), emulated(ledger))
     ledger.close()
 
 
@@ -303,9 +308,9 @@ def _reading(experiment: Experiment, arms: list) -> str:
     """How to read the table, in a few sentences."""
     from ablate.results import reading
 
-    entropy = experiment.base.config.summary().get("data/unigram_entropy")
-    floor = f" A model that ignores context reaches {entropy:.2f}." if entropy and experiment.metric.name == "val/loss" else ""
-    return reading(arms) + floor
+    facts = experiment.base.config.summary() if experiment.metric.name == "val/loss" else {}
+    floors = [_FLOORS[name].format(value) for name, value in facts.items() if name in _FLOORS]
+    return " ".join((reading(arms), *floors))
 
 
 if __name__ == "__main__":

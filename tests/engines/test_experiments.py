@@ -13,8 +13,7 @@ from ablate.recipes import Recipe
 from ablate.recipes.recipe import Run
 from ablate.workloads.gpt import Gpt
 
-FOLDER = Path(__file__).parents[2] / "experiments"
-EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").rglob("*.yaml"))
 SHAPE = Gpt(layers=2, width=64, heads=2, context=32, batch=2, steps=10, eval_tokens=64, eval_batch=2)
 
 
@@ -35,9 +34,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.skipif(cpu.build() is None, reason="the package was installed without compiled quantisers")
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_operand_of_an_experiment_is_the_references(name):
-    recipes = {arm.recipe.model_dump_json(): arm.recipe for arm in load(FOLDER / f"{name}.yaml").arms}
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_operand_of_an_experiment_is_the_references(path):
+    recipes = {arm.recipe.model_dump_json(): arm.recipe for arm in load(path).arms}
     for recipe in recipes.values():
         mine = operands(recipe)
         with mock.patch.object(cpu, "can_quantize", return_value=False):

@@ -1,0 +1,332 @@
+"""What Transformer Engine can compute of a recipe: a layer's products as one of TE's recipes, or every field that it has not.
+
+Facts from Transformer Engine 2.20.2. It describes and builds nothing: no torch, no TE. `transformer_engine.py` turns it into TE's objects.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ablate.numerics.spec import BlockScale, Quant, argument, tag
+from ablate.recipes.recipe import DIRECTIONS, FORWARD_COPY, Product, Products, Recipe
+
+Family = Literal["high", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
+TENSORS = {"input": ("fprop.x", "wgrad.x"), "weight": ("fprop.w", "dgrad.w"), "grad_output": ("dgrad.g", "wgrad.g")}
+"""TE's name of each tensor of a linear layer, and the slots that its rowwise and its columnwise copy are."""
+MULTIPLE = 32
+"""Of what tokens, in-features and out-features must be multiples."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One copy of a tensor as one of TE's quantisers makes it."""
+
+    family: Family = "high"
+    element: str = ""
+    stochastic: bool = False
+    square: bool = False
+    """16x16 (NVFP4) or 32x32 (MXFP8) blocks."""
+    rotated: bool = False
+    signs: bool = True
+    """Whether the rotation has TE's fixed sign vector, or none."""
+    rows: bool = False
+    """One fp32 amax a row."""
+    chosen: str = ""
+    """The criterion of Four Over Six, in TE's spelling."""
+    bound: int = 448
+    history: int = 0
+    """Steps whose largest amax counts, under delayed scaling."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A tensor's two copies: rowwise for fprop (a gradient: dgrad), columnwise for the backward product."""
+
+    row: Format
+    column: Format
+    requantised: bool = False
+    """Whether the columnwise copy starts from the rowwise one."""
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """One of TE's own recipes, by its class in `transformer_engine.common.recipe`, and the arguments that differ from none being set."""
+
+    name: str
+    options: tuple[tuple[str, str | bool | int | None], ...]
+
+
+@dataclass(frozen=True)
+class Custom:
+    """TE's CustomRecipe: a quantiser for each tensor."""
+
+    input: Copies
+    weight: Copies
+    grad_output: Copies
+
+
+Description = Builtin | Custom | None
+"""None: nothing is quantised, and TE is not asked."""
+
+
+def te_recipe(products: Products) -> Description:
+    """The recipe of TE that computes these products. ValueError with the first of `refusals` where there is none."""
+    reason = next(refusals(products), None)
+    if reason:
+        raise ValueError(reason)
+    if products.plain:
+        return None
+    copies = {
+        tensor: Copies(*(_format(products, slot) for slot in slots), _requantised(products, slots)) for tensor, slots in TENSORS.items()
+    }
+    custom = Custom(**copies)
+    return _builtin(custom) or custom
+
+
+def families(recipe: Recipe) -> set[Family]:
+    """The families of formats that a recipe uses anywhere, at any time; of what TE can compute alone."""
+    return {_family(quant) for products in variants(recipe) for _, quant in products.quantised()}
+
+
+def recipe_refusals(recipe: Recipe) -> Iterator[str]:
+    """Why TE cannot train by this recipe, each once: in the products of any layer at any time, or in what is done about weights."""
+    for name in ("osci_reset", "q_ema", "q_ramping"):
+        if getattr(recipe.weights, name):
+            yield f"weights.{name}: the engine does not see the quantised weights that it looks at"
+    yield from dict.fromkeys(reason for products in variants(recipe) for reason in refusals(products))
+
+
+def variants(recipe: Recipe) -> Iterator[Products]:
+    """All products that may be in force in some layer at some time: any set of phases may hold, the later deciding."""
+    states = [[recipe.products, *(rule.use for rule in recipe.layers.rules if rule.use)]]
+    for phase in recipe.schedule:
+        states.append([products.replaced(phase.slots, phase.use or Products()) for earlier in states for products in earlier])
+    return iter(dict.fromkeys(products for state in states for products in state))
+
+
+def refusals(products: Products) -> Iterator[str]:
+    """Every reason why TE cannot compute these products, each beginning with the field."""
+    for slot, quant in products.quantised():
+        yield from (f"{slot}.{why}" for why in _quant_refusals(slot, quant))
+    if not products.plain:  # TE is not asked for what it would not quantise
+        for name in DIRECTIONS["all"]:
+            yield from (f"{name}{why}" for why in _product_refusals(name, getattr(products, name)))
+        yield from _together(products)
+
+
+def _family(quant: Quant | None) -> Family:
+    if quant is None:
+        return "high"
+    if quant.element == "e2m1":
+        return "nvfp4"
+    if quant.scale is not None:
+        return "mxfp8"
+    return "fp8_delayed" if quant.outer and tag(quant.outer.statistic) == "delayed" else "fp8"
+
+
+def _quant_refusals(slot: str, quant: Quant) -> Iterator[str]:
+    """What TE has not of one operand, each beginning with the field."""
+    if quant.element not in ("e2m1", "e4m3", "e5m2"):
+        yield f"element {quant.element}: Transformer Engine multiplies e2m1, e4m3 and e5m2"
+        return
+    yield from {"nvfp4": _nvfp4_refusals, "mxfp8": _mxfp8_refusals}.get(_family(quant), _fp8_refusals)(slot, quant)
+    if quant.transform is not None:
+        yield "transform: Transformer Engine takes nothing out of an operand; write null"
+    if quant.estimator is not None:
+        yield "estimator: Transformer Engine passes the gradient of a cast straight through; write null"
+    if quant.range.headroom != 1:
+        yield f"range.headroom {quant.range.headroom:g}: Transformer Engine's block scale has none; write 1"
+    if quant.range.statistic != "amax" or quant.range.map_to not in (None, 6.0 if quant.element == "e2m1" else None):
+        yield "range: Transformer Engine maps a block's largest magnitude to the element's maximum; leave statistic and map_to out"
+    if quant.range.prescale != 1:
+        yield f"range.prescale {quant.range.prescale:g}: Transformer Engine scales by no other factor; write 1"
+
+
+def _nvfp4_refusals(slot: str, quant: Quant) -> Iterator[str]:
+    if quant.block not in ("1x16", "16x16"):
+        yield f"block {quant.block}: Transformer Engine's E2M1 has blocks of 1x16 or 16x16, with E4M3 scales"
+    elif quant.scale != BlockScale():
+        yield f"scale: Transformer Engine's E2M1 has E4M3 block scales, to nearest, not {quant.scale.format} by {quant.scale.rounding}"
+    elif quant.outer is None:
+        yield "outer: NVFP4 has one fp32 scale a tensor; give it one"
+    if quant.block == "16x16" and not slot.endswith(".w"):
+        yield "block 16x16: Transformer Engine has square blocks for weights alone; use 1x16"
+    if quant.outer is not None:
+        yield from _outer_refusals(slot, quant)
+    if quant.rounding not in ("nearest", "stochastic"):
+        yield f"rounding {quant.rounding}: Transformer Engine rounds to nearest or stochastically"
+    if quant.rounding == "stochastic" and quant.bits != 8:
+        yield f"bits {quant.bits}: Transformer Engine draws a number of bits of its own; 8 stands for that"
+    if quant.rounding == "stochastic" and slot.endswith(".w"):
+        yield "rounding stochastic: Transformer Engine has it for gradients and activations; use nearest for weights"
+    if quant.select and (quant.select.among != "scales" or quant.select.criterion == "absmax"):
+        yield "select: Transformer Engine selects among scales, by mse or mae"
+    if quant.select and slot.endswith(".g"):
+        yield "select: Transformer Engine never applies Four Over Six to gradients"
+
+
+def _outer_refusals(slot: str, quant: Quant) -> Iterator[str]:
+    if tag(quant.outer.statistic) == "percentile":
+        yield f"outer.statistic {quant.outer.statistic}: Transformer Engine's scale is of the largest magnitude; the nearest is amax"
+    elif quant.outer.statistic != "amax":
+        yield f"outer.statistic {quant.outer.statistic}: Transformer Engine takes an E2M1 tensor's own amax; the nearest is amax"
+    if quant.outer.granularity == "block:128":
+        yield "outer.granularity block:128: Transformer Engine has one fp32 scale a tensor; use tensor"
+    if quant.outer.granularity == "row" and slot != "fprop.x":
+        yield "outer.granularity row: Transformer Engine scales only the forward pass's activations by rows; use tensor here"
+    if quant.outer.bound not in ((448, 256) if quant.select else (448,)):
+        yield f"outer.bound {quant.outer.bound:g}: Transformer Engine has 448, and 256 where it selects among scales"
+
+
+def _mxfp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
+    square = quant.block == "32x32" and slot.endswith(".w")
+    if quant.block != "1x32" and not square:
+        yield f"block {quant.block}: Transformer Engine's {quant.element} has blocks of 1x32 (weights: 32x32 too), or one scale a tensor"
+    if quant.scale.format != "e8m0" or quant.scale.rounding != "ceil":
+        yield "scale: MXFP8 has e8m0 block scales, which Transformer Engine rounds by ceil"
+    if quant.outer is not None:
+        yield "outer: MXFP8 has no scale beside its blocks'; write null"
+    yield from _eight_bit_roundings(quant)
+
+
+def _fp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
+    if quant.outer.granularity != "tensor" or tag(quant.outer.statistic) not in ("amax", "delayed"):
+        yield "outer: Transformer Engine's FP8 has one scale a tensor, of its amax now (amax) or of the steps before (delayed:n)"
+    yield from _eight_bit_roundings(quant)
+    if _family(quant) == "fp8_delayed":
+        yield (
+            f"outer.statistic {quant.outer.statistic}: not yet on this engine: Transformer Engine moves its amax histories on where an "
+            "autocast region ends, and here each layer has its own; the nearest is amax (fp8_current)"
+        )
+
+
+def _eight_bit_roundings(quant: Quant) -> Iterator[str]:
+    if quant.rounding != "nearest":
+        yield f"rounding {quant.rounding}: Transformer Engine rounds FP8 to nearest"
+
+
+def _product_refusals(name: str, product: Product) -> Iterator[str]:
+    x, w = (getattr(product, operand) for operand in product.operands)
+    if getattr(product, "gemm", "bf16_out") != "bf16_out":
+        yield f".gemm {product.gemm}: Transformer Engine's layer returns bf16; write bf16_out"
+    if getattr(product, "dw", "bf16") != "bf16":
+        yield ".dw fp32: not yet on this engine, whose weight gradients leave the product in bf16 and add up in fp32; write bf16"
+    kinds = {_family(x), _family(w)}
+    if len(kinds) > 1:
+        words = " and ".join(f"{name}.{operand}" for operand in product.operands)
+        yield f": Transformer Engine multiplies two operands of one kind, and {words} differ: quantise both alike or neither"
+    if product.hadamard is None:
+        return
+    if name != "wgrad":
+        yield ".hadamard: Transformer Engine rotates wgrad alone; write null"
+    elif kinds != {"nvfp4"}:
+        yield ".hadamard: Transformer Engine rotates NVFP4 operands alone; write null"
+    elif product.hadamard.size != 16 or product.hadamard.signs not in ("fixed", "none"):
+        yield ".hadamard: Transformer Engine rotates by 16 with its fixed signs, or none"
+    elif x.select or w.select:
+        yield ".x.select: Transformer Engine has no Four Over Six together with a Hadamard rotation; leave out one of them"
+
+
+def _together(products: Products) -> Iterator[str]:
+    """What TE has not of several slots at once."""
+    x, w = products.fprop.x, products.fprop.w
+    if x and x.outer and x.outer.granularity == "row" and (x.select or (w and w.block != "1x16")):
+        yield "fprop.x.outer.granularity row: Transformer Engine has it with 1x16 weights and without select"
+    for name in DIRECTIONS["all"]:
+        operands = [getattr(getattr(products, name), operand) for operand in getattr(products, name).operands]
+        if all(quant is not None and quant.element == "e5m2" for quant in operands):
+            yield f"{name}: tensor cores multiply no e5m2 with e5m2; let one operand be e4m3"
+    for slots in TENSORS.values():
+        quants = [products.slot(slot) for slot in slots]
+        if all(_family(quant) == "fp8" for quant in quants) and quants[0].element != quants[1].element:
+            yield f"{slots[1]}.element {quants[1].element}: with one scale a tensor Transformer Engine has one copy, and {slots[0]} differs"
+
+
+def _requantised(products: Products, slots: tuple[str, str]) -> bool:
+    quant = products.slot(slots[1])
+    return slots[1] in FORWARD_COPY and quant is not None and quant.source == "forward"
+
+
+def _format(products: Products, slot: str) -> Format:
+    quant = products.slot(slot)
+    if quant is None:
+        return Format()
+    family, rotation = _family(quant), getattr(products, slot.partition(".")[0]).hadamard
+    if family == "nvfp4":
+        return Format(
+            family,
+            quant.element,
+            stochastic=quant.rounding == "stochastic",
+            square=quant.block == "16x16",
+            rotated=rotation is not None,
+            signs=rotation is None or rotation.signs == "fixed",
+            rows=quant.outer.granularity == "row",
+            chosen=quant.select.criterion.upper() if quant.select else "",
+            bound=int(quant.outer.bound),
+        )
+    history = int(argument(quant.outer.statistic)) if family == "fp8_delayed" else 0
+    return Format(family, quant.element, square=quant.block == "32x32", history=history)
+
+
+# --- TE's own recipes, where one says all that the three pairs of copies say ------------------------------------------------------
+
+
+def _builtin(custom: Custom) -> Builtin | None:
+    """The class of TE that is these copies, None where only a recipe of single quantisers is."""
+    forward = {custom.input.row.family, custom.weight.row.family}
+    backward = {custom.input.column.family, custom.weight.column.family, custom.grad_output.row.family, custom.grad_output.column.family}
+    requantised = custom.input.requantised or custom.weight.requantised
+    if len(forward) > 1 or "high" in forward or requantised or backward not in (forward, {"high"}):
+        return None
+    (family,) = forward
+    override = (("backward_override", None if backward == forward else "high_precision"),)
+    options = _nvfp4_options(custom) if family == "nvfp4" else _fp8_options(custom, family)
+    names = {"fp8": "Float8CurrentScaling", "fp8_delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
+    return None if options is None else Builtin(names[family], (*options, *override))
+
+
+def _fp8_options(custom: Custom, family: Family) -> tuple | None:
+    forward = {
+        custom.input.row.element,
+        custom.input.column.element or "e4m3",
+        custom.weight.row.element,
+        custom.weight.column.element or "e4m3",
+    }
+    backward = {custom.grad_output.row.element, custom.grad_output.column.element} - {""}
+    if forward != {"e4m3"} or len(backward) > 1:
+        return None
+    options = (("fp8_format", "HYBRID" if backward == {"e5m2"} else "E4M3"),)
+    if family == "mxfp8":
+        if custom.weight.column.family == "mxfp8" and custom.weight.row.square != custom.weight.column.square:
+            return None
+        return *options, ("enable_2d_quantization", custom.weight.row.square)
+    power = (("use_power_2_scales", False),) if family == "fp8" else ()
+    return *options, *power, *((("amax_history_len", custom.input.row.history),) if family == "fp8_delayed" else ())
+
+
+def _nvfp4_options(custom: Custom) -> tuple | None:
+    x, w, g = custom.input, custom.weight, custom.grad_output
+    forward_only = x.column.family == "high"
+    if not forward_only and (
+        (g.row.stochastic, w.row.square, x.row.chosen, x.row.bound, w.row.chosen, w.row.bound)
+        != (g.column.stochastic, w.column.square, x.column.chosen, x.column.bound, w.column.chosen, w.column.bound)
+        or x.column.stochastic
+        or x.row.rows
+    ):
+        return None
+    signs = x.column.signs and g.column.signs
+    chosen = {copy for copy in (x.row, w.row) if copy.chosen}
+    alike = len({(copy.chosen, copy.bound) for copy in chosen}) <= 1
+    if not signs or not alike or x.row.stochastic or (x.row.rows and chosen):
+        return None
+    where = {(True, True): "all", (True, False): "activations", (False, True): "weights", (False, False): "none"}
+    four_over_six = next(iter(chosen), Format(chosen="MAE", bound=256))
+    return (
+        ("disable_rht", not x.column.rotated),
+        ("disable_stochastic_rounding", not g.row.stochastic),
+        ("disable_2d_quantization", not w.row.square),
+        ("row_scaled_activation", x.row.rows),
+        ("nvfp4_4over6", where[bool(x.row.chosen), bool(w.row.chosen)]),
+        ("nvfp4_4over6_e4m3_use_256", "all" if four_over_six.bound == 256 else "none"),
+        ("nvfp4_4over6_err_mode", four_over_six.chosen),
+    )

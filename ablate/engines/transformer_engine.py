@@ -1,0 +1,180 @@
+"""Linear layers computed by Transformer Engine's kernels, each under a recipe of its own. Names and state dicts stay; TE is imported late.
+
+Not modelled: which bits a GPU draws for stochastic rounding. What TE does not show is not measured: errors and codes of operands.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from hashlib import blake2b
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ablate.engines.emulated import DTYPES, EmulatedLinear, Engine, quantisable
+from ablate.engines.hardware import refusal, this_machine
+from ablate.engines.te_mapping import MULTIPLE, Builtin, Custom, Description, Format, families, recipe_refusals, te_recipe
+from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import Operand
+from ablate.recipes.recipe import Products, Recipe
+
+_STRAY = "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"
+"""The one environment variable that changes numbers and that no argument overrides."""
+
+
+class Draws:
+    """What TE draws from the device's generator, determined by the moment: it is seeded at the first product of each micro-batch."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._last: tuple | None = None
+
+    def at(self, device: torch.device) -> None:
+        """Before a product on `device`: seed, where the moment is another than at the last one."""
+        moment = (self.clock.seed, self.clock.stream, self.clock.step, self.clock.micro_batch)
+        if moment != self._last and device.type == "cuda":
+            seed = int.from_bytes(blake2b(repr(moment).encode(), digest_size=7).digest(), "little")
+            torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(seed)
+        self._last = moment
+
+
+class NativeLinear(EmulatedLinear):
+    """The layer as te.Linear computes it; in high precision where its products quantise nothing. Shares the parameters it replaces.
+
+    One te.Linear for each recipe of TE that it meets: a te.Linear that meets a second recipe of the same class silently keeps the
+    quantisers of the first (TransformerEngineBaseModule.set_meta_tensor asks for the class alone).
+    """
+
+    def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype, draws: Draws) -> None:
+        super().__init__(linear, name, clock, dtype)
+        self.draws = draws
+        self._mapped: tuple[Products, Description] = (self.products, None)
+        self._layers: dict[Description, nn.Module] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out], in x's dtype; the bias is added in high precision. Autocast of torch does not reach in here."""
+        if self._mapped[0] is not self.products:
+            self._mapped = self.products, te_recipe(self.products)
+        description = self._mapped[1]
+        if description is None:
+            return super().forward(x)
+        rows = x.reshape(-1, self.in_features).to(torch.bfloat16).contiguous()
+        if rows.shape[0] % MULTIPLE:
+            raise ValueError(f"{self.name}: {rows.shape[0]} tokens, and Transformer Engine takes multiples of {MULTIPLE}")
+        self.draws.at(rows.device)
+        with torch.autocast(rows.device.type, enabled=False):
+            y = self._product(description, rows, self.weight.to(torch.bfloat16))
+        self.nonfinite = self.nonfinite + ~y.detach().isfinite().all()
+        y = y.to(x.dtype) if self.bias is None else (y + self.bias).to(x.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _product(self, description: Description, x: Tensor, w: Tensor) -> Tensor:
+        """y = x w^T under one of TE's recipes, differentiable in both; RuntimeError where TE has used another."""
+        te, wanted = library(), build(description)
+        layer = self._layers.get(description)
+        if layer is None:
+            layer = te.Linear(self.in_features, self.out_features, bias=False, params_dtype=torch.bfloat16, device="meta")
+            self._layers[description] = layer
+        with te.autocast(enabled=True, recipe=wanted):
+            y = torch.func.functional_call(layer, {"weight": w}, (x,))
+        took = layer.fp8 and all(getattr(layer.fp8_meta.get(key), "recipe", None) is wanted for key in ("scaling_fwd", "scaling_bwd"))
+        if not took:
+            raise RuntimeError(f"{self.name}: Transformer Engine has not taken up the recipe in force, {wanted}")
+        return y
+
+
+class NativeEngine(Engine):
+    """Follows the schedule as the emulator's does. It sees no quantised operand, so it tells of none."""
+
+    def weight_casts(self) -> dict[str, tuple[Tensor, Operand]]:
+        """None: TE keeps the casts to itself."""
+        return {}
+
+
+def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
+    """Replace every nn.Linear inside a transformer block, in place. ValueError where TE cannot train by the recipe, here or at all."""
+    reason = next(recipe_refusals(recipe), None) or refusal(this_machine(), families(recipe))
+    if reason:
+        raise ValueError(f"engine transformer_engine: {reason}")
+    if os.environ.get(_STRAY, "0") != "0":
+        raise ValueError(f"engine transformer_engine: {_STRAY} is set and would change numbers behind the recipe's back; unset it")
+    draws = Draws(clock)
+    for name in quantisable(model):
+        linear = model.get_submodule(name)
+        if not recipe.plain and (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE):
+            found = f"{linear.in_features} to {linear.out_features} features"
+            raise ValueError(f"{name}: {found}, and Transformer Engine takes multiples of {MULTIPLE}; use engine: emulated")
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, NativeLinear(linear, name, clock, DTYPES[recipe.dtype], draws))
+    return NativeEngine(model, recipe, clock)
+
+
+# --- a description as TE's objects -------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def library() -> SimpleNamespace:
+    """What is used of TE, imported now."""
+    import transformer_engine.common.recipe as recipes
+    import transformer_engine.pytorch as te
+
+    return SimpleNamespace(recipes=recipes, te=te, Linear=te.Linear, autocast=te.autocast)
+
+
+@lru_cache(maxsize=256)
+def build(description: Builtin | Custom) -> Any:
+    """TE's recipe object, the same for the same description: whether a layer took it up is asked by identity."""
+    recipes = library().recipes
+    if isinstance(description, Custom):
+        return recipes.CustomRecipe(qfactory=factory(description), backward_override=None)
+    options = dict(description.options)
+    if "fp8_format" in options:
+        options["fp8_format"] = recipes.Format[options["fp8_format"]]
+    return getattr(recipes, description.name)(**options)
+
+
+def factory(custom: Custom) -> Callable[[Any], Any]:
+    """The function that TE asks for the quantiser of each tensor of a layer; those that leave the layer are quantised by none."""
+
+    def quantiser(role: Any) -> Any:
+        copies = getattr(custom, role.tensor_type, None) if role is not None and role.tensor_type else None
+        if copies is None:
+            return _quantiser(Format())
+        if not copies.requantised and copies.row == replace(copies.column, rotated=False, signs=True):
+            return _quantiser(copies.column)  # TE rotates the columnwise copy alone
+        source = "rowwise_dequantized" if copies.requantised else "original"
+        row, column = _quantiser(copies.row), _quantiser(copies.column)
+        return library().te.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source=source)
+
+    return quantiser
+
+
+def _quantiser(copy: Format) -> Any:
+    te = library().te
+    match copy.family:
+        case "nvfp4":
+            return te.NVFP4Quantizer(
+                fp4_dtype=te.DType.kFloat4E2M1,
+                with_rht=copy.rotated,
+                with_post_rht_amax=copy.rotated,
+                with_2d_quantization=copy.square,
+                stochastic_rounding=copy.stochastic,
+                row_scaled_nvfp4=copy.rows,
+                nvfp4_use_4over6=bool(copy.chosen),
+                nvfp4_e4m3_max=copy.bound,
+                nvfp4_4over6_err_mode=copy.chosen or "MAE",
+                with_random_sign_mask=copy.signs,
+            )
+        case "mxfp8":
+            return te.MXFP8Quantizer(_dtype(copy), with_2d_quantization=copy.square)
+        case "fp8":
+            return te.Float8CurrentScalingQuantizer(_dtype(copy), device=torch.device("cuda"), force_pow_2_scales=False)
+    return te.IdentityQuantizer()
+
+
+def _dtype(copy: Format) -> Any:
+    types = library().te.DType
+    return {"e4m3": types.kFloat8E4M3, "e5m2": types.kFloat8E5M2}[copy.element]

@@ -1,0 +1,214 @@
+"""What the engine's layers compute through Transformer Engine's own te.Linear, beside the emulator; run as a program, it prints JSON."""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+
+import te_double
+import torch
+from torch import Tensor, nn
+
+warnings.simplefilter("ignore")  # TE's, of a machine without its native part
+TE = te_double.install()
+
+from ablate import choice  # noqa: E402
+from ablate.arms import Base  # noqa: E402
+from ablate.engines import transformer_engine as native  # noqa: E402
+from ablate.engines.emulated import EmulatedLinear  # noqa: E402
+from ablate.engines.hardware import Machine  # noqa: E402
+from ablate.engines.te_mapping import Builtin, recipe_refusals, te_recipe  # noqa: E402
+from ablate.numerics.philox import Clock  # noqa: E402
+from ablate.numerics.spec import Hadamard, Outer, Quant, Select  # noqa: E402
+from ablate.recipes import PRESETS  # noqa: E402
+from ablate.recipes.recipe import Dgrad, Fprop, Layers, Phase, Products, Recipe, Wgrad  # noqa: E402
+from ablate.train import Telemetry  # noqa: E402
+from ablate.workloads import WORKLOADS  # noqa: E402
+
+B200 = Machine("2.20.2", native=True, capability=(10, 0))
+native.this_machine = choice.this_machine = lambda: B200
+
+
+def nvfp4(**knobs) -> Recipe:
+    """NVIDIA's recipe without stochastic rounding, which TE's reference has not."""
+    return Base("gpt", {}, "nvfp4").arm({"sr": False, **knobs}).recipe
+
+
+WHOLE = nvfp4().products
+CHOSEN = Quant(select=Select(among="scales", criterion="mae"), outer=Outer(bound=256.0))
+BETTER = Quant(select=Select(among="scales", criterion="mse"), outer=Outer(bound=256.0))
+RECIPES = {
+    "rotated, square weights": WHOLE,
+    "not rotated": nvfp4(rht=False).products,
+    "weights in rows of 16": nvfp4(weights_2d=False).products,
+    "forward alone": WHOLE.high_precision("backward"),
+    "backward alone": WHOLE.high_precision("forward"),
+    "rotated without signs": WHOLE.model_copy(update={"wgrad": WHOLE.wgrad.model_copy(update={"hadamard": Hadamard(signs="none")})}),
+    "wgrad in bf16": WHOLE.model_copy(update={"wgrad": Wgrad()}),
+    "dgrad in bf16": WHOLE.model_copy(update={"dgrad": Dgrad()}),
+    "Four Over Six forward": Products(fprop=Fprop(x=CHOSEN, w=CHOSEN)),
+    "Four Over Six forward, rotated backward": WHOLE.model_copy(update={"fprop": Fprop(x=BETTER, w=BETTER)}),
+    "weights from their forward copy": WHOLE.model_copy(update={"dgrad": Dgrad(g=Quant(), w=Quant(block="16x16", source="forward"))}),
+    "activations by rows": Products(fprop=Fprop(x=Quant(outer=Outer(granularity="row")), w=Quant())),
+}
+
+
+def layers(products: Products, features: tuple[int, int], seed: int, bias: bool = False) -> Iterator[nn.Module]:
+    """The emulator's layer and the engine's, with the same weights."""
+    for kind in (EmulatedLinear, native.NativeLinear):
+        g, clock = torch.Generator().manual_seed(seed), Clock(0)
+        linear = nn.Linear(*features, bias=bias)
+        for parameter in linear.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=g)
+        layer = kind(linear, "blocks.0.a", clock, torch.bfloat16, *([native.Draws(clock)] if kind is native.NativeLinear else []))
+        layer.products = products
+        yield layer
+
+
+def computed(layer: nn.Module, tokens: int, seed: int) -> list[Tensor]:
+    """y, dx, dw (and db) for Gaussian x and dy."""
+    g = torch.Generator().manual_seed(1000 + seed)
+    x = torch.randn(tokens, layer.in_features, generator=g).bfloat16().requires_grad_()
+    dy = torch.randn(tokens, layer.out_features, generator=g).bfloat16()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(dy)
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def differ(products: Products, shape: tuple[int, int, int], seed: int, bias: bool = False) -> list[float]:
+    """The share of elements that differ, and the largest difference over the largest magnitude, over all that is computed."""
+    tokens, inputs, outputs = shape
+    ours, theirs = (computed(layer, tokens, seed) for layer in layers(products, (inputs, outputs), seed, bias))
+    pairs = [(a.double(), b.double()) for a, b in zip(ours, theirs, strict=True)]
+    return [max(float((a != b).double().mean()) for a, b in pairs), max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)]
+
+
+def shapes(count: int) -> list[tuple[int, int, int]]:
+    """Tokens, in- and out-features: multiples of 32 up to 256."""
+    g = torch.Generator().manual_seed(3)
+    return [tuple(32 * int(n) for n in torch.randint(1, 9, (3,), generator=g)) for _ in range(count)]
+
+
+def switched() -> dict[str, list[float]]:
+    """One layer under recipes in turn, some of one class, some none: how far each step is from the emulator's."""
+    sequence = [("rotated", WHOLE), ("not rotated", RECIPES["not rotated"]), ("bf16", Products())]
+    sequence += [("forward alone", RECIPES["forward alone"]), ("backward alone", RECIPES["backward alone"]), ("rotated again", WHOLE)]
+    ours, theirs = layers(WHOLE, (96, 64), 5)
+    found = {}
+    for name, products in sequence:
+        ours.products = theirs.products = products
+        pairs = list(zip(computed(ours, 64, 6), computed(theirs, 64, 6), strict=True))
+        found[name] = [max(float((a != b).double().mean()) for a, b in pairs)]
+    return found
+
+
+def trap() -> dict[str, object]:
+    """What one te.Linear makes of a second recipe of the same class, and what the engine says where it is given one that was used."""
+    _, layer = layers(WHOLE, (64, 64), 7)
+    computed(layer, 64, 8)
+    (used,) = layer._layers.values()
+    layer.products = RECIPES["not rotated"]
+    description = te_recipe(layer.products)
+    layer._layers[description] = used
+    said = ""
+    try:
+        computed(layer, 64, 8)
+    except RuntimeError as error:
+        said = str(error)
+    with TE.autocast(enabled=True, recipe=native.build(description)):
+        torch.func.functional_call(used, {"weight": layer.weight.detach().bfloat16()}, (torch.ones(64, 64).bfloat16(),))
+    return {"said": said, "rotates still": used.quantizers["scaling_fwd"][0].with_rht}
+
+
+def trained() -> dict[str, object]:
+    """A small transformer under both engines: a layer policy, a phase of another recipe of the same class, and one in bf16."""
+    phases = (Phase(start="step:2", use=RECIPES["not rotated"]), Phase(start="step:4", use=None))
+    recipe = nvfp4().model_copy(update={"layers": Layers(skip_last=1), "schedule": phases})
+    config = WORKLOADS["gpt"](layers=2, width=32, heads=2, steps=6, batch=2, context=32, eval_tokens=128, eval_batch=2, accumulate=2)
+    losses = {
+        engine: [
+            {key: value for key, value in record.metrics.items() if key in ("train/loss", "val/loss", "val/loss_bf16", "flops/fp4_share")}
+            for record in config.records(recipe, 0, engine, "cpu", Telemetry(every=2, log=1, shadow=3))
+        ]
+        for engine in ("emulated", "transformer_engine")
+    }
+    high = [record.metrics["train/loss"] for record in config.records(PRESETS["bf16"](), 0, "emulated", "cpu", Telemetry(log=1))]
+    models = [config.prepare(recipe, 0, "cpu", engine) for engine in ("emulated", "transformer_engine")]
+    before, after = (dict(run.model.state_dict().items()) for run in models)
+    same = list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+    kinds = sorted({type(layer).__name__ for layer in models[1].engine.layers.values()})
+    return {"losses": losses, "high": high, "states": same, "layers": kinds, "names": len(before)}
+
+
+def frozen() -> list[float]:
+    """The share of elements of y and dx that differ where the weight is not trained (adapters)."""
+    found = []
+    for layer in layers(WHOLE, (64, 96), 11):
+        layer.weight.requires_grad_(False)
+        found.append(computed(layer, 32, 12)[:2])
+    return [float((a != b).double().mean()) for a, b in zip(*found, strict=True)]
+
+
+def built() -> dict[str, str]:
+    """TE's own objects for the presets that it computes: the recipe as TE prints it."""
+    presets = {name: make() for name, make in PRESETS.items() if not list(recipe_refusals(make()))}
+    found = {name: te_recipe(recipe.products) for name, recipe in presets.items() if not recipe.products.plain}
+    return {name: repr(native.build(description)) for name, description in found.items() if isinstance(description, Builtin)}
+
+
+def made() -> dict[str, dict[str, list[str]]]:
+    """The quantisers that a custom recipe makes for each tensor: rowwise and columnwise, with what they were asked to be."""
+    asked: dict[int, str] = {}
+
+    def remembered(*, stochastic_rounding=False, **options):
+        quantiser = te_double.reference(**options)
+        words = {"stochastic": stochastic_rounding, "rotated": options["with_rht"], "square": options["with_2d_quantization"]}
+        asked[id(quantiser)] = " ".join(["nvfp4", *(word for word, there in words.items() if there)])
+        return quantiser
+
+    def told(quantiser) -> list[str]:
+        parts = [getattr(quantiser, f"{way}_quantizer", quantiser) for way in ("rowwise", "columnwise")]
+        return [asked.get(id(part), type(part).__name__) for part in parts]
+
+    customs = {
+        "fp4_all_the_way": PRESETS["fp4_all_the_way"]().products,
+        "backward in nvfp4": PRESETS["nvfp4"]().products.high_precision("forward"),
+        "forward in mxfp8": PRESETS["nvfp4"]().products.replaced("forward", PRESETS["mxfp8"]().products),
+        "backward in fp8": PRESETS["fp8_current"]().products.high_precision("forward"),
+    }
+    TE.NVFP4Quantizer, before = remembered, TE.NVFP4Quantizer
+    found = {}
+    for name, products in customs.items():
+        make = native.build(te_recipe(products)).qfactory
+        roles = [TE.QuantizerRole(module_type="linear", tensor_type=tensor) for tensor in ("input", "weight", "grad_output")]
+        kept = [make(role) for role in (*roles, None)]
+        found[name] = {tensor: told(it) for tensor, it in zip(("input", "weight", "grad_output", "leaving"), kept, strict=True)}
+    TE.NVFP4Quantizer = before
+    return found
+
+
+def refused() -> dict[str, str]:
+    """What `convert` says to what cannot be."""
+    said = {}
+    for name, recipe, features in (("recipe", PRESETS["ufp4"](), 32), ("features", nvfp4(), 40)):
+        model = nn.Sequential()
+        model.blocks = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(features, 32)})])
+        try:
+            native.convert(model, recipe, Clock(0))
+        except ValueError as error:
+            said[name] = str(error)
+    _, layer = layers(WHOLE, (64, 64), 1)
+    try:
+        layer(torch.zeros(40, 64).bfloat16())
+    except ValueError as error:
+        said["tokens"] = str(error)
+    return said
+
+
+if __name__ == "__main__":
+    many = [differ(WHOLE, shape, seed) for seed, shape in enumerate(shapes(int(sys.argv[1])))]
+    each = {name: differ(products, (64, 96, 128), 4, bias=True) for name, products in RECIPES.items()}
+    told = {name: str(native.build(te_recipe(products))).partition(",")[0] for name, products in RECIPES.items()}
+    whole = {"many": many, "each": each, "told": told, "frozen": frozen(), "built": built(), "made": made(), "switched": switched()}
+    print(json.dumps(whole | {"trap": trap(), "trained": trained(), "refused": refused()}))
