@@ -33,3 +33,12 @@ def shards(tmp_path_factory) -> Shards:
 def generator() -> torch.Generator:
     """An explicit source of randomness, the same for every test."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def cache(tmp_path_factory, monkeypatch) -> Path:
+    """An empty folder for what is made of data once and kept."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("ABLATE_CACHE", str(folder))
+    monkeypatch.setenv("HF_HOME", str(folder / "hub"))
+    return folder

@@ -16,6 +16,7 @@ FLOORS = {
         "sweep",
         "plan",
         "recipe",
+        "data_command",
         "terminal",
         "report",
         "doctor",
@@ -34,6 +35,7 @@ FLOORS = {
         "space",
         "forks",
         "arms",
+        "choice",
         "experiment",
         "points",
         "search",
@@ -60,7 +62,7 @@ FLOORS = {
         "notify",
     ),
     6: ("workloads", "trial"),
-    5: ("hyperparameters", "transformer", "train", "checkpoints"),
+    5: ("hyperparameters", "transformer", "train", "checkpoints", "optimizers", "stability", "models"),
     4: ("metrics",),
     3: ("engines",),
     2: ("recipes", "peers"),
@@ -70,11 +72,14 @@ FLOORS = {
 """A file imports only from lower floors. A folder is one inhabitant, whose files may import each other."""
 
 ALLOWED = {
-    "data": {"numerics.spec", "numerics.philox"},  # the words for a frozen description, and the counter-based bits
-    "train": {"hyperparameters", "checkpoints"},
+    "data": {"numerics.spec", "numerics.philox", "store", "redact"},  # a frozen description's words, counter-based bits, locks
+    "train": {"hyperparameters", "checkpoints", "optimizers", "stability"},
+    "optimizers": {"hyperparameters"},
+    "stability": {"hyperparameters"},
     "trial": {"workloads"},
     "space": {"surface"},
-    "experiment": {"surface", "space", "arms"},
+    "choice": {"arms"},
+    "experiment": {"surface", "space", "arms", "choice"},
     "controller": {"pictures"},
     "points": {"surface", "space", "experiment"},
     "search": {"space", "experiment", "points", "surface", "results"},
@@ -103,15 +108,20 @@ HOMES = {
     "ruamel",
     "seaborn",
     "transformer_engine",
+    "transformers",
     "statsmodels",
     "adbc_driver_sqlite",
     "papermill",
     "nbconvert",
+    "datasets",
+    "huggingface_hub",
+    "tokenizers",
+    "PIL",
 }
 """Foreign libraries that at most one file, or folder, imports, so that changing them touches one place."""
 
 INSTANT = ("ablate.recipes", "ablate.workloads", "ablate.plan", "ablate.experiment", "ablate.data", "ablate.engines")
-HEAVY = ("torch", "ray", "mlflow", "optuna")
+HEAVY = ("torch", "ray", "mlflow", "optuna", "transformers", "datasets", "huggingface_hub", "sklearn")
 
 
 def name_of(path: Path) -> str:
@@ -243,7 +253,9 @@ def global_draws(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_file_touches_a_global_generator(path):
-    assert global_draws(path.read_text()) == []
+    """But for one: what other libraries' models draw there is drawn inside a fork, seeded, which `models.drawn` puts back."""
+    forks = ["torch.random.fork_rng", "torch.manual_seed"] if name_of(path) == "models" else []
+    assert global_draws(path.read_text()) == forks
 
 
 @pytest.mark.parametrize(

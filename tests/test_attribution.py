@@ -19,7 +19,7 @@ def arm(name: str, knobs: dict, values: dict[int, float], baseline: str | None =
     given = tuple(range(given or len(values)))
     missing = tuple(seed for seed in given if seed not in values)
     gap = paired_difference(values, dict.fromkeys(values, 0.0)) if baseline else None
-    measured = {"sqnr_db": math.nan, "tokens_per_s": math.nan, "nans": 0, "diverged": (), "missing": missing}
+    measured = {"sqnr_db": math.nan, "tokens_per_s": math.nan, "memory": math.nan, "nans": 0, "diverged": (), "missing": missing}
     return ArmSummary(name, baseline, knobs, values, given, gap, None, Interval(), "", "listed", **measured)
 
 

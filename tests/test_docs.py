@@ -10,7 +10,7 @@ import pytest
 from ablate.surface import json_schema
 
 ROOT = Path(__file__).parents[1]
-EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
+EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
 
 
 def test_the_readme_has_the_table_of_knobs_that_the_code_prints():

@@ -15,7 +15,7 @@ from ablate.experiment import load
 from ablate.recipes import PRESETS
 from ablate.surface import json_schema
 
-EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").glob("*.yaml"))
+EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").rglob("*.yaml"))
 GOOD = """
     schema: 1
     question: Does it matter?
@@ -149,6 +149,26 @@ REFUSED = {
         "ablate: {rht: [true]}\npublished: [{arm: rht, metric: val/loss, value: 3.0, source: x}]",
         "5:14: published.0.arm: 'rht': no such arm; 'rht=true' is the nearest",
     ),
+    "a published difference from no arm": (
+        "ablate: {rht: [true]}\npublished: [{arm: rht=true, against: fp8, metric: val/loss, value: lower, source: x}]",
+        "5:29: published.0.against: 'fp8': no such arm; 'bf16' is the nearest",
+    ),
+    "a published difference from the arm itself": (
+        "ablate: {rht: [true]}\npublished: [{arm: bf16, against: bf16, metric: val/loss, value: 0.1, source: x}]",
+        "5:13: published.0: {'arm': 'bf16', 'against': 'bf16', 'metric': 'val/loss', ...: against bf16 is the arm itself",
+    ),
+    "a published ordering of one arm": (
+        "ablate: {rht: [true]}\npublished: [{arm: bf16, metric: val/loss, value: lower, source: x}]",
+        "5:13: published.0: {'arm': 'bf16', 'metric': 'val/loss', 'value': 'lower', '...: value lower compares two arms: name the",
+    ),
+    "a published difference with a tolerance": (
+        "ablate: {rht: [true]}\npublished: [{arm: rht=true, against: bf16, metric: val/loss, value: 0.1, tolerance: 0.1, source: x}]",
+        "5:13: published.0: {'arm': 'rht=true', 'against': 'bf16', 'metric': 'val/los...: tolerance is for a figure of one arm; a",
+    ),
+    "a published word that is none": (
+        "ablate: {rht: [true]}\npublished: [{arm: rht=true, against: bf16, metric: val/loss, value: better, source: x}]",
+        "5:62: published.0.value: 'better': must be a number, a share such as -1.0%, lower, higher or no difference",
+    ),
     "a published figure of an unknown metric": (
         "ablate: {rht: [true]}\npublished: [{arm: rht=true, metric: loss, value: 3.0, source: x}]",
         "5:29: published.0.metric: 'loss': no such metric of gpt",
@@ -206,8 +226,8 @@ REFUSED = {
     ),
     "cost": ("ablate: {rht: [true]}\nbudget: {cost: 0}", "5:10: budget.cost: 0: input should be greater than 0"),
     "engine": (
-        "ablate: {rht: [true]}\nengine: transformer_engine",
-        "5:1: engine: 'transformer_engine': engine 'transformer_engine' is not yet available; 'emulated'",
+        "ablate: {rht: [true]}\nengine: transformer",
+        "5:1: engine: 'transformer': no such engine; 'transformer_engine' is the nearest of",
     ),
     "sampler": (
         "ablate: {rht: [true, false]}\nsearch: {trials: 2, sampler: grid}",
@@ -330,9 +350,9 @@ def test_a_mistake_in_the_workload_is_refused_with_its_place(values, expected, t
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [
-        ("{gptt: {}}", "1:12: workload.gptt: no such workload; 'gpt' is the nearest of gpt, tensors, idle"),
-        ("{}", "1:1: workload: names 0 workloads; give one of gpt, tensors, idle"),
-        ("{gpt: {}, mae: {}}", "1:1: workload: names 2 workloads; give one of gpt, tensors, idle"),
+        ("{gptt: {}}", "1:12: workload.gptt: no such workload; 'gpt' is the nearest of gpt, tensors, finetune, mae, idle"),
+        ("{}", "1:1: workload: names 0 workloads; give one of gpt, mae, finetune, tensors, idle"),
+        ("{gpt: {}, mae: {}}", "1:1: workload: names 2 workloads; give one of gpt, mae, finetune, tensors, idle"),
         ("[gpt]", "1:1: workload: ['gpt']: input should be a valid dictionary"),
     ],
 )
@@ -609,6 +629,10 @@ def test_every_experiment_of_this_repository_loads_and_fits_the_schema(path, val
     experiment = load(path)
     assert len({experiment.spec(arm, seed, "cpu").id for arm in experiment.arms for seed in experiment.seeds}) >= 2
     validator.validate(YAML(typ="safe", pure=True).load(path.read_text()))
+
+
+def test_no_two_experiments_of_this_repository_share_a_name_since_a_sweep_and_its_report_are_named_by_it():
+    assert len({path.stem for path in EXPERIMENTS}) == len(EXPERIMENTS) > 15
 
 
 KEYS = [

@@ -133,3 +133,12 @@ def test_who_waits_for_a_lock_gets_it_when_its_holder_is_gone(tmp_path, holder):
 def test_different_trials_are_claimed_independently(store):
     with store.claim("a", 1), store.claim("b", 1), pytest.raises(Busy), lock(store.folder("a") / "lock", wait=False):
         pass
+
+
+def test_what_a_trial_left_are_the_files_of_its_folder_artifacts(store):
+    assert store.artifacts("a") == store.artifacts("unknown") == []
+    folder = store.folder("a") / "artifacts"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("b.png", "a.txt"):
+        (folder / name).touch()
+    assert [path.name for path in store.artifacts("a")] == ["a.txt", "b.png"]

@@ -140,13 +140,18 @@ def test_a_deleted_database_is_made_again(tmp_path):
     path = tmp_path / "mlflow.db"
     for name in ("one", "two"):
         sweep(tiny(tmp_path, name, seeds=1), tmp_path, f"sqlite:///{path}")
+    for trial in (tmp_path / "trials").iterdir():
+        (trial / "artifacts").mkdir(exist_ok=True)
+        (trial / "artifacts" / "grid.png").touch()
     path.unlink()
     done = ablate("sync", "--rebuild", "--state", tmp_path, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
-    client = MlflowClient(f"sqlite:///{path}")
+    client = MlflowClient(f"sqlite:///{tmp_path}/./mlflow.db")  # under the name it had, this process still has the deleted file open
     for name in ("one", "two"):
         assert drawn(client, name) == recorded(tmp_path, name)
         assert parents(client, name) == ["FINISHED"]
+        left = [[item.path for item in client.list_artifacts(run.info.run_id)] for run in runs(client, name)]
+        assert left == [["grid.png", "result.json", "spec.json"]] * 3
 
 
 def test_a_database_that_another_sweep_made_again_gets_this_ones_runs_too(tmp_path):
