@@ -141,9 +141,9 @@ class Training(Spec):
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         """(field, reason) for what cannot run with this recipe."""
-        unused = self.guard.fallback.model_fields_set - {"lr"} if self.guard.policy != "fallback" else ()
-        if unused:
-            yield "guard.policy", f"{self.guard.policy} never falls back, so fallback.{min(unused)} has no effect; use policy: fallback"
+        unused = [name for name, value in self.guard.fallback if value != getattr(Fallback(), name)]
+        if unused and self.guard.policy != "fallback":
+            yield "guard.policy", f"{self.guard.policy} never falls back, so fallback.{unused[0]} has no effect; use policy: fallback"
         if self.compile and (needed := recipe.products.backward_needs):
             yield "compile", f"true keeps x and w alone for the backward pass; needed is {needed}"
         if self.compile and self.recompute:

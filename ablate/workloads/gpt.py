@@ -73,7 +73,7 @@ class Gpt(Text):
         yield from found.items()
 
     def _shaped_otherwise(self) -> Iterator[tuple[str, str]]:
-        for name in self.model_fields_set & set(_SHAPE):
+        for name in (name for name in _SHAPE if getattr(self, name) != type(self).model_fields[name].default):
             yield name, "has no effect on a model of transformers; set that configuration's own field under model"
         yield from misfits(self.model, self)
 
