@@ -159,7 +159,7 @@ def test_the_plan_says_why_auto_took_the_emulator(tmp_path):
 def test_the_native_part_is_told_from_the_package_of_python_alone(packages, library, native, monkeypatch):
     monkeypatch.setattr(hardware, "installed", packages.get)
     found = this_machine()
-    assert (found.library, found.native) == (library, native)
+    assert (found.version, found.native) == (library, native)
 
 
 def test_looking_at_the_machine_imports_no_torch():

@@ -25,7 +25,7 @@ _MAJOR, _MINOR = 75, 76
 class Machine:
     """What decides whether Transformer Engine runs here."""
 
-    library: str | None = None
+    version: str | None = None
     """The version of Transformer Engine, None where it is not installed."""
     native: bool = False
     """Whether its native part is there."""
@@ -64,12 +64,12 @@ def refusal(machine: Machine, families: Collection[str]) -> Refusal | None:
     """Why formats of these families cannot run on the machine; None where they can."""
     if machine.capability is None:
         return Refusal("there is no GPU with CUDA here", EMULATE)
-    if machine.library is None:
+    if machine.version is None:
         return Refusal("Transformer Engine is not installed", INSTALL)
     if not machine.native:
-        return Refusal(f"Transformer Engine {machine.library} is here without its native part, as Python alone", INSTALL)
-    if _number(machine.library) < OLDEST:
-        return Refusal(f"Transformer Engine {machine.library} is older than {'.'.join(map(str, OLDEST))}", INSTALL)
+        return Refusal(f"Transformer Engine {machine.version} is here without its native part, as Python alone", INSTALL)
+    if _number(machine.version) < OLDEST:
+        return Refusal(f"Transformer Engine {machine.version} is older than {'.'.join(map(str, OLDEST))}", INSTALL)
     missing = sorted({_NAMES[family] for family in families if family in _NAMES and family not in _computes(machine.capability)})
     if not missing:
         return None
