@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ablate.engines.emulated import Engine
+from ablate.parallel import gathered, placed, placed_optimizer, world
 
 VERSION = 3
 """Of the file's content; another version is not read."""
@@ -45,13 +46,18 @@ class Checkpoints:
         self.resumed = state and state["step"]
         return state
 
-    def leave(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Leave what is wanted after `step` steps: a state that others pass through, and the trial's own where `seconds` went by."""
-        if step in self.shared and not self.shared[step].exists():
+    def wanted(self, step: int) -> tuple[bool, bool]:
+        """Whether a state after `step` steps is wanted: by other trials that pass through it, and for this one, as `seconds` went by."""
+        return step in self.shared and not self.shared[step].exists(), time.monotonic() - self._last >= self.seconds
+
+    def leave(self, step: int, state: dict[str, Any], wanted: tuple[bool, bool]) -> None:
+        """Leave the state after `step` steps for whom it is wanted."""
+        others, own = wanted
+        if others:
             self.shared[step].parent.mkdir(parents=True, exist_ok=True)
-            self._write(self.shared[step], state())
-        if time.monotonic() - self._last >= self.seconds:
-            self._write(self.path, state())
+            self._write(self.shared[step], state)
+        if own:
+            self._write(self.path, state)
             self._last = time.monotonic()
 
     def _write(self, path: Path, state: dict[str, Any]) -> None:
@@ -78,7 +84,10 @@ class Checkpoints:
 
 
 class Standing(NamedTuple):
-    """What a checkpoint holds: the steps done, and everything that the next one depends on."""
+    """What a checkpoint holds: the steps done, and everything that the next one depends on, whole, whatever each rank keeps of it.
+
+    All ranks call both methods.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -86,16 +95,12 @@ class Standing(NamedTuple):
 
     def state(self, step: int) -> dict[str, Any]:
         """After `step` steps."""
-        return {
-            "step": step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "engine": self.engine.state(),
-        }
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "engine": self.engine.state()}
+        return {"step": step, **gathered(parts, kept=world().rank == 0)}
 
     def restore(self, state: dict[str, Any]) -> int:
         """Stand where the checkpoint stood; returns its step."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(placed(state["model"], self.model.state_dict()))
+        self.optimizer.load_state_dict(placed_optimizer(state["optimizer"], self.optimizer))
         self.engine.restore(state["engine"], state["step"])
         return state["step"]

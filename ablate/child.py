@@ -1,7 +1,8 @@
 """The trial's own process: a warm interpreter that forks a child for each trial, and dies with whoever started it.
 
-Standard input carries one JSON line a trial: {id, spec, root, attempt, telemetry, fork}. Standard output carries the child's {"pid": n}
-and its events as JSON lines, then {"exit": status} (negative: the signal that killed it). Torch is imported once, and so
+Standard input carries one JSON line a trial: {id, spec, root, attempt, telemetry, fork, ranks, sharded, gang}. Standard output carries the
+child's {"pid": n} and its events as JSON lines, of several ranks {"died": [rank, status]}, or null, then {"exit": status} (negative: the
+signal that killed it). Torch is imported once, and so
 is what a workload takes long to import: a trial starts in milliseconds. When standard input closes, the supervisor is gone: the warm
 process and the trial in it end at once. At SIGUSR1 a trial writes the stack of its threads into its log.
 """
@@ -14,19 +15,18 @@ import select
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
+from typing import IO
 
 from ablate import provenance
+from ablate.rank import IMPORTS, SHARDING, launch
 from ablate.store import Store
-from ablate.trial import OutOfMemory, TrialSpec, run
+from ablate.trial import TrialSpec, exit_status, run
 from ablate.workloads import WORKLOADS
 
 _POLL_SECONDS = 0.5
-OUT_OF_MEMORY = 12
-"""Exit status of a trial that ran out of memory: ENOMEM."""
 
 
 def main() -> None:
@@ -96,7 +96,9 @@ def load(request: dict) -> None:
     """Import what the trial's workload takes seconds to import: every later trial finds it there. What is wrong the trial will tell."""
     with suppress(KeyError, ValueError), redirect_stdout(sys.stderr):  # standard output is for events
         ((workload, config),) = json.loads(request["spec"])["workload"].items()
-        for module in WORKLOADS[workload].model_validate_json(json.dumps(config)).imports:
+        imports = WORKLOADS[workload].model_validate_json(json.dumps(config)).imports
+        several = (IMPORTS if request.get("ranks", 1) > 1 else ()) + (SHARDING if request.get("sharded") else ())
+        for module in (*imports, *several):
             with suppress(ImportError):
                 importlib.import_module(module)
 
@@ -121,31 +123,28 @@ def _supervisor_gone(seconds: float) -> bool:
 
 def _trial(request: dict) -> None:
     """In the forked child: run the trial, its events to standard output, what it prints to its log; never returns."""
-    parent = os.getppid()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    store = Store(Path(request["root"]))
-    attempt = request["attempt"]
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     status = 1
     try:
-        folder = store.folder(request["id"])
-        folder.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.dup(1), "w", buffering=1) as events, (folder / f"log-{attempt}.txt").open("w") as log:
+        path = Store(Path(request["root"])).log(request["id"], request["attempt"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.dup(1), "w", buffering=1) as events, path.open("a") as log:  # to which nodes that share the folder add
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             faulthandler.register(signal.SIGUSR1, file=log)
             print(json.dumps({"pid": os.getpid()}), file=events)
-            try:
-                for event in run(TrialSpec.parse(request["spec"]), store, attempt, request["telemetry"], request.get("fork", ())):
-                    print(json.dumps(event), file=events)
-                status = 0
-            except OutOfMemory as error:
-                print(error, file=log, flush=True)
-                status = OUT_OF_MEMORY
-            except Exception:  # the boundary of the process: its reason goes to the log, which the supervisor reports
-                traceback.print_exc()
-                sys.stderr.flush()
+            status = exit_status(lambda: _run(request, events))
     finally:
         os._exit(status)
+
+
+def _run(request: dict, events: IO[str]) -> None:
+    if request.get("ranks", 1) > 1:
+        print(json.dumps({"died": launch(request, events)}), file=events)
+        return
+    spec, store = TrialSpec.parse(request["spec"]), Store(Path(request["root"]))
+    for event in run(spec, store, request["attempt"], request["telemetry"], request.get("fork", ())):
+        print(json.dumps(event), file=events)
 
 
 def _end_with(parent: int) -> None:

@@ -1,12 +1,14 @@
 """How long things take, fairly: interleaved rounds, medians; and what one call spends its time and memory on. For `ablate bench`."""
 
+import itertools
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 Work = dict[str, Callable[[], Any]]
 
@@ -53,6 +55,92 @@ def seconds(call: Callable[[], Any], repeats: int) -> float:
         call()
     wait()
     return (time.perf_counter() - start) / repeats
+
+
+class Clock(Protocol):
+    """Moments on a device: taken while it may still be computing, read afterwards."""
+
+    def begin(self) -> None:
+        """Before a call: what must not be found in a cache, or waited for, is put out of the way."""
+
+    def mark(self) -> Any:
+        """Now, in the order of what the device is given to do."""
+
+    def stretches(self, marks: list[Any]) -> list[float]:
+        """Seconds between one mark and the next."""
+
+
+class Wall:
+    """The clock on the wall, for a processor that computes when it is called."""
+
+    def begin(self) -> None:
+        """Nothing: caches stay warm, as between a training step's layers."""
+
+    def mark(self) -> float:
+        """Seconds since some moment."""
+        return time.perf_counter()
+
+    def stretches(self, marks: list[float]) -> list[float]:
+        """Their differences."""
+        return [after - before for before, after in itertools.pairwise(marks)]
+
+
+class Events:
+    """CUDA's events. Before each call the L2 cache is overwritten, and the GPU kept busy while the host gives it all there is to do, so
+    that launches do not count: a training step's are hidden so."""
+
+    AHEAD = 4_000_000
+    """Cycles that the GPU idles: about 2 ms, more than the launches of a layer's two passes take."""
+
+    def __init__(self) -> None:
+        import torch
+
+        size = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self._cache = torch.empty(size, dtype=torch.int8, device="cuda")
+
+    def begin(self) -> None:
+        """Empty the L2 cache, then idle."""
+        import torch
+
+        self._cache.zero_()
+        torch.cuda._sleep(self.AHEAD)
+
+    def mark(self) -> Any:
+        """An event on the current stream."""
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stretches(self, marks: list[Any]) -> list[float]:
+        """Seconds between events, once the last has come to pass."""
+        marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
+
+
+def stretches(
+    work: Mapping[Any, Callable[[Callable[[], None]], None]], rounds: int, clock: Clock, least: float = 0.0
+) -> dict[Any, list[float]]:
+    """Median seconds of each stretch of each call, which calls its argument at the ends of its stretches; in turn within each round.
+
+    The first calls do not count. In a round short ones are repeated for `least` seconds, a hundred times at most.
+    """
+    for call in work.values():  # compiles, allocates
+        _stretches(call, clock)
+    repeats = {name: min(100, math.ceil(least / sum(_stretches(call, clock)))) if least else 1 for name, call in work.items()}
+    seen: dict[Any, list[list[float]]] = {name: [] for name in work}
+    for _ in range(rounds):
+        for name, call in work.items():
+            seen[name] += (_stretches(call, clock) for _ in range(repeats[name]))
+    return {name: [statistics.median(column) for column in zip(*lines, strict=True)] for name, lines in seen.items()}
+
+
+def _stretches(call: Callable[[Callable[[], None]], None], clock: Clock) -> list[float]:
+    marks: list[Any] = []
+    clock.begin()
+    call(lambda: marks.append(clock.mark()))
+    return clock.stretches(marks)
 
 
 def joules(call: Callable[[], Any]) -> float | None:

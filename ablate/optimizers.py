@@ -1,6 +1,7 @@
 """Optimizers, from torch, over one model's trainable parameters; and the type that their state is kept in."""
 
 from collections.abc import Callable, Iterable
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -10,6 +11,16 @@ from ablate.engines.emulated import block_of
 from ablate.hyperparameters import Training
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def _eager(kind: type) -> type:
+    """An optimizer of torch without the wrappers that keep torch.compile out, which nothing here puts around a step: at the first
+    call they import torch._dynamo, which takes as long as the rest of torch."""
+    plain = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")}
+    return type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(unwrap(kind.step))})
+
+
+_AdamW, _Muon, _Optimizer = map(_eager, (torch.optim.AdamW, torch.optim.Muon, torch.optim.Optimizer))
 
 
 def optimizer(model: nn.Module, config: Training) -> torch.optim.Optimizer:
@@ -31,7 +42,7 @@ def _adamw(parameters: Iterable[nn.Parameter], config: Training) -> torch.optim.
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    return _AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
 def muon(model: nn.Module, config: Training) -> torch.optim.Optimizer:
@@ -43,10 +54,10 @@ def muon(model: nn.Module, config: Training) -> torch.optim.Optimizer:
     hidden = [p for name, p in named if p.ndim == 2 and block_of(name) >= 0]
     others = [p for name, p in named if not (p.ndim == 2 and block_of(name) >= 0)]
     setting = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
-    return Joint([torch.optim.Muon(hidden, **setting), *([_adamw(others, config)] if others else [])])
+    return Joint([_Muon(hidden, **setting), *([_adamw(others, config)] if others else [])])
 
 
-class Joint(torch.optim.Optimizer):
+class Joint(_Optimizer):
     """Several optimizers, each over parameters of its own, as one."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:

@@ -7,11 +7,7 @@ from typing import Any, Literal
 
 from ablate.engines.emulated import Engine
 from ablate.hyperparameters import Training
-from ablate.recipes.presets import fp8_current
-from ablate.recipes.recipe import Products
 
-SAFER = {"bf16": Products(), "fp8": fp8_current().products}
-"""What a fallback may change slots to."""
 Verdict = Literal["step", "skip", "stop"]
 
 
@@ -72,7 +68,7 @@ class Watch:
         words = [f"learning rate times {self.lr:.3g}"] if fallback.lr < 1 else []
         words += [f"clip {self.clip:.3g}"] if fallback.clip < 1 and self._clip is not None else []
         if fallback.precision:
-            self._engine.fall_back(fallback.layers, fallback.slots, SAFER[fallback.precision])
+            self._engine.fall_back(fallback.layers, fallback.safer)
             words.append(f"{', '.join(fallback.slots)} of {', '.join(fallback.layers)} in {fallback.precision}")
         return f"; from here on {', '.join(words)}" if words else ""
 
@@ -93,4 +89,4 @@ class Watch:
         self.skipped, self.fallbacks = state["skipped"], state["fallbacks"]
         fallback = self._guard.fallback
         if self.fallbacks and fallback.precision:
-            self._engine.fall_back(fallback.layers, fallback.slots, SAFER[fallback.precision])
+            self._engine.fall_back(fallback.layers, fallback.safer)

@@ -1,8 +1,9 @@
 """One slot's supervisor: owns a warm child process, starts a trial in it, hears it, and outlives its death. No Ray here.
 
-A trial is a request {id, spec, root, attempt, telemetry, fork, patience}; what comes back is a stream of messages: {"events": [...]} as
-they happen, {"waits": who} while another process runs the same trial, {"alive": true} now and then in silence, and one
-{"end": "done" | "diverged" | "oom" | "failed", "reason": ..., "result": ...} at last.
+A trial is a request {id, spec, root, attempt, telemetry, fork, patience, ranks, sharded}; on several nodes {gang: {nodes, node, address,
+port, local}} says how many, which one this is, where they meet, and how many of the ranks are here. What comes back is a stream of
+messages: {"events": [...]} as they happen, {"waits": who} while another process runs the same trial, {"alive": true} now and then in
+silence, and one {"end": "done" | "diverged" | "oom" | "failed", "reason": ..., "result": ...} at last.
 """
 
 import json
@@ -18,14 +19,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ablate.child import OUT_OF_MEMORY
+import psutil
+
 from ablate.store import Store
-from ablate.trial import OutOfMemory, TrialSpec, run
+from ablate.trial import OUT_OF_MEMORY, OutOfMemory, TrialSpec, run
 
 Message = dict[str, Any]
 BEAT_SECONDS = 5.0
 """How often a supervisor says in silence that it is there."""
 _BATCH_SECONDS = 0.2
+_GRACE_SECONDS = 8.0
+"""A child has so long to end once its standard input is closed: a lifeline gives what hangs on it five of them."""
 _PATIENCE_SECONDS = 60.0
 _FIRST_FACTOR = 10
 """Before its first record a trial loads data and compiles: it may be silent so many times longer."""
@@ -77,13 +81,18 @@ class Supervisor:
         self._child: subprocess.Popen | None = None
         self._trial: int | None = None
         """The process of the trial that runs."""
+        self._alone = True
+        """Whether that computes it all."""
 
     def run(self, request: dict[str, Any]) -> Iterator[Message]:
         """Run one trial to its end and yield its messages; the child's death is a message, not an exception."""
+        self._alone = request.get("ranks", 1) == 1
         child, killed = self._ask(request), _kernel_kills()
-        watch, hung = Watch(request.get("patience", _PATIENCE_SECONDS)), None
+        watch, hung, died = Watch(request.get("patience", _PATIENCE_SECONDS)), None, None
+        hears = not request.get("gang", {}).get("node")  # of a gang, the first node's ranks alone tell anything
         for lines, over in _batches(child.stdout.fileno()):
             self._trial = next((line["pid"] for line in lines if "pid" in line), self._trial)
+            died = next((line["died"] for line in lines if "died" in line), died)
             for message in _messages(lines):
                 watch.hear(message)
                 yield message
@@ -92,13 +101,22 @@ class Supervisor:
                 self._trial = None
                 if over:
                     self._bury()
-                yield _end(request, exits[0] if exits else None, hung, _kernel_kills() > killed)
+                rank, status = died or (None, exits[0] if exits else None)
+                yield _end(request, status, hung, _kernel_kills() > killed, rank)
                 return
-            if not hung and watch.silence > watch.limit:
+            if hears and not hung and watch.silence > watch.limit:
                 hung = f"no step for {watch.silence:.0f} s; its stack is in its log; ended"
-                _dump_and_kill(self._trial or child.pid)
+                _dump_and_kill(self._computing() or [child.pid])
             if not lines:
                 yield {"alive": True}
+
+    def _computing(self) -> list[int]:
+        """The processes that compute the trial: its own, or its ranks, whose end that one tells."""
+        if self._alone or self._trial is None:
+            return [self._trial] if self._trial else []
+        with suppress(psutil.NoSuchProcess):
+            return [rank.pid for rank in psutil.Process(self._trial).children()] or [self._trial]
+        return []
 
     def _ask(self, request: dict[str, Any]) -> subprocess.Popen:
         """Give the request to the child, or to a new one where that has died since it was last heard."""
@@ -113,9 +131,11 @@ class Supervisor:
     def _bury(self) -> None:
         """Let go of a child whose pipe is closed. It is dying: `poll` may not tell for a while yet, and would have it asked again."""
         child, self._child = self._child, None
+        child.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE_SECONDS)  # a lifeline ends what hangs on it; it may not be killed before
         child.kill()
         child.wait()
-        child.stdin.close()
         child.stdout.close()
 
     def _warm(self) -> subprocess.Popen:
@@ -131,15 +151,13 @@ class Supervisor:
 
     def stop(self) -> None:
         """End the trial that runs, if there is one; called from another thread than `run`, which tells its death."""
-        if self._trial:
-            _kill(self._trial)
+        for pid in self._computing():
+            _kill(pid)
 
     def close(self) -> None:
         """End the child, and the trial in it."""
         if self._child is not None:
-            self._child.stdin.close()
-            self._child.wait(timeout=10)
-            self._child.stdout.close()
+            self._bury()
 
 
 def _messages(lines: list[dict[str, Any]]) -> Iterator[Message]:
@@ -156,11 +174,11 @@ def _batches(pipe: int) -> Iterator[tuple[list[Message], bool]]:
     """
     rest, over = b"", False
     while not over:
-        if not select.select([pipe], [], [], BEAT_SECONDS)[0]:
+        if not _readable(pipe, BEAT_SECONDS):
             yield [], False
             continue
         deadline, chunks = time.monotonic() + _BATCH_SECONDS, []
-        while not over and select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        while not over and _readable(pipe, max(0.0, deadline - time.monotonic())):
             chunk = os.read(pipe, 1 << 16)
             chunks.append(chunk)
             over = not chunk
@@ -170,18 +188,27 @@ def _batches(pipe: int) -> Iterator[tuple[list[Message], bool]]:
         yield list(_parsed(lines)), over
 
 
+def _readable(pipe: int, seconds: float) -> bool:
+    """Whether there is something to read, or the end, within so many seconds. `select` knows no descriptor above 1023."""
+    watch = select.poll()
+    watch.register(pipe, select.POLLIN)
+    return bool(watch.poll(seconds * 1000))
+
+
 def _parsed(lines: Iterable[bytes]) -> Iterator[Message]:
     for line in lines:
         with suppress(ValueError):
             yield json.loads(line)
 
 
-def _dump_and_kill(pid: int) -> None:
-    """Have the process write the stack of every thread into its log, then end it. A stopped process can only be ended."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGUSR1)
+def _dump_and_kill(pids: list[int]) -> None:
+    """Have the processes write the stack of every thread into their log, then end them. A stopped process can only be ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
     time.sleep(0.5)
-    _kill(pid)
+    for pid in pids:
+        _kill(pid)
 
 
 def _kill(pid: int) -> None:
@@ -198,8 +225,8 @@ def _kernel_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _end(request: dict[str, Any], status: int | None, hung: str | None, starved: bool) -> Message:
-    """What the trial's end means: its committed result, or why there is none."""
+def _end(request: dict[str, Any], status: int | None, hung: str | None, starved: bool, rank: int | None = None) -> Message:
+    """What the trial's end means: its committed result, or why there is none; `rank`: which of several ended it."""
     store = Store(Path(request["root"]))
     result = store.result(request["id"])
     if result is not None:
@@ -213,7 +240,7 @@ def _end(request: dict[str, Any], status: int | None, hung: str | None, starved:
     if status is None:
         why = "its process died"
     elif status < 0:
-        why = hung or f"killed by signal {-status} ({signal.Signals(-status).name})"
+        why = hung or f"{'' if rank is None else f'rank {rank} was '}killed by signal {-status} ({signal.Signals(-status).name})"
     else:
         why = last or f"exit status {status}"
     return {"end": "failed", "reason": why, "log": log}

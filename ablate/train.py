@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from ablate.hyperparameters import Training
 from ablate.metrics import SlotErrors, gradient_noise, memory, oscillation
 from ablate.numerics.spec import Spec
 from ablate.optimizers import optimizer
+from ablate.parallel import Part, whole, world
 from ablate.recipes.recipe import Recipe, Run
 from ablate.stability import Watch
 
@@ -98,16 +98,19 @@ def train(run: Prepared, config: Training, telemetry: Telemetry, checkpoints: Ch
     """Train for `config.steps` steps, or until its time budget is spent.
 
     With `checkpoints`, goes on from the one that is there, and leaves one now and then, once the records before it were taken. Ends
-    early, after a record with `nan/first_step` or `guard/stopped`, where the guard stops it.
+    early, after a record with `nan/first_step` or `guard/stopped`, where the guard stops it. Of several ranks, all train; rank 0 alone
+    has checkpoints, and its records count.
     """
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be so, before its first product
         torch.use_deterministic_algorithms(True)
-    loop = _Loop(run, config, telemetry)
-    first = loop.restore(checkpoints.take()) if checkpoints else 0
+    loop, ranks = _Loop(run, config, telemetry), world()
+    first = loop.restore(ranks.told(checkpoints and checkpoints.take()))
     for step in range(first, config.steps):
-        if checkpoints and step > first:
-            checkpoints.leave(step, partial(loop.state, step))
+        if step > first and any(wanted := ranks.told(checkpoints.wanted(step) if checkpoints else ())):
+            state = loop.state(step)
+            if checkpoints:
+                checkpoints.leave(step, state, wanted)
         record = loop.step(step)
         if record:
             yield record
@@ -122,6 +125,9 @@ class _Loop:
         self.run, self.config, self.telemetry = run, config, telemetry
         self.loss = run.loss or run.model
         self.parameters = [p for p in run.model.parameters() if p.requires_grad]
+        self.world = world()
+        self.part = Part(self.world, config, run.engine, self.parameters)
+        """What this rank does of every step."""
         self.device = next(run.model.parameters()).device
         self.optimizer = optimizer(run.model, config)
         self.watch = Watch(config, run.engine)
@@ -135,7 +141,11 @@ class _Loop:
     def state(self, step: int) -> dict[str, Any]:
         """Everything that the steps after `step` of them depend on."""
         more = {"meter": self.meter.state(), "guard": self.watch.state(), "spent": self.spent}
-        return self.standing.state(step) | more
+        state = self.standing.state(step) | more
+        layers = state["engine"]["layers"].values()
+        for its, count in zip(layers, self.world.sums(*(its["nonfinite"] for its in layers)), strict=True):
+            its["nonfinite"] = int(count)
+        return state
 
     def restore(self, state: dict[str, Any] | None) -> int:
         """Go on from what `state` gave, if anything; returns the first step to be taken."""
@@ -144,6 +154,9 @@ class _Loop:
         vars(self.meter).update(state["meter"])
         self.watch.restore(state["guard"])
         self.spent = state["spent"]
+        if self.world.rank:  # what was counted on all ranks, rank 0 goes on counting
+            for its in state["engine"]["layers"].values():
+                its["nonfinite"] = 0
         return self.standing.restore(state)
 
     def step(self, step: int) -> Record | None:
@@ -152,33 +165,41 @@ class _Loop:
         recipe = engine.at(step, self.plan)
         look = Look(step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine))
         start = time.perf_counter()
-        loss, norm = self._gradient_of(step, look)
+        loss, norm = self.world.told(self._gradient_of(step, look))
         verdict, why = self.watch.judge(loss, norm)
         if verdict == "step":
             self._update(step, look)
         seconds = time.perf_counter() - start - look.seconds
         self.meter.add(loss, norm, seconds)
         self.spent += seconds
-        engine.observe(look.metrics, step)
+        engine.observe(self.world.told(look.metrics) if engine.recipe.triggers else look.metrics, step)
         return self._record(step + 1, recipe, look.metrics, verdict == "stop", why)
 
     def _record(self, done: int, recipe: Recipe, metrics: dict[str, float], stopped: bool, why: str | None) -> Record | None:
         config = self.config
-        budget = config.time_budget is not None and self.spent >= config.time_budget
+        budget = config.time_budget is not None and self.world.told(self.spent >= config.time_budget)
         self.over = stopped or budget or done == config.steps
         evaluates = not stopped and (self.over or done % config.eval_every == 0)
         finite = self.meter.finite
         if metrics or evaluates or why or self.over or done % self.telemetry.log == 0:
-            metrics |= self.meter.metrics(done) | memory(self.device) | {"nan/activation": float(self.run.engine.nonfinite())}
+            metrics |= self.meter.metrics(done) | memory(self.device) | self._seen(done)
             metrics |= self.watch.metrics()
             self.meter.reset()
         if evaluates:
-            metrics |= evaluate(self.run, recipe)
+            metrics |= evaluate(self.run, recipe, self.part)
         if self.over:
             metrics["flops/fp4_share"] = self.run.engine.fp4_share()
         if stopped:
             metrics["guard/stopped" if finite else "nan/first_step"] = float(done)
         return Record(done, metrics, (why,) if why else ()) if metrics else None
+
+    def _seen(self, done: int) -> dict[str, float]:
+        """What the engine has counted so far."""
+        found = {"nan/activation": self.world.sums(self.run.engine.nonfinite())[0]}
+        gathered, in_bf16 = self.run.engine.traffic()
+        if in_bf16:
+            found |= {"comm/gather_bytes": gathered / done, "comm/gather_saved": 1 - gathered / in_bf16}
+        return found
 
     def _gradient_of(self, step: int, look: "Look") -> tuple[float, float]:
         """Leave the step's gradient, clipped, in the parameters; returns its mean loss and the gradient's norm before clipping."""
@@ -195,7 +216,7 @@ class _Loop:
             look.metrics |= _timed(look, lambda: gradient_noise(self._gradients(), reference))
         if errors:
             look.metrics |= errors.metrics()
-        return total, nn.utils.clip_grad_norm_(self.parameters, self.watch.clip).item()
+        return total, whole(nn.utils.clip_grad_norm_(self.parameters, self.watch.clip)).item()
 
     def _update(self, step: int, look: "Look") -> None:
         """The optimizer's step, and what the recipe does to weights around it."""
@@ -210,14 +231,14 @@ class _Loop:
     def _gradient(self, step: int) -> float:
         """Leave the step's gradient in the parameters; returns the mean loss."""
         self.optimizer.zero_grad()
-        total = 0.0
-        with self.run.engine.still_weights():
-            for micro_batch in range(self.config.accumulate):
+        total, part = 0.0, self.part
+        with self.run.engine.still_weights(), part.divided():
+            for micro_batch in part.micro_batches:
                 self.run.engine.clock.micro_batch = micro_batch
-                loss = self.loss(*self.run.batch(step, micro_batch)) / self.config.accumulate
+                loss = self.loss(*part.of(self.run.batch(step, micro_batch))) / (self.config.accumulate * part.splits)
                 loss.backward()
                 total += loss.item()
-        return total
+        return part.total(total, step)
 
     def _shadow(self, step: int) -> list[Tensor]:
         """The gradient that the same step has without quantisation."""
@@ -227,7 +248,7 @@ class _Loop:
 
     def _gradients(self) -> list[Tensor]:
         """Of all parameters that are trained; zeros of one that the loss does not depend on."""
-        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        return [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in self.parameters]
 
 
 def _shadows(recipe: Recipe, step: int, telemetry: Telemetry, engine: Engine) -> bool:
@@ -255,22 +276,25 @@ def _timed(look: Look, work: Callable[[], Any]) -> Any:
 
 
 @torch.no_grad()
-def evaluate(run: Prepared, recipe: Recipe) -> dict[str, float]:
-    """`val/loss` in the precision now in force and `val/loss_bf16` with every layer in high precision, in the loss's own unit."""
+def evaluate(run: Prepared, recipe: Recipe, part: Part) -> dict[str, float]:
+    """`val/loss` in the precision now in force and `val/loss_bf16` with every layer in high precision, in the loss's own unit.
+
+    Ranks share out whole batches: the same numbers on any number of them.
+    """
     run.engine.clock.stream = "evaluation"
     run.model.eval()
-    own = high = _mean_loss(run)
+    own = high = _mean_loss(run, part)
     if not recipe.plain:
         with run.engine.high_precision():
-            high = _mean_loss(run)
+            high = _mean_loss(run, part)
     run.model.train()
     return {"val/loss": own, "val/loss_bf16": high}
 
 
-def _mean_loss(run: Prepared) -> float:
+def _mean_loss(run: Prepared, part: Part) -> float:
     losses = []
     with run.engine.still_weights():
-        for number, batch in enumerate(run.validation):
+        for number in part.shares(len(run.validation)):
             run.engine.clock.micro_batch = number
-            losses.append((run.loss or run.model)(*batch).item())
-    return math.fsum(losses) / len(losses)
+            losses.append((run.loss or run.model)(*run.validation[number]).item())
+    return math.fsum(part.in_order(losses, len(run.validation))) / len(run.validation)

@@ -86,7 +86,7 @@ class Transformer(nn.Module):
     def __init__(self, shape, vocab: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.embedding = nn.Embedding(vocab, shape.width)
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(vocab, shape.width), freeze=False)
         self.blocks = nn.ModuleList(
             Block(shape.width, shape.heads, shape.kv_heads or shape.heads, shape.mlp, shape.hidden_width) for _ in range(shape.layers)
         )
@@ -123,15 +123,16 @@ def initialise(model: Transformer, seed: int, device: torch.device) -> Transform
     Linears with standard deviation 1/2 fan_in^-1/2, those that write to the residual stream scaled down by the depth; norms
     one; the head zero, so that the first loss is log(vocab).
     """
-    model.to_empty(device=device)
     generator = torch.Generator().manual_seed(seed)
     depth = len(model.blocks)
+    values = {}
     for name, parameter in sorted(model.named_parameters()):
         if parameter.ndim == 1:
             value = torch.ones(parameter.shape)
         else:
             value = torch.randn(parameter.shape, generator=generator) * _deviation(name, parameter, depth)
-        parameter.data.copy_(value)
+        values[name] = value.to(device)
+    model.load_state_dict(values, assign=True)
     return model
 
 

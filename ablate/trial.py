@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import sys
 import time
+import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -117,18 +119,36 @@ class OutOfMemory(Exception):
     """The trial needs more memory than there is: a result of where it ran, which trying again would not change."""
 
 
+OUT_OF_MEMORY = 12
+"""Exit status of a process whose trial ran out of memory: ENOMEM."""
+
+
 class Superseded(Exception):
     """A later attempt holds the trial: this one, cut off for a while, must not write any more."""
 
 
+def exit_status(work: Callable[[], None]) -> int:
+    """Do the work of a process of its own; its exit status. What went wrong goes to standard error, its log, whose end is told."""
+    try:
+        work()
+    except OutOfMemory as error:
+        print(error, file=sys.stderr, flush=True)
+        return OUT_OF_MEMORY
+    except Exception:  # the boundary of the process
+        traceback.print_exc()
+        sys.stderr.flush()
+        return 1
+    return 0
+
+
 def run(
-    spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any], fork: Iterable[tuple[int, str]] = ()
+    spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any], fork: Iterable[tuple[int, str]] = (), ranks: int = 1
 ) -> Iterator[dict[str, Any]]:
     """Run the trial from the furthest checkpoint there is, or replay it where it is finished; yields events {step, time, metrics}.
 
     Those with alarms have `alarms`; the first after a checkpoint has `resumed`, the checkpoint's step. `fork` names the states that other
     trials pass through too, by step: the trial goes on from the furthest that is there, and leaves those that are not. The events up to
-    where it goes on come first.
+    where it goes on come first. Of a trial that several ranks compute, rank 0 calls this.
 
     Ends when the result is committed. While another process runs the same trial, yields {waits: who} once, and waits. A non-finite loss
     is a result (`diverged`); an exception is not. Raises OutOfMemory, and Superseded where a later attempt holds the trial.
@@ -142,11 +162,11 @@ def run(
         if store.result(spec.id) is not None:
             yield from store.events(spec.id)
         else:
-            yield from _run(spec, store, attempt, telemetry, {step: store.shared(name) for step, name in fork}, held)
+            yield from _run(spec, store, attempt, telemetry, {step: store.shared(name) for step, name in fork}, held, ranks)
 
 
 def _run(
-    spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any], shared: dict[int, Path], held: Callable[[], bool]
+    spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any], shared: dict[int, Path], held: Callable[[], bool], ranks: int
 ) -> Iterator[dict[str, Any]]:
     folder = store.folder(spec.id)
     for torn in (*folder.glob("*.json.*"), *folder.glob("*.pt.*")):  # by an attempt that was killed while it wrote
@@ -161,12 +181,12 @@ def _run(
             store.fork(spec.id, attempt, trunk)
         # What was recorded before, by the trunk or by earlier attempts, this sweep's ledger may never have heard of.
         yield from (event for event in store.events(spec.id) if event["step"] <= checkpoints.start)
-        for event in _within_memory(_events(spec, telemetry, checkpoints), spec.device):
+        for event in within_memory(_events(spec, telemetry, checkpoints), spec.device):
             _refuse_superseded(held, spec, attempt)
             print(json.dumps(event), file=events, flush=True)
             yield event
     _refuse_superseded(held, spec, attempt)
-    store.commit(spec.id, _result(spec, attempt, started, event) | {"facts": facts})
+    store.commit(spec.id, _result(spec, attempt, started, event) | {"facts": facts, "ranks": ranks})
     (folder / "checkpoint.pt").unlink(missing_ok=True)
 
 
@@ -175,7 +195,7 @@ def _refuse_superseded(held: Callable[[], bool], spec: TrialSpec, attempt: int) 
         raise Superseded(f"attempt {attempt} of trial {spec.id} was superseded by a later one, and ends")
 
 
-def _within_memory(events: Iterator[dict[str, Any]], device: str) -> Iterator[dict[str, Any]]:
+def within_memory(events: Iterator[dict[str, Any]], device: str) -> Iterator[dict[str, Any]]:
     """The events; what torch and Python raise when memory is out, told as OutOfMemory."""
     step = 0
     try:

@@ -35,7 +35,7 @@ def config(folder: Path, **changes) -> Gpt:
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path / "checkpoint.pt", "trial", 0)
-    checkpoints.leave(3, lambda: {"step": 3})
+    checkpoints.leave(3, {"step": 3}, (False, True))
 
     def torn(content, file):
         file.write(b"half")
@@ -43,7 +43,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", torn)
     with pytest.raises(OSError, match="No space left"):
-        checkpoints.leave(4, lambda: {"step": 4})
+        checkpoints.leave(4, {"step": 4}, (False, True))
     monkeypatch.undo()
     assert Checkpoints(tmp_path / "checkpoint.pt", "trial", 0).take()["step"] == 3
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize("damage", ["torn", "another trial"])
 def test_a_checkpoint_that_cannot_be_used_is_told_and_the_trial_goes_on_without_it(damage, tmp_path, capsys):
     path = tmp_path / "checkpoint.pt"
-    Checkpoints(path, "other" if damage == "another trial" else "trial", 0).leave(3, lambda: {"step": 3})
+    Checkpoints(path, "other" if damage == "another trial" else "trial", 0).leave(3, {"step": 3}, (False, True))
     if damage == "torn":
         path.write_bytes(path.read_bytes()[:-20])
     assert Checkpoints(path, "trial", 60).take() is None

@@ -168,7 +168,7 @@ def test_a_guard_that_never_acts_changes_no_bit(tmp_path):
 def test_the_engine_follows_a_schedule_after_falling_back(tmp_path):
     """A cooldown to bf16 stays bf16, though FP8 was fallen back to before."""
     run = gpt(tmp_path, Guard()).prepare(NVFP4, 0, "cpu")
-    run.engine.fall_back(("*",), ("*",), PRESETS["fp8_current"]().products)
+    run.engine.fall_back(("*",), Fallback(precision="fp8").safer)
     run.engine.recipe = PRESETS["bf16"]()
     run.engine.at(0, Run(1))
     assert all(layer.products.plain for layer in run.engine.layers.values())

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from experiments_for_tests import TOO_LARGE, shut, tiny, until
 
+from ablate import supervisor as supervisors
 from ablate.recipes import PRESETS
 from ablate.store import Store
 from ablate.supervisor import Supervisor, run_inline
@@ -128,6 +129,13 @@ def test_a_trial_told_to_stop_ends_at_once(supervisor, tmp_path):
     assert list(messages)[-1]["reason"] == "killed by signal 9 (SIGKILL)"
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Children that do not end with their pipe are not waited for."""
+    monkeypatch.setattr(supervisors, "_GRACE_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path):
     dying = [sys.executable, "-c", "import os, time; os.read(0, 1); os.close(1); time.sleep(60)"]  # as the kernel does: pipes first
     supervisor = Supervisor()
@@ -137,6 +145,7 @@ def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path):
     assert [end["end"] for end in ends] == ["failed", "done"]
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_child_that_died_since_it_was_last_heard_costs_no_attempt(tmp_path):
     deaf = [sys.executable, "-c", "import os, time; os.close(0); print('ready', flush=True); time.sleep(60)"]
     supervisor = Supervisor()
@@ -209,18 +218,19 @@ def test_a_child_that_still_warms_up_ends_with_its_supervisor_too():
     child = subprocess.Popen([sys.executable, "-m", "ablate.child"], stdin=subprocess.PIPE, bufsize=0)
     until(lambda: "libtorch" in Path(f"/proc/{child.pid}/maps").read_text(), every=0.001)  # its first import of seconds
     child.stdin.close()
-    assert child.wait(1) == 1
+    assert child.wait(60) == 1  # 0: it warmed up first
 
 
 def test_closing_ends_the_child_and_the_trial_in_it(tmp_path):
     supervisor = Supervisor()
     messages = supervisor.run(request(tmp_path, **LONG))
     next(messages)
-    family = [trial_process(supervisor), psutil.Process(supervisor._child.pid)]
+    child = supervisor._child
+    family = [trial_process(supervisor), psutil.Process(child.pid)]
     supervisor.close()
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 3)
-    assert supervisor._child.stdin.closed
-    assert supervisor._child.stdout.closed
+    assert child.stdin.closed
+    assert child.stdout.closed
 
 
 IMPORTING = """

@@ -3,6 +3,7 @@
 Called with [batch, tokens] they give the mean cross-entropy in nats, through `loss`, so that their own modules and names stay.
 """
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from textwrap import shorten
 from typing import Any
@@ -38,7 +39,27 @@ def outlined(source: Source, vocab: int | None) -> Outline:
         raise ValueError(f"{found.model_type} has no linear layer inside numbered blocks that a recipe could apply to")
     size = sum(p.numel() for p in model.parameters())
     context = getattr(found, "max_position_embeddings", None)
-    return Outline(1 + max(ordinals(names).values()), tuple(names), size, found.vocab_size, context)
+    blocks = 1 + max(ordinals(names).values())
+    return Outline(blocks, tuple(names), size, found.vocab_size, context, *_coverage(model, names), _features(model, names))
+
+
+def _features(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """Each number of features that the layers `names` take or give, by the first that does."""
+    found: dict[int, str] = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        found.setdefault(layer.in_features, f"{name} in")
+        found.setdefault(layer.out_features, f"{name} out")
+    return {where: count for count, where in found.items()}
+
+
+def _coverage(model: nn.Module, names: Sequence[str]) -> tuple[float, str | None]:
+    """The share of the weights in matrices (of fused experts: stacks of them) that are in the layers `names`, and the largest one that is
+    not. Embeddings are looked up, not multiplied; a head that shares its matrix with one is left out with it."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in tables}
+    left = {name: count for name, count in matrices.items() if name not in {f"{layer}.weight" for layer in names}}
+    return 1 - sum(left.values()) / sum(matrices.values()), max(left, key=left.get, default=None)
 
 
 def _from(found: Any, **more: Any) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from ablate.models import library
 Source = str | Mapping[str, Any]
 """A folder, a config.json, a name on the hub; or a configuration's fields, `model_type` among them."""
 HINT = "give a folder with config.json, or a small configuration such as {model_type: qwen3, hidden_size: 64, num_hidden_layers: 2}"
-_VERSION = 1
+_VERSION = 3
 """Raise by hand when the same model would have another outline."""
 
 
@@ -30,6 +30,12 @@ class Outline(NamedTuple):
     vocab: int
     context: int | None
     """The longest sequence that its positions reach."""
+    covered: float
+    """The share of the weights in its matrices, those of embeddings apart, that are in `linears`."""
+    left: str | None
+    """The name of the largest of the other matrices, where there are any."""
+    features: Mapping[str, int]
+    """How many features go into `linears` or come out of them: each number once, by one that has it, such as `... mlp.up in`."""
 
 
 def outline(source: Source, vocab: int | None = None) -> Outline:

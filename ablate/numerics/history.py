@@ -20,14 +20,21 @@ class History:
 
     def delayed(self, current: Tensor, clock: Clock, steps: int) -> Tensor:
         """The largest amax of the `steps` steps before this one, over all their micro-batches; `current` where there is none."""
-        seen = _finite(current)
-        past = [amax for step, amax in self.amax.items() if clock.step - steps <= step < clock.step]
+        past = self.before(clock, steps)
+        self.note(current, clock, steps)
+        return _or(_largest(past), current) if past else current
+
+    def before(self, clock: Clock, steps: int) -> list[Tensor | float]:
+        """The amaxes of the `steps` steps before this one, as far as there are any."""
+        return [amax for step, amax in self.amax.items() if clock.step - steps <= step < clock.step]
+
+    def note(self, current: Tensor, clock: Clock, steps: int) -> None:
+        """Count `current` among this step's, in training; `steps` are how many will be asked for."""
         if clock.stream == "training":
-            known = self.amax.get(clock.step)
+            seen, known = _finite(current), self.amax.get(clock.step)
             largest = seen if known is None else torch.maximum(torch.as_tensor(known, dtype=seen.dtype), seen)
             self.amax[clock.step] = largest.item() if largest.device.type == "cpu" else largest
             self.amax.pop(clock.step - steps - 1, None)
-        return _or(_largest(past), current) if past else current
 
     def held(self, current: Tensor, clock: Clock, steps: int) -> Tensor:
         """The amax of the first call in the current period of `steps` steps, in training; until then, of the last period."""

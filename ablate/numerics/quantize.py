@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from ablate.numerics.rounding import ROUNDINGS, toward
 from ablate.numerics.scaling import block_amax, block_scales, block_statistic, element_scales, encode_scale, outer_statistic, round_scale
 from ablate.numerics.select import Candidate, select
 from ablate.numerics.spec import Hadamard, Outer, Quant, argument, tag
+
+if TYPE_CHECKING:
+    from ablate.numerics.share import Share
 
 
 @dataclass(frozen=True)
@@ -96,30 +99,37 @@ def quantize(
     history: History | None = None,
     target: Tensor | None = None,
     keep: Keep = False,
+    share: "Share | None" = None,
 ) -> Operand:
     """Quantise `x` [rows, columns] (bf16, fp16 or fp32; the last dimension is the contraction) by `quant`.
 
     Whatever is drawn comes from `clock`: roundings at the site `where`, the signs of a rotation at the site `product`. `history`
     serves delayed and held statistics; `target` (like x) decides roundings to its own nearest neighbour. The result keeps the padded
     contraction, so two operands of a product padded alike still fit. `keep` what it is made from; a compiled quantiser can keep the
-    "source" alone, all that telemetry needs.
-    Raises TypeError for other dtypes, ValueError for other dimensions, and where a draw or a history has no clock.
+    "source" alone, all that telemetry needs. With `share`, x is one of the parts of a matrix: the result is that part of what the
+    whole would give, and every process that has a part calls this.
+    Raises TypeError for other dtypes, ValueError for other dimensions, where a draw or a history has no clock, and for a part that
+    cuts a block.
     """
-    _refuse(x, quant, rotation, clock, history)
-    if target is None and keep is not True:
-        fast = _compiled(x, quant, rotation, clock, where, product, history, keep == "source")
+    _refuse(x, quant, rotation, clock, history, share)
+    known = None if share is None else _known(x, quant, rotation, share)
+    alone = share is None or (not draws(quant) and (known is not None or quant.outer is None))
+    if alone and target is None and keep is not True:
+        fast = _compiled(x, quant, rotation, clock, where, product, history, keep == "source", known)
         if fast:
             return fast
     x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
     tiles, wanted = (_tiles(z, quant) for z in (x, target))
     amaxes = block_amax(tiles)
-    amax = None if quant.outer is None else outer_statistic(x, tiles, amaxes, quant.outer, history, clock)
+    amax = known
+    if amax is None and quant.outer is not None:
+        amax = outer_statistic(x, tiles, amaxes, quant.outer, history, clock, share)
     scale = torch.ones((), device=x.device) if amax is None else encode_scale(amax, quant)
     if quant.select:
         chosen = select(tiles, amaxes, scale, amax, quant)
     else:
         group = rotation.size if rotation else 0
-        chosen = _cast(tiles, wanted, amaxes, scale, quant, group, partial(_bits, clock, where, tiles))
+        chosen = _cast(tiles, wanted, amaxes, scale, quant, group, partial(_bits, clock, where, tiles, share))
     return _operand(x, tiles, amaxes, amax, chosen, quant, bool(keep))
 
 
@@ -144,14 +154,16 @@ def _compiled(
     product: int,
     history: History | None,
     keep: bool,
+    known: Tensor | None,
 ) -> Operand | None:
-    """The operand from the kernels of x's device; None where they cannot make it."""
-    on_cpu = cpu.can_quantize(x, quant, rotation)
-    if not on_cpu and (keep or not cuda.can_quantize(x, quant, rotation)):
+    """The operand from the kernels of x's device; None where they cannot make it. `known`: what counts as its amax, if that is known."""
+    on_cpu = cpu.can_quantize(x, quant, rotation) and (known is None or bool(known.isfinite()))
+    if not on_cpu and (keep or known is not None or not cuda.can_quantize(x, quant, rotation)):
         return None
     flips = rotation and signs(rotation, x.device, clock, product)
     if on_cpu:
-        made = cpu.quantize(x, quant, flips, clock, where, keep, _statistic(quant.outer, history, clock))
+        statistic = _statistic(quant.outer, history, clock) if known is None else known.item()
+        made = cpu.quantize(x, quant, flips, clock, where, keep, statistic)
     else:
         values, amax, block_scale = cuda.quantize(x, quant, flips, clock, where)
         made = values, amax, block_scale, amax, None
@@ -170,7 +182,15 @@ def _statistic(outer: Outer, history: History | None, clock: Clock | None) -> fl
     return lambda x, largest: outer_statistic(x, None, largest, outer, history, clock)
 
 
-def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, history: History | None) -> None:
+def _known(x: Tensor, quant: Quant, rotation: Hadamard | None, share: "Share") -> Tensor | None:
+    """The largest magnitude of the whole of which x is a part, where that is its outer statistic and x is not turned first."""
+    plain = quant.outer is not None and (quant.outer.granularity, quant.outer.statistic) == ("tensor", "amax")
+    return share.largest(x.abs().amax().to(torch.float32)) if plain and rotation is None and x.numel() else None
+
+
+def _refuse(
+    x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, history: History | None, share: "Share | None"
+) -> None:
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"quantize takes bf16, fp16 or fp32, not {x.dtype}; convert the tensor first")
     if x.ndim != 2:
@@ -181,6 +201,8 @@ def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | N
         raise ValueError("a history is kept by step: give quantize a clock with it")
     if quant.rounding == "ms_eden" and (rotation is None or rotation.size % quant.tile[1]):
         raise ValueError("rounding ms_eden corrects rotated groups of whole blocks: give quantize a rotation")
+    if share is not None and (why := share.misfit(*x.shape, quant, rotation)):
+        raise ValueError(f"this part of a matrix cannot be quantised by itself: {why}")
 
 
 def _cast(
@@ -206,14 +228,17 @@ def _cast(
     return Candidate(block_scale, scaled, codes)
 
 
-def _bits(clock: Clock, where: int, tiles: Tensor, elements: bool, width: int) -> Tensor:
-    """Random bits for every element, or for every block scale, shaped to broadcast against the tiles."""
+def _bits(clock: Clock, where: int, tiles: Tensor, share: "Share | None", elements: bool, width: int) -> Tensor:
+    """Random bits for every element, or for every block scale, shaped to broadcast against the tiles; of a share, its part of them."""
     row_tiles, rows, column_tiles, columns = tiles.shape
-    if elements:
-        return random_bits(clock, where, row_tiles * rows, column_tiles * columns, width, tiles.device).view(tiles.shape)
-    padded = column_tiles + -column_tiles % GROUP
-    bits = random_bits(clock, where, row_tiles, padded, width, tiles.device, purpose=1)
-    return bits[:, :column_tiles].reshape(row_tiles, 1, column_tiles, 1)
+    high, wide = (row_tiles * rows, column_tiles * columns) if elements else (row_tiles, column_tiles)
+    counts = [1, 1]
+    if share:
+        counts[share.axis] = share.count
+    across = wide * counts[1]
+    bits = random_bits(clock, where, high * counts[0], across + -across % GROUP, width, tiles.device, purpose=0 if elements else 1)
+    own = share.own(bits[:, :across]) if share else bits[:, :across]
+    return own.reshape(tiles.shape if elements else (row_tiles, 1, column_tiles, 1))
 
 
 def lasts(quant: Quant, rotation: Hadamard | None) -> bool:

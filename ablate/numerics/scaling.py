@@ -5,6 +5,7 @@ Everything is laid out as tiles, [row tiles, rows, column tiles, columns]; stati
 
 import math
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.rounding import SCALE_ROUNDINGS
 from ablate.numerics.spec import BlockScale, Outer, Quant, argument, tag
+
+if TYPE_CHECKING:
+    from ablate.numerics.share import Share
 
 FLT_MAX = torch.finfo(torch.float32).max
 _SMALLEST = 2.0**-127
@@ -89,10 +93,19 @@ def static(x: Tensor, amaxes: Tensor, value: Fraction, history: History | None, 
 STATISTICS = {"amax": amax, "percentile": percentile, "delayed": delayed, "hold": hold, "static": static}
 
 
-def outer_statistic(x: Tensor, tiles: Tensor | None, amaxes: Tensor, outer: Outer, history: History | None, clock: Clock | None) -> Tensor:
+def outer_statistic(
+    x: Tensor,
+    tiles: Tensor | None,
+    amaxes: Tensor,
+    outer: Outer,
+    history: History | None,
+    clock: Clock | None,
+    share: "Share | None" = None,
+) -> Tensor:
     """The outer statistic of the copy `x` that is quantised: fp32 scalar, [rows, 1, 1, 1] or [rows, 1, column tiles, 1].
 
-    0 for an empty tensor. One for the whole tensor needs no `tiles`, and of `amaxes` the largest alone.
+    0 for an empty tensor. One for the whole tensor needs no `tiles`, and of `amaxes` the largest alone. With `share`, of the whole
+    matrix of which x is a part.
     """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
@@ -104,6 +117,11 @@ def outer_statistic(x: Tensor, tiles: Tensor | None, amaxes: Tensor, outer: Oute
         rows, _, columns, _ = amaxes.shape
         whole = torch.nn.functional.pad(amaxes.view(rows, columns), (0, -columns % blocks)).view(rows, -1, blocks)
         grouped = whole.amax(dim=2).repeat_interleave(blocks, dim=1)[:, :columns].view(rows, 1, columns, 1)
+    if share and outer.granularity != "block:128" and (share.axis == 1 or outer.granularity == "tensor"):
+        if tag(outer.statistic) == "percentile":
+            x = share.gathered(x)
+        else:
+            grouped = share.largest(grouped.amax(dim=0, keepdim=True) if grouped.ndim == 1 else grouped)
     return STATISTICS[tag(outer.statistic)](x, grouped, argument(outer.statistic), history, clock)
 
 

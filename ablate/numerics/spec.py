@@ -262,3 +262,11 @@ class Hadamard(Spec):
     signs: Literal["none", "fixed", "per_layer", "per_step", "per_call"] = "fixed"
     """`fixed`: Transformer Engine's one sign vector for all layers, steps and ranks, repeated to `size`. The others are drawn:
     once for each product of each layer, anew each optimizer step, or anew each micro-batch."""
+
+
+def grain(quant: Quant, rotation: Hadamard | None, axis: int) -> int:
+    """Of what the rows (`axis` 0) or columns (1) of a part of a matrix are a multiple, if it is to be quantised as the whole is."""
+    if axis == 0:
+        return quant.tile[0]
+    blocks = 128 if quant.outer and quant.outer.granularity == "block:128" else quant.tile[1]
+    return max(blocks, rotation.size if rotation else 1, 16)  # 16 elements share one call of the generator

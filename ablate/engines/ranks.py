@@ -1,0 +1,111 @@
+"""A linear layer whose tokens, or whose weight, several ranks share: what they must ask each other, and nothing else."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ablate.numerics.quantize import Operand, draws
+from ablate.numerics.share import Share, gather_packed
+from ablate.numerics.spec import Hadamard, Quant
+from ablate.numerics.stored import refuse, store_one
+from ablate.recipes.recipe import TOKEN_AXES
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ablate.engines.emulated import EmulatedLinear
+
+
+def in_parts(tensor: Any) -> bool:
+    """Whether ranks have parts of it (a DTensor, whose module takes a second to import, and is there where something made one)."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+class Divided:
+    """The sequences of one micro-batch are shared out: this rank has part `index` of `count`, each operand's tokens alike."""
+
+    def __init__(self, index: int, count: int, group: dist.ProcessGroup | None) -> None:
+        self.index, self.group = index, group
+        self.shares = {slot: Share(axis, index, count, group) for slot, axis in TOKEN_AXES.items()}
+
+    def total(self, dw: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of everybody's fp32 [out, in], rounded once to `dtype`; zeros on all ranks but the first, whose gradients add up."""
+        dw = dw.contiguous()
+        dist.all_reduce(dw, group=self.group)
+        return dw.to(dtype) if self.index == 0 else torch.zeros_like(dw, dtype=dtype)
+
+
+class Sharded:
+    """A layer's weight [out, in] of which every rank keeps as many rows. It is gathered for each product and forgotten after it.
+
+    Where a product takes it in NVFP4, codes and block scales are gathered, in bf16 otherwise.
+    """
+
+    def __init__(self, layer: nn.Linear, mesh: "DeviceMesh") -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        rank, count, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [Shard(0)], src_data_rank=None), layer.weight.requires_grad)
+        self.mesh, self.count = mesh, count
+        self.shares = {"fprop.w": Share(0, rank, count, group), "dgrad.w": Share(1, rank, count, group)}
+        self.gathered, self.in_bf16 = 0, 0
+        """Bytes of the weight that products have asked for so far, and what they would have been in bf16."""
+
+    def operand(
+        self, layer: "EmulatedLinear", slot: str, quant: Quant | None, rotation: Hadamard | None, part: Tensor, keep: bool
+    ) -> Sequence[Operand]:
+        """The weight as the operand `slot` of a product, of which `part` is what this rank keeps: bf16 [out / ranks, in], or transposed."""
+        share, size = self.shares[slot], 2 * part.numel() * self.count
+        self.in_bf16 += size
+        if keep or layer.probe is not None or not packs(quant, rotation, part, share):
+            self.gathered += size
+            return layer.operand(share.gathered(part), slot, quant, rotation, keep)
+        packed = gather_packed(store_one(part, quant, rotation=rotation, share=share, **layer.draws_at(slot)), share)
+        self.gathered += packed.nbytes
+        return [packed.operand()]
+
+    def whole(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """The weight in `dtype`, for a layer that is not quantised; its gradient finds the way back to the parts."""
+        size = weight.numel() * dtype.itemsize
+        self.in_bf16, self.gathered = self.in_bf16 + 2 * weight.numel(), self.gathered + size
+        return _Whole.apply(weight.to_local(), dtype, self)
+
+    def scatter(self, dw: Tensor) -> Tensor:
+        """This rank's rows of the sum of everybody's dw [out, in], fp32."""
+        from torch.distributed.tensor import DTensor, Partial, Shard
+
+        return DTensor.from_local(dw.to(torch.float32), self.mesh, [Partial()]).redistribute(placements=[Shard(0)]).to_local()
+
+
+class _Whole(torch.autograd.Function):
+    """A gather in the forward pass's precision, whose backward pass adds up in fp32."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, dtype: torch.dtype, sharded: Sharded) -> Tensor:
+        ctx.sharded = sharded
+        return sharded.shares["fprop.w"].gathered(part.to(dtype))
+
+    @staticmethod
+    def backward(ctx, dw: Tensor):
+        return ctx.sharded.scatter(dw), None, None
+
+
+def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, share: Share) -> bool:
+    """Whether a weight can be gathered as what each rank has quantised of it.
+
+    Not where the cast depends on the micro-batch, which is another on every rank, nor where its statistic has a history, or hides a NaN.
+    """
+    if quant is None or quant.source == "forward" or quant.estimator is not None or quant.outer is None:
+        return False
+    if draws(quant) or (rotation is not None and rotation.signs == "per_call") or quant.outer.statistic != "amax":
+        return False
+    try:
+        refuse(quant)
+    except ValueError:
+        return False
+    return share.misfit(*part.shape, quant, rotation) is None

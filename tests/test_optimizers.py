@@ -1,0 +1,77 @@
+"""Optimizers: torch's own updates, moments in another type, and no compiler that nobody asked for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import NVFP4, converted, facts, gpt, losses, train
+
+from ablate.data import open_corpus
+from ablate.data.batches import training_batch
+from ablate.numerics.philox import Clock
+from ablate.optimizers import optimizer as build_optimizer
+from ablate.recipes import PRESETS
+
+EAGER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from conftest import write_shards
+from ablate.recipes import PRESETS
+from ablate.train import Telemetry
+from ablate.workloads.gpt import Gpt
+shape = dict(layers=1, width=32, heads=1, context=16, batch=1, steps=2, eval_tokens=16, eval_batch=1, clip=1.0)
+config = Gpt(data=write_shards(Path(sys.argv[1]), 2000, 400), optimizer=sys.argv[2], **shape)
+list(config.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry(every=1, log=1)))
+print(*(name for name in ("torch", "torch._dynamo", "sympy") if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_eager_training_imports_no_compiler(optimizer, tmp_path):
+    """It would take every worker as long again as the rest of torch."""
+    command = [sys.executable, "-c", EAGER, str(tmp_path), optimizer]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    assert done.stdout.split() == ["torch"], done.stderr
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_optimizer_lowers_the_loss_and_repeats_itself(optimizer, shards):
+    workload = gpt(shards, steps=12, optimizer=optimizer)
+    first = train(workload)
+    assert facts(train(workload)) == facts(first)
+    assert losses(first)[12] < losses(first)[1] - 0.1
+
+
+def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere(shards):
+    workload = gpt(shards, optimizer="muon", lr=1e-3, clip=None, warmup=0.0, steps=1)
+    model, _ = converted(workload, PRESETS["bf16"](), Clock(0))
+    ours = build_optimizer(model, workload)
+    twin, _ = converted(workload, PRESETS["bf16"](), Clock(0))
+    hidden = [p for name, p in twin.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
+    assert len(hidden) == 8
+    reference = torch.optim.Muon(hidden, lr=1e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for candidate in (model, twin):
+        candidate(*training_batch(open_corpus(workload.data), 0, 0, 0, 2, 16)).backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ours.step()
+    reference.step()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    for name, value in twin.state_dict().items():
+        if name.startswith("blocks.") and value.ndim == 2:
+            assert torch.equal(model.state_dict()[name], value)
+    assert {"head.weight"} <= moved
+
+
+def test_moments_in_bf16_are_bf16_and_change_the_run(shards):
+    workload = gpt(shards, optimizer_state="bf16", steps=3)
+    model, _ = converted(workload, NVFP4, Clock(0))
+    optimizer = build_optimizer(model, workload)
+    model(*training_batch(open_corpus(workload.data), 0, 0, 0, 2, 16)).backward()
+    optimizer.step()
+    moments = [kept[name] for kept in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert moments
+    assert all(torch.equal(moment, moment.bfloat16().float()) for moment in moments)
+    assert losses(train(workload)) != losses(train(gpt(shards, steps=3)))

@@ -1,0 +1,379 @@
+"""Several ranks compute what one computes, but for the order of additions: whatever the recipe, however the work is shared out."""
+
+import math
+import statistics
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks_for_tests import in_ranks
+
+from ablate import parallel
+from ablate.checkpoints import Checkpoints
+from ablate.engines.ranks import packs
+from ablate.hyperparameters import Training
+from ablate.layout import Layout
+from ablate.numerics.share import Share
+from ablate.numerics.spec import Hadamard, Outer, Quant, Transform
+from ablate.recipes import PRESETS
+from ablate.recipes.recipe import Fprop, OsciReset, Phase, Products, Recipe, Weights, Wgrad
+from ablate.train import Telemetry, _Loop
+from ablate.workloads.gpt import Gpt
+
+SIZE = {"layers": 2, "width": 64, "heads": 2, "context": 32, "steps": 4, "eval_every": 4, "eval_tokens": 192, "eval_batch": 2, "lr": 1e-3}
+SHARED = {"batch": 1, "accumulate": 4}
+"""Each rank has micro-batches of its own."""
+SPLIT = {"batch": 4, "accumulate": 1}
+"""The ranks share the sequences of one, and its amaxes."""
+CLOCKS = ("throughput/", "memory/", "comm/")
+
+
+def variants() -> dict[str, Recipe]:
+    """Every preset, and what none of them has."""
+    nvfp4 = PRESETS["nvfp4"]()
+    percentile = Quant(outer=Outer(statistic="percentile:0.999"))
+    return {name: preset() for name, preset in PRESETS.items()} | {
+        "percentile": Recipe(fprop=Fprop(x=percentile, w=percentile), wgrad=nvfp4.wgrad, dgrad=nvfp4.dgrad),
+        "weights in rows": Recipe(fprop=Fprop(x=Quant(), w=Quant(outer=Outer(granularity="row")))),
+        "turned per call": Recipe(fprop=Fprop(x=Quant(), w=Quant(), hadamard=Hadamard(signs="per_call"))),
+        "stochastic weights": Recipe(fprop=Fprop(x=Quant(), w=Quant(rounding="stochastic"))),
+        "late": nvfp4.model_copy(update={"schedule": (Phase(start="step:2", slots="forward"),)}),
+    }
+
+
+def be(sharded: bool) -> parallel.World:
+    """Be a rank of the group that a test forked this process into, if it did."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    parallel._world = parallel.World(Layout(ranks, sharded and ranks > 1), rank, "cpu")
+    parallel._world.begun = True
+    return parallel._world
+
+
+def records(recipe: Recipe, sharded: bool = False, checkpoints: Checkpoints | None = None, **shape: Any) -> list[tuple[int, dict]]:
+    """What a small gpt records, without what clocks and allocators decide."""
+    be(sharded)
+    told = Gpt(**SIZE | shape).records(recipe, 0, "emulated", "cpu", Telemetry(every=4, shadow=4, log=1), checkpoints)
+    return [(step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}) for step, metrics, _ in told]
+
+
+@cache
+def alone(name: str, shared: bool) -> list[tuple[int, dict]]:
+    return records(variants()[name], **(SHARED if shared else SPLIT))
+
+
+RECORDED = ["bf16", "nvfp4", "fp8_delayed", "percentile", "turned per call", "late"]
+LAYOUTS = [(name, 2, sharded) for name in RECORDED for sharded in (False, True)] + [("nvfp4", 4, sharded) for sharded in (False, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False], ids=["micro-batches", "sequences"])
+@pytest.mark.parametrize(("name", "ranks", "sharded"), LAYOUTS)
+def test_ranks_record_what_one_records(name, ranks, sharded, shared):
+    wanted = alone(name, shared)
+    everybody = in_ranks(ranks, lambda: records(variants()[name], sharded, **(SHARED if shared else SPLIT)))
+    found = everybody[0]
+    assert [(step, metrics.keys()) for step, metrics in found] == [(step, metrics.keys()) for step, metrics in wanted]
+    for (_, mine), (_, its) in zip(found, wanted, strict=True):
+        # Sums in another order, 2^-24 apart, decide roundings to bf16 and to codes: 2e-4 of a loss after four steps.
+        assert mine["train/loss"] == pytest.approx(its["train/loss"], rel=1e-6 if mine is found[0][1] else 2e-4)
+        assert mine["grad/norm"] == pytest.approx(its["grad/norm"], rel=1e-3 if mine is found[0][1] else 3e-2)
+        assert all(mine[key] == 0 == its[key] for key in mine if key.startswith("nan/"))
+    assert found[-1][1]["val/loss"] == pytest.approx(wanted[-1][1]["val/loss"], rel=2e-4)
+    own = {"quant/", "osc"}  # measured on this rank's part alone
+    for other in everybody[1:]:
+        for (_, mine), (_, its) in zip(found, other, strict=True):
+            assert all(mine[k] == its[k] or math.isnan(mine[k]) for k in mine if not k.startswith(tuple(own)))
+
+
+def gradient(recipe: Recipe, sharded: bool, **shape: Any) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient in the second step; the first one's is zero behind a head that starts at zero."""
+    be(sharded)
+    config = Gpt(**SIZE | shape)
+    loop = _Loop(config.prepare(recipe, 0, "cpu"), config, Telemetry(every=100, shadow=100))
+    loop.step(0)
+    loop.run.engine.at(1, loop.plan)
+    loop.run.engine.clock.step = 1
+    loop._gradient(1)
+    return {name: parallel.whole(p.grad) for name, p in loop.run.model.named_parameters()}
+
+
+def gradients_off(sharded: bool, shape: dict[str, Any], wanted: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
+    """The recipes whose gradient of some parameter is not only by rounding another than one rank's, and how far, as a share of its norm."""
+    found = {}
+    for name, its in wanted.items():
+        mine = gradient(variants()[name], sharded, **shape)
+        off = max(float((mine[p] - its[p]).norm() / its[p].norm()) for p in its)
+        if off > 3e-2:  # a last bit of an fp32 sum decides roundings to bf16 and to codes: one code is a sixth of a block's largest
+            found[name] = off
+    return found
+
+
+SHAPES = {"micro-batches": SHARED | {"layers": 1}, "sequences": SPLIT | {"layers": 1, "context": 64}}
+"""A half of the latter has the 128 tokens of the longest rotation."""
+
+
+@cache
+def gradient_alone(shape: str, name: str) -> dict[str, torch.Tensor]:
+    return gradient(variants()[name], False, **SHAPES[shape])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("named", SHAPES)
+def test_the_gradient_of_every_recipe_is_that_of_one_rank(named, sharded):
+    shape = SHAPES[named]
+    layout = Layout(2, sharded)
+    fitting = {name for name, recipe in variants().items() if not [*layout.misfits(Gpt(**SIZE | shape), recipe, "emulated")]}
+    assert {"nvfp4", "quartet2", "fp8_current", "mxfp4_training", "four_over_six"} & PRESETS.keys() <= fitting
+    wanted = {name: gradient_alone(named, name) for name in fitting}
+    assert in_ranks(2, lambda: gradients_off(sharded, shape, wanted)) == [{}, {}]
+
+
+@pytest.mark.slow
+def test_amaxes_of_its_own_for_each_part_change_the_losses_and_not_their_mean():
+    """What ranks without a reduction would compute is what one rank computes of smaller micro-batches: another sample of the rounding."""
+    recipe = Recipe(fprop=Fprop(x=Quant(), w=Quant()))
+    be(False)
+    gaps = []
+    for seed in range(6):
+        config = {"steps": 12, "eval_every": 12}
+        last = [
+            [*Gpt(**SIZE | config | shape).records(recipe, seed, "emulated", "cpu", Telemetry())][-1].metrics["val/loss"]
+            for shape in (SHARED, SPLIT)
+        ]
+        gaps.append(last[0] - last[1])
+    assert all(gap != 0 for gap in gaps)
+    assert abs(statistics.mean(gaps)) < 3 * statistics.stdev(gaps) / math.sqrt(len(gaps)) + 1e-3  # the batches differ, too
+
+
+QWEN = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+FIELDS = {
+    "recompute, sequences": ({**SPLIT, "recompute": True}, False),
+    "recompute, sharded": ({**SHARED, "recompute": True}, True),
+    "a model of transformers": ({**SHARED, "model": QWEN | {"intermediate_size": 64, "head_dim": 32}}, False),
+    "the same, sharded": ({**SHARED, "model": QWEN | {"intermediate_size": 64, "head_dim": 32}}, True),
+    "muon": ({**SHARED, "optimizer": "muon"}, False),
+    "moments in bf16, sharded": ({**SHARED, "optimizer_state": "bf16"}, True),
+}
+
+
+def losses(recipe: Recipe, sharded: bool, shape: dict[str, Any]) -> list[float]:
+    be(sharded)
+    own = {} if "model" not in shape else dict.fromkeys(("layers", "width", "heads"))
+    config = Gpt(**{name: value for name, value in (SIZE | shape).items() if name not in own})
+    return [metrics["train/loss"] for _, metrics, _ in config.records(recipe, 0, "emulated", "cpu", Telemetry(log=1))]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("case", FIELDS)
+def test_what_else_a_run_may_ask_for_works_on_ranks_too(case):
+    shape, sharded = FIELDS[case]
+    wanted = losses(PRESETS["nvfp4"](), False, shape)
+    assert in_ranks(2, losses, PRESETS["nvfp4"](), sharded, shape)[0] == pytest.approx(wanted, rel=2e-4)  # as above
+
+
+@pytest.mark.slow
+def test_master_weights_in_bf16_may_be_sharded():
+    recipe = PRESETS["nvfp4"]().model_copy(update={"weights": Weights(master="bf16")})
+    wanted = losses(recipe, False, SHARED)
+    assert in_ranks(2, losses, recipe, True, SHARED)[0] == pytest.approx(wanted, rel=2e-4)  # as above
+
+
+def amaxes(shape: dict[str, Any]) -> list[float]:
+    """What every operand of a delayed recipe remembers of the first step."""
+    be(False)
+    config = Gpt(**SIZE | shape)
+    loop = _Loop(config.prepare(PRESETS["fp8_delayed"](), 0, "cpu"), config, Telemetry(every=100, shadow=100))
+    loop.step(0)
+    return [float(kept[0]) for kept in loop.run.engine.histories(0)]
+
+
+@pytest.mark.parametrize("shape", [SHARED, SPLIT], ids=["micro-batches", "sequences"])
+def test_every_rank_remembers_the_largest_amax_that_any_saw(shape):
+    wanted = amaxes(shape)
+    assert len(wanted) == 6 * 4 * SIZE["layers"]
+    assert in_ranks(2, amaxes, shape) == [wanted, wanted]
+
+
+# Checkpoints
+
+
+def trained(path: Any, sharded: bool, until: int | None = None) -> list[tuple[int, dict]]:
+    """The records of a run that goes on from the checkpoint there, if one is, and is ended after a step, if one is given."""
+    rank = be(sharded).rank
+    checkpoints = None if rank else Checkpoints(path, "trial", 0)
+    found = []
+    told = Gpt(**SIZE | SHARED).records(variants()["fp8_delayed"], 0, "emulated", "cpu", Telemetry(every=4, shadow=4, log=1), checkpoints)
+    for step, metrics, _ in told:
+        found.append((step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}))
+        if step == until:
+            break
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"), [((1, False), (2, True)), ((4, True), (1, False)), ((2, False), (4, False)), ((2, True), (4, True))]
+)
+def test_any_number_of_ranks_goes_on_from_a_checkpoint(first, then, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    in_ranks(first[0], trained, path, first[1], 3)
+    state = torch.load(path, weights_only=True)  # whole: no rank's part of anything
+    assert all(tensor.shape == its.shape for tensor, its in zip(state["model"].values(), _fresh().values(), strict=True))
+    gone_on = in_ranks(then[0], trained, path, then[1])[0]
+    wanted = alone("fp8_delayed", True)
+    assert [step for step, _ in gone_on] == [3, 4]
+    for (_, mine), (_, its) in zip(gone_on, wanted[2:], strict=True):
+        assert mine["train/loss"] == pytest.approx(its["train/loss"], rel=2e-4)  # as above
+
+
+def _fresh() -> dict[str, torch.Tensor]:
+    be(False)
+    return Gpt(**SIZE | SHARED).prepare(PRESETS["bf16"](), 0, "cpu").model.state_dict()
+
+
+# The gather of sharded weights
+
+
+def gathered_operands() -> list[str]:
+    """Layers and slots whose gathered operand is not the one that the whole weight gives, over all recipes."""
+    off = []
+    for name, recipe in variants().items():
+        if [*Layout(2, True).misfits(Gpt(**SIZE | SHARED), recipe, "emulated")]:
+            continue
+        be(False)
+        whole = Gpt(**SIZE | SHARED).prepare(recipe, 0, "cpu").engine
+        be(True)
+        parts = Gpt(**SIZE | SHARED).prepare(recipe, 0, "cpu").engine
+        for (layer, ours), theirs in zip(parts.layers.items(), whole.layers.values(), strict=True):
+            for slot, product in (("fprop.w", recipe.fprop), ("dgrad.w", recipe.dgrad)):
+                pair = []
+                for one, weight in ((ours, ours.weight.to_local().detach()), (theirs, theirs.weight.detach())):
+                    turned = weight.to(torch.bfloat16) if slot == "fprop.w" else weight.to(torch.bfloat16).t()
+                    pair.append(one.weight_operand(slot, product.w, product.hadamard, lambda turned=turned: turned))
+                for mine, its in zip(*pair, strict=True):
+                    if not torch.equal(mine.dequantize(), its.dequantize()) or not torch.equal(mine.values, its.values):
+                        off.append(f"{name} {layer} {slot}")
+    return off
+
+
+@pytest.mark.slow
+def test_a_gathered_weight_is_the_operand_that_the_whole_weight_gives():
+    assert in_ranks(2, gathered_operands) == [[], []]
+
+
+def bytes_of_one_step(name: str) -> tuple[int, int]:
+    """Bytes that a step's products asked for, and those that they would have asked for in bf16."""
+    be(True)
+    config = Gpt(**SIZE | SHARED)
+    loop = _Loop(config.prepare(variants()[name], 0, "cpu"), config, Telemetry())
+    loop._gradient(0)  # nothing is in force before a step begins: all in bf16
+    loop.run.engine.at(0, loop.plan)
+    before = loop.run.engine.traffic()
+    loop._gradient(0)
+    return tuple(now - then for now, then in zip(loop.run.engine.traffic(), before, strict=True))
+
+
+@pytest.mark.slow
+def test_gathering_codes_and_scales_moves_fewer_bytes_and_says_how_many():
+    shapes = [(192, 64), (64, 64), (2 * 192, 64), (64, 192)] * SIZE["layers"]
+    weights, micro_batches = sum(rows * columns for rows, columns in shapes), 2
+    products = {"bf16": 1, "nvfp4": 2}  # a plain layer keeps what fprop took; of NVFP4, dgrad takes a copy of its own
+    for name, copies in products.items():
+        gathered, in_bf16 = in_ranks(2, bytes_of_one_step, name)[0]
+        print(f"\n{name}: {gathered:,} bytes gathered for a step's products, {in_bf16:,} in bf16, {1 - gathered / in_bf16:.1%} saved")
+        assert in_bf16 == 2 * weights * copies * micro_batches
+        amaxes = 4 * len(shapes) * copies * micro_batches
+        codes_and_scales = weights * copies * micro_batches * (1 / 2 + 1 / 256)  # 4 bits an element, a byte for 16x16 of them
+        assert gathered == (in_bf16 if name == "bf16" else codes_and_scales + amaxes)
+
+
+@pytest.mark.parametrize(
+    ("quant", "rotation", "shape", "fits"),
+    [
+        (Quant(), None, (16, 64), True),
+        (Quant(block="16x16"), None, (16, 64), True),
+        (Quant(block="16x16"), None, (8, 64), False),
+        (Quant(outer=Outer(statistic="delayed:4")), None, (16, 64), False),
+        (Quant(outer=Outer(statistic="static:1.0")), None, (16, 64), False),  # which would hide a NaN
+        (Quant(outer=Outer(granularity="row")), None, (16, 64), False),
+        (Quant(), Hadamard(signs="per_step"), (16, 64), True),
+        (Quant(), Hadamard(signs="per_call"), (16, 64), False),  # each rank is in another micro-batch
+        (Quant(rounding="stochastic"), None, (16, 64), False),
+        (Quant(element="e4m3", block=None, scale=None, outer=Outer(bound=1.0)), None, (16, 64), False),
+        (None, None, (16, 64), False),
+    ],
+)
+def test_what_cannot_be_packed_in_parts_is_gathered_in_bf16(quant, rotation, shape, fits):
+    assert packs(quant, rotation, torch.ones(shape), Share(0, 0, 2)) is fits
+
+
+def uneven(shape: dict[str, Any]) -> list[float]:
+    """A run of three ranks, among whom the rows of some weights do not come out even."""
+    found = losses(PRESETS["nvfp4"](), True, shape)
+    be(True)
+    layers = Gpt(**SIZE | shape).prepare(PRESETS["nvfp4"](), 0, "cpu").engine.layers.values()
+    assert {layer.sharded is None for layer in layers} == {True, False}
+    return found
+
+
+@pytest.mark.slow
+def test_layers_whose_rows_do_not_come_out_even_are_sharded_as_everything_else():
+    shape = {"batch": 1, "accumulate": 3}
+    assert in_ranks(3, uneven, shape)[0] == pytest.approx(losses(PRESETS["nvfp4"](), False, shape), rel=2e-4)  # as above
+
+
+# What cannot be laid out
+
+
+def laid_out(recipe: Recipe, layout: Layout, engine: str = "emulated", **changes: Any) -> str:
+    return "; ".join(layout.misfits(Gpt(**SIZE | changes), recipe, engine))
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe", "changes", "said"),
+    [
+        (Layout(3), Recipe(), SPLIT, "3 ranks share the 1 micro-batch of a step, 3 one each, and 3 does not divide workload.batch 4"),
+        (Layout(4), Recipe(), {"batch": 1, "accumulate": 2}, "4 ranks share the 2 micro-batches of a step, 2 one each, and 2 does not"),
+        (Layout(2), Recipe(), SHARED | {"compile": True}, "workload.compile compiles for one rank; leave it out, or use 1 instead of 2"),
+        (
+            Layout(2),
+            Recipe(fprop=Fprop(x=Quant(outer=Outer(statistic="hold:4")))),
+            SHARED,
+            "recipe.fprop.x.outer.statistic hold takes the amax of the step's first micro-batch, which one rank sees; use accumulate 1",
+        ),
+        (Layout(2), Recipe(fprop=Fprop(x=Quant(transform=Transform(mean=True)))), SPLIT, "recipe.fprop.x.transform looks at the whole"),
+        (
+            Layout(2),
+            Recipe(wgrad=Wgrad(x=Quant(), g=Quant(), hadamard=Hadamard(size=64))),
+            {"batch": 2, "context": 32},
+            "32 tokens, which cuts a block of recipe.wgrad.hadamard; a workload.accumulate that is a multiple of 2 gives each rank",
+        ),
+        (Layout(2), Recipe(wgrad=Wgrad(x=Quant())), {"batch": 2, "context": 24}, "24 tokens, which cuts a block of recipe.wgrad.x"),
+        (Layout(2, True), Recipe(), SHARED | {"optimizer": "muon"}, "sharded: optimizer muon orthogonalises whole matrices; use adamw"),
+        (
+            Layout(2, True),
+            Recipe(fprop=Fprop(w=Quant()), weights=Weights(osci_reset=OsciReset())),
+            SHARED,
+            "sharded: recipe.weights.osci_reset looks at whole weights; leave sharded out",
+        ),
+        (
+            Layout(2),
+            Recipe(schedule=(Phase(start="step:2", use=Products(fprop=Fprop(x=Quant(transform=Transform(mean=True))))),)),
+            SPLIT,
+            "recipe.fprop.x.transform looks at the whole of one",
+        ),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_with_the_way_out(layout, recipe, changes, said):
+    assert said in laid_out(recipe, layout, **changes)
+
+
+def test_what_they_can_is_not():
+    assert laid_out(PRESETS["nvfp4"](), Layout(2), **SHARED) == laid_out(PRESETS["nvfp4"](), Layout(4, True), **SPLIT) == ""
+    assert "engine transformer_engine does not do" in laid_out(PRESETS["nvfp4"](), Layout(2), "transformer_engine", **SPLIT)
+    assert laid_out(PRESETS["nvfp4"](), Layout(2), "transformer_engine", **SHARED) == ""
+    assert Training().divisible is Training().shardable is False

@@ -1,0 +1,175 @@
+"""A trial that torchrun computes in several processes: its death, and everybody's, is a message, and nobody is left behind."""
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from experiments_for_tests import TOO_LARGE, shards, shut, tiny, until
+from test_supervisor import HOLD, steps
+
+from ablate import rank
+from ablate.processes import free_port
+from ablate.store import Store
+from ablate.supervisor import Supervisor
+from ablate.workers import flight
+
+pytestmark = pytest.mark.slow
+SHAPE = {"accumulate": 2, "width": 64, "context": 32}
+
+
+def request(folder: Path, attempt: int = 1, ranks: int = 2, **changes: Any) -> dict[str, Any]:
+    """A request for a tiny trial of several ranks; `shape` changes its workload."""
+    experiment = tiny(folder, shape=SHAPE | changes.pop("shape", {}))
+    spec = experiment.spec(experiment.arms[1], 0, "cpu")
+    told = {"id": spec.id, "spec": spec.wire, "root": str(folder), "attempt": attempt, "telemetry": {"every": 2, "log": 1, "checkpoint": 0}}
+    return told | {"ranks": ranks, "sharded": False} | changes
+
+
+@pytest.fixture(scope="module")
+def supervisor() -> Iterator[Supervisor]:
+    """One for all tests of this file, as in test_supervisor."""
+    found = Supervisor()
+    yield found
+    shut(found)
+
+
+def ranks_of(supervisor: Supervisor) -> dict[int, psutil.Process]:
+    """The processes of a trial's ranks."""
+    return dict(enumerate(sorted(psutil.Process(supervisor._trial).children(), key=lambda process: process.pid)))
+
+
+def run(supervisor: Supervisor, request: dict, act: Callable[[], None] | None = None, after: int = 2) -> list[dict]:
+    """The messages of a trial; `act` is called once it has told of step `after`."""
+    told = []
+    for message in supervisor.run(request):
+        told.append(message)
+        if act and after in steps([message]):
+            act()
+    return told
+
+
+def listening(supervisor: Supervisor) -> set[str]:
+    """The addresses at which what computes a trial lets others in."""
+    family = psutil.Process(supervisor._child.pid).children(recursive=True)
+    return {found.laddr.ip for process in family for found in process.net_connections("inet") if found.status == psutil.CONN_LISTEN}
+
+
+def test_two_ranks_compute_the_trial_and_say_so(supervisor, tmp_path):
+    told = run(supervisor, request(tmp_path))
+    assert steps(told) == [1, 2, 3, 4]
+    assert told[-1]["end"] == "done"
+    assert told[-1]["result"]["ranks"] == 2
+    again = run(supervisor, request(tmp_path, attempt=2, sharded=True))  # finished: replayed, and the other rank is let go
+    assert steps(again) == [1, 2, 3, 4]
+    alone = run(supervisor, request(tmp_path, ranks=1) | {"root": str(tmp_path / "alone")})
+    losses = [[event["metrics"]["train/loss"] for m in messages for event in m.get("events", ())] for messages in (told, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # two micro-batches, added in another order
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_its_checkpoint(victim, supervisor, tmp_path):
+    shape = {"steps": 30, "eval_every": 30}
+    counts = {"every": 1, "log": 1, "checkpoint": 0}  # a step that is counted takes several times as long: it is there to be killed
+    told = run(supervisor, request(tmp_path, shape=shape, telemetry=counts), lambda: ranks_of(supervisor)[victim].kill(), after=3)
+    assert told[-1]["end"] == "failed"
+    assert told[-1]["reason"] == f"rank {victim} was killed by signal 9 (SIGKILL)"
+    again = run(supervisor, request(tmp_path, attempt=2, sharded=True, shape=shape, telemetry={"log": 1, "checkpoint": 60.0}))
+    assert again[-1]["end"] == "done"
+    (resumed,) = (event["resumed"] for message in again for event in message.get("events", ()) if "resumed" in event)
+    assert resumed >= 2
+    assert steps(again) == list(range(1, 31))
+    assert not Store(tmp_path).folder(request(tmp_path, shape=shape)["id"]).joinpath("checkpoint.pt").exists()
+
+
+def test_a_rank_that_hangs_ends_the_attempt_with_everybodys_stack_in_the_log(supervisor, tmp_path):
+    asked = request(tmp_path, shape={"steps": 100_000, "eval_every": 100_000}, patience=2.0, telemetry={"log": 1, "checkpoint": 60.0})
+    doors = set()
+
+    def act() -> None:
+        doors.update(listening(supervisor))
+        ranks_of(supervisor)[1].send_signal(signal.SIGSTOP)
+
+    told = run(supervisor, asked, act, after=5)
+    assert doors == {"127.0.0.1"}  # nobody from outside is let in
+    assert told[-1]["reason"].startswith("no step for")
+    assert "ablate/parallel.py" in Store(tmp_path).log(asked["id"], 1).read_text()  # where rank 0 waited for the other
+
+
+def test_supervisors_on_two_nodes_compute_one_trial_and_either_ends_it(supervisor, tmp_path):
+    """Two launchers, as on two nodes: rank 0 tells the events, and a stop of the other node's supervisor ends both."""
+    both, told = (supervisor, Supervisor()), ([], [])
+    asked = request(tmp_path, shape={"steps": 100_000, "eval_every": 100_000})
+    port = free_port()
+    threads = []
+    for node, one in enumerate(both):
+        gang = {"nodes": 2, "node": node, "address": "127.0.0.1", "port": port, "local": 1}
+        own = {"gang": gang, "root": str(tmp_path if node == 0 else tmp_path / "other")}  # they share no folder
+        own["patience"] = 60 if node == 0 else 0.1  # the second node hears nothing, and must not take that for a trial that hangs
+        work = lambda s=one, a=asked | own, t=told[node]: t.extend(s.run(a))  # noqa: E731
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+    events = Store(tmp_path).folder(asked["id"]) / "events-1.jsonl"
+    until(lambda: events.exists() and len(events.read_text().splitlines()) > 3)
+    both[1].stop()
+    for thread in threads:
+        thread.join(60)
+    shut(both[1])
+    assert steps(told[0])[:3] == [1, 2, 3]
+    assert not steps(told[1])
+    assert [messages[-1]["end"] for messages in told] == ["failed", "failed"]
+    assert told[1][-1]["reason"] == "rank 1 was killed by signal 9 (SIGKILL)"
+
+
+def test_a_rank_whose_peer_on_another_node_is_gone_ends_while_the_pool_still_waits_for_it():
+    """Or its actor would be ended instead, and the gang's next attempt would find no warm process."""
+    assert 2 * rank._PEER_SECONDS < flight._LAST_WORD_SECONDS
+
+
+def test_the_base_of_a_fine_tuning_is_trained_by_one_rank(supervisor, tmp_path, cache):
+    """Before the others begin."""
+    model = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    values = {
+        "data": shards(tmp_path),
+        "model": model | {"intermediate_size": 32, "head_dim": 16},
+        "base": {"steps": 2, "data": shards(tmp_path)},
+    }
+    values |= {"context": 16, "batch": 1, "accumulate": 2, "steps": 2, "eval_every": 2, "eval_tokens": 64, "eval_batch": 2}
+    experiment = tiny(tmp_path, workload={"finetune": values}, resources={"ranks": 2})
+    spec = experiment.spec(experiment.arms[1], 0, "cpu")
+    asked = {"id": spec.id, "spec": spec.wire, "root": str(tmp_path), "attempt": 1, "telemetry": {"log": 1}, "ranks": 2, "sharded": False}
+    told = run(supervisor, asked)
+    assert told[-1]["end"] == "done", told[-1]
+    assert steps(told)[-2:] == [1, 2]
+
+
+def test_what_ranks_cannot_share_ends_in_words(supervisor, tmp_path):
+    told = run(supervisor, request(tmp_path, shape={"accumulate": 1, "batch": 3}))
+    assert told[-1]["end"] == "failed"
+    assert "2 ranks share the 1 micro-batch of a step, 2 one each, and 2 does not divide workload.batch 3" in told[-1]["reason"]
+
+
+def test_a_rank_without_memory_is_told_as_that(supervisor, tmp_path):
+    told = run(supervisor, request(tmp_path, shape={"hidden": TOO_LARGE}))
+    assert told[-1]["end"] == "oom"
+    assert "out of memory" in told[-1]["reason"]
+
+
+def test_no_rank_outlives_its_supervisor(tmp_path):
+    import json
+
+    asked = request(tmp_path, shape={"steps": 100_000, "eval_every": 100_000})
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, json.dumps(asked)], stdout=subprocess.PIPE, text=True)
+    while "'step': 3" not in holder.stdout.readline():
+        pass
+    family = psutil.Process(holder.pid).children(recursive=True)
+    assert len(family) == 4  # the warm process, the trial's, its two ranks
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    assert until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family), 30)
