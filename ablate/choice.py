@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ablate.arms import Arm
-from ablate.engines import AUTO, ENGINES
-from ablate.engines.hardware import EMULATE, Machine, Refusal, refusal, this_machine
-from ablate.engines.te_mapping import MULTIPLE, families, recipe_refusals
+from ablate.engines import AUTO, ENGINES, proof
+from ablate.engines.hardware import EMULATE, NAMES, Machine, Refusal, refusal, stray_switch, this_machine
+from ablate.engines.te_mapping import MULTIPLE, families, recipe_refusals, refusals, variants
 from ablate.hyperparameters import Training
+from ablate.layout import Layout
+from ablate.recipes.recipe import Products
 from ablate.yamlfile import nearest
 
 NATIVE = "transformer_engine"
-UNPROVEN = "Transformer Engine's kernels, which `engine: transformer_engine` takes, have not been compared with it on a GPU yet"
+UNPROVEN = f"Transformer Engine's kernels have not been compared with it here; `{proof.COMMAND}` does that"
 
 
 @dataclass(frozen=True)
@@ -29,36 +31,83 @@ def check(asked: str) -> None:
         raise ValueError(f"no such engine; {nearest(asked, [AUTO, *ENGINES])}")
 
 
-def choose(asked: str, arms: Iterable[Arm], device: str | None, *, search: bool = False, machine: Machine | None = None) -> Choice:
-    """The engine that `asked` means for these arms on this class of device (None: what is here).
+def choose(
+    asked: str,
+    arms: Iterable[Arm],
+    device: str | None,
+    *,
+    layout: Layout = Layout(),  # noqa: B008 - frozen
+    machine: Machine | None = None,
+) -> Choice:
+    """The engine that `asked` means for these arms on this class of device (None: what is here), so laid out over ranks. The arms of a
+    search are not known yet: those at the ends of its knobs stand for them, and `misfit` tells of each that it draws.
 
-    `auto` is the emulator, and says why: also where Transformer Engine could compute all arms, as long as its kernels have not been
-    compared with it. ValueError, in a sentence, where Transformer Engine was asked for and cannot.
+    `auto` is the emulator, and says why, unless Transformer Engine can compute all arms and its kernels have been found to agree with
+    the emulator: on such a GPU, in these versions, in all that the arms need. ValueError, in a sentence, where Transformer Engine was asked
+    for and cannot.
     """
     if asked not in (AUTO, NATIVE):
         return Choice(asked)
     arms = list(arms)
-    if asked == AUTO and all(arm.recipe.plain for arm in arms) and not search:
+    if asked == AUTO and all(arm.recipe.plain for arm in arms):
         return Choice("emulated", "no arm quantises anything")
-    reason = next(_refusals(arms, device, search, machine or this_machine()), None)
+    machine = machine or this_machine()
+    reason = next(_refusals(arms, device, layout, machine), None)
     if asked == NATIVE and reason:
         raise ValueError(str(reason))
-    return Choice(NATIVE) if asked == NATIVE else Choice("emulated", reason.why if reason else UNPROVEN)
+    why = None if asked == NATIVE else reason.why if reason else _doubt(arms, machine)
+    return Choice("emulated", why) if why else Choice(NATIVE)
 
 
-def _refusals(arms: list[Arm], device: str | None, search: bool, machine: Machine) -> Iterator[Refusal]:
+def _doubt(arms: list[Arm], machine: Machine) -> str | None:
+    """Why TE's kernels are not trusted with these arms unasked; None where a comparison on such a machine found that they agree."""
+    agreed, needed = proof.agreed(machine), _families(arms)
+    if needed <= agreed:
+        return None
+    missing = " and ".join(NAMES[family] for family in sorted(needed - agreed))
+    return (
+        f"the comparison that is kept here does not vouch for {missing} in Transformer Engine; see `{proof.COMMAND}`"
+        if agreed
+        else UNPROVEN
+    )
+
+
+def _families(arms: list[Arm]) -> set[str]:
+    return families(products for arm in arms for products in (*variants(arm.recipe), *_fallen_back(arm))) & set(NAMES)
+
+
+def _fallen_back(arm: Arm) -> Iterator[Products]:
+    """What a guard may make of the recipe's products."""
+    if isinstance(arm.config, Training) and arm.config.guard.policy == "fallback":
+        yield from map(arm.config.guard.fallback.safer, variants(arm.recipe))
+
+
+def misfit(engine: str, arm: Arm, layout: Layout) -> str | None:
+    """Why an engine that computes a search cannot compute this arm of it."""
+    return next(_arm_refusals(arm, layout), None) if engine == NATIVE else None
+
+
+def _refusals(arms: list[Arm], device: str | None, layout: Layout, machine: Machine) -> Iterator[Refusal]:
     """Why these arms cannot run on Transformer Engine here."""
     if device == "cpu":
         yield Refusal("this sweep runs on CPUs (device cpu), and Transformer Engine on GPUs", EMULATE)
     if reason := refusal(machine, ()):
         yield reason
-    if search:
-        yield Refusal("a search proposes recipes that nobody has looked at; not yet on Transformer Engine", EMULATE)
+    if stray := stray_switch():
+        yield Refusal(f"{stray} is set here and changes Transformer Engine's numbers", f"unset it, or {EMULATE}")
     for arm in arms:
-        if why := next(recipe_refusals(arm.recipe), None) or next(_workload_refusals(arm.config, arm.recipe.plain), None):
+        if why := next(_arm_refusals(arm, layout), None):
             yield Refusal(f"arm {arm.name!r}: {why}", EMULATE)
-    if reason := refusal(machine, set().union(*(families(arm.recipe) for arm in arms))):
+    if reason := refusal(machine, _families(arms)):
         yield reason
+
+
+def _arm_refusals(arm: Arm, layout: Layout) -> Iterator[str]:
+    yield from recipe_refusals(arm.recipe)
+    yield from (f"after workload.guard.fallback {why}" for products in _fallen_back(arm) for why in refusals(products))
+    yield from _workload_refusals(arm.config, arm.recipe.plain)
+    if isinstance(arm.config, Training):
+        yield from layout.misfits(arm.config, arm.recipe, NATIVE)
 
 
 def _workload_refusals(config: Any, plain: bool) -> Iterator[str]:
@@ -70,12 +119,7 @@ def _workload_refusals(config: Any, plain: bool) -> Iterator[str]:
         yield "workload.compile true: not yet on Transformer Engine; leave it out"
     if config.recompute:
         yield "workload.recompute true: not yet on Transformer Engine; leave it out"
-    if config.guard.policy == "fallback" and config.guard.fallback.precision:
-        yield "workload.guard.fallback.precision: not yet on Transformer Engine; leave it out"
     if plain:
-        return
-    if config.extents is None:
-        yield "workload: not yet on Transformer Engine, since the sizes of its products are known only when its model is there"
         return
     for what, extent in config.extents.items():
         if extent % MULTIPLE:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,9 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ablate.cli import DONE, FAILED, console, duration, run
+from ablate.engines import ENGINES, proof
+from ablate.engines.hardware import Machine, this_machine
 from ablate.numerics.spec import VERSION
+from ablate.yamlfile import InputError, nearest
 
 if TYPE_CHECKING:
+    from ablate.parity import Comparison
     from ablate.rows import Check, Row
 
 _WIDEST = 132
@@ -29,15 +35,24 @@ _STYLES = {True: ("ok", "green"), False: ("OFF", "bold red"), None: ("-", "dim")
 def doctor(
     fast: Annotated[bool, typer.Option("--fast", help="Only the checks that take a moment, as before every sweep.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, for machines.")] = False,
+    engine: Annotated[str | None, typer.Option(help="Compare this engine's kernels, on this GPU, with the emulator instead.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Where that comparison is written, its picture beside it; default: parity-<GPU>-<version>.json.")
+    ] = None,
     lifeline: Annotated[bool, typer.Option("--lifeline", hidden=True, help="End when standard input closes.")] = False,
 ) -> None:
     """Say what this machine can run, and check that the numerics here compute what they say.
 
-    Figures, ties, known answers, and every public implementation that is installed. Exit status: 0 all agree, 1 something is off,
-    2 bad input.
+    Figures, ties, known answers, and every public implementation that is installed. With --engine transformer_engine: whether its
+    kernels compute what the emulator computes; --fast leaves the training out. Exit status: 0 all agree, 1 something is off, 2 bad input,
+    or nothing that could be compared here.
     """
     if lifeline:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
+    if engine is None and record is not None:
+        raise InputError(["--record goes with --engine transformer_engine: it says where that comparison is written"])
+    if engine is not None:
+        _compare(engine, record, fast, as_json)
     started = time.monotonic()
     rows: list[tuple[str, Row]] = []
     screen = Console(quiet=True) if as_json else console()
@@ -50,6 +65,65 @@ def doctor(
         print(json.dumps(_document(rows, fast, seconds), indent=1))
     screen.print(_verdict([row for _, row in rows], fast), f"[dim]({duration(seconds)})[/]")
     raise typer.Exit(FAILED if any(row.ok is False for _, row in rows) else DONE)
+
+
+# --- an engine beside the emulator -------------------------------------------------------------------------------------------
+
+
+def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> None:
+    """Compare, print, write; ends the command."""
+    known = sorted({*ENGINES} - {"emulated"})
+    if engine not in known:
+        why = (
+            "is what others are compared with; leave --engine out" if engine == "emulated" else f"no such engine; {nearest(engine, known)}"
+        )
+        raise InputError([f"--engine {engine}: {why}"])
+    folder = (record or Path("here")).absolute().parent
+    if not folder.is_dir():
+        raise InputError([f"--record {record}: there is no folder {folder}"])
+    if record is not None and record.suffix == ".png":
+        raise InputError([f"--record {record}: is for the document; its picture is put beside it"])
+    if not os.access(folder, os.W_OK):
+        raise InputError([f"--record: nothing can be written in {folder}; name a file elsewhere"])
+    from ablate import parity
+
+    if reason := parity.obstacle():
+        raise InputError([f"--engine {engine} cannot be compared here: {reason}"])
+    machine = this_machine()
+    comparison = parity.Comparison(machine, parity.bench_of(machine), fast)
+    screen = Console(quiet=True) if as_json else console()
+    with nullcontext() if as_json or not screen.is_terminal else screen.status("[dim]torch ...[/]") as status:
+        for number, (group, found) in enumerate(comparison.groups(status)):
+            screen.print(Text(group, "bold"), _table(found, screen.width, header=not number), "")
+    document = comparison.document()
+    written = _written(comparison, document, record)
+    kept = _kept(document, machine) if not fast or not comparison.agrees else ""  # a quick one vouches for nothing, but takes back
+    if as_json:
+        print(json.dumps(document, indent=1))
+    style = "bold green" if comparison.agrees else "bold red"
+    screen.print(Text(comparison.verdict(), style), f"[dim]({duration(document['seconds'])})[/]")
+    screen.print(f"Written: {' and '.join(map(str, written))}{kept}")
+    raise typer.Exit(DONE if comparison.agrees else FAILED)
+
+
+def _kept(document: dict[str, Any], machine: Machine) -> str:
+    """Keep it for `engine: auto`; what is to be said about that."""
+    try:
+        return f"; kept for `engine: auto` in {proof.keep(document, machine)}"
+    except OSError as error:
+        return f"; not kept for `engine: auto`: {error}"
+
+
+def _written(comparison: "Comparison", document: dict[str, Any], record: Path | None) -> list[Path]:
+    """The document, and the picture of its losses beside it."""
+    words = (document["environment"].get("gpu", "no-gpu"), document["compared"]["transformer_engine"])
+    path = record or Path("-".join(["parity", *(re.sub(r"[^\w.]+", "-", str(word)) for word in words)]) + ".json")
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    picture = comparison.draw(path.with_suffix(".png"))
+    return [path] if picture is None else [path, picture]
+
+
+# --- this machine's numerics -------------------------------------------------------------------------------------------------
 
 
 def _groups(fast: bool, status: Any) -> Iterator[tuple[str, list["Row"]]]:

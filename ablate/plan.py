@@ -1,21 +1,29 @@
 """`ablate plan X.yaml`: arms, trials, what is already done and what the rest would cost. Runs nothing, imports no torch."""
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from ablate.arms import Arm, KnobError
 from ablate.cli import Device, Profile, State, alone, console, duration
 from ablate.experiment import Experiment, load
 from ablate.forks import Family
 from ablate.place import find
+from ablate.space import conditions
 from ablate.store import Store
+from ablate.workloads.finetune import Finetune
+from ablate.workloads.text import outlined
 from ablate.yamlfile import display
 
 _START_SECONDS = 8.0
 """Ray, and torch in each worker."""
+_ENOUGH = 0.5
+"""The share of a model's matrices below which it is said that the rest is not quantised."""
 
 
 def plan(
@@ -68,11 +76,63 @@ def show(experiment: Experiment, state: Path, where: str) -> None:
         screen.print(f"\nEngine: {experiment.engine} (auto), since {experiment.engine_why}.", markup=False)
     elif experiment.engine != "emulated":
         screen.print(f"\nEngine: {experiment.engine}.")
+    layout = experiment.resources.layout(where)
+    if layout.ranks > 1:
+        screen.print(f"\nEach trial is computed by {layout.ranks} ranks{', each with a part of the model' * layout.sharded}.")
+    for remark in remarks(experiment):
+        screen.print(f"\nNote: {remark}", markup=False, soft_wrap=True)
     alone, together = family.steps()
     if together < alone:
         screen.print(f"\nTrials that begin alike share what they have in common: {alone - together:,} of {alone:,} steps are not run.")
         seconds *= together / alone
     screen.print(f"\n{missing} trials to run, {len(seen) + searched - missing} done. {_cost(missing, seconds, where)}")
+
+
+def remarks(experiment: Experiment) -> Iterator[str]:
+    """What makes the experiment's answer weaker than it looks, though it can be run: each in a sentence."""
+    yield from _idle_knobs(experiment)
+    yield from _uncovered(experiment)
+
+
+def _idle_knobs(experiment: Experiment) -> Iterator[str]:
+    """Knobs that only turn what no trial computes: arms that differ in nothing else are equal."""
+    idle: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for arms in (experiment.arms, *_ends(experiment)):
+        computed: dict[Any, Arm] = {}
+        for arm in arms:
+            if isinstance(arm.config, Finetune) and arm.config.lora:
+                twin = computed.setdefault((arm.content[0], arm.config.computed(arm.recipe)), arm)
+                if twin.content != arm.content:
+                    knobs = tuple(sorted(name for name in {*arm.knobs, *twin.knobs} if arm.knobs.get(name) != twin.knobs.get(name)))
+                    idle.setdefault(knobs, []).append((twin.name, arm.name))
+    for knobs, pairs in idle.items():
+        frozen = "under workload.lora the quantised layers' weights are frozen, so no wgrad is computed"
+        first, second = pairs[0]
+        more = f" (and {len(pairs) - 1} more such pairs)" if pairs[1:] else ""
+        yield f"{' and '.join(knobs)}: turns wgrad alone, and {frozen}: arms {first!r} and {second!r} are equal{more}."
+
+
+def _ends(experiment: Experiment) -> Iterator[list[Arm]]:
+    """Of a search, for each knob the arms at its ends."""
+    for knob, dimension in experiment.space.items() if experiment.search else ():
+        arms = []
+        for value in dimension.ends():
+            with suppress(KnobError):  # a value that needs another knob's
+                arms.append(experiment.base.arm(conditions(knob, experiment.space) | {knob: value}))
+        yield arms
+
+
+def _uncovered(experiment: Experiment) -> Iterator[str]:
+    """Models of other libraries of whose matrices the recipe reaches less than half."""
+    configs = dict.fromkeys((experiment.base.config, *(arm.config for arm in experiment.arms if not arm.recipe.plain)))
+    models = {(config.model, config.data): config for config in configs if getattr(config, "model", None) is not None}
+    for config in models.values():
+        found = outlined(config.model, config.corpus)
+        if found.covered < _ENOUGH:
+            yield (
+                f"workload.model: {found.covered:.0%} of the weights in its matrices (embeddings apart) are in layers that a recipe "
+                f"quantises; the largest of the others, {found.left}, is no nn.Linear in a block and stays in high precision."
+            )
 
 
 def _searched(experiment: Experiment) -> int:

@@ -1,20 +1,22 @@
 """Which engine computes an experiment: what `auto` takes, and every reason for which Transformer Engine is refused, on made-up machines."""
 
+import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from experiments_for_tests import ablate
 
 from ablate import choice
-from ablate.arms import Arm, Base
+from ablate.arms import Base, KnobError
 from ablate.choice import UNPROVEN, Choice, choose
-from ablate.engines import hardware
+from ablate.engines import hardware, proof
 from ablate.engines.hardware import Machine, this_machine
 from ablate.experiment import load
-from ablate.recipes import PRESETS
-from ablate.workloads import WORKLOADS
+from ablate.layout import Layout
+from ablate.yamlfile import InputError
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
 BARE = Machine("2.20.2", native=True)
@@ -29,16 +31,82 @@ RTX_SAID = (
 RTX = Machine("2.21.0+cu13", native=True, capability=(12, 0))
 
 
+pytestmark = pytest.mark.usefixtures("cache")  # so that no comparison of this machine's counts
+
+
 def arms(*presets, **values) -> list:
     return [Base("gpt", values, "nvfp4").arm({"recipe": preset}) for preset in presets]
 
 
 @pytest.mark.parametrize("preset", ["nvfp4", "mxfp8", "fp8_current", "healing", "fp4_all_the_way"])
 def test_transformer_engine_is_taken_where_it_is_asked_for_and_computes_all_arms(preset):
-    """`auto` leaves it alone until its kernels have been compared with the emulator's numbers."""
+    """`auto` leaves it alone until its kernels have been compared with the emulator's numbers, and names the command for that."""
     for machine in (B200, Machine("2.22", native=True, capability=(10, 3))):
         assert choose("transformer_engine", arms("bf16", preset), "cuda", machine=machine) == Choice("transformer_engine")
         assert choose("auto", arms("bf16", preset), "cuda", machine=machine) == Choice("emulated", UNPROVEN)
+
+
+# What a kept comparison vouches for
+
+ALL = {"nvfp4": "agrees", "mxfp8": "agrees", "fp8": "agrees"}
+
+
+def compared(machine=B200, families=ALL, fast=False, **other) -> dict:
+    return {"compared": proof.subject(machine) | other, "families": families, "fast": fast, "verdict": "agrees"}
+
+
+def auto(*presets, machine=B200) -> Choice:
+    return choose("auto", arms("bf16", *presets), "cuda", machine=machine)
+
+
+def test_auto_takes_te_where_a_comparison_on_such_a_machine_found_that_it_agrees():
+    assert proof.agreed(B200) == set()
+    path = proof.keep(compared(), B200)
+    assert json.loads(path.read_text())["compared"]["capability"] == "10.0"
+    assert auto("nvfp4", "mxfp8", "fp8_current") == Choice("transformer_engine")
+    assert auto("nvfp4", "ue5m3").why.startswith("arm 'ue5m3': fprop.x.scale")  # what TE cannot compute stays a reason
+    assert choose("auto", arms("nvfp4"), "cpu", machine=B200).engine == "emulated"
+
+
+def test_a_family_that_was_off_or_was_not_compared_is_left_to_the_emulator():
+    proof.keep(compared(families={"fp8": "agrees", "mxfp8": "off"}), B200)
+    assert auto("fp8_current").engine == "transformer_engine"
+    assert auto("mxfp8").why == (
+        "the comparison that is kept here does not vouch for MXFP8 in Transformer Engine; see `ablate doctor --engine transformer_engine`"
+    )
+    assert "does not vouch for NVFP4 in" in auto("healing").why  # NVFP4, and FP8 at the end
+    assert "does not vouch for MXFP8 and NVFP4 in" in auto("nvfp4", "mxfp8").why
+
+
+def test_a_comparison_on_another_gpu_of_another_version_or_a_quick_one_does_not_count(monkeypatch):
+    proof.keep(compared(fast=True), B200)
+    assert auto("nvfp4") == Choice("emulated", UNPROVEN)
+    proof.keep(compared(), B200)
+    others = [replace(B200, capability=(10, 3)), replace(B200, version="2.21.0"), H100]
+    assert [proof.agreed(machine) for machine in (B200, *others)] == [set(ALL), set(), set(), set()]
+    for name in ("VERSION", "PROTOCOL"):
+        with monkeypatch.context() as changed:
+            changed.setattr(proof, name, 99)
+            assert auto("nvfp4") == Choice("emulated", UNPROVEN)
+    with monkeypatch.context() as changed:
+        changed.setenv("NVTE_ENABLE_CUTEDSL_BACKEND", "1")  # other kernels
+        assert auto("nvfp4") == Choice("emulated", UNPROVEN)
+    assert auto("nvfp4") == Choice("transformer_engine")
+    monkeypatch.setattr(proof, "installed", lambda package: "9.9")  # another torch, or another native part
+    assert auto("nvfp4") == Choice("emulated", UNPROVEN)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"compared": 1, "fast": false}', "null"])
+def test_half_a_file_or_another_one_in_its_place_counts_for_nothing(content):
+    path = proof.keep(compared(), B200)
+    path.write_text(content)
+    assert auto("nvfp4") == Choice("emulated", UNPROVEN)
+
+
+def test_a_copy_of_another_machines_file_counts_for_nothing():
+    proof.place(B200).parent.mkdir(parents=True, exist_ok=True)
+    proof.place(B200).write_text(json.dumps(compared(capability="10.3")))
+    assert proof.agreed(B200) == set()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +151,10 @@ def test_one_arm_that_it_cannot_compute_moves_all_arms_to_the_emulator():
         ({"hidden": 100}, "workload.hidden is 100, and"),
         ({"compile": True}, "workload.compile true: not yet"),
         ({"recompute": True}, "workload.recompute true: not yet"),
-        ({"guard": {"policy": "fallback", "fallback": {"precision": "bf16"}}}, "workload.guard.fallback.precision: not yet"),
+        (
+            {"guard": {"policy": "fallback", "fallback": {"precision": "fp8", "slots": ["fprop.x"]}}},
+            "arm 'nvfp4': after workload.guard.fallback fprop: Transformer Engine multiplies two operands of one kind, and fprop.x and",
+        ),
     ],
 )
 def test_a_workload_that_it_does_not_take_is_refused_by_the_field(values, why):
@@ -97,22 +168,66 @@ def test_arms_that_quantise_nothing_stay_with_the_emulator_unless_asked():
     assert choose("transformer_engine", arms("bf16", width=80, heads=4), "cuda", machine=B200).engine == "transformer_engine"
 
 
-def test_a_search_and_a_cpu_and_operands_looked_into_are_not_for_it():
-    with pytest.raises(ValueError, match="a search proposes"):
-        choose("transformer_engine", arms("nvfp4"), "cuda", search=True, machine=B200)
+def test_a_cpu_and_operands_looked_into_are_not_for_it():
     with pytest.raises(ValueError, match="device cpu"):
         choose("transformer_engine", arms("nvfp4"), "cpu", machine=B200)
     with pytest.raises(ValueError, match="workload tensors: not yet"):
         choose("transformer_engine", [Base("tensors", {}, "nvfp4").arm({})], "cuda", machine=B200)
 
 
-@pytest.mark.parametrize("workload", [("mae", {}), ("finetune", {"model": "tests"})])
-def test_sizes_that_nobody_knows_yet_are_left_to_the_emulator(workload):
+def test_ranks_that_it_cannot_lay_out_leave_the_emulator_to_do_so():
+    proof.keep(compared(), B200)
+    own, shared = arms("nvfp4", accumulate=2), arms("nvfp4", batch=4)
+    assert choose("auto", own, "cuda", layout=Layout(2), machine=B200) == Choice("transformer_engine")
+    assert "keeps whole weights" in choose("auto", own, "cuda", layout=Layout(2, sharded=True), machine=B200).why
+    assert (
+        "does not do; a workload.accumulate that is a multiple of 2" in choose("auto", shared, "cuda", layout=Layout(2), machine=B200).why
+    )
+
+
+def test_a_switch_that_changes_its_numbers_is_refused_before_anything_runs(monkeypatch):
+    proof.keep(compared(), B200)
+    monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
+    said = "NVTE_USE_FAST_MATH is set here and changes Transformer Engine's numbers"
+    assert said in auto("nvfp4").why
+    with pytest.raises(ValueError, match=said):
+        choose("transformer_engine", arms("nvfp4"), "cuda", machine=B200)
+
+
+QWEN3 = {
+    **{"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("workload", "fields", "why"),
+    [
+        ("finetune", {"model": QWEN3}, None),
+        ("gpt", {"model": QWEN3}, None),
+        ("finetune", {"model": QWEN3 | {"intermediate_size": 100}}, "the model's model.layers.0.mlp.gate_proj out-features is 100, and"),
+        ("gpt", {"model": QWEN3, "context": 40}, "workload.context is 40, and"),
+        ("mae", {"batch": 32, "eval_batch": 32, "eval_tokens": 4096}, None),
+        ("mae", {"batch": 8}, "workload.batch times 17 tokens, visible patches and class, is 136, and Transformer Engine"),
+        ("mae", {"batch": 32, "eval_batch": 32, "eval_tokens": 2624}, "the images left for the last batch of workload.eval_tokens times"),
+        ("mae", {"batch": 32, "eval_batch": 32, "decoder": {"width": 48}}, "workload.decoder.width is 48, and"),
+    ],
+)
+def test_the_sizes_of_every_workloads_products_are_known_before_it_runs(workload, fields, why):
     """Such a trial would otherwise end at its first product."""
-    name, values = workload
-    config = WORKLOADS[name].model_construct(**values)
-    arm = Arm("x", {}, config, PRESETS["nvfp4"]())
-    assert choose("auto", [arm], "cuda", machine=B200).why.startswith("arm 'x': workload: not yet on Transformer Engine, since the sizes")
+    arm = Base(workload, fields, "nvfp4").arm({})
+    if why is None:
+        assert choose("transformer_engine", [arm], "cuda", machine=B200).engine == "transformer_engine"
+    else:
+        with pytest.raises(ValueError, match=re.escape(why)):
+            choose("transformer_engine", [arm], "cuda", machine=B200)
+
+
+def test_what_a_guard_falls_back_to_has_to_run_here_too():
+    falls_back = arms("nvfp4", guard={"policy": "fallback", "fallback": {"precision": "fp8", "slots": ["fprop.*", "dgrad.*"]}})
+    assert choose("transformer_engine", falls_back, "cuda", machine=B200).engine == "transformer_engine"
+    proof.keep(compared(families={"nvfp4": "agrees"}), B200)
+    assert choose("auto", falls_back, "cuda", machine=B200).why.startswith("the comparison that is kept here does not vouch for FP8 in")
 
 
 def test_the_emulator_is_what_was_asked_for_wherever():
@@ -131,6 +246,43 @@ def test_the_engine_is_in_every_trial_and_so_in_its_id(tmp_path, monkeypatch):
     assert [spec.engine for spec in specs] == ["emulated", "transformer_engine"]
     assert specs[0].id != specs[1].id
     assert load(tmp_path / "x.yaml", "cpu").engine == "emulated"
+
+
+SEARCH = """schema: 1
+question: Which?
+workload: {gpt: {steps: 3}}
+search: {trials: 4, sampler: random}
+"""
+
+
+def searched(folder, engine: str, knobs: str, recipe: str = "nvfp4"):
+    path = folder / "s.yaml"
+    path.write_text(f"{SEARCH}engine: {engine}\nrecipe: {recipe}\nablate: {{{knobs}}}\n")
+    return load(path, "cuda")
+
+
+def test_a_search_runs_on_it_where_every_value_of_its_knobs_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "this_machine", lambda: B200)
+    fine = "rht: [true, false], weights_2d: [true, false], cooldown: {uniform: [0, 0.5]}"
+    assert searched(tmp_path, "transformer_engine", fine).engine == "transformer_engine"
+    assert searched(tmp_path, "auto", fine).engine_why == UNPROVEN
+    proof.keep(compared(), B200)
+    assert searched(tmp_path, "auto", fine).engine == "transformer_engine"
+    other = "rht: [true, false], sr_bits: [8, 16]"
+    assert "Transformer Engine draws a number of bits of its own" in searched(tmp_path, "auto", other).engine_why
+    with pytest.raises(InputError, match=r"arm 'sr_bits=16': dgrad\.g\.bits 16: Transformer Engine draws"):
+        searched(tmp_path, "transformer_engine", other)
+
+
+def test_a_combination_that_it_cannot_compute_is_refused_when_it_is_drawn(tmp_path, monkeypatch):
+    """Each of the two values alone is fine: rows need weights in blocks of 1x16."""
+    monkeypatch.setattr(choice, "this_machine", lambda: B200)
+    rows, weights = "recipe.fprop.x.outer.granularity", "recipe.fprop.w.block"
+    found = searched(tmp_path, "transformer_engine", f"{rows}: [tensor, row], {weights}: [1x16, 16x16]", "fp4_all_the_way")
+    found.propose({rows: "row", weights: "1x16"})
+    found.propose({rows: "tensor", weights: "16x16"})
+    with pytest.raises(KnobError, match="Transformer Engine has it with 1x16 weights"):
+        found.propose({rows: "row", weights: "16x16"})
 
 
 def test_the_plan_says_why_auto_took_the_emulator(tmp_path):

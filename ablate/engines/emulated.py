@@ -10,12 +10,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ablate.engines.ranks import Divided, Sharded, in_parts
 from ablate.engines.weights import WeightRules
 from ablate.numerics.estimators import slope
 from ablate.numerics.hadamard import rotate
@@ -26,6 +27,9 @@ from ablate.numerics.quantize import Operand, lasts, pad, quantize, quantize_bot
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.numerics.transform import split
 from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products, Recipe, Run, Trigger
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "bf16_out": torch.bfloat16, "fp32_out": torch.float32}
 _BLOCK = re.compile(r"^(?P<list>(?:.*?\.)?(?:(?:\w+_)?(?:blocks|layers?)|h))\.(?P<number>\d+)\.")
@@ -53,6 +57,10 @@ class EmulatedLinear(nn.Linear):
         """What decides the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
         self.casts: dict[str, tuple[tuple, list[Operand]]] | None = None
         """The weight's operands by slot, while it stays as it is; None where nobody promises that."""
+        self.divided: Divided | None = None
+        """Where other ranks have the rest of its tokens."""
+        self.sharded: Sharded | None = None
+        """Where they have the rest of its weight."""
         self._sites = {slot: site(name, slot) for slot in SLOTS}
         self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}  # both operands turn alike
 
@@ -63,9 +71,10 @@ class EmulatedLinear(nn.Linear):
                 return self.forward(x)
         if self.whole_graph is None and self.products.plain:
             bias = None if self.bias is None else self.bias.to(self.dtype)
-            return linear(x.to(self.dtype), self.weight.to(self.dtype), bias).to(x.dtype)
-        rows = x.reshape(-1, self.in_features)
-        y = self.whole_graph(rows, self.weight) if self.whole_graph else _Products.apply(rows, self.weight, self, self.products)
+            weight = self.sharded.whole(self.weight, self.dtype) if self.sharded else self.weight.to(self.dtype)
+            return linear(x.to(self.dtype), weight, bias).to(x.dtype)
+        rows, weight = x.reshape(-1, self.in_features), self.weight.to_local() if self.sharded else self.weight
+        y = self.whole_graph(rows, weight) if self.whole_graph else _Products.apply(rows, weight, self, self.products)
         y = y if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -79,7 +88,8 @@ class EmulatedLinear(nn.Linear):
     def gradients(self, dy: Tensor, products: Products, dx: bool, dw: bool) -> tuple[list[Operand], list[Operand]]:
         """dgrad's operand of dy [tokens, out], and wgrad's of dy^T, where dx and dw are wanted: from one read where a kernel can."""
         rows, columns = products.dgrad, products.wgrad
-        if dx and dw and rows.g and columns.g and not (rows.hadamard or rows.g.transform or columns.g.transform or self.probe):
+        apart = rows.hadamard or (rows.g and rows.g.transform) or (columns.g and columns.g.transform) or self.probe or self.divided
+        if dx and dw and rows.g and columns.g and not apart:
             where = self._sites["dgrad.g"], self._sites["wgrad.g"]
             turn = self._turns["wgrad.g"]
             both = quantize_both(dy, rows.g, columns.g, rotation=columns.hadamard, clock=self.clock, where=where, product=turn)
@@ -92,7 +102,12 @@ class EmulatedLinear(nn.Linear):
     def weight_operand(
         self, slot: str, quant: Quant | None, rotation: Hadamard | None, weight: Callable[[], Tensor], keep: bool = False
     ) -> list[Operand]:
-        """The weight, which `weight` gives, as the operand `slot`: among `casts` once, but where something is drawn or looked at."""
+        """The weight, which `weight` gives, as the operand `slot`: among `casts` once, but where something is drawn or looked at.
+
+        Of a sharded one, `weight` gives what this rank keeps.
+        """
+        if self.sharded:
+            return self.sharded.operand(self, slot, quant, rotation, weight(), keep)
         looked_at = keep or self.probe is not None or self.casts is None
         if quant is None or looked_at or self._target(slot, quant) is not None or not lasts(quant, rotation):
             return self.operand(weight(), slot, quant, rotation, keep)
@@ -127,17 +142,20 @@ class EmulatedLinear(nn.Linear):
             x,
             how,
             rotation=rotation,
-            clock=self.clock,
-            where=self._sites[slot],
-            product=self._turns[slot],
             history=self.histories[slot] if how is main else None,
             target=self._target(slot, how) if how is main else None,
             keep=keep or (self.probe is not None and "source"),
+            share=self.divided.shares.get(slot) if self.divided else None,
+            **self.draws_at(slot),
         )
         self._count([result])
         if self.probe is not None and how is main:
             self.probe(self.name, slot, result)
         return result
+
+    def draws_at(self, slot: str) -> dict[str, Any]:
+        """When and where an operand of this layer draws random bits, as `quantize` takes it."""
+        return {"clock": self.clock, "where": self._sites[slot], "product": self._turns[slot]}
 
     def _target(self, slot: str, quant: Quant) -> Tensor | None:
         if self.target is None or slot not in ("fprop.w", "dgrad.w") or quant.rounding != "nearest" or quant.source == "forward":
@@ -158,6 +176,7 @@ class EmulatedLinear(nn.Linear):
     def weight_cast(self) -> Operand:
         """The weight as fprop would quantise it now (what a transform takes out apart); advances no draw, no history and no count."""
         with self._still():
+            self.clock.micro_batch = 0  # each rank has been in another one last
             return self._weight()[0]
 
     def quantised_weight(self) -> Tensor:
@@ -167,7 +186,12 @@ class EmulatedLinear(nn.Linear):
 
     def _weight(self) -> list[Operand]:
         spec = self.products.fprop
-        return self.operand(self.weight.detach().to(torch.bfloat16), "fprop.w", spec.w, spec.hadamard, keep=True)
+        return self.operand(self.whole_weight().to(torch.bfloat16), "fprop.w", spec.w, spec.hadamard, keep=True)
+
+    def whole_weight(self) -> Tensor:
+        """The weight [out, in] without its graph; of a sharded one, everybody's rows, whoever sharded it."""
+        weight = self.weight.detach()
+        return weight.full_tensor() if in_parts(weight) else weight
 
     @contextmanager
     def _still(self):
@@ -235,7 +259,9 @@ def backward(
     if needs[1]:
         spec = products.wgrad
         xt = layer.operand(x.t(), "wgrad.x", spec.x, spec.hadamard)
-        dw = _through(split_product(gt, xt, DTYPES[spec.dw]), w_slope, layer, "fprop.w", products)
+        total = split_product(gt, xt, torch.float32 if layer.divided else DTYPES[spec.dw])
+        dw = _through(layer.divided.total(total, DTYPES[spec.dw]) if layer.divided else total, w_slope, layer, "fprop.w", products)
+        dw = layer.sharded.scatter(dw) if layer.sharded else dw
     return dx, dw
 
 
@@ -267,7 +293,7 @@ class Engine:
         self._classes = {name: _classes(model, name) for name in self.layers}
         self._ordinals = ordinals(self.layers)
         self._blocks = 1 + max(self._ordinals.values(), default=-1)
-        self._fallback: tuple[frozenset[str], tuple[str, ...], Products] | None = None
+        self._fallback: tuple[frozenset[str], Callable[[Products], Products]] | None = None
 
     def at(self, step: int, run: Run) -> Recipe:
         """Put the recipe of step `step` (from 0) of `run` in force, and return it."""
@@ -280,15 +306,13 @@ class Engine:
             self._work += products * layer.weight.numel()
         return recipe
 
-    def fall_back(self, layers: Sequence[str], slots: Sequence[str], products: Products) -> None:
-        """From the next step on, whatever the schedule says, let some slots of some layers, named by globs, be as in `products`."""
-        where = frozenset(name for name in self.layers if any(fnmatchcase(name, pattern) for pattern in layers))
-        self._fallback = where, tuple(slot for slot in SLOTS if any(fnmatchcase(slot, pattern) for pattern in slots)), products
+    def fall_back(self, layers: Sequence[str], safer: Callable[[Products], Products]) -> None:
+        """From the next step on, in some layers, named by globs, let `safer` change whatever the schedule has in force."""
+        self._fallback = frozenset(name for name in self.layers if any(fnmatchcase(name, pattern) for pattern in layers)), safer
 
     def _in_force(self, recipe: Recipe, name: str) -> Products:
         products = recipe.layer(name, self._classes[name], self._ordinals[name], self._blocks) or _HIGH
-        where, slots, safer = self._fallback or ((), (), _HIGH)
-        return products.with_slots(slots, safer) if name in where and not products.plain else products
+        return self._fallback[1](products) if self._fallback and name in self._fallback[0] else products
 
     def fp4_share(self) -> float:
         """Of the FLOPs that training took so far in its linear layers (the blocks', not the head): the share in FP4."""
@@ -353,7 +377,35 @@ class Engine:
     def weight_casts(self) -> dict[str, tuple[Tensor, Operand]]:
         """Every weight that fprop quantises, and its cast as it would be now, by layer."""
         quantised = {name: layer for name, layer in self.layers.items() if layer.products.fprop.w}
-        return {name: (layer.weight.detach().clone(), layer.weight_cast()) for name, layer in quantised.items()}
+        return {name: (layer.whole_weight().clone(), layer.weight_cast()) for name, layer in quantised.items()}
+
+    @contextmanager
+    def divided(self, divided: Divided | None):
+        """Inside this context other ranks have the rest of every layer's tokens."""
+        for layer in self.layers.values():
+            layer.divided = divided
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.divided = None
+
+    def shard(self, mesh: "DeviceMesh") -> set[nn.Parameter]:
+        """Let every rank of `mesh` keep as many rows of each layer's weight, where they come out even; returns those weights."""
+        even = [layer for layer in self.layers.values() if layer.out_features % mesh.size() == 0]
+        for layer in even:
+            layer.sharded = Sharded(layer, mesh)
+        return {layer.weight for layer in even}
+
+    def histories(self, step: int) -> list[dict[int, Tensor | float]]:
+        """The amaxes by step of every operand that remembers one of this step, in the layers' order."""
+        kept = (history.amax for layer in self.layers.values() for history in layer.histories.values())
+        return [amaxes for amaxes in kept if step in amaxes]
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of sharded weights that products have asked for so far, and what they would have been in bf16."""
+        sharded = [layer.sharded for layer in self.layers.values() if layer.sharded]
+        return sum(one.gathered for one in sharded), sum(one.in_bf16 for one in sharded)
 
     def listen(self, probe: Probe | None) -> None:
         """Call `probe` for every operand quantised from now on; None stops it."""

@@ -1,11 +1,13 @@
 """What this machine has for an engine that calls hardware, found without importing torch; and what each generation of GPUs computes."""
 
 import ctypes
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 OLDEST = (2, 20)
@@ -16,7 +18,8 @@ INSTALL = "pip install --no-build-isolation 'ablate-fp4[blackwell]'"
 TRAINS_FP4 = ((10, 0), (10, 3))
 """Compute capabilities whose NVFP4 training Transformer Engine supports."""
 
-_NAMES = {"fp8": "FP8", "fp8_delayed": "FP8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
+NAMES = {"fp8": "FP8", "fp8_delayed": "FP8 with delayed scaling", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
+"""How families of formats are called."""
 _MAJOR, _MINOR = 75, 76
 """CUDA's numbers of the attributes COMPUTE_CAPABILITY_MAJOR and _MINOR."""
 
@@ -70,7 +73,7 @@ def refusal(machine: Machine, families: Collection[str]) -> Refusal | None:
         return Refusal(f"Transformer Engine {machine.version} is here without its native part, as Python alone", INSTALL)
     if _number(machine.version) < OLDEST:
         return Refusal(f"Transformer Engine {machine.version} is older than {'.'.join(map(str, OLDEST))}", INSTALL)
-    missing = sorted({_NAMES[family] for family in families if family in _NAMES and family not in _computes(machine.capability)})
+    missing = sorted({NAMES[family] for family in families if family in NAMES and family not in _computes(machine.capability)})
     if not missing:
         return None
     gpu = f"SM {machine.capability[0]}.{machine.capability[1]}"
@@ -87,6 +90,23 @@ def _instead(capability: tuple[int, int]) -> str:
     if capability >= (12, 0):
         return " (Transformer Engine runs NVFP4 inference on it, and trains FP8 with one scale a tensor)"
     return " (FP8 with one scale a tensor it does)" if capability >= (8, 9) else ""
+
+
+_STRAYS = ("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
+"""The environment variables that change numbers and that no argument overrides: powers of two as scales, approximate reciprocals in
+casts, errors of Four Over Six by way of fp16."""
+
+
+def stray_switch() -> str | None:
+    """An environment variable that is set here and changes TE's numbers, whatever a recipe says; None for none."""
+    return next((name for name in _STRAYS if os.environ.get(name, "0") != "0"), None)
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's kernel module, None where none is loaded."""
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", path.read_text()) if path.exists() else None
+    return found[1] if found else None
 
 
 def _number(text: str) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 Facts from Transformer Engine 2.20.2. It describes and builds nothing: no torch, no TE. `transformer_engine.py` turns it into TE's objects.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,9 +83,9 @@ def te_recipe(products: Products) -> Description:
     return _builtin(custom) or custom
 
 
-def families(recipe: Recipe) -> set[Family]:
-    """The families of formats that a recipe uses anywhere, at any time; of what TE can compute alone."""
-    return {_family(quant) for products in variants(recipe) for _, quant in products.quantised()}
+def families(products: Iterable[Products]) -> set[Family]:
+    """The families of formats that products use, those of a recipe at any time being its `variants`; of what TE can compute alone."""
+    return {_family(quant) for each in products for _, quant in each.quantised()}
 
 
 def recipe_refusals(recipe: Recipe) -> Iterator[str]:
@@ -193,11 +193,6 @@ def _fp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
     if quant.outer.granularity != "tensor" or tag(quant.outer.statistic) not in ("amax", "delayed"):
         yield "outer: Transformer Engine's FP8 has one scale a tensor, of its amax now (amax) or of the steps before (delayed:n)"
     yield from _eight_bit_roundings(quant)
-    if _family(quant) == "fp8_delayed":
-        yield (
-            f"outer.statistic {quant.outer.statistic}: not yet on this engine: Transformer Engine moves its amax histories on where an "
-            "autocast region ends, and here each layer has its own; the nearest is amax (fp8_current)"
-        )
 
 
 def _eight_bit_roundings(quant: Quant) -> Iterator[str]:
@@ -240,6 +235,8 @@ def _together(products: Products) -> Iterator[str]:
         quants = [products.slot(slot) for slot in slots]
         if all(_family(quant) == "fp8" for quant in quants) and quants[0].element != quants[1].element:
             yield f"{slots[1]}.element {quants[1].element}: with one scale a tensor Transformer Engine has one copy, and {slots[0]} differs"
+        if "fp8_delayed" in map(_family, quants) and quants[0] != quants[1]:
+            yield f"{slots[1]}: with delayed scaling one amax history serves both copies of a tensor; quantise it and {slots[0]} alike"
 
 
 def _requantised(products: Products, slots: tuple[str, str]) -> bool:
@@ -279,9 +276,11 @@ def _builtin(custom: Custom) -> Builtin | None:
     if len(forward) > 1 or "high" in forward or requantised or backward not in (forward, {"high"}):
         return None
     (family,) = forward
+    if family == "fp8_delayed":
+        return None  # a DelayedScaling's histories are TE's, which rolls them where an autocast region ends: not once a step
     override = (("backward_override", None if backward == forward else "high_precision"),)
     options = _nvfp4_options(custom) if family == "nvfp4" else _fp8_options(custom, family)
-    names = {"fp8": "Float8CurrentScaling", "fp8_delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
+    names = {"fp8": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
     return None if options is None else Builtin(names[family], (*options, *override))
 
 
@@ -300,8 +299,7 @@ def _fp8_options(custom: Custom, family: Family) -> tuple | None:
         if custom.weight.column.family == "mxfp8" and custom.weight.row.square != custom.weight.column.square:
             return None
         return *options, ("enable_2d_quantization", custom.weight.row.square)
-    power = (("use_power_2_scales", False),) if family == "fp8" else ()
-    return *options, *power, *((("amax_history_len", custom.input.row.history),) if family == "fp8_delayed" else ())
+    return *options, ("use_power_2_scales", False)
 
 
 def _nvfp4_options(custom: Custom) -> tuple | None:

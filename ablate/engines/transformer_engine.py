@@ -3,8 +3,7 @@
 Not modelled: which bits a GPU draws for stochastic rounding. What TE does not show is not measured: errors and codes of operands.
 """
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -15,14 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.emulated import DTYPES, EmulatedLinear, Engine, quantisable
-from ablate.engines.hardware import refusal, this_machine
-from ablate.engines.te_mapping import MULTIPLE, Builtin, Custom, Description, Format, families, recipe_refusals, te_recipe
+from ablate.engines.hardware import refusal, stray_switch, this_machine
+from ablate.engines.te_mapping import (
+    MULTIPLE,
+    TENSORS,
+    Builtin,
+    Custom,
+    Description,
+    Format,
+    families,
+    recipe_refusals,
+    te_recipe,
+    variants,
+)
+from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand
-from ablate.recipes.recipe import Products, Recipe
-
-_STRAY = "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"
-"""The one environment variable that changes numbers and that no argument overrides."""
+from ablate.numerics.scaling import encode_scale
+from ablate.numerics.spec import Outer, Quant
+from ablate.recipes.recipe import Products, Recipe, Run
 
 
 class Draws:
@@ -36,9 +46,49 @@ class Draws:
         """Before a product on `device`: seed, where the moment is another than at the last one."""
         moment = (self.clock.seed, self.clock.stream, self.clock.step, self.clock.micro_batch)
         if moment != self._last and device.type == "cuda":
-            seed = int.from_bytes(blake2b(repr(moment).encode(), digest_size=7).digest(), "little")
-            torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(seed)
+            seed(device, int.from_bytes(blake2b(repr(moment).encode(), digest_size=7).digest(), "little"))
         self._last = moment
+
+
+def seed(device: torch.device, number: int) -> None:
+    """Let what TE draws on this GPU from now on follow from `number`."""
+    torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(number)
+
+
+class Memory:
+    """The scale of one tensor under delayed scaling, from the history that the emulator keeps too; TE's casts add their amaxes to it.
+
+    TE's own DelayedScaling is not used. It moves its histories on at each autocast region's end, and those of gradients after the backward
+    pass of each layer that had a region of its own; it counts evaluation in; and its first scale is 1.
+    """
+
+    def __init__(self, history: History, clock: Clock, device: torch.device) -> None:
+        self.history, self.clock, self.device = history, clock, device
+
+    def quantiser(self, copy: Format) -> Any:
+        """TE's quantiser of a given scale, which gets its scale before each cast, and tells its amax after it."""
+        scale, amax = torch.ones((), device=self.device), torch.zeros(1, device=self.device)
+        made = library().te.Float8Quantizer(scale, amax, _dtype(copy))
+        cast = made.quantize_impl
+
+        def remembered(x: Tensor) -> Any:
+            self._scale(made.scale, x, copy)
+            made.amax.zero_()  # the kernel keeps the larger one
+            found = cast(x)
+            self.history.note(made.amax[0], self.clock, copy.history)
+            return found
+
+        made.quantize_impl = remembered  # no class of our own: the native part knows quantisers by their exact type
+        return made
+
+    def _scale(self, scale: Tensor, x: Tensor, copy: Format) -> None:
+        """Set `scale`: by the largest amax of the steps before, by that of `x` where they have none."""
+        quant = Quant(element=copy.element, block=None, scale=None, outer=Outer(bound=1.0))
+        past = max(map(float, self.history.before(self.clock, copy.history)), default=0.0)
+        if past:
+            scale.fill_(encode_scale(torch.tensor(past), quant).item())
+        else:
+            scale.copy_(encode_scale(x.detach().abs().amax().float(), quant))
 
 
 class NativeLinear(EmulatedLinear):
@@ -52,7 +102,9 @@ class NativeLinear(EmulatedLinear):
         super().__init__(linear, name, clock, dtype)
         self.draws = draws
         self._mapped: tuple[Products, Description] = (self.products, None)
-        self._layers: dict[Description, nn.Module] = {}
+        self._layers: dict[Description, tuple[nn.Module, Any]] = {}
+        for row, column in TENSORS.values():
+            self.histories[column] = self.histories[row]  # TE makes both copies by one cast
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out], in x's dtype; the bias is added in high precision. Autocast of torch does not reach in here."""
@@ -73,11 +125,11 @@ class NativeLinear(EmulatedLinear):
 
     def _product(self, description: Description, x: Tensor, w: Tensor) -> Tensor:
         """y = x w^T under one of TE's recipes, differentiable in both; RuntimeError where TE has used another."""
-        te, wanted = library(), build(description)
-        layer = self._layers.get(description)
-        if layer is None:
+        te = library()
+        if description not in self._layers:
             layer = te.Linear(self.in_features, self.out_features, bias=False, params_dtype=torch.bfloat16, device="meta")
-            self._layers[description] = layer
+            self._layers[description] = layer, self._recipe(description)
+        layer, wanted = self._layers[description]
         with te.autocast(enabled=True, recipe=wanted):
             y = torch.func.functional_call(layer, {"weight": w}, (x,))
         took = layer.fp8 and all(getattr(layer.fp8_meta.get(key), "recipe", None) is wanted for key in ("scaling_fwd", "scaling_bwd"))
@@ -85,9 +137,24 @@ class NativeLinear(EmulatedLinear):
             raise RuntimeError(f"{self.name}: Transformer Engine has not taken up the recipe in force, {wanted}")
         return y
 
+    def _recipe(self, description: Builtin | Custom) -> Any:
+        """TE's recipe object: of this layer alone where it has histories."""
+        if "fp8_delayed" not in formats(description):
+            return build(description)
+        memories = {tensor: Memory(self.histories[slots[0]], self.clock, self.weight.device) for tensor, slots in TENSORS.items()}
+        return library().recipes.CustomRecipe(qfactory=factory(description, memories), backward_override=None)
+
 
 class NativeEngine(Engine):
     """Follows the schedule as the emulator's does. It sees no quantised operand, so it tells of none."""
+
+    def at(self, step: int, run: Run) -> Recipe:
+        """Put the recipe of step `step` (from 0) of `run` in force, and return it."""
+        told = [amaxes for amaxes in self.histories(step - 1) if isinstance(amaxes[step - 1], Tensor)]
+        if told:  # as numbers, all at once: a scale waits for none of them then
+            for amaxes, amax in zip(told, torch.stack([amaxes[step - 1] for amaxes in told]).tolist(), strict=True):
+                amaxes[step - 1] = amax
+        return super().at(step, run)
 
     def weight_casts(self) -> dict[str, tuple[Tensor, Operand]]:
         """None: TE keeps the casts to itself."""
@@ -96,11 +163,11 @@ class NativeEngine(Engine):
 
 def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
     """Replace every nn.Linear inside a transformer block, in place. ValueError where TE cannot train by the recipe, here or at all."""
-    reason = next(recipe_refusals(recipe), None) or refusal(this_machine(), families(recipe))
+    reason = next(recipe_refusals(recipe), None) or refusal(this_machine(), families(variants(recipe)))
     if reason:
         raise ValueError(f"engine transformer_engine: {reason}")
-    if os.environ.get(_STRAY, "0") != "0":
-        raise ValueError(f"engine transformer_engine: {_STRAY} is set and would change numbers behind the recipe's back; unset it")
+    if stray := stray_switch():
+        raise ValueError(f"engine transformer_engine: {stray} is set and would change numbers behind the recipe's back; unset it")
     draws = Draws(clock)
     for name in quantisable(model):
         linear = model.get_submodule(name)
@@ -136,23 +203,35 @@ def build(description: Builtin | Custom) -> Any:
     return getattr(recipes, description.name)(**options)
 
 
-def factory(custom: Custom) -> Callable[[Any], Any]:
-    """The function that TE asks for the quantiser of each tensor of a layer; those that leave the layer are quantised by none."""
+def formats(description: Builtin | Custom) -> set[str]:
+    """The families of formats that a recipe of single quantisers has; none of one of TE's own."""
+    tensors = [getattr(description, tensor) for tensor in TENSORS] if isinstance(description, Custom) else []
+    return {copy.family for copies in tensors for copy in (copies.row, copies.column)}
 
-    def quantiser(role: Any) -> Any:
+
+def factory(custom: Custom, memories: Mapping[str, Memory] | None = None) -> Callable[[Any], Any]:
+    """The function that TE asks for the quantiser of each tensor of a layer; those that leave the layer are quantised by none.
+
+    `memories`: by tensor, for those with delayed scaling.
+    """
+
+    def for_role(role: Any) -> Any:
         copies = getattr(custom, role.tensor_type, None) if role is not None and role.tensor_type else None
         if copies is None:
-            return _quantiser(Format())
+            return quantiser(Format())
+        if copies.row.family == "fp8_delayed":
+            return memories[role.tensor_type].quantiser(copies.row)
         if not copies.requantised and copies.row == replace(copies.column, rotated=False, signs=True):
-            return _quantiser(copies.column)  # TE rotates the columnwise copy alone
+            return quantiser(copies.column)  # TE rotates the columnwise copy alone
         source = "rowwise_dequantized" if copies.requantised else "original"
-        row, column = _quantiser(copies.row), _quantiser(copies.column)
+        row, column = quantiser(copies.row), quantiser(copies.column)
         return library().te.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source=source)
 
-    return quantiser
+    return for_role
 
 
-def _quantiser(copy: Format) -> Any:
+def quantiser(copy: Format) -> Any:
+    """TE's quantiser of one format, of both copies; called with a tensor it gives the quantised one."""
     te = library().te
     match copy.family:
         case "nvfp4":

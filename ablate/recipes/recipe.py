@@ -16,6 +16,8 @@ from ablate.numerics.spec import Hadamard, Quant, Spec, argument, tag
 
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
 """The six operands; g is the gradient of the layer's output."""
+TOKEN_AXES = {"fprop.x": 0, "dgrad.g": 0, "wgrad.g": 1, "wgrad.x": 1}
+"""Along which dimension of each operand the tokens lie, 1 being the contraction; a weight has none."""
 DIRECTIONS = {"all": ("fprop", "dgrad", "wgrad"), "forward": ("fprop",), "backward": ("dgrad", "wgrad")}
 FORWARD_COPY = {"dgrad.w": "fprop.w", "wgrad.x": "fprop.x"}
 """The backward operands that the forward pass quantised already, and where."""

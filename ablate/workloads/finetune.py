@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -13,20 +15,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from ablate.data import places
-from ablate.data.cache import kept, key_of
+from ablate.data.cache import growing, kept, key_of
 from ablate.data.corpus import Source
 from ablate.numerics.spec import Spec
-from ablate.recipes.recipe import Recipe
+from ablate.recipes.recipe import Products, Recipe, Wgrad
 from ablate.workloads.gpt import Gpt
-from ablate.workloads.text import Architecture, Fields, Text, misfits, outlined
+from ablate.workloads.text import Architecture, Fields, Text, extents, misfits, outlined
 from ablate.workloads.trained import Subject
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ablate.checkpoints import Checkpoints
     from ablate.numerics.philox import Clock
-    from ablate.train import Prepared
+    from ablate.train import Prepared, Record, Telemetry
 
 _TINY = {
     "model_type": "qwen3",
@@ -39,6 +42,8 @@ _TINY = {
 }
 _VERSION = 1
 """Raise by hand when the same `Base` would give other weights: those that are kept are then made again."""
+_BEAT_SECONDS = 5.0
+"""How often a trial says that its base is still trained: far less than the patience of whoever listens."""
 
 
 class Lora(Spec):
@@ -90,6 +95,11 @@ class Finetune(Text):
         return outlined(self.model, self.corpus).linears
 
     @property
+    def extents(self) -> dict[str, int]:
+        """The context, of which every batch is a multiple, and the widths of the model."""
+        return extents(self.model, self)
+
+    @property
     def imports(self) -> tuple[str, ...]:
         """What a worker imports once."""
         return ("ablate.models.causal", *(["ablate.models.adapters"] if self.lora else []))
@@ -119,6 +129,15 @@ class Finetune(Text):
         rules = [name for name in ("osci_reset", "q_ema", "q_ramping") if getattr(recipe.weights, name)]
         if self.lora and rules:
             yield "lora", f"leaves quantised weights as they are, so weights.{rules[0]} has nothing to act on"
+
+    def computed(self, recipe: Recipe) -> Recipe:
+        """The recipe without what a run never computes: under adapters the layers' own weights are frozen, so they have no wgrad."""
+        if self.lora is None:
+            return recipe
+        rules = tuple(rule.model_copy(update={"use": rule.use and _frozen(rule.use)}) for rule in recipe.layers.rules)
+        phases = tuple(phase.model_copy(update={"use": phase.use and _frozen(phase.use)}) for phase in recipe.schedule)
+        layers = recipe.layers.model_copy(update={"rules": rules})
+        return _frozen(recipe).model_copy(update={"layers": layers, "schedule": phases})
 
     def _adapters(self) -> Iterator[tuple[str, str]]:
         if self.lora is None:
@@ -166,6 +185,23 @@ class Finetune(Text):
         told = {"val/perplexity": math.exp(metrics["val/loss"])} if metrics.get("val/loss", 1e3) < 700 else {}
         return super().derived(metrics) | told
 
+    def records(
+        self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+    ) -> Iterator[Record]:
+        """Train, and yield a Record after every step that measured something. Before, while the base is trained, here or by another
+        trial, an empty one of step 0 now and then: a trial that says nothing for long is taken for hung."""
+        if self.base:
+            from ablate.parallel import alone
+            from ablate.train import Record
+
+            told = time.monotonic()
+            with alone():  # by whichever rank comes first
+                for _ in growing("models", self._base_key(device), partial(self._pretrain, device)):
+                    if time.monotonic() - told >= _BEAT_SECONDS:
+                        told = time.monotonic()
+                        yield Record(0, {})
+        yield from super().records(recipe, seed, engine, device, telemetry, checkpoints)
+
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
         """The model with the weights that it starts from."""
         from ablate.engines.emulated import DTYPES
@@ -201,24 +237,32 @@ class Finetune(Text):
 
     def _start(self, clock: Clock, device: torch.device) -> nn.Module:
         """The base, read where it was trained before, by whichever process."""
-        import torch
-
         from ablate.models.causal import build
 
-        training = self._pretraining
-        key = key_of("base", _VERSION, training.identity(), training.fingerprint(), self.base.seed, device.type, torch.__version__)
-        folder = kept("models", key, lambda folder: _pretrain(training, self.base.seed, device, folder))
+        folder = kept("models", self._base_key(device.type), lambda folder: deque(self._pretrain(device.type, folder), 0))
         return build(str(folder), self.corpus.vocab, clock.seed, device)
 
+    def _base_key(self, device: str) -> str:
+        import torch
 
-def _pretrain(config: Gpt, seed: int, device: torch.device, folder: Path) -> None:
-    from ablate.models.adapters import save
-    from ablate.recipes.presets import bf16
-    from ablate.train import Telemetry
+        training = self._pretraining
+        return key_of("base", _VERSION, training.identity(), training.fingerprint(), self.base.seed, device, torch.__version__)
 
-    run = config.prepare(bf16(), seed, str(device))
-    never = 10**9
-    for record in config.train(run, Telemetry(every=never, log=never, shadow=never)):
-        if "nan/first_step" in record.metrics:
-            raise FloatingPointError(f"the base diverges in its pretraining: {json.dumps(config.identity())}; lower base.lr")
-    save(run.model, folder)
+    def _pretrain(self, device: str, folder: Path) -> Iterator[Record]:
+        """Train the base and leave it in a folder; yields its records, one a step."""
+        from ablate.models.adapters import save
+        from ablate.recipes.presets import bf16
+        from ablate.train import Telemetry
+
+        config, never = self._pretraining, 10**9
+        run = config.prepare(bf16(), self.base.seed, device)
+        for record in config.train(run, Telemetry(every=never, log=1, shadow=never)):
+            if "nan/first_step" in record.metrics:
+                raise FloatingPointError(f"the base diverges in its pretraining: {json.dumps(config.identity())}; lower base.lr")
+            yield record
+        save(run.model, folder)
+
+
+def _frozen(products: Products) -> Any:
+    """The same, a recipe or products alone, without wgrad's operands."""
+    return products.model_copy(update={"wgrad": Wgrad()})

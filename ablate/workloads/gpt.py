@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from ablate.recipes.recipe import Recipe
-from ablate.workloads.text import Architecture, Text, misfits, outlined
+from ablate.workloads.text import Architecture, Text, extents, misfits, outlined
 from ablate.workloads.trained import Subject
 
 if TYPE_CHECKING:
@@ -86,13 +86,23 @@ class Gpt(Text):
             yield "kv_heads", f"{self.kv_heads} does not divide heads {self.heads}"
 
     @property
-    def extents(self) -> dict[str, int] | None:
-        """The context, of which every batch is a multiple, and the widths of this file's own transformer."""
+    def extents(self) -> dict[str, int]:
+        """The context, of which every batch is a multiple, and the widths of the transformer."""
         if self.model is not None:
-            return None
+            return extents(self.model, self)
         keys = (self.kv_heads or self.heads) * (self.width // self.heads)
         widths = {"workload.width": self.width, "workload.hidden": self.hidden_width, "the width of workload.kv_heads": keys}
         return {"workload.context": self.context} | widths
+
+    @property
+    def divisible(self) -> bool:
+        """Of this file's own transformer; one of `transformers` may drop out units, which are drawn for whole batches."""
+        return self.model is None
+
+    @property
+    def shardable(self) -> bool:
+        """It leaves nothing behind."""
+        return True
 
     def identity(self) -> dict[str, Any]:
         """The fields that determine the numbers."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe
+from ablate.workloads.modelless import Modelless
 
 if TYPE_CHECKING:
     from ablate.checkpoints import Checkpoints
@@ -21,13 +21,11 @@ _START_SECONDS = 0.02
 """A trial's own process, its files and its result."""
 
 
-class Idle(Spec):
+class Idle(Modelless):
     """So many records, so far apart. Its loss is a bowl in x and y, lifted by noise that arms share by seed and by a tenth of it that
     they do not: a search has something to find, and a comparison is paired."""
 
     VERSION: ClassVar[int] = 1
-    imports: ClassVar[tuple[str, ...]] = ()
-    UNITS: ClassVar[dict[str, str]] = {}
     METRICS: ClassVar[frozenset[str]] = frozenset({"val/loss"})
 
     steps: int = Field(20, ge=1)
@@ -47,16 +45,6 @@ class Idle(Spec):
         """None are read; a schedule that counts tokens sees one a step."""
         return 1
 
-    @property
-    def blocks(self) -> int:
-        """There are none: a layer policy has nothing to count."""
-        return 0
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        """No layer has a name that a rule could mean."""
-        return ()
-
     def problems(self) -> Iterator[tuple[str, str]]:
         """Whatever its fields allow can run."""
         return iter(())
@@ -72,10 +60,6 @@ class Idle(Spec):
     def cost(self, quantised: bool) -> float:
         """Seconds of one trial, whatever the recipe."""
         return _START_SECONDS + self.steps * self.seconds
-
-    def summary(self) -> dict[str, float]:
-        """Nothing puts these numbers in proportion."""
-        return {}
 
     def records(
         self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None

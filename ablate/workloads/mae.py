@@ -133,6 +133,24 @@ class Mae(Trained):
         stacks = (("vit.layers", self.layers), ("decoder.decoder_layers", self.decoder.layers))
         return tuple(f"{stack}.{block}.{name}" for stack, count in stacks for block in range(count) for name in _LINEARS)
 
+    @property
+    def extents(self) -> dict[str, int]:
+        """The widths, and the tokens of every batch: in the encoder's layers those that are visible, each with a class token an image."""
+        count = max(1, min(self.eval_tokens // self.patches, len(self.opened.val)))
+        batches = {"workload.batch": self.batch, "workload.eval_batch": min(self.eval_batch, count)}
+        batches |= {"the images left for the last batch of workload.eval_tokens": rest} if (rest := count % self.eval_batch) else {}
+        widths = {
+            f"workload.{path}{name}": width
+            for path, stack in (("", self.encoder), ("decoder.", self.decoder))
+            for name, width in (("width", stack.width), ("hidden", stack.hidden_width))
+        }
+        tokens = {"visible patches": self.visible, "patches": self.patches}
+        return widths | {
+            f"{images} times {shown + 1} tokens, {what} and class,": number * (shown + 1)
+            for images, number in batches.items()
+            for what, shown in tokens.items()
+        }
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """(field, reason) for what cannot run."""
         if importlib.util.find_spec("transformers") is None:

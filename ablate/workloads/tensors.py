@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Recipe
 from ablate.workloads.gpt import Gpt
+from ablate.workloads.modelless import Modelless
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,12 +65,10 @@ def _distribution(value: str) -> str:
 Distribution = Annotated[str, AfterValidator(_distribution)]
 
 
-class Tensors(Spec):
+class Tensors(Modelless):
     """x [tokens, inputs], w [outputs, inputs] and g [tokens, outputs], rounded to bf16; the seed draws them."""
 
     VERSION: ClassVar[int] = 1
-    imports: ClassVar[tuple[str, ...]] = ()
-    UNITS: ClassVar[dict[str, str]] = {}
     METRICS: ClassVar[frozenset[str]] = frozenset(
         (
             *(f"quant/{slot}/{name}" for slot in SLOTS for name in ERRORS),
@@ -111,16 +109,6 @@ class Tensors(Spec):
         return self.tokens
 
     @property
-    def blocks(self) -> int:
-        """There are none: a layer policy has nothing to count."""
-        return 0
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        """No layer has a name that a rule could mean."""
-        return ()
-
-    @property
     def captured(self) -> bool:
         """Whether a training run is needed."""
         return "captured" in (self.x, self.w, self.g)
@@ -147,10 +135,6 @@ class Tensors(Spec):
         flops = 6 * self.tokens * self.inputs * self.outputs
         training = self.capture.cost(quantised=False) if self.captured else 0
         return 0.5 + training + elements * (1e-6 + 5e-8 * self.draws) + flops / 20e9
-
-    def summary(self) -> dict[str, float]:
-        """Nothing puts these numbers in proportion but each other."""
-        return {}
 
     def records(
         self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None

@@ -114,6 +114,12 @@ def outlined(model: Architecture, corpus: Corpus) -> Outline:
     return outline(model, corpus.vocab)
 
 
+def extents(model: Architecture, config: Text) -> dict[str, int]:
+    """The context, of which every batch is a multiple, and all numbers of features of the quantised layers of a model of `transformers`."""
+    layers = outlined(model, config.corpus).features.items()
+    return {"workload.context": config.context} | {f"the model's {where}-features": count for where, count in layers}
+
+
 def misfits(model: Architecture, config: Text) -> Iterator[tuple[str, str]]:
     """(field, reason) for what of a model of `transformers` cannot run on this text, which is there."""
     vocab = config.corpus.vocab

@@ -72,7 +72,10 @@ class Trained(Training):
     def records(
         self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
     ) -> Iterator[Record]:
-        """Train, and yield a Record after every step that measured something."""
+        """Train, and yield a Record after every step that measured something. Of several ranks, all call it."""
+        from ablate.parallel import world
+
+        world().begin(self, recipe, engine)
         run = self.prepare(recipe, seed, device, engine)
         stopped = False
         for record in self.train(run, telemetry, checkpoints):
@@ -88,6 +91,7 @@ class Trained(Training):
         from ablate.engines import ENGINES
         from ablate.engines.emulated import recompute
         from ablate.numerics.philox import Clock
+        from ablate.parallel import shard
         from ablate.train import Prepared
 
         clock = Clock(seed)
@@ -100,6 +104,7 @@ class Trained(Training):
             from ablate.engines.compiled import compile_model
 
             compile_model(found.model, driver)
+        shard(found.model, driver)
         return Prepared(found.model, driver, found.batch, found.validation, found.loss and partial(found.loss, found.model))
 
     def train(self, run: Prepared, telemetry: Telemetry, checkpoints: Checkpoints | None = None) -> Iterator[Record]:

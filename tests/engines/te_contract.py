@@ -4,6 +4,10 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import te_double
 import torch
@@ -13,12 +17,14 @@ warnings.simplefilter("ignore")  # TE's, of a machine without its native part
 TE = te_double.install()
 
 from ablate import choice  # noqa: E402
-from ablate.arms import Base  # noqa: E402
+from ablate.arms import Arm, Base  # noqa: E402
+from ablate.checkpoints import Checkpoints  # noqa: E402
 from ablate.engines import transformer_engine as native  # noqa: E402
 from ablate.engines.emulated import EmulatedLinear  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
 from ablate.engines.te_mapping import Builtin, recipe_refusals, te_recipe  # noqa: E402
 from ablate.numerics.philox import Clock  # noqa: E402
+from ablate.numerics.scaling import encode_scale  # noqa: E402
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select  # noqa: E402
 from ablate.recipes import PRESETS  # noqa: E402
 from ablate.recipes.recipe import Dgrad, Fprop, Layers, Phase, Products, Recipe, Wgrad  # noqa: E402
@@ -107,10 +113,10 @@ def trap() -> dict[str, object]:
     """What one te.Linear makes of a second recipe of the same class, and what the engine says where it is given one that was used."""
     _, layer = layers(WHOLE, (64, 64), 7)
     computed(layer, 64, 8)
-    (used,) = layer._layers.values()
+    ((used, _),) = layer._layers.values()
     layer.products = RECIPES["not rotated"]
     description = te_recipe(layer.products)
-    layer._layers[description] = used
+    layer._layers[description] = used, native.build(description)
     said = ""
     try:
         computed(layer, 64, 8)
@@ -141,6 +147,167 @@ def trained() -> dict[str, object]:
     return {"losses": losses, "high": high, "states": same, "layers": kinds, "names": len(before)}
 
 
+QWEN3 = {
+    **{"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+}
+SHORT = {"steps": 3, "batch": 2, "context": 32, "eval_tokens": 64, "eval_batch": 2, "lr": 3e-3}
+WATCHED = {"policy": "fallback", "loss": 1.0001, "window": 4, "fallback": {"precision": "bf16", "slots": ["fprop.*"]}}
+OTHERS = {
+    "all weights": ("finetune", SHORT | {"model": QWEN3}),
+    "adapters": ("finetune", SHORT | {"model": QWEN3, "lora": {"rank": 4}}),
+    "images": (
+        "mae",
+        {
+            "data": "digits",
+            "patch": 2,
+            "layers": 1,
+            "width": 32,
+            "heads": 2,
+            "decoder": {"layers": 1, "width": 64},
+            "augment": {"flip": 0.0},
+        }
+        | {"steps": 3, "batch": 32, "eval_tokens": 512, "eval_batch": 32},
+    ),
+    "a guard that falls back": ("gpt", SHORT | {"layers": 1, "width": 32, "heads": 2, "lr": 0.3, "steps": 7, "guard": WATCHED}),
+}
+
+
+def others() -> dict[str, dict[str, list[dict[str, float]]]]:
+    """What the workloads beside ablate's own transformer record under each engine, and of that in bf16: the losses."""
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for name, (workload, fields) in OTHERS.items():
+        config = WORKLOADS[workload].model_validate_json(json.dumps(fields))
+        for engine, recipe in (("emulated", nvfp4()), (choice.NATIVE, nvfp4()), ("bf16", PRESETS["bf16"]())):
+            arm = Arm(name, {}, config, recipe)
+            if engine == choice.NATIVE:
+                choice.choose(engine, [arm], "cuda", machine=B200)
+            records = config.records(recipe, 0, "emulated" if engine == "bf16" else engine, "cpu", Telemetry(log=1))
+            kept = [{key: value for key, value in record.metrics.items() if "loss" in key or key == "guard/lr"} for record in records]
+            found.setdefault(name, {})[engine] = kept
+    return found
+
+
+def remembering(steps: int) -> Recipe:
+    """FP8 by the largest amax of so many steps before."""
+    return Recipe.model_validate_json(PRESETS["fp8_delayed"]().model_dump_json().replace("delayed:1024", f"delayed:{steps}"))
+
+
+def growing(step: int, micro_batch: int) -> float:
+    """What a layer's inputs and gradients are multiplied by: amaxes that rise and fall, so that each moment has a scale of its own."""
+    return (1.0, 6.0, 0.25, 2.0, 0.5, 3.0)[step] * (1 + micro_batch)
+
+
+def at(layer: nn.Module, step: int, micro_batch: int, seed: int, factor: float) -> list[Tensor]:
+    """y, dx, dw in one moment of training, for Gaussian x and dy times a factor."""
+    layer.clock.step, layer.clock.micro_batch = step, micro_batch
+    g = torch.Generator().manual_seed(seed)
+    x = (factor * torch.randn(32, layer.in_features, generator=g)).bfloat16().requires_grad_()
+    dy = (factor * torch.randn(32, layer.out_features, generator=g)).bfloat16()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(dy)
+    return [y.detach(), x.grad, layer.weight.grad]
+
+
+def scales(layer: nn.Module) -> list[float]:
+    """By which a te.Linear has multiplied x, w and dy last."""
+    quantisers = layer.quantizers
+    return [one.scale.item() for one in (*quantisers["scaling_fwd"][:2], quantisers["scaling_bwd"][0])]
+
+
+def delayed() -> dict[str, object]:
+    """A layer under delayed scaling, for six steps of two micro-batches, with an evaluation of huge inputs after each.
+
+    What each engine has multiplied x, w and dy by, by moment; what it remembers at the end; what differs of y, dx and dw.
+    """
+    found = {"scales": [], "histories": [], "differ": []}
+    ours, theirs = layers(remembering(2).products, (96, 64), 13)
+    seen: dict[str, float] = {}
+    ours.probe = lambda _, slot, operand: seen.update({slot: encode_scale(operand.amax, operand.quant).item()})
+    for step in range(6):
+        for micro_batch in range(2):
+            results = [at(layer, step, micro_batch, 2 * step + micro_batch, growing(step, micro_batch)) for layer in (ours, theirs)]
+            ((inner, _),) = theirs._layers.values()
+            assert (seen["fprop.x"], seen["fprop.w"], seen["dgrad.g"]) == (seen["wgrad.x"], seen["dgrad.w"], seen["wgrad.g"])
+            found["scales"].append([[seen[slot] for slot in ("fprop.x", "fprop.w", "dgrad.g")], scales(inner)])
+            found["differ"].append(max(float((a != b).double().mean()) for a, b in zip(*results, strict=True)))
+        for layer in (ours, theirs):
+            layer.clock.stream = "evaluation"
+            with torch.no_grad():
+                layer(torch.full((32, 96), 1e6).bfloat16())
+                layer.weight.mul_(1.5)
+            layer.clock.stream = "training"
+    histories = [{slot: sorted(history.amax.items()) for slot, history in layer.histories.items()} for layer in (ours, theirs)]
+    return found | {"histories": histories}
+
+
+def trained_delayed() -> dict[str, object]:
+    """A small transformer under delayed scaling with a layer in bf16, a phase in bf16 and another window after it: losses by engine."""
+    phases = (Phase(start="step:3", use=None), Phase(start="step:4", use=remembering(3).products))
+    recipe = remembering(2).model_copy(update={"layers": Layers(skip_last=1), "schedule": phases})
+    config = WORKLOADS["gpt"](
+        layers=2, width=32, heads=2, steps=6, batch=2, context=32, eval_tokens=128, eval_batch=2, eval_every=2, accumulate=2
+    )
+    often = Telemetry(every=2, log=1, shadow=3, checkpoint=0)
+
+    def losses(records) -> list[dict[str, float]]:
+        return [{key: value for key, value in record.metrics.items() if "loss" in key} for record in records]
+
+    def interrupted(steps: int) -> list[dict[str, float]]:
+        with TemporaryDirectory() as folder:
+            first = config.records(recipe, 0, "transformer_engine", "cpu", often, Checkpoints(Path(folder, "state.pt"), "a", 0))
+            begun = list(islice(first, steps + 1))[:steps]  # the last step begins by leaving the state after those before it
+            again = Checkpoints(Path(folder, "state.pt"), "a", 0)
+            assert again.start == steps
+            return losses([*begun, *config.records(recipe, 0, "transformer_engine", "cpu", often, again)])
+
+    whole = {engine: losses(config.records(recipe, 0, engine, "cpu", often)) for engine in ("emulated", "transformer_engine")}
+    return {"losses": whole, "resumed": {steps: interrupted(steps) for steps in (2, 4)}}
+
+
+def regions() -> dict[str, object]:
+    """What TE's own DelayedScaling remembers of three steps of two layers, by where its autocast regions are; and its scales by step."""
+    recipe = native.build(Builtin("DelayedScaling", (("amax_history_len", 8),)))
+
+    def remembered(outer: bool, inner: bool) -> dict[str, bool]:
+        """Whether x's and dy's amaxes of the three steps are the last three of the first layer's histories."""
+        both = [TE.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, device="meta") for _ in range(2)]
+        g = torch.Generator().manual_seed(1)
+        weights = [torch.randn(32, 32, generator=g).bfloat16().requires_grad_() for _ in both]
+        x = torch.randn(32, 32, generator=g).bfloat16().requires_grad_()
+        for step in range(3):
+            with TE.autocast(enabled=True, recipe=recipe) if outer else nullcontext():
+                y = x * 2.0**step
+                for layer, weight in zip(both, weights, strict=True):
+                    with TE.autocast(enabled=True, recipe=recipe) if inner else nullcontext():
+                        y = torch.func.functional_call(layer, {"weight": weight}, (y,))
+            y.float().sum().backward()
+        metas = {way: both[0].fp8_meta[f"scaling_{way}"].amax_history[-3:, 0] for way in ("fwd", "bwd")}
+        return {way: bool((history > 0).all()) for way, history in metas.items()}
+
+    said = {"one": remembered(True, False), "one a layer": remembered(False, True), "one a layer in one": remembered(True, True)}
+    layer = TE.Linear(96, 64, bias=False, params_dtype=torch.bfloat16, device="meta")
+    ours = next(layers(remembering(8).products, (96, 64), 13))
+    seen: dict[str, float] = {}
+    ours.probe = lambda _, slot, operand: seen.update({slot: encode_scale(operand.amax, operand.quant).item()})
+    steps = []
+    for step in range(4):
+        y, dx, dw = at(ours, step, 0, step, growing(step, 0))
+        g = torch.Generator().manual_seed(step)
+        x = (growing(step, 0) * torch.randn(32, 96, generator=g)).bfloat16().requires_grad_()
+        dy = (growing(step, 0) * torch.randn(32, 64, generator=g)).bfloat16()
+        weight = ours.weight.detach().bfloat16().requires_grad_()
+        forward = [*layer.quantizers["scaling_fwd"][:2], *layer.quantizers["scaling_bwd"][:1]]
+        used = [one.scale.item() for one in forward] or [1.0] * 3
+        with TE.autocast(enabled=True, recipe=recipe):
+            own = torch.func.functional_call(layer, {"weight": weight}, (x,))
+        own.backward(dy)
+        differ = max(float((a != b).double().mean()) for a, b in zip((y, dx, dw), (own, x.grad, weight.grad), strict=True))
+        steps.append([[seen[slot] for slot in ("fprop.x", "fprop.w", "dgrad.g")], used, differ])
+    return {"moved on": said, "steps": steps}
+
+
 def frozen() -> list[float]:
     """The share of elements of y and dx that differ where the weight is not trained (adapters)."""
     found = []
@@ -160,10 +327,12 @@ def built() -> dict[str, str]:
 def made() -> dict[str, dict[str, list[str]]]:
     """The quantisers that a custom recipe makes for each tensor: rowwise and columnwise, with what they were asked to be."""
     asked: dict[int, str] = {}
+    alive = []  # so that no number is given twice
 
     def remembered(*, stochastic_rounding=False, **options):
         quantiser = te_double.reference(**options)
         words = {"stochastic": stochastic_rounding, "rotated": options["with_rht"], "square": options["with_2d_quantization"]}
+        alive.append(quantiser)
         asked[id(quantiser)] = " ".join(["nvfp4", *(word for word, there in words.items() if there)])
         return quantiser
 
@@ -211,4 +380,5 @@ if __name__ == "__main__":
     each = {name: differ(products, (64, 96, 128), 4, bias=True) for name, products in RECIPES.items()}
     told = {name: str(native.build(te_recipe(products))).partition(",")[0] for name, products in RECIPES.items()}
     whole = {"many": many, "each": each, "told": told, "frozen": frozen(), "built": built(), "made": made(), "switched": switched()}
-    print(json.dumps(whole | {"trap": trap(), "trained": trained(), "refused": refused()}))
+    remembered = {"delayed": delayed(), "trained_delayed": trained_delayed(), "regions": regions()}
+    print(json.dumps(whole | remembered | {"trap": trap(), "trained": trained(), "others": others(), "refused": refused()}))

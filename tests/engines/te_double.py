@@ -1,7 +1,7 @@
-"""Transformer Engine's own Python on a CPU: its native extension replaced by names, its native NVFP4 quantiser by its reference's.
+"""Transformer Engine's own Python on a CPU: its native extension replaced by names, its native quantisers by its references'.
 
-For a process of its own, since it changes torch. It proves what TE's modules do with a recipe, not what its kernels compute; no
-stochastic rounding, which the reference has not.
+For a process of its own, since it changes torch. It proves what TE's modules do with a recipe, not what its kernels compute. Stochastic
+rounding and MXFP8, which TE's reference has not, are written out here.
 """
 
 import enum
@@ -45,6 +45,23 @@ _ENUMS = {
 """Those that TE checks, or indexes lists by."""
 
 
+_ROWS_AND_COLUMNS = {
+    "_rowwise_data": "data",
+    "_rowwise_scale_inv": "scale",
+    "_columnwise_data": "data_t",
+    "_columnwise_scale_inv": "scale_t",
+}
+_NATIVE_NAMES = {
+    "NVFP4TensorRef": _ROWS_AND_COLUMNS | {"_amax_rowwise": "global_amax_row", "_amax_columnwise": "global_amax_col"},
+    "CurrentScalingTensorRef": {"_transpose": "data_t"},
+}
+"""Under which names a native tensor has what the reference's has."""
+NATIVE: dict[str, type] = {}
+"""TE's own quantisers, which know the shapes of their storage."""
+DRAWN = torch.Generator()
+"""In the place of the GPU's generator."""
+
+
 def install() -> ModuleType:
     """Import `transformer_engine.pytorch` over the double, and return it."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
@@ -53,6 +70,9 @@ def install() -> ModuleType:
     for name, members in _ENUMS.items():
         setattr(extension, name, enum.IntEnum(name, members))
     extension.generic_gemm = _multiplied
+    extension.quantize = _scaled
+    extension.fused_amax_and_scale_update_after_reduction = _moved_on
+    extension.get_cublasLt_version = lambda: 130200
     for name in ("einops", "transformer_engine.pytorch.onnx_extensions"):
         _extension(name)
     torch.cuda.is_available = lambda: True
@@ -66,16 +86,28 @@ def install() -> ModuleType:
     transformer_engine.common.load_framework_extension = lambda _: None
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.cpp_extensions import gemm
+    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingTensorRef
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4TensorRef
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-    from transformer_engine.pytorch.tensor import nvfp4_tensor
+    from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
+    from transformer_engine.pytorch.tensor import float8_tensor, mxfp8_tensor, nvfp4_tensor
 
+    NATIVE.update(NVFP4=nvfp4_tensor.NVFP4Quantizer, MXFP8=mxfp8_tensor.MXFP8Quantizer)
+    for kind in (NVFP4TensorRef, CurrentScalingTensorRef):
+        for native, its in _NATIVE_NAMES[kind.__name__].items():
+            setattr(kind, native, property(lambda made, its=its: getattr(made, its)))
+    CurrentScalingTensorRef.get_data_tensors = lambda _: ()
+    CurrentScalingTensorRef.clear = lambda _: None
+    CurrentScalingTensorRef.dequantize = lambda made, *, dtype: made._quantizer.dequantize(made.data, made.scale, dtype)
+    float8_tensor.Float8CurrentScalingQuantizer = te.Float8CurrentScalingQuantizer = current
+    mxfp8_tensor.MXFP8Quantizer = te.MXFP8Quantizer = microscaled
     NVFP4TensorRef.get_data_tensors = lambda _: ()  # what a hybrid one asks for before it lets go of data
     NVFP4TensorRef.clear = lambda _: None
     NVFP4TensorRef.dequantize = _dequantized
     torch.cuda.is_available = lambda: False
     TransformerEngineBaseModule.__init__ = _with_a_gpu(TransformerEngineBaseModule.__init__)
     TransformerEngineBaseModule.prepare_forward = _on_a_gpu(TransformerEngineBaseModule.prepare_forward)
+    DelayedScalingRecipeState.__init__ = _on_this(DelayedScalingRecipeState.__init__)
     torch.Tensor.cuda = lambda self, *_, **__: self
     gemm.get_cublas_workspace = lambda *_: torch.empty(0)
     nvfp4_tensor.NVFP4Quantizer = te.NVFP4Quantizer = reference
@@ -90,11 +122,79 @@ def reference(
     from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 
     assert int(fp4_dtype) == _TYPES["kFloat4E2M1"]
-    assert not stochastic_rounding, "the reference rounds to nearest"
     assert with_post_rht_amax == with_rht
     tile = (16, 16) if with_2d_quantization else (1, 16)
     made = NVFP4QuantizerRef(dtype=Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=with_rht, **options)
+    if stochastic_rounding:
+        made._quantize_blockwise_reference = _drawn
     made.copy = lambda: copy(made)  # a hybrid one asks for it
+    return made
+
+
+def _drawn(x, global_amax, tile_len_x, tile_len_y, **options):
+    """The reference's scales, and codes that 8 random bits an element take up or down: P(up) is the position cut to 1/256."""
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+
+    _, scales = NVFP4QuantizerRef._quantize_blockwise_reference(x, global_amax, tile_len_x, tile_len_y, **options)
+    outer = torch.clamp(2688 / global_amax, max=torch.finfo(torch.float32).max)
+    factor = (1 / (scales.float() * (1 / outer))).clamp(max=torch.finfo(torch.float32).max)
+    y = (x.float() * factor.repeat_interleave(tile_len_x, dim=1)).clamp(-6, 6)
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    low = (y.abs()[..., None] >= grid[:-1]).sum(-1) - 1
+    position = (y.abs() - grid[low]) / (grid[low + 1] - grid[low])
+    up = torch.randint(256, y.shape, generator=DRAWN) < torch.floor(256 * position)
+    codes = (low + up + 8 * y.signbit()).to(torch.uint8)
+    return codes[:, ::2] + codes[:, 1::2] * 16, scales
+
+
+def current(fp8_dtype, device=None, *, force_pow_2_scales=False, amax_epsilon=0.0, **_) -> object:
+    """TE's reference of FP8 with one scale a tensor, by the arguments of its native quantiser."""
+    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingQuantizerRef
+
+    named = type("Float8CurrentScalingQuantizer", (CurrentScalingQuantizerRef,), {})
+    made = named(_fp8(fp8_dtype), pow_2_scales=force_pow_2_scales, eps=amax_epsilon)
+    made.copy = lambda: copy(made)
+    made.qgemm = lambda qx, qw, params, dtype, sx, sw, *_, **__: (qx.float() @ qw.float().t() * (sx * sw)).to(dtype)
+    return made
+
+
+def _fp8(kind: int) -> torch.dtype:
+    return {_TYPES["kFloat8E4M3"]: torch.float8_e4m3fn, _TYPES["kFloat8E5M2"]: torch.float8_e5m2}[int(kind)]
+
+
+def microscaled(fp8_dtype, *, with_2d_quantization=False, **_) -> object:
+    """MXFP8 by its definition: a block's scale is the least power of two that brings its amax to the element's maximum or below."""
+    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingQuantizerRef, CurrentScalingTensorRef
+
+    def cast(x):
+        """Codes [rows, columns], and biased exponents [rows, columns / 32]."""
+        largest = x.float().abs().view(x.shape[0], -1, 32).amax(2).double()
+        if with_2d_quantization:
+            largest = largest.view(-1, 32, largest.shape[1]).amax(1).repeat_interleave(32, dim=0)
+        exponent = torch.ceil(torch.log2(largest / torch.finfo(kind).max)).clamp(min=-127)
+        factor = torch.exp2(-exponent).repeat_interleave(32, dim=1)
+        return (x.double() * factor).float().to(kind), (exponent + 127).to(torch.uint8)
+
+    def quantize(x, **_):
+        (data, scale), (data_t, scale_t) = cast(x), cast(x.t().contiguous())
+        kept = {"data": data, "scale": scale, "data_t": data_t, "scale_t": scale_t}
+        found = Microscaled(**kept, dtype=x.dtype, device=x.device, quant_dtype=kind, _quantizer=made, original_shape=x.shape)
+        found._rowwise_data, found._rowwise_scale_inv = data, scale
+        found._columnwise_data, found._columnwise_scale_inv = data_t.t(), scale_t.t()  # it lies as the tensor does
+        return found
+
+    def wide(data, scale):
+        return data.float() * torch.exp2(scale.float() - 127).repeat_interleave(32, dim=1)
+
+    class Microscaled(CurrentScalingTensorRef):
+        def dequantize(self, *, dtype):
+            return wide(self.data, self.scale).to(dtype)
+
+    kind = _fp8(fp8_dtype)
+    made = type("MXFP8Quantizer", (CurrentScalingQuantizerRef,), {})(kind)
+    made.quantize = quantize
+    made.copy = lambda: copy(made)
+    made.qgemm = lambda qx, qw, params, dtype, sx, sw, *_, **__: (wide(qx, sx) @ wide(qw, sw).t()).to(dtype)
     return made
 
 
@@ -108,8 +208,42 @@ def _dequantized(quantised, *, dtype):
 
 
 def _multiplied(a, a_turned, b, b_turned, *_, **__):
-    """TE's product of two unquantised operands: in columns, so b comes first; and the three outputs that are not asked for."""
-    return (b.t() if b_turned else b) @ (a.t() if a_turned else a), None, None, None
+    """TE's product of two operands, unquantised or FP8: in columns, so b comes first; and the three outputs that are not asked for."""
+    (b, b_scale), (a, a_scale) = _codes(b), _codes(a)
+    product = (b.t() if b_turned else b) @ (a.t() if a_turned else a)
+    return product if a_scale is None else (product * (b_scale * a_scale)).bfloat16(), None, None, None
+
+
+def _codes(operand):
+    """The values of an FP8 operand's codes and what they are multiplied by; another one as it is."""
+    if not hasattr(operand, "_fp8_dtype"):
+        return operand, None
+    return operand._data.view(_fp8(operand._fp8_dtype)).float(), operand._scale_inv
+
+
+def _scaled(x, quantiser, *_):
+    """TE's cast to FP8 by a given scale: to nearest, saturating. The quantiser's amax becomes that of x, where this is larger."""
+    kind = _fp8(quantiser.dtype)
+    top = torch.finfo(kind).max
+    codes = (x.float() * quantiser.scale).clamp(-top, top).to(kind)
+    quantiser.amax.copy_(torch.maximum(quantiser.amax, x.abs().amax().float()))
+    return quantiser.create_tensor_from_data(codes.view(torch.uint8), fake_dtype=x.dtype, internal=quantiser.internal)
+
+
+def _moved_on(reduced, histories, scales, algorithm, fp8_dtype, margin):
+    """TE's update of all histories and scales: the amaxes of now are counted, the oldest go, and the largest that are left give the scale.
+
+    An amax that is 0 or not finite leaves the scale as it was.
+    """
+    assert (algorithm, margin) == ("max", 0)
+    top = torch.finfo(_fp8(fp8_dtype)).max
+    for seen, history, scale in zip(reduced.split([len(scale) for scale in scales]), histories, scales, strict=True):
+        history[0] = seen
+        largest = history.amax(0)
+        history.copy_(history.roll(-1, 0))
+        history[0] = 0
+        known = (largest > 0) & largest.isfinite()
+        scale.copy_(torch.where(known, (torch.tensor(top) / largest).clamp(max=torch.finfo(torch.float32).max), scale))
 
 
 def _extension(name: str) -> ModuleType:
@@ -126,6 +260,13 @@ def _with_a_gpu(method):
             return method(*args, **kwargs)
         finally:
             torch.cuda.is_available = before
+
+    return whole
+
+
+def _on_this(method):
+    def whole(*args, device=None, **kwargs):
+        return method(*args, device=device or torch.device("cpu"), **kwargs)
 
     return whole
 

@@ -2,7 +2,18 @@
 
 import pytest
 
-from ablate.engines.te_mapping import TENSORS, Builtin, Custom, families, recipe_refusals, refusals, te_recipe, variants
+from ablate.engines.te_mapping import (
+    TENSORS,
+    Builtin,
+    Copies,
+    Custom,
+    Format,
+    families,
+    recipe_refusals,
+    refusals,
+    te_recipe,
+    variants,
+)
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select
 from ablate.recipes import KNOBS, PRESETS
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Phase, Products, Wgrad
@@ -20,6 +31,7 @@ MAPPED = {
     "bf16": [None],
     "fp32": [None],
     "fp8_current": [("Float8CurrentScaling", HYBRID)],
+    "fp8_delayed": ["custom"],
     "mxfp8": [("MXFP8BlockScaling", {"fp8_format": "E4M3", "enable_2d_quantization": False, "backward_override": None})],
     "nvfp4": [("NVFP4BlockScaling", NVFP4)],
     "nvfp4_paper": [("NVFP4BlockScaling", NVFP4)],
@@ -34,7 +46,6 @@ MAPPED = {
 }
 """What each preset is in turn, over its schedule; of TE's own recipes, arguments that matter."""
 REFUSED = {
-    "fp8_delayed": "fprop.x.outer.statistic delayed:1024: not yet on this engine",
     "mxfp4": "fprop.x.block 1x32: Transformer Engine's E2M1 has blocks of 1x16 or 16x16",
     "mxfp4_backward": "dgrad.g.block 1x32",
     "quartet": "fprop.x.block 1x32",
@@ -145,6 +156,34 @@ def test_four_over_six_forward_is_its_own_argument():
     assert found["nvfp4_4over6"] == "weights"
 
 
+def test_delayed_scaling_is_a_recipe_of_single_quantisers_with_histories_of_each_tensor():
+    found = te_recipe(PRESETS["fp8_delayed"]().products)
+    x, g = (Format("fp8_delayed", element, history=1024) for element in ("e4m3", "e5m2"))
+    assert found == Custom(input=Copies(x, x), weight=Copies(x, x), grad_output=Copies(g, g))
+    assert families(variants(PRESETS["fp8_delayed"]())) == {"fp8_delayed"}
+
+
+@pytest.mark.parametrize(
+    ("slot", "change"), [("wgrad.x", {"outer": {"statistic": "delayed:16"}}), ("wgrad.x", {"source": "forward"}), ("dgrad.w", None)]
+)
+def test_a_tensor_of_which_one_copy_has_another_scale_than_the_delayed_one_is_refused(slot, change):
+    content = PRESETS["fp8_delayed"]().products.model_dump()
+    product, operand = slot.split(".")
+    for key, value in (change or {"outer": {"statistic": "amax"}}).items():
+        its = content[product][operand]
+        its[key] = its[key] | value if isinstance(value, dict) else value
+    reasons = list(refusals(Products.model_validate(content)))
+    other = {"wgrad.x": "fprop.x", "dgrad.w": "fprop.w"}[slot]
+    why = f"{slot}: with delayed scaling one amax history serves both copies of a tensor; quantise it and {other} alike"
+    assert why in reasons
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_delayed_scaling_in_one_direction_alone_is_refused(direction):
+    reasons = list(refusals(PRESETS["fp8_delayed"]().products.high_precision(direction)))
+    assert [reason.partition(":")[0] for reason in reasons] == ["wgrad.x", "dgrad.w"]
+
+
 CHANGES = {
     "fprop.x.outer.statistic percentile:0.999": ("fprop.x", {"outer": Outer(statistic="percentile:0.999")}),
     "dgrad.g.range.headroom 1.0625": ("dgrad.g", {"range": {"headroom": 17 / 16}}),
@@ -188,4 +227,4 @@ def test_what_a_schedule_turns_to_counts():
     recipe = PRESETS["nvfp4"]()
     later = recipe.model_copy(update={"schedule": (Phase(start="step:9", use=PRESETS["mxfp4"]().products),)})
     assert next(recipe_refusals(later)).startswith("fprop.x.block 1x32")
-    assert families(PRESETS["healing"]()) == {"nvfp4", "fp8"}
+    assert families(variants(PRESETS["healing"]())) == {"nvfp4", "fp8"}

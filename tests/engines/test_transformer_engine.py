@@ -18,6 +18,7 @@ from ablate.engines import transformer_engine as native
 from ablate.engines.hardware import Machine
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS
+from ablate.recipes.recipe import SLOTS, Run
 
 HERE = Path(__file__).parent
 SHAPES = 50
@@ -26,7 +27,7 @@ BUILTIN = "recipe_type=NVFP4BlockScaling"
 
 @pytest.fixture(scope="module")
 def found():
-    """What the contract's program tells: about ten seconds."""
+    """What the contract's program tells: about half a minute."""
     if peers.version("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE.parent.parent), str(HERE))), "OMP_NUM_THREADS": "1"}
@@ -127,6 +128,69 @@ def test_a_training_with_a_layer_policy_and_phases_goes_as_the_emulators(found):
     assert [record["train/loss"] for record in theirs] != found["trained"]["high"]
 
 
+@pytest.mark.parametrize("name", ["all weights", "adapters", "images", "a guard that falls back"])
+def test_the_other_workloads_and_a_guards_other_precision_go_as_the_emulators(found, name):
+    """The sums of the first layers may run in another order; bf16 is a hundred times as far away."""
+    runs = found["others"][name]
+    ours, theirs = runs["emulated"], runs["transformer_engine"]
+    assert len(ours) == len(theirs) >= 3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(other, rel=1e-4)
+    assert ours[-1]["val/loss"] != pytest.approx(runs["bf16"][-1]["val/loss"], rel=1e-3) or name == "adapters"
+    assert ours[0]["train/loss"] != pytest.approx(runs["bf16"][0]["train/loss"], rel=1e-4) or "guard" in name
+    if "guard" in name:  # it did fall back: the forward pass is bf16's at the end
+        assert theirs[0]["guard/lr"] == 1
+        assert theirs[-1]["guard/lr"] < 1
+        assert theirs[-1]["val/loss"] == theirs[-1]["val/loss_bf16"]
+
+
+def test_a_layer_with_delayed_scaling_scales_by_the_amaxes_that_the_emulator_scales_by(found):
+    """In each moment the same three factors to the bit, though amaxes change with each micro-batch and evaluations have huge ones."""
+    scales = found["delayed"]["scales"]
+    assert [ours for ours, _ in scales] == [theirs for _, theirs in scales]
+    assert len({tuple(ours) for ours, _ in scales}) == 6  # two in the first step, each of its own; the next one's is the larger
+    assert max(found["delayed"]["differ"]) < 1e-3
+
+
+def test_it_remembers_the_largest_amax_of_each_step_once_and_nothing_of_evaluations(found):
+    ours, theirs = found["delayed"]["histories"]
+    assert ours == theirs
+    assert {slot: [step for step, _ in amaxes] for slot, amaxes in theirs.items()} == {slot: [3, 4, 5] for slot in SLOTS}
+
+
+def test_a_training_with_delayed_scaling_goes_as_the_emulators(found):
+    """With a layer in bf16, a phase in bf16, another window after it that reaches back before it, and steps of two micro-batches."""
+    ours, theirs = (found["trained_delayed"]["losses"][engine] for engine in ("emulated", "transformer_engine"))
+    assert len(ours) == len(theirs) == 6
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(other, rel=1e-4)
+    assert theirs[-1]["val/loss"] != theirs[-1]["val/loss_bf16"]
+
+
+def test_a_training_with_delayed_scaling_that_was_interrupted_goes_on_bit_for_bit(found):
+    assert set(found["trained_delayed"]["resumed"]) == {"2", "4"}
+    for losses in found["trained_delayed"]["resumed"].values():
+        assert losses == found["trained_delayed"]["losses"]["transformer_engine"]
+
+
+def test_transformer_engines_own_delayed_scaling_scales_alike_after_its_first_step(found):
+    """So `delayed:n` is its amax_history_len n, where one region is around one micro-batch a step and nothing is evaluated."""
+    (_, first, off), *later = found["regions"]["steps"]
+    assert first == [1, 1, 1]
+    assert off > 0.5
+    for ours, theirs, differ in later:
+        assert ours == theirs
+        assert differ < 1e-3
+
+
+def test_its_own_histories_move_on_once_a_layer_where_each_layer_has_a_region(found):
+    """Why the engine does not use them. Should it be mended there, this fails: nested regions would do then."""
+    moved = found["regions"]["moved on"]
+    assert moved["one"] == {"fwd": True, "bwd": True}
+    assert moved["one a layer"] == {"fwd": False, "bwd": False}
+    assert moved["one a layer in one"] == {"fwd": True, "bwd": False}
+
+
 def test_names_and_values_of_the_parameters_stay(found):
     assert found["trained"]["states"] is True
     assert found["trained"]["layers"] == ["NativeLinear"]
@@ -155,10 +219,11 @@ def test_a_worker_without_what_the_planner_had_refuses_in_a_sentence(monkeypatch
         native.convert(model(), PRESETS["nvfp4"](), Clock(0))
 
 
-def test_an_environment_that_changes_numbers_is_refused(monkeypatch):
+@pytest.mark.parametrize("switch", ["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"])
+def test_an_environment_that_changes_numbers_is_refused(switch, monkeypatch):
     monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(9, 0)))
-    monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1")
-    with pytest.raises(ValueError, match="unset it"):
+    monkeypatch.setenv(switch, "1")
+    with pytest.raises(ValueError, match=f"{switch} is set .* unset it"):
         native.convert(model(), PRESETS["fp8_current"](), Clock(0))
 
 
@@ -170,6 +235,23 @@ def test_in_high_precision_a_layer_is_the_emulators_and_asks_nothing_of_te(monke
     expected = nn.functional.linear(x, plain.blocks[0]["a"].weight.bfloat16(), plain.blocks[0]["a"].bias.bfloat16())
     native.convert(plain, PRESETS["bf16"](), Clock(0))
     assert torch.equal(plain.blocks[0]["a"](x), expected)
+
+
+def test_amaxes_that_a_gpu_left_as_tensors_are_numbers_from_the_next_step_on(monkeypatch):
+    """Both copies of a tensor have one history; of the step that begins, nothing is read."""
+    monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(9, 0)))
+    plain = model()
+    engine = native.convert(plain, PRESETS["fp8_delayed"](), Clock(0))
+    histories = plain.blocks[0]["a"].histories
+    histories["fprop.x"].amax = {0: 7.0, 1: torch.tensor(3.5)}
+    histories["dgrad.g"].amax = {0: 2.0, 1: torch.tensor(0.25)}
+    engine.at(2, Run(4))
+    assert histories["fprop.x"].amax == histories["wgrad.x"].amax == {0: 7.0, 1: 3.5}
+    assert histories["dgrad.g"].amax == {0: 2.0, 1: 0.25}
+    assert all(type(amax) is float for history in histories.values() for amax in history.amax.values())
+    restored = native.convert(model(), PRESETS["fp8_delayed"](), Clock(0))
+    restored.restore(engine.state(), 2)
+    assert restored.state() == engine.state()
 
 
 def test_draws_depend_on_the_moment_alone(monkeypatch):

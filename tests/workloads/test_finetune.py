@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ablate.engines.emulated import EmulatedLinear
 from ablate.experiment import load
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Layers, Rule, Run
+from ablate.supervisor import Watch
 from ablate.train import Telemetry
 from ablate.workloads.finetune import Base, Finetune, Lora
 from ablate.workloads.gpt import Gpt
@@ -155,6 +157,22 @@ def test_a_base_is_trained_once_and_is_better_than_none(tmp_path, monkeypatch):
     assert run(workload, seed=1)[0] != first[0]
     assert made.stat().st_mtime_ns == moment
     assert first[0][1]["train/loss"] < run(tune(tmp_path, lr=1e-4))[0][1]["train/loss"] - 0.3
+
+
+def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterwards(tmp_path, monkeypatch):
+    """Without a word for 10 times the patience it would be taken for hung: see supervisor.Watch, which hears these."""
+    monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("ablate.workloads.finetune._BEAT_SECONDS", 0.0)
+    workload = tune(tmp_path, base=Base(steps=6, lr=1e-2, data=shards(tmp_path)))
+    first = run(workload)
+    assert first[:6] == [(0, {})] * 6  # one a step
+    assert first[6:] == run(workload)
+    assert first[6][0] == 1
+    heard = Watch(patience=0.02)
+    for _ in range(4):
+        time.sleep(0.1)
+        heard.hear({"events": [{"step": 0, "time": time.time(), "metrics": {}}]})
+        assert heard.silence < heard.limit == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(

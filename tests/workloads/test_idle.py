@@ -53,7 +53,7 @@ def test_a_search_has_something_to_find():
 def test_it_sleeps_as_long_as_it_says_and_says_what_it_costs():
     started = time.perf_counter()
     losses(steps=3, seconds=0.05)
-    assert 0.15 <= time.perf_counter() - started < 1
+    assert time.perf_counter() - started >= 0.15
     assert Idle(steps=3, seconds=0.05).cost(True) == Idle(steps=3, seconds=0.05).cost(False) == pytest.approx(0.15, abs=0.05)
 
 

@@ -1,0 +1,106 @@
+"""What a comparison is made with: sizes, data, and the recipes that Transformer Engine computes, rounded to nearest."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ablate.engines.te_mapping import Family, recipe_refusals, variants
+from ablate.engines.te_mapping import families as families_of
+from ablate.numerics.spec import Outer, Quant, Select
+from ablate.recipes import PRESETS
+from ablate.recipes.recipe import Fprop, Products
+
+NAMES: dict[Family, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "fp8": "FP8"}
+"""The families of formats that are compared, in this order."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is compared, on which device, and how much of it."""
+
+    families: tuple[Family, ...]
+    device: torch.device
+    fast_sums: bool = False
+    """Whether FP8 products may add with 14 bits, as Hopper's tensor cores do in TE's fprop."""
+    shapes: tuple[tuple[int, int], ...] = ((32, 64), (96, 160), (128, 128), (256, 1024), (2048, 512))
+    """Of what is cast: multiples of 32, of 128 where RHT's fused kernel is to be met."""
+    products: tuple[tuple[int, int, int], ...] = ((32, 32, 32), (96, 160, 64), (128, 256, 384), (2048, 512, 256))
+    """Tokens, in-features, out-features."""
+    draws: int = 64
+    """How often one tensor is rounded stochastically."""
+    steps: int = 200
+    """Of each training run."""
+    model: dict[str, Any] = field(
+        default_factory=lambda: {"layers": 4, "width": 256, "heads": 4, "batch": 8, "context": 256, "eval_tokens": 2048}
+    )
+
+
+def data(rows: int, columns: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Kinds of tensors that casts get wrong, bf16 [rows, columns], each with its name; the same in every run."""
+    g = torch.Generator().manual_seed(rows * 4099 + columns)
+    x = torch.randn(rows, columns, generator=g)
+    spread = torch.randn(rows, columns // 16, generator=g).mul(5).exp().repeat_interleave(16, dim=1)
+    kinds = {
+        "normal": x,
+        "heavy tails": x / torch.rand(rows, columns, generator=g).clamp(min=1e-4),
+        "blocks far apart": x * spread,  # scales that are subnormal, or zero
+        "ties": torch.randint(-48, 49, (rows, columns), generator=g) / 8,
+        "zeros": torch.zeros(rows, columns),
+        "tiny": x * 2.0**-100,
+        "huge": x * 2.0**100,
+    }
+    yield from ((name, kind.bfloat16().to(device)) for name, kind in kinds.items())
+
+
+def recipes(wanted: tuple[Family, ...]) -> Iterator[tuple[Family, str, Products]]:
+    """(family, name, products): every preset that TE computes and what else its custom recipes are for, each once, all to nearest.
+
+    A preset's family is the first of those that it needs; one that needs more than is `wanted` is left out.
+    """
+    seen: set[Products] = set()
+    for name, products in (*_presets(), *_parts()):
+        products = to_nearest(products)
+        found = {"fp8" if family == "fp8_delayed" else family for family in families_of([products])}
+        needed = [family for family in NAMES if family in found]
+        if needed and set(needed) <= set(wanted) and products not in seen:
+            seen.add(products)
+            yield needed[0], name, products
+
+
+def _presets() -> Iterator[tuple[str, Products]]:
+    for name, make in PRESETS.items():
+        recipe = make()
+        if not list(recipe_refusals(recipe)):
+            found = [products for products in variants(recipe) if not products.plain]
+            yield from ((name if len(found) == 1 else f"{name}, phase {number}", products) for number, products in enumerate(found, 1))
+
+
+def _parts() -> Iterator[tuple[str, Products]]:
+    nvfp4, mxfp8, fp8 = (PRESETS[name]().products for name in ("nvfp4", "mxfp8", "fp8_current"))
+    yield "nvfp4 without rotation", nvfp4.model_copy(update={"wgrad": nvfp4.wgrad.model_copy(update={"hadamard": None})})
+    rows = {slot: nvfp4.slot(slot).model_copy(update={"block": "1x16"}) for slot in ("fprop.w", "dgrad.w")}
+    yield "nvfp4 with 1x16 weights", _with(nvfp4, rows)
+    for name, products in (("nvfp4", nvfp4), ("mxfp8", mxfp8), ("fp8_current", fp8)):
+        yield f"{name} forward alone", products.high_precision("backward")
+        yield f"{name} backward alone", products.high_precision("forward")
+    yield "mxfp8 forward, nvfp4 backward", nvfp4.replaced("forward", mxfp8)
+    for criterion in ("mae", "mse"):
+        chosen = Quant(select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0))
+        yield f"Four Over Six forward, {criterion}", Products(fprop=Fprop(x=chosen, w=chosen))
+    yield "activations scaled by rows", Products(fprop=Fprop(x=Quant(outer=Outer(granularity="row")), w=Quant()))
+
+
+def to_nearest(products: Products) -> Products:
+    """The same with every stochastic rounding to nearest: what can be compared bit by bit."""
+    drawn = {slot: quant for slot, quant in products.quantised() if quant.rounding == "stochastic"}
+    return _with(products, {slot: quant.model_copy(update={"rounding": "nearest"}) for slot, quant in drawn.items()})
+
+
+def _with(products: Products, slots: dict[str, Quant]) -> Products:
+    for slot, quant in slots.items():
+        name, _, operand = slot.partition(".")
+        products = products.model_copy(update={name: getattr(products, name).model_copy(update={operand: quant})})
+    return products

@@ -1,0 +1,101 @@
+"""What a plan remarks: knobs that turn nothing that is computed, and models of which a recipe reaches little."""
+
+import pytest
+import torch
+from commands_for_tests import here
+from experiments_for_tests import shards, tiny, write
+
+from ablate.experiment import Experiment
+from ablate.models.causal import build, outlined
+from ablate.plan import remarks
+from ablate.train import Telemetry
+
+QWEN = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+QWEN |= {"intermediate_size": 64, "head_dim": 16}
+EXPERTS = {name: value for name, value in QWEN.items() if name != "head_dim"} | {"model_type": "qwen3_moe", "num_experts": 8}
+LORA = {"rank": 2}
+RUN = {"context": 16, "batch": 2, "steps": 2, "eval_every": 2, "eval_tokens": 64, "eval_batch": 2}
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def tuned(folder, lora: dict | None = LORA, **keys) -> Experiment:
+    return tiny(folder, workload={"finetune": RUN | {"data": shards(folder), "model": QWEN, "lora": lora}}, **keys)
+
+
+def metrics(experiment: Experiment, name: str) -> dict[str, float]:
+    """All that a trial of an arm records in its last step, but for times."""
+    arm = next(arm for arm in experiment.arms if arm.name == name)
+    *_, last = arm.config.records(arm.recipe, 0, "emulated", "cpu", Telemetry())
+    return {name: value for name, value in last.metrics.items() if not name.startswith(("throughput/", "memory/"))}
+
+
+def test_a_knob_of_wgrad_alone_is_named_where_adapters_leave_no_wgrad(tmp_path):
+    experiment = tuned(tmp_path, ablate={"rht": [True, False], "sr": [True, False]})
+    assert list(remarks(experiment)) == [
+        "rht: turns wgrad alone, and under workload.lora the quantised layers' weights are frozen, so no wgrad is computed: "
+        "arms 'rht=true sr=true' and 'rht=false sr=true' are equal (and 1 more such pairs)."
+    ]
+
+
+def test_arms_that_are_said_to_be_equal_are_equal_to_the_bit_and_those_of_the_other_knob_are_not(tmp_path):
+    experiment = tuned(tmp_path, ablate={"rht": [True, False], "sr": [True, False]})
+    equal, twin, other = (metrics(experiment, f"rht={rht} sr={sr}") for rht, sr in (("true", "true"), ("false", "true"), ("true", "false")))
+    assert equal == twin
+    assert equal != other
+
+
+@pytest.mark.parametrize(
+    ("lora", "keys"),
+    [
+        (None, {"ablate": {"rht": [True, False]}}),
+        (LORA, {"ablate": {"sr": [True, False]}}),
+        (LORA, {"ablate": {"workload.lr": [1e-3, 1e-2]}}),
+    ],
+)
+def test_nothing_is_remarked_of_knobs_that_turn_something(lora, keys, tmp_path):
+    assert list(remarks(tuned(tmp_path, lora, **keys))) == []
+
+
+def test_full_paths_phases_and_named_arms_are_seen_too(tmp_path):
+    arms = {"a": {"recipe.wgrad.x.rounding": "nearest"}, "b": {"recipe.wgrad.x.rounding": "stochastic"}}
+    (said,) = remarks(tuned(tmp_path, ablate=None, arms=arms))
+    assert said.startswith("recipe.wgrad.x.rounding: turns wgrad alone")
+    assert said.endswith("arms 'a' and 'b' are equal.")
+
+
+def test_the_knobs_of_a_search_are_tried_at_their_ends(tmp_path):
+    knobs = {"rht": {"choice": [True, False]}, "workload.lr": {"uniform": [1e-4, 1e-2], "log": True}}
+    (said,) = remarks(tuned(tmp_path, ablate=knobs, search={"sampler": "tpe", "trials": 4}))
+    assert said.startswith("rht: turns wgrad alone")
+
+
+def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_own_parameters():
+    """Of a model of experts in one stack of matrices little; of the plain one all but its head."""
+    for model, left in ((EXPERTS, "model.layers.0.mlp.experts.gate_up_proj"), (QWEN, "lm_head.weight")):
+        found = outlined(model, 64)  # what `outline` remembers
+        built = build(model, 64, 0, torch.device("cpu"))
+        matrices = {name: p.numel() for name, p in built.named_parameters() if p.ndim > 1 and "embed" not in name}
+        reached = sum(matrices[f"{name}.weight"] for name in found.linears)
+        assert found.covered == pytest.approx(reached / sum(matrices.values()))
+        assert found.left == left
+    tied = outlined(QWEN | {"tie_word_embeddings": True}, 64)
+    assert (tied.covered, tied.left) == (1, None)
+
+
+def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_path):
+    path = write(tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": EXPERTS, "steps": 1}}, seeds=1)
+    said = "of the weights in its matrices (embeddings apart) are in layers that a recipe quantises; the largest of the others, "
+    for words in (("plan", path), ("sweep", path, "--executor", "inline", "--mlflow", "none", "--no-report")):
+        done = here(*words, "--state", tmp_path / "runs")
+        assert done.returncode == 0, done.stderr + done.stdout
+        (note,) = [line for line in done.stdout.splitlines() if line.startswith("Note: ")]
+        assert said + "model.layers.0.mlp.experts.gate_up_proj" in note
+    plain = tiny(tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": QWEN}})
+    assert list(remarks(plain)) == []
+
+
+def test_a_plan_says_how_many_ranks_compute_a_trial_where_it_is_run(tmp_path):
+    path = write(tmp_path, resources={"gpus": 2, "sharded": True})
+    on_gpus, on_cpus = (here("plan", path, "--device", device).stdout for device in ("cuda", "cpu"))
+    assert "Each trial is computed by 2 ranks, each with a part of the model." in on_gpus
+    assert "ranks" not in on_cpus
