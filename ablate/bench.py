@@ -3,17 +3,20 @@
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 
-from ablate import measure
+from ablate import linears, measure
 from ablate.cli import console, run
+from ablate.engines.hardware import this_machine
 from ablate.recipes import PRESETS
 from ablate.yamlfile import InputError, nearest
 
@@ -25,9 +28,11 @@ Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median
 Names = Annotated[list[str] | None, typer.Argument(metavar="[PRESET]...", help="Presets beside bf16; default fp32 and nvfp4.")]
 Line = dict[str, Any]
 
-FORMS = {"ms": "{:.3g}", "step ms": "{:.1f}", "forward ms": "{:.1f}", "backward ms": "{:.1f}", "tokens/s": "{:,.0f}"}
-FORMS |= {"Melem/s": "{:,.0f}", "of memcpy": "{:.2f}", "of bf16": "{:.2f}", "of fp32": "{:.2f}", "GFLOP/s": "{:,.0f}"}
+FORMS = {"ms": "{:.3g}", "step ms": "{:.1f}", "forward ms": "{:.3g}", "backward ms": "{:.3g}", "tokens/s": "{:,.0f}"}
+FORMS |= {"Melem/s": "{:,.0f}", "of memcpy": "{:.2f}", "of bf16": "{:.2f}", "of fp32": "{:.2f}"}
 FORMS |= {"peak MiB": "{:,.0f}", "joules": "{:.2f}"} | dict.fromkeys((*measure.GROUPS, "rest"), "{:.0%}")
+FORMS |= {f"{way} {unit}": "{:,.0f}" for way in ("forward", "backward") for unit in ("GFLOP/s", "TFLOP/s")}
+FORMS |= {f"{way} of peak": "{:.0%}" for way in ("forward", "backward")}
 """How columns are written."""
 
 
@@ -71,7 +76,7 @@ def step(
     rounds: Rounds = 9,
     compiled: Annotated[bool, typer.Option("--compile", help="Each preset with compile: true, too; half a minute more.")] = False,
     trace: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a profiler trace of each preset's step here.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
@@ -80,6 +85,7 @@ def step(
     Quantised presets come twice: as they are, products in bf16_out, and with every product in fp32_out.
     """
     names = _presets(presets or ["fp32", "nvfp4"])
+    _device(device)
     _check(png)
     measure.one_thread()
     recipes = _in_both_modes(names)
@@ -104,35 +110,56 @@ def step(
 
 @app.command()
 def linear(
-    presets: Names = None,
-    shapes: Annotated[list[str] | None, typer.Option("--shape", metavar="TOKENSxINxOUT", help="Repeatable.")] = None,
+    presets: Annotated[
+        list[str] | None, typer.Argument(metavar="[PRESET]...", help="Presets beside bf16; default nvfp4, mxfp8 and fp8_current.")
+    ] = None,
+    shapes: Annotated[list[str] | None, typer.Option("--shape", metavar="TOKENSxINxOUT", help="A layer; repeatable.")] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help=f"The four layers of a block of {', '.join(linears.MODELS)}; repeatable.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=16, help="Of a model's layers; default 512 on a CPU, 8192 on a GPU.")] = None,
+    engine: Annotated[
+        Literal["auto", "emulated", "transformer_engine"], typer.Option(help="auto: Transformer Engine where preset and machine allow.")
+    ] = "auto",
+    weights: Annotated[Literal["fp32", "bf16"], typer.Option(help="fp32, as trained, is cast to bf16 in every pass.")] = "fp32",
+    wide: Annotated[bool, typer.Option("--fp32-out", help="Quantised presets with every product in fp32_out, too.")] = False,
     rounds: Rounds = 5,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU where there is one.")] = None,
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
-    """Forward and backward of one linear layer, emulated in each preset, at the shapes of language models.
+    """Forward and backward of one linear layer in each preset, at the shapes of language models: time, speed, share of the peak.
 
-    Quantised presets come twice, as in `step`. Default shapes: 2048 tokens through a square layer of 1024 and one of 2048, and the wide
-    half of an MLP of 4096.
+    Default shapes: 2048 tokens through a square layer of 1024 and one of 2048, and the wide half of an MLP of 4096. Shares are of the
+    GPU's dense peak of the format that is multiplied, by NVIDIA's datasheet; on CPUs and other GPUs of torch's own bf16 product.
     """
-    names = _presets(presets or ["nvfp4"])
-    sizes = [_size(text, 3) for text in shapes or ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"]]
+    names = _presets(presets or ["nvfp4", "mxfp8", "fp8_current"])
+    device = _device(device)
+    sizes = _layers(shapes, models, tokens, device)
     _check(png)
+    recipes = _in_both_modes(names) if wide else {name: PRESETS[name]() for name in names}
+    chosen = _engines(engine, recipes, sizes, device)
     measure.one_thread()
-    found = []
-    for size in sizes:
-        passes = {name: _passes(recipe, *size, device) for name, recipe in _in_both_modes(names).items()}
-        work = {(name, way): call for name, both in passes.items() for way, call in both.items()}
-        seconds = measure.medians(work, rounds)
-        flops = 2 * size[0] * size[1] * size[2]
-        for name in passes:
-            forward, both = seconds[name, "forward"], seconds[name, "both"]
-            times = {"forward ms": 1000 * forward, "backward ms": 1000 * (both - forward), "GFLOP/s": 3 * flops / both / 1e9}
-            shape = "x".join(map(str, size))
-            found.append({"shape": shape, "preset": name, **times, "of bf16": both / seconds["bf16", "both"]})
-    _draw(png, "bars", found, "of bf16", "shape", "preset")
-    _show(found, as_json)
+    stick, found = linears.yardstick(device), []
+    clock, least, unit = (measure.Events(), 0.02, ("TFLOP/s", 1e12)) if device == "cuda" else (measure.Wall(), 0.0, ("GFLOP/s", 1e9))
+    side = linears.YARDSTICK[device]
+    beside = {} if stick.peaks else {None: linears.matmul(side, device)}
+    for shape in sizes:
+        seconds = measure.stretches(linears.passes(chosen, shape, device, weights) | beside, rounds, clock, least)
+        peaks = stick.peaks or linears.measured(2 * side**3 / seconds[None][0])
+        for name, (recipe, by) in chosen.items():
+            told = linears.line(shape, name, recipe, by, seconds[name], peaks, unit)
+            found.append(told | {"of bf16": sum(seconds[name]) / sum(seconds["bf16"])})
+    _draw(png, "speeds", found, unit[0], f"Lines: {stick.said}.")
+    if as_json:
+        about = {"machine": linears.machine(device), "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", "weights": weights}
+        print(json.dumps(about | {"of peak": stick.said, "lines": found}, indent=1))
+        return
+    hidden = {"multiplies", "forward peak", "backward peak"} | ({"size"} if all(one.name == one.size for one in sizes) else set())
+    _show([{name: value for name, value in told.items() if name not in hidden} for told in found], as_json=False)
+    tops = [told["forward peak"] for told in found if told["preset"] == "bf16"]
+    figure = f": {min(tops):,.0f} to {max(tops):,.0f} {unit[0]}" if not stick.peaks else ""
+    console().print(f"Of peak: a share of {stick.said}{figure}.", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -239,27 +266,6 @@ def _stepper(recipe: Any, layers: int, width: int, tokens: int, device: str, com
     return partial(next, steps)
 
 
-def _passes(recipe: Any, tokens: int, inputs: int, outputs: int, device: str) -> dict[str, Callable[[], Any]]:
-    """One layer's forward pass, and forward and backward."""
-    import torch
-
-    from ablate.engines.emulated import DTYPES, EmulatedLinear
-    from ablate.numerics.philox import Clock
-
-    generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(tokens, n, generator=generator).to(device, torch.bfloat16) for n in (inputs, outputs))
-    x.requires_grad_()
-    bare = torch.nn.Linear(inputs, outputs, bias=False, device=device)
-    layer = EmulatedLinear(bare, "linear", Clock(0), DTYPES[recipe.dtype])
-    layer.products = recipe.products
-
-    def both() -> None:
-        x.grad = layer.weight.grad = None
-        layer(x).backward(dy)
-
-    return {"forward": partial(layer, x), "both": both}
-
-
 def _forked(call: Callable[[], Any]) -> float:
     """Seconds from here to the end of `call` in a forked child."""
     read, write = os.pipe()
@@ -278,6 +284,45 @@ def _forked(call: Callable[[], Any]) -> float:
 
 
 # --- asked and shown -------------------------------------------------------------------------------------------------------
+
+
+def _device(asked: str | None) -> str:
+    """The class of device that is meant; refused where there is none of it."""
+    import torch
+
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise InputError(["--device cuda: torch sees no GPU with CUDA here; use --device cpu"])
+    return asked or ("cuda" if there else "cpu")
+
+
+def _layers(shapes: list[str] | None, models: list[str] | None, tokens: int | None, device: str) -> list[linears.Shape]:
+    """The layers that are meant, by size or as those of a model."""
+    wrong = [f"--model {name}: no such model; {nearest(name, linears.MODELS)}" for name in models or () if name not in linears.MODELS]
+    if tokens and not models:
+        wrong.append("--tokens counts those of a --model; a --shape has its own")
+    if wrong:
+        raise InputError(wrong)
+    texts = shapes if shapes or models else ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"]
+    found = [linears.Shape(text, *_size(text, 3)) for text in texts or ()]
+    return found + [shape for name in models or () for shape in linears.shapes_of(name, tokens or linears.TOKENS[device])]
+
+
+def _engines(asked: str, recipes: dict[str, Any], shapes: list[linears.Shape], device: str) -> dict[str, tuple[Any, str]]:
+    """Each recipe with the engine that computes it. Refused where one was asked for that cannot; `auto` says why it took the emulator."""
+    here = this_machine()
+    reasons = {name: linears.refused(recipe, shapes, device, here) for name, recipe in recipes.items()} if asked != "emulated" else {}
+    told: dict[Any, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason:
+            told.setdefault(reason, []).append(name)
+    if asked == linears.NATIVE and told:
+        raise InputError([f"--engine {asked}: {', '.join(names)}: {reason}" for reason, names in told.items()])
+    for reason, names in told.items():
+        print(f"{', '.join(names)}: emulated, since {reason.why}", file=sys.stderr)
+    native = {name for name in recipes if name in reasons and not reasons[name]}
+    by = {name: linears.NATIVE if name in native else linears.EMULATED for name in recipes}
+    return {name: (recipe, linears.PLAIN if recipe.plain else by[name]) for name, recipe in recipes.items()}
 
 
 def _presets(names: list[str]) -> list[str]:
@@ -315,8 +360,14 @@ def _show(found: list[Line], as_json: bool) -> None:
     for name in found[0]:
         table.add_column(name, justify="right" if name in FORMS else "left")
     for line in found:
-        table.add_row(*(FORMS[name].format(value) if name in FORMS else str(value) for name, value in line.items()))
+        table.add_row(*(_written(name, value) for name, value in line.items()))
     console().print(table)
+
+
+def _written(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return FORMS[name].format(value) if name in FORMS else str(value)
 
 
 if __name__ == "__main__":

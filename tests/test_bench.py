@@ -1,12 +1,25 @@
 """The bench measures what it names, in a form that machines read; what it measures is no test."""
 
+import itertools
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from experiments_for_tests import ablate
 
-from ablate.measure import GROUPS, medians, profile
+from ablate import linears, peers
+from ablate.engines.hardware import Machine
+from ablate.linears import NATIVE, Shape, multiplied, refused, shapes_of
+from ablate.measure import GROUPS, medians, profile, stretches
+from ablate.peaks import GPUS, known, share
+from ablate.recipes import PRESETS
+
+ENGINES = Path(__file__).parent / "engines"
+B200 = Machine("2.20.2", native=True, capability=(10, 0))
 
 
 def test_kernels_are_timed_by_operation_shape_dtype_and_back_end(tmp_path):
@@ -38,13 +51,146 @@ def test_a_step_is_timed_in_every_preset_that_is_named_and_in_bf16(tmp_path):
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_layer_is_timed_forward_and_backward():
-    done = ablate("bench", "linear", "nvfp4", "--shape", "32x64x48", "--rounds", 1, "--json")
+def test_a_layer_is_timed_forward_and_backward(tmp_path):
+    done = ablate("bench", "linear", "nvfp4", "--shape", "32x64x48", "--rounds", 1, "--fp32-out", "--json", "--png", tmp_path / "a.png")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    told = json.loads(done.stdout)
+    found = told["lines"]
     assert [line["preset"] for line in found] == ["bf16", "nvfp4", "nvfp4, fp32_out"]
+    assert [line["engine"] for line in found] == ["torch", "emulated", "emulated"]
     assert {line["shape"] for line in found} == {"32x64x48"}
-    assert all(line["forward ms"] > 0 for line in found)
+    for one in found:
+        for way, products in (("forward", 1), ("backward", 2)):
+            speed = products * 2 * 32 * 64 * 48 / one[f"{way} ms"] / 1e6
+            assert one[f"{way} GFLOP/s"] == pytest.approx(speed)
+            assert one[f"{way} of peak"] == pytest.approx(speed / one[f"{way} peak"])
+    assert {"cpu", "torch", "threads", "device"} <= set(told["machine"])
+    assert "host" not in told["machine"]
+    assert told["of peak"].startswith("torch's own bf16 product of 2048x2048x2048")
+    assert done.stderr == "nvfp4, nvfp4, fp32_out: emulated, since there is no GPU with CUDA here\n"
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_models_layers_are_those_of_its_block():
+    """Of Llama 3.1 8B: 218 million weights in a block of 32, 7 of its 8 billion."""
+    found = shapes_of("llama-8b", 512)
+    assert [(one.name, one.size) for one in found] == [
+        ("llama-8b qkv", "512x4096x6144"),
+        ("llama-8b out", "512x4096x4096"),
+        ("llama-8b gate+up", "512x4096x28672"),
+        ("llama-8b down", "512x14336x4096"),
+    ]
+    assert 32 * sum(one.inputs * one.outputs for one in found) == 6_979_321_856
+    done = ablate("bench", "linear", "bf16", "--model", "qwen3-0.6b", "--tokens", 32, "--rounds", 1)
+    assert done.returncode == 0, done.stderr
+    assert [row.split()[1:3] for row in done.stdout.splitlines()[1:5]] == [
+        ["qkv", "32x1024x4096"],
+        ["out", "32x2048x1024"],
+        ["gate+up", "32x1024x6144"],
+        ["down", "32x3072x1024"],
+    ]
+
+
+def test_transformer_engine_is_timed_by_the_same_code_over_the_double_of_its_native_part():
+    """What the times are is no matter: that the engine computes, forward and backward, and a line comes of it."""
+    if peers.version("transformer_engine") != "2.20.2":
+        pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ENGINES.parent.parent), str(ENGINES))), "OMP_NUM_THREADS": "1"}
+    words = ["linear", "nvfp4", "--engine", "transformer_engine", "--shape", "64x96x128", "--rounds", "1", "--json"]
+    command = [sys.executable, str(ENGINES / "te_bench.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = json.loads(done.stdout[done.stdout.index("{\n") :])["lines"]
+    assert [(one["preset"], one["engine"]) for one in lines] == [("bf16", "torch"), ("nvfp4", "transformer_engine")]
+    assert lines[1]["multiplies"] == dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp4")
+    assert all(one[f"{way} ms"] > 0 for one in lines for way in ("forward", "backward"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "engine", "formats"),
+    [
+        ("bf16", "torch", ["bf16"] * 3),
+        ("fp32", "torch", ["fp32"] * 3),
+        ("nvfp4", "emulated", ["bf16"] * 3),
+        ("nvfp4", NATIVE, ["fp4"] * 3),
+        ("mxfp8", NATIVE, ["fp8"] * 3),
+        ("fp8_current", NATIVE, ["fp8"] * 3),
+    ],
+)
+def test_the_peak_is_of_what_the_hardware_multiplies(preset, engine, formats):
+    recipe = PRESETS[preset]()
+    assert list(multiplied(recipe.products, engine, recipe.dtype).values()) == formats
+
+
+def test_the_share_of_a_peak_is_the_time_that_it_would_take_over_that_it_took():
+    """By hand: 4 PFLOP at 2 PFLOP/s take 2 s and 9 at 9 take 1 s, together 3; they took 4."""
+    assert share({"bf16": 4e15, "fp4": 9e15}, 4.0, {"bf16": 2e15, "fp8": 5e15, "fp4": 9e15}) == pytest.approx(0.75)
+    assert share({"fp32": 1.0}, 1.0, {"bf16": 1.0}) is None
+
+
+def test_a_line_of_a_layer_that_is_half_fp4_by_hand():
+    """8192 x 4096 x 4096 takes 0.2749 TFLOP a product. Forward in FP4 at 9 PFLOP/s: 30.54 us. Backward in bf16, two products at 2.25:
+    244.3 us. They took 61.08 and 325.8 us, so 0.5 and 0.75 of the peak, at 4,500 and 1,687.5 TFLOP/s."""
+    b200 = known("NVIDIA B200").peaks
+    recipe = PRESETS["nvfp4"]()
+    forward = recipe.model_copy(update={"dgrad": PRESETS["bf16"]().dgrad, "wgrad": PRESETS["bf16"]().wgrad})
+    flops = 2 * 8192 * 4096 * 4096
+    assert flops == pytest.approx(0.2749e12, rel=1e-3)
+    seconds = (2 * flops / 9e15, 2 * flops / 2.25e15 / 0.75)
+    assert seconds == pytest.approx((61.08e-6, 325.8e-6), rel=1e-3)
+    found = linears.line(Shape("a", 8192, 4096, 4096), "p", forward, NATIVE, seconds, b200, ("TFLOP/s", 1e12))
+    assert found["multiplies"] == {"fprop": "fp4", "dgrad": "bf16", "wgrad": "bf16"}
+    assert (found["forward of peak"], found["backward of peak"]) == pytest.approx((0.5, 0.75))
+    assert (found["forward TFLOP/s"], found["backward TFLOP/s"]) == pytest.approx((4500, 1687.5))
+    assert (found["forward peak"], found["backward peak"]) == pytest.approx((9000, 2250))
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B300 SXM6 AC", 2250e12),
+        ("NVIDIA GeForce RTX 5090", 209.5e12),
+        ("NVIDIA L40S", 362.05e12),
+        ("NVIDIA L40", 181.05e12),
+    ],
+)
+def test_a_known_gpu_is_known_by_its_drivers_name(name, bf16):
+    assert known(name).peaks["bf16"] == bf16
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-80GB MIG 2g.20gb", "NVIDIA GeForce RTX 5090 Laptop GPU"]
+)
+def test_a_slice_of_a_gpu_and_one_with_less_have_no_peak_of_its_own(name):
+    assert known(name) is None
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.source)
+def test_of_a_known_gpu_the_narrower_format_is_the_faster(gpu):
+    values = list(gpu.peaks.values())
+    assert values == sorted(set(values))
+
+
+@pytest.mark.parametrize(
+    ("preset", "shape", "device", "machine", "why"),
+    [
+        ("nvfp4", "512x512x512", "cuda", B200, None),
+        ("bf16", "40x512x512", "cpu", Machine(), None),
+        ("nvfp4", "512x512x512", "cuda", Machine("2.20.2", native=True, capability=(9, 0)), "this GPU, SM 9.0, does not train NVFP4"),
+        ("fp8_current", "512x512x512", "cuda", Machine("2.20.2", native=True, capability=(9, 0)), None),
+        ("nvfp4", "512x512x512", "cpu", B200, "this runs on cpu, and Transformer Engine on GPUs"),
+        ("mxfp4", "512x512x512", "cuda", B200, "fprop.x.block 1x32"),
+        ("nvfp4", "512x512x40", "cuda", B200, "512x512x40: Transformer Engine takes multiples of 32"),
+    ],
+)
+def test_transformer_engine_is_taken_where_preset_machine_and_shape_allow(preset, shape, device, machine, why):
+    found = refused(PRESETS[preset](), [Shape(shape, *map(int, shape.split("x")))], device, machine)
+    assert found is None if why is None else found.why.startswith(why)
 
 
 def test_the_start_of_a_trial_is_timed():
@@ -59,12 +205,21 @@ def test_the_start_of_a_trial_is_timed():
         (("kernels", "64by64"), "64by64: not a shape; it takes 2 numbers of 16 or more, as in 1024x1024"),
         (("linear", "--shape", "8x64x64"), "8x64x64: not a shape"),
         (("kernels", "--png", "/nowhere/a.png"), "--png /nowhere/a.png: it must name a file in a folder that exists"),
+        (("linear", "--model", "llama-9b"), "--model llama-9b: no such model; 'llama-8b'"),
+        (("linear", "--tokens", "64"), "--tokens counts those of a --model; a --shape has its own"),
+        (
+            ("linear", "--engine", "transformer_engine"),
+            "--engine transformer_engine: nvfp4, mxfp8, fp8_current: there is no GPU with CUDA here; --engine emulated computes it",
+        ),
+        (("linear", "--device", "cuda"), "--device cuda: torch sees no GPU with CUDA here; use --device cpu"),
+        (("step", "--device", "cuda"), "--device cuda: torch sees no GPU with CUDA here"),
     ],
 )
 def test_what_is_asked_wrongly_is_told_before_anything_is_measured(arguments, said):
     done = ablate("bench", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_peak_of_a_call_is_that_of_its_tensors():
@@ -82,3 +237,53 @@ def test_rounds_are_interleaved_and_the_first_does_not_count():
     order = []
     assert set(medians({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)) == {"a", "b"}
     assert order == ["a", "b"] * 3
+
+
+class Scripted:
+    """A clock whose marks are told."""
+
+    def __init__(self, moments):
+        self.moments, self.begun = iter(moments), 0
+
+    def begin(self):
+        self.begun += 1
+
+    def mark(self):
+        return next(self.moments)
+
+    def stretches(self, marks):
+        return [after - before for before, after in itertools.pairwise(marks)]
+
+
+def test_stretches_are_medians_of_what_lies_between_marks_and_the_first_does_not_count():
+    order = []
+
+    def call(name):
+        def both(mark):
+            mark()
+            order.append(name)
+            mark()
+            mark()
+
+        return both
+
+    # Of a: 90 and 90 (not counted), then 1 and 20, 3 and 40, 8 and 30. Of b, in between, always 5 and 5.
+    moments = []
+    for a in ((90, 90), (1, 20), (3, 40), (8, 30)):
+        moments += [0, a[0], sum(a), 0, 5, 10]
+    clock = Scripted(moments)
+    assert stretches({"a": call("a"), "b": call("b")}, 3, clock) == {"a": [3, 30], "b": [5, 5]}
+    assert order == ["a", "b"] * 4
+    assert clock.begun == 8
+
+
+def test_short_calls_are_repeated_within_a_round_for_as_long_as_asked():
+    clock, calls = Scripted(range(10**6)), []
+
+    def call(mark):
+        mark()
+        calls.append(1)
+        mark()
+
+    stretches({"a": call}, 2, clock, least=7)  # a call takes 1: 7 calls a round, after one that warms up and one that is timed for that
+    assert len(calls) == 2 + 2 * 7

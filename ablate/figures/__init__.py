@@ -4,7 +4,7 @@ A function takes what the reading wing gives (arms, the frame, a grid) and retur
 draws at most forty arms, and the baselines of those, and says of how many.
 """
 
-from ablate.figures.bench import bars, shares
+from ablate.figures.bench import bars, shares, speeds
 from ablate.figures.curves import curves, decay, gap_curve
 from ablate.figures.effects import contrast_forest, dots, forest, interaction, seed_spread, throughput_gap
 from ablate.figures.health import divergence, fractions, slot_errors, slot_layers
@@ -35,5 +35,6 @@ __all__ = [
     "shares",
     "slot_errors",
     "slot_layers",
+    "speeds",
     "throughput_gap",
 ]

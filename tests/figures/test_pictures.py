@@ -56,11 +56,18 @@ LINES = [
     for dtype in ("bf16", "fp32")
     for end, speed in (("reference", 10), ("cpu", 1))
 ]
+SPEEDS = [
+    {"shape": shape, "size": "64x32x32", "preset": preset, "engine": engine}
+    | {f"{way} {what}": value for way in ("forward", "backward") for what, value in (("TFLOP/s", 3.0), ("peak", 4.0), ("of peak", 0.75))}
+    for shape in ("llama-8b qkv", "64x32x32")
+    for preset, engine in (("bf16", "torch"), ("nvfp4", "transformer_engine"))
+]
 VALUES = np.random.default_rng(3).normal(size=2000)
 OF_ITS_OWN = {
     "importance": lambda: figures.importance({"lr": 0.7, "recipe.wgrad.g.rounding": 0.3}),
     "bars": lambda: figures.bars(LINES, "ms", "operation", "back end"),
     "shares": lambda: figures.shares(LINES[:1] + LINES[-1:], "ms", "operation", ("a", "b")),
+    "speeds": lambda: figures.speeds(SPEEDS, "TFLOP/s"),
     "rotation_histogram": lambda: figures.rotation_histogram(VALUES**3, VALUES),
     "rounding_histogram": lambda: figures.rounding_histogram(VALUES, np.round(VALUES), np.floor(VALUES + 0.3)),
 }
