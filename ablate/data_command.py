@@ -99,7 +99,7 @@ def _on_disk(what: str) -> Iterator[tuple[str, str]]:
 def _shard(what: str) -> Iterator[tuple[str, str]]:
     for path in named([what]):
         tokens = shards.read(path, "uint16")
-        yield str(path), f"{len(tokens):,} tokens of {tokens.dtype}, the largest id {tokens.max()}"
+        yield str(path), f"{len(tokens):,} tokens of {tokens.dtype}, the largest id {tokens[:].max()}"
         yield "begins", " ".join(map(str, tokens[:_FIRST_TOKENS]))
 
 

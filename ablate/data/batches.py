@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from ablate.data.corpus import Corpus
+from ablate.data.shards import Tokens
 from ablate.numerics.philox import STREAMS, philox
 
 Batch = tuple[Tensor, Tensor]
@@ -28,7 +29,7 @@ def validation_batches(corpus: Corpus, tokens: int, sequences: int, context: int
     return [_windows(corpus, corpus.val, starts[i : i + sequences], context) for i in range(0, count, sequences)]
 
 
-def _windows(corpus: Corpus, tokens: np.ndarray, starts: list[int], context: int) -> Batch:
+def _windows(corpus: Corpus, tokens: Tokens, starts: list[int], context: int) -> Batch:
     rows = np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64)
     if rows.max() >= corpus.vocab:
         raise ValueError(f"token id {rows.max()} in the data is beyond the vocabulary of {corpus.vocab}")

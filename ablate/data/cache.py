@@ -8,13 +8,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from ablate.store import lock, write
+from ablate.store import Busy, lock, write
 
 VARIABLE = "ABLATE_CACHE"
 _BLOCK = 1 << 20
+_POLL_SECONDS = 1.0
 _SETTLED_SECONDS = 2.0
 """A file that changed this recently may change again without its time showing it."""
 
@@ -37,8 +40,27 @@ def kept(kind: str, key: str, make: Callable[[Path], None]) -> Path:
         return folder
     with lock(_shelf(kind) / f"{key}.lock"):
         if not folder.is_dir():
-            _make(folder, make)
+            with _making(folder) as making:
+                make(making)
     return folder
+
+
+def growing(kind: str, key: str, make: Callable[[Path], Iterator[Any]]) -> Iterator[None]:
+    """Fill the folder that `kept` then gives, for what takes so long that whoever waits must hear that it goes on.
+
+    Yields whenever `make(folder)` does, and every second while another process fills it.
+    """
+    folder = root() / kind / key
+    while not folder.is_dir():
+        try:
+            with lock(_shelf(kind) / f"{key}.lock", wait=False):
+                if not folder.is_dir():
+                    with _making(folder) as making:
+                        for _ in make(making):
+                            yield
+        except Busy:
+            time.sleep(_POLL_SECONDS)
+            yield
 
 
 def _shelf(kind: str) -> Path:
@@ -54,12 +76,14 @@ def _shelf(kind: str) -> Path:
     return folder
 
 
-def _make(folder: Path, make: Callable[[Path], None]) -> None:
+@contextmanager
+def _making(folder: Path) -> Iterator[Path]:
+    """An empty folder beside, which takes the folder's place where all goes well."""
     making = folder.with_name(f"{folder.name}.making")
     shutil.rmtree(making, ignore_errors=True)  # of a process that was killed
     making.mkdir()
     try:
-        make(making)
+        yield making
         making.rename(folder)
     finally:
         shutil.rmtree(making, ignore_errors=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Field, Tag
 
 from ablate.data import documents, jobs, prepared, shards
 from ablate.data.cache import kept, root
-from ablate.data.kinds import kind_of
+from ablate.data.kinds import either
 from ablate.data.shards import Tokens
 from ablate.data.tokenisers import checked
 from ablate.numerics.spec import Spec
@@ -91,11 +91,7 @@ Source = Annotated[
     | Annotated[Text, Tag("text")]
     | Annotated[HubText, Tag("dataset")]
     | Annotated[Prepared, Tag("prepared")],
-    Discriminator(
-        kind_of({"stdlib", "prose"}, _KINDS),
-        custom_error_type="source",
-        custom_error_message="must be stdlib or prose, or have one of the keys train, text, dataset, prepared",
-    ),
+    either(("stdlib", "prose"), _KINDS),
 ]
 
 
@@ -167,10 +163,9 @@ def _sources(root: Path) -> Iterator[str]:
 def _shards(source: Shards) -> Corpus:
     digest, arrays = hashlib.sha256(f"{source.vocab}".encode()), []
     for pattern in (source.train, source.val):
-        paths = documents.named([pattern])
-        parts = [shards.read(path, source.dtype) for path in paths]
-        for path, part in zip(paths, parts, strict=True):
-            shards.check_and_digest(part, source.vocab, path, digest)
+        parts = [shards.read(path, source.dtype) for path in documents.named([pattern])]
+        for part in parts:
+            shards.check_and_digest(part, source.vocab, digest)
         arrays.append(shards.joined(parts))
     return Corpus(*arrays, source.vocab, digest.hexdigest()[:16], source.bytes_per_token)
 

@@ -57,6 +57,9 @@ def rows(dataset: str, config: str | None, split: str, commit: str, raw: str | N
     with _told(f"dataset {dataset}, split {split}: cannot be read"):
         folder = local(dataset)
         found = library.load_dataset(str(folder or dataset), config, split=split, streaming=True, revision=None if folder else commit)
+        columns = found.column_names or list(next(iter(found), ()))
+        if raw and columns and raw not in columns:  # the library would add it, empty
+            raise ValueError(f"there is no column {raw!r}; there are {', '.join(columns)}")
         yield from found.cast_column(raw, library.Image(decode=False)) if raw else found
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from ablate.data import cifar
 from ablate.data.cache import digest, kept, key_of
 from ablate.data.hub import rows, version
-from ablate.data.kinds import kind_of
+from ablate.data.kinds import either
 from ablate.numerics.spec import Spec
 
 _VALIDATION_EVERY = 10
@@ -51,7 +51,8 @@ class Cifar100(Spec):
 
 
 class Folder(Spec):
-    """Image files, PNG or JPEG, all of one size; a folder inside is a class. Folders `train` and `val`, or every tenth file validates."""
+    """Image files, PNG or JPEG, all of one size; a folder inside is a class, and what lies in none is of no class, which is one.
+    Folders `train` and `val`, or every tenth file validates."""
 
     places: ClassVar[frozenset[str]] = frozenset({"folder"})
     folder: str
@@ -86,11 +87,7 @@ ImageSource = Annotated[
     | Annotated[Cifar100, Tag("cifar100")]
     | Annotated[Folder, Tag("folder")]
     | Annotated[HubImages, Tag("dataset")],
-    Discriminator(
-        kind_of({"digits", "photos"}, _KINDS),
-        custom_error_type="source",
-        custom_error_message="must be digits or photos, or have one of the keys cifar10, cifar100, folder, dataset",
-    ),
+    either(("digits", "photos"), _KINDS),
 ]
 
 
@@ -262,18 +259,20 @@ def _folder(source: Folder) -> ImageSet:
     root = Path(source.folder).expanduser()
     if not root.is_dir():
         raise OSError(f"{root}: no such folder")
-    train, val = (_files(root / "train"), _files(root / "val")) if (root / "train").is_dir() else _split(_files(root))
+    parted = (root / "train").is_dir()
+    tops = (root / "train", root / "val") if parted else (root, root)
+    train, val = map(_files, tops) if parted else _split(_files(root))
     if not (train and val):
         raise ValueError(f"{root}: {len(train) + len(val)} images (.png, .jpg); it takes 10, or folders train and val that hold some each")
-    classes = sorted({path.parent.name for path in train})
+    classes = sorted({_class(path, tops[0]) for path in train})
 
-    def part(files: list[Path]) -> cifar.Part:
+    def part(files: list[Path], top: Path) -> cifar.Part:
         images = [_square(_decoded(path.read_bytes(), str(path)), source.size, str(path)) for path in files]
-        return np.stack(images), np.array([_class_of(path, classes) for path in files])
+        return np.stack(images), np.array([_class_of(path, top, classes) for path in files])
 
     names = [[path.relative_to(root).as_posix() for path in files] for files in (train, val)]
-    key = key_of("folder", _VERSION, source.size, names, digest([*train, *val]))
-    return _kept(key, lambda: _image_set(part(train), part(val), len(classes), str(root)))
+    key = key_of("folder", _VERSION, source.size, names, classes, digest([*train, *val]))
+    return _kept(key, lambda: _image_set(part(train, tops[0]), part(val, tops[1]), len(classes), str(root)))
 
 
 def _files(root: Path) -> list[Path]:
@@ -285,10 +284,17 @@ def _split(items: list[Any]) -> tuple[list[Any], list[Any]]:
     return [item for n, item in enumerate(items, 1) if n % _VALIDATION_EVERY], items[_VALIDATION_EVERY - 1 :: _VALIDATION_EVERY]
 
 
-def _class_of(path: Path, classes: list[str]) -> int:
-    if path.parent.name not in classes:
-        raise ValueError(f"{path}: no training image is of its class {path.parent.name!r}")
-    return classes.index(path.parent.name)
+def _class(path: Path, top: Path) -> str:
+    """The folder that an image lies in; of one that lies in none below `top`, nothing: such images are a class, too."""
+    return "" if path.parent == top else path.parent.name
+
+
+def _class_of(path: Path, top: Path, classes: list[str]) -> int:
+    name = _class(path, top)
+    if name not in classes:
+        why = f"is of its class {name!r}" if name else "lies beside the folders of classes, too"
+        raise ValueError(f"{path}: no training image {why}")
+    return classes.index(name)
 
 
 def _decoded(content: bytes, name: str) -> np.ndarray:
@@ -334,6 +340,10 @@ def _hub(source: HubImages) -> ImageSet:
     def make() -> ImageSet:
         images = _fetched(source, source.split, commit)
         parts = (images, _fetched(source, source.val_split, commit)) if source.val_split else _split(images)
+        if not all(parts):
+            wanted = "some in both" if source.val_split else f"at least {_VALIDATION_EVERY}, or a val_split of its own"
+            found = " and ".join(f"{len(part)} {what}" for part, what in zip(parts, ("to train on", "to validate on"), strict=True))
+            raise ValueError(f"dataset {source.dataset}: of its images there are {found}; it takes {wanted}")
         train, val = ((np.stack([image for image, _ in part]), np.array([label for _, label in part])) for part in parts)
         return _image_set(train, val, int(train[1].max()) + 1, f"dataset {source.dataset}")
 
@@ -346,9 +356,17 @@ def _fetched(source: HubImages, split: str, commit: str) -> list[tuple[np.ndarra
         name = f"dataset {source.dataset}, split {split}, row {number}"
         if source.label is not None and type(row.get(source.label)) is not int:
             raise ValueError(f"{name}: no whole number in column {source.label!r}; there are {', '.join(row)} (label: null for none)")
-        content = row[source.image]["bytes"] or Path(row[source.image]["path"]).read_bytes()
-        found.append((_square(_decoded(content, name), source.size, name), row[source.label] if source.label else 0))
+        image = _square(_decoded(_content(row[source.image], source.image, name), name), source.size, name)
+        found.append((image, row[source.label] if source.label else 0))
     return found
+
+
+def _content(cell: dict[str, Any] | None, column: str, name: str) -> bytes:
+    """The bytes of an image file that a cell holds, or whose path."""
+    try:
+        return (cell and cell["bytes"]) or Path(cell["path"]).read_bytes()
+    except (OSError, TypeError):
+        raise ValueError(f"{name}: no image in column {column!r}, nor the path of one") from None
 
 
 _OPENED: dict[type[Spec], Callable[[Any], ImageSet]] = {Cifar10: _cifar10, Cifar100: _cifar100, Folder: _folder, HubImages: _hub}

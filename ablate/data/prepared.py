@@ -143,6 +143,6 @@ def _sampled(folder: Path, parts: tuple[Part, Part], vocab: int) -> tuple[list[T
             if not path.is_file() or path.parent != folder:
                 raise OSError(f"{folder}: {name} is missing, of which {ABOUT} tells")
             arrays.append(shards.read(path, "uint16"))
-            shards.check_and_digest(arrays[-1], vocab, path, digest)
+            shards.check_and_digest(arrays[-1], vocab, digest)
         found.append(shards.joined(arrays))
     return found, digest.hexdigest()[:16]

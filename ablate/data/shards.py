@@ -1,8 +1,10 @@
-"""Token files: llm.c's `.bin`, with a header, read and written; nanoGPT's, raw ids, read. Mapped, never loaded whole."""
+"""Token files: llm.c's `.bin`, with a header, read and written; nanoGPT's, raw ids, read."""
 
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -12,16 +14,51 @@ _LLM_C = {20240520: np.uint16, 20240801: np.uint32}
 """Magic numbers of llm.c's shard headers (256 int32 words) and the type of the tokens behind them."""
 _VERSIONS = {20240520: 1, 20240801: 7}
 _HEADER = 256 * 4
+_MOST = (1 << 31) - 1
+"""Tokens in a file, as its header counts them."""
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+_MAPPED = 64
+"""Files mapped at once: each holds a descriptor, of which a process may have no more than 1,024."""
 
 
-class Joined:
-    """Several arrays of ids as one that is read in windows: their files may be larger than memory."""
+class _Windows:
+    """Ids that are read in windows: what holds them may be larger than memory."""
 
-    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        """All of it, in memory."""
+        return np.asarray(self[:], dtype)
+
+
+@dataclass(frozen=True)
+class Shard(_Windows):
+    """The ids of one file, mapped, never loaded whole."""
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    count: int
+    written: int
+    """When, in nanoseconds: another file of the same path is another shard."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, window: slice) -> np.ndarray:
+        return _mapped(self)[window]
+
+
+@lru_cache(_MAPPED)
+def _mapped(shard: Shard) -> np.ndarray:
+    return np.memmap(shard.path, shard.dtype, "r", offset=shard.offset, shape=(shard.count,))
+
+
+class Joined(_Windows):
+    """Several files' ids as one text."""
+
+    def __init__(self, parts: Sequence[Shard]) -> None:
         self._parts = parts
         self._ends = np.cumsum([len(part) for part in parts])
-        self.dtype = np.result_type(*parts)
+        self.dtype = np.result_type(*(part.dtype for part in parts))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -34,55 +71,57 @@ class Joined:
             part, first = self._parts[number], int(self._ends[number]) - len(self._parts[number])
             if first >= stop:
                 break
-            found.append(part[max(0, start - first) : stop - first])
-        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0)]).astype(self.dtype)
-
-    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        """All of it, in memory."""
-        return np.asarray(self[:], dtype)
+            found.append(part[max(0, start - first) : stop - first].astype(self.dtype))  # a copy: it keeps no file open
+        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, self.dtype)])
 
 
-Tokens = np.ndarray | Joined
+Tokens = np.ndarray | Shard | Joined
+"""Ids of a text: has a length, and gives a slice as an array."""
 
 
-def joined(parts: Sequence[np.ndarray]) -> Tokens:
-    """One array of ids."""
+def joined(parts: Sequence[Shard]) -> Tokens:
+    """One text of ids."""
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
-def read(path: Path, dtype: str) -> np.ndarray:
-    """The ids of a file, mapped; `dtype` is that of a file without a header. ValueError where it is cut short."""
-    size = path.stat().st_size
+def read(path: Path, dtype: str) -> Shard:
+    """The ids of a file; `dtype` is that of a file without a header. ValueError where it is cut short, or
+    its header cannot be true."""
+    told = path.stat()
+    size = told.st_size
     with path.open("rb") as file:
         start = file.read(12)
     header = np.frombuffer(start, dtype=np.int32) if len(start) == 12 else (0,)
     if int(header[0]) in _LLM_C:
         kind = np.dtype(_LLM_C[int(header[0])])
+        if header[2] < 0:  # 32 bits: a count beyond them comes back below zero
+            why = f"damaged, or written with more than the {_MOST:,} tokens that such a header counts; write smaller shards"
+            raise ValueError(f"{path}: its header tells of {header[2]} tokens: {why}")
         if size < _HEADER + int(header[2]) * kind.itemsize:
             raise ValueError(f"{path}: truncated: its header promises {int(header[2])} tokens, {size} bytes are there")
-        return np.memmap(path, kind, "r", offset=_HEADER, shape=(int(header[2]),))
+        return Shard(path, kind, _HEADER, int(header[2]), told.st_mtime_ns)
     kind = np.dtype(dtype)
     if size == 0 or size % kind.itemsize:
         raise ValueError(f"{path}: {size} bytes are not a whole number of {dtype} tokens")
-    return np.memmap(path, kind, "r")
+    return Shard(path, kind, 0, size // kind.itemsize, told.st_mtime_ns)
 
 
-def check_and_digest(tokens: np.ndarray, vocab: int, path: Path, digest: "hashlib._Hash") -> None:
+def check_and_digest(shard: Shard, vocab: int, digest: "hashlib._Hash") -> None:
     """Add to `digest` what tells this shard from another: evenly spaced windows of it, so that many gigabytes take milliseconds.
 
     ValueError where one of them has an id beyond the vocabulary.
     """
-    for window in _sample(tokens):
+    for window in _sample(shard):
         digest.update(window.tobytes())
         if window.max() >= vocab:
-            raise ValueError(f"{path}: token id {window.max()} is beyond the vocabulary of {vocab}")
-    digest.update(f"{len(tokens)}/{tokens.dtype}".encode())
+            raise ValueError(f"{shard.path}: token id {window.max()} is beyond the vocabulary of {vocab}")
+    digest.update(f"{len(shard)}/{shard.dtype}".encode())
 
 
-def _sample(tokens: np.ndarray) -> list[np.ndarray]:
-    window = _SAMPLE_BYTES // tokens.itemsize
-    starts = np.linspace(0, max(0, len(tokens) - window), min(_SAMPLES, math.ceil(len(tokens) / window)), dtype=np.int64)
-    return [tokens[start : start + window] for start in starts]
+def _sample(shard: Shard) -> list[np.ndarray]:
+    window = _SAMPLE_BYTES // shard.dtype.itemsize
+    starts = np.linspace(0, max(0, len(shard) - window), min(_SAMPLES, math.ceil(len(shard) / window)), dtype=np.int64)
+    return [shard[start : start + window] for start in starts]
 
 
 class Writer:

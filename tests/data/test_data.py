@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from ablate.data import Shards, open_corpus
 from ablate.data.batches import training_batch, validation_batches
 from ablate.data.corpus import Corpus
+from ablate.workloads.gpt import Gpt
 
 
 def counting(train: int = 1000, val: int = 300) -> Corpus:
@@ -66,13 +67,26 @@ def test_half_a_token_is_refused(tmp_path, size):
 
 def test_a_shard_of_one_token_is_read(tmp_path):
     path = write(tmp_path / "one.bin", [7])
-    assert open_corpus(source(tmp_path, path, path)).train.tolist() == [7]
+    assert open_corpus(source(tmp_path, path, path)).train[:].tolist() == [7]
 
 
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "empty.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"empty\.bin"):
         open_corpus(source(tmp_path, str(tmp_path / "empty.bin"), str(tmp_path / "empty.bin")))
+
+
+@pytest.mark.parametrize("count", [-5, -600])
+def test_a_header_with_a_negative_count_is_told_in_a_sentence(tmp_path, count):
+    """As a writer leaves it that counts more tokens than 32 bits hold: 2**32 - 5 of them come back as -5."""
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, count
+    (tmp_path / "negative.bin").write_bytes(header.tobytes() + bytes(200))
+    source = Shards(train=str(tmp_path / "negative.bin"), val=str(tmp_path / "negative.bin"), vocab=64)
+    said = rf"negative\.bin: its header tells of {count} tokens: damaged, or written with more than the 2,147,483,647 tokens"
+    with pytest.raises(ValueError, match=said):
+        open_corpus(source)
+    assert "tells of" in dict(Gpt(data=source).problems())["data"]
 
 
 def test_a_truncated_shard_is_refused(tmp_path):

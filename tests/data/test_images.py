@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from ablate.data import ImageSource, open_images, places
 from ablate.data.cifar import unpickle
 from ablate.data.images import Cifar10, Cifar100, Folder, HubImages
+from ablate.workloads.mae import Mae
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -209,6 +210,32 @@ def test_folders_train_and_val_are_the_split(tmp_path):
     np.testing.assert_array_equal(images.val, np.stack(val).transpose(0, 3, 1, 2))
 
 
+def test_folders_train_and_val_need_no_classes(tmp_path):
+    train = pictures(tmp_path / "train", 3)
+    pictures(tmp_path / "val", 1, seed=9)
+    images = open_images(Folder(folder=str(tmp_path), size=8))
+    assert [len(images.train), len(images.val), images.classes] == [3, 1, 1]
+    np.testing.assert_array_equal(images.train, np.stack(train).transpose(0, 3, 1, 2))
+    assert not images.train_labels.any()
+
+
+def test_a_validation_image_beside_the_folders_of_classes_is_told(tmp_path):
+    pictures(tmp_path / "train" / "cat", 3)
+    pictures(tmp_path / "val", 1)
+    with pytest.raises(ValueError, match=r"val/00\.png: no training image lies beside the folders of classes, too"):
+        open_images(Folder(folder=str(tmp_path), size=8))
+
+
+def test_a_folders_own_name_is_no_class(tmp_path):
+    """The same files give the same set, wherever they lie."""
+    for place in ("a", "z"):
+        pictures(tmp_path / place, 10)
+        pictures(tmp_path / place / "m", 10, seed=50)
+    first, second = (open_images(Folder(folder=str(tmp_path / place), size=8)) for place in ("a", "z"))
+    assert first.fingerprint == second.fingerprint
+    assert first.train_labels.tolist() == [0] * 9 + [1] * 9  # the cache keeps one of them: what a name would have changed
+
+
 def test_what_was_decoded_is_kept_and_a_changed_file_is_seen(tmp_path, cache):
     pictures(tmp_path, 12)
     before = open_images(Folder(folder=str(tmp_path), size=8))
@@ -254,6 +281,37 @@ def test_a_dataset_in_a_local_folder_is_read_by_the_library(tmp_path):
     images = open_images(HubImages(dataset=str(tmp_path), size=8))
     assert [len(images.train), len(images.val), images.classes] == [18, 2, 2]
     np.testing.assert_array_equal(images.train[0], cats[0].transpose(2, 0, 1))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"image": "img"}, r"split train: cannot be read: there is no column 'img'; there are image, label$"),
+        ({"label": "klass"}, r"row 0: no whole number in column 'klass'; there are image, label \(label: null for none\)$"),
+        ({"val_split": "nope"}, r"split nope: cannot be read: "),
+        ({}, r"there are 3 to train on and 0 to validate on; it takes at least 10, or a val_split of its own$"),
+    ],
+)
+def test_a_dataset_of_too_few_images_or_other_columns_is_told_in_one_sentence(tmp_path, fields, said):
+    pytest.importorskip("datasets")
+    pictures(tmp_path / "cat", 2)
+    pictures(tmp_path / "dog", 1, seed=50)
+    source = HubImages(dataset=str(tmp_path), size=8, **fields)
+    with pytest.raises((OSError, ValueError), match=said) as error:
+        open_images(source)
+    assert "\n" not in str(error.value)
+    if not fields:  # as an experiment tells it: at its field, without a traceback
+        assert [field for field, _ in Mae(data=source).problems()] == ["data"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_cell_without_an_image_is_named(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    datasets.Dataset.from_dict({"image": [None] * 12, "label": [0] * 12}, features=kinds).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r"split train, row 0: no image in column 'image', nor the path of one"):
+        open_images(HubImages(dataset=str(tmp_path), size=8))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,19 @@ def test_a_window_across_files_is_a_batch(tmp_path):
     batches = [training_batch(open_corpus(Prepared(prepared=str(tmp_path / name))), 0, 0, 0, 8, 128) for name in ("whole", "parts")]
     assert torch.equal(batches[0][0], batches[1][0])
     assert torch.equal(batches[0][1], batches[1][1])
+
+
+def test_a_text_of_more_files_than_a_process_may_open_is_read(tmp_path):
+    about = made(tmp_path / "many", stories(tmp_path), shard_tokens=20)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = len(os.listdir("/proc/self/fd"))
+    assert len(about.train.shards) > 400
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now + 200, before[1]))
+        corpus = open_corpus(Prepared(prepared=str(tmp_path / "many")))
+        assert len(corpus.train[:]) == about.train.tokens
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_training_ends_after_so_many_tokens(tmp_path):
