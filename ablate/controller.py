@@ -30,12 +30,15 @@ _SPARE_BYTES = 512 << 20
 
 
 class Executor(Protocol):
-    """Where trials run; see workers.py."""
+    """Where trials run; see workers/."""
+
+    wanted: int
+    """How many trials there are to run, in flight or waiting, where that is of use: a cluster's places are shared."""
 
     @property
     def slots(self) -> int: ...
     def submit(self, request: dict[str, Any]) -> None: ...
-    def wait(self, seconds: float) -> list[tuple[str, dict[str, Any]]]: ...
+    def wait(self, seconds: float) -> list[tuple[str | None, dict[str, Any]]]: ...
     def stop(self, trial: str) -> None: ...
     def resize(self, slots: int) -> None: ...
     def close(self) -> None: ...
@@ -119,6 +122,7 @@ class Controller:
         self.folder = state / "sweeps" / experiment.name
         self.store, self.ledger = Store(state), Ledger(self.folder / "ledger.db")
         self._connect, self._mlflow = connect, mlflow
+        self._layout = experiment.resources.layout(device)
         self._started = time.time()
         fresh = self._started if wishes.fresh else None
         self.agenda = Agenda(experiment, self.ledger, self.store, device, wishes.fork, fresh)
@@ -193,10 +197,11 @@ class Controller:
         self.pictures.refresh()  # or a study that was drawn again would ask while every point looks as if it still ran
         while self._running or self._work_left():
             self._obey(executor)
+            executor.wanted = self._wanted()
             while len(self._running) < executor.slots and self._may_start(executor) and (work := self._next()):
                 self._submit(executor, work)
                 yield self._progress()
-            if not self._running:
+            if not self._running and (executor.slots or not self._may_start(executor)):  # without a slot, its turn is to come
                 return
             for trial_id, message in executor.wait(_WAIT_SECONDS):
                 self._hear(executor, trial_id, message)
@@ -222,6 +227,10 @@ class Controller:
 
     def _work_left(self) -> bool:
         return not self._halt and not self._spent() and bool(self.agenda or self.agenda.asks_left > 0)
+
+    def _wanted(self) -> int:
+        """Trials that run, wait, or may still be proposed."""
+        return len(self._running) + len(self.agenda) + max(0, self.agenda.asks_left) * len(self.experiment.seeds)
 
     def _spent(self) -> bool:
         """Whether the budget of this run is used up."""
@@ -312,6 +321,8 @@ class Controller:
             "telemetry": self.experiment.telemetry.model_dump(),
             "fork": self.agenda.points(work.spec),
             "patience": self.experiment.patience,
+            "ranks": self._layout.ranks,
+            "sharded": self._layout.sharded,
         }
         self._running[work.spec.id] = Running(
             work.arm.name, work.seed, work.trial, attempt, time.time(), work.arm.config.steps, work.estimate, request=request, work=work
@@ -354,7 +365,10 @@ class Controller:
 
     # What is heard
 
-    def _hear(self, executor: Executor, trial_id: str, message: dict[str, Any]) -> None:
+    def _hear(self, executor: Executor, trial_id: str | None, message: dict[str, Any]) -> None:
+        if "news" in message:  # of the executor itself
+            self._say(message["news"])
+            return
         running = self._running[trial_id]
         if "events" in message:
             self._record(running, message["events"])

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,20 +83,34 @@ def postgres_programs() -> Path | None:
     return next((f for f in folders if (f / "postgres").exists()), None) if find_spec("psycopg") else None
 
 
-def postgres(programs: Path, folder: Path, log: Path) -> tuple[Server, str]:
-    """A PostgreSQL in a folder of its own, and its address. It refuses to run as root, and is then run as `postgres` or `nobody`."""
-    user = _other_user()
-    folder.mkdir()
-    if user:
-        shutil.chown(folder, user)
-    make = [programs / "initdb", "-D", folder / "data", "-A", "trust", "-U", "ablate", "-E", "UTF8", "--no-sync"]
+def postgres(
+    programs: Path,
+    folder: Path,
+    log: Path,
+    database: str = "postgres",
+    password: str | None = None,
+    port: int = 0,
+    more: Sequence[str] = (),
+) -> tuple[Server, str]:
+    """A PostgreSQL in a folder of its own, and its address, without the password; with one, nobody comes in without it.
+
+    It refuses to run as root, and is then run as `postgres` or `nobody`. `more`: words of its command.
+    """
+    user, port = _other_user(), port or free_port()
+    folder.mkdir(mode=0o700)
+    secret = folder / "password"
+    secret.write_text(password or "")
+    for path in (folder, secret) if user else ():
+        shutil.chown(path, user)
+    how = ["-A", "scram-sha-256", "--pwfile", secret] if password else ["-A", "trust"]
+    make = [programs / "initdb", "-D", folder / "data", *how, "-U", "ablate", "-E", "UTF8", "--no-sync"]
     with log.open("a") as out:
         subprocess.run(make, user=user, cwd="/", stdout=out, stderr=out, check=True)
-    port = free_port()
-    command = [programs / "postgres", "-D", folder / "data", "-h", "127.0.0.1", "-p", port, "-k", folder, "-F"]
+    secret.unlink()
+    command = [programs / "postgres", "-D", folder / "data", "-h", "127.0.0.1", "-p", port, "-k", folder, "-F", *more]
     probe = [programs / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
     server = Server([*map(str, command)], log, lambda: subprocess.run(probe, check=False).returncode == 0, user)
-    return server, f"postgresql://ablate@127.0.0.1:{port}/postgres"
+    return server, f"postgresql://ablate@127.0.0.1:{port}/{database}"
 
 
 def _other_user() -> str | None:
@@ -222,7 +236,7 @@ def _marked(process: psutil.Process, mark: str) -> bool:
 
 def _role(process: psutil.Process) -> str | None:
     with suppress(psutil.Error):
-        if "_Actor" in process.name():
+        if process.name().startswith("ray::Actor"):
             return "worker"
         if "ablate.child" in process.cmdline():
             return "trial" if "ablate.child" in process.parent().cmdline() else "child"

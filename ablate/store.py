@@ -109,9 +109,13 @@ class Store:
                     if line.endswith("\n") and (event := json.loads(line))["step"] <= until:
                         yield event
 
+    def log(self, trial: str, attempt: int) -> Path:
+        """What an attempt prints."""
+        return self.folder(trial) / f"log-{attempt}.txt"
+
     def log_tail(self, trial: str, attempt: int, lines: int = 20) -> str:
         """The last lines that an attempt printed."""
-        path = self.folder(trial) / f"log-{attempt}.txt"
+        path = self.log(trial, attempt)
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
 
     @contextmanager

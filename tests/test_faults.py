@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -17,21 +18,25 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import MagicMock
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
 import psutil
 import pytest
-from experiments_for_tests import ablate, end, environment, ledger, start, statuses, sweep, tiny, until, write
+from experiments_for_tests import ablate, end, environment, ledger, start, statuses, sweep, tiny, until, words_of, write
 
-from ablate import audit
+from ablate import audit, controller
 from ablate.faults import FAULTS, deck
 from ablate.forks import Family
-from ablate.processes import mlflow
+from ablate.processes import mlflow, trials_in
 from ablate.store import Store
+from ablate.tracking import projector
 from ablate.trial import run
+from ablate.workers import Pool
 
 # Trials that go on from each other's states
 
@@ -153,10 +158,15 @@ def test_the_same_seed_makes_the_same_faults_and_leaves_no_kind_out():
 
 @pytest.mark.services
 @pytest.mark.slow
-def test_ten_faults_lose_nothing_repeat_nothing_and_leave_nothing_behind():
-    done = ablate("bench", "faults", "--faults", 10, "--seed", 45, timeout=500)
+def test_five_faults_of_unlike_parts_lose_nothing_repeat_nothing_and_leave_nothing_behind():
+    number, seed = 5, 1145
+    kinds = [FAULTS[name] for name in islice(deck(list(FAULTS), np.random.default_rng(seed)), number)]
+    assert {kind.role for kind in kinds} == {"MLflow", "trial", "PostgreSQL", "controller", "worker"}
+    assert len({kind.signal for kind in kinds}) == 3
+    assert any(kind.then for kind in kinds)
+    done = ablate("bench", "faults", "--faults", number, "--seed", seed, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "faults 10, losses 0, duplicates 0"
+    assert done.stdout.splitlines()[-1] == f"faults {number}, losses 0, duplicates 0"
 
 
 # MLflow
@@ -199,18 +209,15 @@ class Forgetful(BaseHTTPRequestHandler):
 def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, monkeypatch):
     server, address = mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "artifacts", tmp_path / "mlflow.log")
     monkeypatch.setattr(Forgetful, "server_address_of_mlflow", address)
+    monkeypatch.setattr(projector, "_RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(controller, "_MLFLOW_GRACE_SECONDS", 120.0)
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Forgetful)
     thread = threading.Thread(target=proxy.serve_forever)
     thread.start()
     try:
-        until(server.ready, 60)
-        done = ablate(
-            "sweep",
-            write(tmp_path, seeds=1),
-            *("--state", tmp_path / "state", "--executor", "inline"),
-            **{"ABLATE_MLFLOW": f"http://127.0.0.1:{proxy.server_port}"},
-        )
-        assert done.returncode == 0, done.stderr
+        until(server.ready, 120)
+        outcome, news = sweep(tiny(tmp_path, seeds=1), tmp_path / "state", f"http://127.0.0.1:{proxy.server_port}")
+        assert (outcome.status, [line for line in news if "records behind" in line]) == ("done", [])
         assert Forgetful.made == {"tiny", "bf16 seed=0", "rht=true seed=0", "rht=false seed=0"}
         assert list(audit.mlflow(audit.Tracker(address), tmp_path / "state" / "sweeps" / "tiny")) == []
     finally:
@@ -225,21 +232,23 @@ def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, monke
 
 @pytest.mark.services
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["gcs_server", "raylet"])
-def test_a_lost_head_of_ray_ends_the_command_with_status_130_and_the_same_command_goes_on(part, tmp_path):
-    path, state = write(tmp_path, shape={"steps": 400}, ablate={"rht": [True]}, seeds=1), tmp_path / "state"
-    words = ("sweep", path, "--state", state, "--workers", 2, "--mlflow", "none")
-    driver = start(*words)
-    until(lambda: list(state.glob("trials/*/events-1.jsonl")), 60)
-    (victim,) = [process for process in psutil.Process(driver.pid).children(recursive=True) if process.name() == part]
-    family = [process for process in psutil.Process(driver.pid).children(recursive=True) if "ablate.child" in process.cmdline()]
-    victim.kill()
-    output, _ = driver.communicate(timeout=60)
-    assert driver.returncode == 130, output
-    assert re.search(r"Ray's (head|process on this machine) at \S+ is gone .*Nothing is lost: the same command goes on\.", output)
-    assert "Traceback" not in output
-    assert family
-    until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family), 10)
+def test_a_lost_head_of_ray_ends_the_command_with_status_130_and_the_same_command_goes_on(tmp_path):
+    """Its head is lost in the first run of the command, and its process on this machine in the second; the third gets done."""
+    idle = {"idle": {"steps": 20, "seconds": 0.1}}
+    path, state = write(tmp_path, workload=idle, ablate={"rht": [True]}, seeds=1), tmp_path / "state"
+    words = ("sweep", path, "--state", state, "--workers", 1, "--mlflow", "none")
+    for part in ("gcs_server", "raylet"):
+        driver = start(*words)
+        until(lambda driver=driver: trials_in(psutil.Process(driver.pid)) and list(state.glob("trials/*/events-*.jsonl")), 60)
+        (victim,) = [process for process in psutil.Process(driver.pid).children(recursive=True) if process.name() == part]
+        family = [process for process in psutil.Process(driver.pid).children(recursive=True) if "ablate.child" in words_of(process)]
+        victim.kill()
+        output, _ = driver.communicate(timeout=60)
+        assert driver.returncode == 130, output
+        assert re.search(r"Ray's (head|process on this machine) at \S+ is gone .*Nothing is lost: the same command goes on\.", output)
+        assert "Traceback" not in output
+        assert family
+        until(lambda family=family: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family), 10)
     assert ablate(*words).returncode == 0
     assert set(statuses(state).values()) == {"done"}
 
@@ -273,7 +282,7 @@ def head(before: str = "", **extra: str):
 
 def refused(tmp_path: Path, address: str, **extra: str) -> str:
     """What the sweep says of a cluster that it cannot use, within 20 seconds of asking."""
-    path = write(tmp_path, seeds=1)
+    path = write(tmp_path, workload={"idle": {"steps": 2}}, ablate={"rht": [True]}, seeds=1)
     done = ablate("sweep", path, "--state", tmp_path / "state", "--mlflow", "none", "--address", address, timeout=60, **extra)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -297,11 +306,9 @@ def test_an_address_where_no_ray_is_gets_a_hint(address, said, tmp_path):
 def test_a_cluster_that_wants_another_token_gets_a_hint_and_with_its_own_the_sweep_runs(tmp_path):
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}
     with head(**token) as address:
-        began = time.monotonic()
         said = refused(tmp_path, address, **token | {"RAY_AUTH_TOKEN": "b" * 32})
         assert "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here as there" in said
-        assert time.monotonic() - began < 20 + 10  # 10: what the command does before it asks, on a busy machine
-        words = ("--state", tmp_path / "state", "--mlflow", "none", "--address", address)
+        words = ("--state", tmp_path / "state", "--mlflow", "none", "--address", address, "--workers", 1)
         done = ablate("sweep", tmp_path / "tiny.yaml", *words, **token)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -317,6 +324,22 @@ def test_a_cluster_of_another_version_of_ray_gets_a_hint(tmp_path):
     assert "install the cluster's version of Ray and of Python here" in said
 
 
+def test_a_place_on_a_lost_node_is_forgotten_even_where_whoever_counts_the_places_was_there(monkeypatch):
+    """The next attempt would wait there until Ray learns of it, and be lost again."""
+    import ray
+
+    def silent(*words, **more):
+        raise ray.exceptions.GetTimeoutError("nobody counts")
+
+    pool = Pool.__new__(Pool)
+    pool._shares, pool._sweep, pool._counted, pool._gone = MagicMock(), "a sweep", -math.inf, {}
+    pool._ray = SimpleNamespace(get=silent, exceptions=ray.exceptions)
+    pool._places, pool._flights = [{"lost": 1}, {"kept": 1}], {"a trial": MagicMock(broken=True, gone=["lost"])}
+    monkeypatch.setattr(Pool, "_claim", lambda self: None)
+    pool._land("a trial")
+    assert pool._ask(0.1) == [{"kept": 1}]
+
+
 NODES = """
 import sys
 from ray.cluster_utils import Cluster
@@ -324,9 +347,9 @@ small = {"object_store_memory": 100 << 20}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
 nodes = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
 cluster.wait_for_nodes()
-print(cluster.address, flush=True)
+print(cluster.address, *(node.all_processes["raylet"][0].process.pid for node in nodes), flush=True)
 for line in sys.stdin:
-    cluster.remove_node(nodes.pop(), allow_graceful=False)
+    cluster.remove_node(nodes[int(line)], allow_graceful=False)
     print("removed", flush=True)
 cluster.shutdown()
 """
@@ -338,12 +361,13 @@ def test_a_trial_on_a_node_that_is_lost_goes_on_elsewhere(tmp_path):
     open_to_all, pipes = {"RAY_AUTH_MODE": "disabled"}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     nodes = subprocess.Popen([sys.executable, "-c", NODES], env=environment(**open_to_all), start_new_session=True, **pipes)
     try:
-        address = nodes.stdout.readline().strip()
-        keys = {"shape": {"steps": 600, "eval_every": 200}, "ablate": {"rht": [True]}, "telemetry": {"checkpoint": 0.2}}
-        path, state = write(tmp_path, seeds=2, **keys), tmp_path / "state"
-        driver = start("sweep", path, "--state", state, "--mlflow", "none", "--address", address, "--workers", 2, **open_to_all)
-        until(lambda: len(list(state.glob("trials/*/checkpoint.pt"))) == 2, 90)
-        nodes.stdin.write("one\n")
+        address, *raylets = nodes.stdout.readline().split()
+        keys = {"shape": {"steps": 300, "eval_every": 300}, "ablate": {"rht": [True]}, "seeds": 1, "telemetry": {"checkpoint": 0.2}}
+        path, state = write(tmp_path, **keys), tmp_path / "state"
+        driver = start("sweep", path, "--state", state, "--mlflow", "none", "--address", address, "--workers", 1, **open_to_all)
+        until(lambda: list(state.glob("trials/*/checkpoint.pt")), 90)
+        (number,) = [place for place, raylet in enumerate(raylets) if trials_in(psutil.Process(int(raylet)))]
+        nodes.stdin.write(f"{number}\n")
         nodes.stdin.flush()
         output, _ = driver.communicate(timeout=180)
     finally:
@@ -362,7 +386,7 @@ def test_a_trial_on_a_node_that_is_lost_goes_on_elsewhere(tmp_path):
     book = ledger(state)
     outcomes = Counter(row[0] for row in book.db.execute("SELECT outcome FROM attempts"))
     book.close()
-    assert outcomes["done"] == 4
-    sweep(tiny(tmp_path, seeds=2, **keys), tmp_path / "undisturbed")
+    assert outcomes["done"] == 2
+    sweep(tiny(tmp_path, **keys), tmp_path / "undisturbed")
     mine, theirs = (root / "sweeps" / "tiny" for root in (state, tmp_path / "undisturbed"))
     assert list(audit.sweep(state, mine, theirs)) == []

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from experiments_for_tests import until
+from experiments_for_tests import until, words_of
 from test_supervisor import request
 
-from ablate import workers
 from ablate.store import Store
+from ablate.supervisor import Supervisor, run_inline
 from ablate.workers import Pool
+from ablate.workers import pool as pools
+from ablate.workers.actor import Actor
+from ablate.workers.pool import unseated
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,8 +31,10 @@ LONG = {"steps": 100_000, "eval_every": 100_000}
 
 @pytest.fixture(scope="module")
 def pool():
-    """Two slots of a local Ray, for all tests of this file: what one does must not harm the next."""
+    """Two slots of a local Ray, for one trial at a time, for all tests of this file: what one does must not harm the next."""
     found = Pool(None, 2, 0)
+    found.wanted = 1
+    assert (found.slots, len(found._idle)) == (1, 1), "a worker waits for each trial that there is, not for each that there is room for"
     yield found
     found.close()
 
@@ -42,15 +47,27 @@ def end(pool: Pool, trial: str, seconds: float = 60) -> dict:
     return until(lambda: next((m for name, m in pool.wait(0.2) if name == trial and "end" in m), None), seconds)
 
 
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """What came of a process; of one that is gone, nothing."""
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
 def actor(pool: Pool) -> psutil.Process:
-    """The process of the worker that runs the trial: its warm child has a child."""
-    found = [p for p in psutil.Process().children(recursive=True) if "ray::" in " ".join(p.cmdline()) and p.children(recursive=True)[1:]]
-    (busy,) = found
-    return busy
+    """The process of the worker that runs the trial: its warm child has a child. One that was ended may take a moment to be gone."""
+
+    def alone() -> psutil.Process | None:
+        workers = [process for process in psutil.Process().children(recursive=True) if "ray::" in " ".join(words_of(process))]
+        busy = [worker for worker in workers if family(worker)[1:]]
+        return busy[0] if len(busy) == 1 else None
+
+    return until(alone)
 
 
 def test_a_worker_that_hangs_is_ended_and_the_next_trial_runs(pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "DEAF_SECONDS", 8.0)
+    monkeypatch.setattr(pools, "DEAF_SECONDS", 8.0)
     asked = request(tmp_path, **LONG)
     pool.submit(asked)
     until(lambda: events(pool, asked["id"]), 60)
@@ -76,17 +93,25 @@ def test_a_trial_told_to_stop_ends_and_its_worker_goes_on(pool, tmp_path):
     assert psutil.pid_exists(before)
 
 
-def test_slots_are_as_many_as_were_asked_for_and_the_cluster_has(pool):
-    assert pool.slots == 2
-    pool.resize(1)
-    assert pool.slots == 1
-    pool.resize(64)
-    assert pool.slots == 2
+def test_who_listens_before_the_trial_starts_hears_it_at_once(tmp_path, monkeypatch):
+    """Ray lets an actor's calls overtake each other. Which process computes the trial does not matter to who listens."""
+    monkeypatch.setattr(Supervisor, "run", lambda self, request: run_inline(request))
+    actor, heard = Actor(), queue.SimpleQueue()
+    listener = threading.Thread(target=lambda: heard.put(actor.hear()[0]))
+    listener.start()
+    actor.start(request(tmp_path), apart=False)
+    listener.join()
+    messages = heard.get()
+    while not messages or "end" not in messages[-1]:
+        assert messages, "a listener of before the start was forgotten"
+        messages += actor.hear()[0]
+    assert messages[-1]["end"] == "done"
 
 
 HOLD = """
 import sys, time
 from ablate.workers import Pool
+from ablate.workers import pool as pools
 pool = Pool(sys.argv[1], None, 0, priority=int(sys.argv[2]))
 print("slots", flush=True)
 last = None
@@ -100,10 +125,10 @@ while True:
 
 @pytest.fixture
 def cluster():
-    """A head with four logical CPUs."""
+    """A head with three logical CPUs."""
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
     yield found
     found.shutdown()
 
@@ -127,9 +152,27 @@ def held(cluster, priority: int) -> Iterator[Callable[[], str]]:
 
 def test_sweeps_on_one_cluster_share_its_slots_by_priority_and_use_nodes_that_join(cluster):
     with held(cluster, 0) as low:
-        assert [low(), low()] == ["slots", "4"]
+        assert [low(), low()] == ["slots", "3"]
         with held(cluster, 5) as high:
-            assert [high(), high()] == ["slots", "3"]
+            assert [high(), high()] == ["slots", "2"]
             assert low() == "1"
             cluster.add_node(num_cpus=2)
-            assert high() == "5"
+            assert high() == "4"
+
+
+def test_slots_are_as_many_as_were_asked_for_and_the_cluster_has(pool):
+    """Last of this file's pool: its new workers need not get ready."""
+    pool.wanted = sys.maxsize
+    pool.resize(2)
+    assert pool.slots == 2
+    pool.resize(1)
+    assert pool.slots == 1
+    pool.resize(64)
+    assert pool.slots == 2
+
+
+def test_who_waits_for_a_place_that_is_gone_waits_for_another():
+    flights = [("runs", "a", True), ("waits", "b", False), ("waits too", "b", False), ("lost", "c", False)]
+    assert unseated(["a", "b"], flights) == ["waits too", "lost"]
+    assert unseated(["d"], flights) == ["waits", "waits too", "lost"]
+    assert unseated(["a", "b", "b", "c"], flights) == []

@@ -1,0 +1,166 @@
+"""The controller's end of a trial on a node that does not see the state folder: afterwards the store looks as if it did.
+
+Records come as messages and are written as they come. Files come in pieces through Ray's object store, fetched by a thread: checkpoints
+while the trial runs, its log and its artifacts at its end, and then the result is committed. What is given to a worker before it starts:
+the trial's last fetched checkpoint, and the furthest state that other trials left on its way. Records before those never go there and
+back: they are told from here.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from ablate.store import Busy, Store, write
+from ablate.supervisor import Message
+from ablate.workers.actor import PIECE, Left
+
+
+class Far(Protocol):
+    """A worker's scratch folder, its calls waited for."""
+
+    def give(self, name: str, offset: int, piece: bytes) -> None: ...
+    def take(self, name: str, offset: int) -> tuple[bytes, int]: ...
+    def files(self, trial: str) -> list[str]: ...
+    def clear(self) -> None: ...
+
+
+class Mirror:
+    """One attempt of one trial, as the controller's store keeps it."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.trial, self.attempt, self._request = request["id"], request["attempt"], request
+        self.store = Store(Path(request["root"]))
+        self.folder = self.store.folder(self.trial)
+        self.have: Left = {}
+        """The number of each file that was fetched last."""
+        self._arrived: dict[str, tuple[int, Path]] = {}
+        """Fetched checkpoints whose events have not been told yet."""
+        self._stack = ExitStack()
+        self._held: Callable[[], bool] | None = None
+        self._own = f"trials/{self.trial}/checkpoint.pt"
+
+    # Before it starts
+
+    def claim(self) -> str | None:
+        """Hold the trial, which its process would do where it saw the folder; who does, where another one holds it."""
+        try:
+            self._held = self._stack.enter_context(self.store.claim(self.trial, self.attempt, wait=False))
+        except Busy as busy:
+            return busy.holder
+        return None
+
+    def finished(self) -> list[Message]:
+        """All that is to be told where another process has finished the trial meanwhile; else nothing."""
+        result = self.store.result(self.trial)
+        if result is None:
+            return []
+        return [{"events": list(self.store.events(self.trial))}, {"end": result["status"], "reason": result["reason"], "result": result}]
+
+    def give(self, workers: Iterable[Far]) -> None:
+        """Empty each worker's scratch folder, and put there what the trial can go on from. May take long."""
+        write(self.folder / "spec.json", json.loads(self._request["spec"]))
+        for torn in (*self.folder.glob("*.json.*"), *self.folder.glob("*.pt.*")):
+            torn.unlink()
+        shared = [self.store.shared(name) for _, name in sorted(self._request.get("fork", ()), reverse=True)]
+        paths = [self.store.root / self._own, *[path for path in shared if path.exists()][:1]]
+        for worker in workers:
+            worker.clear()
+            for path in paths:
+                with suppress(FileNotFoundError):  # there is none yet, or it was removed for want of room
+                    _send(worker, str(path.relative_to(self.store.root)), path)
+        self.have |= {str(path.relative_to(self.store.root)): 0 for path in shared if path.exists()}
+
+    # While it runs
+
+    def hear(self, message: Message) -> list[Message]:
+        """Write what is told into the store; returns what the controller is to be told."""
+        if self._held and not self._held():
+            raise PermissionError(f"attempt {self.attempt} of trial {self.trial} was superseded by a later one, and ends")
+        if "trunk" in message:
+            self.store.fork(self.trial, self.attempt, json.loads(message["trunk"]))
+            return []
+        if "events" not in message:
+            return [message]
+        resumed = next((event["resumed"] for event in message["events"] if "resumed" in event), None)
+        # The ledger may never have heard of what was recorded before, by the trunk or by earlier attempts.
+        before = [event for event in self.store.events(self.trial) if event["step"] <= resumed] if resumed else []
+        with (self.folder / f"events-{self.attempt}.jsonl").open("a") as file:
+            file.writelines(json.dumps(event) + "\n" for event in message["events"])
+        return ([{"events": before}] if before else []) + [message]
+
+    def wanted(self, left: Left) -> list[str]:
+        """Of what the trial has left by now, what is not here yet; and make what is here the store's, where its events are, too."""
+        for name, (number, path) in list(self._arrived.items()):
+            if left.get(name, 0) >= number:
+                path.replace(self.store.root / name)
+                del self._arrived[name]
+        return [name for name, number in left.items() if self._known(name) and (name not in self.have or 0 < self.have[name] < number)]
+
+    def _known(self, name: str) -> bool:
+        """Whether it is the trial's own checkpoint, or a state that it was asked to leave."""
+        return name == self._own or name in {f"checkpoints/{shared}.pt" for _, shared in self._request.get("fork", ())}
+
+    def fetch(self, worker: Far, names: Iterable[str]) -> None:
+        """Fetch checkpoints. They count once the events before them have been told. May take long."""
+        for name in names:
+            path = self.store.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.{os.getpid()}.{self.trial}")
+            try:
+                self.have[name] = _receive(worker, name, temporary)
+            except FileNotFoundError:  # removed meanwhile: its trial is over
+                temporary.unlink(missing_ok=True)
+                continue
+            self._arrived[name] = self.have[name], temporary
+
+    # Its end
+
+    def finish(self, worker: Far, end: Message, left: Left) -> None:
+        """Fetch what is left, then commit the result. May take long."""
+        names = self.wanted(left)
+        self.fetch(worker, [name for name in names if "result" not in end or name != self._own])
+        self.wanted(left)
+        for name in worker.files(self.trial):
+            path = self.store.root / name
+            if not path.resolve().is_relative_to(self.folder.resolve()):
+                raise ValueError(f"{name}: a trial's files lie in its own folder")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            _receive(worker, name, temporary)
+            temporary.replace(path)
+        if "result" in end:
+            self.store.commit(self.trial, end["result"])
+            (self.store.root / self._own).unlink(missing_ok=True)
+        worker.clear()
+
+    def close(self) -> None:
+        """Let go of the trial."""
+        for _, path in self._arrived.values():
+            path.unlink(missing_ok=True)
+        self._arrived = {}
+        self._stack.close()
+
+
+def _send(worker: Far, name: str, path: Path) -> None:
+    with path.open("rb") as file:
+        offset = 0
+        while piece := file.read(PIECE):
+            worker.give(name, offset, piece)
+            offset += len(piece)
+
+
+def _receive(worker: Far, name: str, path: Path) -> int:
+    """Write a worker's file to a path; returns its number."""
+    offset = 0
+    with path.open("wb") as file:
+        while True:
+            piece, number = worker.take(name, offset)
+            file.write(piece)
+            offset += len(piece)
+            if len(piece) < PIECE:
+                file.flush()
+                os.fsync(file.fileno())
+                return number

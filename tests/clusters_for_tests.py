@@ -1,0 +1,118 @@
+"""Ray clusters of one machine for tests: heads and nodes as processes, each ended with its family; nodes that do not see a folder."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from experiments_for_tests import environment, until
+
+OPEN = {"RAY_AUTH_MODE": "disabled"}
+_LEAN = ("--include-log-monitor", "false")
+"""Without who brings workers' output to a driver, which none here shows: it takes a second to start, as does who would start machines."""
+_HIDDEN = 'mount -t tmpfs none "$1" && shift && exec "$@"'
+
+
+def can_hide() -> bool:
+    """Whether this user may give a process a view of the file system of its own."""
+    words = ["unshare", "-m", "sh", "-c", _HIDDEN, "sh", tempfile.gettempdir(), "true"]
+    return shutil.which("unshare") is not None and subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def leave(process: subprocess.Popen) -> None:
+    """Have a node leave its cluster, which knows so at once; then end all that came of it."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    raylets = [member for member in family if member.name() == "raylet"]
+    for raylet in raylets:
+        raylet.terminate()
+    psutil.wait_procs(raylets, timeout=10)
+    end_family(process, family)
+
+
+def end_family(process: subprocess.Popen, known: Iterable[psutil.Process] = ()) -> None:
+    """Kill a process and all that came of it."""
+    family = [process, *psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
+    for member in (*family, *known):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            member.kill()
+    process.wait(30)
+
+
+@contextlib.contextmanager
+def ray_start(words: str, hide: Path | None = None, before: str = "", **extra: str) -> Iterator[subprocess.Popen]:
+    """`ray start WORDS --block` as a process. `hide`: a folder that is empty for it and its children; `before`: Python that runs first."""
+    folder = Path(tempfile.mkdtemp(prefix="ah"))  # short, for the sake of socket paths
+    listed = ["ray", "start", "--block", "--node-ip-address", "127.0.0.1", "--object-store-memory", str(100 << 20), *_LEAN, *words.split()]
+    listed += ["--temp-dir", str(folder), "--no-monitor"] if "--head" in listed else []
+    code = f"{before}\nimport sys\nfrom ray.scripts.scripts import main\nsys.argv = {listed}\nmain()"
+    command = [sys.executable, "-c", code]
+    command = ["unshare", "-m", "sh", "-c", _HIDDEN, "sh", str(hide), *command] if hide else command
+    said = folder / "output.txt"
+    with said.open("w") as log:
+        process = subprocess.Popen(command, env=environment(**extra), stdout=log, stderr=log, start_new_session=True)
+    try:
+        until(lambda: "Ray runtime started" in said.read_text() or process.poll() is not None, 60)
+        assert process.poll() is None, said.read_text()
+        yield process
+    finally:
+        leave(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def head(cpus: int = 0, words: str = "--include-dashboard false", **keys: str) -> Iterator[str]:
+    """A head with so many logical CPUs; its address."""
+    number = port()
+    with ray_start(f"--head --port {number} --num-cpus {cpus} {words}", **keys):
+        yield f"127.0.0.1:{number}"
+
+
+@contextlib.contextmanager
+def node(address: str, cpus: int = 1, hide: Path | None = None, before: str = "", **extra: str) -> Iterator[subprocess.Popen]:
+    """A node of the cluster at an address."""
+    with ray_start(f"--address {address} --num-cpus {cpus}", hide, before, **extra) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def nodes(address: str, *each: dict[str, Any]) -> Iterator[list[subprocess.Popen]]:
+    """Several nodes: what `node` is told of each. One after the other, since Ray takes those of one address that start at once for one."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(node(address, **keys)) for keys in each]
+
+
+def customised(folder: Path, code: str) -> dict[str, str]:
+    """An environment in which every Python runs this code as it starts."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def blocker(folder: Path, *modules: str) -> dict[str, str]:
+    """An environment in which these modules cannot be imported."""
+    return customised(
+        folder,
+        "import importlib.machinery, sys\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {modules!r}:\n"
+        "            return importlib.machinery.ModuleSpec(name, self)\n"
+        "    def create_module(self, spec):\n"
+        "        pass\n"
+        "    def exec_module(self, module):\n"
+        "        raise ModuleNotFoundError(f'No module named {module.__name__!r}')\n"
+        "sys.meta_path.insert(0, Blocker())\n",
+    )
