@@ -7,13 +7,13 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 
-.PHONY: demo test peers platform lint schema clean
+.PHONY: demo test peers platform env lint schema clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m ablate.sweep experiments/rht_sr.yaml
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 peers: $(PEERS)/.installed
 	$(PEERS)/bin/python benchmarks/peers.py kernels
@@ -21,6 +21,10 @@ peers: $(PEERS)/.installed
 
 platform: $(PLATFORM)/.installed
 	$(PLATFORM)/bin/python benchmarks/platform.py
+
+# Random secrets for docker/compose.yaml, once.
+env:
+	$(PYTHON) docker/new_env.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

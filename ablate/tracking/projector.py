@@ -22,6 +22,7 @@ from ablate.ledger import DATA, Ledger
 from ablate.redact import redact
 from ablate.store import Store, lock
 from ablate.tracking import runs
+from ablate.tracking.door import plainly
 from ablate.workloads import unit
 
 _TERMINAL = {"done": "FINISHED", "diverged": "FINISHED", "failed": "FAILED", "oom": "FAILED", "stopped": "KILLED", "pruned": "KILLED"}
@@ -72,8 +73,8 @@ class Projector:
         self._shipped: dict[tuple[int, int], Shipped] = {}
         self._orphans: dict[tuple[Any, Any], str] = {}
         """Runs that were made and never noted, since the controller died, or the server before it answered: by member and trial."""
-        self._places: dict[str, str] = {}
-        """Where the artifacts of a run lie that was made here: asking is a call."""
+        self._made: dict[str, Any] = {}
+        """What is known of a run that was made here (its RunInfo): asking is a call."""
         self._finish: tuple[str, str] | None = None
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -104,7 +105,8 @@ class Projector:
                     break
             except Exception as error:  # a picture must not end the sweep: said in the status line, tried again
                 first = shorten((str(error).splitlines() or [""])[0], 120, placeholder=" ...")
-                self.trouble, self.behind = redact(f"{type(error).__name__}: {first}", self._uri), behind(ledger)
+                why = plainly(error) or f"{type(error).__name__}: {first}"
+                self.trouble, self.behind = redact(why, self._uri), behind(ledger)
                 client = None  # a run may be there whose making was never answered: connecting again finds it
                 self._stop.wait(_RETRY_SECONDS)
             self._wake.wait(_INTERVAL)
@@ -245,8 +247,10 @@ class Projector:
             if self._has(client, other):  # may have been deleted in its pages
                 client.log_batch(other, metrics=metrics)
         if over:
-            self._artifacts(client, run, member)
-            client.set_terminated(run, _TERMINAL[member["status"]])
+            info = self._made.pop(run, None) or client.get_run(run).info
+            self._artifacts(info.artifact_uri, member)
+            lasted = member["seconds"] and int(1000 * member["seconds"])  # of the trial, whenever its run was drawn
+            client.set_terminated(run, _TERMINAL[member["status"]], lasted and info.start_time + lasted)
         return Shipped(known.arm, known.seed, run, step, over)
 
     def _note(self, now: Shipped, known: Shipped) -> None:
@@ -272,7 +276,7 @@ class Projector:
     def _create(self, client: Any, member: Mapping[str, Any]) -> str:
         tags = runs.tags(member, self._sweep, self.parent, member["against"])
         run = client.create_run(self.experiment, tags=tags, run_name=f"{member['name']} seed={member['seed']}").info
-        self._places[run.run_id] = run.artifact_uri
+        self._made[run.run_id] = run
         return run.run_id
 
     def _data(self, client: Any, ledger: Ledger, run: str, member: Mapping[str, Any]) -> None:
@@ -299,13 +303,12 @@ class Projector:
         if batch or more:
             yield last, batch + more
 
-    def _artifacts(self, client: Any, run: str, member: Mapping[str, Any]) -> None:
+    def _artifacts(self, place: str, member: Mapping[str, Any]) -> None:
         """The resolved spec, the result with its environment, and what the trial left."""
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         store = Store(self._state)
         folder = store.folder(member["id"])
-        place = self._places.pop(run, None) or client.get_run(run).info.artifact_uri
         artifacts = get_artifact_repository(place, tracking_uri=self._uri)
         for path in (folder / "spec.json", folder / "result.json", *store.artifacts(member["id"])):
             if path.exists():

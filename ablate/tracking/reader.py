@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from ablate.ledger import Ledger
 from ablate.redact import redact
+from ablate.tracking.door import plainly
 from ablate.tracking.runs import GAP
 from ablate.yamlfile import InputError, nearest
 
@@ -61,7 +62,7 @@ def told(uri: str) -> Iterator[None]:
     try:
         yield
     except (OSError, MlflowException, SQLAlchemyError, CommandError) as error:  # requests' are OSErrors
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        first = plainly(error) or next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         hint = f"; `{Path(sys.executable).parent / 'mlflow'} db upgrade` brings it up to date" if "out-of-date" in first else ""
         raise InputError(
             [redact(f"{redact(uri)}: MLflow cannot be used there: {first.partition(' Take a backup')[0]}{hint}", uri)]

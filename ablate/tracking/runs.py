@@ -7,6 +7,7 @@ which comes before whatever all arms share.
 import hashlib
 import json
 import math
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ GAP = "gap/"
 TURNED = "ablate."
 VIEW = "arms"
 """The id of the saved view of a sweep's runs; `?viewStateShareKey=` opens it."""
+PAGES = "ABLATE_MLFLOW_PAGES"
+"""The environment's word for the server's address in a browser, where that is another than a sweep's: between containers it has a name
+that nobody else knows."""
 _FACTS = ("name", "question", "metric", "metrics", "interval", "search", "provenance.json")
 _COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#56b4e9", "#ece133", "#fbafe4")
 """Safe for the colour-blind, as in our own pictures."""
@@ -39,8 +43,8 @@ def shown(name: str, metrics: Collection[str]) -> bool:
 
 
 def page(server: str, experiment: str, run: str | None = None) -> str:
-    """Where a run's page is, or the saved view of all runs of an experiment. Without a password."""
-    where = f"{redact(server).rstrip('/')}/#/experiments/{experiment}"
+    """Where a run's page is, or the saved view of all runs of an experiment. Without a password, and as browsers name the server."""
+    where = f"{redact(os.environ.get(PAGES) or server).rstrip('/')}/#/experiments/{experiment}"
     return f"{where}/runs/{run}" if run else f"{where}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
 
 
