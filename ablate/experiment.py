@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ablate.arms import Arm, Base, KnobError, reason
-from ablate.choice import Choice, check, choose
+from ablate.choice import Choice, check, choose, misfit
 from ablate.numerics.spec import Spec
 from ablate.recipes import PRESETS, Recipe
 from ablate.space import Dimension, conditions, grid, refuse_twins, space, values_at
@@ -23,6 +22,7 @@ from ablate.surface import (
     Growth,
     Metric,
     Published,
+    Resources,
     Search,
     TelemetryKeys,
 )
@@ -61,6 +61,7 @@ class Experiment:
     published: tuple[Published, ...]
     search: Search | None
     constraints: tuple[Constraint, ...]
+    resources: Resources
     engine: str
     engine_why: str
     """Why `auto` took the emulator; empty where the file names an engine, or the GPU's was taken."""
@@ -87,6 +88,11 @@ class Experiment:
     def propose(self, knobs: Mapping[str, Any]) -> tuple[Arm, Arm]:
         """A searched arm and its baseline: the same workload values under the recipe it is compared with."""
         arm, baseline = self.base.arm(knobs), _baseline(self.base, self.against, knobs)
+        for one in (arm, baseline):
+            if why := self.resources.misfit(one.config, one.recipe, self.engine):
+                raise KnobError([("resources", why)])
+            if why := misfit(self.engine, one, self.resources.most):
+                raise KnobError([("engine", why)])
         return _compared(arm, baseline), baseline
 
     def spec(self, arm: Arm, seed: int, device: str) -> TrialSpec:
@@ -101,7 +107,6 @@ def load(path: Path, device: str | None = None) -> Experiment:
     """
     document = read(path)
     file = _surface(document)
-    _refuse_not_yet(document)
     _check_engine(file, document)
     base = _base(file, document)
     seeds, growth = _seeds(file, document)
@@ -109,13 +114,14 @@ def load(path: Path, device: str | None = None) -> Experiment:
     knobs = space(file, document)
     if base is None:
         document.check()
-    arms = _arms(file, base, knobs, document)
+    arms, ends = _arms(file, base, knobs, document)
     against = _against(file, base, arms, document)
-    _check_search(file, base, knobs, seeds, metrics, path.stem, document)
+    _check_search(file, base, ends, seeds, metrics, path.stem, document)
     document.check()
     baselines, compared = _with_baselines(file, base, arms, against, document)
     _refuse_unmeasured(file, base, [arm.name for arm in (*baselines, *compared)], document)
-    choice = _engine(file, (*baselines, *compared), device, document)
+    choice = _engine(file, (*baselines, *compared, *ends), device, document)
+    _refuse_misfits(file, (*baselines, *compared), choice, document)
     return Experiment(
         name=path.stem,
         file=str(path),
@@ -132,6 +138,7 @@ def load(path: Path, device: str | None = None) -> Experiment:
         published=file.published,
         search=file.search,
         constraints=file.constraints,
+        resources=file.resources,
         engine=choice.engine,
         engine_why=choice.why,
         retry=file.retry,
@@ -157,12 +164,6 @@ def _surface(document: Document) -> ExperimentFile:
     return ExperimentFile.model_validate({"schema": 1, "question": "-"} | content)
 
 
-def _refuse_not_yet(document: Document) -> None:
-    resources = document.value.get("resources")
-    if isinstance(resources, dict) and isinstance(resources.get("gpus"), int) and resources["gpus"] > 1:
-        document.problem(("resources", "gpus"), "trials on several GPUs are not yet available; use 0 or 1")
-
-
 def _check_engine(file: ExperimentFile, document: Document) -> None:
     try:
         check(file.engine)
@@ -173,11 +174,20 @@ def _check_engine(file: ExperimentFile, document: Document) -> None:
 def _engine(file: ExperimentFile, arms: tuple[Arm, ...], device: str | None, document: Document) -> Choice | None:
     """The engine of all arms; raises where the one that was asked for cannot compute them."""
     try:
-        return choose(file.engine, arms, device, search=file.search is not None)
+        return choose(file.engine, arms, device, layout=file.resources.most)
     except ValueError as error:
         document.problem(("engine",), str(error), file.engine)
         document.check()
         return None
+
+
+def _refuse_misfits(file: ExperimentFile, arms: tuple[Arm, ...], choice: Choice, document: Document) -> None:
+    """Arms that so many ranks cannot compute together."""
+    for arm in arms:
+        if why := file.resources.misfit(arm.config, arm.recipe, choice.engine):
+            document.problem(("resources",), f"arm {arm.name}: {why}")
+            break
+    document.check()
 
 
 def _base(file: ExperimentFile, document: Document) -> Base | None:
@@ -256,20 +266,17 @@ def _refuse_unmeasured(file: ExperimentFile, base: Base, arms: list[str], docume
     document.check()
 
 
-def _arms(file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], document: Document) -> list[Arm]:
-    """The arms of a grid or a list; for a search none, but each knob's ends are tried, so that mistakes show now."""
+def _arms(file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], document: Document) -> tuple[list[Arm], list[Arm]]:
+    """The arms of a grid or a list; for a search none, but those at the ends of each knob, so that mistakes show now."""
     if file.arms is not None:
         points = [(name, turned, {knob: ("arms", name, knob) for knob in turned}) for name, turned in file.arms.items()]
     elif file.search or not all(dimension.ends() for dimension in knobs.values()):
-        for knob, dimension in knobs.items():
-            for index, value in enumerate(dimension.ends()):
-                _try(base, conditions(knob, knobs) | {knob: value}, None, {knob: ("ablate", knob, index)}, document)
-        return []
+        return [], _ends(base, knobs, document)
     else:
         indices = list(itertools.islice(grid(knobs), _MOST_ARMS + 1))
         if len(indices) > _MOST_ARMS:
             document.problem(("ablate",), f"makes more than {_MOST_ARMS} arms, the most that fit a grid; a `search` samples them")
-            return []
+            return [], []
         points = [(None, values_at(point, knobs), {knob: ("ablate", knob, i) for knob, i in point.items()}) for point in indices]
     arms: list[Arm] = []
     first: dict[tuple[Spec, Recipe], Arm] = {}
@@ -282,13 +289,23 @@ def _arms(file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], docu
             where = ("arms", name) if name else ("ablate",)
             document.problem(where, f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice")
         arms.append(arm)
-    return arms
+    return arms, []
+
+
+def _ends(base: Base, knobs: Mapping[str, Dimension], document: Document) -> list[Arm]:
+    """Arms with one knob at each of its values or ends, beside what it needs of the others."""
+    tried = (
+        _try(base, conditions(knob, knobs) | {knob: value}, None, {knob: ("ablate", knob, index)}, document)
+        for knob, dimension in knobs.items()
+        for index, value in enumerate(dimension.ends())
+    )
+    return [arm for arm in tried if arm]
 
 
 def _check_search(
     file: ExperimentFile,
     base: Base,
-    knobs: Mapping[str, Dimension],
+    ends: list[Arm],
     seeds: tuple[int, ...],
     metrics: tuple[Metric, ...],
     name: str,
@@ -310,7 +327,7 @@ def _check_search(
     elif search.pruner == "wilcoxon":
         _check_wilcoxon(search, len(seeds), document)
     elif search.pruner:
-        _check_rungs(search, metrics[0].name, _configs(base, knobs), document)
+        _check_rungs(search, metrics[0].name, [base.config, *(arm.config for arm in ends)], document)
     if search.rungs and not search.pruner:
         document.problem(("search", "rungs"), "has no effect without a pruner, such as pruner: median")
     refuse_twins(("search", "warm"), list(search.warm), document)
@@ -363,21 +380,6 @@ def _geometric(rungs: tuple[int, ...]) -> bool:
     """Whether each rung is the same whole number of times the one before."""
     factor = rungs[1] // rungs[0] if rungs[1:] else 2
     return all(later == factor * earlier for earlier, later in itertools.pairwise(rungs))
-
-
-def _configs(base: Base, knobs: Mapping[str, Dimension]) -> list[Spec]:
-    """The workload as the file gives it, and with each of its own knobs at its ends."""
-    turned = [
-        conditions(knob, knobs) | {knob: value}
-        for knob, dimension in knobs.items()
-        if knob.startswith("workload.")
-        for value in dimension.ends()
-    ]
-    found = [base.config]
-    for values in turned:
-        with suppress(KnobError):  # noted where the ends are tried
-            found.append(base.arm(values).config)
-    return found
 
 
 def _try(base: Base, knobs: Mapping[str, Any], name: str | None, positions: Mapping[str, tuple], document: Document) -> Arm | None:

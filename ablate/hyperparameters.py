@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ablate.numerics.spec import Spec
-from ablate.recipes.recipe import SLOTS, Recipe
+from ablate.recipes.presets import fp8_current
+from ablate.recipes.recipe import SLOTS, Products, Recipe
 
 METRICS = frozenset(
     (
@@ -20,6 +21,8 @@ METRICS = frozenset(
 """What the training loop records whatever the recipe, and an experiment can therefore compare arms by."""
 FINAL = frozenset(("flops/fp4_share",))
 """Those of them that only the last record has."""
+
+_SAFER = {"bf16": Products(), "fp8": fp8_current().products}
 
 
 class Fallback(Spec):
@@ -44,6 +47,13 @@ class Fallback(Spec):
         if self.precision is None and (self.slots, self.layers) != (("*",), ("*",)):
             raise ValueError("guard.fallback.slots and layers have no effect without guard.fallback.precision: fp8 or bf16")
         return self
+
+    def safer(self, products: Products) -> Products:
+        """What a layer's products become: the same where nothing is quantised, or the precision stays."""
+        if self.precision is None or products.plain:
+            return products
+        slots = [slot for slot in SLOTS if any(fnmatchcase(slot, pattern) for pattern in self.slots)]
+        return products.with_slots(slots, _SAFER[self.precision])
 
 
 class Guard(Spec):
@@ -135,9 +145,19 @@ class Training(Spec):
         return self.batch * self.accumulate
 
     @property
-    def extents(self) -> dict[str, int] | None:
-        """Of what tokens and features of the quantised products are multiples, by field; None where that is not known before a model is."""
-        return None
+    def extents(self) -> dict[str, int]:
+        """Of what the tokens and features of all quantised products are multiples, by what decides it."""
+        return {}
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the mean loss of a batch is the mean over equal parts of it, so that ranks can share its sequences."""
+        return False
+
+    @property
+    def shardable(self) -> bool:
+        """Whether training, and nothing else, looks at the model: its ranks may then each keep a part of it."""
+        return False
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         """(field, reason) for what cannot run with this recipe."""

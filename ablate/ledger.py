@@ -165,7 +165,7 @@ class Ledger:
         """The wanted members whose MLflow run is there or due and not complete: as `members`, and as few as are under way."""
         return self.db.execute(
             "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, base.name AS against, trials.id, trials.status,"
-            " trials.spec, trials.reused FROM members JOIN arms USING (arm) JOIN trials USING (trial)"
+            " trials.spec, trials.reused, trials.seconds FROM members JOIN arms USING (arm) JOIN trials USING (trial)"
             " LEFT JOIN arms AS base ON base.arm = arms.baseline"
             " WHERE wanted AND arms.place IS NOT NULL AND NOT closed AND (status != 'pending' OR mlflow IS NOT NULL"
             " OR EXISTS (SELECT 1 FROM records WHERE records.trial = members.trial)) ORDER BY arms.place, seed"

@@ -12,9 +12,13 @@ _PACKAGES = ("torch", "numpy", "ray", "optuna", "mlflow", "transformer-engine")
 _LARGEST_DIFF = 1 << 20
 
 
-@cache
 def environment() -> dict[str, str]:
-    """Versions and hardware of this process's machine."""
+    """Versions and hardware of this process's machine; where Transformer Engine's kernels were loaded, what multiplies in them too."""
+    return _machine() | _kernels()
+
+
+@cache
+def _machine() -> dict[str, str]:
     facts = {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -31,6 +35,20 @@ def environment() -> dict[str, str]:
     if torch is not None and torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
+
+
+def _kernels() -> dict[str, str]:
+    """`fp4_backend`, and every switch of Transformer Engine that is set. Not remembered: a trial loads TE after its process has begun.
+
+    te.Linear multiplies NVFP4, MXFP8 and FP8 by cuBLASLt alone (2.20.2); its switches to CUTLASS or cuDNN are for grouped products,
+    attention and norms.
+    """
+    library = sys.modules.get("transformer_engine_torch")
+    if library is None:
+        return {}
+    number = library.get_cublasLt_version()
+    switches = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NVTE_")}
+    return {"fp4_backend": f"cublaslt {number}", **switches}
 
 
 def _cpu_model() -> str:

@@ -26,11 +26,12 @@ class Check:
     group: str
     run: Callable[[], Iterable[Row]]
     only: Literal["full", "fast"] | None = None
+    title: str = ""
 
     @property
     def name(self) -> str:
-        """The function's, in words."""
-        return getattr(self.run, "func", self.run).__name__.replace("_", " ")
+        """Its title, or the function's name in words."""
+        return self.title or getattr(self.run, "func", self.run).__name__.replace("_", " ")
 
     def rows(self) -> Iterator[Row]:
         """Its rows. An exception is one too: what cannot be checked has not passed."""

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from ablate.engines import AUTO, ENGINES
+from ablate.hyperparameters import Training
+from ablate.layout import Layout
 from ablate.numerics.spec import Spec
-from ablate.recipes import KNOBS, PRESETS
+from ablate.recipes import KNOBS, PRESETS, Recipe
 from ablate.workloads import WORKLOADS
 
 
@@ -197,9 +199,48 @@ class Budget(Spec):
 
 
 class Resources(Spec):
-    """What one trial needs."""
+    """What one trial needs. No part of what it is: its numbers are the same on any number of ranks, but for the order of additions."""
 
-    gpus: int = Field(0, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    """A part of one for trials that share a GPU, or as many whole ones as compute a trial together; 0: one, where trials run on GPUs.
+    On CPUs it means nothing."""
+    ranks: int | None = Field(None, ge=1)
+    """Processes that compute a trial together; null: one for each of its GPUs, and one on CPUs."""
+    sharded: bool = False
+    """Each rank keeps a part of the parameters, gradients and moments (FSDP), and gathers a quantised weight as codes and scales."""
+
+    @model_validator(mode="after")
+    def _ranks_have_gpus(self) -> "Resources":
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise ValueError(f"gpus {self.gpus:g} is neither a part of one GPU nor a number of whole ones")
+        if self.ranks and self.gpus >= 1 and self.ranks != self.gpus:
+            raise ValueError(f"ranks {self.ranks} differ from gpus {self.gpus:g}: each rank has a GPU of its own; leave one of them out")
+        if self.ranks and self.ranks > 1 and 0 < self.gpus < 1:
+            raise ValueError(f"ranks {self.ranks} of a trial with {self.gpus:g} of a GPU: each rank has a GPU of its own")
+        if self.sharded and self.most.ranks == 1:
+            raise ValueError("sharded has no effect on one rank; give gpus or ranks")
+        return self
+
+    @property
+    def most(self) -> Layout:
+        """The layout with as many ranks as there may be."""
+        return Layout(self.ranks or max(1, int(self.gpus)), self.sharded)
+
+    def misfit(self, config: Any, recipe: Recipe, engine: str) -> str | None:
+        """Why a trial cannot be computed by so many ranks; None where it can, and by one always."""
+        if self.most.ranks == 1:
+            return None
+        if not isinstance(config, Training):
+            return f"workload {type(config).__name__.lower()} is computed by one rank; leave out ranks, and gpus above 1"
+        return next(self.most.misfits(config, recipe, engine), None)
+
+    def layout(self, device: str) -> Layout:
+        """How a trial is laid out on a class of device."""
+        return self.most if device == "cuda" or self.ranks else Layout()
+
+    def gpus_of(self, device: str) -> float:
+        """GPUs that a trial takes on a class of device."""
+        return (self.gpus or float(self.most.ranks)) if device == "cuda" else 0.0
 
 
 class TelemetryKeys(Spec):

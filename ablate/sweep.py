@@ -19,8 +19,11 @@ from ablate.controller import Controller, Outcome, Wishes
 from ablate.experiment import Experiment, load
 from ablate.notify import Hook
 from ablate.place import Place, find, writable
+from ablate.plan import remarks, show
 from ablate.redact import redact
 from ablate.store import Busy, lock
+from ablate.surface import Resources
+from ablate.tracking import knock
 from ablate.yamlfile import InputError
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
@@ -84,13 +87,12 @@ def sweep(
     place = find(profile, **given, notify=notify, price=price, priority=priority)
     experiment = load(file, place.device)
     if dry_run:
-        from ablate.plan import show
-
         show(experiment, place.state, place.device)
         return
     if experiment.budget.cost is not None and place.price is None:
         raise InputError([f"{file}: budget.cost: what an hour of a worker costs is not known; say it with --price, or in a profile"])
     writable(place.state)
+    knock(place.mlflow)
     folder = place.state / "sweeps" / experiment.name
     hook = Hook(place.notify) if place.notify else None
     wishes = Wishes(fork, fresh, accept_version, place.price)
@@ -125,6 +127,8 @@ class _Run:
         status = "failed"
         try:
             self.screen.print(f"[bold]{self.experiment.question}[/]")
+            for remark in remarks(self.experiment):
+                self.screen.print(f"Note: {remark}", soft_wrap=True, markup=False)
             status = self._steps(wishes)
             return _EXIT[status]
         except KeyboardInterrupt:
@@ -143,7 +147,9 @@ class _Run:
 
         checkup = Checkup()
         place, outcome = self.place, None
-        controller = Controller(self.experiment, place.state, place.device, partial(_connect, place, checkup), place.mlflow, wishes)
+        controller = Controller(
+            self.experiment, place.state, place.device, partial(_connect, place, self.experiment.resources, checkup), place.mlflow, wishes
+        )
         try:
             with View(self.screen).open() as view, closing(controller.run()) as steps, closing(checkup):
                 for step in steps:
@@ -203,13 +209,16 @@ class _Run:
             self.hook.tell(_message(self.experiment, self.place, event, status, time.time() - self.started))
 
 
-def _connect(place: Place, checkup: Any) -> Any:
+def _connect(place: Place, resources: Resources, checkup: Any) -> Any:
     """The executor, started once a trial has to run, which it does on numerics that were found to be sound."""
     from ablate.workers import Inline, Pool
 
     checkup.start()
     inline = place.executor == "inline"
-    pool = Inline() if inline else Pool(place.ray, place.workers, int(place.device == "cuda"), place.priority)
+    gpus, ranks = resources.gpus_of(place.device), resources.layout(place.device).ranks
+    if inline and ranks > 1:
+        console().print(f"Executor inline computes each trial by one rank, not {ranks}: the same numbers, but for the order of additions.")
+    pool = Inline() if inline else Pool(place.ray, place.workers, gpus, place.priority, ranks)
     try:
         checkup.passed()
     except BaseException:

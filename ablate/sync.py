@@ -14,7 +14,7 @@ from ablate.ledger import FINISHED, Ledger
 from ablate.place import Place, find
 from ablate.redact import redact
 from ablate.store import Busy, lock
-from ablate.tracking import behind
+from ablate.tracking import behind, knock
 from ablate.yamlfile import InputError
 
 _LOOK_SECONDS = 0.25
@@ -34,6 +34,7 @@ def sync(
     place, screen = find(profile, state=state, mlflow=mlflow), console()
     if place.mlflow is None:
         raise InputError([f"there is no MLflow to ship to ({place.origins['mlflow']} says none); name one with --mlflow"])
+    knock(place.mlflow)
     known = folders(place.state, sweeps)
     _refuse_damaged(place, rebuild, bool(sweeps))
     try:

@@ -1,4 +1,4 @@
-"""`ablate ui`: MLflow's pages, Optuna's dashboard and the reports of a state folder, on 127.0.0.1, until Ctrl-C.
+"""`ablate ui`: MLflow's pages, Optuna's dashboard and the reports of a state folder, until Ctrl-C, on 127.0.0.1 unless asked.
 
 MLflow's server is a process of its own at the end of a lifeline; the other two are threads of this one. So nothing is left behind,
 however this process ends, and nothing is ended that was not started here. What runs is not disturbed: ledgers are read, and a study
@@ -7,6 +7,7 @@ is written by its sweep alone.
 
 import html
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -66,15 +67,20 @@ def ui(
     mlflow_port: Annotated[int | None, typer.Option(help="Of MLflow; default: 5000, or the next that is free.", **_PORT)] = None,
     optuna_port: Annotated[int | None, typer.Option(help="Of Optuna's dashboard; default: 8080, or the next.", **_PORT)] = None,
     reports_port: Annotated[int | None, typer.Option(help="Of the reports; default: 8000, or the next.", **_PORT)] = None,
+    host: Annotated[
+        str,
+        typer.Option(help="Where Optuna's dashboard and the reports listen, which ask for no password: 127.0.0.1, this machine alone."),
+    ] = HOST,
+    wait: Annotated[bool, typer.Option("--wait", help="Start before any sweep does: for a service.")] = False,
     state: State = None,
     profile: Profile = None,
     mlflow: Mlflow = None,
 ) -> None:
     """Show all sweeps in MLflow's pages, Optuna's dashboard and reports, here alone (127.0.0.1), until Ctrl-C."""
     place, screen = find(profile, state=state, mlflow=mlflow), console()
-    folder = _chosen(place.state, sweep)
-    optuna = _bound("optuna", optuna_port, lambda port: _Wsgi((HOST, port), _Silent))
-    reports = _bound("reports", reports_port, lambda port: ThreadingHTTPServer((HOST, port), partial(_Reports, place.state)))
+    name = _chosen(place.state, sweep, wait)
+    optuna = _bound("optuna", optuna_port, lambda port: _Wsgi((host, port), _Silent))
+    reports = _bound("reports", reports_port, lambda port: ThreadingHTTPServer((host, port), partial(_Reports, place.state)))
     pages = _Pages(place, mlflow_port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
@@ -82,9 +88,9 @@ def ui(
             with screen.status("starting ...") if screen.is_terminal else ExitStack():
                 stack.callback(pages.close)
                 _serve(reports, stack)
-                shown = _start(place.state, folder.name, pages, optuna, stack)
+                shown = _start(place.state, name, pages, optuna, stack)
                 shown.append(Shown("Reports", _address(reports), "each sweep's question, and its report or pictures"))
-            _tell(shown, folder.name, screen)
+            _tell(shown, name, screen)
             while True:
                 signal.pause()
     except KeyboardInterrupt:
@@ -92,12 +98,12 @@ def ui(
     raise typer.Exit(DONE)
 
 
-def _chosen(state: Path, word: str | None) -> Path:
-    """The folder of the sweep that was asked for, or of the one whose ledger changed last."""
+def _chosen(state: Path, word: str | None, wait: bool) -> str | None:
+    """The name of the sweep that was asked for, or of the one whose ledger changed last; None where there is none yet."""
     known = folders(state, [word] if word else None)
-    if not known:
+    if not (known or wait):
         raise InputError([f"{state}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment"])
-    return max(known, key=changed)
+    return max(known, key=changed).name if known else None
 
 
 def _ports(name: str, given: int | None) -> Iterable[int]:
@@ -131,16 +137,16 @@ def _free(port: int) -> bool:
 # Starting
 
 
-def _start(state: Path, sweep: str, pages: "_Pages", optuna: "_Wsgi", stack: ExitStack) -> list[Shown]:
+def _start(state: Path, sweep: str | None, pages: "_Pages", optuna: "_Wsgi", stack: ExitStack) -> list[Shown]:
     """Start MLflow's pages and Optuna's dashboard beside each other, and say where they are once they answer."""
     from ablate.search import dashboard  # Optuna and its dashboard take seconds to import: MLflow's server starts meanwhile
 
     application, number = dashboard(state)
     optuna.set_app(application)
     _serve(optuna, stack)
-    study, experiment = number(sweep), None
+    study, experiment = number(sweep) if sweep else None, None
     with suppress(sqlite3.DatabaseError):
-        experiment = _fact(state / "sweeps" / sweep, "mlflow_experiment")
+        experiment = _fact(state / "sweeps" / sweep, "mlflow_experiment") if sweep else None
     where = _address(optuna) if study is None else f"{_address(optuna)}dashboard/studies/{study}"
     return [pages.shown(experiment), Shown("Optuna", where, "the arms as a study: history, importance, gaps")]
 
@@ -153,7 +159,8 @@ def _serve(server: Any, stack: ExitStack) -> None:
 
 
 def _address(server: Any) -> str:
-    return f"http://{HOST}:{server.server_address[1]}/"
+    host, port = server.server_address[:2]
+    return f"http://{host}:{port}/"
 
 
 class _Pages:
@@ -287,8 +294,9 @@ class _Reports(SimpleHTTPRequestHandler):
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Sweeps</title><style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 3rem auto; padding: 0 1rem; color: #222 }}
-li {{ margin: 1rem 0; list-style: none }} ul {{ padding: 0 }} a {{ color: #0173b2 }}
-small {{ color: #595959 }} img {{ max-width: 12rem; max-height: 8rem; border: 1px solid #ddd; margin: .3rem .3rem 0 0 }}
+li {{ margin: 2rem 0; list-style: none }} ul {{ padding: 0 }} a {{ color: #0173b2 }}
+p {{ margin: .5rem 0; padding-left: .7rem; border-left: .2rem solid #0173b2 }}
+small {{ color: #595959 }} img {{ max-width: 24rem; max-height: 12rem; border: 1px solid #ddd; margin: .3rem .3rem 0 0 }}
 </style></head><body><h1>Sweeps</h1><ul>
 {items}
 </ul></body></html>
@@ -302,18 +310,27 @@ def index(state: Path) -> str:
 
 
 def _item(state: Path, folder: Path) -> str:
-    report = state / "reports" / folder.name
+    report, where = state / "reports" / folder.name, quote(folder.name)
     name, question = html.escape(folder.name), html.escape(_question(folder))
     if (report / "index.html").exists():
-        return f'<li><a href="{quote(folder.name)}/index.html"><b>{name}</b></a><br>{question}</li>'
-    pictures = "".join(_picture(folder.name, path) for path in sorted(report.glob("*.png")))
+        forests = sorted(report.glob("figures/forest-*.png"))[:1]
+        pictures = "".join(_picture(f"{where}/figures/{quote(path.name)}", f"{where}/index.html") for path in forests)
+        return f'<li><a href="{where}/index.html"><b>{name}</b></a><br>{question}{_answer(report / "index.md")}<br>{pictures}</li>'
+    pictures = "".join(_picture(f"{where}/{quote(path.name)}", f"{where}/{quote(path.name)}") for path in sorted(report.glob("*.png")))
     rest = pictures or "<small>no report, no pictures</small>"
     return f"<li><b>{name}</b><br>{question}<br>{rest}</li>"
 
 
-def _picture(name: str, path: Path) -> str:
-    where = quote(f"{name}/{path.name}")
-    return f'<a href="{where}"><img src="{where}" alt="{html.escape(path.stem)}"></a>'
+def _answer(markdown: Path) -> str:
+    """What a report says first: its answer, then of which runs it is, and when."""
+    said = markdown.read_text() if markdown.exists() else ""
+    answer, facts = (re.search(pattern, said, re.MULTILINE) for pattern in (r"^\*\*(.+)\*\*$", r"^\*([^*].+)\*$"))
+    lines = [f"<p>{html.escape(answer[1])}</p>"] if answer else []
+    return "".join(lines + ([f"<small>{html.escape(facts[1])}</small>"] if facts else []))
+
+
+def _picture(source: str, leads_to: str) -> str:
+    return f'<a href="{leads_to}"><img src="{source}" alt="{html.escape(Path(source).stem)}"></a>'
 
 
 def _fact(folder: Path, key: str) -> str | None:
@@ -333,12 +350,13 @@ def _question(folder: Path) -> str:
 # Telling
 
 
-def _tell(shown: Iterable[Shown], sweep: str, screen: Console) -> None:
+def _tell(shown: Iterable[Shown], sweep: str | None, screen: Console) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     for one in shown:
         address = Text(one.address, overflow="fold") if one.address else Text("not running", "yellow")
         table.add_row(Text(one.name, "bold"), address, Text(one.hint, "dim"))
-    screen.print(Text.assemble(("The addresses name ", "dim"), sweep, (", and lead to every other sweep; `ablate ui X` names X.", "dim")))
+    named = Text.assemble(("The addresses name ", "dim"), sweep or "", (", and lead to every other sweep; `ablate ui X` names X.", "dim"))
+    screen.print(named if sweep else Text("Nothing has been run yet: sweeps appear here as they begin.", "dim"))
     screen.print(table)
     screen.print("Ctrl-C ends all three.", style="dim")
 

@@ -13,9 +13,11 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError, YAMLStreamError
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 _LARGEST_FILE = 1 << 20
+_DEEPEST = 64
 _UNSHOWN = object()
 
 Path_ = tuple[str | int, ...]
@@ -113,7 +115,7 @@ def parse(text: str, name: str) -> Document:
     """Parse YAML text, or raise InputError with file, line and column."""
     yaml = YAML(typ="rt", pure=True)
     try:
-        _refuse_aliases(yaml, text, name)
+        _refuse_what_unfolds(yaml, text, name)
         node = yaml.compose(io.StringIO(text))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -121,8 +123,6 @@ def parse(text: str, name: str) -> Document:
         raise InputError([Problem(name, mark.line + 1, mark.column + 1, what)]) from None
     except (YAMLError, YAMLStreamError, ValueError) as error:
         raise InputError([f"{name}: not YAML: {str(error).splitlines()[0]}"]) from None
-    except RecursionError:
-        raise InputError([f"{name}: nested too deeply: an experiment has a handful of levels"]) from None
     document = Document(name, None, text, {(): (1, 1)})
     if not isinstance(node, MappingNode):
         what = "empty" if node is None else "a list" if isinstance(node, SequenceNode) else "a single value"
@@ -135,12 +135,16 @@ def parse(text: str, name: str) -> Document:
     return document
 
 
-def _refuse_aliases(yaml: YAML, text: str, name: str) -> None:
+def _refuse_what_unfolds(yaml: YAML, text: str, name: str) -> None:
+    levels, reason = 0, ""
     for event in yaml.parse(io.StringIO(text)):
-        if type(event).__name__ == "AliasEvent":
-            mark = event.start_mark
+        levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if isinstance(event, AliasEvent):
             reason = f"alias *{event.anchor}: aliases are refused, since a few can unfold into gigabytes; write the value out"
-            raise InputError([Problem(name, mark.line + 1, mark.column + 1, reason)])
+        elif levels > _DEEPEST:
+            reason = f"nested more than {_DEEPEST} levels deep: an experiment has a handful of levels"
+        if reason:
+            raise InputError([Problem(name, event.start_mark.line + 1, event.start_mark.column + 1, reason)])
 
 
 def _plain(yaml: YAML, node: Node, path: Path_, document: Document) -> Any:

@@ -1,5 +1,6 @@
-"""What every test shares: one thread, and a small synthetic corpus that is the same on every machine."""
+"""What every test shares: an order, one thread, and a small synthetic corpus that is the same on every machine."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,12 @@ import torch
 from ablate.data import Shards
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests first: one that begins last would have a single worker busy at the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def write_shards(folder: Path, train: int = 20_000, val: int = 4_000, vocab: int = 64) -> Shards:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from ablate.controller import Controller, Outcome
 from ablate.experiment import Experiment, load
@@ -66,10 +67,8 @@ def problems(path: Path) -> list[Problem | str]:
 
 
 def shut(supervisor: Supervisor) -> None:
-    """Close the supervisor, and the pipe that it leaves open."""
+    """Close the supervisor."""
     supervisor.close()
-    if supervisor._child is not None:
-        supervisor._child.stdout.close()
 
 
 class Children:
@@ -139,15 +138,24 @@ def environment(**extra: str) -> dict[str, str]:
     return kept | {"COLUMNS": "200", "ABLATE_REPORT": "false"} | extra
 
 
+PROGRAM = """
+import ablate.doctor
+ablate.doctor.COMMAND = ("true",)
+from ablate.__main__ import main
+main()
+"""
+"""The command line; the quick proof of the numerics before a sweep, seconds of it, has tests of its own."""
+
+
 def ablate(*words: Any, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess:
-    """`python -m ablate ...`, to its end."""
-    command = [sys.executable, "-m", "ablate", *map(str, words)]
+    """`ablate ...`, to its end."""
+    command = [sys.executable, "-c", PROGRAM, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**extra), check=False)
 
 
 def start(*words: Any, **extra: str) -> subprocess.Popen:
-    """`python -m ablate ...`, left running in a session of its own; end it with `end`."""
-    command = [sys.executable, "-m", "ablate", *map(str, words)]
+    """`ablate ...`, left running in a session of its own; end it with `end`."""
+    command = [sys.executable, "-c", PROGRAM, *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, text=True, env=environment(**extra), start_new_session=True, **pipes)
 
@@ -157,6 +165,14 @@ def end(process: subprocess.Popen) -> None:
     if process.poll() is None:
         process.kill()
     process.communicate(timeout=30)
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; of one that is gone by now, or a zombie, nothing."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def until(condition: Callable[[], Any], seconds: float = 60, every: float = 0.02) -> Any:

@@ -156,9 +156,15 @@ def test_a_budget_of_cost_ends_a_run(tmp_path):
 # --- what is ordered, and what is full -------------------------------------------------------------------------------------
 
 
-def ordered(state: Path, order: dict, connect, seeds: int = 1, retry: int = 0) -> tuple[Outcome, list[str]]:
+LONG = {
+    Inline: {"shape": {"steps": 20, "eval_every": 20}, "telemetry": {"log": 1}},  # advances only where it is asked
+    Children: {"workload": {"idle": {"steps": 30, "seconds": 0.05}}},
+}
+
+
+def ordered(state: Path, order: dict, connect) -> tuple[Outcome, list[str]]:
     """Run a sweep of long trials, and give an order once the first trial of rht=true is on its way."""
-    experiment = tiny(state, shape={"steps": 60, "eval_every": 60}, seeds=seeds, retry=retry, telemetry={"log": 1})
+    experiment = tiny(state, seeds=1, retry=0, **LONG[connect])
     running, news, outcome = Controller(experiment, state, "cpu", connect, None), [], None
     given = False
     for step in running.run():
@@ -184,7 +190,9 @@ def test_what_is_stopped_keeps_its_records_and_goes_on_with_the_next_run(connect
     assert statuses(tmp_path) == {("bf16", 0): "done", ("rht=true", 0): "stopped", ("rht=false", 0): "done"}
     assert any(line.startswith("rht=true seed=0: stopped") for line in news)
     assert records(tmp_path)["rht=true", 0]
-    experiment = tiny(tmp_path, shape={"steps": 60, "eval_every": 60}, seeds=1, telemetry={"log": 1})
+    experiment = tiny(tmp_path, seeds=1, **LONG[connect])
+    if connect is Children:  # what is slept is no part of a trial
+        experiment = tiny(tmp_path, seeds=1, workload={"idle": {"steps": 30}})
     assert sweep(experiment, tmp_path)[0].status == "done"
     sweep(experiment, tmp_path / "plain")
     assert records(tmp_path) == records(tmp_path / "plain")
@@ -310,16 +318,20 @@ SPREAD = {"ablate": {"workload.lr": {"choice": [3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e
 def test_an_arm_that_its_pruner_gives_up_stops_at_its_rung_with_all_its_seeds(connect, tmp_path):
     from test_search import trials
 
-    search = {"trials": 10, "sampler": "random", "seed": 1, "pruner": "median", "rungs": [10]}
-    experiment = tiny(tmp_path, shape={"steps": 40, "eval_every": 10}, search=search, telemetry={"log": 10}, **SPREAD)
+    search = {"trials": 8, "sampler": "random", "seed": 1, "pruner": "median", "rungs": [3]}
+    if connect is Inline:
+        experiment = tiny(tmp_path, shape={"steps": 12, "eval_every": 3}, search=search, telemetry={"log": 3}, **SPREAD)
+    else:
+        knobs = {"recipe.layers.last_fraction": {"uniform": [0.0, 0.9]}}  # one baseline for all
+        experiment = tiny(tmp_path, workload={"idle": {"steps": 20, "seconds": 0.04}}, search=search, ablate=knobs)
     outcome, news = sweep(experiment, tmp_path, connect=connect)
     assert outcome.status == "done"
     found = statuses(tmp_path)
     given_up = {name for (name, _), status in found.items() if status == "pruned"}
     assert given_up
-    assert sum("pruned: given up by median at 10" in line for line in news) == len(given_up)
+    assert sum("pruned: given up by median at 3" in line for line in news) == len(given_up)
     last = {name: max((step for step, _ in kept), default=0) for (name, _), kept in records(tmp_path).items() if name in given_up}
-    assert all(step < 40 for step in last.values())
+    assert all(step < experiment.base.config.steps for step in last.values())
     states = {trial.user_attrs["arm"]: trial.state.name for trial in trials(tmp_path)}
     assert {name for name, state in states.items() if state == "PRUNED"} == given_up
     again, _ = sweep(experiment, tmp_path)

@@ -29,7 +29,7 @@ FLOORS = {
         "faults",
         "leaderboard",
     ),
-    8: ("controller", "pictures", "cli", "place", "checks", "measure", "audit"),
+    8: ("controller", "pictures", "cli", "place", "checks", "measure", "linears", "audit", "parity"),
     7: (
         "surface",
         "space",
@@ -41,6 +41,7 @@ FLOORS = {
         "search",
         "supervisor",
         "child",
+        "rank",
         "workers",
         "agenda",
         "control",
@@ -56,13 +57,14 @@ FLOORS = {
         "walkthrough",
         "figures",
         "machine",
+        "peaks",
         "rows",
         "processes",
         "lifeline",
         "notify",
     ),
     6: ("workloads", "trial"),
-    5: ("hyperparameters", "transformer", "train", "checkpoints", "optimizers", "stability", "models"),
+    5: ("hyperparameters", "layout", "parallel", "transformer", "train", "checkpoints", "optimizers", "stability", "models"),
     4: ("metrics",),
     3: ("engines",),
     2: ("recipes", "peers"),
@@ -73,7 +75,10 @@ FLOORS = {
 
 ALLOWED = {
     "data": {"numerics.spec", "numerics.philox", "store", "redact"},  # a frozen description's words, counter-based bits, locks
-    "train": {"hyperparameters", "checkpoints", "optimizers", "stability"},
+    "train": {"hyperparameters", "checkpoints", "optimizers", "stability", "parallel"},
+    "layout": {"hyperparameters"},
+    "parallel": {"hyperparameters", "layout"},
+    "checkpoints": {"parallel"},
     "optimizers": {"hyperparameters"},
     "stability": {"hyperparameters"},
     "trial": {"workloads"},
@@ -85,7 +90,7 @@ ALLOWED = {
     "search": {"space", "experiment", "points", "surface", "results"},
     "agenda": {"experiment", "arms", "forks", "points", "results"},
     "workers": {"supervisor", "child", "shares"},
-    "supervisor": {"child"},
+    "child": {"rank"},
     "results": {"surface", "stats", "arms"},  # the reading wing: an experiment back as one frame, numbers, pictures, words
     "inference": {"stats"},
     "attribution": {"results", "stats", "inference"},

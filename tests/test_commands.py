@@ -5,13 +5,15 @@ import math
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 
 import psutil
 import pytest
-from experiments_for_tests import TOO_LARGE, ablate, end, environment, ledger, start, statuses, sweep, tiny, until, values, write
+from commands_for_tests import INLINE, here
+from experiments_for_tests import TOO_LARGE, ablate, end, environment, ledger, start, statuses, sweep, tiny, until, values, words_of, write
 from jsonschema import Draft202012Validator
 from test_controller import WILD
 from test_experiment import EXPERIMENTS
@@ -29,7 +31,22 @@ try:
 finally:
     print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)
 """
-INLINE = ("--executor", "inline", "--mlflow", "none")
+PLANS = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from ablate.__main__ import main
+for path in sys.argv[2:]:
+    said, errors, status = io.StringIO(), io.StringIO(), 0
+    state, sys.argv[1:] = sys.argv[1], ["plan", path, "--state", sys.argv[1], "--device", "cpu"]
+    with redirect_stdout(said), redirect_stderr(errors):
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+    sys.argv[1:] = [state]
+    imported = sorted({name.partition('.')[0] for name in sys.modules})
+    print(json.dumps([path, status, said.getvalue(), errors.getvalue(), imported]))
+"""
 
 
 def modules(*words, **extra: str) -> tuple[subprocess.CompletedProcess, set[str]]:
@@ -51,14 +68,14 @@ def table(output: str) -> list[str]:
 
 @pytest.mark.parametrize("words", [("--help",), ("-h",), ()])
 def test_help_names_every_verb(words):
-    done = ablate(*words)
+    done = here(*words)
     assert all(f" {verb} " in done.stdout for verb in ("sweep", "plan", "schema", "version"))
     assert done.returncode == (0 if words else 2)
 
 
 @pytest.mark.parametrize("verb", ["sweep", "plan"])
 def test_a_verbs_help_lists_its_options(verb):
-    done = ablate(verb, "--help")
+    done = here(verb, "--help")
     assert done.returncode == 0
     options = ["--state", "--device", *(["--executor", "--workers", "--mlflow", "--dry-run", "--address"] if verb == "sweep" else [])]
     assert all(option in done.stdout for option in options)
@@ -80,15 +97,26 @@ def test_a_verb_is_a_module_too(module, tmp_path):
     assert (done.returncode, done.stderr) == (2, f"{tmp_path / 'nowhere.yaml'}: no such file\n")
 
 
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    """The plans of all experiments, made by one process; (state folder, what each came to). Their models' outlines, for which torch has
+    to make the model once on a machine, are there."""
+    for path in EXPERIMENTS:
+        assert here("plan", path).returncode == 0
+    state = tmp_path_factory.mktemp("plans") / "state"
+    command = [sys.executable, "-c", PLANS, str(state), *map(str, EXPERIMENTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), check=False)
+    return state, {path: found for path, *found in map(json.loads, done.stdout.splitlines())}
+
+
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
-def test_a_plan_is_instant_and_imports_nothing_heavy(path, tmp_path):
-    started = time.monotonic()
-    done, imported = modules("plan", path, "--state", tmp_path / "state", "--device", "cpu")
-    assert time.monotonic() - started < 10  # a second; how fast is for the bench to say, that nothing heavy runs is promised here
-    assert done.returncode == 0, done.stderr
-    assert not imported & {"torch", "ray", "mlflow", "optuna", "pandas", "matplotlib", "scipy"}
-    assert re.search(r"\d+ trials to run, 0 done\. Roughly", done.stdout)
-    assert not (tmp_path / "state").exists()
+def test_a_plan_imports_nothing_heavy(path, plans):
+    state, found = plans
+    status, said, errors, imported = found[str(path)]
+    assert status == 0, errors
+    assert not set(imported) & {"torch", "ray", "mlflow", "optuna", "pandas", "matplotlib", "scipy"}
+    assert re.search(r"\d+ trials to run, 0 done\. Roughly", said)
+    assert not state.exists()
 
 
 def test_a_plan_names_arms_baselines_ids_and_what_is_done(tmp_path):
@@ -108,15 +136,15 @@ def test_a_plan_names_arms_baselines_ids_and_what_is_done(tmp_path):
 
 def test_a_dry_run_says_what_a_plan_says_and_runs_nothing(tmp_path):
     path = write(tmp_path)
-    dry = ablate("sweep", path, "--dry-run", "--state", tmp_path / "state", "--device", "cpu")
+    dry = here("sweep", path, "--dry-run", "--state", tmp_path / "state", "--device", "cpu")
     assert dry.returncode == 0
-    assert dry.stdout == ablate("plan", path, "--state", tmp_path / "state", "--device", "cpu").stdout
+    assert dry.stdout == here("plan", path, "--state", tmp_path / "state", "--device", "cpu").stdout
     assert not (tmp_path / "state").exists()
 
 
 def refused(*words, **extra: str) -> list[str]:
     """What the command complains about, having ended with status 2 and no traceback."""
-    done = ablate(*words, **extra)
+    done = here(*words, **extra)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "Traceback" not in done.stdout + done.stderr
     return done.stderr.splitlines()
@@ -215,9 +243,8 @@ def test_the_same_command_again_runs_nothing_starts_nothing_and_answers_the_same
     assert table(done.stdout) == table(first.stdout)
 
 
-@pytest.mark.slow
 def test_a_budget_ends_with_status_3_and_an_answer_so_far(tmp_path):
-    done = ablate("sweep", write(tmp_path, budget={"trials": 2}), "--state", tmp_path / "state", *INLINE)
+    done = here("sweep", write(tmp_path, budget={"trials": 2}), "--state", tmp_path / "state", *INLINE)
     assert done.returncode == 3
     assert "2 trials run in" in done.stdout
     assert "Partial: the budget is reached, and 4 trials are not run. The same command goes on." in done.stdout
@@ -225,45 +252,44 @@ def test_a_budget_ends_with_status_3_and_an_answer_so_far(tmp_path):
 
 
 def done_count(state) -> int:
-    path = state / "sweeps" / "tiny" / "ledger.db"
-    return list(statuses(state).values()).count("done") if path.exists() and path.stat().st_size > 8192 else 0
+    try:
+        return list(statuses(state).values()).count("done")
+    except sqlite3.OperationalError:  # its ledger is not there, or not yet filled
+        return 0
 
 
 @pytest.mark.slow
-def test_a_driver_killed_again_and_again_loses_nothing_and_repeats_nothing(tmp_path):
-    path, state, shape = write(tmp_path, shape={"steps": 80}), tmp_path / "state", {"steps": 80}
+def test_a_driver_killed_again_and_again_and_then_interrupted_loses_nothing_and_repeats_nothing(tmp_path):
+    keys = {"shape": {"steps": 60, "eval_every": 60}, "seeds": 3}
+    path, state = write(tmp_path, **keys), tmp_path / "state"
     for kill in range(2):
         driver = start("sweep", path, "--state", state, *INLINE)
         until(lambda kill=kill: done_count(state) > kill, every=0.005)
         driver.send_signal(signal.SIGKILL)
         end(driver)
     before = {trial.parent.name: trial.stat().st_mtime_ns for trial in state.glob("trials/*/result.json")}
-    assert 2 <= len(before) < 6
-    last = ablate("sweep", path, "--state", state, *INLINE)
-    assert last.returncode == 0, last.stderr
-    book = ledger(state)
-    assert book.db.execute("SELECT count(*) FROM attempts WHERE ended IS NULL OR outcome IS NULL").fetchone()[0] == 0
-    book.close()
-    assert {name: (state / "trials" / name / "result.json").stat().st_mtime_ns for name in before} == before
-    sweep(tiny(tmp_path, shape=shape), tmp_path / "undisturbed")
-    assert values(state) == values(tmp_path / "undisturbed")
-    assert [trial.state.name for trial in trials(state)].count("COMPLETE") == 2
-    assert not [trial for trial in trials(state) if trial.state.name in ("RUNNING", "WAITING")]
+    assert 2 <= len(before) < 9
 
-
-@pytest.mark.slow
-def test_ctrl_c_ends_with_status_130_and_the_same_command_goes_on(tmp_path):
-    path, state = write(tmp_path, shape={"steps": 80}, ablate={"rht": [True]}), tmp_path / "state"
     driver = start("sweep", path, "--state", state, *INLINE)
-    until(lambda: done_count(state), every=0.005)
+    until(lambda: done_count(state) > len(before), every=0.005)
     driver.send_signal(signal.SIGINT)
     output, _ = driver.communicate(timeout=30)
     assert driver.returncode == 130
     assert output.rstrip().endswith("Interrupted. Nothing is lost: the same command goes on.")
     assert "Traceback" not in output
     assert set(statuses(state).values()) == {"done", "pending"}
-    assert ablate("sweep", path, "--state", state, *INLINE).returncode == 0
+
+    last = here("sweep", path, "--state", state, *INLINE)
+    assert last.returncode == 0, last.stderr
     assert set(statuses(state).values()) == {"done"}
+    book = ledger(state)
+    assert book.db.execute("SELECT count(*) FROM attempts WHERE ended IS NULL OR outcome IS NULL").fetchone()[0] == 0
+    book.close()
+    assert {name: (state / "trials" / name / "result.json").stat().st_mtime_ns for name in before} == before
+    sweep(tiny(tmp_path, **keys), tmp_path / "undisturbed")
+    assert values(state) == values(tmp_path / "undisturbed")
+    assert [trial.state.name for trial in trials(state)].count("COMPLETE") == 2
+    assert not [trial for trial in trials(state) if trial.state.name in ("RUNNING", "WAITING")]
 
 
 # Sweeps on Ray
@@ -276,7 +302,7 @@ MIXED = {"ablate": None, "arms": WILD | {"broken": {"workload.hidden": TOO_LARGE
 def rayed(tmp_path_factory):
     """A good, a diverging and a failing arm on Ray; (folder, the finished process)."""
     folder = tmp_path_factory.mktemp("ray")
-    words = ("--state", folder / "state", "--workers", 2, "--mlflow", "none")
+    words = ("--state", folder / "state", "--workers", 1, "--mlflow", "none")
     return folder, ablate("sweep", write(folder, **MIXED), *words)
 
 
@@ -312,8 +338,7 @@ def test_ray_and_inline_compute_the_same_bits(rayed, tmp_path):
 def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_command_completes_everything(tmp_path):
     from mlflow import MlflowClient
 
-    state, keys = tmp_path / "state", {"shape": {"steps": 100}, "ablate": {"rht": [True, False], "sr": [True, False]}, "seeds": 2}
-    path = write(tmp_path, **keys)
+    path, state = write(tmp_path, workload={"idle": {"steps": 25, "seconds": 0.2}}, seeds=4), tmp_path / "state"
     state.mkdir()
     client = MlflowClient(f"sqlite:///{state / 'mlflow.db'}")
     client.search_experiments()  # a fresh database takes seconds to migrate: now, so that the first runs are drawn while others train
@@ -329,13 +354,15 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
 
     until(halfway, 120)
     time.sleep(0.3)
-    family = [p for p in psutil.Process(driver.pid).children(recursive=True) if "_Actor" in p.name() or "ablate.child" in p.cmdline()]
+    members = psutil.Process(driver.pid).children(recursive=True)
+    family = [member for member in members if "ablate.child" in words_of(member) or "ray::Actor" in " ".join(words_of(member))]
     driver.send_signal(signal.SIGKILL)
     end(driver)
     assert len(family) >= 5  # two workers, two warm processes, one or two trials
     before = {trial.parent.name for trial in state.glob("trials/*/result.json")}
-    assert len(before) < 10
+    assert len(before) < 12
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 10)
+    write(tmp_path, workload={"idle": {"steps": 25}}, seeds=4)  # the same trials: how long they sleep is no part of them
     last = ablate("sweep", path, "--state", state, "--workers", 2)
     assert last.returncode == 0, last.stderr
     book = ledger(state)
@@ -347,14 +374,13 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
     )
     book.close()
     assert {trial.state.name for trial in trials(state)} == {"COMPLETE"}
-    assert len(trials(state)) == 4
+    assert len(trials(state)) == 2
 
     runs = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
     assert {run.info.status for run in runs} == {"FINISHED"}
-    assert len(runs) == 1 + 10
-    assert len({run.data.tags["ablate.trial"] for run in runs if "ablate.trial" in run.data.tags}) == 10
+    assert len(runs) == 1 + 12
+    assert len({run.data.tags["ablate.trial"] for run in runs if "ablate.trial" in run.data.tags}) == 12
     for run in runs:
         if "ablate.trial" in run.data.tags:
-            found = [m.step for m in client.get_metric_history(run.info.run_id, "train/loss")]
-            assert found == sorted(set(found))
-            assert found[-1] == 100
+            found = [m.step for m in client.get_metric_history(run.info.run_id, "val/loss")]
+            assert found == list(range(1, 26))

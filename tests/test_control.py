@@ -6,7 +6,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from experiments_for_tests import sweep, tiny
@@ -60,14 +59,6 @@ def test_orders_given_while_they_are_taken_are_neither_lost_nor_repeated(tmp_pat
     numbers = [order["workers"] for order in taken]
     assert sorted(numbers) == [*range(50), *range(1000, 1050)]
     assert [n for n in numbers if n < 1000] == [*range(50)]
-
-
-def test_taking_nothing_costs_nothing(tmp_path):
-    (tmp_path / "orders").mkdir()
-    started = time.perf_counter()
-    for _ in range(1000):
-        take(tmp_path)
-    assert time.perf_counter() - started < 1  # a controller asks a few times a second
 
 
 # Who runs it
@@ -162,9 +153,7 @@ def test_a_ledger_that_is_being_written_is_sound(swept, tmp_path):
     writer.execute("PRAGMA journal_mode = WAL")
     writer.execute("BEGIN IMMEDIATE")
     writer.execute("INSERT INTO sweep VALUES ('x', 'y')")
-    started = time.perf_counter()
     assert damage(tmp_path / "ledger.db") is None
-    assert time.perf_counter() - started < 1
     writer.execute("COMMIT")
     writer.close()
 

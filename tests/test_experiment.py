@@ -11,6 +11,7 @@ from experiments_for_tests import SHAPE, VOCAB, content, problems, shards, tiny,
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
+from ablate.arms import KnobError
 from ablate.experiment import load
 from ablate.recipes import PRESETS
 from ablate.surface import json_schema
@@ -173,7 +174,26 @@ REFUSED = {
         "ablate: {rht: [true]}\npublished: [{arm: rht=true, metric: loss, value: 3.0, source: x}]",
         "5:29: published.0.metric: 'loss': no such metric of gpt",
     ),
-    "gpus": ("ablate: {rht: [true]}\nresources: {gpus: 8}", "5:13: resources.gpus: trials on several GPUs are not yet available"),
+    "one and a half GPUs": (
+        "ablate: {rht: [true]}\nresources: {gpus: 1.5}",
+        "5:1: resources: {'gpus': 1.5}: gpus 1.5 is neither a part of one GPU nor a number of whole",
+    ),
+    "ranks without a GPU each": (
+        "ablate: {rht: [true]}\nresources: {gpus: 8, ranks: 4}",
+        "5:1: resources: {'gpus': 8, 'ranks': 4}: ranks 4 differ from gpus 8: each",
+    ),
+    "ranks on a part of a GPU": (
+        "ablate: {rht: [true]}\nresources: {gpus: 0.5, ranks: 2}",
+        "5:1: resources: {'gpus': 0.5, 'ranks': 2}: ranks 2 of a trial with 0.5 of a GPU",
+    ),
+    "sharded on one rank": (
+        "ablate: {rht: [true]}\nresources: {sharded: true}",
+        "5:1: resources: {'sharded': True}: sharded has no effect on one rank; give gpus or ranks",
+    ),
+    "ranks that share out no micro-batch": (
+        "ablate: {rht: [true]}\nresources: {ranks: 3}",
+        "5:1: resources: arm bf16: 3 ranks share the 1 micro-batch of a step, 3 one each, and 3 does not divide workload.batch 2; a",
+    ),
     "rungs without a pruner": (
         "ablate: {rht: [true]}\nsearch: {trials: 2, rungs: [2]}",
         "5:21: search.rungs: has no effect without a pruner",
@@ -425,14 +445,14 @@ def test_every_mistake_of_a_file_is_told_at_once_in_the_order_of_its_lines(tmp_p
         against: nothing
         seeds: 0
         metric: {direction: down}
-        resources: {gpus: 8}
+        resources: {gpus: 1.5}
         extra: 1
         """,
     )
     places = [tuple(map(int, line.split(":")[:2])) for line in found]
     assert places == sorted(places)
     names = ["schema", "question", "workload.gpt.layerz", "recipe", "ablate.rhtt.0", "ablate.sr.0", "ablate.cooldown.1"]
-    names += ["against", "seeds", "metric.direction", "resources.gpus", "extra"]
+    names += ["against", "seeds", "metric.direction", "resources", "extra"]
     for name in names:
         assert sum(f": {name}: " in line for line in found) == 1, (name, found)
 
@@ -594,6 +614,20 @@ def test_a_search_knows_its_ranges_and_runs_its_baseline_first(tmp_path):
     arm, baseline = search.propose({"cooldown": 0.25, "rht": False})
     assert (arm.baseline, baseline.name) == ("bf16", "bf16")
     assert arm.recipe.schedule[0].start == "fraction:0.75"
+
+
+def test_a_proposal_that_the_ranks_cannot_share_out_is_refused_as_a_point(tmp_path):
+    found = tiny(
+        tmp_path,
+        shape={"accumulate": 2},
+        ablate={"workload.accumulate": {"choice": [2, 3]}},
+        search={"trials": 2},
+        seeds=1,
+        resources={"ranks": 2},
+    )
+    found.propose({"workload.accumulate": 2})
+    with pytest.raises(KnobError, match="resources: 2 ranks share the 3 micro-batches of a step, 2 one each"):
+        found.propose({"workload.accumulate": 3, "workload.batch": 1})
 
 
 def test_a_search_of_the_workload_gives_each_arm_a_baseline_of_its_own(tmp_path):

@@ -3,12 +3,11 @@
 import json
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from experiments_for_tests import TOO_LARGE, ablate, end, start, statuses, until, write
-from test_commands import INLINE
+from commands_for_tests import INLINE, here
+from experiments_for_tests import TOO_LARGE, end, start, statuses, until, write
 
 from ablate import notify
 from ablate.notify import Hook
@@ -19,12 +18,13 @@ KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))"
 
 
 class Server(ThreadingHTTPServer):
-    """Keeps what is posted to it; answers with `status`, after `delay` seconds."""
+    """Keeps what is posted to it; answers with `status`, once `gate` is open."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        self.bodies, self.status, self.delay = [], 200, 0.0
+        self.bodies, self.status, self.gate = [], 200, threading.Event()
+        self.gate.set()
         super().__init__(("127.0.0.1", 0), Handler)
 
     @property
@@ -34,7 +34,7 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        time.sleep(self.server.delay)
+        self.server.gate.wait(60)
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.bodies.append((self.path, self.headers["Content-Type"], json.loads(body)))
         self.send_response(self.server.status)
@@ -80,11 +80,11 @@ def test_a_command_gets_json_on_its_standard_input_and_no_shell_sees_it(tmp_path
 
 
 def test_telling_does_not_wait(server):
-    server.delay = 1.0
+    server.gate.clear()
     hook = Hook(server.url)
-    started = time.perf_counter()
     hook.tell({})
-    assert time.perf_counter() - started < 0.5
+    assert server.bodies == []
+    server.gate.set()
     assert hook.close() == []
     assert len(server.bodies) == 1
 
@@ -98,10 +98,11 @@ def test_a_server_that_refuses_is_one_line_without_the_key_in_its_path(server):
 
 def test_a_server_that_never_answers_is_given_up(server, monkeypatch):
     monkeypatch.setattr(notify, "_POST_SECONDS", 0.3)
-    server.delay = 1.0
+    server.gate.clear()
     hook = Hook(server.url)
     hook.tell({})
     (line,) = hook.close()
+    server.gate.set()
     assert "timed out" in line
     assert "secret-path" not in line
 
@@ -155,13 +156,13 @@ def test_a_hook_that_can_be_none_is_refused(address, said):
 
 
 def test_a_bad_hook_ends_a_sweep_before_it_begins(tmp_path):
-    done = ablate("sweep", write(tmp_path), "--state", tmp_path / "state", *INLINE, "--notify", "nowhere-to-be-found")
+    done = here("sweep", write(tmp_path), "--state", tmp_path / "state", *INLINE, "--notify", "nowhere-to-be-found")
     assert (done.returncode, done.stderr.startswith("--notify nowhere-to-be-found: no such command")) == (2, True)
 
 
 def test_the_end_of_a_sweep_is_told_with_its_counts_and_its_table(tmp_path):
     state = tmp_path / "state"
-    done = ablate("sweep", write(tmp_path, seeds=1), "--state", state, *INLINE, ABLATE_NOTIFY=command(tmp_path))
+    done = here("sweep", write(tmp_path, seeds=1), "--state", state, *INLINE, ABLATE_NOTIFY=command(tmp_path))
     assert done.returncode == 0, done.stderr
     (message,) = told(tmp_path)
     book = open_ledger(state, "tiny")
@@ -175,17 +176,15 @@ def test_the_end_of_a_sweep_is_told_with_its_counts_and_its_table(tmp_path):
 
 
 def test_a_hook_that_fails_is_one_line_and_changes_nothing(tmp_path):
-    done = ablate("sweep", write(tmp_path, seeds=1), "--state", tmp_path / "state", *INLINE, "--notify", "false")
+    done = here("sweep", write(tmp_path, seeds=1), "--state", tmp_path / "state", *INLINE, "--notify", "false")
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "notify: false ended with status 1"
 
 
-@pytest.mark.slow
-@pytest.mark.services
 def test_the_first_failure_of_a_trial_is_told_at_once_and_once(tmp_path, server):
     listed = {"broken": {"workload.hidden": TOO_LARGE}, "good": {"rht": True}}
-    words = ("--state", tmp_path / "state", "--mlflow", "none", "--workers", 1, "--notify", server.url)
-    done = ablate("sweep", write(tmp_path, ablate=None, arms=listed, retry=0, seeds=2), *words)
+    words = ("--state", tmp_path / "state", *INLINE, "--notify", server.url)
+    done = here("sweep", write(tmp_path, ablate=None, arms=listed, retry=0, seeds=2), *words)
     assert done.returncode == 1
     first, last = (body for _, _, body in server.bodies)
     assert (first["event"], first["status"]) == ("trial failed", "running")
@@ -195,20 +194,28 @@ def test_the_first_failure_of_a_trial_is_told_at_once_and_once(tmp_path, server)
     assert (last["event"], last["status"], last["counts"]) == ("ended", "failed", {"done": 4, "oom": 4})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("budget", "status", "code"), [({"trials": 1}, "budget", 3), ({}, "interrupted", 130)])
-def test_an_early_end_is_told_too(tmp_path, budget, status, code):
-    path, state = write(tmp_path, shape={"steps": 80}, budget=budget), tmp_path / "state"
-    driver = start("sweep", path, "--state", state, *INLINE, "--notify", command(tmp_path))
-    if status == "interrupted":
-        until(lambda: (state / "sweeps/tiny/ledger.db").exists() and "done" in statuses_of(state))
-        driver.send_signal(2)
-    driver.communicate(timeout=60)
-    end(driver)
-    assert driver.returncode == code
-    (message,) = told(tmp_path)
+def early_end(folder, status: str) -> None:
+    (message,) = told(folder)
     assert message["status"] == status
     assert message["counts"]["pending"] + message["counts"]["done"] == 6
+
+
+def test_an_end_by_the_budget_is_told_too(tmp_path):
+    words = ("--state", tmp_path / "state", *INLINE, "--notify", command(tmp_path))
+    assert here("sweep", write(tmp_path, budget={"trials": 1}), *words).returncode == 3
+    early_end(tmp_path, "budget")
+
+
+@pytest.mark.slow
+def test_an_interruption_is_told_too(tmp_path):
+    path, state = write(tmp_path, workload={"idle": {"steps": 10, "seconds": 0.1}}), tmp_path / "state"
+    driver = start("sweep", path, "--state", state, *INLINE, "--notify", command(tmp_path))
+    until(lambda: (state / "sweeps/tiny/ledger.db").exists() and "done" in statuses_of(state))
+    driver.send_signal(2)
+    driver.communicate(timeout=60)
+    end(driver)
+    assert driver.returncode == 130
+    early_end(tmp_path, "interrupted")
 
 
 def statuses_of(state) -> list[str]:

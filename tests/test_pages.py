@@ -38,10 +38,10 @@ SEARCH = {
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory):
-    """A grid and a search, drawn in MLflow and dressed; leave them as they are."""
+    """A grid that is drawn in MLflow and a search that is not, both dressed; leave them as they are."""
     folder = tmp_path_factory.mktemp("pages")
     store = f"sqlite:///{folder / 'mlflow.db'}"
-    sweep(tiny(folder, "searched", question="Which cooldown is best?", **SEARCH), folder, store)
+    sweep(tiny(folder, "searched", question="Which cooldown is best?", seeds=1, **SEARCH), folder)
     sweep(tiny(folder, "grid", question="Does the rotation matter?", shape={"steps": 8}), folder, store)
     for name in ("searched", "grid"):
         book = open_ledger(folder, name)
@@ -52,7 +52,7 @@ def state(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(state):
-    """The addresses of a running `ablate ui`."""
+    """The addresses of a running `ablate ui`, of the sweep that was run last."""
     process = start("ui", "--state", state)
     yield addresses(process)
     end(process)

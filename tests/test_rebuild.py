@@ -1,8 +1,8 @@
 """A damaged ledger is refused, and made again from what describes itself; what came back is what was there."""
 
 import pytest
+from commands_for_tests import INLINE, here
 from experiments_for_tests import ablate, ledger, statuses, sweep, tiny, values, write
-from test_commands import INLINE
 from test_control import middle
 from test_tracking import runs
 
@@ -40,7 +40,7 @@ def test_a_damaged_ledger_is_refused_and_then_made_again_as_it_was(how, tmp_path
     before = content(state)
     book = harm(state, how)
     kept = book.read_bytes()
-    refused = ablate("sweep", path, "--state", state, *INLINE)
+    refused = here("sweep", path, "--state", state, *INLINE)
     assert refused.returncode == 2
     (line,) = refused.stderr.splitlines()
     assert line.startswith(f"{book}: damaged (")
@@ -54,7 +54,7 @@ def test_a_damaged_ledger_is_refused_and_then_made_again_as_it_was(how, tmp_path
     assert f"Came back: 3 arms, 6 trials (6 done) with {records:,} records." in done.stdout
     assert [aside.read_bytes() for aside in book.parent.glob("ledger.db.damaged-*") if aside.suffix[-4:] not in ("-wal", "-shm")] == [kept]
     assert damage(book) is None
-    again = ablate("sweep", path, "--state", state, *INLINE)
+    again = here("sweep", path, "--state", state, *INLINE)
     assert again.returncode == 0
     assert "0 trials run, 6 already done" in again.stdout
 
@@ -64,12 +64,12 @@ def test_what_was_not_finished_waits_and_its_records_are_kept_for_when_it_goes_o
     sweep(tiny(tmp_path, budget={"trials": 2}), state)
     path = write(tmp_path)
     harm(state, "text")
-    done = ablate("rebuild", path, "--state", state)
+    done = here("rebuild", path, "--state", state)
     assert "Came back: 3 arms, 6 trials (2 done)" in done.stdout
     assert "4 trials are not finished; each goes on from its last checkpoint." in done.stdout
     assert "Lost: which trials had failed, and why (they run again); what earlier versions of the file wanted" in done.stdout
     assert sorted(statuses(state).values()) == ["done"] * 2 + ["pending"] * 4
-    assert ablate("sweep", path, "--state", state, *INLINE).returncode == 0
+    assert sweep(tiny(tmp_path), state)[0].status == "done"
     sweep(tiny(tmp_path), tmp_path / "undisturbed")
     assert values(state) == values(tmp_path / "undisturbed")
 
@@ -91,7 +91,7 @@ def test_a_search_gets_its_points_back_from_the_studys_journal(tmp_path):
     before = content(state)
     assert len([arm for arm in before["arms"] if arm[2] is not None]) == 4
     harm(state, "text")
-    done = ablate("rebuild", path, "--state", state)
+    done = here("rebuild", path, "--state", state)
     assert done.returncode == 0, done.stderr
     assert "4 points of the search" in done.stdout
     assert content(state) == before
@@ -104,7 +104,7 @@ def test_a_search_without_its_journal_says_that_its_points_are_lost(tmp_path):
     sweep(tiny(tmp_path, **SEARCH), state)
     harm(state, "text")
     (state / "sweeps" / "tiny" / "optuna.log").unlink()
-    done = ablate("rebuild", path, "--state", state)
+    done = here("rebuild", path, "--state", state)
     assert done.returncode == 0, done.stderr
     assert "the points of the search" in done.stdout.partition("Lost: ")[2]
 
@@ -126,16 +126,16 @@ def test_points_are_read_from_a_journal_that_is_torn_and_none_from_what_is_none(
 def test_a_sound_ledger_is_left_alone(tmp_path):
     path, state = write(tmp_path, seeds=1), tmp_path / "state"
     sweep(tiny(tmp_path, seeds=1), state)
-    done = ablate("rebuild", path, "--state", state)
+    done = here("rebuild", path, "--state", state)
     assert (done.returncode, done.stderr) == (2, f"{state / 'sweeps/tiny/ledger.db'}: sound; there is nothing to rebuild\n")
 
 
 def test_a_sweep_that_was_never_run_or_runs_is_told(tmp_path):
     path, state = write(tmp_path, seeds=1), tmp_path / "state"
-    done = ablate("rebuild", path, "--state", state)
+    done = here("rebuild", path, "--state", state)
     assert (done.returncode, done.stderr) == (2, f"{state / 'sweeps/tiny'}: no such sweep has been run\n")
     with lock(state / "sweeps" / "tiny" / "lock"):
-        done = ablate("rebuild", path, "--state", state)
+        done = here("rebuild", path, "--state", state)
     assert (done.returncode, "runs this sweep" in done.stderr) == (2, True)
 
 
@@ -145,12 +145,13 @@ def test_a_sweep_that_was_never_run_or_runs_is_told(tmp_path):
 def test_a_rebuilt_sweep_finds_its_runs_in_mlflow_again(tmp_path):
     from mlflow import MlflowClient
 
-    path, store = write(tmp_path, seeds=1), f"sqlite:///{tmp_path / 'mlflow.db'}"
-    sweep(tiny(tmp_path, seeds=1), tmp_path, store)
+    keys = {"workload": {"idle": {"steps": 4}}, "seeds": 1}
+    path, store = write(tmp_path, **keys), f"sqlite:///{tmp_path / 'mlflow.db'}"
+    sweep(tiny(tmp_path, **keys), tmp_path, store)
     client = MlflowClient(store)
     before = {run.info.run_id for kind in ("sweep", "trial") for run in runs(client, "tiny", kind)}
     harm(tmp_path, "pages")
-    assert "Lost" in ablate("rebuild", path, "--state", tmp_path).stdout
-    done = ablate("sync", "tiny", "--state", tmp_path, timeout=180)
+    assert "Lost" in here("rebuild", path, "--state", tmp_path).stdout
+    done = here("sync", "tiny", "--state", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {run.info.run_id for kind in ("sweep", "trial") for run in runs(client, "tiny", kind)} == before

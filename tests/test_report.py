@@ -7,6 +7,7 @@ import shutil
 import nbformat
 import numpy as np
 import pytest
+from commands_for_tests import here
 from experiments_for_tests import ablate, sweep, tiny, write
 
 from ablate import report
@@ -151,7 +152,7 @@ def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(s
     ids=["name", "file", "nothing", "notebook"],
 )
 def test_a_wrong_name_is_told_with_the_nearest(state, words, said):
-    done = ablate("report", *words, "--state", state)
+    done = here("report", *words, "--state", state)
     assert done.returncode == 2
     assert done.stderr.startswith(said)
     assert len(done.stderr.splitlines()) == 1
@@ -167,13 +168,15 @@ def test_a_damaged_ledger_is_refused(state, tmp_path):
 
 @pytest.mark.slow
 def test_a_sweep_ends_by_making_its_report(tmp_path):
-    done = ablate("sweep", write(tmp_path), "--state", tmp_path / "runs", "--executor", "inline", ABLATE_REPORT="true")
+    path = write(tmp_path, workload={"idle": {"steps": 4}}, seeds=1)
+    words = ("sweep", path, "--state", tmp_path / "runs", "--executor", "inline", "--mlflow", "none")
+    done = ablate(*words, ABLATE_REPORT="true")
     assert done.returncode == 0, done.stderr
     index = tmp_path / "runs" / "reports" / "tiny" / "index.html"
     assert str(index) in done.stdout
     assert index.exists()
     written = index.stat().st_mtime_ns
-    again = ablate("sweep", write(tmp_path), "--state", tmp_path / "runs", "--executor", "inline", ABLATE_REPORT="true")
+    again = here(*words, ABLATE_REPORT="true")
     assert str(index) in again.stdout
     assert index.stat().st_mtime_ns == written  # nothing was run: it shows all there is
 

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -85,9 +84,8 @@ def test_a_torn_last_line_and_a_stale_lock_are_repaired(swept, tmp_path):
     before = journal.read_bytes()
     journal.write_bytes(before + b'{"op_code": 4, "worker_')
     (journal.parent / "optuna.log.lock").symlink_to(journal)
-    started = time.monotonic()
     sweep(experiment, tmp_path)
-    assert time.monotonic() - started < 5
+    assert not list(journal.parent.glob("optuna.log.lock*"))
     assert all(json.loads(line) for line in journal.read_bytes().splitlines())
     assert journal.read_bytes().startswith(before)
     assert told(tmp_path) == told(swept)

@@ -7,10 +7,12 @@ import signal
 import sqlite3
 import time
 from contextlib import closing
+from functools import partial
 
 import pytest
-from experiments_for_tests import TOO_LARGE, Children, ablate, end, ledger, start, sweep, tiny, until, write
-from test_commands import INLINE, modules
+from commands_for_tests import INLINE, here
+from experiments_for_tests import TOO_LARGE, Children, end, ledger, start, sweep, tiny, until, write
+from test_commands import modules
 from test_control import middle
 
 from ablate import status as verb
@@ -19,9 +21,11 @@ from ablate.status import read
 from ablate.store import Store
 from ablate.tracking import behind
 
+STEPS = 6000
+
 
 def said(state, *words) -> list[dict]:
-    done = ablate("status", *words, "--json", "--state", state)
+    done = here("status", *words, "--json", "--state", state)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -33,15 +37,15 @@ def swept(tmp_path_factory):
     return folder / "state"
 
 
-@pytest.fixture
-def running(tmp_path):
-    """A sweep in another process that is a second into its second trial; (state folder, the process)."""
-    path, state = write(tmp_path, shape={"steps": 600, "eval_every": 600}, telemetry={"log": 5}), tmp_path / "state"
-    driver = start("sweep", path, "--state", state, *INLINE)
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A sweep in another process that is a second into its second trial, which lasts for minutes; (state folder, the process)."""
+    folder = tmp_path_factory.mktemp("running")
+    state = folder / "state"
+    sweep(tiny(folder, workload={"idle": {"steps": STEPS, "seconds": 1e-4}}, budget={"trials": 1}), state)
+    driver = start("sweep", write(folder, workload={"idle": {"steps": STEPS, "seconds": 0.05}}), "--state", state, *INLINE)
 
     def second() -> bool:
-        if not (state / "sweeps" / "tiny" / "ledger.db").exists():
-            return False
         found = read(state / "sweeps" / "tiny", Store(state))
         return found.trials.get("done") == 1 and any(flight.steps_per_s for flight in found.running)
 
@@ -62,10 +66,8 @@ def test_a_sweep_that_is_over_is_counted(swept):
     assert (found["running"], found["failures"], found["mlflow_behind"], found["trouble"]) == ([], [], None, None)
 
 
-def test_it_is_told_in_a_second_without_torch(swept):
-    started = time.monotonic()
+def test_it_is_told_without_torch(swept):
     done, imported = modules("status", "--state", swept)
-    assert time.monotonic() - started < 3  # the interpreter's start and a busy machine included
     assert "6 of 6 trials  6 done" in done.stdout
     assert not imported & {"torch", "ray", "mlflow", "optuna", "pandas", "matplotlib", "scipy"}
 
@@ -78,19 +80,19 @@ def test_reading_leaves_no_trace_in_the_ledger(swept):
 
 
 def test_without_sweeps_it_says_so(tmp_path):
-    assert ablate("status", "--state", tmp_path).stdout == f"No sweep has been run in {tmp_path}.\n"
+    assert here("status", "--state", tmp_path).stdout == f"No sweep has been run in {tmp_path}.\n"
     assert said(tmp_path) == []
 
 
 def test_a_sweep_that_there_is_not_is_refused(swept):
-    done = ablate("status", "tinny", "--state", swept)
+    done = here("status", "tinny", "--state", swept)
     assert (done.returncode, done.stderr) == (2, f"tinny: no such sweep in {swept}; 'tiny' is the nearest of tiny\n")
 
 
 @pytest.mark.slow
 def test_what_failed_is_told_with_its_reason_and_its_last_lines(tmp_path):
     large = tiny(tmp_path, "large", retry=0, seeds=1, ablate=None, arms={"broken": {"workload.hidden": TOO_LARGE}})
-    sweep(large, tmp_path, connect=Children)
+    sweep(large, tmp_path)
     blind = tiny(tmp_path, "blind", retry=0, seeds=1, ablate={"rht": [True]})
     (tmp_path / "train.bin").unlink()
     sweep(blind, tmp_path, connect=Children)
@@ -100,7 +102,7 @@ def test_what_failed_is_told_with_its_reason_and_its_last_lines(tmp_path):
     assert "train.bin" in failure["reason"]
     assert 0 < len(failure["log"]) <= 5
     assert failure["reason"] not in failure["log"]
-    shown = ablate("status", "--state", tmp_path, "large", "blind").stdout
+    shown = here("status", "--state", tmp_path, "large", "blind").stdout
     assert "2 of 2 trials  2 out of memory" in shown
     assert "broken seed=0  out of memory after step 0" in shown
     assert "2 of 2 trials  2 failed" in shown
@@ -118,45 +120,36 @@ def test_a_sweep_that_runs_says_what_runs_how_fast_and_how_long_still(running):
     assert found["controller"] == f"pid {driver.pid} on {os.uname().nodename}"
     assert (found["trials"]["done"], found["trials"]["running"], found["trials"]["pending"]) == (1, 1, 4)
     (flight,) = found["running"]
-    assert (flight["seed"], flight["attempt"], flight["steps"]) == (0, 1, 600)
+    assert (flight["seed"], flight["attempt"], flight["steps"]) == (0, 1, STEPS)
     assert flight["where"] == f"pid {driver.pid} on {os.uname().nodename}"
-    assert 0 < flight["step"] < 600
+    assert 0 < flight["step"] < STEPS
     assert flight["silent_s"] < 5
-    left = (600 - flight["step"]) / flight["steps_per_s"]
+    left = (STEPS - flight["step"]) / flight["steps_per_s"]
     assert flight["seconds_left"] == pytest.approx(left)
     assert found["seconds_left"] > left
     book = ledger(state)
     (mean,) = [row["seconds"] for row in book.db.execute("SELECT seconds FROM trials WHERE status = 'done'")]
     book.close()
     assert found["seconds_left"] == pytest.approx(4 * mean + left)
-    shown = ablate("status", "--state", state).stdout
+    shown = here("status", "--state", state).stdout
     assert f"runs (pid {driver.pid} on " in shown
     assert "1 of 6 trials  1 done, 1 running, 4 waiting" in shown
 
 
 @pytest.mark.slow
-def test_asking_again_and_again_disturbs_nothing_and_never_waits(running):
+def test_asking_again_and_again_disturbs_nothing_and_never_waits(running, monkeypatch):
+    """Not even while someone writes to the ledger, which a reader that writes would have to wait for."""
     state, driver = running
-    longest = 0.0
+    writer = sqlite3.connect(state / "sweeps" / "tiny" / "ledger.db", isolation_level=None, timeout=60)
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0))
     for _ in range(200):
-        started = time.perf_counter()
-        found = read(state / "sweeps" / "tiny", Store(state))
-        longest = max(longest, time.perf_counter() - started)
-        assert found.controller
-    assert longest < 0.5  # two cores that others use too
+        assert not read(state / "sweeps" / "tiny", Store(state)).trouble
+    writer.execute("BEGIN IMMEDIATE")
+    for _ in range(20):
+        assert not read(state / "sweeps" / "tiny", Store(state)).trouble
+    writer.execute("ROLLBACK")
+    writer.close()
     assert driver.poll() is None
-
-
-@pytest.mark.slow
-def test_what_a_killed_controller_left_is_not_said_to_run(running):
-    state, driver = running
-    driver.send_signal(signal.SIGKILL)
-    end(driver)
-    (found,) = said(state)
-    assert (found["controller"], found["running"], found["seconds_left"]) == (None, [], None)
-    shown = ablate("status", "--state", state).stdout
-    assert "nobody runs it; last change" in shown
-    assert "1 of 6 trials  1 done, 5 waiting" in shown
 
 
 @pytest.mark.slow
@@ -171,6 +164,18 @@ def test_it_can_be_watched_until_ctrl_c(running):
     assert "1 running" in output
 
 
+@pytest.mark.slow
+def test_what_a_killed_controller_left_is_not_said_to_run(running):
+    state, driver = running  # the last test that wants it
+    driver.send_signal(signal.SIGKILL)
+    end(driver)
+    (found,) = said(state)
+    assert (found["controller"], found["running"], found["seconds_left"]) == (None, [], None)
+    shown = here("status", "--state", state).stdout
+    assert "nobody runs it; last change" in shown
+    assert "1 of 6 trials  1 done, 5 waiting" in shown
+
+
 # What is wrong
 
 
@@ -183,7 +188,7 @@ def test_a_damaged_ledger_is_said_and_hides_no_other_sweep(swept, tmp_path):
     assert found["tiny"]["trouble"] is None
     for name in ("text", "pages"):
         assert found[name]["trouble"].endswith(f"`ablate rebuild {name}.yaml` makes it again from the trial folders")
-    shown = ablate("status", "--state", tmp_path).stdout
+    shown = here("status", "--state", tmp_path).stdout
     assert "text  " in shown
     assert "3 done" in shown
 
@@ -239,17 +244,28 @@ def test_a_trials_pace_is_that_of_its_last_records_in_this_attempt(book, tmp_pat
     assert flight.silent_s == pytest.approx(22 - 59 / 5, abs=1)
 
 
-def test_a_status_of_ten_thousand_trials_is_quick(tmp_path):
-    with closing(Ledger(tmp_path / "sweeps" / "large" / "ledger.db")) as made:
-        made.describe(metrics="[]", mlflow="digest", question="q")
-        spec = json.dumps({"workload": {"gpt": {"steps": 100}}, "padding": "x" * 2000})
-        made.db.execute("BEGIN")
-        for arm in range(1000):
-            number = made.add_arm(f"arm {arm}", {}, None, None)
-            for seed in range(10):
-                made.settle(made.add_member(number, seed, f"{arm}-{seed}", spec), "done", seconds=1.0)
-        made.db.execute("COMMIT")
-    started = time.perf_counter()
-    found = read(tmp_path / "sweeps" / "large", Store(tmp_path))
-    assert time.perf_counter() - started < 1
-    assert found.trials == {"done": 10_000}
+def test_a_status_asks_as_little_of_many_trials_as_of_few(tmp_path, monkeypatch):
+    asked, opened = [], Ledger.__init__
+
+    def watched(self, *words, **more):
+        opened(self, *words, **more)
+        self.db.set_trace_callback(asked.append)
+
+    def filled(name: str, arms: int) -> list[str]:
+        with closing(Ledger(tmp_path / "sweeps" / name / "ledger.db")) as made:
+            made.describe(metrics="[]", mlflow="digest", question="q")
+            made.db.execute("BEGIN")
+            for arm in range(arms):
+                number = made.add_arm(f"arm {arm}", {}, None, None)
+                for seed in range(10):
+                    made.settle(made.add_member(number, seed, f"{arm}-{seed}", "{}"), "done", seconds=1.0)
+            made.db.execute("COMMIT")
+        with monkeypatch.context() as patched:
+            patched.setattr(Ledger, "__init__", watched)
+            assert read(tmp_path / "sweeps" / name, Store(tmp_path)).trials == {"done": 10 * arms}
+        found, asked[:] = asked[:], []
+        return found
+
+    few = filled("small", 1)
+    assert few
+    assert filled("large", 100) == few

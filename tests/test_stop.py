@@ -6,16 +6,18 @@ import subprocess
 import sys
 
 import pytest
-from experiments_for_tests import ablate, end, environment, ledger, start, statuses, sweep, tiny, until, values, write
-from test_commands import INLINE
+from commands_for_tests import INLINE, here
+from experiments_for_tests import end, environment, ledger, start, statuses, sweep, tiny, until, values, write
 from test_store import HOLD
 
 from ablate.control import take
+from ablate.experiment import load
 
 TAKE = """
 import json, sys, time
 from pathlib import Path
 from ablate.control import take
+from ablate.experiment import load
 from ablate.store import lock
 folder = Path(sys.argv[1])
 with lock(folder / "lock"):
@@ -34,11 +36,12 @@ def process(code: str, *words) -> subprocess.Popen:
     return found
 
 
-@pytest.fixture
-def state(tmp_path):
-    """The state folder of a sweep of which 2 of 6 trials are done."""
-    sweep(tiny(tmp_path, budget={"trials": 2}), tmp_path / "state")
-    return tmp_path / "state"
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    """The state folder of a sweep of which 2 of 6 trials are done; orders to it are taken or taken back."""
+    folder = tmp_path_factory.mktemp("stop")
+    sweep(tiny(folder, budget={"trials": 2}), folder / "state")
+    return folder / "state"
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def taker(state):
 
 
 def refused(*words, state) -> str:
-    done = ablate(*words, "--state", state)
+    done = here(*words, "--state", state)
     assert done.returncode == 2, done.stdout
     assert not list(state.glob("sweeps/*/orders/*"))
     (line,) = done.stderr.splitlines()
@@ -74,7 +77,7 @@ def test_an_order_arrives_and_what_will_happen_is_said(state, taker):
         ("workers", "tiny", "3"): ({"workers": 3}, "3 trials at once from now on"),
     }
     for words, (order, said) in commands.items():
-        done = ablate(*words, "--state", state)
+        done = here(*words, "--state", state)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(said)
         assert done.stdout.endswith("Taken.\n")
@@ -108,7 +111,7 @@ def test_a_sweep_that_nobody_runs_is_told(words, state):
 
 
 def test_fewer_than_one_worker_is_refused(state):
-    assert ablate("workers", "tiny", "0", "--state", state).returncode == 2
+    assert here("workers", "tiny", "0", "--state", state).returncode == 2
 
 
 def test_an_order_that_nobody_lived_to_take_is_taken_back(state):
@@ -133,78 +136,85 @@ def found(state) -> dict[tuple[str, int], str]:
         return {}
 
 
-@pytest.fixture
-def running(tmp_path):
-    """(file, state folder, process) of a sweep in its first trial of 6."""
-    path, state = write(tmp_path, shape={"steps": 250}), tmp_path / "state"
+def asleep(folder, seconds: float):
+    """A sweep of two short trials and two that last; how long a trial sleeps before each of its records is no part of what it is."""
+    arms = {"long": {"rht": True, "workload.steps": 600}, "short": {"rht": False}}
+    return write(folder, workload={"idle": {"steps": 3, "seconds": seconds}}, ablate=None, arms=arms, seeds=1)
+
+
+def running_member(state, name: str) -> str:
+    """The id of an arm's trial, once that runs."""
+    until(lambda: found(state).get((name, 0)) == "running", 120)
+    book = ledger(state)
+    (trial,) = [member["id"] for member in book.members() if member["name"] == name]
+    book.close()
+    return trial
+
+
+@pytest.mark.slow
+def test_a_trial_an_arm_and_a_sweep_that_are_stopped_let_the_others_go_on_and_go_on_later(tmp_path):
+    path, state = asleep(tmp_path, 0.5), tmp_path / "state"
     driver = start("sweep", path, "--state", state, *INLINE)
     try:
-        until(lambda: "running" in found(state).values(), 60)
-        yield path, state, driver
+        trial = running_member(state, "bf16 steps=600")
+        until(lambda: seen(state, trial))
+        done = here("stop", "tiny", "--arm", "long", "--state", state)
+        assert done.stdout.startswith("Arm long: 1 trial that waits is not started; all keep what they recorded.")
+        done = here("stop", "tiny", "--trial", trial, "--state", state)
+        assert done.stdout.startswith(f"Trial {trial}: 1 trial that runs is ended; all keep what they recorded.")
+        output, _ = driver.communicate(timeout=120)
     finally:
         end(driver)
+    assert driver.returncode == 1, output
+    assert found(state) == {("bf16 steps=600", 0): "stopped", ("bf16", 0): "done", ("long", 0): "stopped", ("short", 0): "done"}
+    assert seen(state, trial)
 
-
-def goes_on_to_the_undisturbed_answer(path, state) -> bool:
-    done = ablate("sweep", path, "--state", state, *INLINE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    sweep(tiny(path.parent, shape={"steps": 250}), path.parent / "undisturbed")
-    return values(state) == values(path.parent / "undisturbed")
-
-
-@pytest.mark.slow
-def test_a_sweep_that_is_stopped_ends_with_status_130_and_goes_on_later(running):
-    path, state, driver = running
-    done = ablate("stop", "tiny", "--state", state)
-    assert (done.returncode, "Taken." in done.stdout) == (0, True)
-    output, _ = driver.communicate(timeout=60)
+    driver = start("sweep", path, "--state", state, *INLINE)
+    try:
+        assert running_member(state, "bf16 steps=600") == trial
+        done = here("stop", "tiny", "--state", state)
+        assert (done.returncode, "Taken." in done.stdout) == (0, True)
+        output, _ = driver.communicate(timeout=60)
+    finally:
+        end(driver)
     assert driver.returncode == 130
     assert "Stopped as ordered. Nothing is lost: the same command goes on." in output
-    assert not set(statuses(state).values()) & {"running", "failed"}
-    assert goes_on_to_the_undisturbed_answer(path, state)
+    assert sorted(found(state).values()) == ["done", "done", "pending", "stopped"]
+
+    done = here("sweep", asleep(tmp_path, 0.0), "--state", state, *INLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sweep(load(path), tmp_path / "undisturbed")
+    assert values(state) == values(tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
-def test_an_arm_that_is_stopped_lets_the_others_go_on(running):
-    path, state, driver = running
-    assert ablate("stop", "tiny", "--arm", "rht=false", "--state", state).returncode == 0
-    output, _ = driver.communicate(timeout=120)
-    assert driver.returncode == 1, output
-    assert {arm: {status for (name, _), status in statuses(state).items() if name == arm} for arm in ("bf16", "rht=true", "rht=false")} == {
-        "bf16": {"done"},
-        "rht=true": {"done"},
-        "rht=false": {"stopped"},
-    }
-    assert goes_on_to_the_undisturbed_answer(path, state)
-
-
-@pytest.mark.slow
-def test_a_trial_that_is_stopped_lets_the_others_go_on(running):
-    path, state, driver = running
-    ((arm, seed),) = [member for member, status in found(state).items() if status == "running"]
+def seen(state, trial: str) -> int:
+    """How many values of a trial the ledger has."""
     book = ledger(state)
-    (trial,) = [m["id"] for m in book.members() if (m["name"], m["seed"]) == (arm, seed)]
+    (number,) = [member["trial"] for member in book.members() if member["id"] == trial]
+    records = len(list(book.records(number)))
     book.close()
-    done = ablate("stop", "tiny", "--trial", trial, "--state", state)
-    assert done.stdout.startswith(f"Trial {trial}: 1 trial that runs is ended; all keep what they recorded.")
-    driver.communicate(timeout=120)
-    assert [member for member, status in statuses(state).items() if status != "done"] == [(arm, seed)]
-    assert goes_on_to_the_undisturbed_answer(path, state)
+    return records
 
 
 @pytest.mark.slow
 @pytest.mark.services
 def test_workers_are_added_in_flight(tmp_path):
-    path, state = write(tmp_path, shape={"steps": 1500}, seeds=2), tmp_path / "state"
+    path, state = write(tmp_path, workload={"idle": {"steps": 10, "seconds": 0.2}}, seeds=12), tmp_path / "state"
     driver = start("sweep", path, "--state", state, "--workers", 2, "--mlflow", "none")
+
+    def count(status: str) -> int:
+        return list(found(state).values()).count(status)
+
     try:
-        until(lambda: list(found(state).values()).count("running") == 2, 120)
-        assert ablate("workers", "tiny", 1, "--state", state).returncode == 0
-        until(lambda: list(found(state).values()).count("done") >= 3, 120)
-        assert list(found(state).values()).count("running") == 1
-        assert ablate("workers", "tiny", 2, "--state", state).returncode == 0
-        until(lambda: list(found(state).values()).count("running") == 2, 60)
-        ablate("stop", "tiny", "--state", state)
+        until(lambda: count("running") == 2, 120)
+        assert here("workers", "tiny", 1, "--state", state).returncode == 0
+        until(lambda: count("running") == 1, 60)
+        at_once, enough = set(), count("done") + 2
+        until(lambda: at_once.add(count("running")) or count("done") >= enough, 60)
+        assert max(at_once) == 1
+        assert here("workers", "tiny", 2, "--state", state).returncode == 0
+        until(lambda: count("running") == 2, 60)
+        here("stop", "tiny", "--state", state)
         output, _ = driver.communicate(timeout=60)
         assert "1 trials at once from now on" in output
         assert "2 trials at once from now on" in output

@@ -1,6 +1,7 @@
 """What MLflow lacks is shipped, all of it and nothing twice, by real servers and databases: dead, late, deleted, damaged."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -8,8 +9,8 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
+from commands_for_tests import INLINE, here
 from experiments_for_tests import ablate, end, environment, ledger, start, sweep, tiny, until, write
-from test_commands import INLINE
 from test_stop import process
 from test_store import HOLD
 from test_tracking import histories, runs
@@ -23,6 +24,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
+
+
+IDLE = {"idle": {"steps": 8}}
+"""Trials of one metric: what is asked is which runs are there, and MLflow takes longest over them."""
 
 
 @contextmanager
@@ -90,9 +95,19 @@ def parents(client, name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> str:
-    """One MLflow database for this file: a fresh one takes seconds to migrate."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+def empty(tmp_path_factory):
+    """An MLflow database without anything in it, to be copied: a fresh one takes seconds to migrate."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "empty.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(empty) -> str:
+    """One MLflow database for this file."""
+    return f"sqlite:///{shutil.copy(empty, empty.with_name('mlflow.db'))}"
 
 
 @pytest.fixture(scope="module")
@@ -102,20 +117,23 @@ def client(store):
     return MlflowClient(store)
 
 
-def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_none_twice(tmp_path, port, monkeypatch):
+def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_none_twice(tmp_path, port, empty, monkeypatch):
     monkeypatch.setattr(controller, "_MLFLOW_GRACE_SECONDS", 1.0)
     url = f"http://127.0.0.1:{port}"
-    outcome, news = sweep(tiny(tmp_path), tmp_path, url)
-    assert (outcome.status, outcome.ran) == ("done", 6)
+    outcome, news = sweep(tiny(tmp_path, seeds=1), tmp_path, url)
+    assert (outcome.status, outcome.ran) == ("done", 3)
     assert "records behind (" in news[-1]
     expected = sum(sum(records.values()) for records in recorded(tmp_path, "tiny").values())
     assert expected > 100
-    assert f"MLflow {expected:,} records behind; `ablate sync tiny` ships them" in ablate("status", "tiny", "--state", tmp_path).stdout
+    assert f"MLflow {expected:,} records behind; `ablate sync tiny` ships them" in here("status", "tiny", "--state", tmp_path).stdout
 
-    dead = ablate("sync", "--state", tmp_path, "--mlflow", url, "--timeout", 15)  # MLflow is imported within that, too
+    dead = here("sync", "--state", tmp_path, "--mlflow", url, "--timeout", 3)
     assert dead.returncode == 1
-    assert dead.stdout.startswith(f"tiny: {expected:,} of {expected:,} records are missing in {url}: MlflowException")
+    assert dead.stdout.startswith(
+        f"tiny: {expected:,} of {expected:,} records are missing in {url}: MLflow's server does not answer: Connection refused"
+    )
 
+    shutil.copy(empty, tmp_path / "server.db")
     waiting = start("sync", "--state", tmp_path, "--mlflow", url)  # before the server is there
     try:
         with server(tmp_path, port) as client:
@@ -131,15 +149,16 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
             assert parents(client, "tiny") == ["FINISHED"]
     finally:
         end(waiting)
-    assert "behind" not in ablate("status", "tiny", "--state", tmp_path).stdout
+    assert "behind" not in here("status", "tiny", "--state", tmp_path).stdout
 
 
-def test_a_deleted_database_is_made_again(tmp_path):
+def test_a_deleted_database_is_made_again(tmp_path, empty):
     from mlflow import MlflowClient
 
     path = tmp_path / "mlflow.db"
+    shutil.copy(empty, path)
     for name in ("one", "two"):
-        sweep(tiny(tmp_path, name, seeds=1), tmp_path, f"sqlite:///{path}")
+        sweep(tiny(tmp_path, name, workload=IDLE, seeds=1), tmp_path, f"sqlite:///{path}")
     for trial in (tmp_path / "trials").iterdir():
         (trial / "artifacts").mkdir(exist_ok=True)
         (trial / "artifacts" / "grid.png").touch()
@@ -154,12 +173,13 @@ def test_a_deleted_database_is_made_again(tmp_path):
         assert left == [["grid.png", "result.json", "spec.json"]] * 3
 
 
-def test_a_database_that_another_sweep_made_again_gets_this_ones_runs_too(tmp_path):
+def test_a_database_that_another_sweep_made_again_gets_this_ones_runs_too(tmp_path, empty):
     from mlflow import MlflowClient
 
     path = tmp_path / "mlflow.db"
+    shutil.copy(empty, path)
     for name in ("one", "two"):
-        sweep(tiny(tmp_path, name, seeds=1), tmp_path, f"sqlite:///{path}")
+        sweep(tiny(tmp_path, name, workload=IDLE, seeds=1), tmp_path, f"sqlite:///{path}")
     for part in tmp_path.glob("mlflow.db*"):
         part.unlink()
     for name in ("two", "one"):
@@ -172,23 +192,23 @@ def test_a_database_that_another_sweep_made_again_gets_this_ones_runs_too(tmp_pa
 def test_a_damaged_database_is_refused_and_put_aside_by_a_rebuild(tmp_path):
     from mlflow import MlflowClient
 
-    sweep(tiny(tmp_path, seeds=1), tmp_path)
+    sweep(tiny(tmp_path, workload=IDLE, seeds=1), tmp_path)
     path = tmp_path / "mlflow.db"
     path.write_bytes(b"no database at all" * 1000)
     for words in ((), ("tiny", "--rebuild")):
-        done = ablate("sync", *words, "--state", tmp_path)
+        done = here("sync", *words, "--state", tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith(f"{path}: damaged (file is not a database); `ablate sync --rebuild`, for all sweeps, puts it aside")
     with lock(tmp_path / "sweeps" / "tiny" / "lock"):
-        done = ablate("sync", "--rebuild", "--state", tmp_path)
+        done = here("sync", "--rebuild", "--state", tmp_path)
     assert (done.returncode, "still in use by tiny" in done.stderr) == (2, True)
-    assert ablate("sync", "--rebuild", "--state", tmp_path, timeout=180).returncode == 0
+    assert here("sync", "--rebuild", "--state", tmp_path).returncode == 0
     assert [kept.read_bytes()[:11] for kept in tmp_path.glob("mlflow.db.damaged-*")] == [b"no database"]
     assert drawn(MlflowClient(f"sqlite:///{path}"), "tiny") == recorded(tmp_path, "tiny")
 
 
 def test_an_interrupted_sweep_is_shipped_as_far_as_it_came_and_says_that_it_was_ended(tmp_path, client, store):
-    state, path = tmp_path / "state", write(tmp_path, "cut", shape={"steps": 300}, seeds=1)
+    state, path = tmp_path / "state", write(tmp_path, "cut", workload={"idle": {"steps": 40, "seconds": 0.05}}, seeds=1)
     driver = start("sweep", path, "--state", state, *INLINE)
 
     def halfway() -> bool:
@@ -197,7 +217,7 @@ def test_an_interrupted_sweep_is_shipped_as_far_as_it_came_and_says_that_it_was_
     until(halfway, 120)
     driver.kill()
     end(driver)
-    done = ablate("sync", "--state", state, "--mlflow", store, timeout=180)
+    done = here("sync", "--state", state, "--mlflow", store)
     assert done.returncode == 0, done.stdout + done.stderr
     assert drawn(client, "cut") == recorded(state, "cut")
     assert len(drawn(client, "cut")) == 2
@@ -214,18 +234,18 @@ def deep(state) -> bool:
 
 
 def test_an_experiment_that_was_deleted_in_its_pages_is_restored(tmp_path, client, store):
-    sweep(tiny(tmp_path, "gone", seeds=1), tmp_path, store)
+    sweep(tiny(tmp_path, "gone", workload=IDLE, seeds=1), tmp_path, store)
     client.delete_experiment(client.get_experiment_by_name("gone").experiment_id)
-    done = ablate("sync", "gone", "--rebuild", "--state", tmp_path, "--mlflow", store, "--timeout", 60, timeout=180)
+    done = here("sync", "gone", "--rebuild", "--state", tmp_path, "--mlflow", store, "--timeout", 60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert drawn(client, "gone") == recorded(tmp_path, "gone")
 
 
 def test_what_runs_ships_by_itself(tmp_path):
-    sweep(tiny(tmp_path, seeds=1), tmp_path)
+    sweep(tiny(tmp_path, workload=IDLE, seeds=1), tmp_path)
     holder = process(HOLD, tmp_path / "sweeps" / "tiny" / "lock")
     try:
-        named, every = (ablate("sync", *words, "--state", tmp_path) for words in (("tiny",), ()))
+        named, every = (here("sync", *words, "--state", tmp_path) for words in (("tiny",), ()))
     finally:
         end(holder)
     assert (named.returncode, named.stderr) == (2, f"tiny: runs (pid {holder.pid} on {os.uname().nodename}), and ships by itself\n")
@@ -233,8 +253,8 @@ def test_what_runs_ships_by_itself(tmp_path):
 
 
 def test_without_mlflow_there_is_nothing_to_ship_to(tmp_path):
-    sweep(tiny(tmp_path, seeds=1), tmp_path)
-    done = ablate("sync", "--state", tmp_path, ABLATE_MLFLOW="none")
+    sweep(tiny(tmp_path, workload=IDLE, seeds=1), tmp_path)
+    done = here("sync", "--state", tmp_path, ABLATE_MLFLOW="none")
     assert (done.returncode, done.stderr) == (
         2,
         "there is no MLflow to ship to (ABLATE_MLFLOW says none); name one with --mlflow\n",
@@ -242,10 +262,10 @@ def test_without_mlflow_there_is_nothing_to_ship_to(tmp_path):
 
 
 def test_a_sweep_whose_ledger_is_damaged_keeps_no_other_from_being_shipped(tmp_path, client, store):
-    sweep(tiny(tmp_path, "sound", seeds=1), tmp_path)
+    sweep(tiny(tmp_path, "sound", workload=IDLE, seeds=1), tmp_path)
     (tmp_path / "sweeps" / "broken").mkdir()
     (tmp_path / "sweeps" / "broken" / "ledger.db").write_bytes(b"nothing" * 2000)
-    done = ablate("sync", "--state", tmp_path, "--mlflow", store, timeout=180)
+    done = here("sync", "--state", tmp_path, "--mlflow", store)
     assert done.returncode == 1
     assert "`ablate rebuild broken.yaml` makes it again" in done.stdout
     assert drawn(client, "sound") == recorded(tmp_path, "sound")

@@ -315,7 +315,7 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
     pictures.refresh()
     book.db.set_trace_callback(None)
     assert [number for number, state, *_ in told(tmp_path, "waiting") if state != "RUNNING"] == [7]
-    pictures.finish("KILLED", 30)
+    pictures.finish("KILLED", 0.5)  # seconds for a thread that will not get done
     assert {state for _, state, *_ in told(tmp_path, "waiting")} == {"FAIL"}  # nothing was recorded of them
     book.close()
 
@@ -344,6 +344,11 @@ def test_what_was_run_without_mlflow_is_drawn_later(client, store, tmp_path):
     assert outcome.ran == 0
     assert len(runs(client, "later")) == 3
     assert all("val/loss" in run.data.metrics for run in runs(client, "later"))
+    book = ledger(tmp_path, "later")
+    took = {row["id"]: row["seconds"] for row in book.db.execute("SELECT id, seconds FROM trials")}
+    book.close()
+    lasted = {run.data.tags["ablate.trial"]: run.info.end_time - run.info.start_time for run in runs(client, "later")}
+    assert lasted == {trial: int(1000 * seconds) for trial, seconds in took.items()}  # not what it took to draw them
 
 
 def test_a_diverged_trial_is_finished_and_says_so(client, store, tmp_path):
@@ -380,14 +385,15 @@ def test_a_failed_trial_is_failed_and_finished_once_it_succeeds(client, store, t
     assert sweep(experiment, tmp_path, store, Children)[0].status == "failed"
     assert {run.info.status for run in runs(client, "failing")} == {"FAILED"}
     (tmp_path / "away").rename(tmp_path / "train.bin")
-    assert sweep(experiment, tmp_path, store, Children)[0].status == "done"
+    assert sweep(experiment, tmp_path, store)[0].status == "done"
     assert {run.info.status for run in runs(client, "failing")} == {"FINISHED"}
 
 
 @pytest.mark.slow
 def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(client, store, tmp_path, monkeypatch):
-    monkeypatch.setattr(controller, "_MLFLOW_GRACE_SECONDS", 2.0)
-    outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, "http://127.0.0.1:9")
+    with monkeypatch.context() as patched:
+        patched.setattr(controller, "_MLFLOW_GRACE_SECONDS", 2.0)
+        outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, "http://127.0.0.1:9")
     assert (outcome.status, outcome.ran) == ("done", 3)
     assert set(statuses(tmp_path, "dead").values()) == {"done"}
     assert re.match(r"MLflow \d+ records behind \(", news[-1])

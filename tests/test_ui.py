@@ -1,16 +1,17 @@
 """`ablate ui`: three addresses that answer, an end that leaves nothing behind however it comes, and one sentence where there is nothing."""
 
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 
 import psutil
 import pytest
-from experiments_for_tests import ablate, end, start, sweep, tiny, until
+from commands_for_tests import here
+from experiments_for_tests import end, start, sweep, tiny, until
 
 from ablate.ui import index
 
@@ -25,9 +26,12 @@ def state(tmp_path_factory):
     """A state folder with two sweeps, drawn in MLflow; leave it as it is."""
     folder = tmp_path_factory.mktemp("ui")
     for name, question in (("first", "Does <it> matter?"), ("second", "And this?")):
-        sweep(tiny(folder, name, seeds=1, question=question), folder, f"sqlite:///{folder / 'mlflow.db'}")
-    (folder / "reports" / "first").mkdir(parents=True)
+        keys = {"workload": {"idle": {"steps": 4}}, "seeds": 1, "question": question}
+        sweep(tiny(folder, name, **keys), folder, f"sqlite:///{folder / 'mlflow.db'}")
+    (folder / "reports" / "first" / "figures").mkdir(parents=True)
     (folder / "reports" / "first" / "index.html").write_text("<p>the report</p>")
+    (folder / "reports" / "first" / "index.md").write_text("# It?\n\n*ablate, experiment first: 15 runs*\n\n**a <b> is worse, +0.01**\n")
+    (folder / "reports" / "first" / "figures" / "forest-loss.png").write_bytes(b"png")
     (folder / "reports" / "second").mkdir(parents=True)
     (folder / "reports" / "second" / "gap.png").write_bytes(b"png")
     return folder
@@ -58,52 +62,55 @@ def read(address: str) -> str:
         return answer.read().decode()
 
 
-@pytest.fixture
-def shown(state):
-    process = start("ui", "--state", state)
-    yield process
-    end(process)
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_three_addresses_answer_and_nothing_is_left_when_it_ends(how, shown):
-    found = addresses(shown)
+def ends(process: subprocess.Popen, found: dict[str, str], how: signal.Signals) -> None:
+    """Three addresses answer, and nothing is left once it ended in this way."""
     assert set(found) == {"MLflow", "Optuna", "Reports"}
     assert all(address.startswith("http://127.0.0.1:") for address in found.values())
     for address in found.values():
         read(address.partition("#")[0])
-    processes = family(shown)
+    processes = family(process)
     assert len(processes) >= 3
-    shown.send_signal(how)
+    process.send_signal(how)
     until(lambda: gone(processes), 30)
-    assert shown.wait(10) == (-9 if how == signal.SIGKILL else 0)
+    assert process.wait(10) == (-9 if how == signal.SIGKILL else 0)
     for address in found.values():
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", int(re.search(r":(\d+)", address.removeprefix("http:"))[1]))) != 0
 
 
-def test_the_addresses_name_the_sweep_that_was_run_last_or_the_one_that_is_asked_for(state, shown):
+def test_the_addresses_name_the_sweep_that_was_run_last_and_nothing_is_left_after_ctrl_c(state):
     import json
 
-    found = addresses(shown)
-    server = found["MLflow"].partition("/#")[0]
-    experiment = re.search(r"/#/experiments/(\d+)/runs\?.*viewStateShareKey=arms$", found["MLflow"])[1]
-    told = json.loads(read(f"{server}/api/2.0/mlflow/experiments/get?experiment_id={experiment}"))
-    assert told["experiment"]["name"] == "second"
-    board, number = re.fullmatch(r"(http://[\d.:]+)/dashboard/studies/(\d+)", found["Optuna"]).groups()
-    studies = {study["study_id"]: study["study_name"] for study in json.loads(read(f"{board}/api/studies"))["study_summaries"]}
-    assert studies[int(number)] == "second"
-    assert sorted(studies.values()) == ["first", "second"]
-    shown.send_signal(signal.SIGINT)
-    shown.wait(30)
-    other = start("ui", "first", "--state", state, "--mlflow", "none")
+    process = start("ui", "--state", state)
     try:
-        found = addresses(other)
-        assert found["MLflow"] == "not running"
-        number = int(found["Optuna"].rpartition("/")[2])
-        assert {study: name for study, name in studies.items() if study == number} == {number: "first"}
+        found = addresses(process)
+        server = found["MLflow"].partition("/#")[0]
+        experiment = re.search(r"/#/experiments/(\d+)/runs\?.*viewStateShareKey=arms$", found["MLflow"])[1]
+        told = json.loads(read(f"{server}/api/2.0/mlflow/experiments/get?experiment_id={experiment}"))
+        assert told["experiment"]["name"] == "second"
+        assert studies(found) == ("second", ["first", "second"])
+        ends(process, found, signal.SIGINT)
     finally:
-        end(other)
+        end(process)
+
+
+def studies(found: dict[str, str]) -> tuple[str, list[str]]:
+    """The study that the address of Optuna's dashboard names, and all there are."""
+    import json
+
+    board, number = re.fullmatch(r"(http://[\d.:]+)/dashboard/studies/(\d+)", found["Optuna"]).groups()
+    known = {study["study_id"]: study["study_name"] for study in json.loads(read(f"{board}/api/studies"))["study_summaries"]}
+    return known[int(number)], sorted(known.values())
+
+
+def test_the_addresses_name_the_sweep_that_is_asked_for(state):
+    process = start("ui", "first", "--state", state, "--mlflow", "none")
+    try:
+        found = addresses(process)
+        assert found["MLflow"] == "not running"
+        assert studies(found) == ("first", ["first", "second"])
+    finally:
+        end(process)
 
 
 def test_a_server_that_is_named_is_not_started_but_told_without_its_password(state):
@@ -116,19 +123,35 @@ def test_a_server_that_is_named_is_not_started_but_told_without_its_password(sta
         end(process)
 
 
-def test_ports_that_are_taken_are_passed_over_and_one_that_was_asked_for_is_told(state):
+def test_a_service_listens_where_it_is_told_and_shows_sweeps_that_begin_after_it(state, tmp_path):
+    process = start("ui", "--wait", "--host", "127.0.0.2", "--state", tmp_path, "--mlflow", "none")
+    try:
+        found = addresses(process)
+        assert found["Optuna"].startswith("http://127.0.0.2:")
+        assert "first" not in read(found["Reports"])
+        shutil.copytree(state / "sweeps", tmp_path / "sweeps")
+        assert "first" in read(found["Reports"])
+        assert '"study_name": "first"' in read(f"{found['Optuna']}api/studies")
+    finally:
+        end(process)
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_told(state):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = ablate("ui", "--state", state, "--reports-port", port)
+        done = here("ui", "--state", state, "--reports-port", port)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == f"--reports-port {port}: somebody listens there already; name another, or none, and a free one is taken\n"
+
+
+def test_ports_that_are_taken_are_passed_over_and_nothing_is_left_of_one_that_is_ended_or_killed(state):
     both = [start("ui", "--state", state) for _ in range(2)]  # at once: each sees the other's ports free
     try:
         found = [addresses(process) for process in both]
         assert len({address for one in found for address in one.values()}) == 6
         assert all("first" in read(one["Reports"]) for one in found)
-        for one in found:
-            read(one["MLflow"].partition("#")[0])
+        for process, one, how in zip(both, found, (signal.SIGTERM, signal.SIGKILL), strict=True):
+            ends(process, one, how)
     finally:
         for process in both:
             end(process)
@@ -138,14 +161,14 @@ def test_ports_that_are_taken_are_passed_over_and_one_that_was_asked_for_is_told
 def test_where_nothing_has_been_run_that_is_one_sentence(made, tmp_path):
     if made:
         (tmp_path / "runs" / "sweeps").mkdir(parents=True)
-    done = ablate("ui", "--state", tmp_path / "runs")
+    done = here("ui", "--state", tmp_path / "runs")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{tmp_path / 'runs'}: nothing has been run there yet")
     assert done.stderr.count("\n") == 1
 
 
 def test_an_unknown_sweep_is_told_with_the_nearest(state):
-    done = ablate("ui", "frist", "--state", state)
+    done = here("ui", "frist", "--state", state)
     assert done.returncode == 2
     assert re.search(r"no such sweep in .*; 'first' is the nearest", done.stderr)
 
@@ -169,6 +192,13 @@ def test_the_list_names_every_sweep_with_its_question_the_last_first(state):
     assert page.index("And this?") < page.index("Does &lt;it&gt; matter?")
     assert 'href="first/index.html"' in page
     assert 'src="second/gap.png"' in page
+
+
+def test_the_list_says_each_reports_answer_and_shows_its_gaps(state):
+    page = index(state)
+    assert "<p>a &lt;b&gt; is worse, +0.01</p>" in page
+    assert "<small>ablate, experiment first: 15 runs</small>" in page
+    assert '<a href="first/index.html"><img src="first/figures/forest-loss.png"' in page
 
 
 def test_a_ledger_that_cannot_be_read_is_listed_with_why(state, tmp_path):
@@ -222,9 +252,7 @@ def test_a_command_that_does_not_listen_is_killed():
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
     rest = family(process)
-    began = time.monotonic()
     process.stdin.close()
     until(lambda: gone(rest), 20)
-    assert time.monotonic() - began < 15
     process.stdout.close()
     process.wait()

@@ -1,5 +1,7 @@
 """YAML as plain values with positions: YAML 1.2, duplicates and aliases refused, and never a traceback."""
 
+import sys
+
 import pytest
 
 from ablate.yamlfile import InputError, Problem, nearest, parse, read
@@ -78,6 +80,16 @@ def test_what_is_not_yaml_is_refused_with_its_place(text):
 @pytest.mark.parametrize("text", ["a: \x00\n", "a: " + "9" * 5000, "a: " + "[" * 600 + "]" * 600], ids=["nul", "digits", "levels"])
 def test_what_no_reader_can_hold_is_refused_too(text):
     assert complaints(text)
+
+
+def test_a_nest_is_refused_at_its_level_however_deep_python_may_go():
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    try:
+        (problem,) = complaints("a: " + "[" * 600 + "]" * 600)
+    finally:
+        sys.setrecursionlimit(before)
+    assert "nested more than 64 levels deep" in problem.message
 
 
 def test_a_file_that_is_not_utf_8_is_refused(tmp_path):

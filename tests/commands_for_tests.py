@@ -1,0 +1,35 @@
+"""The command line in this process: what a test asks of a verb's words and status, without a start of Python and its imports a call."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+from unittest import mock
+
+from experiments_for_tests import environment
+
+from ablate.__main__ import main
+from ablate.doctor import Checkup
+
+INLINE = ("--executor", "inline", "--mlflow", "none")
+
+
+def here(*words: Any, **extra: str) -> subprocess.CompletedProcess:
+    """What `ablate` of experiments_for_tests gives, of the same words and environment, called here; without the quick proof of the
+    numerics, which tests of its own hold to its word."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    command = ["ablate", *map(str, words)]
+    with (
+        mock.patch.dict(os.environ, environment(**extra), clear=True),
+        mock.patch.object(sys, "argv", command),
+        mock.patch.multiple(Checkup, start=lambda self: None, passed=lambda self: None),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+    return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
