@@ -1,7 +1,6 @@
 """Ray clusters of one machine for tests: heads and nodes as processes, each ended with its family; nodes that do not see a folder."""
 
 import contextlib
-import os
 import shutil
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import psutil
 from experiments_for_tests import environment, until
+from gates_for_tests import customised
 
 OPEN = {"RAY_AUTH_MODE": "disabled"}
 _LEAN = ("--include-log-monitor", "false")
@@ -92,13 +92,6 @@ def nodes(address: str, *each: dict[str, Any]) -> Iterator[list[subprocess.Popen
     """Several nodes: what `node` is told of each. One after the other, since Ray takes those of one address that start at once for one."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(node(address, **keys)) for keys in each]
-
-
-def customised(folder: Path, code: str) -> dict[str, str]:
-    """An environment in which every Python runs this code as it starts."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(code)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def blocker(folder: Path, *modules: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -131,10 +132,10 @@ class Machine:
         environment = os.environ | self.environment(name)
         return subprocess.run(words, env=environment, capture_output=True, timeout=60, check=False).returncode == 0
 
-    def start(self, name: str, log: str = "", **more: int) -> Server:
-        """The service as a process; `ready` asks its health check."""
+    def start(self, name: str, log: str = "", extra: Mapping[str, str] = MappingProxyType({}), **more: int) -> Server:
+        """The service as a process, `extra` in its environment; `ready` asks its health check."""
         path = self.folder / f"{log or name}.log"
-        words, environment = self.words(name, **more), self.environment(name)
+        words, environment = self.words(name, **more), self.environment(name) | extra
         words[0] = next(
             str(folder / words[0]) for folder in map(Path, environment["PATH"].split(os.pathsep)) if (folder / words[0]).exists()
         )

@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,15 @@ def words_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return []
+
+
+def gone(processes: Iterable[psutil.Process]) -> bool:
+    """Whether all of them have ended; a zombie has."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                return False
+    return True
 
 
 def until(condition: Callable[[], Any], seconds: float = 60, every: float = 0.02) -> Any:

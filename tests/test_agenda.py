@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from experiments_for_tests import Children, ledger, statuses, sweep, tiny, values
+from gates_for_tests import Gate
 
 from ablate import control, controller
 from ablate.controller import Controller, Outcome, Wishes
@@ -158,12 +159,15 @@ def test_a_budget_of_cost_ends_a_run(tmp_path):
 
 LONG = {
     Inline: {"shape": {"steps": 20, "eval_every": 20}, "telemetry": {"log": 1}},  # advances only where it is asked
-    Children: {"workload": {"idle": {"steps": 30, "seconds": 0.05}}},
+    Children: {"workload": {"idle": {"steps": 30}}},
 }
 
 
-def ordered(state: Path, order: dict, connect) -> tuple[Outcome, list[str]]:
-    """Run a sweep of long trials, and give an order once the first trial of rht=true is on its way."""
+def ordered(state: Path, order: dict, connect, monkeypatch) -> tuple[Outcome, list[str]]:
+    """Run a sweep, and give an order once the first trial of rht=true is on its way; a child waits for it."""
+    gate = Gate(state)
+    gate.shut(1)
+    monkeypatch.setenv("PYTHONPATH", gate.environment["PYTHONPATH"])
     experiment = tiny(state, seeds=1, retry=0, **LONG[connect])
     running, news, outcome = Controller(experiment, state, "cpu", connect, None), [], None
     given = False
@@ -175,6 +179,8 @@ def ordered(state: Path, order: dict, connect) -> tuple[Outcome, list[str]]:
         if not given and any(run.name == "rht=true" and run.step for run in step.running):
             given = True
             control.give(running.folder, order(step) if callable(order) else order)
+        if any(": stopped" in line for line in step.news):
+            gate.open()
     return outcome, news
 
 
@@ -184,22 +190,20 @@ def ordered(state: Path, order: dict, connect) -> tuple[Outcome, list[str]]:
     [{"stop": "arm", "name": "rht=true"}, lambda step: {"stop": "trial", "id": step.running[0].work.spec.id}],
     ids=["an arm", "a trial"],
 )
-def test_what_is_stopped_keeps_its_records_and_goes_on_with_the_next_run(connect, order, tmp_path):
-    outcome, news = ordered(tmp_path, order, connect)
+def test_what_is_stopped_keeps_its_records_and_goes_on_with_the_next_run(connect, order, tmp_path, monkeypatch):
+    outcome, news = ordered(tmp_path, order, connect, monkeypatch)
     assert (outcome.status, outcome.failed, outcome.ran) == ("failed", 1, 2)
     assert statuses(tmp_path) == {("bf16", 0): "done", ("rht=true", 0): "stopped", ("rht=false", 0): "done"}
     assert any(line.startswith("rht=true seed=0: stopped") for line in news)
     assert records(tmp_path)["rht=true", 0]
     experiment = tiny(tmp_path, seeds=1, **LONG[connect])
-    if connect is Children:  # what is slept is no part of a trial
-        experiment = tiny(tmp_path, seeds=1, workload={"idle": {"steps": 30}})
     assert sweep(experiment, tmp_path)[0].status == "done"
     sweep(experiment, tmp_path / "plain")
     assert records(tmp_path) == records(tmp_path / "plain")
 
 
-def test_a_stopped_sweep_ends_and_the_same_command_goes_on(tmp_path):
-    outcome, _ = ordered(tmp_path, {"stop": "sweep"}, Inline)
+def test_a_stopped_sweep_ends_and_the_same_command_goes_on(tmp_path, monkeypatch):
+    outcome, _ = ordered(tmp_path, {"stop": "sweep"}, Inline, monkeypatch)
     assert (outcome.status, outcome.ran) == ("stopped", 1)
     assert "goes on" in outcome.why
     assert sorted(statuses(tmp_path).values()) == ["done", "pending", "stopped"]

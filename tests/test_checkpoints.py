@@ -4,12 +4,12 @@ import json
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from experiments_for_tests import SHAPE, shards, tiny
+from experiments_for_tests import SHAPE, shards, tiny, until
+from gates_for_tests import Gate
 
 from ablate.arms import Base
 from ablate.checkpoints import Checkpoints
@@ -58,25 +58,28 @@ def test_a_checkpoint_that_cannot_be_used_is_told_and_the_trial_goes_on_without_
     assert "the trial goes on without it" in capsys.readouterr().out
 
 
-def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_no_record(tmp_path):
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_no_record(tmp_path, monkeypatch):
     """A real child process, killed in the middle of a trial; the next attempt goes on where the checkpoint stands."""
-    workload = config(tmp_path, steps=400, eval_every=400)
+    workload, gate = config(tmp_path, steps=100, eval_every=100), Gate(tmp_path)
+    gate.shut()
+    monkeypatch.setenv("PYTHONPATH", gate.environment["PYTHONPATH"])
     spec = TrialSpec(workload="gpt", config=workload, recipe=PRESETS["nvfp4"](), seed=0, engine="emulated", device="cpu")
-    request = {"id": spec.id, "spec": spec.wire, "root": str(tmp_path / "runs"), "telemetry": {"log": 1, "every": 100, "checkpoint": 0.2}}
+    request = {"id": spec.id, "spec": spec.wire, "root": str(tmp_path / "runs"), "telemetry": {"log": 1, "every": 100, "checkpoint": 0.05}}
     store, supervisor = Store(tmp_path / "runs"), Supervisor()
-    checkpoint = store.folder(spec.id) / "checkpoint.pt"
-    killer = threading.Thread(target=kill_when, args=(lambda: checkpoint.exists(), supervisor))
+    checkpoint, told = (store.folder(spec.id) / name for name in ("checkpoint.pt", "events-1.jsonl"))
+    killer = threading.Thread(target=kill_when, args=(lambda: checkpoint.exists() and told.stat().st_size, supervisor))
     killer.start()
     first = [event for message in supervisor.run(request | {"attempt": 1}) for event in message.get("events", ())]
     killer.join()
     assert store.result(spec.id) is None
+    gate.open()
     messages = list(supervisor.run(request | {"attempt": 2}))
     supervisor.close()
     second = [event for message in messages for event in message.get("events", ())]
     assert messages[-1]["end"] == "done"
     (resumed,) = [event["resumed"] for event in second if "resumed" in event]
     assert 0 < resumed <= first[-1]["step"]
-    assert [event["step"] for event in second] == list(range(1, 401))  # those before it are told again, from the first attempt's file
+    assert [event["step"] for event in second] == list(range(1, 101))  # those before it are told again, from the first attempt's file
     assert next(event["step"] for event in second if "resumed" in event) == resumed + 1
     assert not checkpoint.exists()
     undisturbed = list(run(spec, Store(tmp_path / "undisturbed"), 1, request["telemetry"]))
@@ -88,11 +91,8 @@ def own(event: dict) -> str:
 
 
 def kill_when(ready, supervisor: Supervisor) -> None:
-    """Kill the trial's process, not the warm one that it was forked from, a moment after `ready`."""
-    deadline = time.monotonic() + 60
-    while not ready() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    """Kill the trial's process, not the warm one that it was forked from, once `ready`."""
+    until(ready)
     warm = supervisor._child.pid
     (trial,) = map(int, Path(f"/proc/{warm}/task/{warm}/children").read_text().split())
     os.kill(trial, signal.SIGKILL)

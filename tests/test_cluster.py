@@ -11,8 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from clusters_for_tests import OPEN, blocker, can_hide, customised, end_family, head, node, nodes, port
+from clusters_for_tests import OPEN, blocker, can_hide, end_family, head, node, nodes, port
 from experiments_for_tests import ablate, end, environment, shards, statuses, sweep, tiny, until, words_of, write
+from gates_for_tests import Gate, customised
 
 from ablate import audit
 
@@ -135,14 +136,16 @@ def test_without_a_shared_file_system_the_store_is_the_same_and_workers_need_no_
 def test_a_trial_whose_node_is_lost_goes_on_elsewhere_from_its_last_fetched_checkpoint(tmp_path):
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    keys = {"shape": {"steps": 400, "eval_every": 200}, "ablate": {"rht": [True]}, "against": {"rht": True}}
-    keys |= {"telemetry": {"checkpoint": 0.1}, "seeds": 1}
-    state, each = hidden / "state", {"hide": hidden, **OPEN}
+    keys = {"ablate": {"rht": [True]}, "against": {"rht": True}, "telemetry": {"checkpoint": 0}, "seeds": 1}
+    gate = Gate(tmp_path)
+    state, each = hidden / "state", {"hide": hidden, **OPEN, **gate.environment}
+    gate.shut()
     with head(**OPEN) as address, nodes(address, each, each) as both, sweeping(address, write(tmp_path, **keys), state) as driver:
         print("", file=driver.stdin, flush=True)
         until(lambda: list(state.glob("trials/*/checkpoint.pt")), 90)
         (lost,) = (one for one in both if computes(one))
         end_family(lost)
+        gate.open()
         output, _ = driver.communicate(timeout=120)
     assert driver.returncode == 0, output
     assert "its node is gone; retry 1/2" in output
@@ -281,15 +284,17 @@ def test_a_gang_on_nodes_that_do_not_see_the_state_folder_leaves_the_same_store(
 
 
 def test_a_gang_whose_node_dies_is_tried_again_as_a_whole_and_one_that_no_cluster_could_hold_is_refused(tmp_path):
-    state = tmp_path / "state"
-    keys = {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
-    path = write(tmp_path, **keys, shape={"steps": 120, "eval_every": 60}, telemetry={"checkpoint": 0.1})
-    with head(**OPEN) as address, nodes(address, OPEN, OPEN) as (_, second), sweeping(address, path, state, 9, 2) as big:
+    state, gate = tmp_path / "state", Gate(tmp_path)
+    keys = {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1, "telemetry": {"checkpoint": 0}}
+    path, each = write(tmp_path, **keys), OPEN | gate.environment
+    gate.shut()
+    with head(**OPEN) as address, nodes(address, each, each) as (_, second), sweeping(address, path, state, 9, 2) as big:
         refused = big.stdout.readline()
         assert refused == "a trial needs 9 CPUs, and the Ray cluster has 2 on 2 nodes (1, 1)\n"
         print("", file=big.stdin, flush=True)
         until(lambda: list(state.glob("trials/*/checkpoint.pt")), 60)
         end_family(second)
+        gate.open()
         with node(address, **OPEN):
             output, _ = big.communicate(timeout=200)
     assert big.returncode == 0, output

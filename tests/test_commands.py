@@ -8,12 +8,27 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 from commands_for_tests import INLINE, here
-from experiments_for_tests import TOO_LARGE, ablate, end, environment, ledger, start, statuses, sweep, tiny, until, values, words_of, write
+from experiments_for_tests import (
+    TOO_LARGE,
+    ablate,
+    end,
+    environment,
+    gone,
+    ledger,
+    start,
+    statuses,
+    sweep,
+    tiny,
+    until,
+    values,
+    words_of,
+    write,
+)
+from gates_for_tests import Gate
 from jsonschema import Draft202012Validator
 from test_controller import WILD
 from test_experiment import EXPERIMENTS
@@ -260,20 +275,26 @@ def done_count(state) -> int:
 
 @pytest.mark.slow
 def test_a_driver_killed_again_and_again_and_then_interrupted_loses_nothing_and_repeats_nothing(tmp_path):
-    keys = {"shape": {"steps": 60, "eval_every": 60}, "seeds": 3}
-    path, state = write(tmp_path, **keys), tmp_path / "state"
-    for kill in range(2):
-        driver = start("sweep", path, "--state", state, *INLINE)
-        until(lambda kill=kill: done_count(state) > kill, every=0.005)
+    keys = {"seeds": 3, "telemetry": {"checkpoint": 0}}
+    path, state, gate = write(tmp_path, **keys), tmp_path / "state", Gate(tmp_path)
+
+    def stopped_at(trials: int) -> subprocess.Popen:
+        """The command, with so many trials done and in the middle of the next."""
+        gate.shut(trials)
+        driver = start("sweep", path, "--state", state, *INLINE, **gate.environment)
+        until(lambda: done_count(state) == trials and list(state.glob("trials/*/checkpoint.pt")))
+        return driver
+
+    for done in (1, 2):
+        driver = stopped_at(done)
         driver.send_signal(signal.SIGKILL)
         end(driver)
     before = {trial.parent.name: trial.stat().st_mtime_ns for trial in state.glob("trials/*/result.json")}
-    assert 2 <= len(before) < 9
+    assert len(before) == 2
 
-    driver = start("sweep", path, "--state", state, *INLINE)
-    until(lambda: done_count(state) > len(before), every=0.005)
+    driver = stopped_at(3)
     driver.send_signal(signal.SIGINT)
-    output, _ = driver.communicate(timeout=30)
+    output, _ = driver.communicate(timeout=60)
     assert driver.returncode == 130
     assert output.rstrip().endswith("Interrupted. Nothing is lost: the same command goes on.")
     assert "Traceback" not in output
@@ -338,11 +359,13 @@ def test_ray_and_inline_compute_the_same_bits(rayed, tmp_path):
 def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_command_completes_everything(tmp_path):
     from mlflow import MlflowClient
 
-    path, state = write(tmp_path, workload={"idle": {"steps": 25, "seconds": 0.2}}, seeds=4), tmp_path / "state"
+    path, state = write(tmp_path, workload={"idle": {"steps": 25}}, seeds=4), tmp_path / "state"
+    gate = Gate(tmp_path)
+    gate.shut(2)
     state.mkdir()
     client = MlflowClient(f"sqlite:///{state / 'mlflow.db'}")
     client.search_experiments()  # a fresh database takes seconds to migrate: now, so that the first runs are drawn while others train
-    driver = start("sweep", path, "--state", state, "--workers", 2)
+    driver = start("sweep", path, "--state", state, "--workers", 2, **gate.environment)
 
     def halfway() -> bool:
         if done_count(state) < 2:
@@ -353,7 +376,6 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
         return drawn >= 2
 
     until(halfway, 120)
-    time.sleep(0.3)
     members = psutil.Process(driver.pid).children(recursive=True)
     family = [member for member in members if "ablate.child" in words_of(member) or "ray::Actor" in " ".join(words_of(member))]
     driver.send_signal(signal.SIGKILL)
@@ -361,8 +383,7 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
     assert len(family) >= 5  # two workers, two warm processes, one or two trials
     before = {trial.parent.name for trial in state.glob("trials/*/result.json")}
     assert len(before) < 12
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 10)
-    write(tmp_path, workload={"idle": {"steps": 25}}, seeds=4)  # the same trials: how long they sleep is no part of them
+    until(lambda: gone(family))
     last = ablate("sweep", path, "--state", state, "--workers", 2)
     assert last.returncode == 0, last.stderr
     book = ledger(state)

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from commands_for_tests import here
 from experiments_for_tests import SHAPE, environment, shards, statuses, sweep, until, values
+from gates_for_tests import Gate
 
 from ablate import audit, controller
 from ablate.experiment import load
@@ -56,7 +57,7 @@ class Team:
         self.folder, self.servers = folder, []
         self.secrets = compose.environment_file(filled((compose.ROOT / "docker" / "env.example").read_text()))
         self.machine = compose.Machine(folder, self.secrets | {"WORKER_CPUS": "1"})
-        self.addresses, self.state = self.machine.addresses, folder / "state"
+        self.addresses, self.state, self.gate = self.machine.addresses, folder / "state", Gate(folder)
         shards(folder / "work")
 
     def start(self) -> None:
@@ -65,7 +66,8 @@ class Team:
         self._healthy(head)
         self.workers = []
         for number in (1, 2):  # one after the other: on one machine they share a folder of Ray's, which containers do not
-            self.workers.append(self._keep(self.machine.start("ray-worker", f"ray-worker-{number}", node=free_port())))
+            server = self.machine.start("ray-worker", f"ray-worker-{number}", self.gate.environment, node=free_port())
+            self.workers.append(self._keep(server))
             self._healthy(self.workers[-1])
         for server in reversed(waiting):
             self._healthy(server)
@@ -164,6 +166,7 @@ def done(team: Team, name: str) -> int:
 def test_a_sweep_of_30_trials_over_two_nodes_that_loses_one_has_the_results_of_an_undisturbed_one(team, monkeypatch):
     path = experiment(team, "shared", 12)
     log = team.folder / "shared.txt"
+    team.gate.shut(12)
     with log.open("w") as output:
         driver = subprocess.Popen(team.machine.run("sweep", path), env=team.environment(), stdout=output, stderr=output)
     try:
@@ -173,7 +176,7 @@ def test_a_sweep_of_30_trials_over_two_nodes_that_loses_one_has_the_results_of_a
         assert [study["study_name"] for study in board] == ["shared"]  # while it is written
         until(lambda: trials_in(psutil.Process(team.workers[1].process.pid)), 30)
         team.workers[1].close()
-        assert done(team, "shared") < 30
+        team.gate.open()
         assert driver.wait(120) == 0, log.read_text()
     finally:
         if driver.poll() is None:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from commands_for_tests import INLINE, here
 from experiments_for_tests import ablate, environment, statuses, until, write
+from gates_for_tests import Gate
 
 from ablate.control import holder
 from ablate.store import lock
@@ -33,17 +34,13 @@ def console(state) -> str:
     return (state / "sweeps" / "tiny" / "console.txt").read_text()
 
 
-def asleep(folder):
-    """A sweep of six trials that take a second each and no processor."""
-    return write(folder, workload={"idle": {"steps": 10, "seconds": 0.1}})
-
-
 @pytest.fixture(scope="module")
 def detached(tmp_path_factory, started):
     """A detached sweep that was interrupted after a trial or two; (file, state folder, what its command said, its process)."""
     folder = tmp_path_factory.mktemp("detached")
-    path, state = asleep(folder), folder / "state"
-    done = ablate("sweep", path, "--state", state, *INLINE, "--detach")
+    path, state, gate = write(folder, workload={"idle": {"steps": 10}}), folder / "state", Gate(folder)
+    gate.shut(1)
+    done = ablate("sweep", path, "--state", state, *INLINE, "--detach", **gate.environment)
     assert done.returncode == 0, done.stderr
     pid = pid_of(state)
     started.append(pid)

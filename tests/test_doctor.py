@@ -6,13 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 import psutil
 import pytest
 import torch
-from experiments_for_tests import ablate, end, environment, statuses, until, words_of, write
+from experiments_for_tests import ablate, end, environment, gone, statuses, until, words_of, write
 
 from ablate import checks, doctor, machine, peers
 from ablate.checks import CHECKS
@@ -339,20 +338,14 @@ def hanging(driver: subprocess.Popen) -> psutil.Process | None:
     return None
 
 
-def alive(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda signum: signum.name)
 def test_no_check_outlives_its_sweep(signum, tmp_path):
     driver = start(python(HUNG), "sweep", write(tmp_path), "--state", tmp_path / "s", "--executor", "inline", "--mlflow", "none")
     check = until(lambda: hanging(driver))
     time.sleep(1.5)  # it is past its imports, and hangs
-    assert alive(check)
+    assert not gone([check])
     driver.send_signal(signum)
     driver.wait(timeout=30)
-    until(lambda: not alive(check), 10)
+    until(lambda: gone([check]))
     assert driver.returncode == (130 if signum == signal.SIGINT else -signum)
     end(driver)

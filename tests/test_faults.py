@@ -27,7 +27,8 @@ from urllib.request import Request, urlopen
 import numpy as np
 import psutil
 import pytest
-from experiments_for_tests import ablate, end, environment, ledger, start, statuses, sweep, tiny, until, words_of, write
+from experiments_for_tests import ablate, end, environment, gone, ledger, start, statuses, sweep, tiny, until, words_of, write
+from gates_for_tests import Gate
 
 from ablate import audit, controller
 from ablate.faults import FAULTS, deck
@@ -234,11 +235,12 @@ def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, monke
 @pytest.mark.slow
 def test_a_lost_head_of_ray_ends_the_command_with_status_130_and_the_same_command_goes_on(tmp_path):
     """Its head is lost in the first run of the command, and its process on this machine in the second; the third gets done."""
-    idle = {"idle": {"steps": 20, "seconds": 0.1}}
+    idle, gate = {"idle": {"steps": 2}}, Gate(tmp_path)
     path, state = write(tmp_path, workload=idle, ablate={"rht": [True]}, seeds=1), tmp_path / "state"
+    gate.shut()
     words = ("sweep", path, "--state", state, "--workers", 1, "--mlflow", "none")
     for part in ("gcs_server", "raylet"):
-        driver = start(*words)
+        driver = start(*words, **gate.environment)
         until(lambda driver=driver: trials_in(psutil.Process(driver.pid)) and list(state.glob("trials/*/events-*.jsonl")), 60)
         (victim,) = [process for process in psutil.Process(driver.pid).children(recursive=True) if process.name() == part]
         family = [process for process in psutil.Process(driver.pid).children(recursive=True) if "ablate.child" in words_of(process)]
@@ -248,7 +250,7 @@ def test_a_lost_head_of_ray_ends_the_command_with_status_130_and_the_same_comman
         assert re.search(r"Ray's (head|process on this machine) at \S+ is gone .*Nothing is lost: the same command goes on\.", output)
         assert "Traceback" not in output
         assert family
-        until(lambda family=family: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family), 10)
+        until(lambda family=family: gone(family))
     assert ablate(*words).returncode == 0
     assert set(statuses(state).values()) == {"done"}
 
@@ -359,16 +361,22 @@ cluster.shutdown()
 @pytest.mark.slow
 def test_a_trial_on_a_node_that_is_lost_goes_on_elsewhere(tmp_path):
     open_to_all, pipes = {"RAY_AUTH_MODE": "disabled"}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    nodes = subprocess.Popen([sys.executable, "-c", NODES], env=environment(**open_to_all), start_new_session=True, **pipes)
+    gate = Gate(tmp_path)
+    gate.shut()
+    there = environment(**open_to_all, **gate.environment)
+    nodes = subprocess.Popen([sys.executable, "-c", NODES], env=there, start_new_session=True, **pipes)
     try:
         address, *raylets = nodes.stdout.readline().split()
-        keys = {"shape": {"steps": 300, "eval_every": 300}, "ablate": {"rht": [True]}, "seeds": 1, "telemetry": {"checkpoint": 0.2}}
+        keys = {"ablate": {"rht": [True]}, "seeds": 1, "telemetry": {"checkpoint": 0}}
         path, state = write(tmp_path, **keys), tmp_path / "state"
         driver = start("sweep", path, "--state", state, "--mlflow", "none", "--address", address, "--workers", 1, **open_to_all)
         until(lambda: list(state.glob("trials/*/checkpoint.pt")), 90)
-        (number,) = [place for place, raylet in enumerate(raylets) if trials_in(psutil.Process(int(raylet)))]
+        ((number, cut),) = [(place, found) for place, raylet in enumerate(raylets) if (found := trials_in(psutil.Process(int(raylet))))]
         nodes.stdin.write(f"{number}\n")
         nodes.stdin.flush()
+        assert nodes.stdout.readline() == "removed\n"
+        until(lambda: gone(cut))
+        gate.open()
         output, _ = driver.communicate(timeout=180)
     finally:
         nodes.stdin.close()

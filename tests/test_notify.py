@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from commands_for_tests import INLINE, here
 from experiments_for_tests import TOO_LARGE, end, start, statuses, until, write
+from gates_for_tests import Gate
 
 from ablate import notify
 from ablate.notify import Hook
@@ -208,8 +209,9 @@ def test_an_end_by_the_budget_is_told_too(tmp_path):
 
 @pytest.mark.slow
 def test_an_interruption_is_told_too(tmp_path):
-    path, state = write(tmp_path, workload={"idle": {"steps": 10, "seconds": 0.1}}), tmp_path / "state"
-    driver = start("sweep", path, "--state", state, *INLINE, "--notify", command(tmp_path))
+    path, state, gate = write(tmp_path, workload={"idle": {"steps": 10}}), tmp_path / "state", Gate(tmp_path)
+    gate.shut(1)
+    driver = start("sweep", path, "--state", state, *INLINE, "--notify", command(tmp_path), **gate.environment)
     until(lambda: (state / "sweeps/tiny/ledger.db").exists() and "done" in statuses_of(state))
     driver.send_signal(2)
     driver.communicate(timeout=60)

@@ -3,15 +3,18 @@
 import hashlib
 import json
 import os
+import pty
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 
 import pytest
 from commands_for_tests import INLINE, here
-from experiments_for_tests import TOO_LARGE, Children, end, ledger, start, sweep, tiny, until, write
+from experiments_for_tests import TOO_LARGE, Children, end, environment, ledger, start, sweep, tiny, until, write
 from test_commands import modules
 from test_control import middle
 
@@ -155,13 +158,20 @@ def test_asking_again_and_again_disturbs_nothing_and_never_waits(running, monkey
 @pytest.mark.slow
 def test_it_can_be_watched_until_ctrl_c(running):
     state, _ = running
-    watching = start("status", "--watch", "--state", state)
-    time.sleep(4)
+    terminal, ours = pty.openpty()
+    command = [sys.executable, "-m", "ablate", "status", "--watch", "--state", str(state)]
+    watching = subprocess.Popen(command, stdout=ours, stderr=ours, env=environment(TERM="xterm"), start_new_session=True)
+    os.close(ours)
+    output = ""
+    while "1 running" not in output:
+        output += os.read(terminal, 4096).decode(errors="replace")
     watching.send_signal(signal.SIGINT)
-    output, _ = watching.communicate(timeout=30)
-    assert watching.returncode == 0, output
+    with suppress(OSError):  # a terminal that nobody writes to any more
+        while more := os.read(terminal, 4096):
+            output += more.decode(errors="replace")
+    os.close(terminal)
+    assert watching.wait(timeout=30) == 0, output
     assert "Traceback" not in output
-    assert "1 running" in output
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 from commands_for_tests import INLINE, here
 from experiments_for_tests import ablate, end, environment, ledger, start, sweep, tiny, until, write
+from gates_for_tests import Gate
 from test_stop import process
 from test_store import HOLD
 from test_tracking import histories, runs
@@ -208,8 +209,9 @@ def test_a_damaged_database_is_refused_and_put_aside_by_a_rebuild(tmp_path):
 
 
 def test_an_interrupted_sweep_is_shipped_as_far_as_it_came_and_says_that_it_was_ended(tmp_path, client, store):
-    state, path = tmp_path / "state", write(tmp_path, "cut", workload={"idle": {"steps": 40, "seconds": 0.05}}, seeds=1)
-    driver = start("sweep", path, "--state", state, *INLINE)
+    state, path, gate = tmp_path / "state", write(tmp_path, "cut", workload={"idle": {"steps": 40}}, seeds=1), Gate(tmp_path)
+    gate.shut(1)
+    driver = start("sweep", path, "--state", state, *INLINE, **gate.environment)
 
     def halfway() -> bool:
         return (state / "sweeps/cut/ledger.db").exists() and len(list(state.glob("trials/*/result.json"))) == 1 and deep(state)

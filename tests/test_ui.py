@@ -11,7 +11,7 @@ import urllib.request
 import psutil
 import pytest
 from commands_for_tests import here
-from experiments_for_tests import end, start, sweep, tiny, until
+from experiments_for_tests import end, gone, start, sweep, tiny, until
 
 from ablate.ui import index
 
@@ -52,10 +52,6 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
     return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
 
 
-def gone(processes: list[psutil.Process]) -> bool:
-    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
-
-
 def read(address: str) -> str:
     with urllib.request.urlopen(address, timeout=20) as answer:
         assert answer.status == 200
@@ -71,7 +67,7 @@ def ends(process: subprocess.Popen, found: dict[str, str], how: signal.Signals) 
     processes = family(process)
     assert len(processes) >= 3
     process.send_signal(how)
-    until(lambda: gone(processes), 30)
+    until(lambda: gone(processes))
     assert process.wait(10) == (-9 if how == signal.SIGKILL else 0)
     for address in found.values():
         with socket.socket() as probe:
@@ -232,7 +228,7 @@ time.sleep(600)
         rest = psutil.Process(process.pid).children(recursive=True)
         assert len(rest) == 3
         process.kill() if how == "killed" else print(file=process.stdin, flush=True)
-        until(lambda: gone(rest), 20)
+        until(lambda: gone(rest))
     finally:
         end(process)
 
@@ -253,6 +249,6 @@ def test_a_command_that_does_not_listen_is_killed():
     assert process.stdout.readline() == "up\n"
     rest = family(process)
     process.stdin.close()
-    until(lambda: gone(rest), 20)
+    until(lambda: gone(rest))
     process.stdout.close()
     process.wait()
