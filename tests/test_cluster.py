@@ -253,20 +253,24 @@ def stream(folder: Path, trials: int) -> Path:
 
 @pytest.mark.parametrize("cpus", [(1, 1), (2,)], ids=["on two nodes", "on one"])
 def test_a_gang_starts_in_a_stream_of_small_trials_and_both_end(cpus, address, tmp_path):
-    """The gang's process is there before the stream begins: it asks for its places while many small trials wait, however slow its start."""
-    state, one = tmp_path / "state", {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
-    with nodes(address, *({"cpus": count} | OPEN for count in cpus)):
-        small, big = stream(tmp_path, 10 * len(cpus)), write(tmp_path, **one)
-        with sweeping(address, big, state, 2) as big, sweeping(address, small, state, most=len(cpus)) as small:
+    """The gang's process is there before the stream begins: it asks for its places while many small trials wait, however slow its start.
+    The last of these waits for the gang's end, and holds a place that the gang would need if it began only then."""
+    trials, gate, one = 10 * len(cpus), Gate(tmp_path), {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
+    state, other = tmp_path / "state", tmp_path / "other"
+    gate.shut(trials - 1)
+    with nodes(address, *({"cpus": count} | OPEN | gate.environment for count in cpus)):
+        small, big = stream(tmp_path, trials), write(tmp_path, **one)
+        with sweeping(address, big, state, 2) as big, sweeping(address, small, other, most=len(cpus)) as small:
             assert (big.stdout.readline(), small.stdout.readline()) == ("ready\n", "ready\n")
             print("", file=small.stdin, flush=True)
-            until(lambda: list(state.glob("trials/*/result.json")), 60)
+            until(lambda: list(other.glob("trials/*/result.json")), 60)
             output, _ = big.communicate("\n", timeout=120)
             assert big.returncode == 0, output
             assert small.poll() is None, small.communicate()
+            gate.open()
             said, _ = small.communicate(timeout=120)
     assert small.returncode == 0, said
-    assert set(statuses(state).values()) == set(statuses(state, "stream").values()) == {"done"}
+    assert set(statuses(state).values()) == set(statuses(other, "stream").values()) == {"done"}
 
 
 @apart
