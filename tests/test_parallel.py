@@ -64,12 +64,13 @@ def alone(name: str, shared: bool) -> list[tuple[int, dict]]:
 
 
 RECORDED = ["bf16", "nvfp4", "fp8_delayed", "percentile", "turned per call", "late"]
-LAYOUTS = [(name, 2, sharded) for name in RECORDED for sharded in (False, True)] + [("nvfp4", 4, sharded) for sharded in (False, True)]
+LAYOUTS = [(name, 2, sharded, sharded is (place % 2 == 0)) for place, name in enumerate(RECORDED) for sharded in (False, True)]
+LAYOUTS += [("nvfp4", 2, sharded, sharded) for sharded in (False, True)] + [("nvfp4", 4, sharded, not sharded) for sharded in (False, True)]
+"""Preset, ranks, whether weights are sharded, and whether the ranks have micro-batches of their own."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False], ids=["micro-batches", "sequences"])
-@pytest.mark.parametrize(("name", "ranks", "sharded"), LAYOUTS)
+@pytest.mark.parametrize(("name", "ranks", "sharded", "shared"), LAYOUTS)
 def test_ranks_record_what_one_records(name, ranks, sharded, shared):
     wanted = alone(name, shared)
     everybody = in_ranks(ranks, lambda: records(variants()[name], sharded, **(SHARED if shared else SPLIT)))
