@@ -3,6 +3,7 @@
 A process belongs to one trial, as it belongs to one process group: `join` says so once, and `world` is asked where that matters.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ablate.engines.emulated import Engine
-from ablate.engines.ranks import Divided, in_parts
+from ablate.engines.ranks import Divided, in_parts, whole
 from ablate.hyperparameters import Training
 from ablate.layout import Layout
 from ablate.recipes.recipe import Recipe
@@ -185,12 +186,17 @@ def _agree(histories: Sequence[dict[int, Tensor | float]], step: int) -> None:
         amaxes[step] = largest.to(amaxes[step].device) if isinstance(amaxes[step], Tensor) else largest.item()
 
 
+def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
+    """Scale the gradient so that its norm, of everybody's parts, is at most `limit`; returns the norm it had."""
+    if not any(in_parts(p) for p in parameters):
+        return nn.utils.clip_grad_norm_(parameters, limit).item()
+    mine = nn.utils.get_total_norm([p.grad.to_local() for p in parameters if p.grad is not None]).item()
+    norm = math.sqrt(world().sums(mine**2)[0])
+    nn.utils.clip_grads_with_norm_(parameters, limit, torch.tensor(norm, device=world().device))
+    return norm
+
+
 # What a checkpoint holds is whole, so that any number of ranks goes on from it
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Everybody's part of a sharded tensor; another one as it is. All ranks call it."""
-    return tensor.detach().full_tensor() if in_parts(tensor) else tensor
 
 
 def gathered(state: Any, kept: bool) -> Any:
@@ -199,7 +205,7 @@ def gathered(state: Any, kept: bool) -> Any:
     All ranks call it, and rank 0 keeps it: a sharded model may be larger than one GPU.
     """
     if in_parts(state):
-        full = state.detach().full_tensor()
+        full = whole(state)
         return full.cpu() if kept else None
     if isinstance(state, dict):
         return {key: gathered(value, kept) for key, value in state.items()}

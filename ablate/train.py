@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from ablate.checkpoints import Checkpoints, Standing
 from ablate.data.batches import Batch
 from ablate.engines.emulated import Engine
+from ablate.engines.ranks import whole
 from ablate.hyperparameters import Training
 from ablate.metrics import SlotErrors, gradient_noise, memory, oscillation
 from ablate.numerics.spec import Spec
 from ablate.optimizers import optimizer
-from ablate.parallel import Part, whole, world
+from ablate.parallel import Part, clip, world
 from ablate.recipes.recipe import Recipe, Run
 from ablate.stability import Watch
 
@@ -216,7 +217,7 @@ class _Loop:
             look.metrics |= _timed(look, lambda: gradient_noise(self._gradients(), reference))
         if errors:
             look.metrics |= errors.metrics()
-        return total, whole(nn.utils.clip_grad_norm_(self.parameters, self.watch.clip)).item()
+        return total, clip(self.parameters, self.watch.clip)
 
     def _update(self, step: int, look: "Look") -> None:
         """The optimizer's step, and what the recipe does to weights around it."""

@@ -35,7 +35,7 @@ def in_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]
             pipes.append(ours)
             processes.append(process)
         try:
-            return [_result(rank, pipe) for rank, pipe in enumerate(pipes)]
+            return [_result(rank, pipe, process) for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True))]
         finally:
             for process in processes:
                 process.kill()
@@ -54,9 +54,13 @@ def _rank(rank: int, count: int, folder: Path, pipe: Any, work: Callable[..., An
         os._exit(0)
 
 
-def _result(rank: int, pipe: Any) -> Any:
+def _result(rank: int, pipe: Any, process: Any) -> Any:
     if not pipe.poll(_SECONDS):
         raise TimeoutError(f"rank {rank} did not answer")
-    fine, result = pipe.recv()
+    try:
+        fine, result = pipe.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"rank {rank} died without a word, with exit code {process.exitcode}") from None
     assert fine, f"rank {rank}: {result}"
     return result

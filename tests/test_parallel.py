@@ -2,17 +2,19 @@
 
 import math
 import statistics
+import traceback
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from ranks_for_tests import in_ranks
 
 from ablate import parallel
 from ablate.checkpoints import Checkpoints
-from ablate.engines.ranks import packs
+from ablate.engines.ranks import packs, whole
 from ablate.hyperparameters import Training
 from ablate.layout import Layout
 from ablate.numerics.share import Share
@@ -97,7 +99,7 @@ def gradient(recipe: Recipe, sharded: bool, **shape: Any) -> dict[str, torch.Ten
     loop.run.engine.at(1, loop.plan)
     loop.run.engine.clock.step = 1
     loop._gradient(1)
-    return {name: parallel.whole(p.grad) for name, p in loop.run.model.named_parameters()}
+    return {name: whole(p.grad) for name, p in loop.run.model.named_parameters()}
 
 
 def gradients_off(sharded: bool, shape: dict[str, Any], wanted: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
@@ -229,6 +231,26 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint(first, then, tmp_path):
     assert [step for step, _ in gone_on] == [3, 4]
     for (_, mine), (_, its) in zip(gone_on, wanted[2:], strict=True):
         assert mine["train/loss"] == pytest.approx(its["train/loss"], rel=2e-4)  # as above
+
+
+def functional(path: Any) -> list[str]:
+    """From where a sharded run, which goes on from a checkpoint, calls torch's functional collectives."""
+    calls = []
+
+    def waits(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append("".join(traceback.format_stack(limit=12)))
+        return wait(tensor)
+
+    wait, collectives.wait_tensor = collectives.wait_tensor, waits
+    trained(path, True)
+    return calls
+
+
+def test_a_sharded_run_keeps_away_from_functional_collectives(tmp_path):
+    """They corrupt memory where they go through gloo, too rarely for a test to meet."""
+    path = tmp_path / "checkpoint.pt"
+    in_ranks(2, trained, path, True, 3)
+    assert in_ranks(2, functional, path) == [[], []]
 
 
 def _fresh() -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ablate.engines.ranks import Divided, Sharded, in_parts
+from ablate.engines.ranks import Divided, Sharded, whole
 from ablate.engines.weights import WeightRules
 from ablate.numerics.estimators import slope
 from ablate.numerics.hadamard import rotate
@@ -190,8 +190,7 @@ class EmulatedLinear(nn.Linear):
 
     def whole_weight(self) -> Tensor:
         """The weight [out, in] without its graph; of a sharded one, everybody's rows, whoever sharded it."""
-        weight = self.weight.detach()
-        return weight.full_tensor() if in_parts(weight) else weight
+        return whole(self.weight.detach())
 
     @contextmanager
     def _still(self):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ablate.numerics.quantize import Operand, draws
-from ablate.numerics.share import Share, gather_packed
+from ablate.numerics.share import Share, gather, gather_packed
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.numerics.stored import refuse, store_one
 from ablate.recipes.recipe import TOKEN_AXES
@@ -24,6 +24,20 @@ def in_parts(tensor: Any) -> bool:
     """Whether ranks have parts of it (a DTensor, whose module takes a second to import, and is there where something made one)."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Everybody's rows of a sharded tensor, without its graph; another one as it is. All ranks call it.
+
+    Not by its own `full_tensor`: what that asks the other ranks by, torch 2.13's functional collectives, corrupts memory where it goes
+    through gloo, once in some hundred thousand calls.
+    """
+    if not in_parts(tensor):
+        return tensor
+    part, mesh, rows = tensor.detach().to_local(), tensor.device_mesh, tensor.shape[0]
+    most = -(-rows // mesh.size())  # the last ranks may have fewer
+    padded = torch.cat([part, part.new_zeros(most - len(part), *part.shape[1:])])
+    return torch.cat(gather(padded, mesh.size(), mesh.get_group()))[:rows]
 
 
 class Divided:
@@ -77,9 +91,10 @@ class Sharded:
 
     def scatter(self, dw: Tensor) -> Tensor:
         """This rank's rows of the sum of everybody's dw [out, in], fp32."""
-        from torch.distributed.tensor import DTensor, Partial, Shard
-
-        return DTensor.from_local(dw.to(torch.float32), self.mesh, [Partial()]).redistribute(placements=[Shard(0)]).to_local()
+        dw = dw.to(torch.float32).contiguous()
+        rows = dw.new_empty(len(dw) // self.count, dw.shape[1])
+        dist.reduce_scatter(rows, list(dw.split(len(rows))), group=self.mesh.get_group())
+        return rows
 
 
 class _Whole(torch.autograd.Function):
