@@ -255,7 +255,7 @@ def stream(folder: Path, trials: int) -> Path:
 def test_a_gang_starts_in_a_stream_of_small_trials_and_both_end(cpus, address, tmp_path):
     """The gang's process is there before the stream begins: it asks for its places while many small trials wait, however slow its start.
     The last of these waits for the gang's end, and holds a place that the gang would need if it began only then."""
-    trials, gate, one = 10 * len(cpus), Gate(tmp_path), {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
+    trials, gate, one = 5 * len(cpus), Gate(tmp_path), {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
     state, other = tmp_path / "state", tmp_path / "other"
     gate.shut(trials - 1)
     with nodes(address, *({"cpus": count} | OPEN | gate.environment for count in cpus)):
