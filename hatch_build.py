@@ -1,4 +1,4 @@
-"""Compiles the CPU quantisers when the package is built, so that a machine without a compiler can install it.
+"""Compiles the CPU quantisers when the package is built, so that a machine without a compiler can install it, and packs the notebooks.
 
 The compiler is zig's C front end, a wheel from the package index: one dependency of the build, none of the run. clang's vector
 extensions keep the source plain C; each build level is the same file for another instruction set. Where compiling fails the package
@@ -25,6 +25,8 @@ class Kernels(BuildHookInterface):
 
     def initialize(self, version, build_data):
         build_data["pure_python"], build_data["infer_tag"] = False, True
+        if version != "editable":  # an editable package finds them beside itself
+            build_data["force_include"]["analysis"] = "ablate/analysis"
         folder = Path(self.root) / FOLDER
         intel = platform.machine().lower() in ("x86_64", "amd64")
         levels = {"portable": ("-mcpu=x86_64",), **{f"x86_64_v{n}": (f"-mcpu=x86_64_v{n}",) for n in (3, 4)}} if intel else {"portable": ()}
