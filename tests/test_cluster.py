@@ -233,13 +233,19 @@ def test_without_the_clusters_token_a_sentence_names_the_variables_and_with_it_n
 # From outside the cluster
 
 
-def test_a_sweep_runs_through_rays_client(tmp_path):
-    pytest.importorskip("grpc", reason="ray:// takes Ray's client: pip install 'ray[client]'")
-    number, hidden = port(), tmp_path / "state"
-    with head(1, f"--include-dashboard false --ray-client-server-port {number}", **OPEN):
-        status, said = swept(f"ray://127.0.0.1:{number}", write(tmp_path, seeds=1, ablate={"rht": [True]}), hidden)
-    assert status == 0, said
-    assert set(statuses(hidden).values()) == {"done"}
+@apart
+def test_a_sweep_from_outside_runs_by_one_rank_and_by_a_gang(tmp_path):
+    """By Ray's client, whose cluster sees nothing of this machine's folders."""
+    number, hidden = port(), tmp_path / "hidden"
+    hidden.mkdir()
+    path, hiding = write(tmp_path, seeds=1, ablate={"rht": [True]}, against={"rht": True}), {"hide": hidden, **OPEN}
+    with head(0, f"--include-dashboard false --ray-client-server-port {number}", **hiding) as address, nodes(address, hiding, hiding):
+        for ranks in (), (2,):
+            state = hidden / f"state{len(ranks)}"
+            status, said = swept(f"ray://127.0.0.1:{number}", path, state, *ranks)
+            assert status == 0, said
+            assert "do not see" in said
+            assert set(statuses(state).values()) == {"done"}
 
 
 # Gangs
