@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from clusters_for_tests import OPEN, blocker, can_hide, end_family, head, node, 
 from experiments_for_tests import ablate, end, environment, shards, statuses, sweep, tiny, until, words_of, write
 from gates_for_tests import Gate, customised
 
-from ablate import audit
+from ablate import audit, numerics
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,7 +66,7 @@ def sweeping(address: str, path: Path, state: Path, *ranks: int, most: int = 0) 
     cluster can hold, and begin once it is told a line. `most`: at once."""
     command = [sys.executable, "-c", SWEEP, address, str(path), str(state), str(most), *map(str, ranks or (1,))]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, text=True, env=environment(**OPEN), start_new_session=True, **pipes)
+    process = subprocess.Popen(command, cwd=path.parent, text=True, env=environment(**OPEN), start_new_session=True, **pipes)
     try:
         yield process
     finally:
@@ -181,14 +182,22 @@ def test_a_node_without_the_package_is_told_in_a_sentence(address, tmp_path):
     assert re.fullmatch(rf"node \S+ {re.escape(said)} with `ray job submit --working-dir \.`\n", done.stderr)
 
 
-def test_a_node_of_another_version_runs_nothing_and_is_told_in_a_sentence(address, tmp_path):
+def sent(folder: Path) -> dict[str, str]:
+    """An environment with a copy of the package as Ray sends it along with a job: without what git ignores."""
+    package = Path(numerics.__file__).parents[1]
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_a_node_of_another_version_runs_nothing_and_one_without_quantisers_slowly_and_both_are_told(address, tmp_path):
     other = customised(tmp_path / "other", "import ablate\nablate.__version__ = '0.0.9'\n")
     path, state = write(tmp_path, seeds=1, ablate={"rht": [True]}), tmp_path / "state"
     said = r"node \S+ has ablate 0\.0\.9 \(here \S+\): install the same versions on every node, or run the sweep with the cluster's"
-    with nodes(address, other | OPEN, OPEN):
+    with nodes(address, other | OPEN, sent(tmp_path / "sent") | OPEN):
         status, told = swept(address, path, state)
     assert status == 0, told
     assert re.search(said + "; no trial runs there", told)
+    assert re.search(r"workers on \S+ have no compiled quantisers, and emulate slowly on their CPUs: install the package there", told), told
 
 
 TOKEN = "a" * 32

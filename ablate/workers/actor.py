@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ablate import __version__
+from ablate import __version__, numerics
 from ablate.numerics.spec import VERSION
 from ablate.store import Store
 from ablate.supervisor import BEAT_SECONDS, Message, Supervisor
@@ -57,7 +57,7 @@ class Actor:
         self.supervisor.warm()
 
     def look(self, root: str, nonce: str) -> dict[str, Any]:
-        """This worker, as the controller wants to know it: where it is, its versions, whether it sees the file `nonce` in the folder."""
+        """This worker, as the controller wants to know it: where it is, what it has, whether it sees the file `nonce` in the folder."""
         import ray
 
         with socket.socket() as probe:
@@ -68,6 +68,7 @@ class Actor:
             "address": ray.util.get_node_ip_address(),
             "port": port,  # free now, for the ranks of a gang to meet at
             "versions": versions(),
+            "compiled": any(Path(numerics.__file__).parent.glob("kernels/*.so")),  # asked without torch, which takes seconds to import
             "sees": Path(root, nonce).exists(),
         }
 

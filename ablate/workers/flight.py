@@ -50,6 +50,8 @@ class Flight:
         """Nodes that do not answer any more."""
         self.sees: bool | None = None
         """Whether all of its crew see the state folder; None: not known yet."""
+        self.compiled = True
+        """Whether all of its crew have the compiled quantisers, as far as is known."""
         self._ready: set[Any] = set()
         self._out: list[Message] = []
         self._asked: dict[Any, int] = {}
@@ -106,7 +108,7 @@ class Flight:
             self.broken = True  # it may still wait for its places
             self._out.append({"end": "failed", "reason": "stopped"})
             return
-        self.sees = all(fact["sees"] for fact in facts)
+        self.sees, self.compiled = (all(fact[what] for fact in facts) for what in ("sees", "compiled"))
         if not self.sees:
             self._mirror = Mirror(self.request)
             yield from self._claimed()

@@ -28,6 +28,7 @@ _STALE_SECONDS = 30 * 86400.0
 _SHARES = "shares of places, 1"
 """The actor that counts for all sweeps of a cluster; another number where what it is asked changes."""
 _APART = "records are streamed, and checkpoints fetched through Ray"
+_REFERENCE = "have no compiled quantisers, and emulate slowly on their CPUs: install the package there instead of sending it along"
 
 
 class Pool:
@@ -299,11 +300,13 @@ class Pool:
             self._answers.append((None, {"news": line}))
 
     def _tell_way(self, flight: Flight) -> None:
-        """Say which way results come from a cluster."""
+        """Say which way results come from a cluster, and where its workers are slow."""
         if self._address and flight.started:
             where = f"workers on {flight.address}"
             way = "see the state folder, and write into it" if flight.sees else f"do not see {flight.request['root']}: {_APART}"
             self._tell(flight.sees, f"{where} {way}")
+            if not flight.compiled and self._need.kind == "CPU":
+                self._tell("compiled", f"{where} {_REFERENCE}")
 
     def close(self) -> None:
         """End the actors, and through their lifelines every trial; leave the cluster."""
