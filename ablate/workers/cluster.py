@@ -19,6 +19,7 @@ _TOKEN = (
 )
 _CLIENT = "ray:// needs Ray's client: pip install 'ray[client]'; on a machine of the cluster, host:port needs nothing"
 _SENTENCES = {
+    "Starting Ray client server failed": "Ray's own server for this client died as it started, as on a busy head it may; try again",
     "Failed to connect": f"what listens there does not let us in; with token authentication, which Ray's heads have by default, {_TOKEN}",
     "no authentication token": f"token authentication is on, and there is no token here: {_TOKEN}",
     "authentication token": f"the token here is not the cluster's: {_TOKEN}",
