@@ -15,7 +15,7 @@ COPY docker/pins.py docker/pins.py
 RUN python docker/pins.py requirements server hf > /tmp/requirements.txt \
     && pip install ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} --constraint constraints.txt --requirement /tmp/requirements.txt
 
-# Editable, so that reports find the notebooks in analysis/ beside the package. The build compiles the quantisers, or this ends here.
+# Editable, beside analysis/ and experiments/. The build compiles the quantisers, or this ends here.
 COPY . .
 RUN pip install --constraint constraints.txt --no-deps --editable . \
     && python docker/pins.py complete
