@@ -24,7 +24,7 @@ RUN if [ "$TRANSFORMER_ENGINE" != kept ] && ! python docker/pins.py transformer-
         NVTE_FRAMEWORK=pytorch python -m pip install --no-build-isolation --no-deps $(python docker/pins.py transformer-engine-packages); \
     fi
 
-# Editable, so that reports find the notebooks in analysis/ beside the package. The build compiles the quantisers, or this ends here.
+# Editable, beside analysis/ and experiments/. The build compiles the quantisers, or this ends here.
 COPY . .
 RUN python -m pip install --constraint /opt/constraints.txt --no-deps --editable . \
     && python docker/pins.py complete
