@@ -20,7 +20,7 @@ peers: $(PEERS)/.installed
 	$(PEERS)/bin/python benchmarks/peers.py step
 
 platform: $(PLATFORM)/.installed
-	$(PLATFORM)/bin/python benchmarks/platform.py
+	$(PLATFORM)/bin/python benchmarks/platform_costs.py
 
 # Random secrets for docker/compose.yaml, once.
 env:

@@ -14,12 +14,15 @@ from typing import Any
 
 from ablate.arms import CONFIRM, Arm, KnobError, label
 from ablate.data.facts import KINDS, facts
+from ablate.estimate import Clock, Load, Timed
 from ablate.experiment import Experiment
-from ablate.forks import Family
-from ablate.ledger import DATA, FINISHED, Ledger
-from ablate.points import infeasible
-from ablate.store import Store
+from ablate.forks import Family, note, wanted_elsewhere
+from ablate.ledger import DATA, FINISHED, Ledger, Role
+from ablate.ledger_integrity import strays, tally
+from ablate.points import infeasible, inside
+from ablate.store import Busy, Damaged, Store
 from ablate.trial import TrialSpec
+from ablate.verify import doubted
 from ablate.yamlfile import InputError
 
 _VERSIONS = ("numerics_version", "workload_version")
@@ -34,11 +37,9 @@ class Work:
     seed: int
     optuna: int | None
     spec: TrialSpec
-
-    @property
-    def estimate(self) -> float:
-        """Seconds of one core that the workload says it takes."""
-        return self.arm.config.cost(not self.arm.recipe.plain)
+    load: Load
+    part: float = 1.0
+    """Part of its steps that it computes: the others are those of a trial that begins alike."""
 
 
 class Agenda:
@@ -48,7 +49,8 @@ class Agenda:
         """`fork`: trials that begin alike run what they share once. `fresh`: a result from before this moment is put aside."""
         self.experiment, self.ledger, self.store, self.device = experiment, ledger, store, device
         self.reused: set[str] = set()
-        self.family = Family()
+        self.clock = Clock(experiment, ledger, store, device)
+        self.family = Family(note=note(experiment.telemetry))
         self._fork, self._fresh = fork, fresh
         self._status: dict[int, str] = {}
         self._data: set[Any] = set()
@@ -56,12 +58,24 @@ class Agenda:
         self.count: Counter[str] = Counter()
         """Trials wanted, by status."""
         self.proposed = 0
-        """Points that the search has proposed so far."""
-        self.seconds = 0.0
-        """Estimate for all that waits."""
+        """Points that the search has proposed so far, those too that repeat an earlier one."""
+        self._distinct: set[str] = set()
+        """Those of them that lie in today's space, each once, as JSON."""
+        self._first: dict[Any, int] = {}
+        """Arm first proposed at a point, by what is run there, or by its knobs if it cannot be run."""
+        self._shared: set[str] = set()
+        """Names of the states that trials of this run share; the ledger has them, for sweeps that end meanwhile."""
+        self._begun: list[str] = []
+        """Ids of the trials that were queued in this run: those that come later share what these compute."""
         self._queue: list[tuple[tuple[int, int, int], Work]] = []
         self._arrived: list[Work] = []
         """Not yet in the queue, since their place depends on what else is wanted."""
+        self.news: list[str] = []
+        """What was found damaged, and what became of it, until it is told."""
+        self._retired: set[str] = set()
+        """Trials whose folders were put aside: others may have gone on from their states."""
+        self._works: dict[str, Work] = {}
+        """All that is wanted, by the trial's id."""
         self._arrivals = itertools.count()
         self._places = {seed: place for place, seed in enumerate(experiment.seeds)}
 
@@ -74,7 +88,7 @@ class Agenda:
         where the ledger does not know it any more.
         """
         before = {(member["name"], member["seed"]): member for member in self.ledger.members()}
-        proposed = [json.loads(arm["knobs"]) for arm in self.ledger.arms() if arm["optuna"] is not None] or points
+        proposed = [json.loads(point["knobs"]) for point in self.ledger.points()] or points
         with self.ledger.transaction():
             self.ledger.unwant()
             numbers = itertools.count()
@@ -84,13 +98,19 @@ class Agenda:
                 for knobs in proposed:
                     with suppress(KnobError):  # told when it was proposed
                         self.propose(knobs, next(numbers))
+            self._look_again()
             if not accept:
                 self._refuse_other_versions(before)
         return self._edits(before)
 
-    def want(self, arm: Arm, optuna: int | None = None, seeds: Iterable[int] | None = None) -> int:
-        """Put an arm with its seeds into the ledger; adopt what is finished, queue what is not. Returns the arm's number."""
-        number = self.ledger.add_arm(arm.name, arm.knobs, self._arm_number(arm.baseline), optuna)
+    def want(self, arm: Arm, optuna: int | None = None, seeds: Iterable[int] | None = None, role: Role | None = None) -> int:
+        """Put an arm with its seeds into the ledger; adopt what is finished, queue what is not. Returns the arm's number.
+
+        `role`: by default what it is among the file's own arms, which for a search is the baseline.
+        """
+        own: Role = "baseline" if self.experiment.search or arm.name in self.experiment.added else "listed"
+        number = self.ledger.add_arm(arm.name, arm.knobs, self._arm_number(arm.baseline), optuna, role or own)
+        load = Load.of(arm, self.experiment, self.device)
         for seed in self.experiment.seeds if seeds is None else seeds:
             spec = self.experiment.spec(arm, seed, self.device)
             self.family.add(spec)
@@ -99,12 +119,40 @@ class Agenda:
             if trial in self._status:
                 continue
             self._note(trial, self.ledger.status(trial))
-            if not self.adopt(trial, spec.id) and self._status[trial] != "pruned":
-                if self._status[trial] != "pending":  # its folder is gone
-                    self.settle(trial, "pending")
-                self._arrived.append(Work(trial, arm, seed, optuna, spec))
-                self.seconds += self._arrived[-1].estimate
+            self._works[spec.id] = Work(trial, arm, seed, optuna, spec, load)
+            if not self.adopt(trial, spec.id):
+                self._wait(self._works[spec.id])
         return number
+
+    def _wait(self, work: Work) -> None:
+        """Have a trial run that is not finished, unless it was given up."""
+        self._renew(work.trial, work.spec.id)
+        if self._status[work.trial] == "pruned":
+            return
+        if self._status[work.trial] != "pending":  # its folder is gone
+            self.settle(work.trial, "pending")
+        self._arrived.append(work)
+
+    def _renew(self, trial: int, trial_id: str) -> None:
+        """Where the ledger says of an unfinished trial what its events do not say, its records go: they are told again in order.
+
+        Those of a trial that was given up, and is not told again, are read from its events.
+        """
+        if not self.ledger.recorded(trial):
+            return
+        events = list(self.store.events(trial_id, strict=False))
+        if strays(self.ledger, trial, events):
+            self.ledger.renew(trial, events if self._status[trial] == "pruned" else ())
+            if (folder := self.store.folder(trial_id)).exists():
+                self.news.append(f"trial {trial_id}: the ledger held records that are not in {folder}; they are read again from there")
+
+    def _look_again(self) -> None:
+        """A trial may have gone on from the state of one whose folder was put aside since: then it has lost its beginning."""
+        while self._retired:
+            self._retired = set()
+            for trial_id in sorted(self.reused):
+                if not self.adopt(self._works[trial_id].trial, trial_id):
+                    self._wait(self._works[trial_id])
 
     def _describe_data(self, spec: TrialSpec) -> None:
         """Note what the trial's data are, once for all that use them."""
@@ -144,7 +192,7 @@ class Agenda:
         arm, baseline = self.experiment.propose(json.loads(chosen["knobs"]))
         seeds = fresh_seeds(self.ledger, search.confirm)
         self.want(baseline, seeds=seeds)
-        self.want(replace(arm, name=CONFIRM + name), seeds=seeds)
+        self.want(replace(arm, name=CONFIRM + name), seeds=seeds, role="confirmed")
         return [f"the search is over: its best arm, {name}, runs again on {len(seeds)} fresh seeds"]
 
     def _more(self, arm: Arm, seeds: Iterable[int]) -> None:
@@ -153,40 +201,115 @@ class Agenda:
         self.want(arm, next(row["optuna"] for row in self.ledger.arms() if row["arm"] == number), seeds)
 
     def propose(self, knobs: Mapping[str, Any], number: int) -> int:
-        """Want a searched arm and its baseline; returns its number. KnobError, and no members, where its knobs contradict each other."""
+        """Want a searched arm and its baseline; returns its number, or that of a point that repeats an earlier arm.
+
+        KnobError, and no members, if its knobs contradict each other.
+        """
         self.proposed += 1
+        written = json.dumps(knobs, sort_keys=True)
+        if inside(knobs, self.experiment.space) is not None:
+            self._distinct.add(written)
         rounded = {knob: float(f"{value:.3g}") if isinstance(value, float) else value for knob, value in knobs.items()}
         name = f"{number}: {label(rounded)}"  # the number keeps it unique
         try:
             arm, baseline = self.experiment.propose(knobs)
-        except KnobError:
-            self.ledger.add_arm(name, knobs, None, number)
+        except KnobError as error:
+            refused = self.ledger.add_arm(name, knobs, None, number, "refused", self._first.get(written), str(error))
+            self._first.setdefault(written, refused)
             raise
+        if arm.content in self._first:
+            return self.ledger.add_arm(name, knobs, None, number, "searched", self._first[arm.content])
         if arm.baseline:  # else it is its own
             self.want(baseline)
-        return self.want(replace(arm, name=name), number)
+        self._first[arm.content] = self.want(replace(arm, name=name), number, role="searched")
+        return self._first[arm.content]
 
     def adopt(self, trial: int, trial_id: str) -> bool:
-        """Take over a result that the store has, from this sweep or any other; whether there was one."""
-        result = self.store.result(trial_id)
-        if result and self._fresh and result["started"] < self._fresh:
-            self.store.retire(trial_id)
-            self.ledger.forget(trial)
-            self._note(trial, "pending")
-            result = None
-        if result is None:
+        """Take over a result that the store has, from this sweep or any other; returns False where there is none that can be trusted.
+
+        Its records are compared with the result. A folder that does not match is put aside, and the trial runs again.
+        """
+        self.reused.discard(trial_id)
+        try:
+            result = self.store.result(trial_id)
+            if result and self._fresh and result.get("started", 0.0) < self._fresh:
+                self._retire(trial, trial_id)
+                result = None
+            if result is None:
+                return False
+            self._take_over(trial, trial_id, result)
+        except Damaged as error:
+            self._put_aside(trial, trial_id, error)
             return False
-        if self._status[trial] not in FINISHED:
-            self.ledger.record(trial, self.store.events(trial_id))
-            self.settle(trial, result["status"], result["reason"], result["seconds"], reused=True)
         self.reused.add(trial_id)
         return True
 
+    def _take_over(self, trial: int, trial_id: str, result: Mapping[str, Any]) -> None:
+        """Have in the ledger what the trial's folder says. Damaged where that does not agree with itself.
+
+        Files that were compared before are read again only where their sizes or times have changed.
+        """
+        row, signature = self.ledger.trial(trial), self.store.signature(trial_id)
+        finished = row["status"] in FINISHED
+        agrees = finished and self._agrees(trial, result)
+        if not agrees or self.ledger.files_seen(trial_id) != signature:
+            events = self.store.proven(trial_id, result)
+            if finished:
+                doubted(self.ledger, self.store, row, result, events)
+            if not finished:
+                self.ledger.record(trial, events)
+                agrees = self._agrees(trial, result)
+            if not agrees:
+                self.ledger.renew(trial, events)
+                if finished:
+                    folder = self.store.folder(trial_id)
+                    self.news.append(f"trial {trial_id}: its records in the ledger were damaged; read again from {folder}")
+            self.ledger.files_seen(trial_id, signature)
+        if (row["status"], row["reason"], row["seconds"]) != (result["status"], result["reason"], result["seconds"]):
+            reused = bool(row["reused"]) if finished else True
+            self.settle(trial, result["status"], result["reason"], result["seconds"], reused)
+
+    def _agrees(self, trial: int, result: Mapping[str, Any]) -> bool:
+        """Return True where the ledger's records of a trial are those that its result was committed with, as far as the result says."""
+        try:
+            found = tally(self.ledger, trial).sealed()
+        except ValueError:
+            return False
+        return result.get("records", found) == found
+
+    def confirm_records(self, trial: int, trial_id: str, result: Mapping[str, Any]) -> str | None:
+        """Compare what was heard of a trial that has just finished with its result; returns why it has to run again, None where not."""
+        if self._agrees(trial, result):
+            self.ledger.files_seen(trial_id, self.store.signature(trial_id))
+            return None
+        try:
+            self.ledger.renew(trial, self.store.proven(trial_id, result))
+        except Damaged as error:
+            self.store.retire(trial_id)
+            return str(error)
+        return None
+
+    def _put_aside(self, trial: int, trial_id: str, error: Damaged) -> None:
+        """Retire a damaged folder, unless another process holds the trial, whose result is to come then."""
+        try:
+            with self.store.claim(trial_id, 0, wait=False):
+                aside = self._retire(trial, trial_id)
+        except Busy:
+            return
+        self.news.append(f"{error}. The folder is kept as {aside}, and the trial runs again")
+
+    def _retire(self, trial: int, trial_id: str) -> Any:
+        aside = self.store.retire(trial_id)
+        self._retired.add(trial_id)
+        self.ledger.forget(trial)
+        self._note(trial, "pending")
+        return aside
+
     @property
     def asks_left(self) -> int:
-        """Points that the search may still propose."""
-        search = self.experiment.search
-        return search.trials - self.proposed if search else 0
+        """Arms that the search may still propose: 0 once all of its trials, or all points of its space, are."""
+        search, most = self.experiment.search, self.experiment.most_searched
+        return min(search.trials - self.proposed, most - len(self._distinct)) if search else 0
 
     def _arm_number(self, name: str | None) -> int | None:
         """A baseline's number in the ledger; arms are named in any order, so it may have to be made room for first."""
@@ -226,7 +349,9 @@ class Agenda:
         now = {(member["name"], member["seed"]) for member in self.ledger.members()}
         if not before or now == before.keys():
             return []
-        changes = {"arm": ({name for name, _ in now}, {name for name, _ in before if not name.startswith(CONFIRM)})}
+        repeated = {point["name"] for point in self.ledger.points() if point["repeats"]}  # once arms of their own
+        earlier = {name for name, _ in before if not name.startswith(CONFIRM)} - repeated
+        changes = {"arm": ({name for name, _ in now}, earlier)}
         if not self.experiment.growth and not self.experiment.search:  # which have seeds beside the file's
             changes["seed"] = ({seed for _, seed in now}, {seed for _, seed in before})
         told = []
@@ -269,7 +394,7 @@ class Agenda:
             item = heapq.heappop(self._queue)
             if self._ready(item[1], coming):
                 found = item[1]
-                self.seconds -= found.estimate
+                self.clock.count(found.load, -found.part)
             else:
                 late.append(item)
         for item in late:
@@ -282,32 +407,50 @@ class Agenda:
         dropped = [work for _, work in self._queue if wanted(work)]
         self._queue = [item for item in self._queue if not wanted(item[1])]
         heapq.heapify(self._queue)
-        self.seconds -= sum(work.estimate for work in dropped)
+        for work in dropped:
+            self.clock.count(work.load, -work.part)
         return dropped
+
+    def seconds_left(self, running: Iterable[Timed], slots: int, confirmed: bool) -> float:
+        """Seconds until all is over that waits, runs or may still be proposed."""
+        self._line_up()
+        return self.clock.left(running, slots, self.asks_left, confirmed)
 
     def points(self, spec: TrialSpec) -> list[tuple[int, str]]:
         """The states on a trial's way that others pass through too, furthest first. Records before them are as often as telemetry says."""
-        if not self._fork:
-            return []
-        often = self.experiment.telemetry
-        cadence = f"{often.every}-{often.shadow}-{often.log}"
-        return [(step, f"{name}-{cadence}") for step, name in self.family.points(spec)]
+        return self.family.points(spec) if self._fork else []
 
     def tidy(self) -> None:
-        """Remove the shared checkpoints of this sweep, which every trial that wanted one has read."""
-        for spec in self.family:
-            for _, name in self.points(spec):
-                self.store.shared(name).unlink(missing_ok=True)
+        """Remove the shared checkpoints that no trial can use any more, whichever run left them.
+
+        Those that an unfinished sweep of this state folder wants stay. If what one wants is not known, only this sweep's
+        own are removed.
+        """
+        found = self.store.checkpoints()
+        wanted = wanted_elsewhere(self.store.root, self.ledger.name) if found else set()
+        own = {name for spec in self.family for _, name in self.family.points(spec)} if found else set()
+        for path in found:
+            name = path.name.partition(".pt")[0]  # or a part of one that a killed trial was writing
+            if name not in (wanted or ()) and (wanted is not None or name in own):
+                path.unlink(missing_ok=True)
 
     def _line_up(self) -> None:
         for work in self._arrived:
+            if self._fork:
+                part = self.family.computed(work.spec, self._begun) / work.spec.config.steps
+                work = replace(work, part=part)
+                self._begun.append(work.spec.id)
+            self.clock.count(work.load, work.part)
             heapq.heappush(self._queue, (self._rank(work), work))
-        self._arrived = []
+        if self._arrived:
+            self._arrived = []
+            self.ledger.describe(shared=json.dumps(sorted(self._shared)))
 
     def _rank(self, work: Work) -> tuple[int, int, int]:
         """Pairs complete early; of trials that begin alike, the one that others follow furthest goes first."""
-        place = self._places.get(work.seed, work.seed)
-        return place, -sum(step for step, _ in self.points(work.spec)), next(self._arrivals)
+        place, points = self._places.get(work.seed, work.seed), self.points(work.spec)
+        self._shared |= {name for _, name in points}
+        return place, -sum(step for step, _ in points), next(self._arrivals)
 
     def _ready(self, work: Work, coming: set[str]) -> bool:
         """Whether a trial need not wait: a running one will leave nothing that lies further on its way than what is there."""

@@ -2,42 +2,46 @@
 
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ablate.attribution import Effect, Grid, extra_tokens, grid, interactions, main_effects, shares, variance
-from ablate.inference import FEWEST_RANKED, POWER, bootstrap, detectable, equivalence, holm, p_value, pairs_to_detect, wilcoxon
+from ablate.attribution import Effect, Grid, extra_tokens, grid, interactions, main_effects, shares
+from ablate.headline import amount, headline, of_arms, of_knobs
+from ablate.inference import FEWEST_RANKED, wilcoxon
 from ablate.ledger import Ledger
-from ablate.page import Gallery, Part, Section, Table, Text, section
+from ablate.page import Code, Gallery, Part, Section, Table, Text, section
+from ablate.phases import never_began
+from ablate.published import replications
 from ablate.records import frame
 from ablate.results import (
     ArmSummary,
     Contrast,
     contrasts,
+    counted,
+    dropped,
     emulated,
     foremost,
     interval,
+    judge_learned,
     metrics_of,
+    nothing_learned,
     number,
     open_ledger,
     percents,
     published_of,
     reading,
-    replications,
     summaries,
 )
-from ablate.stats import ALPHA, Difference, paired_difference
+from ablate.stats import FEWEST_DISTINCT, Verdict, deviation_range, holm, paired_difference
 from ablate.store import Store
 from ablate.surface import Metric
 from ablate.workloads import unit
 
-MOST_ARMS, MOST_CONTRASTS, MOST_SAID, MOST_PICTURES = 40, 60, 3, 12
+MOST_ARMS, MOST_CONTRASTS, MOST_PICTURES = 40, 60, 12
 _LOSSES = ("train/loss", "val/loss", "val/loss_bf16")
-_DECIDED = re.compile(r"(better|worse|equivalent|the same numbers)")
 
 
 class Answer:
@@ -66,7 +70,7 @@ class Answer:
         if not self.ledger.fact("search"):
             return arms
         sign = 1 if self.metric.direction == "minimize" else -1
-        return sorted(arms, key=lambda arm: (arm.baseline is not None, arm.role != "confirmed", not arm.values, sign * arm.mean))
+        return sorted(arms, key=lambda arm: (not arm.is_baseline, arm.role != "confirmed", not arm.values, sign * arm.mean))
 
     @cached_property
     def contrasts(self) -> list[Contrast]:
@@ -116,50 +120,47 @@ class Answer:
         """The verdict in a sentence, and what keeps it from being the last word."""
         return [Text(self.verdict(), "verdict"), *self.losses(), Text(reading(self.arms))]
 
-    def verdict(self) -> str:
-        """What the numbers allow to say, in one or two sentences."""
-        said = self._said()
-        if not said:
-            return self._nothing()
-        known = [(text, arms) for text, verdict, arms in said if _DECIDED.match(verdict)]
-        words = [text for text, _ in known[:MOST_SAID]]
-        if len(known) > MOST_SAID:
-            words.append(f"and {len(known) - MOST_SAID} more comparisons are decided")
-        open_ = [verdict for _, verdict, _ in said if verdict.startswith("undecided")]
-        first = "; ".join(words) + "." if words else ""
-        if not open_:
-            return first
-        more = sorted(int(found[1]) for verdict in open_ if (found := re.search(r"~(\d+) more seeds?", verdict)))
-        settle = f"; about {more[0]} more {'seed' if more[0] == 1 else 'seeds'} would settle the nearest." if more else "."
-        if not words:
-            return f"Undecided: {_none_of(len(open_))} resolved{settle}"
-        return f"{first} {len(open_)} of {len(said)} comparisons {'is' if len(open_) == 1 else 'are'} undecided{settle}"
+    @cached_property
+    def turned_knobs(self) -> list[str]:
+        """The knobs of the grid that the question is about: not presets, nor the workload's where a recipe's are turned."""
+        names = list(self.grid.levels) if self.grid else []
+        return [name for name in names if not name.startswith("workload.") and name != "recipe"]
 
-    def _said(self) -> list[tuple[str, str, Any]]:
-        """(sentence, verdict, subject) of every comparison that is no part of a search's choice; those of single knobs first."""
-        unit = self.unit
-        turned = [
-            (f"{c.knob}: {c.change}{f' ({c.held})' if c.held else ''} is {_short(c.verdict)}, {_amount(c.effect, unit)}", c, c.effect)
-            for c in self.contrasts
-        ]
-        arms = [arm for arm in self.arms if arm.gap is not None and arm.gap.pairs > 1 and (arm.role != "searched")]
-        against = [(f"{arm.name} is {_short(arm.verdict)} than {arm.baseline}, {_amount(arm.gap, unit)}", arm, arm.gap) for arm in arms]
-        found = []
-        for family in (turned, against):
-            corrected = holm([p_value(difference) for *_, difference in family])
-            for (text, subject, difference), p in zip(family, corrected, strict=True):
-                if difference.pairs > 1:
-                    weak = p >= ALPHA and subject.verdict in ("better", "worse")
-                    text = _same_words(text)
-                    found.append((f"{text} (alone; not after Holm's correction)" if weak else text, subject.verdict, subject))
-        return found
+    @cached_property
+    def main_effects(self) -> list[tuple[Effect, Verdict]]:
+        """What each of those knobs does on average over the others, judged together; of all knobs where there are none of those."""
+        if self.grid is None:
+            return []
+        chosen = self.turned_knobs or list(self.grid.levels)
+        effects = [effect for effect in main_effects(self.grid) if effect.knobs[0] in chosen]
+        return list(zip(effects, self._judge(effects), strict=True))
+
+    def _judge(self, effects: Sequence[Effect]) -> list[Verdict]:
+        return judge_learned([(effect.effect, effect.margin, self.grid.arms) for effect in effects], self.metric)
+
+    def verdict(self) -> str:
+        """The verdict in one or two sentences: on every knob's main effect where there is a grid, else on every arm.
+
+        Nothing is picked: all comparisons of the one family are stated, or, where that are too many to read, those that are decided
+        after the correction for all of them.
+        """
+        arms = self.grid.arms if self.turned_knobs else self.arms
+        if nothing_learned(arms):
+            best = min((arm for arm in arms if not math.isnan(arm.loss)), key=lambda arm: arm.loss)
+            among = "The lowest loss" if nothing_learned(self.arms) else "The lowest loss of the arms that turn these knobs"
+            return (
+                f"No answer: nothing was learned. {among}, {number(best.loss)} of {best.name}, is no better than that of a model"
+                f" that ignores its input, {number(best.context_free)}. Train longer, or with another learning rate."
+            )
+        said = of_knobs(self.main_effects, self.unit) if self.turned_knobs else of_arms(self.arms, self.unit)
+        return headline(said) if said else self._nothing()
 
     def _nothing(self) -> str:
-        searched = [arm for arm in self.shown if arm.role == "searched" and arm.values]
+        searched = [arm for arm in self.shown if arm.role == "searched" and arm.values and not arm.pruned]
         if searched:
             best = searched[0]
             unit = self.unit
-            gap = "" if best.gap is None or not best.gap.pairs else f", {_amount(best.gap, unit)} from {best.baseline}"
+            gap = "" if best.gap is None or not best.gap.pairs else f", {amount(best.gap, unit)} from {best.baseline}"
             return (
                 f"The best of {len(searched)} arms is {best.name}, {self.metric.name} {number(best.mean)}{gap}. It was chosen by this"
                 " number: exploratory, until it is run again on fresh seeds (search: {confirm: 5})."
@@ -185,17 +186,22 @@ class Answer:
             total = sum(arm.seeds for arm in self.arms)
             what = f"{waiting} of {total} runs are missing ({self._why()})"
             parts.append(Text(f"**Half done:** {what}. The same command goes on with them.", "warning"))
-        lost = [f"{arm.name} on seeds {', '.join(map(str, arm.diverged))}" for arm in self.arms if arm.diverged]
+        parts += map(Text, (*dropped(self.arms), *never_began(self.ledger)))
+        lost = [
+            f"{arm.name} on seed{'s' if len(arm.diverged) > 1 else ''} {', '.join(map(str, arm.diverged))}"
+            for arm in self.arms
+            if arm.diverged
+        ]
         if lost:
             others = " and others" if len(lost) > 8 else ""
             parts.append(Text(f"**Diverged:** {'; '.join(lost[:8])}{others}. No gap counts those seeds.", "warning"))
-        silent = [arm.name for arm in self.arms if len(arm.values) + len(arm.diverged) + len(arm.missing) < arm.seeds]
+        silent = [arm.name for arm in self.arms if arm.unmeasured]
         if silent:
             parts.append(Text(f"**{self.metric.name} is missing** in finished runs of {', '.join(silent[:8])}.", "warning"))
         return parts
 
     def _why(self) -> str:
-        counts = Counter(member["status"] for member in self.ledger.members() if member["status"] not in ("done", "diverged"))
+        counts = Counter(member["status"] for member in self.ledger.members() if member["status"] not in ("done", "diverged", "pruned"))
         return ", ".join(f"{count} {status}" for status, count in counts.items())
 
     # Its tables
@@ -205,8 +211,6 @@ class Answer:
         arms = self.shown if metric is None else foremost(summaries(self.ledger, metric), metric, MOST_ARMS)
         metric = metric or self.metric
         values = {arm.name: arm.values for arm in arms}
-        judged = [arm for arm in arms if arm.gap is not None and arm.role != "searched"]
-        corrected = dict(zip((arm.name for arm in judged), holm([p_value(arm.gap) for arm in judged]), strict=True))
         tokens = self._extra_tokens(arms, metric)
         rows = [
             {
@@ -215,7 +219,7 @@ class Answer:
                 "gap to baseline": "" if arm.gap is None else (interval(arm.gap), arm.gap.mean),
                 "in percent": _percent(arm, values.get(arm.baseline)),
                 "tokens to match": tokens.get(arm.name, ""),
-                "p (Holm)": _p(corrected.get(arm.name)),
+                "p (Holm)": "" if arm.role == "searched" else _p(arm.judged.p),
                 "seeds": (f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}", len(arm.values)),
                 "SQNR dB": "" if math.isnan(arm.sqnr_db) else (f"{arm.sqnr_db:.1f}", arm.sqnr_db),
                 "tokens/s": "" if math.isnan(arm.tokens_per_s) else (f"{arm.tokens_per_s:,.0f}", arm.tokens_per_s),
@@ -226,8 +230,8 @@ class Answer:
         ]
         left = f" {len(self.arms) - len(arms):,} more arms, none of them better." if len(arms) < len(self.arms) else ""
         how = arms[0].interval if arms else "interval"
-        caption = f"± is a {how} of the gap, paired by seed.{left} {emulated(self.ledger)}"
-        return Table(f"effects-{metric.name.replace('/', '-')}", rows, caption.rstrip())
+        caption = f"Gaps are arm minus baseline; ± is a {how}, paired by seed.{left} {emulated(self.ledger)}"
+        return Table(f"effects-{metric.name.replace('/', '-')}", rows, caption.rstrip(), [arm.colour for arm in arms])
 
     def _extra_tokens(self, arms: Sequence[ArmSummary], metric: Metric) -> dict[str, tuple[str, float]]:
         """By arm, how many more tokens it needs to be where its baseline ends; none where the metric is no curve that falls."""
@@ -249,34 +253,36 @@ class Answer:
         """Each two arms that differ in one knob."""
         if not self.contrasts:
             return None
-        corrected = holm([p_value(contrast.effect) for contrast in self.contrasts])
         rows = [
             {
                 "knob": contrast.knob,
                 "turned to": contrast.change,
                 "with": contrast.held,
                 "effect": (interval(contrast.effect), contrast.effect.mean),
-                "p (Holm)": _p(p),
+                "p (Holm)": _p(contrast.judged.p),
                 "verdict": contrast.verdict,
             }
-            for contrast, p in zip(self.contrasts, corrected, strict=True)
+            for contrast in self.contrasts
         ]
-        return Table("contrasts", rows, "Two arms that differ in one knob, all else held; seeds paired.")
+        caption = "Two arms that differ in one knob, all else held; the value named first minus the other, paired by seed."
+        return Table("contrasts", rows, caption, [contrast.judged.word for contrast in self.contrasts])
 
     def averages(self) -> Table | None:
         """Main effects and interactions of a grid."""
         if self.grid is None or len(self.grid.levels) < 2:
             return None
-        tested = variance(self.grid)
-        rows = [self._average(effect, tested) for effect in (*main_effects(self.grid), *interactions(self.grid))]
+        judged = {id(effect): verdict for effect, verdict in self.main_effects}
+        depends = interactions(self.grid)
+        judged |= {id(effect): verdict for effect, verdict in zip(depends, self._judge(depends), strict=True)}
+        mains = [effect for effect, _ in self.main_effects]
+        known = {(effect.knobs, effect.change) for effect in mains}
+        mains += [effect for effect in main_effects(self.grid) if (effect.knobs, effect.change) not in known]
+        rows = [_average(effect, judged.get(id(effect))) for effect in (*mains, *depends)]
+        classes = [judged[id(effect)].word if id(effect) in judged else "" for effect in (*mains, *depends)]
         left = self.grid.left_out
         without = f" Seeds {', '.join(map(str, left))} are left out: not every arm finished them." if left else ""
-        return Table("factors", rows, f"A knob's effect on average over the others. p: repeated-measures ANOVA, a block a seed.{without}")
-
-    def _average(self, effect: Effect, tested: dict[tuple[str, ...], float]) -> dict[str, Any]:
-        kind = "main effect" if len(effect.knobs) == 1 else "interaction"
-        shown = (interval(effect.effect), effect.effect.mean)
-        return {"": kind, "knob": " x ".join(effect.knobs), "turned to": effect.change, "effect": shown, "p": _p(tested.get(effect.knobs))}
+        caption = "A knob's effect on average over the others, the value named first minus the other. p (Holm) holds for all main effects"
+        return Table("factors", rows, f"{caption} together, and for all interactions together.{without}", classes)
 
     def components(self) -> Table | None:
         """Leave-one-out and Shapley shares of a grid of components."""
@@ -292,41 +298,43 @@ class Answer:
         return Table("components", rows, "Shapley shares add up to what all components do together.") if rows else None
 
     def power(self) -> Table | None:
-        """What this design could have found, and what it would take to find what matters."""
-        rows = [
-            {
-                "arm": arm.name,
-                "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
-                "smallest effect it finds": _known(detectable(arm.gap.deviation, arm.gap.pairs), number),
-                "seeds": (str(arm.gap.pairs), arm.gap.pairs),
-                "seeds to find min_effect": _seeds_needed(arm),
-            }
-            for arm in self.shown
-            if arm.gap is not None and arm.gap.pairs > 1 and arm.gap.deviation > 0
-        ]
-        caption = f"Effects that are found {POWER:.0%} of the time at 5 %, by the standard deviation of the paired gaps."
-        return Table("power", rows, caption) if rows else None
-
-    def checks(self) -> Table | None:
-        """The same gaps by other tests: equivalence, ranks, resampling. What cannot be said with so few seeds is not."""
-        baselines = {arm.name: arm.values for arm in self.arms}
+        """How far the paired gaps spread, and how many seeds an arm that is undecided needs for a verdict."""
         rows = []
         for arm in self.shown:
-            base = baselines.get(arm.baseline)
-            if base is None or arm.gap is None or arm.gap.pairs < 2:
+            if arm.gap is None or not arm.gap.tells:
                 continue
-            same = equivalence(arm.values, base, arm.margin) if arm.margin else math.nan
+            low, high = deviation_range(arm.gap)
+            needed = arm.judged.needed
             rows.append(
                 {
                     "arm": arm.name,
-                    "equivalence, p of a gap beyond min_effect": _p(same),
-                    "Wilcoxon, p": _or_why(lambda arm=arm, base=base: _p(wilcoxon(arm.values, base))),
-                    "bootstrap, 95 %": _or_why(lambda arm=arm, base=base: "{:+.4f} to {:+.4f}".format(*bootstrap(arm.values, base))),
+                    "seeds": (str(arm.gap.pairs), arm.gap.pairs),
+                    "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
+                    "80 % range of the spread": f"{number(low)} to {number(high)}",
+                    "seeds in all for a verdict": "" if needed is None else str(needed).removesuffix(" seeds in all"),
                 }
             )
-        few = any(row["Wilcoxon, p"] == "" for row in rows)
-        caption = f"Wilcoxon's test needs {FEWEST_RANKED} pairs: with fewer its two-sided p cannot fall below 5 %. A bootstrap needs 20."
-        return Table("checks", rows, caption if few else "") if rows else None
+        named = any(row["seeds in all for a verdict"] for row in rows)
+        caption = "Seeds in all: for an 80 % chance of a verdict, by the rule that verdicts follow; in brackets, if the spread is at"
+        without = "Without metric.min_effect no number of seeds is named: an effect may be as small as one likes."
+        without = "" if all(arm.margin for arm in self.shown if arm.gap) else without
+        return Table("power", rows, f"{caption} either end of its range." if named else without) if rows else None
+
+    def checks(self) -> Table | None:
+        """The same gaps by other tests: equivalence, ranks. What cannot be said with so few seeds is not."""
+        baselines = {arm.name: arm.values for arm in self.arms}
+        compared = [arm for arm in self.shown if arm.gap is not None and arm.gap.pairs > 1 and arm.baseline in baselines]
+        family = [arm for arm in self.arms if arm.role != "searched" and arm.judged.word != "none" and arm.gap.tells]
+        ranked = holm([_wilcoxon(arm.values, baselines[arm.baseline]) for arm in family])
+        by_name = {arm.name: p for arm, p in zip(family, ranked, strict=True)}
+        rows = [
+            {"arm": arm.name, "equivalence, p (Holm)": _p(arm.judged.p_equivalence), "Wilcoxon, p (Holm)": _p(by_name.get(arm.name))}
+            for arm in compared
+        ]
+        few = any(arm.gap.pairs < FEWEST_RANKED for arm in compared)
+        caption = "Equivalence: p of a gap of min_effect or more."
+        needs = f" Wilcoxon's test needs {FEWEST_RANKED} pairs: with fewer its two-sided p cannot fall below 5 %."
+        return Table("checks", rows, caption + (needs if few else "")) if rows else None
 
     def importances(self) -> Text | None:
         """What fANOVA says, and what it does not."""
@@ -380,7 +388,8 @@ class Answer:
             for line in lines
         ]
         caption = "Of two arms the direction is judged, by the interval; a model of another size need not show an effect of the same size."
-        return Table("published", rows, caption if any(line.figure.against for line in lines) else "") if rows else None
+        caption = caption if any(line.figure.against for line in lines) else ""
+        return Table("published", rows, caption, ["diverged" if line.diverged else "" for line in lines]) if rows else None
 
     def emulation(self) -> Text | None:
         """What speed and memory are not, where formats were emulated."""
@@ -407,17 +416,17 @@ class Answer:
         """How the numbers were made, for whoever wants to quote them."""
         specs = [json.loads(member["spec"]) for member in self.ledger.members()]
         ((workload, config),) = specs[0]["workload"].items() if specs and specs[0].get("workload") else (("?", {}),)
-        seeds = sorted({arm.seeds for arm in self.arms})
-        spread = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}" if seeds else "no"
+        seeds = sorted({arm.seeds for arm in self.arms if arm.role != "refused"})
+        spread = counted(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds" if seeds else "no seeds"
         shape = ", ".join(f"{key} {config[key]}" for key in ("layers", "width", "context", "batch", "steps", "lr") if key in config)
         matters = f" A gap within {self.metric.min_effect} is taken not to matter." if self.metric.min_effect else ""
         how = self.arms[0].interval if self.arms else ""
         return Text(
-            f"{len(self.arms)} arms of workload {workload} ({shape}), {spread} seeds an arm; an arm and its baseline share initial"
-            f" weights and data order, so gaps are taken seed by seed: their mean with a {how}. Verdicts: better or worse where the"
-            f" interval excludes zero, wrong in at most 5 % of comparisons that have no effect; equivalent where it lies within"
-            f" min_effect, wrong in at most 2.5 % of those where it does not; undecided else."
-            f"{matters} p (Holm) holds for all lines of a table together. A diverged seed is no value, and its arm says so.\n\n"
+            f"{counted(len(self.arms), 'arm')} of workload {workload} ({shape}), {spread} an arm; an arm and its baseline share initial"
+            f" weights and data order, so gaps are taken seed by seed: their mean with a {how}. Verdicts are corrected by Holm over the"
+            f" comparisons of their table: better or worse where no effect is excluded, wrong anywhere in a table with a probability of at"
+            f" most 5 %; equivalent where an effect of min_effect or more is excluded, at most 2.5 %; undecided else. None from fewer than"
+            f" {FEWEST_DISTINCT} distinct differences.{matters} A diverged seed is no value, and its arm says so.\n\n"
             "tokens to match: how many more tokens of this run's own curve the arm needs to stand where its baseline ends, an upper bound"
             " where the learning rate decays at the end."
         )
@@ -439,36 +448,37 @@ class Answer:
         }
         return Table("provenance", [{"what": what, "which": which} for what, which in rows.items() if which])
 
-    def file(self) -> Text | None:
+    def file(self) -> Code | None:
         """The experiment's file as it was run."""
         text = self.ledger.fact("experiment.yaml")
-        return Text(text, "file") if text else None
+        return Code(text, "yaml") if text else None
 
 
-def _none_of(count: int) -> str:
-    return "the one comparison is not" if count == 1 else f"none of the {count} comparisons is"
+def _average(effect: Effect, verdict: Verdict | None) -> dict[str, Any]:
+    """A line of the table of main effects and interactions."""
+    return {
+        "": "main effect" if len(effect.knobs) == 1 else "interaction",
+        "knob": " x ".join(effect.knobs),
+        "turned to": effect.change,
+        "effect": (interval(effect.effect), effect.effect.mean),
+        "p (Holm)": _p(verdict and verdict.p),
+        "verdict": verdict.text if verdict else "",
+    }
 
 
-def _short(verdict: str) -> str:
-    """The word of a verdict."""
-    found = _DECIDED.match(verdict)
-    return found[1] if found else verdict
-
-
-def _same_words(text: str) -> str:
-    """`equivalent than` is no English."""
-    return text.replace("is equivalent than", "is equivalent to").replace("is the same numbers than", "gives the same numbers as")
-
-
-def _amount(difference: Difference, unit: str) -> str:
-    return f"{interval(difference)}{f' {unit}' if unit else ''}"
+def _wilcoxon(arm: dict[int, float], baseline: dict[int, float]) -> float:
+    """p of Wilcoxon's test, NaN where there are too few pairs."""
+    try:
+        return wilcoxon(arm, baseline)
+    except ValueError:
+        return math.nan
 
 
 def _percent(arm: ArmSummary, baseline: dict[int, float] | None) -> Any:
     """The gap over the baseline, seed by seed."""
     if arm.gap is None or not baseline or any(value == 0 for value in baseline.values()):
         return ""
-    relative = {seed: value / baseline[seed] - 1 for seed, value in arm.values.items() if seed in baseline}
+    relative = {seed: (value - baseline[seed]) / abs(baseline[seed]) for seed, value in arm.values.items() if seed in baseline}
     found = paired_difference(relative, dict.fromkeys(relative, 0.0), arm.interval)
     return (percents(found), found.mean) if found.pairs else ""
 
@@ -477,20 +487,3 @@ def _p(value: float | None) -> Any:
     if value is None or math.isnan(value):
         return ""
     return ("<0.001" if value < 0.001 else f"{value:.3f}", value)
-
-
-def _known(value: float, write: Callable[[float], str]) -> Any:
-    return "" if math.isnan(value) else (write(value), value)
-
-
-def _seeds_needed(arm: ArmSummary) -> Any:
-    needed = pairs_to_detect(arm.gap.deviation, arm.margin) if arm.margin else None
-    return "" if needed is None else (f"{needed:,}", needed)
-
-
-def _or_why(compute: Callable[[], Any]) -> Any:
-    """A figure, or nothing where there are too few pairs for it."""
-    try:
-        return compute()
-    except ValueError:
-        return ""

@@ -6,15 +6,19 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, Tag, ValidationError
 
+from ablate.data import located
 from ablate.hyperparameters import Training
 from ablate.numerics.spec import Spec
+from ablate.phases import length, never_begins, shortest_cooldown
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
+from ablate.recipes.recipe import Rule
 from ablate.workloads import WORKLOADS
 from ablate.yamlfile import display, nearest
 
@@ -59,29 +63,50 @@ class Base:
     workload: str
     values: Mapping[str, Any]
     preset: str
+    folder: Path | None = None
+    """Where relative paths of data and models begin: the experiment file's folder; None: the working directory."""
+    strays: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
+    """Relative paths that were found in the working directory instead."""
 
     @cached_property
     def config(self) -> Spec:
         """The workload as the file gives it, no knob turned."""
         return self.arm({"recipe": "bf16"}).config
 
-    def arm(self, knobs: Mapping[str, Any], name: str | None = None) -> Arm:
-        """The arm with these knobs turned; KnobError with every reason where that is not possible."""
-        reasons: list[tuple[str | None, str]] = []
+    def arm(self, knobs: Mapping[str, Any], name: str | None = None, *, tried: bool = False) -> Arm:
+        """Build the arm with these knobs turned; KnobError with every reason if that is not possible.
+
+        `tried`: the values are ends of ranges, not proposals: a phase that they leave without a step is no mistake.
+        """
+        start, recipe, paths = self._turned(knobs)
+        config = paths.apply("workload", deepcopy(dict(self.values)), WORKLOADS[self.workload])
+        if config is not None and self.folder is not None:
+            config = located(config, self.folder, self.strays)
+        if config is not None and recipe is not None:
+            paths.reasons += _contradictions(config, recipe, paths)
+            if not tried and not paths.reasons:
+                paths.reasons += _never_begun(config, recipe, start, paths)
+        if paths.reasons:
+            raise KnobError(paths.reasons)
+        return Arm(name or label(knobs) or knobs.get("recipe", self.preset), dict(knobs), config, recipe)
+
+    def recipe(self, knobs: Mapping[str, Any]) -> Recipe:
+        """Build the preset with these knobs turned, for no workload; KnobError with every reason why not."""
+        _, recipe, paths = self._turned(knobs)
+        if paths.reasons:
+            raise KnobError(paths.reasons)
+        return recipe
+
+    def _turned(self, knobs: Mapping[str, Any]) -> tuple[Recipe, Recipe | None, "_Paths"]:
+        """Return the preset as it is and with the knobs turned; None, with the reasons in the paths, if it cannot be."""
         preset = knobs.get("recipe", self.preset)
         if not isinstance(preset, str) or preset not in PRESETS:
             raise KnobError([("recipe", f"no such preset; {nearest(str(preset), PRESETS)}")])
         start = PRESETS[preset]()
-        paths = _Paths(reasons, Turn(start, {knob: value for knob, value in knobs.items() if knob in KNOBS}))
+        paths = _Paths([], Turn(start, {knob: value for knob, value in knobs.items() if knob in KNOBS}))
         for knob, value in knobs.items():
             paths.add(knob, value)
-        recipe = paths.apply("recipe", start.model_dump(mode="json"), Recipe)
-        config = paths.apply("workload", deepcopy(dict(self.values)), WORKLOADS[self.workload])
-        if config is not None and recipe is not None:
-            reasons += _contradictions(config, recipe, paths)
-        if reasons:
-            raise KnobError(reasons)
-        return Arm(name or label(knobs) or preset, dict(knobs), config, recipe)
+        return start, paths.apply("recipe", start.model_dump(mode="json"), Recipe), paths
 
 
 class _Paths:
@@ -181,9 +206,7 @@ def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tup
     if problems:  # what follows asks for the layers of a model that may not be there
         return
     for rule in recipe.layers.rules:
-        named = not rule.match.startswith("class:")
-        if named and config.linears and not any(rule.matches(name, ()) for name in config.linears):
-            why = f"rule {rule.match!r} matches no layer; {nearest(rule.match, config.linears)}"
+        if why := _selects_nothing(rule, config):
             yield paths.knob_of("recipe.layers.rules") or "recipe.layers.rules", why
     if isinstance(config, Training):
         for name, why in config.contradictions(recipe):
@@ -195,6 +218,29 @@ def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tup
         yield knob or "workload.layers", f"keeps all {blocks} blocks in high precision: nothing is quantised, as in preset bf16"
     if recipe.layers.rules and _all_high(config, recipe):
         yield paths.knob_of("recipe.layers.rules") or "recipe.layers.rules", "keep every layer in high precision, as in preset bf16"
+
+
+def _selects_nothing(rule: Rule, config: Spec) -> str | None:
+    """Return why a rule matches no layer of the workload's model; None if it does, or if its classes are not known."""
+    if rule.match.startswith("class:"):
+        known = [f"class:{name}" for name in sorted(config.classes or ())]
+        matches = not known or rule.matches("", config.classes)
+    else:
+        known = config.linears
+        matches = not known or any(rule.matches(name, ()) for name in known)
+    return None if matches else f"rule {rule.match!r} matches no layer; {nearest(rule.match, known)}"
+
+
+def _never_begun(config: Spec, recipe: Recipe, preset: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
+    """Phases that hold in no step of a run, but for those of the preset itself."""
+    knob = paths.knob_of("recipe.schedule")
+    for phase in (phase for phase in recipe.schedule if phase not in preset.schedule):
+        why = never_begins(phase, length(config))
+        if why and knob == "cooldown":
+            right = f"give {shortest_cooldown(config.steps)} or more, or 0 for none"
+            why = f"begins after the last of {config.steps} steps, so it never holds; {right}"
+        if why:
+            yield knob or "recipe.schedule", why
 
 
 def _all_high(config: Spec, recipe: Recipe) -> bool:

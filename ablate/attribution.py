@@ -6,10 +6,9 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ablate.inference import repeated_measures
 from ablate.results import ArmSummary
 from ablate.stats import Difference, Interval, paired_difference
 
@@ -30,6 +29,9 @@ class Grid:
     interval: Interval
     left_out: tuple[int, ...]
     """Seeds that some arm did not finish, or finished without a finite value."""
+    margin: float | None = None
+    """The smallest effect that matters: the smallest over the arms, where it is a share of several baselines."""
+    arms: tuple[ArmSummary, ...] = ()
 
     def cells(self, **held: int) -> list[Cell]:
         """The points at which the named knobs are at these levels."""
@@ -49,6 +51,8 @@ class Effect:
     knobs: tuple[str, ...]
     change: str
     effect: Difference
+    margin: float | None = None
+    """The smallest effect that matters, in the metric's unit."""
 
 
 def grid(arms: Sequence[ArmSummary]) -> Grid | None:
@@ -66,7 +70,8 @@ def grid(arms: Sequence[ArmSummary]) -> Grid | None:
     if not seeds:
         return None
     values = {cell: {seed: arm.values[seed] for seed in sorted(seeds)} for cell, arm in points.items()}
-    return Grid(levels, values, compared[0].interval, tuple(sorted(wanted - seeds)))
+    margin = min((arm.margin for arm in compared if arm.margin is not None), default=None)
+    return Grid(levels, values, compared[0].interval, tuple(sorted(wanted - seeds)), margin, tuple(compared))
 
 
 def _levels(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -76,30 +81,42 @@ def _levels(values: Sequence[Any]) -> tuple[Any, ...]:
 
 def main_effects(grid: Grid) -> list[Effect]:
     """Each level of each knob instead of the knob's reference, on average over the other knobs."""
-    return [
-        Effect((knob,), _change(levels, level), _difference(grid, grid.cells(**{knob: level}), grid.cells(**{knob: 0})))
-        for knob, levels in grid.levels.items()
-        for level in range(1, len(levels))
-    ]
+    found = []
+    for place, (knob, levels) in enumerate(grid.levels.items()):
+        for level in range(1, len(levels)):
+            cells = grid.cells(**{knob: level})
+            effect = _difference(grid, cells, grid.cells(**{knob: 0}))
+            found.append(Effect((knob,), _change(levels, level), _of_runs(grid, effect, _unchanged(grid, cells, place)), grid.margin))
+    return found
+
+
+def _unchanged(grid: Grid, cells: Sequence[Cell], place: int) -> bool:
+    """Return True if every run of these cells equals that at the reference of the knob at this place, seed by seed."""
+    return all(grid.values[cell] == grid.values[_with(cell, place, 0)] for cell in cells)
+
+
+def _of_runs(grid: Grid, effect: Difference, unchanged: bool) -> Difference:
+    """The effect on averages, with what it takes from the runs: whether they are counts, and whether zeros mean equal runs."""
+    whole = all(value.is_integer() for values in grid.values.values() for value in values.values())
+    return replace(effect, whole=whole, runs_equal=unchanged)
 
 
 def interactions(grid: Grid) -> list[Effect]:
     """For every two knobs, how much the effect of one depends on the other: the difference of its effects, on average over the rest."""
     found = []
-    for (first, ones), (second, others) in itertools.combinations(grid.levels.items(), 2):
+    for (at, (first, ones)), (place, (second, others)) in itertools.combinations(enumerate(grid.levels.items()), 2):
         for one, other in itertools.product(range(1, len(ones)), range(1, len(others))):
             apart = [grid.mean(grid.cells(**{first: a, second: b})) for a, b in ((one, other), (0, 0), (one, 0), (0, other))]
             both, neither, alone, rest = apart
             by_seed = {seed: both[seed] + neither[seed] - alone[seed] - rest[seed] for seed in both}
             change = f"{_change(ones, one)}; {_change(others, other)}"
-            found.append(Effect((first, second), change, _from_zero(by_seed, grid.interval)))
+            firsts = [cell for b in (0, other) for cell in grid.cells(**{first: one, second: b})]
+            seconds = [cell for a in (0, one) for cell in grid.cells(**{first: a, second: other})]
+            unchanged = _unchanged(grid, firsts, at) or _unchanged(grid, seconds, place)
+            by_seed = dict.fromkeys(by_seed, 0.0) if unchanged else by_seed  # without the sums' rounding
+            effect = _of_runs(grid, _from_zero(by_seed, grid.interval), unchanged)
+            found.append(Effect((first, second), change, effect, grid.margin))
     return found
-
-
-def variance(grid: Grid) -> dict[tuple[str, ...], float]:
-    """p of "turning this knob, or these together, does nothing": a repeated-measures analysis of variance, each seed its own block."""
-    names = list(grid.levels)
-    return {tuple(names[place] for place in places): p for places, p in repeated_measures(grid.values).items()}
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ import sqlite3
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlencode
 
 from ablate.ledger import FINISHED, Ledger
-from ablate.store import Store
+from ablate.store import Damaged, Store, parsed
 
 CLOCKS = ("throughput/", "memory/")
 """Metrics that no two runs agree on; that they are there is looked at all the same."""
@@ -77,9 +78,12 @@ def _records(about: str, ours: Records, theirs: Records) -> Iterator[Finding]:
 
 def _files(about: str, store: Store, trial: str, wanted: set[tuple[int, str]]) -> Iterator[Finding]:
     """The trial's folder describes it wholly, without the ledger."""
-    if store.result(trial) is None:
-        yield Finding("lost", f"{about}: no result in its folder {trial}")
-    there = {(event["step"], name) for event in store.events(trial) for name in event["metrics"]}
+    try:
+        if store.result(trial) is None:
+            yield Finding("lost", f"{about}: no result in its folder {trial}")
+    except Damaged as error:
+        yield Finding("lost", f"{about}: {error}")
+    there = {(event["step"], name) for event in store.events(trial, strict=False) for name in event["metrics"]}
     if missing := sorted(wanted - there):
         yield Finding("lost", f"{about}: {len(missing)} records in its folder {trial}, the first {missing[0]}", len(missing))
     if (store.folder(trial) / "checkpoint.pt").exists():
@@ -117,7 +121,7 @@ def repeats(state: Path) -> Iterator[Repeat]:
     """What was computed again in all trial folders, from the records' own times."""
     for folder in sorted((state / "trials").iterdir()):
         files = sorted(folder.glob("events-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))
-        attempts = [[json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] for path in files]
+        attempts = [[*_events(path)] for path in files]
         attempts = [events for events in attempts if events]
         for before, after in itertools.pairwise(attempts):
             resumed = after[0].get("resumed", 0)
@@ -126,6 +130,13 @@ def repeats(state: Path) -> Iterator[Repeat]:
                 kept = max((event["time"] for event in before if event["step"] <= resumed), default=again[0]["time"])
                 gaps = (later["time"] - earlier["time"] for earlier, later in itertools.pairwise(before))
                 yield Repeat(folder.name, again[-1]["step"] - resumed, again[-1]["time"] - kept, max(gaps, default=0.0))
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """An attempt's events, without lines that were corrupted."""
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        with suppress(ValueError):
+            yield parsed(line + b"\n", path.parent.name)
 
 
 # The pictures
@@ -186,6 +197,8 @@ def mlflow(tracker: Tracker, folder: Path) -> Iterator[Finding]:
     experiment = tracker.ask("experiments/get-by-name", experiment_name=folder.name)["experiment"]["experiment_id"]
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in tracker.search(experiment):
+        if run["info"].get("lifecycle_stage") == "deleted" and _tags(run).get("ablate.status") == "replaced":
+            continue  # of records that were put aside; another run shows those that came in their place
         runs.setdefault(_tags(run).get("ablate.member", "the sweep"), []).append(run)
         if run["info"]["status"] != "FINISHED":
             yield Finding("wrong", f"MLflow: {run['info']['run_name']} is {run['info']['status']}")

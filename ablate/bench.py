@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from ablate import linears, measure
-from ablate.cli import console, run
+from ablate.cli import console, run, starting
 from ablate.engines.hardware import this_machine
 from ablate.recipes import PRESETS
 from ablate.yamlfile import InputError, nearest
@@ -45,6 +45,7 @@ def kernels(
     png: Png = None,
 ) -> None:
     """Quantise a tensor every way: million elements a second, amax included, and speed over that of a copy of the same bytes."""
+    starting("importing torch, then timing the quantisers", unless=as_json)
     import torch
 
     sizes = [_size(text, 2) for text in shapes or ["1024x1024"]]
@@ -85,6 +86,7 @@ def step(
     Quantised presets come twice: as they are, products in bf16_out, and with every product in fp32_out.
     """
     names = _presets(presets or ["fp32", "nvfp4"])
+    starting("importing torch, then timing training steps", unless=as_json)
     _device(device)
     _check(png)
     measure.one_thread()
@@ -134,6 +136,7 @@ def linear(
     GPU's dense peak of the format that is multiplied, by NVIDIA's datasheet; on CPUs and other GPUs of torch's own bf16 product.
     """
     names = _presets(presets or ["nvfp4", "mxfp8", "fp8_current"])
+    starting("importing torch, then timing layers", unless=as_json)
     device = _device(device)
     sizes = _layers(shapes, models, tokens, device)
     _check(png)
@@ -142,8 +145,11 @@ def linear(
     measure.one_thread()
     stick, found = linears.yardstick(device), []
     clock, least, unit = (measure.Events(), 0.02, ("TFLOP/s", 1e12)) if device == "cuda" else (measure.Wall(), 0.0, ("GFLOP/s", 1e9))
-    side = linears.YARDSTICK[device]
-    beside = {} if stick.peaks else {None: linears.matmul(side, device)}
+    beside = {}
+    if not stick.peaks:
+        side = linears.side(device, lambda side: sum(measure.stretches({None: linears.matmul(side, device)}, 1, clock)[None]))
+        stick = stick._replace(said=linears.measured_yardstick(side, device))
+        beside = {None: linears.matmul(side, device)}
     for shape in sizes:
         seconds = measure.stretches(linears.passes(chosen, shape, device, weights) | beside, rounds, clock, least)
         peaks = stick.peaks or linears.measured(2 * side**3 / seconds[None][0])
@@ -165,6 +171,7 @@ def linear(
 @app.command()
 def start(rounds: Rounds = 9, as_json: AsJson = False) -> None:
     """How long a trial on a warm worker takes from its fork to its first step: a gpt of the default size."""
+    starting("importing torch, then timing the start of trials", unless=as_json)
     from ablate.child import rehearse
     from ablate.workloads.gpt import Gpt
 
@@ -181,15 +188,18 @@ def faults(
     state: Annotated[Path | None, typer.Option(help="A new folder for the sweeps, and the evidence; default: one that goes.")] = None,
     without: Annotated[list[str] | None, typer.Option(metavar="KIND", help="A kind to leave out; repeatable.")] = None,
 ) -> None:
-    """Kill everything that can be killed, at random moments of a small real sweep, and look for what was lost, or done twice.
+    """Kill everything that can be killed, and corrupt files, at random moments of small real sweeps; then audit every record.
 
-    Controller, workers, trials, Ray, an MLflow server and a PostgreSQL of our own, on this machine. Exit status 1 if a promise broke.
+    Controller, workers, trials, Ray, an MLflow server and a PostgreSQL of our own, on this machine; events, checkpoints, results and
+    ledgers. Exit status 1 if something was lost, done twice, or differs in silence.
     """
     from ablate import faults
+    from ablate.injections import KINDS
 
-    if wrong := [f"--without {name}: no such kind; {nearest(name, faults.FAULTS)}" for name in without or () if name not in faults.FAULTS]:
+    if wrong := [f"--without {name}: no such kind; {nearest(name, KINDS)}" for name in without or () if name not in KINDS]:
         raise InputError(wrong)
-    raise typer.Exit(int(not faults.told(state, count, seed, [name for name in faults.FAULTS if name not in (without or ())], console())))
+    starting("Ray, MLflow and PostgreSQL for the sweeps that are killed")
+    raise typer.Exit(int(not faults.told(state, count, seed, [name for name in KINDS if name not in (without or ())], console())))
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------------

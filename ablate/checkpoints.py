@@ -1,26 +1,41 @@
-"""Where a training run stands after a step, in one file that a later attempt of the same trial goes on from, bit for bit."""
+"""Where a training run stands after a step, in one file that a later attempt of the same trial goes on from, bit for bit.
+
+The file ends with a footer (`store.seal`): the SHA-256 of its bytes, which torch does not check, and number and digest of the records
+up to its step. A file whose bytes, or whose records, are not those is put aside, and the trial goes on from an earlier state.
+"""
 
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from ablate.engines.emulated import Engine
 from ablate.parallel import gathered, placed, placed_optimizer, world
+from ablate.store import Damaged, seal, unsealed
 
-VERSION = 3
+VERSION = 4
 """Of the file's content; another version is not read."""
+
+
+class Journal(Protocol):
+    """What checkpoints need of that which records the trial."""
+
+    def reach(self, step: int) -> dict[str, Any]: ...
+    def recorded(self, trial: str, step: int) -> dict[str, Any] | None: ...
 
 
 class Checkpoints:
     """One trial's checkpoint file, and the states on its way that other trials pass through too. A file is there whole or not at all."""
 
-    def __init__(self, path: Path, trial: str, seconds: float, shared: Mapping[int, Path] | None = None) -> None:
+    def __init__(
+        self, path: Path, trial: str, seconds: float, shared: Mapping[int, Path] | None = None, journal: Journal | None = None
+    ) -> None:
         self.path, self.trial, self.seconds, self.shared = path, trial, seconds, shared or {}
+        self._journal = journal
         self.resumed: int | None = None
         """The step that this attempt went on from."""
         self._last = time.monotonic()
@@ -53,34 +68,51 @@ class Checkpoints:
     def leave(self, step: int, state: dict[str, Any], wanted: tuple[bool, bool]) -> None:
         """Leave the state after `step` steps for whom it is wanted."""
         others, own = wanted
+        about = {"version": VERSION, "trial": self.trial, "step": step, "records": self._journal and self._journal.reach(step)}
         if others:
             self.shared[step].parent.mkdir(parents=True, exist_ok=True)
-            self._write(self.shared[step], state)
+            self._write(self.shared[step], state, about | {"state": self.shared[step].name})
         if own:
-            self._write(self.path, state)
+            self._write(self.path, state, about)
             self._last = time.monotonic()
 
-    def _write(self, path: Path, state: dict[str, Any]) -> None:
+    def _write(self, path: Path, state: dict[str, Any], about: dict[str, Any]) -> None:
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        with temporary.open("wb") as file:
-            torch.save({"version": VERSION, "trial": self.trial, **state}, file)
+        with temporary.open("w+b") as file:
+            torch.save({"trial": self.trial, **state}, file)
+            seal(file, about)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """A checkpoint; None, and a line on standard output, which is the trial's log, where it cannot be used."""
+        """A checkpoint; None where there is none. One that cannot be used is put aside, and a line on standard output, which is the
+        trial's log, says why.
+        """
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            about = unsealed(path)
+            self._refuse(path, about)
+            return torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError:
             return None
-        except Exception as error:  # whatever a damaged file makes torch raise: the trial goes on from an earlier one, or from nothing
-            print(f"{path}: cannot be read ({type(error).__name__}: {error}); the trial goes on without it")
+        except Exception as error:  # whatever a damaged file makes torch raise
+            why = str(error) if isinstance(error, Damaged) else f"{path}: cannot be read ({type(error).__name__}: {error})"
+            print(f"{why}; the trial goes on without it. It is kept as {self._put_aside(path)}", flush=True)
             return None
-        if state.get("version") != VERSION or (path == self.path and state.get("trial") != self.trial):
-            print(f"{path}: of another version or trial; the trial goes on without it")
-            return None
-        return state
+
+    def _refuse(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Damaged where the file is whole and still of no use to this trial."""
+        if about["version"] != VERSION or (path == self.path and about["trial"] != self.trial):
+            raise Damaged(path, "of another version or trial")
+        if path != self.path and about.get("state") != path.name:
+            raise Damaged(path, f"the state of trial {about['trial']} after step {about['step']} under another's name")
+        if self._journal and self._journal.recorded(about["trial"], about["step"]) != about["records"]:
+            raise Damaged(path, f"the records of trial {about['trial']} up to step {about['step']} are not those that it was left after")
+
+    def _put_aside(self, path: Path) -> Path:
+        aside = path.with_name(f"{path.name}.damaged")
+        path.replace(aside)
+        return aside
 
 
 class Standing(NamedTuple):

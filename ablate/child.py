@@ -22,8 +22,8 @@ from typing import IO
 
 from ablate import provenance
 from ablate.rank import IMPORTS, SHARDING, launch
-from ablate.store import Store
-from ablate.trial import TrialSpec, exit_status, run
+from ablate.store import Store, full
+from ablate.trial import NO_SPACE, TrialSpec, exit_status, run
 from ablate.workloads import WORKLOADS
 
 _POLL_SECONDS = 0.5
@@ -134,6 +134,8 @@ def _trial(request: dict) -> None:
             faulthandler.register(signal.SIGUSR1, file=log)
             print(json.dumps({"pid": os.getpid()}), file=events)
             status = exit_status(lambda: _run(request, events))
+    except OSError as error:  # its log cannot be made
+        status = NO_SPACE if full(error) else 1
     finally:
         os._exit(status)
 

@@ -2,17 +2,23 @@
 
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
+from ablate.plain_text import printable
+from ablate.private import ensure_home
 from ablate.yamlfile import InputError
 
-DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
 _WHERE = "Where"
 State = Annotated[
@@ -36,11 +42,40 @@ Json = Annotated[bool, typer.Option("--json", help="Print it as JSON, for machin
 
 def run(command: Callable[[], None]) -> None:
     """Run a command line; what the user got wrong is told in a sentence for each, with status 2, and never as a traceback."""
+    if note := ensure_home():
+        print(note, file=sys.stderr)
     try:
         command()
     except InputError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         sys.exit(BAD_INPUT)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, by which SLURM, Docker and systemd end a command: as Ctrl-C, with an exit status of its own."""
+
+
+@contextmanager
+def heed_sigterm() -> Iterator[None]:
+    """Raise Terminated at the first SIGTERM within the block, and let those after it pass: they would cut the clean end short."""
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may set a handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def interruption(error: KeyboardInterrupt) -> tuple[int, str]:
+    """Return the exit status and the word for a command that a signal ended."""
+    return (TERMINATED, "Ended by SIGTERM") if isinstance(error, Terminated) else (INTERRUPTED, "Interrupted")
 
 
 def alone(command: Callable[..., Any]) -> None:
@@ -50,6 +85,15 @@ def alone(command: Callable[..., Any]) -> None:
     run(app)
 
 
+def starting(what: str, unless: bool = False) -> None:
+    """Print what is waited for, before it is imported or started: on a slow machine the first result takes a minute.
+
+    It goes to standard error at once. `unless`: the output is for machines, and nothing is printed.
+    """
+    if not unless:
+        print(f"Starting: {what} ...", file=sys.stderr, flush=True)
+
+
 def duration(seconds: float) -> str:
     """`45 s`, `3 min`, `2.5 h`."""
     if seconds < 90:
@@ -57,10 +101,25 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def console() -> Console:
+class Screen(Console):
+    """A console on which text is text: no markup, no emoji codes, and no character that drives a terminal.
+
+    Whoever names an arm or writes a question would otherwise write markup. Styles are given by rich's Text.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the segments of what is printed. Control codes are segments of their own; within text they are shown as escapes."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def console() -> Screen:
     """Standard output; wide where it is not a terminal, so that a log keeps its tables whole."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=160)
+    found = Screen()
+    return found if found.is_terminal else Screen(width=160)
 
 
 def program(name: str) -> str:

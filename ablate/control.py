@@ -14,8 +14,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
+from ablate.databases import open_readonly
+from ablate.ledger import Ledger
+from ablate.ledger_integrity import flaw
 from ablate.store import write
 from ablate.yamlfile import InputError, nearest
 
@@ -82,7 +84,7 @@ def damage(path: Path) -> str | None:
     if not path.exists() or not path.stat().st_size:
         return None
     try:
-        db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=60)
+        db = open_readonly(path)
         try:
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         finally:
@@ -91,7 +93,20 @@ def damage(path: Path) -> str | None:
         raise InputError([f"{path}: cannot be read: {error}"]) from None
     except sqlite3.DatabaseError as error:
         return str(error)
-    return None if found == "ok" else " ".join(found.removeprefix("*** in database main ***").split())
+    return _flaw(path) if found == "ok" else " ".join(found.removeprefix("*** in database main ***").split())
+
+
+def _flaw(path: Path) -> str | None:
+    """What a SQLite file that is sound as such holds in place of what was written; None where it is no ledger, or only begun."""
+    ledger = None
+    try:
+        ledger = Ledger(path, readonly=True)
+        return flaw(ledger)
+    except sqlite3.OperationalError:
+        return None
+    finally:
+        if ledger:
+            ledger.close()
 
 
 def put_aside(path: Path) -> Path:

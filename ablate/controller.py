@@ -3,7 +3,6 @@
 It draws nothing and prints nothing: it yields a Progress whenever something happened, and ends with an Outcome.
 """
 
-import errno
 import json
 import math
 import shutil
@@ -19,6 +18,7 @@ from ablate.agenda import Agenda, Work
 from ablate.arms import KnobError
 from ablate.experiment import Experiment
 from ablate.ledger import Ledger
+from ablate.plain_text import one_line
 from ablate.store import Store, full
 from ablate.trial import STOPPED
 
@@ -55,6 +55,8 @@ class Running:
     started: float
     steps: int
     estimate: float
+    begun: int = 0
+    """The step that it went on from."""
     step: int = 0
     loss: float = math.nan
     warned: bool = False
@@ -129,9 +131,11 @@ class Controller:
         self.pictures: Any = None
         self._running: dict[str, Running] = {}
         self._news: list[str] = []
-        self._ran, self._extended, self._confirmed = 0, -1, False
+        self._ran, self._confirmed = 0, False
+        self._extended: tuple[int, int, int] | None = None
+        """Trials run and points proposed when `_extend` last looked."""
         self._slot_seconds = 0.0
-        self._actual = self._estimated = 0.0
+        self._slots = 1
         self._halt: tuple[Literal["stopped", "disk"], str] | None = None
         """Why nothing more is started: told to stop, or the disk is full."""
 
@@ -152,13 +156,16 @@ class Controller:
                 executor = self._connect()
                 yield from self._loop(executor)
             status = self._status()
-            behind = self._finish(status)
-            if behind:
+            if status in ("done", "failed"):
+                self.agenda.tidy()
+            self.ledger.describe(ended=status)
+            ending = {"failed": "FAILED", "stopped": "KILLED"}.get(status, "FINISHED")
+            if behind := self.pictures.finish(ending, _MLFLOW_GRACE_SECONDS):
                 self._say(behind)
             yield self._progress()
             yield self._outcome(status)
         except (OSError, sqlite3.OperationalError) as error:
-            if not full(error):
+            if not full(error, self.state):
                 raise
             status = "disk"  # nothing more can be written: what was left running is settled by the next run
             self._stop_for_space("some of it")
@@ -177,7 +184,7 @@ class Controller:
         """
         self._want(points)
         self.ledger.close()
-        return self._news
+        return self._news + self.agenda.news
 
     def _want(self, points: Sequence[Mapping[str, Any]] = ()) -> None:
         requeued = self.ledger.requeue(time.time())
@@ -198,10 +205,15 @@ class Controller:
         while self._running or self._work_left():
             self._obey(executor)
             executor.wanted = self._wanted()
+            self._slots = executor.slots
             while len(self._running) < executor.slots and self._may_start(executor) and (work := self._next()):
                 self._submit(executor, work)
                 yield self._progress()
             if not self._running and (executor.slots or not self._may_start(executor)):  # without a slot, its turn is to come
+                if not self.agenda:
+                    self._extend()  # the last points that were proposed may all repeat earlier ones
+                    if self.agenda:
+                        continue
                 return
             for trial_id, message in executor.wait(_WAIT_SECONDS):
                 self._hear(executor, trial_id, message)
@@ -211,19 +223,15 @@ class Controller:
 
     def _extend(self) -> None:
         """Want more where the answer so far calls for it; looks once after each change."""
-        if self.agenda or self._halt or self._extended == self._ran:
+        now = self._ran, self.agenda.proposed, len(self._running)
+        if self.agenda or self._halt or self._extended == now:
             return
-        self._extended, search = self._ran, self.experiment.search
+        self._extended, search = now, self.experiment.search
         if self.experiment.growth:
             self._news += self.agenda.grow()
         elif search and search.confirm and not self._confirmed and not self._running and self.agenda.asks_left <= 0:
             self._confirmed = True
             self._news += self.agenda.confirm()
-
-    def _finish(self, status: str) -> str | None:
-        if status in ("done", "failed"):
-            self.agenda.tidy()
-        return self.pictures.finish({"failed": "FAILED", "stopped": "KILLED"}.get(status, "FINISHED"), _MLFLOW_GRACE_SECONDS)
 
     def _work_left(self) -> bool:
         return not self._halt and not self._spent() and bool(self.agenda or self.agenda.asks_left > 0)
@@ -252,10 +260,9 @@ class Controller:
     def _outcome(self, status: str) -> Outcome:
         why = self._halt[1] if self._halt else ""
         if status == "budget":
-            count = self.agenda.count
-            left = f"{count['pending']} trials are not run" + (
-                f" and {self.agenda.asks_left} arms not proposed" * (self.agenda.asks_left > 0)
-            )
+            left = f"{self.agenda.count['pending']} trials are not run"
+            if self.agenda.asks_left > 0:
+                left += f" and {self.agenda.asks_left} arms not proposed"
             why = f"Partial: the budget is reached, and {left}. The same command goes on."
         return Outcome(status, self._ran, len(self.agenda.reused), self._failures(), time.time() - self._started, why)
 
@@ -269,6 +276,7 @@ class Controller:
                 "name": self.experiment.name,
                 "question": self.experiment.question,
                 "interval": self.experiment.growth.interval if self.experiment.growth else "t",
+                "ended": "",
                 "search": self.experiment.search.sampler if self.experiment.search else "",
                 "metric": self.experiment.metric.model_dump_json(),
                 "metrics": json.dumps([metric.name for metric in self.experiment.metrics]),
@@ -285,8 +293,7 @@ class Controller:
     def _may_start(self, executor: Executor) -> bool:
         if self._halt or self._spent():
             return False
-        checkpoint = self.store.largest_checkpoint()
-        need = _SPARE_BYTES + checkpoint * executor.slots
+        need = _SPARE_BYTES + self.store.largest_checkpoint() * executor.slots
         if shutil.disk_usage(self.state).free >= need or self.store.collect(need):
             return True
         free = shutil.disk_usage(self.state).free
@@ -324,8 +331,17 @@ class Controller:
             "ranks": self._layout.ranks,
             "sharded": self._layout.sharded,
         }
+        estimate = work.part * self.agenda.clock.pace.seconds(work.load)
         self._running[work.spec.id] = Running(
-            work.arm.name, work.seed, work.trial, attempt, time.time(), work.arm.config.steps, work.estimate, request=request, work=work
+            one_line(work.arm.name),
+            work.seed,
+            work.trial,
+            attempt,
+            time.time(),
+            work.arm.config.steps,
+            estimate,
+            request=request,
+            work=work,
         )
         executor.submit(request)
 
@@ -341,11 +357,9 @@ class Controller:
                 self._halt = "stopped", "Stopped as ordered. Nothing is lost: the same command goes on."
                 self._end_trials(executor, lambda work: True, "stopped", "stopped by hand")
             elif order["stop"] == "arm":
-                name = order["name"]
-                self._end_trials(executor, lambda work, name=name: work.arm.name == name, "stopped", "its arm was stopped by hand")
+                self._end_trials(executor, lambda work, name=order["name"]: work.arm.name == name, "stopped", "its arm was stopped by hand")
             else:
-                trial = order["id"]
-                self._end_trials(executor, lambda work, trial=trial: work.spec.id == trial, "stopped", "stopped by hand")
+                self._end_trials(executor, lambda work, trial=order["id"]: work.spec.id == trial, "stopped", "stopped by hand")
 
     def _end_trials(self, executor: Executor, meant: Callable[[Work], bool], status: str, reason: str) -> None:
         """End the trials in flight that are meant; those that wait are not run. All keep what they recorded."""
@@ -386,10 +400,16 @@ class Controller:
         running.loss = last["metrics"].get("train/loss", running.loss)
         resumed = next((event["resumed"] for event in events if "resumed" in event), None)
         if resumed:
+            running.begun = resumed
             self._say(f"{running.name} seed={running.seed}: goes on from step {resumed}")
         self._warn(running, events)
 
     def _end(self, executor: Executor, trial_id: str, running: Running, message: dict[str, Any]) -> None:
+        if "result" in message:
+            if self.store.result(trial_id) is None:  # a worker that shares no file system
+                self.store.commit(trial_id, message["result"])
+            if why := self.agenda.confirm_records(running.trial, trial_id, message["result"]):
+                message = {"end": "failed", "reason": why}
         outcome, reason = message["end"], message.get("reason")
         if running.ending and "result" not in message:
             outcome, reason = running.ending
@@ -404,11 +424,9 @@ class Controller:
             self._give_up(running, outcome, reason, message.get("log", "") if outcome == "oom" else "")
 
     def _finished(self, trial_id: str, running: Running, outcome: str, reason: str | None, result: dict[str, Any]) -> None:
-        if self.store.result(trial_id) is None:  # a worker that shares no file system
-            self.store.commit(trial_id, result)
         self._ran += 1
-        self._actual += time.time() - running.started
-        self._estimated += running.estimate
+        if outcome == "done" and running.steps > running.begun:
+            self.agenda.clock.pace.learn(running.work.load, result["seconds"] * running.steps / (running.steps - running.begun))
         self.agenda.settle(running.trial, outcome, reason, result["seconds"])
         self.pictures.settled(running.trial)
         final = self.ledger.last_value(running.trial, self.experiment.metric.name)
@@ -417,7 +435,7 @@ class Controller:
 
     def _failed(self, executor: Executor, trial_id: str, running: Running, message: dict[str, Any]) -> None:
         reason = message["reason"]
-        if f"[Errno {errno.ENOSPC}]" in reason:
+        if message.get("full"):
             self._stop_for_space("some of it")
             self.agenda.settle(running.trial, "pending")
             return
@@ -426,7 +444,7 @@ class Controller:
             self._say(f"{running.name} seed={running.seed}: {reason}; retry {tries}/{self.experiment.retry}")
             request = running.request | {"attempt": self.agenda.start(running.trial, trial_id, time.time())}
             self._running[trial_id] = replace(
-                running, attempt=request["attempt"], started=time.time(), step=0, loss=math.nan, request=request
+                running, attempt=request["attempt"], started=time.time(), begun=0, step=0, loss=math.nan, request=request
             )
             executor.submit(request)
             return
@@ -467,17 +485,8 @@ class Controller:
     def _progress(self) -> Progress:
         count = self.agenda.count
         total = count.total()
-        news, self._news = tuple(self._news), []
+        news, self._news, self.agenda.news = (*self._news, *self.agenda.news), [], []
         trouble = self.pictures.trouble if self.pictures else None
         done = total - count["pending"] - count["running"]
-        return Progress(done, total, self._failures(), tuple(self._running.values()), news, trouble, self._seconds_left())
-
-    def _seconds_left(self) -> float:
-        """The workloads' own estimates for what is missing, scaled by how far off they were for the trials that ran."""
-        scale = self._actual / self._estimated if self._estimated else 1.0
-        waiting = self.agenda.seconds
-        if self.agenda.asks_left > 0:
-            waiting += self.agenda.asks_left * len(self.experiment.seeds) * self.experiment.base.config.cost(quantised=True)
-        now = time.time()
-        running = sum(max(0.0, scale * item.estimate - (now - item.started)) for item in self._running.values())
-        return (scale * waiting + running) / max(1, len(self._running))
+        left = self.agenda.seconds_left(self._running.values(), self._slots, self._confirmed)
+        return Progress(done, total, self._failures(), tuple(self._running.values()), news, trouble, left)

@@ -155,7 +155,7 @@ def _made(folder: Path) -> Iterator[None]:
 def _progress() -> Iterator[Callable[[str, int], None]]:
     """How many bytes of text are done, where somebody looks."""
     screen = console()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), FileSizeColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), FileSizeColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         tasks = {}
 

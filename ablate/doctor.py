@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli import DONE, FAILED, console, duration, run
+from ablate.cli import DONE, FAILED, console, duration, run, starting
 from ablate.engines import ENGINES, proof
 from ablate.engines.hardware import Machine, this_machine
 from ablate.numerics.spec import VERSION
@@ -53,6 +53,7 @@ def doctor(
         raise InputError(["--record goes with --engine transformer_engine: it says where that comparison is written"])
     if engine is not None:
         _compare(engine, record, fast, as_json)
+    starting("importing torch, then checking the numerics", unless=as_json)
     started = time.monotonic()
     rows: list[tuple[str, Row]] = []
     screen = Console(quiet=True) if as_json else console()
@@ -63,7 +64,7 @@ def doctor(
     seconds = time.monotonic() - started
     if as_json:
         print(json.dumps(_document(rows, fast, seconds), indent=1))
-    screen.print(_verdict([row for _, row in rows], fast), f"[dim]({duration(seconds)})[/]")
+    screen.print(_verdict([row for _, row in rows], fast), Text(f"({duration(seconds)})", "dim"))
     raise typer.Exit(FAILED if any(row.ok is False for _, row in rows) else DONE)
 
 
@@ -85,6 +86,7 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
         raise InputError([f"--record {record}: is for the document; its picture is put beside it"])
     if not os.access(folder, os.W_OK):
         raise InputError([f"--record: nothing can be written in {folder}; name a file elsewhere"])
+    starting("importing torch, then comparing the engine with the emulator", unless=as_json)
     from ablate import parity
 
     if reason := parity.obstacle():
@@ -101,7 +103,7 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
     if as_json:
         print(json.dumps(document, indent=1))
     style = "bold green" if comparison.agrees else "bold red"
-    screen.print(Text(comparison.verdict(), style), f"[dim]({duration(document['seconds'])})[/]")
+    screen.print(Text(comparison.verdict(), style), Text(f"({duration(document['seconds'])})", "dim"))
     screen.print(f"Written: {' and '.join(map(str, written))}{kept}")
     raise typer.Exit(DONE if comparison.agrees else FAILED)
 
@@ -163,13 +165,14 @@ def _table(rows: list["Row"], width: int, header: bool) -> Table:
     return table
 
 
-def _verdict(rows: list["Row"], fast: bool) -> str:
+def _verdict(rows: list["Row"], fast: bool) -> Text:
     judged = [row for row in rows if row.ok is not None]
     off = [row for row in judged if not row.ok]
     if off:
-        return f"[bold red]{len(off)} of {len(judged)} checks are off:[/] what is trained here is not what numerics version {VERSION} says."
+        what = f" what is trained here is not what numerics version {VERSION} says."
+        return Text.assemble((f"{len(off)} of {len(judged)} checks are off:", "bold red"), what)
     more = " `python -m ablate.doctor` checks the rest." if fast else ""
-    return f"[bold green]All {len(judged)} checks agree:[/] numerics version {VERSION} computes what it says.{more}"
+    return Text.assemble((f"All {len(judged)} checks agree:", "bold green"), f" numerics version {VERSION} computes what it says.{more}")
 
 
 def _document(rows: list[tuple[str, "Row"]], fast: bool, seconds: float) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """From an experiment as written to an experiment as meant: YAML in, arms and trial specs out, or every mistake at its place."""
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ from pydantic import ValidationError
 from ablate.arms import Arm, Base, KnobError, reason
 from ablate.choice import Choice, check, choose, misfit
 from ablate.numerics.spec import Spec
+from ablate.phases import unreached
 from ablate.recipes import PRESETS, Recipe
-from ablate.space import Dimension, conditions, grid, refuse_twins, space, values_at
+from ablate.search_checks import check_search
+from ablate.space import Dimension, conditions, grid, refuse_twins, size, space, values_at
 from ablate.surface import (
-    FEWEST_SEEDS,
-    SEVERAL,
+    MOST_ARMS,
+    MOST_TRIALS,
     Budget,
     Constraint,
     ExperimentFile,
@@ -28,13 +32,26 @@ from ablate.surface import (
 )
 from ablate.trial import TrialSpec
 from ablate.workloads import WORKLOADS
-from ablate.yamlfile import Document, nearest, read
+from ablate.yamlfile import Document, InputError, nearest, read
 
-_MOST_ARMS = 10_000
-_SHOWN = 6
+_LONGEST_NAME = 200
+"""Bytes: file systems take 255, and files named after a sweep have suffixes."""
 _MISPLACED = dict.fromkeys(
     ("pruner", "rungs"), "belongs under search: the arms of a grid are compared seed by seed, and none of them may end early"
 )
+
+
+@dataclass(frozen=True)
+class Against:
+    """Baseline that a file names: knobs, applied at each arm's own workload values, or one arm, for all others."""
+
+    knobs: Mapping[str, Any]
+    arm: Arm | None = None
+    """The arm that was named, which keeps its own workload values."""
+
+    def pins(self, knob: str) -> bool:
+        """Return True if the baseline itself sets this workload knob, a part of it or what it is part of."""
+        return any(f"{knob}.".startswith(f"{own}.") or f"{own}.".startswith(f"{knob}.") for own in self.knobs)
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,7 @@ class Experiment:
     """The arms known from the start, baselines first: all of a grid, only the baseline of a search."""
     added: frozenset[str]
     """Names of the baselines among them that the file's own arms do not include."""
-    against: Mapping[str, Any]
+    against: Against
     seeds: tuple[int, ...]
     """The seeds that every arm gets."""
     growth: Growth | None
@@ -69,6 +86,8 @@ class Experiment:
     patience: float
     budget: Budget
     telemetry: TelemetryKeys
+    notes: tuple[str, ...] = ()
+    """What is odd about the file, though it can be run, each with its place in it."""
 
     @property
     def metric(self) -> Metric:
@@ -85,8 +104,13 @@ class Experiment:
         """Whether arms may be given up before they are over."""
         return self.search is not None and self.search.pruner is not None
 
+    @cached_property
+    def most_searched(self) -> int:
+        """Number of arms that the search can propose: its trials, or all points of a smaller space; 0 for a grid."""
+        return size(self.space, self.search.trials) if self.search else 0
+
     def propose(self, knobs: Mapping[str, Any]) -> tuple[Arm, Arm]:
-        """A searched arm and its baseline: the same workload values under the recipe it is compared with."""
+        """Build a searched arm and its baseline; KnobError with every reason where one of them cannot be run."""
         arm, baseline = self.base.arm(knobs), _baseline(self.base, self.against, knobs)
         for one in (arm, baseline):
             if why := self.resources.misfit(one.config, one.recipe, self.engine):
@@ -100,11 +124,26 @@ class Experiment:
         return TrialSpec(workload=self.base.workload, config=arm.config, recipe=arm.recipe, seed=seed, engine=self.engine, device=device)
 
 
+def sweep_name(path: Path) -> str:
+    """Return the name of the sweep that a file describes: its own without the suffix. InputError if no folder can have that name."""
+    name = path.stem
+    if not name.strip(".") or name.startswith("."):
+        why = f"a sweep is named after its file, and {name!r} is the name of no folder, or of a hidden one"
+    elif "/" in name or "\\" in name or not name.isprintable():
+        why = f"a sweep is named after its file, and {name!r} holds a separator or a character that cannot be printed"
+    elif len(name.encode()) > _LONGEST_NAME:
+        why = f"a sweep is named after its file, and this name has more than {_LONGEST_NAME} bytes"
+    else:
+        return name
+    raise InputError([f"{str(path)!r}: {why}; rename the file, to rht_sr.yaml for example"])
+
+
 def load(path: Path, device: str | None = None) -> Experiment:
     """Read, check and expand an experiment file; InputError with every problem where it cannot be run as it stands.
 
     `device`: the class of device that it is to run on, which decides between engines; None: whatever is here.
     """
+    name = sweep_name(path)
     document = read(path)
     file = _surface(document)
     _check_engine(file, document)
@@ -116,14 +155,17 @@ def load(path: Path, device: str | None = None) -> Experiment:
         document.check()
     arms, ends = _arms(file, base, knobs, document)
     against = _against(file, base, arms, document)
-    _check_search(file, base, ends, seeds, metrics, path.stem, document)
+    _check_constraints(file, base, document)
+    check_search(file, base, ends, len(seeds), metrics, name, document)
     document.check()
     baselines, compared = _with_baselines(file, base, arms, against, document)
+    if (trials := len(seeds) * len((*baselines, *compared))) > MOST_TRIALS:
+        document.problem(("seeds",), f"make {trials} trials of all arms; an experiment has at most {MOST_TRIALS}")
     _refuse_unmeasured(file, base, [arm.name for arm in (*baselines, *compared)], document)
     choice = _engine(file, (*baselines, *compared, *ends), device, document)
     _refuse_misfits(file, (*baselines, *compared), choice, document)
     return Experiment(
-        name=path.stem,
+        name=name,
         file=str(path),
         text=document.text,
         question=file.question.strip(),
@@ -145,7 +187,17 @@ def load(path: Path, device: str | None = None) -> Experiment:
         patience=file.patience,
         budget=file.budget,
         telemetry=file.telemetry,
+        notes=tuple(_notes(file, knobs, (*baselines, *compared, *ends), document)),
     )
+
+
+def _notes(file: ExperimentFile, knobs: Mapping[str, Dimension], arms: Iterable[Arm], document: Document) -> Iterator[str]:
+    """Find what is odd about the file, though it can be run."""
+    if file.search and (points := size(knobs, file.search.trials)) < file.search.trials:
+        why = f"the space has {points} points, so the search ends once it has proposed each of them"
+        yield document.told(("search", "trials"), why, file.search.trials)
+    for name, why in unreached(arms, file.recipe):
+        yield document.told(("arms", name) if file.arms else ("ablate",), why)
 
 
 def _surface(document: Document) -> ExperimentFile:
@@ -200,7 +252,7 @@ def _base(file: ExperimentFile, document: Document) -> Base | None:
     if name not in WORKLOADS:
         document.problem(("workload", name), f"no such workload; {nearest(name, WORKLOADS)}")
         return None
-    base = Base(name, values or {}, file.recipe if file.recipe in PRESETS else "nvfp4")
+    base = Base(name, values or {}, file.recipe if file.recipe in PRESETS else "nvfp4", Path(document.file).absolute().parent)
     try:
         base.arm({"recipe": "bf16"})
     except KnobError as error:
@@ -273,9 +325,10 @@ def _arms(file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], docu
     elif file.search or not all(dimension.ends() for dimension in knobs.values()):
         return [], _ends(base, knobs, document)
     else:
-        indices = list(itertools.islice(grid(knobs), _MOST_ARMS + 1))
-        if len(indices) > _MOST_ARMS:
-            document.problem(("ablate",), f"makes more than {_MOST_ARMS} arms, the most that fit a grid; a `search` samples them")
+        least = math.prod(len(dimension.choices) for dimension in knobs.values() if not dimension.when)
+        indices = list(itertools.islice(grid(knobs), MOST_ARMS + 1)) if least <= MOST_ARMS else []
+        if least > MOST_ARMS or len(indices) > MOST_ARMS:
+            document.problem(("ablate",), f"makes more than {MOST_ARMS} arms, the most that fit a grid; a `search` samples them")
             return [], []
         points = [(None, values_at(point, knobs), {knob: ("ablate", knob, i) for knob, i in point.items()}) for point in indices]
     arms: list[Arm] = []
@@ -295,96 +348,32 @@ def _arms(file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], docu
 def _ends(base: Base, knobs: Mapping[str, Dimension], document: Document) -> list[Arm]:
     """Arms with one knob at each of its values or ends, beside what it needs of the others."""
     tried = (
-        _try(base, conditions(knob, knobs) | {knob: value}, None, {knob: ("ablate", knob, index)}, document)
+        _try(base, conditions(knob, knobs) | {knob: value}, None, {knob: ("ablate", knob, index)}, document, tried=True)
         for knob, dimension in knobs.items()
         for index, value in enumerate(dimension.ends())
     )
     return [arm for arm in tried if arm]
 
 
-def _check_search(
-    file: ExperimentFile,
-    base: Base,
-    ends: list[Arm],
-    seeds: tuple[int, ...],
-    metrics: tuple[Metric, ...],
-    name: str,
-    document: Document,
-) -> None:
-    """Note what is wrong with a search as a whole; its single values were checked."""
+def _check_constraints(file: ExperimentFile, base: Base, document: Document) -> None:
+    """Note constraints on a metric that the workload does not measure, that stand twice, or that guide no search."""
     for index, constraint in enumerate(file.constraints):
         _refuse_unknown(constraint.metric, ("constraints", index, "metric"), base, document)
     refuse_twins(("constraints",), [constraint.words.rpartition(" ")[0] for constraint in file.constraints], document)
-    search = file.search
-    if search is None:
-        if file.constraints:
-            document.problem(("constraints",), "guide a search, and this is none: every arm is run and compared; leave them out")
-        return
-    if file.constraints and search.sampler == "cmaes":
-        document.problem(("search", "sampler"), "takes no constraints; tpe, gp and nsga2 learn where they hold", search.sampler)
-    if len(metrics) > 1:
-        _check_several(search, len(metrics), document)
-    elif search.pruner == "wilcoxon":
-        _check_wilcoxon(search, len(seeds), document)
-    elif search.pruner:
-        _check_rungs(search, metrics[0].name, [base.config, *(arm.config for arm in ends)], document)
-    if search.rungs and not search.pruner:
-        document.problem(("search", "rungs"), "has no effect without a pruner, such as pruner: median")
-    refuse_twins(("search", "warm"), list(search.warm), document)
-    if name in search.warm:
-        document.problem(("search", "warm"), f"names {name}, this sweep itself, which goes on from its own arms anyway")
+    if file.constraints and file.search is None:
+        document.problem(("constraints",), "guide a search, and this is none: every arm is run and compared; leave them out")
 
 
-def _check_several(search: Search, objectives: int, document: Document) -> None:
-    if search.sampler not in SEVERAL:
-        why = f"takes one objective, and metric lists {objectives}; {', '.join(SEVERAL)} take several"
-        document.problem(("search", "sampler"), why, search.sampler)
-    if search.pruner:
-        why = f"judges by one objective, and metric lists {objectives}: leave the pruner out, or give one metric"
-        document.problem(("search", "pruner"), why, search.pruner)
-
-
-def _check_wilcoxon(search: Search, seeds: int, document: Document) -> None:
-    if search.rungs:
-        document.problem(("search", "rungs"), "has no effect: wilcoxon judges an arm as each of its seeds ends, not at steps")
-    if seeds < FEWEST_SEEDS:
-        why = f"cannot spare a seed of {seeds}: its test needs 4 pairs to tell arms apart; give {FEWEST_SEEDS} seeds or more"
-        document.problem(("search", "pruner"), why, search.pruner)
-    if search.warm:
-        why = "compares seed by seed with the best arm, which an earlier sweep's has not; use median, asha or hyperband, or leave warm out"
-        document.problem(("search", "pruner"), why, search.pruner)
-
-
-def _check_rungs(search: Search, metric: str, configs: list[Spec], document: Document) -> None:
-    """A pruner's rungs must be steps at which every arm has the metric, and grow as its rule says."""
-    rungs, path = search.rungs, ("search", "rungs")
-    valid = [step for step in configs[0].recorded(metric) if all(step in config.recorded(metric) for config in configs)]
-    listed = ", ".join(map(str, valid[:_SHOWN])) + (f", ... {valid[-1]}" if len(valid) > _SHOWN else "")
-    if not valid:
-        document.problem(("search", "pruner"), f"there is no step before the last at which every arm has {metric}", search.pruner)
-    elif not rungs:
-        document.problem(("search", "pruner"), f"needs rungs, the steps at which arms are judged: of {listed}", search.pruner)
-    for index, rung in enumerate(rungs):
-        if valid and rung not in valid:
-            document.problem((*path, index), f"not every arm has {metric} there, before its end; valid are {listed}", rung)
-    if list(rungs) != sorted(set(rungs)):
-        document.problem(path, "must rise", list(rungs))
-    elif search.pruner == "hyperband" and len(rungs) == 1:
-        document.problem(path, "hyperband starts its brackets at different rungs: give two or more, or use asha", list(rungs))
-    elif search.pruner in ("asha", "hyperband") and not _geometric(rungs):
-        why = f"{search.pruner} keeps one arm in n at each rung, which comes after n times as many steps: such as 50, 100, 200"
-        document.problem(path, why, list(rungs))
-
-
-def _geometric(rungs: tuple[int, ...]) -> bool:
-    """Whether each rung is the same whole number of times the one before."""
-    factor = rungs[1] // rungs[0] if rungs[1:] else 2
-    return all(later == factor * earlier for earlier, later in itertools.pairwise(rungs))
-
-
-def _try(base: Base, knobs: Mapping[str, Any], name: str | None, positions: Mapping[str, tuple], document: Document) -> Arm | None:
+def _try(
+    base: Base,
+    knobs: Mapping[str, Any],
+    name: str | None,
+    positions: Mapping[str, tuple],
+    document: Document,
+    tried: bool = False,
+) -> Arm | None:
     try:
-        return base.arm(knobs, name)
+        return base.arm(knobs, name, tried=tried)
     except KnobError as error:
         for knob, why in error.reasons:
             shown = (knobs[knob],) if knob in knobs else ()
@@ -392,46 +381,63 @@ def _try(base: Base, knobs: Mapping[str, Any], name: str | None, positions: Mapp
         return None
 
 
-def _against(file: ExperimentFile, base: Base, arms: list[Arm], document: Document) -> dict[str, Any]:
-    """The baseline as knobs: of a preset, of an arm by name, or as written."""
+def _against(file: ExperimentFile, base: Base, arms: list[Arm], document: Document) -> Against:
+    """Read the baseline: a preset, an arm by its name, or knobs; exactly an arm's knobs name that arm."""
     value = file.against
     if isinstance(value, dict):
-        _try(base, value, "against", {knob: ("against", knob) for knob in value}, document)
-        return value
+        built = _try(base, value, "against", {knob: ("against", knob) for knob in value}, document)
+        alike = (arm for arm in arms if built and arm.content == built.content)
+        return Against(value, next((arm for arm in alike if arm.knobs.keys() == value.keys()), None))
     if not isinstance(value, str):
         document.problem(("against",), "must be a preset, an arm's name, or knobs as {knob: value}", value)
-        return {}
-    if value in PRESETS:
-        return {"recipe": value}
-    named = {arm.name: dict(arm.knobs) for arm in arms}
-    if value in named:
-        return named[value]
-    document.problem(("against",), f"no such baseline: neither a preset nor an arm; {nearest(value, [*PRESETS, *named])}", value)
-    return {}
+    elif value in PRESETS:
+        return Against({"recipe": value})
+    else:
+        named = {arm.name: arm for arm in arms}
+        if value in named:
+            return Against(named[value].knobs, named[value])
+        if value not in (file.arms or {}):  # else what is wrong with the arm was noted
+            why = f"no such baseline: neither a preset nor an arm; {nearest(value, [*PRESETS, *named])}"
+            document.problem(("against",), why, value)
+    return Against({})
 
 
-def _baseline(base: Base, against: Mapping[str, Any], knobs: Mapping[str, Any]) -> Arm:
-    """What an arm with these knobs is compared with: the baseline's recipe under the arm's own workload values."""
-    workload = {knob: value for knob, value in knobs.items() if knob.startswith("workload.")}
-    return base.arm({**against, **workload})
+def _baseline(base: Base, against: Against, knobs: Mapping[str, Any]) -> Arm:
+    """Return what an arm with these knobs is compared with: the arm that the file names, or the baseline's knobs at
+    this arm's workload values, except those that the baseline sets itself."""
+    if against.arm is not None:
+        return against.arm
+    varied = {knob: value for knob, value in knobs.items() if knob.startswith("workload.")}
+    return base.arm({**against.knobs, **{knob: value for knob, value in varied.items() if not against.pins(knob)}})
+
+
+def _noted_baseline(base: Base, against: Against, knobs: Mapping[str, Any], whose: str, document: Document) -> Arm | None:
+    """Return `_baseline`; None, with the problem noted, if it cannot be run."""
+    try:
+        return _baseline(base, against, knobs)
+    except KnobError as error:
+        document.problem(("against",), f"the baseline of {whose} cannot be run: {error}")
+        return None
 
 
 def _compared(arm: Arm, baseline: Arm) -> Arm:
     return Arm(arm.name, arm.knobs, arm.config, arm.recipe, None if arm.content == baseline.content else baseline.name)
 
 
-def _with_baselines(
-    file: ExperimentFile, base: Base, arms: list[Arm], against: Mapping[str, Any], document: Document
-) -> tuple[list[Arm], list[Arm]]:
+def _with_baselines(file: ExperimentFile, base: Base, arms: list[Arm], against: Against, document: Document) -> tuple[list[Arm], list[Arm]]:
     """The baselines that are not among the arms, and the arms, each with the name of its own baseline."""
     if file.search:
-        varies = any(knob.startswith("workload.") for knob in file.ablate)
-        return ([] if varies else [_baseline(base, against, {})]), []
+        varies = any(knob.startswith("workload.") and not against.pins(knob) for knob in file.ablate)
+        known = None if varies else _noted_baseline(base, against, {}, "the search", document)
+        document.check()
+        return ([known] if known else []), []
     extra: dict[str, Arm] = {}
     compared = []
     named = {arm.content: arm for arm in reversed(arms)}
     for arm in arms:
-        baseline = _baseline(base, against, arm.knobs)
+        baseline = _noted_baseline(base, against, arm.knobs, f"arm {arm.name!r}", document)
+        if baseline is None:
+            continue
         known = named.get(baseline.content)
         if known is None:
             extra[baseline.name] = known = baseline

@@ -1,15 +1,30 @@
 """Trials that begin alike: how long they stay alike, so that what they share runs once."""
 
+import json
+import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
 
+from ablate.ledger import Ledger
+from ablate.surface import TelemetryKeys
 from ablate.trial import TrialSpec
 
 
-class Family:
-    """All trials of a sweep, by what they have in common from the start."""
+def note(telemetry: TelemetryKeys) -> str:
+    """What a shared state depends on beside the trial's history: how often the records before it were made."""
+    return f"-{telemetry.every}-{telemetry.shadow}-{telemetry.log}"
 
-    def __init__(self, specs: Iterable[TrialSpec] = ()) -> None:
+
+class Family:
+    """All trials of a sweep, by what they have in common from the start.
+
+    `note` ends the name of every state that they share: what else a state depends on, such as how often it is recorded.
+    """
+
+    def __init__(self, specs: Iterable[TrialSpec] = (), note: str = "") -> None:
+        self._note = note
         self._groups: dict[str, dict[str, TrialSpec]] = defaultdict(dict)
         for spec in specs:
             self.add(spec)
@@ -28,15 +43,54 @@ class Family:
             return []
         others = (other for name, other in self._groups[spec.history(1)].items() if name != spec.id)
         steps = sorted({spec.alike(other) for other in others} - {spec.config.steps}, reverse=True)
-        return [(step, spec.history(step)) for step in steps]
+        return [(step, self._name(spec, step)) for step in steps]
 
-    def steps(self) -> tuple[int, int]:
-        """Training steps of all that can be forked: run each for itself, and with what is shared run once."""
-        alone = together = 0
+    def steps(self, run: Collection[str] | None = None, left: Collection[str] = ()) -> dict[str, int]:
+        """Steps that each trial in `run` computes, by id, if they run in the order in which they were added; None: all trials.
+
+        `left`: names of the states that earlier runs left in the store.
+        """
+        computed: dict[str, int] = {}
         for group in self._groups.values():
-            earlier: list[TrialSpec] = []
-            for spec in group.values():
-                known = max((spec.alike(other) for other in earlier), default=0)
-                alone, together = alone + spec.config.steps, together + spec.config.steps - known
-                earlier.append(spec)
-        return alone, together
+            before: list[str] = []
+            for spec in group.values() if run is None else [spec for name, spec in group.items() if name in run]:
+                computed[spec.id] = self.computed(spec, before, left)
+                before.append(spec.id)
+        return computed
+
+    def computed(self, spec: TrialSpec, before: Iterable[str], left: Collection[str] = ()) -> int:
+        """Steps that a trial computes after those in `before` (ids) have run.
+
+        It goes on from the furthest state at which it parts from another trial of the family, if a trial in `before`, or an
+        earlier run, left that state. No state is left after the last step: trials that are equal to the end share what lies
+        before the last place where a third one parts from them, and each computes the rest itself.
+        """
+        if not spec.segments:
+            return spec.config.steps
+        group = self._groups[spec.history(1)]
+        alike = {name: spec.alike(other) for name, other in group.items() if name != spec.id}
+        reached = max((alike.get(name, 0) for name in before), default=0)
+        parts = set(alike.values()) - {spec.config.steps}
+        start = max((step for step in parts if step <= reached or self._is_left(spec, step, left)), default=0)
+        return spec.config.steps - start
+
+    def _is_left(self, spec: TrialSpec, step: int, left: Collection[str]) -> bool:
+        return bool(left) and self._name(spec, step) in left
+
+    def _name(self, spec: TrialSpec, step: int) -> str:
+        return f"{spec.history(step)}{self._note}"
+
+
+def wanted_elsewhere(state: Path, sweep: str) -> set[str] | None:
+    """Names of the shared states that unfinished sweeps other than `sweep` want; None if one of them does not say."""
+    names: set[str] = set()
+    for path in state.glob("sweeps/*/ledger.db"):
+        if path.parent.name == sweep:
+            continue
+        try:
+            with closing(Ledger(path, readonly=True)) as other:
+                if other.unfinished():
+                    names |= set(json.loads(other.fact("shared") or "null"))
+        except (sqlite3.Error, TypeError):  # damaged, just begun, or of an earlier version
+            return None
+    return names

@@ -2,6 +2,7 @@
 diverges. Torch-free."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
@@ -11,6 +12,11 @@ from pydantic import Field, model_validator
 from ablate.numerics.spec import Spec
 from ablate.recipes.presets import fp8_current
 from ablate.recipes.recipe import SLOTS, Products, Recipe
+
+MOST_STEPS, MOST_SEQUENCES, MOST_TOKENS = 10**9, 1 << 20, 1 << 40
+"""Largest number of steps of a run, of sequences in a batch, of tokens to train or evaluate on: beyond them plans take for ever."""
+MOST_LAYERS, MOST_WIDTH = 1024, 1 << 20
+"""Largest numbers of blocks and of features of a model: a plan has a name for each layer."""
 
 METRICS = frozenset(
     (
@@ -22,6 +28,8 @@ METRICS = frozenset(
 FINAL = frozenset(("flops/fp4_share",))
 """Those of them that only the last record has."""
 
+_CLOSE = 1000
+"""Steps that are looked at one by one for the first lower learning rate."""
 _SAFER = {"bf16": Products(), "fp8": fp8_current().products}
 
 
@@ -66,7 +74,7 @@ class Guard(Spec):
     """A loss that is so many times the running median counts, too; null: none does."""
     norm: float | None = Field(None, gt=1)
     """The same of the gradient's norm before clipping."""
-    window: int = Field(32, ge=4)
+    window: int = Field(32, ge=4, le=1 << 20)
     """Steps of the running median; nothing is compared with it before there are that many, nor after a fallback."""
     limit: int = Field(20, ge=1)
     """Interventions after which the run ends as diverged."""
@@ -86,14 +94,14 @@ class Training(Spec):
     )
     """Fields that there were not at first: with its default such a field is no part of a trial's identity, so that older results stay."""
 
-    steps: int = Field(300, ge=1)
-    token_budget: int | None = Field(None, ge=1)
+    steps: int = Field(300, ge=1, le=MOST_STEPS)
+    token_budget: int | None = Field(None, ge=1, le=1 << 50)
     """Tokens to train on, in place of `steps`: as many steps as cover them."""
     time_budget: float | None = Field(None, gt=0)
     """Seconds spent in steps after which the run ends; the learning rate's schedule does not know of it."""
-    batch: int = Field(4, ge=1)
+    batch: int = Field(4, ge=1, le=MOST_SEQUENCES)
     """Sequences (or images) in a micro-batch."""
-    accumulate: int = Field(1, ge=1)
+    accumulate: int = Field(1, ge=1, le=MOST_SEQUENCES)
     """Micro-batches per optimizer step; gradients add up in fp32."""
     lr: float = Field(3e-3, gt=0)
     """Peak learning rate."""
@@ -126,14 +134,16 @@ class Training(Spec):
     compile: bool = False
     """torch.compile around the quantised products: what surrounds them is fused, so the last bits differ from the eager path's."""
     eval_every: int = Field(100, ge=1)
-    eval_tokens: int = Field(16384, ge=1)
-    eval_batch: int = Field(16, ge=1)
+    eval_tokens: int = Field(16384, ge=1, le=MOST_TOKENS)
+    eval_batch: int = Field(16, ge=1, le=MOST_SEQUENCES)
     """Sequences in a batch of the evaluation."""
 
     @model_validator(mode="after")
     def _steps_cover_the_budget(self) -> "Training":
         if self.token_budget is not None:
             steps = -(-self.token_budget // max(1, self.tokens_per_step))  # 0 of a shape that `problems` refuses
+            if steps > MOST_STEPS:
+                raise ValueError(f"token_budget {self.token_budget} is {steps} steps; a run has at most {MOST_STEPS}")
             if "steps" in self.model_fields_set and self.steps != steps:
                 raise ValueError(f"steps {self.steps} and token_budget {self.token_budget} (which is {steps} steps) differ; leave one out")
             object.__setattr__(self, "steps", steps)  # frozen for others
@@ -148,6 +158,11 @@ class Training(Spec):
     def extents(self) -> dict[str, int]:
         """Of what the tokens and features of all quantised products are multiples, by what decides it."""
         return {}
+
+    @property
+    def classes(self) -> frozenset[str] | None:
+        """Class names of the modules around the quantised layers; None if only the built model tells them."""
+        return None
 
     @property
     def divisible(self) -> bool:
@@ -182,7 +197,13 @@ class Training(Spec):
         if start is None:
             return None
         near = range(max(1, math.floor(start) - 2), self.steps)  # rounding may move it by a step
-        return next((step for step in near if self.lr_at(step) < self.lr_at(step - 1)), None)
+        close, far = near[:_CLOSE], near[_CLOSE:]
+        found = next((step for step in close if self.lr_at(step) < self.lr_at(step - 1)), None)
+        if found is not None or not far:
+            return found
+        level = self.lr_at(far[0] - 1)  # from here on it never rises, and may stay equal for very long
+        index = bisect_left(far, True, key=lambda step: self.lr_at(step) < level)
+        return far[index] if index < len(far) else None
 
     def _decay_from(self) -> float | None:
         if self.decay == "none" or (self.decay == "wsd" and self.decay_fraction == 0):

@@ -1,12 +1,18 @@
-"""`ablate leaderboard`: every arm of every sweep of a state folder, by what was measured on what, the best gap first. Reads only."""
+"""`ablate leaderboard`: every arm of every sweep of a state folder, by what was measured on what, the best gap first. Reads only.
 
+Gaps are ranked among each other only if they were measured against the same baseline: the same workload in every field that changes
+a number, the same content of the data, the same recipe, engine and class of device. Such a group is called a task.
+"""
+
+import hashlib
 import json
 import math
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +24,16 @@ from ablate.cli import Json, Profile, State, alone, console, duration
 from ablate.control import folders, refusal
 from ablate.ledger import Ledger
 from ablate.place import find
-from ablate.yamlfile import InputError
+from ablate.plain_text import markdown_cell, one_line
+from ablate.recipes import PRESETS, Recipe
+from ablate.workloads import WORKLOADS
+from ablate.yamlfile import InputError, display
 
 _DIGITS = 8
+_MOST_ALONE = 2
+"""Tables of one arm that a sweep may have."""
+_MOST_WORDS, _LONGEST_WORD = 6, 40
+"""What a title says of a task beside its workload's name and size."""
 _SIZES = ("layers", "width", "steps")
 """What tells a workload from a larger one of its kind, in a word each."""
 
@@ -30,6 +43,9 @@ class Entry:
     """An arm of a sweep, beside its baseline."""
 
     workload: str
+    """In words: name and size, and what distinguishes its task from others of that name and size."""
+    task: str
+    """A hash of what the baseline computes, whatever its seed."""
     metric: str
     minimize: bool
     arm: str
@@ -49,9 +65,9 @@ class Entry:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Where it stands: among those of its workload and metric, by its gap; last where there is none."""
+        """Where it stands: among those of its task and metric, by its gap; last where there is none."""
         sign = 1 if self.minimize else -1
-        return self.workload, self.metric, self.gap is None, sign * (self.gap or 0.0), self.arm, self.sweep
+        return self.workload, self.task, self.metric, self.gap is None, sign * (self.gap or 0.0), self.arm, self.sweep
 
 
 def leaderboard(
@@ -84,16 +100,19 @@ def leaderboard(
 def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
     """Every arm that is compared with another, in order; and of each ledger that cannot be read why, in a line."""
     found, unreadable = [], []
+    tasks: dict[str, dict[str, Any]] = {}
     for folder in known:
         try:
             with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
-                found += _entries(ledger)
+                found += _entries(ledger, tasks)
         except sqlite3.OperationalError as error:
             unreadable.append(f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({error})")
         except sqlite3.DatabaseError as error:
             unreadable.append(f"left out: {refusal(folder, str(error), f'{folder.name}.yaml')}")
         except (KeyError, ValueError) as error:  # tables like ours, with something else in them
             unreadable.append(f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({type(error).__name__}: {_line(error)})")
+    words = _words({entry.task: (entry.workload, tasks[entry.task]) for entry in found})
+    found = [replace(entry, workload=words[entry.task]) for entry in found]
     return sorted(found, key=lambda entry: entry.place), unreadable
 
 
@@ -101,7 +120,8 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _entries(ledger: Ledger) -> Iterator[Entry]:
+def _entries(ledger: Ledger, tasks: dict[str, dict[str, Any]]) -> Iterator[Entry]:
+    """Every compared arm of a sweep; what each one's task is goes into `tasks`."""
     from ablate.results import interval, metric_of, summaries  # SciPy: `ablate plan` does without
 
     metric, commit, name = metric_of(ledger), _commit(ledger), ledger.name
@@ -110,10 +130,16 @@ def _entries(ledger: Ledger) -> Iterator[Entry]:
         members.setdefault(member["name"], []).append(member)
     seconds = {trial["trial"]: trial["seconds"] or 0.0 for trial in ledger.wanted_trials()}
     for arm in summaries(ledger):
-        if arm.gap is None or not members.get(arm.name):
+        if arm.gap is None or not members.get(arm.name) or not members.get(arm.baseline):
             continue
+        spec = json.loads(members[arm.baseline][0]["spec"])
+        recipe, facts = _recipe(json.dumps(spec["recipe"])), _facts(spec, arm.baseline)
+        content = {key: value for key, value in facts.items() if key != "data"} | {"against": recipe}  # wherever the data lie
+        task = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+        tasks[task] = facts
         yield Entry(
-            workload=_workload(json.loads(members[arm.name][0]["spec"])),
+            workload=_workload(spec),
+            task=task,
             metric=metric.name,
             minimize=metric.direction == "minimize",
             arm=arm.name,
@@ -142,13 +168,94 @@ def _commit(ledger: Ledger) -> str:
     return commit[:_DIGITS] + ("+" if commit and ledger.fact("uncommitted.diff") else "")
 
 
-def _workload(spec: dict[str, Any]) -> str:
+def _workload(spec: Mapping[str, Any]) -> str:
     """`gpt 4x128, 300 steps`: a workload's name, and its size where it has one."""
     ((name, config),) = spec["workload"].items()
+    model = config.get("model")
+    if model and "steps" in config:
+        return f"{name} {model if isinstance(model, str) else model.get('model_type', 'model')}, {config['steps']} steps"
     if not all(key in config for key in _SIZES):
         return name
     layers, width, steps = (config[key] for key in _SIZES)
     return f"{name} {layers}x{width}, {steps} steps"
+
+
+def _facts(spec: Mapping[str, Any], against: str) -> dict[str, Any]:
+    """What a baseline computes, whatever its seed, by the path of each field; the recipe by its preset's name, or its arm's."""
+    ((name, config),) = spec["workload"].items()
+    fields = {key: value for key, value in _identity(name, json.dumps(config)).items() if key != "data"}
+    recipe = _recipe(json.dumps(spec["recipe"]))
+    preset = next((preset for preset, content in _presets().items() if content == recipe), against)
+    about = {"data": _source(config.get("data")), "data content": spec["data"], "against": preset}
+    about |= {"engine": spec["engine"], "device": spec["device"]}
+    versions = {f"{kind} version": spec.get(f"{kind}_version") for kind in ("workload", "numerics")}
+    return dict(_flat(fields)) | about | versions
+
+
+def _source(data: Any) -> str:
+    """Data by the name that they were given, or by that of the first file or folder."""
+    return data if isinstance(data, str) or not data else Path(str(next(iter(data.values())))).name
+
+
+@cache
+def _identity(workload: str, config: str) -> dict[str, Any]:
+    """The fields that change a number; all of a workload that today's code does not know so."""
+    try:
+        return WORKLOADS[workload].model_validate_json(config).identity()
+    except (KeyError, ValueError):
+        return json.loads(config)
+
+
+@cache
+def _recipe(content: str) -> dict[str, Any]:
+    """A recipe with all fields of today; of another version as it stands."""
+    try:
+        return Recipe.model_validate_json(content).model_dump(mode="json")
+    except ValueError:
+        return json.loads(content)
+
+
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    return {name: make().model_dump(mode="json") for name, make in PRESETS.items()}
+
+
+def _flat(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _words(tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
+    """Each task's name and size, and in which fields it differs from others of that name and size; no two read the same."""
+    alike: dict[str, list[str]] = {}
+    for task, (size, _) in tasks.items():
+        alike.setdefault(size, []).append(task)
+    titles = {}
+    for size, group in alike.items():
+        for task, said in zip(group, _differences([tasks[task][1] for task in group]), strict=True):
+            shown = said[:_MOST_WORDS] + ([f"and {len(said) - _MOST_WORDS} more fields"] if said[_MOST_WORDS:] else [])
+            titles[task] = ", ".join((size, *shown))
+    counts = [*titles.values()]
+    return {task: title if counts.count(title) == 1 else f"{title} ({task})" for task, title in titles.items()}
+
+
+def _differences(group: list[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """For each task of a group the fields that others of the group have otherwise."""
+    keys = dict.fromkeys(key for facts in group for key in facts)
+    values = {key: {_word(facts.get(key)) for facts in group} for key in keys}
+    keys = [key for key in keys if len(values[key]) > 1]
+    if "data" in keys and len(values["data"]) == len(values["data content"]):
+        keys.remove("data content")  # the name says it
+    for facts in group:
+        yield [f"{key} {_word(facts[key])}" if key in facts else f"{key} default" for key in keys]
+
+
+def _word(value: Any) -> str:
+    text = value if isinstance(value, str) else display(value)
+    return text if len(text) <= _LONGEST_WORD else f"{text[:_LONGEST_WORD]}..."
 
 
 def _nothing(found: list[Entry], workload: str | None, metric: str | None) -> str:
@@ -174,11 +281,26 @@ def _cells(entry: Entry) -> list[str]:
 
 
 def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
+    """Entries by the title of their table: a task and a metric.
+
+    A search that turns the workload has a task for each point. Its arms that are alone in their task are listed in one
+    table, by name, and the title says that they are not ranked.
+    """
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
-        better = "lower" if entry.minimize else "higher"
-        groups.setdefault(f"{entry.workload}: {entry.metric} ({better} is better)", []).append(entry)
+        groups.setdefault(f"{entry.workload}: {_better(entry)}", []).append(entry)
+    alone: dict[str, list[str]] = {}
+    for title, (entry, *others) in groups.items():
+        if not others:
+            alone.setdefault(f"{entry.sweep}: {_better(entry)}, each arm on a workload of its own: not ranked", []).append(title)
+    for title, titles in alone.items():
+        if len(titles) > _MOST_ALONE:
+            groups[title] = sorted((groups.pop(each)[0] for each in titles), key=lambda entry: entry.arm)
     return groups
+
+
+def _better(entry: Entry) -> str:
+    return f"{entry.metric} ({'lower' if entry.minimize else 'higher'} is better)"
 
 
 def _print(entries: list[Entry]) -> None:
@@ -188,7 +310,7 @@ def _print(entries: list[Entry]) -> None:
         for name in _COLUMNS:
             table.add_column(name, justify="right" if name in _RIGHT else "left")
         for entry in group:
-            table.add_row(*(Text(cell) for cell in _cells(entry)))
+            table.add_row(*(Text(one_line(cell)) for cell in _cells(entry)))
         screen.print(Text(title, "bold"), table, "")
     screen.print(Text("A gap is to its own baseline, on its own seeds: those of different sweeps were not measured side by side.", "dim"))
 
@@ -197,7 +319,7 @@ def _markdown(entries: list[Entry]) -> Iterator[str]:
     for title, group in _groups(entries).items():
         yield from (f"### {title}", "", f"| {' | '.join(_COLUMNS)} |")
         yield f"|{'|'.join('---:' if name in _RIGHT else '---' for name in _COLUMNS)}|"
-        yield from (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in _cells(entry))} |" for entry in group)
+        yield from (f"| {' | '.join(markdown_cell(cell) for cell in _cells(entry))} |" for entry in group)
         yield ""
 
 

@@ -6,12 +6,15 @@ Optuna and MLflow are pictures of it that can be dropped and rebuilt; the ledger
 import json
 import math
 import sqlite3
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
+
+from ablate import databases, ledger_schema
+from ablate.ledger_schema import seal
 
 FINISHED = ("done", "diverged")
 """Statuses of a trial that need never run again."""
@@ -19,47 +22,38 @@ FINISHED = ("done", "diverged")
 OVER = (*FINISHED, "failed", "oom", "pruned", "stopped")
 """Statuses of a trial that does not run any more, for now."""
 
+Role = Literal["baseline", "listed", "searched", "refused", "confirmed"]
+"""What an arm is to its sweep: added as a baseline, named by the file, proposed by a sampler, proposed but impossible to
+run, or a search's winner run again."""
+
 DATA = "data:"
 """How the key of a fact begins that says, as JSON, what the data of this fingerprint are."""
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS sweep (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS arms (
-    arm INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, knobs TEXT NOT NULL, baseline INTEGER REFERENCES arms, optuna INTEGER,
-    place INTEGER);
-CREATE TABLE IF NOT EXISTS trials (
-    trial INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, spec TEXT NOT NULL, status TEXT NOT NULL DEFAULT 'pending',
-    reason TEXT, seconds REAL, reused INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE IF NOT EXISTS members (
-    arm INTEGER REFERENCES arms, seed INTEGER, trial INTEGER NOT NULL REFERENCES trials, mlflow TEXT,
-    shipped INTEGER NOT NULL DEFAULT -1,
-    closed INTEGER NOT NULL DEFAULT 0, wanted INTEGER NOT NULL DEFAULT 1, PRIMARY KEY (arm, seed)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS members_of_a_trial ON members (trial);
-CREATE TABLE IF NOT EXISTS attempts (
-    trial INTEGER REFERENCES trials, attempt INTEGER, started REAL, ended REAL, outcome TEXT, reason TEXT,
-    PRIMARY KEY (trial, attempt)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS names (name INTEGER PRIMARY KEY, text TEXT UNIQUE NOT NULL);
-CREATE TABLE IF NOT EXISTS records (
-    trial INTEGER, name INTEGER, step INTEGER, value REAL, time REAL, PRIMARY KEY (trial, name, step)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS events (trial INTEGER, step INTEGER, text TEXT, PRIMARY KEY (trial, step, text)) WITHOUT ROWID;
-"""
+_FILES = "files:"
+"""Prefix of a seal that is the signature of a trial's files when their content was last compared with its result."""
+_DISCARDED = "mlflow_discarded"
+"""Fact: [trial's id, milliseconds] as a JSON list: runs of MLflow that began before then show records that are no more."""
 _WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
 
 
 class Ledger:
     """One sweep's ledger. `readonly` opens it for a projector or a report, on a thread or in a process of its own."""
 
-    def __init__(self, path: Path, readonly: bool = False) -> None:
+    def __init__(self, path: Path, readonly: bool = False, mounts: str | None = None) -> None:
+        """`mounts`: the text of a mounts table, which decides the journal mode; default: this machine's."""
         self.path = path
         if readonly:
-            self.db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None, timeout=60)
+            self.db = databases.open_readonly(path)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.db = sqlite3.connect(path, isolation_level=None, timeout=60)
-            self.db.execute("PRAGMA journal_mode = WAL")
-            self.db.execute("PRAGMA synchronous = NORMAL")
-            self.db.executescript(_SCHEMA)
+            databases.set_journal(self.db, path, mounts)
+            ledger_schema.create(self.db)
         self.db.row_factory = sqlite3.Row
+        missing = ledger_schema.missing_columns(self.db)
+        unknown = ", ".join(f"NULL AS {column}" for column in missing)
+        self._arms = f"(SELECT *, {unknown} FROM arms)" if missing else "arms"
+        """The table of arms, with all columns: an earlier version's ledger that is only read keeps its own."""
         self._names = {row["text"]: row["name"] for row in self.db.execute("SELECT * FROM names")}
 
     @property
@@ -82,11 +76,17 @@ class Ledger:
             raise
         self.db.execute("COMMIT")
 
+    def _atomic(self) -> Any:
+        """A transaction, or the one that is open already."""
+        return nullcontext() if self.db.in_transaction else self.transaction()
+
     # The sweep
 
     def describe(self, **facts: str) -> None:
         """Set facts about the sweep."""
-        self.db.executemany("INSERT OR REPLACE INTO sweep VALUES (?, ?)", facts.items())
+        with self._atomic():
+            self.db.executemany("INSERT OR REPLACE INTO sweep VALUES (?, ?)", facts.items())
+            self.db.executemany("INSERT OR REPLACE INTO seals VALUES (?, ?)", [(f"fact:{key}", seal(facts[key])) for key in facts])
 
     def fact(self, key: str) -> str | None:
         """A fact about the sweep, None where it was never set."""
@@ -95,7 +95,8 @@ class Ledger:
 
     def identity(self) -> str:
         """What tells this ledger from every other of the same name: 32 hex digits, drawn once."""
-        self.db.execute("INSERT OR IGNORE INTO sweep VALUES ('id', ?)", (uuid.uuid4().hex,))
+        if self.fact("id") is None:
+            self.describe(id=uuid.uuid4().hex)
         return self.fact("id")
 
     # Arms and members
@@ -105,18 +106,38 @@ class Ledger:
         self.db.execute("UPDATE arms SET place = NULL")
         self.db.execute("UPDATE members SET wanted = 0")
 
-    def add_arm(self, name: str, knobs: Mapping[str, Any], baseline: int | None, optuna: int | None) -> int:
-        """Want an arm, behind those wanted already; returns its number. `optuna` is its point in the study, None for none."""
+    def add_arm(
+        self,
+        name: str,
+        knobs: Mapping[str, Any],
+        baseline: int | None,
+        optuna: int | None,
+        role: Role | None = None,
+        repeats: int | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Want an arm, behind those wanted already; returns its number.
+
+        `optuna` is its point in the study, None for none. `repeats` is the arm that has the trials of a point proposed
+        again, which is no arm of its own; `reason` says why a refused one cannot be run.
+        """
         place = self.db.execute("SELECT count(place) FROM arms").fetchone()[0]
+        given = {"knobs": json.dumps(knobs), "baseline": baseline, "optuna": optuna}
+        given |= {"role": role, "repeats": repeats, "reason": reason}
         self.db.execute(
-            "INSERT INTO arms (name, knobs, baseline, optuna, place) VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET"
-            " knobs = excluded.knobs, baseline = excluded.baseline, optuna = excluded.optuna, place = coalesce(place, excluded.place)",
-            (name, json.dumps(knobs), baseline, optuna, place),
+            f"INSERT INTO arms (name, place, {', '.join(given)}) VALUES (?, ?{', ?' * len(given)})"
+            " ON CONFLICT (name) DO UPDATE SET place = coalesce(place, excluded.place), "
+            + ", ".join(f"{column} = excluded.{column}" for column in given),
+            (name, place, *given.values()),
         )
         return self.db.execute("SELECT arm FROM arms WHERE name = ?", (name,)).fetchone()["arm"]
 
     def add_member(self, arm: int, seed: int, trial_id: str, spec: str) -> int:
         """Say that `arm` at `seed` is the trial with this id; returns the trial's number. An arm whose spec changed moves on."""
+        with self._atomic():
+            return self._add_member(arm, seed, trial_id, spec)
+
+    def _add_member(self, arm: int, seed: int, trial_id: str, spec: str) -> int:
         self.db.execute("INSERT OR IGNORE INTO trials (id, spec) VALUES (?, ?)", (trial_id, spec))
         trial = self.db.execute("SELECT trial FROM trials WHERE id = ?", (trial_id,)).fetchone()["trial"]
         self.db.execute(
@@ -125,11 +146,35 @@ class Ledger:
             " closed = iif(trial = ?3, closed, 0), trial = ?3, wanted = 1",
             (arm, seed, trial),
         )
+        (identity,) = self.identities("members.arm = ? AND seed = ?", arm, seed)
+        self.db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?)", (f"member:{arm}:{seed}", seal(json.dumps(identity))))
         return trial
 
+    def identities(self, which: str = "wanted AND arms.place IS NOT NULL", *words: Any) -> list[list[Any]]:
+        """List what each member is: its arm's number, name, knobs and baseline, its seed, its trial's id and spec."""
+        query = (
+            "SELECT members.arm, arms.name, arms.knobs, base.name, seed, trials.id, trials.spec FROM members"
+            " JOIN arms USING (arm) JOIN trials USING (trial) LEFT JOIN arms AS base ON base.arm = arms.baseline"
+        )
+        return [list(row) for row in self.db.execute(f"{query} WHERE {which}", words)]
+
     def arms(self) -> list[sqlite3.Row]:
-        """The arms that are wanted, in order."""
-        return self.db.execute("SELECT * FROM arms WHERE place IS NOT NULL ORDER BY place").fetchall()
+        """The arms that are wanted, in order. Points that repeat an arm are none."""
+        wanted = "place IS NOT NULL AND repeats IS NULL"
+        return self.db.execute(f"SELECT * FROM {self._arms} WHERE {wanted} ORDER BY place").fetchall()
+
+    def points(self) -> list[sqlite3.Row]:
+        """The points of the study that are wanted, in its order, those too that repeat an arm."""
+        wanted = "place IS NOT NULL AND optuna IS NOT NULL"
+        return self.db.execute(f"SELECT * FROM {self._arms} WHERE {wanted} ORDER BY optuna").fetchall()
+
+    def point(self, arm: int) -> sqlite3.Row:
+        """One arm, or one point that repeats an arm, by its number."""
+        return self.db.execute(f"SELECT * FROM {self._arms} WHERE arm = ?", (arm,)).fetchone()
+
+    def proposed(self) -> int:
+        """Points that a search has proposed, those too that cannot be run."""
+        return self.db.execute("SELECT count(*) FROM arms WHERE place IS NOT NULL AND optuna IS NOT NULL").fetchone()[0]
 
     def arm(self, name: str) -> int | None:
         """The number of a wanted arm, None where there is none of this name."""
@@ -139,15 +184,19 @@ class Ledger:
     def members(self, arm: int | None = None) -> list[sqlite3.Row]:
         """The members that are wanted, with their arm's name and knobs and their trial's id and status, by arm and seed; or one arm's."""
         return self.db.execute(
-            "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, trials.id, trials.status, trials.reason,"
-            " trials.spec, trials.reused FROM members JOIN arms USING (arm) JOIN trials USING (trial)"
+            "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, arms.role, trials.id, trials.status, trials.reason,"
+            f" trials.spec, trials.reused FROM members JOIN {self._arms} AS arms USING (arm) JOIN trials USING (trial)"
             f" WHERE wanted AND place IS NOT NULL {'' if arm is None else 'AND arm = :arm'} ORDER BY place, seed",
             {"arm": arm},
         ).fetchall()
 
     def arms_of(self, trial: int) -> list[int]:
-        """The numbers of the arms that want a trial and are points of the study."""
-        query = "SELECT DISTINCT arm FROM members JOIN arms USING (arm) WHERE trial = ? AND wanted AND optuna IS NOT NULL"
+        """The numbers of the arms that want a trial and are points of the study, and of points that repeat them."""
+        query = (
+            "SELECT arm FROM members JOIN arms USING (arm) WHERE trial = ?1 AND wanted AND optuna IS NOT NULL"
+            " UNION SELECT arms.arm FROM members JOIN arms ON arms.repeats = members.arm"
+            " WHERE trial = ?1 AND wanted AND place IS NOT NULL"
+        )
         return [row["arm"] for row in self.db.execute(query, (trial,))]
 
     def own_trials(self, arm: int) -> set[int]:
@@ -192,6 +241,14 @@ class Ledger:
         """Every trial that is wanted, once."""
         return self.db.execute(f"SELECT * FROM trials WHERE trial IN ({_WANTED}) ORDER BY trial").fetchall()
 
+    def unfinished(self) -> bool:
+        """Return True while the sweep has trials to run, or may still want more of them."""
+        if self.fact("ended") not in (None, "done"):
+            return True
+        over = ", ".join(f"'{status}'" for status in (*FINISHED, "pruned"))
+        query = f"SELECT EXISTS (SELECT 1 FROM trials WHERE trial IN ({_WANTED}) AND status NOT IN ({over}))"
+        return bool(self.db.execute(query).fetchone()[0])
+
     # Trials and attempts
 
     def start_attempt(self, trial: int, attempt: int, now: float) -> None:
@@ -205,6 +262,10 @@ class Ledger:
             "UPDATE attempts SET ended = ?, outcome = ?, reason = ? WHERE trial = ? AND attempt = ?",
             (now, outcome, reason, trial, attempt),
         )
+
+    def trial(self, trial: int) -> sqlite3.Row:
+        """A trial's row."""
+        return self.db.execute("SELECT * FROM trials WHERE trial = ?", (trial,)).fetchone()
 
     def status(self, trial: int) -> str:
         """A trial's status: pending, running, done, diverged or failed."""
@@ -232,11 +293,40 @@ class Ledger:
 
     def forget(self, trial: int) -> None:
         """A trial's records and attempts go: it is run afresh."""
-        self.db.execute("INSERT INTO sweep VALUES ('forgotten', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1")
-        for table in ("records", "attempts"):
+        with self._atomic():
+            self._drop_records(trial)
+            self.db.execute("DELETE FROM attempts WHERE trial = ?", (trial,))
+            self.db.execute("UPDATE trials SET status = 'pending', reason = NULL, seconds = NULL, reused = 0 WHERE trial = ?", (trial,))
+
+    def renew(self, trial: int, events: Iterable[Mapping[str, Any]]) -> None:
+        """Put these events in place of all that is recorded of a trial."""
+        with self._atomic():
+            self._drop_records(trial)
+            self.record(trial, events)
+
+    def _drop_records(self, trial: int) -> None:
+        """A trial's records go, and the runs in MLflow that show them: the next ones have other times, and would stand beside them.
+
+        What was read of this ledger before is of another edition.
+        """
+        self.db.execute("INSERT OR REPLACE INTO sweep VALUES ('edition', lower(hex(randomblob(16))))")
+        for table in ("records", "events"):
             self.db.execute(f"DELETE FROM {table} WHERE trial = ?", (trial,))
-        self.db.execute("UPDATE trials SET status = 'pending', reason = NULL, seconds = NULL, reused = 0 WHERE trial = ?", (trial,))
+        self.discard([self.trial(trial)["id"]])
         self.db.execute("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE trial = ?", (trial,))
+
+    def discard(self, trials: Iterable[str]) -> None:
+        """Note that the runs that MLflow has of these trials now show records that are no more."""
+        now = int(time.time() * 1000)
+        self.describe(**{_DISCARDED: json.dumps([*self.discarded(), *((trial, now) for trial in trials)])})
+
+    def discarded(self, gone: Collection[tuple[str, int]] = ()) -> list[tuple[str, int]]:
+        """Trials whose runs in MLflow that began before a moment (milliseconds) show records that are no more; less those in `gone`."""
+        found = [(trial, moment) for trial, moment in json.loads(self.fact(_DISCARDED) or "[]")]
+        if gone and {*gone} & {*found}:
+            found = [one for one in found if one not in gone]
+            self.describe(**{_DISCARDED: json.dumps(found)})
+        return found
 
     # Records
 
@@ -250,7 +340,7 @@ class Ledger:
             for event in events
             for name, value in event["metrics"].items()
         ]
-        with nullcontext() if self.db.in_transaction else self.transaction():
+        with self._atomic():
             self.db.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
             self.db.executemany("INSERT OR IGNORE INTO events VALUES (?, ?, ?)", told)
 
@@ -261,7 +351,7 @@ class Ledger:
 
     def events(self) -> list[sqlite3.Row]:
         """What was done in the course of runs, in words, by arm, seed and step: arm, seed, step, text."""
-        if not self.db.execute("SELECT 1 FROM sqlite_master WHERE name = 'events'").fetchone():  # read only, and of an earlier version
+        if not ledger_schema.has_table(self.db, "events"):
             return []
         query = "SELECT arms.name AS arm, seed, step, text FROM events JOIN members USING (trial) JOIN arms USING (arm)"
         return self.db.execute(f"{query} WHERE wanted ORDER BY arm, seed, step").fetchall()
@@ -304,9 +394,10 @@ class Ledger:
         """The metrics' names by number."""
         return {row["name"]: row["text"] for row in self.db.execute("SELECT * FROM names ORDER BY name")}
 
-    def recorded(self) -> bool:
-        """Whether there is any record."""
-        return bool(self.db.execute("SELECT EXISTS (SELECT 1 FROM records)").fetchone()[0])
+    def recorded(self, trial: int | None = None) -> bool:
+        """Return True where there is any record, or any of this trial."""
+        which = "" if trial is None else "WHERE trial = :trial"
+        return bool(self.db.execute(f"SELECT EXISTS (SELECT 1 FROM records {which})", {"trial": trial}).fetchone()[0])
 
     def finals(self, *patterns: str) -> dict[int, dict[str, float]]:
         """What `last_values` says, of every wanted trial at once and only of metrics whose name is like one of these (SQL's GLOB)."""
@@ -319,23 +410,39 @@ class Ledger:
                 found[trial][text] = math.nan if value is None else value
         return found
 
-    def averages(self, metric: str) -> dict[int, float]:
-        """The mean of a metric over all records of each wanted trial that has any."""
-        return self._over_records("avg", metric)
+    def rates(self, metric: str) -> dict[int, float]:
+        """The rate over all steps of each wanted trial that recorded one, the sum of its steps over the sum of their times.
+
+        A record's rate is that of the steps since the record before, so one of ten steps counts ten times one of a single step.
+        """
+        found = self.db.execute(
+            "WITH intervals AS (SELECT trial, value, step - lag(step, 1, 0) OVER (PARTITION BY trial ORDER BY step) AS steps"
+            f" FROM records JOIN names USING (name) WHERE trial IN ({_WANTED}) AND text = ?)"
+            " SELECT trial, sum(steps) / sum(steps / value) FROM intervals WHERE value > 0 AND steps > 0 GROUP BY trial",
+            (metric,),
+        )
+        return {trial: value for trial, value in found if value is not None}
 
     def largest(self, metric: str) -> dict[int, float]:
         """The largest value of a metric among all records of each wanted trial that has any."""
-        return self._over_records("max", metric)
-
-    def _over_records(self, function: Literal["avg", "max"], metric: str) -> dict[int, float]:
         records = f"FROM records JOIN names USING (name) WHERE trial IN ({_WANTED}) AND text = ?"
-        found = self.db.execute(f"SELECT trial, {function}(value) {records} GROUP BY trial", (metric,))
+        found = self.db.execute(f"SELECT trial, max(value) {records} GROUP BY trial", (metric,))
         return {trial: value for trial, value in found if value is not None}
 
     def spent(self) -> tuple[float, int]:
         """Seconds that the wanted trials took a worker, whoever ran them, and how many of them an earlier sweep had run."""
         query = f"SELECT coalesce(sum(seconds), 0), coalesce(sum(reused), 0) FROM trials WHERE trial IN ({_WANTED})"
         return tuple(self.db.execute(query).fetchone())
+
+    # Files that were compared
+
+    def files_seen(self, trial_id: str, signature: str | None = None) -> str | None:
+        """The signature of a trial's files when their content was last compared with its result; set where one is given."""
+        if signature is not None:
+            self.db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?)", (_FILES + trial_id, signature))
+            return signature
+        row = self.db.execute("SELECT seal FROM seals WHERE what = ?", (_FILES + trial_id,)).fetchone()
+        return row and row["seal"]
 
     # Projections
 

@@ -20,7 +20,9 @@ EMULATED, NATIVE, PLAIN = "emulated", "transformer_engine", "torch"
 GPU = "cuda"
 """The class of device that Transformer Engine computes on."""
 YARDSTICK = {"cpu": 2048, "cuda": 8192}
-"""The side of the square bf16 product that stands for a peak that nobody has printed, by class of device."""
+"""Largest side of the square bf16 product that stands for a peak that nobody has printed, by class of device."""
+_SMALLEST_SIDE, _PRODUCT_SECONDS = 256, 0.25
+"""Smallest side on a CPU, and how long one product may take: a side is doubled while twice the side is expected to stay below."""
 TOKENS = {"cpu": 512, "cuda": 8192}
 """Of a model's layers, where none are given: what takes seconds on a CPU, and fills a GPU."""
 _BACKWARD = ("dgrad", "wgrad")
@@ -135,7 +137,7 @@ def passes(recipes: Mapping[str, tuple[Recipe, str]], shape: Shape, device: str,
 
 
 def _layer(bare: Any, recipe: Recipe, engine: str) -> Any:
-    from ablate.engines.emulated import DTYPES, EmulatedLinear
+    from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
     from ablate.numerics.philox import Clock
 
     clock = Clock(0)
@@ -162,18 +164,35 @@ def _passes(layer: Any, x: Any, dy: Any) -> Passes:
 
 
 def matmul(side: int, device: str) -> Passes:
-    """torch's own square product in bf16, the yardstick where no peak is known."""
+    """torch's own square product of bf16 operands, the yardstick where no peak is known, as a layer computes it: a b^T.
+
+    Without bf16 instructions it goes by way of fp32 operands, as the layers do: oneDNN's bf16 product then takes several times as
+    long, and of a b, in the other layout, a hundred times.
+    """
     import torch
+
+    from ablate.numerics.product import linear
 
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def product(mark: Callable[[], None]) -> None:
         mark()
-        a @ b
+        linear(a, b)
         mark()
 
     return product
+
+
+def side(device: str, seconds: Callable[[int], float]) -> int:
+    """The side of the yardstick's product: the largest that is short on this machine. `seconds` times the product of a side."""
+    found = YARDSTICK[device]
+    if device == GPU:
+        return found
+    tried = min(_SMALLEST_SIDE, found)
+    while tried < found and 8 * seconds(tried) <= _PRODUCT_SECONDS:
+        tried *= 2
+    return tried
 
 
 # --- what is told ----------------------------------------------------------------------------------------------------------
@@ -187,15 +206,22 @@ class Yardstick(NamedTuple):
 
 
 def yardstick(device: str) -> Yardstick:
-    """The peaks of the device that is here; none, and what is measured in their stead, of a CPU and of a GPU that is not in the table."""
-    side = YARDSTICK[device]
+    """The peaks of the device that is here; none, of a CPU and of a GPU that is not in the table."""
     if device == GPU:
         import torch
 
         gpu = known(torch.cuda.get_device_name())
         if gpu:
             return Yardstick(gpu.peaks, f"the dense peak of the format that is multiplied ({gpu.source})")
-    return Yardstick({}, f"torch's own bf16 product of {side}x{side}x{side}, measured in turn with the layers")
+    return Yardstick({}, "")
+
+
+def measured_yardstick(side: int, device: str) -> str:
+    """What a share is of where no peak is known: the product that is measured."""
+    from ablate.numerics.product import multiplies_bf16
+
+    by = "" if device == GPU or multiplies_bf16() else ", by way of fp32 operands since this CPU has no bf16 instructions"
+    return f"torch's own bf16 product of {side}x{side}x{side}{by}, measured in turn with the layers"
 
 
 def measured(speed: float) -> Peaks:

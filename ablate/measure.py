@@ -187,19 +187,19 @@ def _named_quantisers() -> Iterator[None]:
     """Quantisers under a name that the profiler shows: what runs in them is no operator of torch's."""
     import torch
 
-    from ablate.engines import emulated
+    from ablate.engines import emulated_layer
 
-    before = emulated.quantize
+    before = emulated_layer.quantize
 
     def named(*given: Any, **options: Any) -> Any:
         with torch.profiler.record_function("quantise"):
             return before(*given, **options)
 
-    emulated.quantize = named
+    emulated_layer.quantize = named
     try:
         yield
     finally:
-        emulated.quantize = before
+        emulated_layer.quantize = before
 
 
 def _levels(seen: Any) -> Iterator[int]:

@@ -3,6 +3,7 @@
 import base64
 import csv
 import html
+import itertools
 import math
 import re
 import shutil
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from ablate.plain_text import csv_cell, markdown_cell, printable
 
 
 class Part(Protocol):
@@ -23,6 +26,10 @@ class Part(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the data behind it, and its pictures, into the folder."""
+
+
+_CLASSES = ("better", "worse", "equivalent", "undecided", "diverged", "baseline")
+"""Classes of rows that the style sheet knows."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,40 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Code:
+    """A file's text, character by character."""
+
+    text: str
+    language: str = ""
+
+    def html(self) -> str:
+        """Preformatted."""
+        return f'<pre class="file">{html.escape(self.text, quote=False)}</pre>'
+
+    def markdown(self) -> str:
+        """Fenced by more backticks than any line of it begins with."""
+        longest = max((len(ticks) for ticks in re.findall("`+", self.text)), default=0)
+        fence = "`" * max(3, longest + 1)
+        return f"{fence}{self.language}\n{self.text.rstrip()}\n{fence}"
+
+    def save(self, folder: Path) -> None:
+        """A text has no data."""
+
+
+@dataclass(frozen=True)
 class Table:
     """Rows by column name. A cell is text, or (text, number to sort by). Columns with numbers stand right; clicking a head sorts."""
 
     name: str
     rows: Sequence[Mapping[str, Any]]
     caption: str = ""
+    classes: Sequence[str] = ()
+    """A row's class, which gives it its colour; empty for none."""
+
+    @property
+    def empty(self) -> bool:
+        """True where no row says anything but which row it is."""
+        return len(self.columns) < 2
 
     @property
     def columns(self) -> list[str]:
@@ -64,7 +99,7 @@ class Table:
         right = {name for name in self.columns if any(isinstance(row.get(name), tuple) for row in self.rows)}
         head = "".join(f'<th{_right(name, right)}><button type="button">{_inline(name)}</button></th>' for name in self.columns)
         cells = ["".join(self._cell(row, name, right) for name in self.columns) for row in self.rows]
-        body = "\n".join(f"<tr{_verdict_class(row)}>{inside}</tr>" for row, inside in zip(self.rows, cells, strict=True))
+        body = "\n".join(f"<tr{_class(name)}>{inside}</tr>" for name, inside in itertools.zip_longest(self.classes, cells))
         caption = f"<caption>{_inline(self.caption)}</caption>" if self.caption else ""
         return (
             f'<div class="scroll"><table class="sortable" id="table-{self.name}">{caption}<thead><tr>{head}</tr></thead>'
@@ -79,7 +114,7 @@ class Table:
     def markdown(self) -> str:
         """A pipe table."""
         lines = [self.columns, ["---"] * len(self.columns), *([_text(row.get(name)) for name in self.columns] for row in self.rows)]
-        table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+        table = "\n".join(f"| {' | '.join(markdown_cell(cell) for cell in line)} |" for line in lines)
         return f"{table}\n\n{self.caption}" if self.caption else table
 
     def save(self, folder: Path) -> None:
@@ -87,8 +122,8 @@ class Table:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{self.name}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(self.columns)
-            writer.writerows([_text(row.get(name)) for name in self.columns] for row in self.rows)
+            writer.writerow([csv_cell(name) for name in self.columns])
+            writer.writerows([csv_cell(_text(row.get(name))) for name in self.columns] for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -109,7 +144,7 @@ class Gallery:
 
     def markdown(self) -> str:
         """A pipe table of one row, with links to the copies, from the folder above."""
-        titles = [title.replace("|", chr(92) + "|") for title, _ in self.pictures]
+        titles = [markdown_cell(title) for title, _ in self.pictures]
         links = [f"![](figures/{copy})" for copy in self._copies()]
         return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(links), links))
 
@@ -158,9 +193,13 @@ class Section:
 
 
 def section(title: str, *parts: Part | Iterable[Part] | None, folded: bool = False) -> Section:
-    """A section of those parts that there are."""
+    """A section of those parts that there are; a table that says nothing is none."""
     groups = [part if isinstance(part, list | tuple) else (part,) for part in parts]
-    return Section(title, [part for group in groups for part in group if part is not None], folded)
+    return Section(title, [part for group in groups for part in group if _says(part)], folded)
+
+
+def _says(part: Part | None) -> bool:
+    return part is not None and not (isinstance(part, Table) and part.empty)
 
 
 def _text(value: Any) -> str:
@@ -173,12 +212,11 @@ def _right(name: str, right: set[str]) -> str:
     return ' class="number"' if name in right else ""
 
 
-def _verdict_class(row: Mapping[str, Any]) -> str:
-    word = re.match(r"better|worse|equivalent|undecided|diverged|baseline", _text(row.get("verdict")))
-    return f' class="{word[0]}"' if word else ""
+def _class(name: str | None) -> str:
+    return f' class="{name}"' if name in _CLASSES else ""
 
 
 def _inline(text: str) -> str:
     """Escaped, with `code` and **bold**."""
-    escaped = html.escape(text, quote=False)
+    escaped = html.escape(printable(text), quote=False)
     return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", escaped))

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ablate.databases import path_of
 from ablate.experiment import Experiment
 from ablate.ledger import Ledger
+from ablate.markdown_summary import summary_markdown
 from ablate.points import Point, outcome, over, reports, verdict, warm
 from ablate.redact import redact
-from ablate.results import gap, summary_markdown
-from ablate.search import Study
+from ablate.results import gap
+from ablate.search import REPEATS, Study
 
 
 class Mirror:
@@ -53,6 +55,9 @@ class Mirror:
             news = self._projector.news.get()
             self._ledger.shipped(news.arm, news.seed, news.run, news.step, news.closed)
             heard.add(news.arm)
+        if self._projector.discarded:
+            self._ledger.discarded(gone=tuple(self._projector.discarded))
+            self._projector.discarded = ()
         if self._projector.forgotten:  # the database was deleted, and another sweep has made a new one since
             self._ledger.forget_mlflow()
             self._start()
@@ -83,8 +88,8 @@ class Mirror:
     def _forget_what_is_gone(self, uri: str) -> None:
         """Draw everything again where the picture is gone or another server is named. The address may hold a password: hashed."""
         digest = hashlib.sha256(uri.encode()).hexdigest()
-        path = Path(uri.removeprefix("sqlite:///"))
-        gone = uri.startswith("sqlite:///") and not path.exists()
+        path = path_of(uri)
+        gone = path is not None and not path.exists()
         for part in ("-wal", "-shm") if gone else ():  # left behind, they would spoil the new one
             path.with_name(path.name + part).unlink(missing_ok=True)
         if gone or self._ledger.fact("mlflow") != digest:
@@ -106,13 +111,13 @@ class Pictures:
         self._draw()
 
     def _draw(self) -> None:
-        arms = sorted((arm for arm in self._ledger.arms() if arm["optuna"] is not None), key=lambda arm: arm["optuna"])
+        arms = self._ledger.points()
         self.study = Study(self._journal, self._experiment, [self._point(arm) for arm in arms], self._warm)
         running = set(self.study.running())
         self._due = {arm["arm"] for arm in arms if arm["optuna"] in running}
         """Arms that may have to be told: one of their trials ended."""
-        self._waiting: set[int] = set()
-        """Arms that are over and wait for their runs in MLflow, which may be thousands: looked at when there is news of them."""
+        self._waiting: dict[int, int] = {}
+        """Points that are over and wait for their arm's runs in MLflow, by point; looked at when there is news of the arm."""
         self._late: set[int] = set()
         """Arms that are over and whose baseline is not: a grid's wait for it, since nothing can be added to a point that was told."""
 
@@ -143,21 +148,24 @@ class Pictures:
                 return
             self._draw()
         patient = self._mirror and not (final or self.trouble)
-        look = self._due | (self._waiting & heard if patient else self._waiting) | (self._late if final else set())
+        waited = {point for point, arm in self._waiting.items() if arm in heard or not patient}
+        look = self._due | waited | (self._late if final else set())
         self._due.clear()
         self._late -= look
         for arm in look:
-            members = self._ledger.members(arm)
+            point = self._ledger.point(arm)
+            subject = point["repeats"] or arm
+            members = self._ledger.members(subject)
             if not members or not over(members):
                 continue
             if patient and not all(member["mlflow"] for member in members):
-                self._waiting.add(arm)
+                self._waiting[arm] = subject
                 continue
-            self._waiting.discard(arm)
+            self._waiting.pop(arm, None)
             if not (final or self._experiment.search or self._comparable(members[0])):
                 self._late.add(arm)
                 continue
-            self._tell(members[0]["optuna"], members)
+            self._tell(point["optuna"], members)
 
     def finish(self, status: str, seconds: float) -> str | None:
         """Bring the pictures up to date, waiting at most so long; what is missing then, in words."""
@@ -170,6 +178,8 @@ class Pictures:
         given_up = {}
         for arm in self._ledger.arms_of(trial) if self._experiment.prunes else ():
             members = self._ledger.members(arm)
+            if not members:  # a point that repeats an arm: the pruner has judged that
+                continue
             number = members[0]["optuna"]
             for step, value in reports(self._ledger, members, self._experiment).items():
                 self.study.report(number, step, value)
@@ -179,8 +189,8 @@ class Pictures:
         return given_up
 
     def _point(self, arm: Any) -> Point:
-        members = self._ledger.members(arm["arm"])
-        told = reports(self._ledger, members, self._experiment)
+        members = self._ledger.members(arm["repeats"] or arm["arm"])
+        told = {} if arm["repeats"] else reports(self._ledger, members, self._experiment)
         known = Point(arm["name"], json.loads(arm["knobs"]), None, refused=not members, pruned=_pruned(members), reports=told)
         if not members or known.pruned or not over(members):
             return known
@@ -198,6 +208,7 @@ class Pictures:
             "trials": [member["id"] for member in members],
             "mlflow_runs": [member["mlflow"] for member in members],
         }
+        facts |= {REPEATS: members[0]["optuna"]} if number != members[0]["optuna"] else {}
         facts |= self._compared(members[0]) | self._pages(facts["mlflow_runs"])
         if _pruned(members):
             self.study.tell(number, (), {}, facts, pruned=True)

@@ -9,6 +9,7 @@ none is named. `$NAME` in a value is read from the environment; a password that 
     mlflow = "postgresql://ablate:$PGPASSWORD@db/mlflow"
 """
 
+import fcntl
 import os
 import re
 import tomllib
@@ -17,14 +18,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ablate.databases import url
+from ablate.private import make_folder
 from ablate.redact import passwords, redact
 from ablate.yamlfile import InputError, nearest
 
 FILE = "ablate.toml"
-ENVIRONMENT = {"state": "ABLATE_STATE", "ray": "ABLATE_RAY_ADDRESS", "mlflow": "ABLATE_MLFLOW", "notify": "ABLATE_NOTIFY"}
+ENVIRONMENT = {
+    "state": "ABLATE_STATE",
+    "ray": "ABLATE_RAY_ADDRESS",
+    "mlflow": "ABLATE_MLFLOW",
+    "notify": "ABLATE_NOTIFY",
+    "shared_state": "ABLATE_SHARED_STATE",
+}
 PROFILE = "ABLATE_PROFILE"
-_FLAGS = {"ray": "--address"}
-_DEFAULTS = {"state": "runs", "executor": "ray", "device": "auto", "priority": 0}
+_FLAGS = {"ray": "--address", "shared_state": "--shared-state"}
+_DEFAULTS = {"state": "runs", "executor": "ray", "device": "auto", "priority": 0, "shared_state": False}
 _NAME = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
@@ -44,6 +53,8 @@ class Place:
     notify: str | None = field(repr=False)
     price: float | None
     priority: int
+    shared_state: bool
+    """Whether a state folder that is made here is open to others as far as the umask allows; else it is this user's alone."""
     profile: str | None
     origins: Mapping[str, str]
     """Where each value comes from, by its key."""
@@ -59,6 +70,7 @@ class Place:
         """What tells another process of this machine the same addresses: out of sight of those who list processes."""
         values = {"state": str(self.state.resolve()), "ray": self.ray or "local", "mlflow": self.mlflow or "none", "notify": self.notify}
         found = {ENVIRONMENT[key]: value for key, value in values.items() if value}
+        found |= {ENVIRONMENT["shared_state"]: "true"} if self.shared_state else {}
         return found | ({PROFILE: self.profile} if self.profile else {})
 
 
@@ -71,6 +83,7 @@ def find(profile: str | None = None, **flags: Any) -> Place:
         values[key], origins[key] = _first(key, flags.get(key), table, f"profile {name or 'default'} of {file}")
     state = Path(values["state"]).expanduser()
     values |= {"state": state, "mlflow": mlflow_uri(values["mlflow"], state), "device": device_class(values["device"])}
+    values["shared_state"] = _truth(values["shared_state"])
     values["ray"] = None if values["ray"] == "local" else values["ray"]
     return Place(**values, profile=name, origins=origins)
 
@@ -143,6 +156,10 @@ def _priority(value: Any) -> str | None:
     return None if type(value) is int else f"{value!r}: must be a whole number; higher goes first"
 
 
+def _boolean(value: Any) -> str | None:
+    return None if isinstance(value, bool) else f"{value!r}: must be true or false"
+
+
 def _one_of(*choices: str) -> Callable[[Any], str | None]:
     return lambda value: None if value in choices else f"{value!r}: must be one of {', '.join(choices)}"
 
@@ -157,6 +174,7 @@ KEYS: dict[str, Callable[[Any], str | None]] = {
     "notify": _text,
     "price": _price,
     "priority": _priority,
+    "shared_state": _boolean,
 }
 
 
@@ -174,22 +192,52 @@ def _expand(value: Any, where: str) -> Any:
 # The values themselves
 
 
-def writable(state: Path) -> None:
-    """Make the state folder; InputError where that, or writing to it, is not possible."""
+def _truth(value: bool | str) -> bool:
+    """Return a switch that the environment may set as text; InputError for other text than true and false."""
+    if isinstance(value, bool):
+        return value
+    if value.lower() not in ("true", "false", "1", "0"):
+        raise InputError([f"{ENVIRONMENT['shared_state']}={value}: must be true or false"])
+    return value.lower() in ("true", "1")
+
+
+def writable(state: Path, shared: bool = False) -> str | None:
+    """Make the state folder, for this user alone unless `shared`; InputError where that, or writing to it, is not possible.
+
+    Returns what to tell the user: that others can read a folder that was there. Its rights are not changed.
+    """
     try:
-        state.mkdir(parents=True, exist_ok=True)
+        rights = make_folder(state, shared)
         probe = state / f".writable.{os.getpid()}"
         probe.touch()
-        probe.unlink()
+        try:
+            _lock(probe)
+        finally:
+            probe.unlink()
     except OSError as error:
         raise InputError([f"--state {state}: not writable ({error.strerror}); name another folder"]) from None
+    right = f"`chmod 700 {state}` keeps it to yourself, --shared-state ends this note"
+    return f"other users of this machine can read the state folder {state} ({rights}): {right}." if rights else None
+
+
+def _lock(probe: Path) -> None:
+    """Lock a file in both ways that are used here, by flock and (SQLite) by fcntl; InputError if the file system has no locks."""
+    try:
+        with probe.open("a") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_UN)  # over NFS both are one lock
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        why = f"files cannot be locked there ({error.strerror}), and two processes would overwrite each other's results"
+        right = "name a folder on a file system with locks (Lustre: mounted with -o flock)"
+        raise InputError([f"--state {probe.parent}: {why}; {right}"]) from None
 
 
 def mlflow_uri(given: str | None, state: Path) -> str | None:
     """MLflow's address: as given, a SQLite store in the state folder, or None for `none`."""
     if given == "none":
         return None
-    return given or f"sqlite:///{(state / 'mlflow.db').resolve()}"
+    return given or url((state / "mlflow.db").resolve())
 
 
 def device_class(given: str) -> str:

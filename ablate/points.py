@@ -161,7 +161,7 @@ def warm(ledger: Ledger, state: Path, experiment: Experiment) -> tuple[list[Poin
     points = [
         Point(arm["name"], knobs, tuple(arm["values"]), violations=tuple(arm["violations"]))
         for arm in kept["arms"]
-        if (knobs := _inside(arm["knobs"], experiment.space)) is not None
+        if (knobs := inside(arm["knobs"], experiment.space)) is not None
     ]
     return points, len(kept["arms"]) - len(points)
 
@@ -186,7 +186,7 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[dict[str, Any]
         book.close()
 
 
-def _inside(knobs: Mapping[str, Any], space: Mapping[str, Dimension]) -> dict[str, Any] | None:
+def inside(knobs: Mapping[str, Any], space: Mapping[str, Dimension]) -> dict[str, Any] | None:
     """The knobs as a point of the space, None where they are none."""
     applying = {knob for knob, dimension in space.items() if dimension.applies(knobs)}
     if knobs.keys() != applying or not all(space[knob].holds(value) for knob, value in knobs.items()):

@@ -143,7 +143,7 @@ class Sweep:
     """The sweep's command, started as often as it takes, and every process that came of it."""
 
     def __init__(self, file: Path, state: Path, mlflow: str, executor: str, environment: dict[str, str]) -> None:
-        self.folder = state / "sweeps" / file.stem
+        self.folder, self.file, self.mlflow = state / "sweeps" / file.stem, file, mlflow
         self.state, self.log, self._mark = state, state / "output.txt", uuid.uuid4().hex
         state.mkdir(parents=True)
         words = ["--state", str(state), "--mlflow", mlflow, "--executor", executor, "--workers", "2", "--device", "cpu"]
@@ -159,6 +159,14 @@ class Sweep:
         with self.log.open("a") as log:
             out = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             self.process = subprocess.Popen(self._command, env=self._environment, start_new_session=True, **out)
+
+    def command(self, *words: str) -> tuple[int, list[str]]:
+        """Another command of ours on this state folder; returns its status and the lines that it printed."""
+        command = [sys.executable, "-m", "ablate", *words, "--state", str(self.state)]
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        with self.log.open("a") as log:
+            print(f"$ {' '.join(words)}", done.stdout, done.stderr, sep="\n", file=log)
+        return done.returncode, (done.stdout + done.stderr).splitlines()
 
     @property
     def done(self) -> bool:
@@ -198,7 +206,7 @@ class Sweep:
         return dict(map(tuple, self._query("SELECT outcome, count(*) FROM attempts GROUP BY outcome")))
 
     def _query(self, statement: str) -> list[Any]:
-        with suppress(sqlite3.OperationalError):  # there is none yet, or no table in it
+        with suppress(sqlite3.DatabaseError):  # there is none yet, no table in it, or it was damaged
             book = Ledger(self.folder / "ledger.db", readonly=True)
             try:
                 return book.db.execute(statement).fetchall()

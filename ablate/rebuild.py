@@ -1,6 +1,11 @@
-"""`ablate rebuild X.yaml`: make a damaged ledger again, from the experiment, the trial folders and the study's journal."""
+"""`ablate rebuild X.yaml`: make a damaged ledger again, from the experiment, the trial folders and the study's journal.
+
+Damaged is also a ledger that SQLite finds sound and whose records are not those of its trials' results. A trial's folder that does not
+agree with itself is put aside, so that the sweep runs the trial again.
+"""
 
 import re
+import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +16,10 @@ from ablate.cli import Device, Profile, State, alone, console
 from ablate.control import damage, put_aside
 from ablate.controller import Controller
 from ablate.experiment import Experiment, load
-from ablate.ledger import Ledger
+from ablate.ledger import FINISHED, Ledger
 from ablate.place import find
-from ablate.store import Busy, lock
+from ablate.store import Busy, Store, lock
+from ablate.verify import verify
 from ablate.yamlfile import InputError
 
 _IDENTITY = re.compile(rb"id([0-9a-f]{32})")
@@ -25,6 +31,7 @@ def rebuild(
     state: State = None,
     profile: Profile = None,
     device: Device = None,
+    force: Annotated[bool, typer.Option("--force", help="Make it again where nothing is found to be wrong with it, too.")] = False,
 ) -> None:
     """Make the damaged ledger of a sweep again, and say what came back. The damaged file is kept beside it; nothing is run."""
     place = find(profile, state=state, device=device)
@@ -34,30 +41,56 @@ def rebuild(
         raise InputError([f"{folder}: no such sweep has been run"])
     try:
         with lock(folder / "lock", wait=False):
-            _rebuild(experiment, file, folder, place.state, place.device)
+            _rebuild(experiment, file, folder, place.state, place.device, force)
     except Busy as busy:
         raise InputError([f"{file}: another process ({busy.holder}) runs this sweep"]) from None
 
 
-def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str) -> None:
+def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str, force: bool) -> None:
     path, screen = folder / "ledger.db", console()
-    found = damage(path)
+    found, put = damage(path), []
     if path.exists() and not found:
-        raise InputError([f"{path}: sound; there is nothing to rebuild"])
+        found, put = _compared(path, state)
+    for line in put:
+        screen.print(line, soft_wrap=True, markup=False)
+    found = found or ("--force was given" if force and path.exists() else None)
+    if put and not found:
+        screen.print(f"`ablate sweep {file}` runs {'it' if len(put) == 1 else 'them'} again.", soft_wrap=True, markup=False)
+        return
+    if path.exists() and not found:
+        raise InputError([f"{path}: sound, with the records of its trials; there is nothing to rebuild (--force does it all the same)"])
     if found:
         kept = put_aside(path)
         facts = _identity(kept)
-        screen.print(f"The ledger was damaged ({found}); it is kept as {kept}.", soft_wrap=True, markup=False)
+        screen.print(f"The ledger was put aside ({found}); it is kept as {kept}.", soft_wrap=True, markup=False)
     else:
         facts = {}
     points = _points(experiment, folder / "optuna.log")
-    Controller(experiment, state, device, _nothing_runs, None).adopt(points)
+    news = Controller(experiment, state, device, _nothing_runs, None).adopt(points)
     ledger = Ledger(path)
     ledger.describe(**facts)
-    for line in (*_came_back(ledger, experiment, points), *_lost(facts, experiment, points)):
+    # MLflow's run of a trial that goes on, or begins anew, may show records that only the old ledger had.
+    ledger.discard(sorted({member["id"] for member in ledger.members() if member["status"] not in FINISHED}))
+    for line in (*news, *_came_back(ledger, experiment, points), *_lost(facts, experiment, points)):
         screen.print(line, soft_wrap=True, markup=False)
     ledger.close()
     screen.print(f"`ablate sweep {file}` goes on with what is missing.", soft_wrap=True, markup=False)
+
+
+def _compared(path: Path, state: Path) -> tuple[str | None, list[str]]:
+    """How a sound ledger differs from the trial folders, None where it does not; and which damaged folders were put aside, in words."""
+    ledger, store, put = Ledger(path, readonly=True), Store(state), []
+    try:
+        mismatches = verify(ledger, store).mismatches
+    except sqlite3.DatabaseError as error:
+        return str(error), []
+    finally:
+        ledger.close()
+    for mismatch in mismatches:
+        if mismatch.path != str(path) and (aside := store.retire(mismatch.trial)):
+            put.append(f"Trial {mismatch.trial}: {mismatch.why}. Its folder is kept as {aside}.")
+    wrong = next((mismatch.why.removeprefix(f"{path}: ") for mismatch in mismatches if mismatch.path == str(path)), None)
+    return wrong, put
 
 
 def _nothing_runs() -> Any:

@@ -76,8 +76,15 @@ def resolve(preset: str, turned: list[str]) -> Recipe:
     unfinished = [f"--set {knob}: write knob=value; {known}" for knob, equals, _ in pairs if not equals]
     if unfinished:
         raise InputError(unfinished)
+    outside = [
+        f"--set {knob}: a recipe has no workload and is one preset; {known}"
+        for knob, *_ in pairs
+        if knob == "recipe" or knob.startswith("workload.")
+    ]
+    if outside:
+        raise InputError(outside)
     try:
-        return Base("gpt", {}, preset).arm({knob: scalar(value) for knob, _, value in pairs}).recipe
+        return Base("gpt", {}, preset).recipe({knob: scalar(value) for knob, _, value in pairs})
     except KnobError as error:
         raise InputError([f"--set {knob}: {why}" for knob, why in error.reasons]) from None
 

@@ -1,12 +1,15 @@
 """Every record of an experiment, or of several, as one tidy frame: fast for ten million rows, and remembered beside the ledger.
 
 What a finished trial recorded never changes, so it is kept as Parquet in `records/`, a file for those that were new at a look; the
-ledger is asked for the rest alone.
+ledger is asked for the rest alone. A file says which trial and which metric each of its numbers stands
+for, since a ledger that is rebuilt numbers them anew.
 """
 
+import hashlib
 import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from adbc_driver_sqlite import dbapi
 
+from ablate.databases import readonly_uri
 from ablate.ledger import FINISHED, Ledger
 from ablate.workloads import WORKLOADS
 
 _WORTH_KEEPING = 1_000_000
 """Fewer rows than this are read from the ledger as fast as from a file."""
+_BUSY_MS = 60_000
 _NAN = "-1.7976931348623157e308"
 """What stands for NULL on the way: a column that begins with NULLs would be taken for one of integers."""
 _FIRST = ("sweep", "arm", "baseline", "seed", "trial", "status", "step", "tokens", "metric", "value")
@@ -104,35 +109,67 @@ def tokens_per_step(spec: Mapping[str, Any]) -> int | None:
 
 
 def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
-    """(trial, name, step, value) by trial; of what is remembered only what is still true."""
-    folder, stamp = ledger.path.parent / "records", f"{ledger.fact('id')}-{ledger.fact('forgotten') or 0}"
-    kept = [pq.read_table(part, filters=pc.field("name").isin(list(names))) for part in sorted(folder.glob(f"{stamp}-*.parquet"))]
-    known = {int(trial) for part in folder.glob(f"{stamp}-*.parquet") for trial in pq.read_schema(part).metadata[b"trials"].split()}
-    wanted = {member["trial"]: member["status"] for member in ledger.members()}
+    """(trial, name, step, value) by trial, in the ledger's numbers; of what is remembered only what is still true."""
+    folder, edition = ledger.path.parent / "records", ledger.fact("edition")
+    wanted = {member["trial"]: member for member in ledger.members()}
+    texts, kept, known = ledger.names(), [], set()
+    for part in sorted(folder.glob(f"{edition}-*.parquet")) if edition else ():
+        if _digest(part) != part.stem.rpartition("-")[2]:
+            with suppress(OSError):  # damaged: the ledger is read again
+                part.unlink()
+            continue
+        there = pq.read_schema(part).metadata
+        trials = _numbers(there[b"trials"], {wanted[trial]["id"]: trial for trial in wanted.keys() - known})
+        metrics = _numbers(there[b"names"], {texts[number]: number for number in names})
+        rows = pq.read_table(part, filters=pc.field("trial").isin(list(trials)) & pc.field("name").isin(list(metrics)))
+        for place, (column, numbers) in enumerate((("trial", trials), ("name", metrics))):
+            rows = rows.set_column(place, column, _renumbered(rows[column], numbers))
+        kept.append(rows)
+        known |= set(trials.values())
     new = _query(ledger, sorted(wanted.keys() - known), names)
-    if everything and new.num_rows >= _WORTH_KEEPING:
-        _keep(folder, stamp, new, [trial for trial, status in wanted.items() if status in FINISHED and trial not in known])
+    if everything and edition and new.num_rows >= _WORTH_KEEPING:
+        finished = {trial: row["id"] for trial, row in wanted.items() if row["status"] in FINISHED and trial not in known}
+        with suppress(OSError):  # a state folder that cannot be written is read again the next time
+            _keep(folder, edition, new, finished, texts)
     return pa.concat_tables([*kept, new]).sort_by([("trial", "ascending"), ("step", "ascending"), ("name", "ascending")])
+
+
+def _numbers(written: bytes, now: Mapping[str, int]) -> dict[int, int]:
+    """The ledger's present number for each number in a file, keyed by the file's; without those that are not wanted."""
+    return {int(then): now[text] for then, text in json.loads(written).items() if text in now}
+
+
+def _renumbered(column: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.ChunkedArray:
+    places = pc.index_in(column, value_set=pa.array(list(numbers), pa.int64()))
+    return pc.take(pa.array(list(numbers.values()), pa.int64()), places)
 
 
 def _query(ledger: Ledger, trials: Sequence[int], names: Sequence[int]) -> pa.Table:
     inside = [f"{column} IN ({','.join(map(str, numbers))})" for column, numbers in (("trial", trials), ("name", names))]
     query = f"SELECT trial, name, step, ifnull(value, {_NAN}) AS value FROM records WHERE {' AND '.join(inside)}"
-    with dbapi.connect(f"file:{ledger.path}?mode=ro") as connection, connection.cursor() as cursor:
+    with dbapi.connect(readonly_uri(ledger.path)) as connection, connection.cursor() as cursor:
         cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": "65536"})
+        cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")  # with a rollback journal a writer holds readers up
         cursor.execute(query)
         rows = cursor.fetch_arrow_table()
     values = rows["value"].cast(pa.float64())
     return rows.set_column(3, "value", pc.if_else(pc.equal(values, float(_NAN)), float("nan"), values))
 
 
-def _keep(folder: Path, stamp: str, rows: pa.Table, trials: Sequence[int]) -> None:
-    """Remember the rows of these trials; what was remembered of another state of the ledger goes."""
+def _keep(folder: Path, edition: str, rows: pa.Table, trials: Mapping[int, str], names: Mapping[int, str]) -> None:
+    """Remember the rows of these trials (number -> id); what was remembered of another edition of the ledger goes."""
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.parquet"):
-        if not old.name.startswith(f"{stamp}-"):
+        if not old.name.startswith(f"{edition}-"):
             old.unlink()
-    done = rows.filter(pc.field("trial").isin(trials)).replace_schema_metadata({"trials": " ".join(map(str, trials))})
+    done = rows.filter(pc.field("trial").isin(list(trials)))
+    done = done.replace_schema_metadata({"trials": json.dumps(trials), "names": json.dumps(names)})
     writing = folder / f"{uuid.uuid4().hex}.tmp"
     pq.write_table(done, writing, compression="zstd")
-    writing.rename(folder / f"{stamp}-{uuid.uuid4().hex[:8]}.parquet")
+    writing.rename(folder / f"{edition}-{uuid.uuid4().hex[:8]}-{_digest(writing)}.parquet")
+
+
+def _digest(path: Path) -> str:
+    """Return 16 hex digits of the SHA-256 of a file, which its name ends with."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -21,10 +21,14 @@ from typing import Annotated, Any
 import typer
 
 from ablate import __version__
-from ablate.cli import DONE, FAILED, Mlflow, Profile, State, alone, console
+from ablate.cli import DONE, FAILED, Mlflow, Profile, State, alone, console, starting
 from ablate.control import check
+from ablate.databases import path_of
 from ablate.ledger import Ledger
 from ablate.place import find
+from ablate.private import short_for_sockets
+from ablate.store import Store
+from ablate.verify import verify
 from ablate.yamlfile import InputError, nearest
 
 NOTEBOOKS = {
@@ -66,6 +70,7 @@ def report(
         list[str] | None, typer.Option(help=f"Which notebooks, in place of those that fit: {', '.join(NOTEBOOKS)}.")
     ] = None,
     from_mlflow: Annotated[bool, typer.Option("--from-mlflow", help="Read the runs from MLflow: where the ledger is not at hand.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The folder that reports are written to; default: reports in the state folder.")] = None,
     pdf: Annotated[bool, typer.Option(help="A PDF beside the HTML, where a browser is installed.")] = True,
     state: State = None,
     profile: Profile = None,
@@ -84,10 +89,14 @@ def report(
     wrong = [word for word in notebook or () if word not in NOTEBOOKS]
     if wrong:
         raise InputError([f"--notebook {wrong[0]}: no such notebook; {nearest(wrong[0], NOTEBOOKS)}"])
+    if not from_mlflow:
+        for name in names:
+            _refuse_unknown(place.state, name)
     screen, status = console(), DONE
+    starting(f"the notebooks of {', '.join(names)}, half a minute each")
     for name in names:
         try:
-            found = make(place.state, name, notebook, place.mlflow, fetch=from_mlflow, pdf=pdf)
+            found = make(place.state, name, notebook, place.mlflow, fetch=from_mlflow, pdf=pdf, out=out)
         except ReportError as error:
             screen.print(f"{name}: {error}", soft_wrap=True, markup=False)
             status = FAILED
@@ -101,29 +110,53 @@ def _known(state: Path) -> list[str]:
     return sorted(path.parent.name for path in state.glob("sweeps/*/ledger.db"))
 
 
+def _refuse_unknown(state: Path, name: str) -> None:
+    """Raise InputError for an experiment that was not run, unless it is the notebook that needs none."""
+    if name == "numerics_walkthrough" or (state / "sweeps" / name / "ledger.db").exists():
+        return
+    known = _known(state)
+    hint = nearest(name, known) if known else f"nothing was run in {state} yet"
+    raise InputError([f"{name}: no such experiment has been run; {hint}"])
+
+
 def make(
-    state: Path, name: str, notebooks: Sequence[str] | None = None, mlflow: str | None = None, fetch: bool = False, pdf: bool = False
+    state: Path,
+    name: str,
+    notebooks: Sequence[str] | None = None,
+    mlflow: str | None = None,
+    fetch: bool = False,
+    pdf: bool = False,
+    out: Path | None = None,
 ) -> Report:
     """Run the notebooks of a sweep and write its report; InputError where there is no such sweep, ReportError where one fails."""
-    folder = state / "reports" / name
+    ours = os.access(state, os.W_OK) or not state.exists()
+    if not (ours or out):
+        raise InputError([f"{state}: nothing can be written there; name a folder for the report with --out"])
+    folder = (out or state / "reports") / name
     if name == "numerics_walkthrough" and not (state / "sweeps" / name).exists():
         return _write(folder, state, name, ["numerics_walkthrough"], _Heading(NOTEBOOKS["numerics_walkthrough"]), pdf)
     if fetch:
-        state = _fetched(state, name, mlflow)
-    elif not (state / "sweeps" / name / "ledger.db").exists():
-        known = _known(state)
-        hint = nearest(name, known) if known else f"nothing was run in {state} yet"
-        raise InputError([f"{name}: no such experiment has been run; {hint}"])
+        state = _fetched(out or state, name, mlflow)
+    else:
+        _refuse_unknown(state, name)
     check(state / "sweeps" / name, name)
     ledger = Ledger(state / "sweeps" / name / "ledger.db", readonly=True)
     try:
+        verified = None if fetch else verify(ledger, Store(state))
+        if verified and verified.mismatches:
+            raise InputError([f"{name}: no report is made of numbers that are not what was recorded", *map(str, verified.mismatches)])
         chosen = list(notebooks or _fitting(ledger))
-        heading = _Heading(ledger.fact("question") or name, _about(ledger, name), _stamp(ledger))
+        said = verified.sentence if verified else "read from MLflow: not verified against the trials' records"
+        heading = _Heading(ledger.fact("question") or name, _about(ledger, name, said), _stamp(ledger))
         with ThreadPoolExecutor(1) as thread:
-            dressed = None if fetch else thread.submit(_dress, state, name, folder)  # beside the notebooks: its imports take seconds
+            dressed = (
+                None if fetch or not ours else thread.submit(_dress, state, name, folder)
+            )  # beside the notebooks: its imports take seconds
             found = _write(folder, state, name, chosen, heading, pdf)
         if dressed:
             dressed.result()
+        if not ours and path_of(mlflow):  # a database in a folder that cannot be written, as a rule
+            return found
         return found if fetch or not mlflow else replace(found, trouble=_attach(mlflow, ledger, found))
     finally:
         ledger.close()
@@ -155,12 +188,12 @@ def _fitting(ledger: Ledger) -> list[str]:
     return ["search" if ledger.fact("search") else "ablation", "training_health"]
 
 
-def _about(ledger: Ledger, name: str) -> str:
-    """The line above the title."""
+def _about(ledger: Ledger, name: str, verified: str) -> str:
+    """The line above the title, with what of the numbers was verified."""
     statuses = [member["status"] for member in ledger.members()]
     left = sum(status not in ("done", "diverged") for status in statuses)
     half = f", {left} of them not finished" if left else ""
-    return f"ablate, experiment {name}: {len(statuses)} runs{half}. Report of {time.strftime('%Y-%m-%d %H:%M')}"
+    return f"ablate, experiment {name}: {len(statuses)} runs{half}; {verified}. Report of {time.strftime('%Y-%m-%d %H:%M')}"
 
 
 @dataclass(frozen=True)
@@ -208,7 +241,8 @@ def _replace(folder: Path, made: Path) -> None:
 
 def _dress(state: Path, name: str, folder: Path) -> None:
     """Put the answer into the sweep's study, for Optuna's dashboard."""
-    from ablate.results import metric_of, open_ledger, summaries, summary_markdown
+    from ablate.markdown_summary import summary_markdown
+    from ablate.results import metric_of, open_ledger, summaries
     from ablate.search import decorate
 
     ledger = open_ledger(state, name)
@@ -249,10 +283,12 @@ def _kernel() -> Iterator[str]:
     """The name of a kernel that is this interpreter; its folder is the only one that Jupyter looks at, so that no other takes its place."""
     from ipykernel.kernelspec import write_kernel_spec
 
-    with tempfile.TemporaryDirectory(prefix="ablate-kernel-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ablate-kernel-", dir=short_for_sockets(tempfile.gettempdir())) as folder:
         extra = ["--IPKernelApp.log_level=CRITICAL"]  # how it ends is nothing to tell
         write_kernel_spec(Path(folder) / "kernels" / "ablate", extra_arguments=extra)
         own = {"JUPYTER_PATH": folder, "IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": f"{folder}/run", "MPLBACKEND": "agg"}
+        # tqdm.auto, which Optuna imports, warns in every kernel that has no ipywidgets; the reports draw no progress bar.
+        own["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"]))
         before = {key: os.environ.get(key) for key in own}
         os.environ |= own
         try:
@@ -278,13 +314,21 @@ def _run(notebook: str, state: Path, name: str, out: Path, kernel: str) -> Any:
     how = {"kernel_name": kernel, "progress_bar": False, "log_output": False, "execution_timeout": _SECONDS}
     place = Config(KernelManager={"transport": "ipc", "ip": str(Path(os.environ["JUPYTER_PATH"]) / notebook)})  # this user's files, no port
     try:
-        return papermill.execute_notebook(path, None, parameters, config=place, **how)
+        return _without_warnings(papermill.execute_notebook(path, None, parameters, config=place, **how))
     except PapermillExecutionError as error:
         raise ReportError(
             f"notebook {notebook} stopped in cell {error.exec_count}: {error.ename}: {error.evalue}; run it in Jupyter to see more: {path}"
         ) from None
     finally:
         ensure_event_loop().close()  # this thread's, which Jupyter leaves open
+
+
+def _without_warnings(notebook: Any) -> Any:
+    """The notebook without what libraries wrote to standard error: warnings name files of this machine, and the page is sent."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    return notebook
 
 
 def analysis() -> Path:

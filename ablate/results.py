@@ -3,18 +3,27 @@
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ablate.arms import CONFIRM, label
-from ablate.ledger import OVER, Ledger
-from ablate.stats import Difference, Interval, decided, paired_difference, verdict
+from ablate.ledger import OVER, Ledger, Role
+from ablate.stats import UNJUDGED, Difference, Interval, Verdict, judge, paired_difference
+from ablate.store import Damaged, Store
 from ablate.surface import Metric, Published
+from ablate.workloads import context_free
 
-_MOST_LINES = 40
-"""Of the description in MLflow, which holds 8,000 characters."""
+LOSS = "val/loss"
+_LEARNED_BY = ("val/", "train/")
+"""Beginnings of the metrics that say nothing of a model that learned nothing."""
+NOTHING_LEARNED = "no answer: nothing was learned"
+UNLEARNED = Verdict("none", NOTHING_LEARNED)
+"""Verdict on a comparison in which no arm learned anything."""
+_MOST_NAMED = 8
+"""Arms that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,8 @@ class ArmSummary:
     interval: Interval
     """How its comparisons are made."""
     verdict: str
-    role: Literal["listed", "searched", "confirmed"]
-    """Named by the file, proposed by a sampler, or its winner run again."""
+    """Corrected for all arms that are judged beside it, with what else must be said of the arm."""
+    role: Role
     sqnr_db: float
     tokens_per_s: float
     memory: float
@@ -45,6 +54,30 @@ class ArmSummary:
     """Seeds on which the loss ceased to be finite."""
     missing: tuple[int, ...]
     """Seeds that were not run to their end, or failed."""
+    pruned: tuple[int, ...] = ()
+    """Seeds that were given up by the pruner: they are not run again."""
+    reason: str = ""
+    """Why a refused arm cannot be run; empty where its ledger does not say."""
+    judged: Verdict = UNJUDGED
+    """The verdict as data."""
+    context_free: float | None = None
+    """The loss of a model that ignores its input, where the workload knows one and the metric is of validation or training."""
+    loss: float = math.nan
+    """Mean val/loss over the seeds that have it."""
+
+    @property
+    def learned(self) -> bool:
+        """False where its mean loss is no better than that of a model that ignores its input; True where no such loss is known."""
+        return self.context_free is None or not self.loss >= self.context_free
+
+    @property
+    def colour(self) -> str:
+        """Word that selects the colour of its line; empty for what a search saw decided, which is no result."""
+        if self.gap is None:
+            return "baseline" if self.is_baseline and not self.pruned else ""
+        if self.diverged:
+            return "diverged"
+        return "" if self.judged.word == "none" or (self.role == "searched" and self.judged.decided) else self.judged.word
 
     @property
     def seeds(self) -> int:
@@ -52,46 +85,19 @@ class ArmSummary:
         return len(self.given)
 
     @property
+    def unmeasured(self) -> int:
+        """Number of seeds that are done without a finite value of the metric."""
+        return self.seeds - len(self.values) - len(self.diverged) - len(self.missing) - len(self.pruned)
+
+    @property
+    def is_baseline(self) -> bool:
+        """True of an arm that is compared with no other though it can be run."""
+        return self.baseline is None and self.role != "refused"
+
+    @property
     def mean(self) -> float:
         """Mean of the metric over the seeds that have it."""
         return math.fsum(self.values.values()) / len(self.values) if self.values else math.nan
-
-
-@dataclass(frozen=True)
-class Replication:
-    """A published figure beside the measured one."""
-
-    figure: Published
-    measured: Difference
-    """The mean over seeds with its interval: of the arm alone, of the arm minus the other, or of that as a share of the other."""
-    verdict: str
-
-    @property
-    def subject(self) -> str:
-        """The arm, or `arm minus other`."""
-        return self.figure.arm if self.figure.against is None else f"{self.figure.arm} minus {self.figure.against}"
-
-    @property
-    def metric(self) -> str:
-        """What is compared, and at which step."""
-        return self.figure.metric + ("" if self.figure.step is None else f" at {self.figure.step}")
-
-    @property
-    def published(self) -> str:
-        """What the paper says: a number with its unit, or an ordering."""
-        if self.figure.amount is None:
-            return self.figure.value
-        return f"{self.figure.amount:.4g}" if self.figure.against is None else _signed(self.figure, self.figure.amount)
-
-    @property
-    def found(self) -> str:
-        """What was measured, with its interval; `-` where nothing was."""
-        if not self.measured.pairs:
-            return "-"
-        half = self.measured.high - self.measured.mean
-        if self.figure.against is None:
-            return f"{self.measured.mean:.4g}" + (f" ±{half:.2g}" if self.measured.has_interval else "")
-        return percents(self.measured) if self.figure.relative else interval(self.measured)
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,8 @@ class Contrast:
     verdict: str
     margin: float | None = None
     """The smallest effect that matters, in the metric's unit."""
+    judged: Verdict = UNJUDGED
+    """The verdict as data, corrected for all contrasts of its table."""
 
 
 def open_ledger(state: Path, sweep: str) -> Ledger:
@@ -137,32 +145,126 @@ def interval_of(ledger: Ledger) -> Interval:
 
 
 def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
-    """One summary an arm by a metric (the sweep's main one, where none is given), in the ledger's order."""
-    metric, arms = metric or metric_of(ledger), {arm["arm"]: arm for arm in ledger.arms()}
-    lasts, speeds = ledger.finals(metric.name, "nan/first_step", "*/sqnr_db"), ledger.averages("throughput/tokens_per_s")
+    """One summary an arm by a metric (the sweep's main one, where none is given), in the ledger's order.
+
+    Verdicts are corrected by Holm over the arms that are compared; a search's proposals are corrected apart from the others. An arm has no
+    verdict if neither it nor its baseline learned anything.
+    """
+    metric = metric or metric_of(ledger)
+    found = _summaries(ledger, metric)
+    searched, others = ([arm for arm in found if (arm.role == "searched") == of_search] for of_search in (True, False))
+    judged = _judged(searched, found, metric) | _judged(others, found, metric)
+    return [replace(arm, judged=its, verdict=_spoken(arm, its)) if (its := judged.get(arm.name)) else arm for arm in found]
+
+
+def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
+    """One summary an arm, without the verdicts on gaps."""
+    arms = {arm["arm"]: arm for arm in ledger.arms()}
+    lasts, speeds = ledger.finals(metric.name, LOSS, "nan/first_step", "*/sqnr_db"), ledger.rates("throughput/tokens_per_s")
     peaks = ledger.largest("memory/rss") | ledger.largest("memory/peak_allocated")
     members: dict[int, list[Any]] = {number: [] for number in arms}
     for member in ledger.members():
         members[member["arm"]].append(member)
     values = {number: _values(group, lasts, metric.name) for number, group in members.items()}
     how = metric, interval_of(ledger), bool(ledger.fact("search"))
-    return [_summary(arms, number, members[number], lasts, speeds, peaks, values, *how) for number in arms]
+    found = [_summary(arms, number, members[number], lasts, speeds, peaks, values, *how) for number in arms]
+    return _with_references(found, ledger, members, metric)
+
+
+def nothing_learned(arms: Collection[ArmSummary]) -> bool:
+    """True where every arm's loss is no better than that of a model that ignores its input: such arms have nothing to compare."""
+    measured = [arm for arm in arms if not math.isnan(arm.loss)]
+    return bool(measured) and not any(arm.learned for arm in measured)
+
+
+def judge_learned(
+    compared: Sequence[tuple[Difference, float | None, Collection[ArmSummary]]], metric: Metric, plan: bool = True, unseen: int = 0
+) -> list[Verdict]:
+    """Return the verdicts on comparisons, each with its margin and the arms in it, corrected over those in which an arm learned.
+
+    All tables and notes judge by this rule: a comparison in which no arm learned anything is `UNLEARNED`, and is no member of the family.
+    `unseen` is the number of comparisons of the family that have no result yet; they count in the correction.
+    """
+    learned = [(difference, margin) for difference, margin, arms in compared if not nothing_learned(arms)]
+    verdicts = iter(judge(learned, metric.direction == "minimize", plan, len(learned) + unseen))
+    return [UNLEARNED if nothing_learned(arms) else next(verdicts) for _, _, arms in compared]
+
+
+def _context_free(store: Store, members: Iterable[Any], noted: Mapping[str, float]) -> float | None:
+    """The loss that a model reaches which ignores its input, as the first finished run of an arm recorded it, or as MLflow has it."""
+    first = next((member for member in members if member["status"] == "done"), None)
+    if first is None:
+        return None
+    found = None
+    with suppress(Damaged):  # `status --verify` says so
+        found = context_free(store.result(first["id"]))
+    return noted.get(first["name"]) if found is None else found
+
+
+def _judged(arms: Collection[ArmSummary], everything: Iterable[ArmSummary], metric: Metric, unseen: int = 0) -> dict[str, Verdict]:
+    """Return the verdicts on these arms by name, `everything` being the arms among which their baselines are."""
+    by_name = {arm.name: arm for arm in everything}
+    compared = [arm for arm in arms if arm.gap is not None and not arm.pruned]
+    plan = any(arm.role != "searched" for arm in arms)
+    pairs = [(arm.gap, arm.margin, [arm, by_name[arm.baseline]]) for arm in compared]
+    return dict(zip([arm.name for arm in compared], judge_learned(pairs, metric, plan, unseen), strict=True))
+
+
+def _spoken(arm: ArmSummary, judged: Verdict) -> str:
+    """An arm's verdict in words.
+
+    In a search, what was seen in arms chosen by the same numbers is no result, and what was seen on fresh seeds says so. A verdict on
+    the seeds that are left speaks for them alone: that an arm diverged on others is the first thing to be said of it.
+    """
+    text = judged.text
+    if arm.role == "searched" and judged.decided:
+        text = f"{text} (exploratory)"
+    elif arm.role == "confirmed" and arm.gap.pairs > 1:
+        text = f"{text} (on {arm.gap.pairs} fresh seeds)"
+    if not arm.learned and judged is not UNLEARNED:
+        text = f"{text}; learned nothing, its loss is above {arm.context_free:.2f}"
+    return with_losses(text, arm.diverged, arm.seeds)
 
 
 def gap(ledger: Ledger, arm: int) -> tuple[Difference, str] | None:
-    """What `summaries` says of one arm's gap by the main metric, and its verdict, where its baseline is over too; None otherwise, and
-    for a baseline. It reads two arms, not all."""
+    """One arm's gap by the main metric, and its verdict, where its baseline is over too; None otherwise, and for a baseline.
+
+    The verdict stands whatever the arms come to that are not over: they count as comparisons without a result. If all are over, it is that
+    of `summaries`, with the same number of seeds. Of a search's proposal no seeds are planned, and there may be thousands: only the
+    proposal and its baseline are read, and p is multiplied by the number of proposals.
+    """
     members = ledger.members(arm)
     baseline = members[0]["baseline"] if members else None
     others = [] if baseline is None else ledger.members(baseline)
     if not others or any(member["status"] not in OVER for member in others):
         return None
-    metric = metric_of(ledger)
-    lasts = {member["trial"]: {metric.name: ledger.last_value(member["trial"], metric.name)} for member in (*members, *others)}
-    values, reference = (_values(group, lasts, metric.name) for group in (members, others))
-    found = paired_difference(values, reference, interval_of(ledger))
-    said = _verdict(found, metric, metric.margin(_mean(list(reference.values()))), _role(members[0], bool(ledger.fact("search"))))
-    return found, _with_losses(said, tuple(member["seed"] for member in members if member["status"] == "diverged"), len(members))
+    metric, rows, searches = metric_of(ledger), {row["arm"]: row for row in ledger.arms()}, bool(ledger.fact("search"))
+    roles = {number: _role(row, searches, 1) for number, row in rows.items() if row["baseline"] is not None}
+    family = [number for number, role in roles.items() if (role == "searched") == (roles[arm] == "searched")]
+    if roles[arm] != "searched":
+        arms = dict(zip(rows, _summaries(ledger, metric), strict=True))
+        open_ = {member["arm"] for member in ledger.members() if member["status"] not in OVER} - {arm}
+        compared = [number for number in family if number not in open_ and arms[number].gap is not None and not arms[number].pruned]
+        judged = _judged([arms[number] for number in compared], arms.values(), metric, len(open_.intersection(family)))
+        its = arms[arm]
+    else:
+        groups = {arm: members, baseline: others}
+        lasts = {m["trial"]: {name: ledger.last_value(m["trial"], name) for name in (metric.name, LOSS)} for m in (*members, *others)}
+        values = {number: _values(group, lasts, metric.name) for number, group in groups.items()}
+        how = metric, interval_of(ledger), searches
+        its, base = _with_references(
+            [_summary(rows, number, group, lasts, {}, {}, values, *how) for number, group in groups.items()], ledger, groups, metric
+        )
+        judged = _judged([its], [its, base], metric, len(family) - 1)
+    return its.gap, _spoken(its, judged[its.name]) if its.name in judged else its.verdict
+
+
+def _with_references(arms: list[ArmSummary], ledger: Ledger, members: Mapping[int, list[Any]], metric: Metric) -> list[ArmSummary]:
+    """The arms with the loss of a model that ignores its input, where the metric says nothing of such a model."""
+    if not metric.name.startswith(_LEARNED_BY):
+        return arms
+    store, noted = Store(ledger.path.absolute().parents[2]), json.loads(ledger.fact("context_free") or "{}")
+    return [replace(arm, context_free=_context_free(store, group, noted)) for arm, group in zip(arms, members.values(), strict=True)]
 
 
 def _values(members: list[Any], lasts: dict[int, dict[str, float]], name: str) -> dict[int, float]:
@@ -175,9 +277,10 @@ def _summary(arms, number, members, lasts, speeds, peaks, values, metric: Metric
     baseline = arm["baseline"]
     gap = None if baseline is None else paired_difference(values[number], values[baseline], interval)
     done = [member["trial"] for member in members if member["status"] == "done"]
-    diverged = tuple(member["seed"] for member in members if member["status"] == "diverged")
-    role = _role(arm, searches)
-    margin = metric.margin(_mean(list(values[number if baseline is None else baseline].values())))
+    diverged, pruned = _seeds(members, "diverged"), _seeds(members, "pruned")
+    role = _role(arm, searches, len(members))
+    margin = metric.margin(mean_of(list(values[number if baseline is None else baseline].values())))
+    unjudged = "refused" if role == "refused" else "pruned" if pruned else "baseline"
     return ArmSummary(
         name=arm["name"],
         baseline=None if baseline is None else arms[baseline]["name"],
@@ -187,42 +290,60 @@ def _summary(arms, number, members, lasts, speeds, peaks, values, metric: Metric
         gap=gap,
         margin=margin,
         interval=interval,
-        verdict="baseline" if gap is None else _with_losses(_verdict(gap, metric, margin, role), diverged, len(members)),
+        verdict=with_losses(unjudged, diverged if gap is not None else (), len(members)),
         role=role,
-        sqnr_db=_mean([v for trial in done for k, v in lasts[trial].items() if k.endswith("/sqnr_db")]),
-        tokens_per_s=_mean([speeds.get(trial, math.nan) for trial in done]),
-        memory=_mean([peaks.get(trial, math.nan) for trial in done]),
+        sqnr_db=mean_of([v for trial in done for k, v in lasts[trial].items() if k.endswith("/sqnr_db")]),
+        tokens_per_s=_rate([speeds.get(trial, math.nan) for trial in done]),
+        memory=mean_of([peaks.get(trial, math.nan) for trial in done]),
         nans=sum("nan/first_step" in lasts[member["trial"]] for member in members),
         diverged=diverged,
-        missing=tuple(member["seed"] for member in members if member["status"] not in ("done", "diverged")),
+        missing=tuple(member["seed"] for member in members if member["status"] not in ("done", "diverged", "pruned")),
+        pruned=pruned,
+        reason=arm["reason"] or "",
+        loss=mean_of([loss for trial in done if math.isfinite(loss := lasts[trial].get(LOSS, math.nan))]),
     )
 
 
-def _role(arm, searches: bool) -> Literal["listed", "searched", "confirmed"]:
+def dropped(arms: Iterable[ArmSummary]) -> Iterator[str]:
+    """Yield a sentence on pruned arms of a search, and one on refused arms, if there are any."""
+    arms = list(arms)
+    pruned = [arm.name for arm in arms if arm.pruned]
+    refused = [f"{arm.name} ({arm.reason})" if arm.reason else arm.name for arm in arms if arm.role == "refused"]
+    for title, names in (("Pruned, so not run to the end", pruned), ("Refused, since they cannot be run", refused)):
+        if names:
+            yield f"**{title}:** {'; '.join(names[:_MOST_NAMED])}{' and others' if len(names) > _MOST_NAMED else ''}."
+
+
+def _seeds(members: list[Any], status: str) -> tuple[int, ...]:
+    return tuple(member["seed"] for member in members if member["status"] == status)
+
+
+def _role(arm: Any, searches: bool, members: int) -> Role:
+    """Return the role of an arm with so many members; inferred if its ledger, of an earlier version, has none."""
+    if arm["role"]:
+        return arm["role"]
     if not searches:
         return "listed"
     if arm["optuna"] is not None:
-        return "searched"
-    return "confirmed" if arm["name"].startswith(CONFIRM) else "listed"
+        return "searched" if members or arm["baseline"] is not None else "refused"
+    return "confirmed" if arm["name"].startswith(CONFIRM) else "baseline"
 
 
-def _verdict(gap: Difference, metric: Metric, margin: float | None, role: str) -> str:
-    """In a search, what was seen in arms chosen by the same numbers is no result, and what was seen on fresh seeds says so."""
-    said = verdict(gap, metric.direction == "minimize", margin)
-    if role == "searched" and decided(gap, margin):
-        return f"{said} (exploratory)"
-    return f"{said} (on {gap.pairs} fresh seeds)" if role == "confirmed" and gap.pairs > 1 else said
-
-
-def _with_losses(said: str, diverged: Collection[int], given: int) -> str:
-    """A verdict on the seeds that are left speaks for them alone: that an arm diverged on others is the first thing to be said of it."""
+def with_losses(said: str, diverged: Collection[int], given: int) -> str:
+    """A verdict, behind the seeds on which the arm diverged."""
     if not diverged:
         return said
-    lost = f"diverged on {len(diverged)} of {given} seeds"
+    lost = f"diverged on {len(diverged)} of {counted(given, 'seed')}"
     return lost if len(diverged) == given else f"{lost}; on the others: {said}"
 
 
-def _mean(values: list[float]) -> float:
+def _rate(rates: list[float]) -> float:
+    """The rate of several trials that do equal work: all their work over all their time. NaN values are left out."""
+    known = [rate for rate in rates if rate > 0]
+    return len(known) / math.fsum(1 / rate for rate in known) if known else math.nan
+
+
+def mean_of(values: list[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
@@ -230,14 +351,16 @@ def _mean(values: list[float]) -> float:
 
 
 def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, str]]:
-    """Arms that more seeds may decide, each with its baseline's name: of every seed there is a pair, and the interval is too wide.
+    """Arms that more seeds may decide, each with its baseline's name: of every seed there is a pair, and there is no verdict.
 
-    An arm with a seed that is not over has to wait; one that failed or diverged on a seed, or whose baseline did, is not grown:
-    that seed is no chance draw, and the mean over the others is not the arm's. Numbers that are the same need no more.
+    None if neither the arm nor its baseline learned. An arm with a seed that is not over has to wait; one that failed or diverged on
+    a seed, or whose baseline did, is not grown: that seed is no chance draw, and the mean over the others is not the arm's. Numbers
+    that are the same need no more.
     """
     metric = metric or metric_of(ledger)
-    grown = [arm for arm in summaries(ledger, metric) if arm.gap and 0 < arm.gap.pairs == arm.seeds]
-    return [(arm.name, arm.baseline) for arm in grown if not decided(arm.gap, arm.margin)]
+    arms = summaries(ledger, metric)
+    grown = [arm for arm in arms if arm.gap and 0 < arm.gap.pairs == arm.seeds and arm.judged is not UNLEARNED]
+    return [(arm.name, arm.baseline) for arm in grown if not arm.judged.decided]
 
 
 def winner(ledger: Ledger, metric: Metric | None = None, infeasible: Collection[str] = ()) -> str | None:
@@ -259,17 +382,26 @@ def fresh_seeds(ledger: Ledger, count: int) -> tuple[int, ...]:
 
 
 def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -> list[Contrast]:
-    """For every two arms that differ in exactly one knob, what turning it did: first value minus second, seeds paired; none where
-    there are more than `most`.
+    """For every two arms that differ in exactly one knob, what turning it did, seeds paired; none where there are more than `most`.
+
+    As in `attribution`, the value that the file lists first is the reference that is subtracted; of true and false, false is. Verdicts are
+    corrected by Holm over all of them.
 
     Left out are presets, what an arm's gap to its baseline says already, and, where a recipe's knobs are turned, the workload's:
-    those are what they are tried on. So are a search's arms, which were chosen by these numbers, and its winner run again.
+    those are what they are tried on. So are a search's arms, which were chosen by these numbers, its winner run
+    again, and baselines that were added to compare others with.
     """
     arms = [arm for arm in arms if arm.role == "listed"]
     pairs = list(itertools.islice(_pairs(arms), None if most is None else most + 1))
     if most is not None and len(pairs) > most:
         return []
-    return [_contrast(arms[first], arms[second], knob, metric) for knob, first, second in sorted(pairs)]
+    pairs.sort()
+    found = [_contrast(arms[first], arms[second], knob, metric) for knob, first, second in pairs]
+    compared = [
+        (contrast.effect, contrast.margin, (arms[first], arms[second])) for contrast, (_, first, second) in zip(found, pairs, strict=True)
+    ]
+    judged = judge_learned(compared, metric)
+    return [replace(contrast, judged=its, verdict=its.text) for contrast, its in zip(found, judged, strict=True)]
 
 
 def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:
@@ -288,88 +420,12 @@ def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:
 
 
 def _contrast(first: ArmSummary, second: ArmSummary, knob: str, metric: Metric) -> Contrast:
-    effect = paired_difference(first.values, second.values, first.interval)
-    held = label({k: v for k, v in first.knobs.items() if k != knob})
-    change = f"{json.dumps(first.knobs[knob])} instead of {json.dumps(second.knobs[knob])}"
-    return Contrast(knob, change, held, effect, verdict(effect, metric.direction == "minimize", first.margin), first.margin)
-
-
-def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replication]:
-    """Every published figure beside what this sweep measured of it."""
-    metrics = {metric.name: metric for metric in metrics_of(ledger)}
-    return [_replication(ledger, figure, metrics.get(figure.metric, Metric(name=figure.metric))) for figure in published]
-
-
-def _replication(ledger: Ledger, figure: Published, metric: Metric) -> Replication:
-    values, how = _measured(ledger, figure, figure.arm), interval_of(ledger)
-    if figure.against is None:
-        measured = paired_difference(values, dict.fromkeys(values, 0.0), how)
-        return Replication(figure, measured, _alike(figure, measured))
-    other = _measured(ledger, figure, figure.against)
-    level = _mean(list(other.values()))
-    margin = metric.margin(level)
-    if figure.relative:
-        values = {seed: value / other[seed] - 1 for seed, value in values.items() if other.get(seed)}
-        other, margin = dict.fromkeys(values, 0.0), margin and margin / abs(level)
-    measured = paired_difference(values, other, how)
-    members = [member for member in ledger.members() if member["name"] in (figure.arm, figure.against)]
-    diverged = {member["seed"] for member in members if member["status"] == "diverged"}
-    return Replication(figure, measured, _with_losses(_same_way(figure, measured, margin), diverged, len({m["seed"] for m in members})))
-
-
-def _measured(ledger: Ledger, figure: Published, arm: str) -> dict[int, float]:
-    """The figure's metric by seed in one arm, at its step."""
-    found = {}
-    for member in ledger.members():
-        if member["name"] == arm and member["status"] == "done":
-            series = ledger.series(member["trial"], figure.metric)
-            step = max(series, default=0) if figure.step is None else figure.step
-            if math.isfinite(series.get(step, math.nan)):
-                found[member["seed"]] = series[step]
-    return found
-
-
-def _alike(figure: Published, measured: Difference) -> str:
-    """Whether a figure of one arm is what was measured, within its tolerance."""
-    if not measured.pairs:
-        return "not measured"
-    tolerance = 0.02 if figure.tolerance is None else figure.tolerance
-    apart = measured.mean - figure.amount
-    if abs(apart) <= tolerance * abs(figure.amount):
-        return f"agrees within {tolerance:.0%}" if figure.amount else "agrees"
-    return f"differs by {apart / abs(figure.amount):+.1%}" if figure.amount else "differs"
-
-
-def _same_way(figure: Published, measured: Difference, margin: float | None) -> str:
-    """Whether two arms differ as published: the direction decides, by the interval; the size is said beside it.
-
-    A published difference is contradicted by one the other way, and by one too small to matter; a published equality only by an
-    interval that excludes zero. Models of other sizes need not share the size of an effect, so that alone is no disagreement.
-    """
-    if measured.pairs < 2:
-        return "one seed: no interval" if measured.pairs else "not measured"
-    found = (measured.low > 0) - (measured.high < 0)
-    none = measured.mean == measured.deviation == 0 or (margin is not None and -margin < measured.low and measured.high < margin)
-    if figure.sign == 0:
-        return "agrees" if none else "disagrees" if found else "not resolved"
-    if found == figure.sign:
-        return "agrees (too small to matter here)" if none else f"agrees{_size(figure, measured)}"
-    if found:
-        return "disagrees"
-    return "disagrees: no difference that matters here" if none else f"not resolved{_size(figure, measured)}"
-
-
-def _size(figure: Published, measured: Difference) -> str:
-    """What the interval says of the published size, in brackets behind a verdict on the direction; nothing of an ordering."""
-    if figure.amount is None:
-        return ""
-    if measured.low <= figure.amount <= measured.high:
-        return " (the published size lies within the interval)"
-    return f" ({'smaller' if abs(measured.mean) < abs(figure.amount) else 'larger'} here than published)"
-
-
-def _signed(figure: Published, value: float) -> str:
-    return f"{100 * value:+.3g} %" if figure.relative else f"{value:+.4g}"
+    """Two arms in the ledger's order, without a verdict."""
+    arm, reference = (first, second) if second.knobs[knob] is False else (second, first)
+    effect = paired_difference(arm.values, reference.values, arm.interval)
+    held = label({k: v for k, v in arm.knobs.items() if k != knob})
+    change = f"{json.dumps(arm.knobs[knob])} instead of {json.dumps(reference.knobs[knob])}"
+    return Contrast(knob, change, held, effect, "", reference.margin)
 
 
 def foremost(arms: list[ArmSummary], metric: Metric, most: int) -> list[ArmSummary]:
@@ -384,63 +440,55 @@ def foremost(arms: list[ArmSummary], metric: Metric, most: int) -> list[ArmSumma
 
 def number(value: float) -> str:
     """Four decimals of a number like a loss, four digits of a small one."""
-    return f"{value:.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
+    return f"{value:z.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 seed`, `2 seeds`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def interval(difference: Difference) -> str:
-    """`+0.0123 ±0.0023`; without ± where there is one pair, `±∞` where the pairs bound nothing. More decimals where they mean something."""
+    """`+0.0123 ±0.0023`; without ± where there is no interval, `±∞` where a sequence bounds nothing yet. More decimals where they mean
+    something, and no sign on a zero that was rounded to one."""
     if not difference.pairs:
         return "-"
     half = difference.high - difference.mean if difference.has_interval else 0.0
     smallest = half or abs(difference.mean)
     decimals = max(4, 1 - math.floor(math.log10(smallest))) if smallest else 4
-    bound = f" ±{half:.{decimals}f}" if difference.has_interval else " ±∞" if difference.pairs > 1 else ""
-    return f"{difference.mean:+.{decimals}f}{bound}"
+    bound = f" ±{half:.{decimals}f}" if difference.has_interval else " ±∞" if math.isinf(difference.low) else ""
+    return f"{difference.mean:+z.{decimals}f}{bound}"
 
 
 def percents(difference: Difference) -> str:
     """A difference of fractions in percent: `+1.23 ±0.45 %`."""
     half = f" ±{100 * (difference.high - difference.mean):.2g}" if difference.has_interval else ""
-    return f"{100 * difference.mean:+.2f}{half} %"
+    return f"{100 * difference.mean:+z.2f}{half} %"
 
 
 def emulated(ledger: Ledger) -> str:
     """What speed and memory in the tables are not, where the four-bit formats were emulated; nothing where they were not."""
     engines = {json.loads(member["spec"]).get("engine") for member in ledger.members()}
     said = "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
-    return said if "emulated" in engines and ledger.averages("throughput/tokens_per_s") else ""
+    return said if "emulated" in engines and ledger.rates("throughput/tokens_per_s") else ""
 
 
 def reading(arms: list[ArmSummary]) -> str:
     """How to read a table of these arms: how they are paired, what ± is, and what a search's gaps are worth."""
     counts = {arm.gap.pairs for arm in arms if arm.gap and arm.gap.pairs}
-    over = f"over {counts.pop()} seeds" if len(counts) == 1 else "by seed, each arm over its own, so compare gaps and not means"
+    over = f"over {counted(counts.pop(), 'seed')}" if len(counts) == 1 else "by seed, each arm over its own, so compare gaps and not means"
     how = arms[0].interval if arms else Interval()
-    said = [f"Gaps and effects are paired {over}; ± is a {how}, each on its own."]
+    said = [f"Gaps and effects are paired {over}; ± is a {how}, each on its own; verdicts are after Holm's correction over their table."]
     if how.kind == "sequence":
         said.append("It holds at every look, however often seeds are added.")
+    open_ = [arm for arm in arms if arm.judged.word == "undecided"]
+    if any(arm.judged.needed for arm in open_):
+        said.append("Seeds in all: for an 80 % chance of a verdict; in brackets, if the deviation is at either end of its 80 % range.")
+    elif open_ and any(arm.margin is None for arm in open_):
+        said.append("Without metric.min_effect no number of seeds is named: an effect may be as small as one likes.")
     roles = {arm.role for arm in arms}
     if "confirmed" in roles:
         said.append(f"`{CONFIRM}` is the search's best arm on seeds that took no part in choosing it; the other gaps are exploratory.")
     elif "searched" in roles:
         said.append("The arm that won a search was chosen by these numbers: run it again on new seeds before believing its gap.")
     return " ".join(said)
-
-
-def summary_markdown(ledger: Ledger) -> str:
-    """The question and the table as Markdown: the description of the sweep's run in MLflow."""
-    metric = metric_of(ledger)
-    lines = [
-        f"**{ledger.fact('question')}**",
-        "",
-        f"| arm | {metric.name} | gap to baseline, {interval_of(ledger)} | seeds | verdict |",
-        "|---|---|---|---|---|",
-    ]
-    arms = summaries(ledger)
-    shown = foremost(arms, metric, _MOST_LINES)
-    for arm in shown:
-        gap = "baseline" if arm.gap is None else interval(arm.gap)
-        lines.append(f"| {arm.name} | {number(arm.mean)} | {gap} | {len(arm.values)} | {arm.verdict} |")
-    if shown != arms:
-        lines += ["", f"and {len(arms) - len(shown):,} more arms, none of them better"]
-    return "\n".join(lines)

@@ -1,5 +1,6 @@
 """The knobs that an experiment turns: each one's values or range, and the condition under which it exists. No meaning of any knob here."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,8 @@ def alike(a: Any, b: Any) -> bool:
 def space(file: ExperimentFile, document: Document) -> dict[str, Dimension]:
     """The knobs of `ablate`, those that others depend on first; every mistake is noted."""
     if (file.ablate is None) == (file.arms is None):
+        if file.ablate is None and any(document.value.get(key) is not None for key in ("ablate", "arms")):
+            return {}  # what is wrong with it was noted
         document.problem((), "give either `ablate` (knobs and their values) or `arms` (arms by name)")
         return {}
     if file.search and file.arms is not None:
@@ -76,6 +79,15 @@ def _extended(points: Iterator[dict[str, int]], knob: str, knobs: Mapping[str, D
             yield from (point | {knob: index} for index in range(len(knobs[knob].choices)))
         else:
             yield point
+
+
+def size(knobs: Mapping[str, Dimension], most: int) -> int:
+    """Count the points of a space, up to `most`; `most` too if a knob takes real numbers."""
+    if any(dimension.kind == "uniform" for dimension in knobs.values()):
+        return most
+    whole = {knob: dimension for knob, dimension in knobs.items() if dimension.kind == "int"}
+    listed = {knob: replace(one, choices=range(int(one.low), int(one.high) + 1)) for knob, one in whole.items()}
+    return sum(1 for _ in itertools.islice(grid({**knobs, **listed}), most))
 
 
 def values_at(point: Mapping[str, int], knobs: Mapping[str, Dimension]) -> dict[str, Any]:
@@ -109,9 +121,19 @@ def _dimension(knob: str, values: Any, file: ExperimentFile, document: Document)
 
 def refuse_twins(path: tuple[str, ...], values: list[Any], document: Document) -> None:
     """Note every value of a list that stands in it already."""
+    seen = set()
     for index, value in enumerate(values):
-        if any(alike(value, other) for other in values[:index]):
+        key = (type(value), _hashable(value))
+        if key in seen:
             document.problem((*path, index), "stands twice", value)
+        seen.add(key)
+
+
+def _hashable(value: Any) -> Any:
+    """A value that is equal to another's where the two values are."""
+    if isinstance(value, dict):
+        return frozenset((key, _hashable(part)) for key, part in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _range(path: tuple[str, ...], values: dict[str, Any], document: Document) -> Dimension:

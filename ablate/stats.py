@@ -1,18 +1,38 @@
-"""What the numbers allow one to say. Differences are paired by seed, and none is stated without its interval."""
+"""Paired differences with intervals, and the verdicts that they allow after correction for how many were compared.
+
+A verdict has two hypotheses behind it: "there is no effect" (rejected: better or worse) and "the effect is min_effect or more"
+(rejected: equivalent). Each has a p-value that holds as the sweep's interval does (one look, declared looks, or any look), and each kind
+is corrected by Holm over the comparisons that stand in one table. `seeds_needed` plans with the same rule. docs/statistics.md has the
+assumptions and the measured error rates.
+"""
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from scipy import special
 
 ALPHA = 0.05
+CHANCE = 0.8
+"""Probability of a verdict at the number of seeds that is named."""
+MOST_SEEDS = 200
+"""Numbers of seeds above it are not told apart."""
+FEWEST_DISTINCT = 3
+"""Distinct values of the differences below which their spread says nothing: equal counts on two seeds are no proof of an effect."""
 _SCALE = 1.8
 """Standard deviation of the sequence's mixture over effects, in deviations of a paired difference. It costs no validity, only width:
 1.83 makes the interval narrowest on average over 5 to 10 pairs, and from 1.4 to 2.6 it is within 2 % of that."""
-_MOST_SEEDS = 1000
+_PRIOR = 1.0
+"""Standard deviation of the effects that `seeds_needed` expects before it has seen any, in units of min_effect."""
+_RESOLUTION = 1e-9
+"""Differences closer than this share of the largest value are one value: fp32 metrics resolve 1e-7, sums in another order 1e-16."""
+_VAST = 1e100
+"""Effects and deviations beyond it, in units of min_effect, take more than 200 seeds; their squares would overflow."""
+_DRAWS = 512
 
 
 @dataclass(frozen=True)
@@ -28,9 +48,12 @@ class Interval:
         kind, _, looks = text.partition(":")
         return cls(kind, int(looks or 1))
 
-    def half_width(self, pairs: int) -> float:
-        """Half its width in standard deviations of the differences; infinite where so few pairs bound nothing."""
-        return HALF_WIDTHS[self.kind](pairs, self.looks)
+    def half_width(self, pairs: int, comparisons: float = 1) -> float:
+        """Half its width in standard deviations of the differences; infinite where so few pairs bound nothing.
+
+        `comparisons`: the 5 % are divided by it.
+        """
+        return HALF_WIDTHS[self.kind](pairs, self.looks, ALPHA / comparisons)
 
     def __str__(self) -> str:
         """As it stands under a table."""
@@ -38,13 +61,13 @@ class Interval:
 
 
 @functools.cache
-def _t(pairs: int, looks: int) -> float:
+def _t(pairs: int, looks: int, alpha: float) -> float:
     """Student's t at its share of alpha. Split evenly over looks declared beforehand, all hold together (Bonferroni)."""
-    return float(special.stdtrit(pairs - 1, 1 - ALPHA / looks / 2)) / math.sqrt(pairs) if pairs > 1 else math.inf
+    return float(special.stdtrit(pairs - 1, 1 - alpha / looks / 2)) / math.sqrt(pairs) if pairs > 1 else math.inf
 
 
 @functools.cache
-def _sequence(pairs: int, looks: int) -> float:
+def _sequence(pairs: int, looks: int, alpha: float) -> float:
     """The t-mixture: all effects whose Bayes factor against N(effect, (scale sd)^2) is below 1 / alpha.
 
     With Jeffreys' prior 1 / sd on the deviation (the right Haar measure of scale) the factor at n pairs depends on t alone,
@@ -57,7 +80,7 @@ def _sequence(pairs: int, looks: int) -> float:
     a flat mixture.)
     """
     k = 1 + pairs * _SCALE**2
-    c = (k / ALPHA**2) ** (1 / pairs)
+    c = (k / alpha**2) ** (1 / pairs)
     return math.sqrt((pairs - 1) / pairs * k * (c - 1) / (k - c)) if c < k else math.inf
 
 
@@ -79,11 +102,27 @@ class Difference:
     deviation: float
     """Standard deviation of the paired differences; NaN from one pair."""
     interval: Interval = Interval()
+    distinct: int | None = None
+    """Distinct values among the differences; None: as many as pairs."""
+    whole: bool = False
+    """All values of both arms are whole numbers, as counts are."""
+    runs_equal: bool = field(default=True, compare=False)
+    """False if zeros are differences of averages whose runs are not equal one by one: such averages agree by chance."""
 
     @property
     def has_interval(self) -> bool:
-        """One pair gives a number but no interval, and a sequence bounds nothing at first."""
+        """False from one pair, from too few distinct values, and while a sequence bounds nothing."""
         return math.isfinite(self.low)
+
+    @property
+    def tells(self) -> bool:
+        """True where the spread of the differences is worth an interval and a p-value."""
+        return min(self.pairs, self.pairs if self.distinct is None else self.distinct) >= FEWEST_DISTINCT and self.deviation > 0
+
+    @property
+    def same(self) -> bool:
+        """True where the arms agree on every seed, run by run, and there are two seeds or more."""
+        return self.runs_equal and self.pairs > 1 and self.mean == self.deviation == 0
 
 
 def common(arm: Mapping[int, float], baseline: Mapping[int, float]) -> list[int]:
@@ -92,54 +131,257 @@ def common(arm: Mapping[int, float], baseline: Mapping[int, float]) -> list[int]
 
 
 def paired_difference(arm: Mapping[int, float], baseline: Mapping[int, float], interval: Interval = Interval()) -> Difference:
-    """The mean of arm - baseline over common seeds with finite values, and its 95 % interval of the given kind."""
+    """The mean of arm - baseline over common seeds with finite values, and its 95 % interval of the given kind.
+
+    Without an interval (NaN) from fewer than 3 distinct values of the differences.
+    """
     seeds = common(arm, baseline)
     if not seeds:
         return Difference(math.nan, math.nan, math.nan, 0, math.nan, interval)
-    differences = np.array([arm[seed] - baseline[seed] for seed in seeds])
+    values = np.array([[arm[seed], baseline[seed]] for seed in seeds])
+    differences = values[:, 0] - values[:, 1]
     mean = float(np.mean(differences))
     if len(seeds) == 1:
-        return Difference(mean, math.nan, math.nan, 1, math.nan, interval)
-    deviation = float(np.std(differences, ddof=1))
-    half = deviation and deviation * interval.half_width(len(seeds))  # numbers that do not vary need no width
-    return Difference(mean, mean - half, mean + half, len(seeds), deviation, interval)
+        return Difference(mean, math.nan, math.nan, 1, math.nan, interval, 1)
+    distinct = 1 + int(np.sum(np.diff(np.sort(differences)) > _RESOLUTION * np.abs(values).max()))
+    scale = 2.0**512 if np.abs(differences).max() > _VAST else 1.0  # their squares would overflow
+    deviation = float(np.std(differences / scale, ddof=1)) * scale if distinct > 1 else 0.0
+    whole = bool((values == np.round(values)).all())
+    if distinct < FEWEST_DISTINCT:
+        return Difference(mean, math.nan, math.nan, len(seeds), deviation, interval, distinct, whole)
+    half = deviation * interval.half_width(len(seeds))
+    return Difference(mean, mean - half, mean + half, len(seeds), deviation, interval, distinct, whole)
 
 
-def decided(difference: Difference, min_effect: float | None) -> bool:
-    """Whether its interval excludes zero or lies within the effect that matters, or the numbers are the same: no seed is needed more."""
-    same = difference.mean == difference.deviation == 0
-    return difference.pairs > 1 and (same or difference.low > 0 or difference.high < 0 or _too_small(difference, min_effect))
+# p-values, each valid as its interval is: at its one look, at every declared look, or whenever
 
 
-def _too_small(difference: Difference, min_effect: float | None) -> bool:
-    return min_effect is not None and -min_effect < difference.low and difference.high < min_effect
+def p_value(difference: Difference, at: float = 0.0) -> float:
+    """Two-sided p of "the true difference is `at`"; NaN where the differences do not tell. Below 5 % where the interval excludes `at`."""
+    if not difference.tells:
+        return math.nan
+    t = (difference.mean - at) / difference.deviation * math.sqrt(difference.pairs)
+    if difference.interval.kind == "sequence":
+        return min(1.0, 1 / sequence_factor(t, difference.pairs))
+    return min(1.0, difference.interval.looks * 2 * float(special.stdtr(difference.pairs - 1, -abs(t))))
+
+
+def equivalence(difference: Difference, margin: float | None) -> float:
+    """p of "the true difference is the margin or more, either way": the two-sided p of the nearer margin, 1 beyond it.
+
+    Below 5 % where the interval lies within the margin. It is twice the p of two one-sided tests, so that a false rejection at 5 % has a
+    probability of at most 2.5 %. NaN without a margin, or where the differences do not tell.
+    """
+    if margin is None or not difference.tells:
+        return math.nan
+    return p_value(difference, math.copysign(margin, difference.mean)) if abs(difference.mean) < margin else 1.0
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values after Holm's correction: below alpha, the chance of any false one among all is below alpha.
+
+    NaN stays NaN and counts as no comparison.
+    """
+    corrected, largest = list(p_values), 0.0
+    finite = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    for rank, (p, place) in enumerate(finite):
+        largest = max(largest, min(1.0, (len(finite) - rank) * p))
+        corrected[place] = largest
+    return corrected
+
+
+# Verdicts
+
+Word = Literal["better", "worse", "equivalent", "same", "undecided", "none"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One comparison's verdict among all that stand in its table."""
+
+    word: Word
+    said: str
+    """In words, but for the seeds that it needs."""
+    p: float = math.nan
+    """Of no effect, after Holm's correction."""
+    p_equivalence: float = math.nan
+    """Of an effect of min_effect or more, after Holm's correction."""
+    planned: "tuple[Difference, float | None, float, float] | None" = None
+    """What the seeds for a verdict follow from, where it is undecided: the arguments of `seeds_needed`."""
+
+    @cached_property
+    def needed(self) -> "Needed | None":
+        """Seeds for a verdict, where it is undecided and the effect that matters is known."""
+        return seeds_needed(*self.planned) if self.planned else None
+
+    @property
+    def text(self) -> str:
+        """The verdict in words, with the seeds that it needs."""
+        return f"{self.said}; {self.needed}" if self.needed else self.said
+
+    @property
+    def decided(self) -> bool:
+        """True where no further seed is needed."""
+        return self.word in ("better", "worse", "equivalent", "same")
+
+
+UNJUDGED = Verdict("none", "")
+"""Of what is compared with nothing."""
+
+
+def judge(compared: Sequence[tuple[Difference, float | None]], minimize: bool, plan: bool = True, among: int = 1) -> list[Verdict]:
+    """The verdicts on differences that stand in one table, each with its margin, corrected by Holm over all of them.
+
+    `plan`: name the seeds that an undecided one needs. `among`: comparisons of the table, where that are more than are given here.
+    """
+    unseen = [1.0] * (among - len(compared))
+    effects = holm([*(p_value(difference) for difference, _ in compared), *unseen])
+    likenesses = holm([*(equivalence(difference, margin) for difference, margin in compared), *unseen])
+    open_effects, open_likenesses = (max(1, sum(p >= ALPHA for p in found)) for found in (effects, likenesses))
+    verdicts = []
+    for (difference, margin), p, same in zip(compared, effects, likenesses):  # noqa: B905 - the unseen have p-values alone
+        word, text = _verdict(difference, minimize, p, same)
+        planned = None
+        if word == "undecided":
+            planned = (difference, margin, open_effects, open_likenesses) if plan else None
+            alone = _verdict(difference, minimize, p_value(difference), equivalence(difference, margin))[0]
+            text += f" ({alone} alone, not after Holm's correction)" if alone != "undecided" else ""
+        verdicts.append(Verdict(word, text, p, same, planned))
+    return verdicts
+
+
+def _verdict(difference: Difference, minimize: bool, p: float, same: float) -> tuple[Word, str]:
+    if difference.pairs < 2:
+        return "none", "one seed: no interval" if difference.pairs else "no pair of finished seeds"
+    if difference.same:
+        # Equal losses come from equal bits. Equal counts may differ on the next seed.
+        return ("none", f"equal counts on {difference.pairs} seeds") if difference.whole else ("same", "the same numbers")
+    if not difference.tells:
+        return "none", f"too few distinct values: {difference.distinct or difference.pairs}, a verdict takes {FEWEST_DISTINCT}"
+    if same < ALPHA:
+        return "equivalent", "equivalent"
+    if p < ALPHA:
+        word: Word = "better" if (difference.mean < 0) == minimize else "worse"
+        return word, word
+    return "undecided", "undecided"
 
 
 def verdict(difference: Difference, minimize: bool, min_effect: float | None) -> str:
-    """`better`, `worse`, `equivalent`, or `undecided` with the seeds that would settle it; never more than that."""
-    if difference.pairs < 2:
-        return "one seed: no interval" if difference.pairs else "no pair of finished seeds"
-    if difference.mean == difference.deviation == 0:
-        return "the same numbers"
-    if _too_small(difference, min_effect):
-        return "equivalent"
-    if not decided(difference, min_effect):
-        return f"undecided{_more_seeds(difference, min_effect)}"
-    return "better" if (difference.mean < 0) == minimize else "worse"
+    """The verdict on the only comparison of its table."""
+    return judge([(difference, min_effect)], minimize)[0].text
 
 
-def _more_seeds(difference: Difference, min_effect: float | None) -> str:
-    """How many more seeds would narrow the interval to the effect that matters, going by the deviation seen so far."""
-    target = min_effect or abs(difference.mean)
-    for n in range(difference.pairs + 1, _MOST_SEEDS + 1):
-        if difference.interval.half_width(n) * difference.deviation <= target:
-            more = n - difference.pairs
-            return f"; ~{more} more seed{'s' if more > 1 else ''} for ±{target:.2g}"
-    return f"; over {_MOST_SEEDS} seeds for ±{target:.2g}"
+def decided(difference: Difference, min_effect: float | None) -> bool:
+    """True where the only comparison of a table needs no more seeds."""
+    return judge([(difference, min_effect)], True, plan=False)[0].decided
+
+
+# Seeds for a verdict
+
+
+def deviation_range(difference: Difference) -> tuple[float, float]:
+    """80 % confidence interval of the differences' true standard deviation (chi-square); NaN where they do not tell."""
+    if not difference.tells:
+        return math.nan, math.nan
+    free = difference.pairs - 1
+    low, high = (difference.deviation * math.sqrt(free / float(special.chdtri(free, q))) for q in (0.1, 0.9))
+    return low, high
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Seeds, in all, for an 80 % chance of a verdict; None stands for more than 200."""
+
+    count: int | None
+    low: int | None
+    high: int | None
+    """The same if the deviation is known to lie at the 10th and the 90th percentile of what the seeds so far leave open."""
+
+    def __str__(self) -> str:
+        if self.count is None:
+            return f"more than {MOST_SEEDS} seeds in all"
+        return f"{self.count} ({self.low} to {self.high or f'over {MOST_SEEDS}'}) seeds in all"
+
+
+def seeds_needed(
+    difference: Difference, margin: float | None, effects: float = 1, likenesses: float = 1, ranged: bool = True
+) -> Needed | None:
+    """The smallest number of seeds, in all, at which the chance of a verdict is 80 %, given the seeds so far.
+
+    The chance is the predictive probability that the interval at that number, old and new pairs together, excludes zero or lies within
+    the margin, averaged over what the data leave open of the effect and of the deviation: effects are expected to be N(0, margin^2), the
+    deviation has Jeffreys' prior. `effects` and `likenesses` are the open comparisons of the table, for either kind of p: when this one
+    gets its verdict, half of the others are taken to have theirs, so that Holm's correction divides the 5 % by the mean of 1 and their
+    number. Without `ranged` the range is left out. None without a margin (an effect may be as small as one likes, and then no number
+    suffices) or where the differences do not tell.
+    """
+    if not margin or not difference.tells:
+        return None
+    scaled = difference.mean / margin, difference.deviation / margin
+    if max(map(abs, scaled)) > _VAST:
+        return Needed(None, None, None)
+    return _needed(difference.pairs, *scaled, difference.interval, (effects + 1) / 2, (likenesses + 1) / 2, ranged)
+
+
+@functools.lru_cache(4096)
+def _needed(pairs: int, mean: float, deviation: float, interval: Interval, effects: float, likenesses: float, ranged: bool) -> Needed:
+    open_ = _Open(pairs, mean, deviation)
+    rule = interval, effects, likenesses
+    count = open_.fewest(open_.quantiles(_uniform()[0]), rule)
+    return Needed(count, *(open_.fewest(open_.quantiles(np.array(q)), rule) if ranged else None for q in (0.1, 0.9)))
+
+
+@functools.cache
+def _uniform() -> np.ndarray:
+    """[4, draws] numbers that fill the unit cube evenly (an additive recurrence by the root of x^5 = x + 1), the same at every call."""
+    steps = 1.1673039782614187 ** -np.arange(1.0, 5.0)
+    return (0.5 + steps[:, None] * np.arange(1, _DRAWS + 1)) % 1
+
+
+@dataclass(frozen=True)
+class _Open:
+    """What some pairs leave open of the effect and of the deviation, both in units of the margin."""
+
+    pairs: int
+    mean: float
+    deviation: float
+
+    def quantiles(self, levels: np.ndarray) -> np.ndarray:
+        """Quantiles of the deviation's posterior."""
+        grid = np.log(self.deviation) + np.linspace(-3, 6, 1024)
+        variance = np.exp(2 * grid)
+        log = -(self.pairs - 1) * (grid + self.deviation**2 / variance / 2)
+        total = _PRIOR**2 + variance / self.pairs
+        log -= np.log(total) / 2 + self.mean**2 / total / 2
+        share = np.cumsum(np.exp(log - log.max()))
+        return np.exp(np.interp(levels, share / share[-1], grid))
+
+    def chance(self, total: int, spreads: np.ndarray, rule: tuple[Interval, float, float]) -> float:
+        """The chance of a verdict at so many pairs, over these deviations and the effects that go with each."""
+        _, *uniform = _uniform()
+        interval, effects, likenesses = rule
+        new = total - self.pairs
+        variance = 1 / (1 / _PRIOR**2 + self.pairs / spreads**2)
+        effect = variance * self.pairs * self.mean / spreads**2 + np.sqrt(variance) * special.ndtri(uniform[0])
+        added = effect + spreads / math.sqrt(new) * special.ndtri(uniform[1])
+        squares = spreads**2 * special.chdtri(new - 1, uniform[2]) if new > 1 else 0.0
+        squares = squares + (self.pairs - 1) * self.deviation**2 + self.pairs * new / total * (self.mean - added) ** 2
+        mean, deviation = (self.pairs * self.mean + new * added) / total, np.sqrt(squares / (total - 1))
+        excludes = np.abs(mean) > interval.half_width(total, effects) * deviation
+        within = np.abs(mean) + interval.half_width(total, likenesses) * deviation < 1
+        return float(np.mean(excludes | within))
+
+    def fewest(self, spreads: np.ndarray, rule: tuple[Interval, float, float]) -> int | None:
+        """The smallest number of pairs with an 80 % chance of a verdict; None beyond 200."""
+        low, high = self.pairs, MOST_SEEDS + 1  # never enough, taken for enough
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.chance(middle, spreads, rule) >= CHANCE else (middle, high)
+        return high if high <= MOST_SEEDS else None
 
 
 HALF_WIDTHS = {"t": _t, "split": _t, "sequence": _sequence}
-"""By kind, how half an interval's width in deviations follows from the pairs and from how often one looks."""
+"""By kind, how half an interval's width in deviations follows from the pairs, from how often one looks, and from alpha."""
 
 NAMES = {
     "t": "95 % t interval",

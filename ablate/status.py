@@ -16,13 +16,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli import Json, Profile, State, Sweeps, alone, console, duration
-from ablate.control import changed, folders, holder, refusal
+from ablate.cli import DONE, FAILED, Json, Profile, State, Sweeps, alone, console, duration
+from ablate.control import changed, damage, folders, holder, refusal
 from ablate.ledger import Ledger
 from ablate.place import find
+from ablate.plain_text import one_line
 from ablate.store import Store
 from ablate.tracking import behind
+from ablate.verify import Mismatch, Verified, verify
 from ablate.workloads import WORKLOADS
+from ablate.yamlfile import InputError
 
 _REFRESH_SECONDS = 2.0
 _PACE_RECORDS = 10
@@ -94,6 +97,9 @@ class Status:
 def status(
     sweeps: Sweeps = None,
     watch: Annotated[bool, typer.Option("--watch", help="Keep it up to date until Ctrl-C.")] = False,
+    verified: Annotated[
+        bool, typer.Option("--verify", help="Compare every record with the trials' own files instead; status 1 where one differs.")
+    ] = False,
     as_json: Json = False,
     state: State = None,
     profile: Profile = None,
@@ -101,12 +107,46 @@ def status(
     """Say what every sweep is doing: what runs where, how fast, how long still, what failed and why. Changes nothing."""
     place, screen = find(profile, state=state), console()
     known = folders(place.state, sweeps)
+    if verified:
+        raise typer.Exit(_verify(known, place.state, as_json))
     if as_json:
         print(json.dumps([_document(found) for found in _all(known, place.state)], indent=1))
     elif watch:
         _watch(screen, place.state, sweeps)
     else:
         screen.print(_page(_all(known, place.state), bool(sweeps), place.state))
+
+
+def _verify(known: Iterable[Path], state: Path, as_json: bool) -> int:
+    """Compare sweeps with their trials' folders and print what was found; returns the exit status."""
+    found = {folder.name: _compared(folder, state) for folder in known}
+    if as_json:
+        print(json.dumps([{"name": name, **asdict(one)} for name, one in found.items()], indent=1))
+    else:
+        for name, one in found.items():
+            print(f"{name}: {one.sentence}")
+            for mismatch in one.mismatches:
+                print(f"  {mismatch}")
+        if not found:
+            print(f"No sweep has been run in {state}.")
+    return FAILED if any(one.mismatches for one in found.values()) else DONE
+
+
+def _compared(folder: Path, state: Path) -> Verified:
+    """One sweep compared with its trials' folders. What cannot even be read is a mismatch of the ledger."""
+    path, why = folder / "ledger.db", None
+    try:
+        why = damage(path)
+        if not why:
+            ledger = Ledger(path, readonly=True)
+            try:
+                return verify(ledger, Store(state))
+            finally:
+                ledger.close()
+    except (sqlite3.DatabaseError, InputError) as error:
+        why = str(error).removeprefix(f"{path}: ")
+    remedy = f"`ablate rebuild {folder.name}.yaml` makes it again from the trial folders"
+    return Verified(0, 0, 0, 0, (Mismatch("", str(path), f"{path}: {why}", remedy),))
 
 
 def _watch(screen: Console, state: Path, sweeps: list[str] | None) -> None:
@@ -143,7 +183,7 @@ def read(folder: Path, store: Store) -> Status:
             ledger.close()
     except sqlite3.OperationalError as error:  # made, but not yet filled; or not to be read
         return Status(folder.name, controller=who, trouble="begins" if "no such table" in str(error) else str(error))
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, ValueError, TypeError, KeyError) as error:  # a page, or a cell that does not hold what it is for
         return Status(folder.name, controller=who, trouble=refusal(folder, str(error), f"{folder.name}.yaml"))
 
 
@@ -161,7 +201,7 @@ def _read(folder: Path, ledger: Ledger, store: Store, who: str | None) -> Status
         trials=dict(counts),
         running=sorted(flights, key=lambda flight: (flight.seed, flight.arm)),
         failures=[_failure(ledger, store, member) for member in reversed(failed)],
-        seconds_left=_seconds_left(ledger, counts, flights) if who else None,
+        seconds_left=_seconds_left(ledger, now) if who else None,
         mlflow_behind=behind(ledger) if ledger.fact("mlflow") else None,
         quiet_s=max(0.0, now - changed(folder)),
     )
@@ -211,15 +251,10 @@ def _failure(ledger: Ledger, store: Store, member: Any) -> Failure:
     return Failure(member["name"], member["seed"], member["id"], member["status"], reason, kept)
 
 
-def _seconds_left(ledger: Ledger, counts: Counter[str], flights: list[Flight]) -> float | None:
-    """What runs, at its pace, and what waits, at the average of what is over or of what runs; as many at once as now."""
-    mean = ledger.db.execute("SELECT avg(seconds) FROM trials WHERE status = 'done'").fetchone()[0]
-    whole = [flight.steps / flight.steps_per_s for flight in flights if flight.steps_per_s]
-    typical = mean or (sum(whole) / len(whole) if whole else None)
-    lefts = [typical if flight.seconds_left is None else flight.seconds_left for flight in flights]
-    if typical is None or not flights:
-        return None
-    return max((counts["pending"] * typical + sum(lefts)) / len(flights), max(lefts))
+def _seconds_left(ledger: Ledger, now: float) -> float | None:
+    """The controller's own estimate, less the time since; None while it has none, or is of an earlier version."""
+    at, seconds = json.loads(ledger.fact("left") or "[0, null]")
+    return None if seconds is None else max(0.0, seconds - (now - at))
 
 
 # Drawing
@@ -282,7 +317,7 @@ def _flights(flights: list[Flight]) -> Table:
         table.add_column(name, justify="right" if name in ("seed", "try", "step", "steps/s", "tokens/s", "left", "last record") else "left")
     for one in flights[:_MOST_RUNNING]:
         table.add_row(
-            Text(one.arm),
+            Text(one_line(one.arm)),
             str(one.seed),
             str(one.attempt),
             f"{one.step}/{one.steps}",
@@ -303,7 +338,7 @@ def _failures(failures: list[Failure]) -> list[Text]:
     for one in failures[:_MOST_FAILURES]:
         word = _WORDS.get(one.status, one.status)
         reason = one.reason if one.reason.startswith(word) else f"{word}: {one.reason}"
-        lines.append(Text.assemble((f"{one.arm} seed={one.seed}  ", "bold"), (reason, "red"), (f"  {one.trial}", "dim")))
+        lines.append(Text.assemble((f"{one_line(one.arm)} seed={one.seed}  ", "bold"), (reason, "red"), (f"  {one.trial}", "dim")))
         lines += [Text(f"    {line}", "dim") for line in one.log]
     more = len(failures) - _MOST_FAILURES
     return lines + ([Text(f"and {more} more; `ablate status --json` has them all", "dim")] if more > 0 else [])

@@ -2,24 +2,121 @@
 
 trials/<id>/spec.json             what was run: the hash of this is the id
 trials/<id>/log-<attempt>.txt     what the trial printed; made first, it gives the attempt its number, whoever asks for the trial
-trials/<id>/events-<attempt>.jsonl  one record a line, appended as it happens
+trials/<id>/events-<attempt>.jsonl  one record a line with its checksum, appended as it happens
 trials/<id>/lock                  held by the attempt that runs, and names it
 trials/<id>/trunk-<attempt>.json  the trial whose records come before this attempt's, and up to which step, where it was forked
 trials/<id>/artifacts/            what the trial left for people: pictures
 trials/<id>/result.json           there when, and only when, the trial is over and need never run again
+
+Nothing here is trusted because it is there. `result.json` has a digest of itself, and number and digest of the trial's records; each
+line of events and each checkpoint has a checksum of its own. Whatever does not match raises `Damaged`, which names the file.
 """
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
 import shutil
+import struct
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
+
+_RECORD = struct.Struct("<qdd")
+_FOOTER = struct.Struct("<II8s")
+_MAGIC = b"ablate-1"
+_CRC = b', "crc": "'
+_OF_A_RESULT = {"status", "reason", "seconds", "started", "steps"}
+
+
+class Damaged(ValueError):
+    """A file that is not what was written into it; the message is a sentence that names it."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path = path
+
+
+class Tally:
+    """Number and digest of a trial's records: the same for events files and for ledger rows that hold the same records.
+
+    A metric is a column of (step, value, time) in the order of its steps; the digest is the SHA-256 of all columns' digests, by the
+    metrics' names, and of what was done in words. Values count as the ledger keeps them: doubles, every NaN alike, -0.0 as 0.0.
+    """
+
+    def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.count = 0
+        self._columns: dict[str, Any] = {}
+        self._last: dict[str, int] = {}
+        self._words: set[tuple[int, str]] = set()
+        self._waiting: dict[str, list[tuple[int, float | None, float]]] = {}
+        """Rows that were counted one by one and are not in their column's digest yet."""
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Count an event's records; of a metric that comes twice at one step, the first. ValueError where steps go back."""
+        step, moment = event["step"], event["time"]
+        for name, value in event["metrics"].items():
+            last = self._last.get(name, -1)
+            if step > last:
+                self._last[name] = step
+                self._waiting.setdefault(name, []).append((step, value, moment))
+            elif step < last:
+                raise ValueError(f"{name} is recorded at step {step} after step {last}: steps must not go back")
+        self._words.update((step, text) for text in event.get("events", ()))
+
+    def column(self, name: str, rows: Iterable[tuple[int, float | None, float]]) -> None:
+        """Count a metric's next (step, value, time); None is a NaN."""
+        packed = [_RECORD.pack(step, math.nan if value is None or value != value else value + 0.0, moment) for step, value, moment in rows]
+        self.count += len(packed)
+        self._columns.setdefault(name, hashlib.sha256()).update(b"".join(packed))
+
+    def words(self, rows: Iterable[tuple[int, str]]) -> None:
+        """Count what was done, in words, by step."""
+        self._words.update(rows)
+
+    def sealed(self) -> dict[str, Any]:
+        """Number and digest of all that was counted so far: `count`, `sha256`."""
+        for name in list(self._waiting):
+            self.column(name, self._waiting.pop(name))
+        digests = [[name, column.hexdigest()] for name, column in sorted(self._columns.items())]
+        return {"count": self.count, "sha256": _digest([digests, sorted(self._words)])}
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def line(event: Mapping[str, Any], trial: str) -> bytes:
+    """Return an event as a line of an events file, with a checksum of the event and of its trial's id."""
+    text = json.dumps(event).encode()
+    return text[:-1] + _CRC + b'%08x"}\n' % _checksum(text, trial)
+
+
+def parsed(text: bytes, trial: str) -> dict[str, Any]:
+    """Return the event of a line of a trial's file. ValueError for a line that is not what was written, or of another trial.
+
+    Lines of earlier versions have no checksum.
+    """
+    body, mark, crc = text.rpartition(_CRC)
+    if mark and crc != b'%08x"}\n' % _checksum(body + b"}", trial):
+        raise ValueError("its checksum does not match")
+    event = json.loads(body + b"}" if mark else text)
+    whole = isinstance(event, dict) and isinstance(event.get("metrics"), dict) and isinstance(event.get("step"), int)
+    if not whole or not isinstance(event.get("time"), int | float):
+        raise ValueError("it is no event")
+    return event
+
+
+def _checksum(text: bytes, trial: str) -> int:
+    return zlib.crc32(text, zlib.crc32(trial.encode()))
 
 
 class Store:
@@ -33,19 +130,38 @@ class Store:
         return self.root / "trials" / trial
 
     def result(self, trial: str) -> dict[str, Any] | None:
-        """The result of a finished trial, None for one that is not finished."""
+        """The result of a finished trial, None for one that is not finished. Damaged where it is not what was committed.
+
+        `records` has number and digest of the trial's records; results of earlier versions have none.
+        """
+        path = self.folder(trial) / "result.json"
         try:
-            return json.loads((self.folder(trial) / "result.json").read_bytes())
+            result = read_json(path)
         except FileNotFoundError:
             return None
+        seal = result.pop("sha256", None)
+        if seal != _digest(result) and (seal or "records" in result):
+            raise Damaged(path, "damaged: its checksum does not match")
+        if result.get("id", trial) != trial:
+            raise Damaged(path, f"the result of another trial, {result['id']}")
+        return result
+
+    def finished(self, trial: str) -> bool:
+        """Return True for a trial with a result; one whose result is damaged runs again."""
+        try:
+            return self.result(trial) is not None
+        except Damaged:
+            return False
 
     def artifacts(self, trial: str) -> list[Path]:
         """The files that the trial left for people, by name; none where it left none, or runs elsewhere."""
         return sorted(path for path in (self.folder(trial) / "artifacts").glob("*") if path.is_file())
 
     def commit(self, trial: str, result: dict[str, Any]) -> None:
-        """Make `result` the trial's result: all of it or nothing, also when the power fails."""
-        write(self.folder(trial) / "result.json", result)
+        """Make `result` the trial's result: all of it or nothing, also when the power fails. Its events files are on disk before it."""
+        for path in (*self._events_files(trial), self.folder(trial)):
+            synced(path)
+        write(self.folder(trial) / "result.json", result | {"sha256": _digest(result)})
 
     def begin(self, trial: str) -> int:
         """A new attempt's number, above all there were, in any sweep and by any ledger: its records replace nobody else's."""
@@ -59,13 +175,18 @@ class Store:
             except FileExistsError:  # two controllers ask at the same moment
                 attempt += 1
 
-    def retire(self, trial: str) -> None:
-        """Put the trial's folder aside, so that it is run afresh. It is kept, in `retired/`."""
-        if not self.folder(trial).exists():
-            return
+    def retire(self, trial: str) -> Path | None:
+        """Put the trial's folder aside, so that it is run afresh; returns its place in `retired/`, None where there is no folder."""
+        return self.put_aside(self.folder(trial)) if self.folder(trial).exists() else None
+
+    def put_aside(self, path: Path) -> Path | None:
+        """Move a file or a folder to `retired/`; returns its new path, None where another process was faster."""
         retired = self.root / "retired"
         retired.mkdir(exist_ok=True)
-        self.folder(trial).rename(retired / f"{trial}-{time.time_ns()}")
+        aside = retired / f"{path.name}-{time.time_ns()}"
+        with suppress(FileNotFoundError):
+            return path.rename(aside)
+        return None
 
     def shared(self, name: str) -> Path:
         """Where the checkpoint lies that several trials pass through."""
@@ -86,28 +207,89 @@ class Store:
             path.unlink(missing_ok=True)
         return shutil.disk_usage(self.root).free >= free
 
+    def checkpoints(self) -> list[Path]:
+        """The shared checkpoints, and what killed trials wrote of one."""
+        return [path for path in (self.root / "checkpoints").glob("*.pt*") if path.is_file()]
+
     def _checkpoints(self) -> list[Path]:
-        return list((self.root / "checkpoints").glob("*.pt"))
+        return [*(self.root / "checkpoints").glob("*.pt"), *(self.root / "checkpoints").glob("*.pt.damaged")]
 
     def fork(self, trial: str, attempt: int, trunk: Mapping[str, Any]) -> None:
         """Note that an attempt goes on from the state that the trial `trunk["trial"]` left after `trunk["step"]` steps."""
         write(self.folder(trial) / f"trunk-{attempt}.json", trunk)
 
-    def events(self, trial: str, until: float = math.inf) -> Iterator[dict[str, Any]]:
-        """What the trial recorded up to a step, its trunks' records first, attempt by attempt. A last line torn by a crash is left out.
+    def events(self, trial: str, until: float = math.inf, strict: bool = True) -> Iterator[dict[str, Any]]:
+        """What the trial recorded up to a step, by step, its trunks' records included; of a record that several attempts made, the last.
 
-        Two trials may each have gone on from a state that the other left, and a trial from one of its own: a trunk counts for what
-        lies beyond it alone.
+        A last line torn by a crash is left out. Damaged for a line that is not what was written, which is left out where not `strict`.
         """
-        for path in sorted(self.folder(trial).glob("trunk-*.json"), key=_number):
-            trunk = json.loads(path.read_bytes())
+        layers: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
+        self._lay(layers, trial, until, strict)
+        for step in sorted(layers):
+            yield from (event for _, event in layers[step])
+
+    def _lay(self, layers: dict[int, list[tuple[Path, dict[str, Any]]]], trial: str, until: float, strict: bool) -> None:
+        """Two trials may each have gone on from a state that the other left, and a trial from one of its own: a trunk counts for what
+        lies beyond it alone."""
+        for trunk in self._trunks(trial, strict):
             if trunk["step"] < until:
-                yield from self.events(trunk["trial"], trunk["step"])
-        for path in sorted(self.folder(trial).glob("events-*.jsonl"), key=_number):
-            with path.open() as lines:
-                for line in lines:
-                    if line.endswith("\n") and (event := json.loads(line))["step"] <= until:
-                        yield event
+                self._lay(layers, trunk["trial"], trunk["step"], strict)
+        for path in self._events_files(trial):
+            for event in _lines(path, strict):
+                if event["step"] <= until:
+                    _put(layers.setdefault(event["step"], []), path, event)
+
+    def _trunks(self, trial: str, strict: bool = True) -> Iterator[dict[str, Any]]:
+        for path in sorted(self.folder(trial).glob("trunk-*.json"), key=_number):
+            try:
+                trunk = read_json(path)
+                yield {"trial": str(trunk["trial"]), "step": int(trunk["step"])}
+            except (ValueError, TypeError, KeyError) as error:
+                if strict:
+                    raise error if isinstance(error, Damaged) else Damaged(path, "damaged: it names no trial and step") from None
+
+    def _events_files(self, trial: str) -> list[Path]:
+        return sorted(self.folder(trial).glob("events-*.jsonl"), key=_number)
+
+    def attempts(self, trial: str) -> int:
+        """How many attempts recorded something of the trial, its trunks' counted as one each."""
+        return len(self._events_files(trial)) + len(list(self._trunks(trial, strict=False)))
+
+    def proven(self, trial: str, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The events of a finished trial. Damaged where they are not those that its result was committed with.
+
+        A result of an earlier version has no digest: its last step is all that can be compared.
+        """
+        folder = self.folder(trial)
+        if lacking := _OF_A_RESULT - result.keys():
+            raise Damaged(folder / "result.json", f"damaged: it has no {', '.join(sorted(lacking))}")
+        wanted = result.get("records")
+        try:
+            events = list(self.events(trial, strict=not wanted))  # a damaged line may be one that a later attempt made again
+            found = Tally(events).sealed()
+            if wanted and found != wanted:
+                list(self.events(trial))  # the line that is damaged, if one is
+        except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
+            raise error if isinstance(error, Damaged) else Damaged(folder, f"its events cannot be read: {error}") from None
+        last = max((event["step"] for event in events), default=0)
+        if wanted and found != wanted:
+            raise Damaged(folder, f"its events hold {_counted(found)}, and its result was made of {_counted(wanted)}")
+        if not wanted and last != result["steps"]:
+            raise Damaged(folder, f"its events end at step {last}, and its result says step {result['steps']}")
+        return events
+
+    def signature(self, trial: str) -> str:
+        """Changes when a file that says what the trial recorded is written, by size and time: a cheap reason to look at it again."""
+        seen: list[Any] = []
+        left = [trial]
+        done: set[str] = set()
+        while left:
+            folder = self.folder(name := left.pop())
+            done.add(name)
+            paths = [path for path in sorted(folder.glob("*")) if path.suffix in (".json", ".jsonl")]
+            seen += [[name, path.name, (facts := path.stat()).st_size, facts.st_mtime_ns] for path in paths if path.name != "spec.json"]
+            left += [trunk["trial"] for trunk in self._trunks(name, strict=False) if trunk["trial"] not in done]
+        return _digest(seen)
 
     def log(self, trial: str, attempt: int) -> Path:
         """What an attempt prints."""
@@ -128,6 +310,37 @@ class Store:
             yield held
 
 
+def _lines(path: Path, strict: bool) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                yield parsed(text, path.parent.name)
+            except ValueError as error:
+                if strict:
+                    raise Damaged(path, f"line {number} is damaged: {error}") from None
+
+
+def _put(layer: list[tuple[Path, dict[str, Any]]], path: Path, event: dict[str, Any]) -> None:
+    """Add an event to those of its step: a later attempt's records replace earlier ones, one attempt's second ones count for nothing."""
+    kept, words = [], set(event.get("events", ()))
+    for source, old in layer:
+        if source == path and old == event:  # the same line, by another way
+            return
+        if source == path:
+            event = event | {"metrics": {name: value for name, value in event["metrics"].items() if name not in old["metrics"]}}
+        else:
+            old = old | {"metrics": {name: value for name, value in old["metrics"].items() if name not in event["metrics"]}}
+        if old["metrics"] or set(old.get("events", ())) - words:
+            kept.append((source, old))
+    layer[:] = [*kept, (path, event)]
+
+
+def _counted(sealed: Mapping[str, Any]) -> str:
+    return f"{sealed['count']:,} records of digest {str(sealed['sha256'])[:8]}"
+
+
 def _number(path: Path) -> int:
     """The attempt that a file belongs to."""
     return int(path.stem.partition("-")[2])
@@ -143,9 +356,86 @@ def write(path: Path, content: Any) -> None:
     temporary.replace(path)
 
 
-def full(error: BaseException) -> bool:
-    """Whether this is how a full disk shows: in a file, or in SQLite."""
-    return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "disk is full" in str(error)
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that `write` wrote. Damaged where it is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise Damaged(path, f"torn or damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise Damaged(path, "damaged: it is no JSON object")
+    return content
+
+
+def synced(path: Path) -> None:
+    """Have the disk keep what was written to a file, or into a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Checkpoints: any content, and a footer that says what it is and what its bytes were
+
+
+def seal(file: BinaryIO, about: Mapping[str, Any]) -> None:
+    """Append the footer to a checkpoint that was just written: `about`, its size and its SHA-256."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    text = json.dumps({**about, "size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}).encode()
+    file.seek(0, os.SEEK_END)
+    file.write(text + _FOOTER.pack(len(text), zlib.crc32(text), _MAGIC))
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    """What a checkpoint's footer says. Damaged where its bytes are not those that were written, or where it has no footer."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - _FOOTER.size))
+        footer = file.read()
+        if len(footer) < _FOOTER.size or not footer.endswith(_MAGIC):
+            raise Damaged(path, "without a digest: cut short, damaged, or of an earlier version")
+        length, crc, _ = _FOOTER.unpack(footer)
+        file.seek(max(0, end - _FOOTER.size - length))
+        text = file.read(length)
+        if zlib.crc32(text) != crc:
+            raise Damaged(path, "damaged: its footer is not what was written")
+        about = json.loads(text)
+        digest, left = hashlib.sha256(), about["size"]
+        file.seek(0)
+        while left and (piece := file.read(min(left, 1 << 24))):
+            digest.update(piece)
+            left -= len(piece)
+        if digest.hexdigest() != about["sha256"] or about["size"] + length + _FOOTER.size != end:
+            raise Damaged(path, "damaged: its bytes are not those that were written")
+    return about
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The disk is full, the user's quota is used up, a file would exceed the largest size allowed."""
+_FULL_WORDS = ("disk is full", "PytorchStreamWriter failed writing")
+"""Words of SQLite and torch for the same, whose errors have no number."""
+
+
+def full(error: BaseException | None, folder: Path | None = None) -> bool:
+    """Return True if an error, or one that it came from, says that nothing more can be written: in a file, in SQLite, in torch.
+
+    SQLite does not tell a quota that is used up from a broken disk: with `folder`, a file that is written there decides.
+    """
+    if folder and getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR"):
+        try:
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(bytes(1 << 20))
+                probe.flush()
+                os.fsync(probe.fileno())
+        except OSError as refusal:
+            error = refusal
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno in _FULL) or any(words in str(error) for words in _FULL_WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class Busy(Exception):

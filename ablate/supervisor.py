@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
-from ablate.store import Store
-from ablate.trial import OUT_OF_MEMORY, OutOfMemory, TrialSpec, run
+from ablate.store import Damaged, Store
+from ablate.trial import NO_SPACE, OUT_OF_MEMORY, OutOfMemory, TrialSpec, run
 
 Message = dict[str, Any]
 BEAT_SECONDS = 5.0
@@ -228,7 +228,10 @@ def _kernel_kills() -> int:
 def _end(request: dict[str, Any], status: int | None, hung: str | None, starved: bool, rank: int | None = None) -> Message:
     """What the trial's end means: its committed result, or why there is none; `rank`: which of several ended it."""
     store = Store(Path(request["root"]))
-    result = store.result(request["id"])
+    try:
+        result = store.result(request["id"])
+    except Damaged as error:
+        return {"end": "failed", "reason": str(error), "log": ""}
     if result is not None:
         return {"end": result["status"], "reason": result["reason"], "result": result}
     log = store.log_tail(request["id"], request["attempt"])
@@ -243,7 +246,7 @@ def _end(request: dict[str, Any], status: int | None, hung: str | None, starved:
         why = hung or f"{'' if rank is None else f'rank {rank} was '}killed by signal {-status} ({signal.Signals(-status).name})"
     else:
         why = last or f"exit status {status}"
-    return {"end": "failed", "reason": why, "log": log}
+    return {"end": "failed", "reason": why, "log": log} | ({"full": True} if status == NO_SPACE else {})
 
 
 def run_inline(request: dict[str, Any]) -> Iterator[Message]:

@@ -13,6 +13,9 @@ from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS, Recipe
 from ablate.workloads import WORKLOADS
 
+MOST_ARMS, MOST_KNOBS, MOST_TRIALS, MOST_RANKS = 10_000, 200, 100_000, 1 << 16
+"""Largest numbers of arms and knobs of an experiment, of its trials (arms times seeds), and of processes that compute one trial."""
+
 
 class Growth(Spec):
     """Seeds that are added to an arm while its comparison is undecided: 0, 1, 2, ..., never out of order, never fewer again."""
@@ -150,7 +153,7 @@ class Search(Spec):
     sampler: Literal["tpe", "random", "gp", "cmaes", "nsga2"] = "tpe"
     """`nsga2` is made for several objectives, which all but cmaes take. Of knobs that have a condition only tpe learns; the others
     draw them at random, and cmaes those with choices too."""
-    trials: int = Field(ge=1)
+    trials: int = Field(ge=1, le=MOST_TRIALS)
     """Arms to propose; each runs all seeds, unless it is pruned."""
     seed: int = Field(0, ge=0)
     pruner: Literal["median", "hyperband", "asha", "wilcoxon"] | None = None
@@ -160,7 +163,7 @@ class Search(Spec):
     """Training steps at which an arm is judged, by its first seed alone, which all arms share."""
     warm: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Earlier sweeps in the same state folder: their arms, where they have the same knobs, are known to the sampler from the start."""
-    confirm: int | None = Field(None, ge=2)
+    confirm: int | None = Field(None, ge=2, le=10_000)
     """How many fresh seeds the winner is run on again beside its baseline; null: its gap is called exploratory."""
 
 
@@ -201,10 +204,10 @@ class Budget(Spec):
 class Resources(Spec):
     """What one trial needs. No part of what it is: its numbers are the same on any number of ranks, but for the order of additions."""
 
-    gpus: float = Field(0.0, ge=0)
+    gpus: float = Field(0.0, ge=0, le=MOST_RANKS)
     """A part of one for trials that share a GPU, or as many whole ones as compute a trial together; 0: one, where trials run on GPUs.
     On CPUs it means nothing."""
-    ranks: int | None = Field(None, ge=1)
+    ranks: int | None = Field(None, ge=1, le=MOST_RANKS)
     """Processes that compute a trial together; null: one for each of its GPUs, and one on CPUs."""
     sharded: bool = False
     """Each rank keeps a part of the parameters, gradients and moments (FSDP), and gathers a quantised weight as codes and scales."""
@@ -267,9 +270,11 @@ class ExperimentFile(Spec):
     question: Annotated[str, Field(pattern=r"\S")]
     workload: dict[str, dict[str, Any] | None]
     recipe: str = "nvfp4"
-    ablate: dict[str, Any] | None = None
-    arms: dict[str, dict[str, Any]] | None = None
+    ablate: dict[str, Any] | None = Field(None, max_length=MOST_KNOBS)
+    arms: dict[str, dict[str, Any]] | None = Field(None, max_length=MOST_ARMS)
     against: Any = "bf16"
+    """The baseline. A preset, or knobs: applied at each arm's own workload values, except those that the knobs set.
+    The name of an arm, or exactly its knobs: that arm, for all others."""
     seeds: Annotated[tuple[int, ...] | Growth, PlainValidator(_seeds), WithJsonSchema(_SEEDS_SCHEMA)] = (0, 1, 2)
     metric: Annotated[Any, WithJsonSchema(_METRICS_SCHEMA)] = Field(default_factory=dict)
     """One metric, or a list: arms are then compared by each, and a search has several objectives."""
@@ -299,6 +304,7 @@ def json_schema() -> dict[str, Any]:
     values["recipe"] = {"type": "array", "items": {"enum": list(PRESETS)}}
     schema["properties"]["ablate"] = {
         "type": "object",
+        "maxProperties": MOST_KNOBS,
         "properties": values,
         "patternProperties": paths,
         "additionalProperties": False,

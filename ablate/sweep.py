@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,32 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from ablate.cli import BAD_INPUT, BUDGET, DONE, FAILED, INTERRUPTED, Device, Mlflow, Profile, State, alone, console, duration, program
+from ablate.cli import (
+    BAD_INPUT,
+    BUDGET,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    Device,
+    Mlflow,
+    Profile,
+    State,
+    alone,
+    console,
+    duration,
+    heed_sigterm,
+    interruption,
+    program,
+    starting,
+)
 from ablate.control import check, holder
 from ablate.controller import Controller, Outcome, Wishes
+from ablate.databases import network_file_system
 from ablate.experiment import Experiment, load
 from ablate.notify import Hook
+from ablate.phases import never_began
 from ablate.place import Place, find, writable
 from ablate.plan import remarks, show
 from ablate.redact import redact
@@ -74,6 +95,14 @@ def sweep(
         int | None, typer.Option(help="Among the sweeps on a Ray cluster: higher first, equals share.", rich_help_panel=_WHERE)
     ] = None,
     mlflow: Mlflow = None,
+    shared_state: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-state",
+            help="Let others read the state folder, as the umask allows; default: this user alone. (ABLATE_SHARED_STATE)",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None,
     report: Annotated[
         bool, typer.Option(envvar="ABLATE_REPORT", show_envvar=False, help="Make the report at the end. (ABLATE_REPORT)")
     ] = True,
@@ -81,17 +110,18 @@ def sweep(
     """Run an experiment: do what is missing, reuse what is done, and answer its question.
 
     Ctrl-C ends it cleanly; the same command goes on. Exit status: 0 all done, 1 some trials failed, 2 bad input, 3 budget reached,
-    130 interrupted.
+    130 interrupted, 143 ended by SIGTERM.
     """
     given = {"state": state, "ray": address, "mlflow": mlflow, "workers": workers, "executor": executor, "device": device}
-    place = find(profile, **given, notify=notify, price=price, priority=priority)
+    place = find(profile, **given, notify=notify, price=price, priority=priority, shared_state=shared_state or None)
+    starting(f"reading {file} and its data", unless=not sys.stderr.isatty())
     experiment = load(file, place.device)
     if dry_run:
-        show(experiment, place.state, place.device)
+        show(experiment, place)
         return
     if experiment.budget.cost is not None and place.price is None:
         raise InputError([f"{file}: budget.cost: what an hour of a worker costs is not known; say it with --price, or in a profile"])
-    writable(place.state)
+    notes = writable(place.state, place.shared_state)
     knock(place.mlflow)
     folder = place.state / "sweeps" / experiment.name
     hook = Hook(place.notify) if place.notify else None
@@ -99,9 +129,11 @@ def sweep(
     if detach:
         raise typer.Exit(_detach(file, folder, place, wishes, report))
     try:
-        with lock(folder / "lock", wait=False):
+        with lock(folder / "lock", wait=False), heed_sigterm():
             check(folder, str(file))
-            raise typer.Exit(_Run(experiment, place, hook, report).run(wishes))
+            workers_too = "" if place.executor == "inline" else ", Ray and its workers"
+            starting(f"reading what is done; if trials are missing, torch, a check of the numerics{workers_too}")
+            raise typer.Exit(_Run(experiment, place, hook, report).run(wishes, [notes] if notes else []))
     except Busy as busy:
         raise _busy(file, busy.holder) from None
 
@@ -122,19 +154,22 @@ class _Run:
         self.started = time.time()
         self.failed = 0
 
-    def run(self, wishes: Wishes) -> int:
-        """Run it to its end, however that comes, and say so; the exit status."""
+    def run(self, wishes: Wishes, notes: Sequence[str] = ()) -> int:
+        """Run it to its end, however that comes, and say so, after notes on the state folder; the exit status."""
         status = "failed"
         try:
-            self.screen.print(f"[bold]{self.experiment.question}[/]")
-            for remark in remarks(self.experiment):
+            self.screen.print(Text(self.experiment.question, "bold"))
+            kind = network_file_system(self.place.state)
+            safe = f"the state folder is on a network file system ({kind}): databases take the slower, safe journal (docs/cluster.md)"
+            for remark in (*notes, *([safe] if kind else []), *remarks(self.experiment)):
                 self.screen.print(f"Note: {remark}", soft_wrap=True, markup=False)
             status = self._steps(wishes)
             return _EXIT[status]
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             status = "interrupted"
-            self.screen.print("Interrupted. Nothing is lost: the same command goes on.")
-            return INTERRUPTED
+            code, what = interruption(error)
+            self.screen.print(f"{what}. Nothing is lost: the same command goes on.")
+            return code
         finally:
             self._tell("ended", status)
             for line in self.hook.close() if self.hook else ():
@@ -188,7 +223,7 @@ class _Run:
                     made = make(place.state, name, mlflow=place.mlflow)
                 if made.trouble:
                     self.screen.print(made.trouble, soft_wrap=True, markup=False)
-            except ReportError as error:
+            except (ReportError, InputError) as error:
                 said = f"The report was not made: {error}. The runs are safe; `ablate report {name}` tries again."
                 self.screen.print(said, soft_wrap=True, markup=False)
         given = "" if place.origins["state"] == "default" else f" --state {place.state}"
@@ -229,7 +264,8 @@ def _connect(place: Place, resources: Resources, checkup: Any) -> Any:
 
 def _message(experiment: Experiment, place: Place, event: str, status: str, seconds: float) -> dict[str, Any]:
     """What a hook is told; `text` is what a chat shows of it."""
-    from ablate.results import open_ledger, summary_markdown
+    from ablate.markdown_summary import summary_markdown
+    from ablate.results import open_ledger
 
     told = {"event": event, "sweep": experiment.name, "question": experiment.question, "status": status, "seconds": round(seconds, 1)}
     try:
@@ -271,7 +307,8 @@ def _detach(file: Path, folder: Path, place: Place, wishes: Wishes, report: bool
         print(written.read_text(), end="", file=sys.stderr if process.returncode == BAD_INPUT else sys.stdout)
         return process.returncode
     screen = console()
-    screen.print(f"[bold]{folder.name}[/] goes on without this terminal: pid {process.pid}, state folder {place.state}.")
+    goes_on = f" goes on without this terminal: pid {process.pid}, state folder {place.state}."
+    screen.print(Text.assemble((folder.name, "bold"), goes_on))
     screen.print("Follow it:", style="bold")
     given = "" if place.origins["state"] == "default" else f" --state {place.state}"
     for line in (f"ablate status {folder.name}{given} --watch", f"tail -f {written}", f"ablate stop {folder.name}{given}"):
@@ -295,14 +332,16 @@ def _words(file: Path, place: Place, wishes: Wishes) -> list[str]:
 
 def _answer(experiment: Experiment, place: Place, screen: Console) -> None:
     """The table, and what turning each knob did."""
-    from ablate.results import contrasts, emulated, open_ledger, replications, summaries
+    from ablate.published import replications
+    from ablate.results import contrasts, emulated, open_ledger, summaries
     from ablate.terminal import MOST_CONTRASTS, contrast_table, replication_table, summary_table
 
     ledger = open_ledger(place.state, experiment.name)
     for metric in experiment.metrics:
         arms = summaries(ledger, metric)
         if experiment.search:
-            arms.sort(key=lambda arm: (arm.baseline is not None, arm.mean if metric.direction == "minimize" else -arm.mean))
+            sign = 1 if metric.direction == "minimize" else -1
+            arms.sort(key=lambda arm: (arm.baseline is not None, not arm.values, sign * arm.mean))
         screen.print(summary_table(arms, metric), "")
         table = contrast_table(contrasts(arms, metric, MOST_CONTRASTS))
         if table:
@@ -310,6 +349,8 @@ def _answer(experiment: Experiment, place: Place, screen: Console) -> None:
     if experiment.published:
         screen.print(replication_table(replications(ledger, experiment.published)), "")
     screen.print(_reading(experiment, arms), emulated(ledger))
+    for line in never_began(ledger):
+        screen.print(Text(line.replace("**", "")))
     ledger.close()
 
 

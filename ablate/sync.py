@@ -8,13 +8,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ablate.cli import DONE, FAILED, INTERRUPTED, Mlflow, Profile, State, Sweeps, alone, console
+from ablate.cli import DONE, FAILED, Mlflow, Profile, State, Sweeps, alone, console, heed_sigterm, interruption
 from ablate.control import check, damage, folders, holder, put_aside
+from ablate.databases import path_of
 from ablate.ledger import FINISHED, Ledger
 from ablate.place import Place, find
 from ablate.redact import redact
 from ablate.store import Busy, lock
-from ablate.tracking import behind, knock
+from ablate.tracking import behind, knock, unusable
 from ablate.yamlfile import InputError
 
 _LOOK_SECONDS = 0.25
@@ -38,18 +39,20 @@ def sync(
     known = folders(place.state, sweeps)
     _refuse_damaged(place, rebuild, bool(sweeps))
     try:
-        raise typer.Exit(_all(known, bool(sweeps), place, rebuild, timeout, screen))
-    except KeyboardInterrupt:
-        screen.print("Interrupted. What was shipped stays; the same command ships the rest.")
-        raise typer.Exit(INTERRUPTED) from None
+        with heed_sigterm():
+            raise typer.Exit(_all(known, bool(sweeps), place, rebuild, timeout, screen))
+    except KeyboardInterrupt as error:
+        code, what = interruption(error)
+        screen.print(f"{what}. What was shipped stays; the same command ships the rest.")
+        raise typer.Exit(code) from None
 
 
 def _refuse_damaged(place: Place, rebuild: bool, named: bool) -> None:
-    """A damaged SQLite database is put aside by --rebuild, which then has to draw all sweeps: it held all of them."""
-    if not place.mlflow.startswith("sqlite:///"):
+    """A SQLite database that cannot be opened is put aside by --rebuild, which then has to draw all sweeps: it held all of them."""
+    path = path_of(place.mlflow)
+    if path is None:
         return
-    path = Path(place.mlflow.removeprefix("sqlite:///"))
-    found = damage(path)
+    found = unusable(path) if rebuild and not named else damage(path)
     if not found:
         return
     if not rebuild or named:
@@ -122,9 +125,9 @@ def _wait(mirror: Any, ledger: Ledger, name: str, timeout: float, screen: Consol
     """Until everything was shipped, or nothing moved for `timeout` seconds; how many records are missing."""
     missing = first = behind(ledger)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} records {task.fields[why]}"),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} records {task.fields[why]}", markup=False),
     )
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task(name, total=first, why="")

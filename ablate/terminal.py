@@ -12,7 +12,9 @@ from rich.text import Text
 
 from ablate.cli import duration
 from ablate.controller import Progress
-from ablate.results import ArmSummary, Contrast, Replication, foremost, interval, number
+from ablate.plain_text import one_line
+from ablate.published import Replication
+from ablate.results import ArmSummary, Contrast, foremost, interval, number
 from ablate.surface import Metric
 
 MOST_CONTRASTS, MOST_ARMS = 16, 24
@@ -53,31 +55,35 @@ def _live(progress: Progress) -> Group:
     for running in progress.running:
         bar = ProgressBar(total=running.steps, completed=running.step, width=24)
         loss = "-" if math.isnan(running.loss) else f"{running.loss:.3f}"
-        table.add_row(running.name, str(running.seed), f"{running.step}/{running.steps}", bar, loss, str(running.attempt))
+        table.add_row(one_line(running.name), str(running.seed), f"{running.step}/{running.steps}", bar, loss, str(running.attempt))
     left = f", about {duration(progress.seconds_left)} left" if progress.running else ""
-    mlflow = f"  [yellow]{progress.mlflow}[/]" if progress.mlflow else ""
+    done = f"{progress.done} of {progress.total} trials done{left}"
     status = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, progress.total), completed=progress.done, width=40)
-    status.add_row(bar, Text.from_markup(f"{progress.done} of {progress.total} trials done{left}{mlflow}"))
+    status.add_row(bar, Text.assemble(done, (f"  {progress.mlflow}" if progress.mlflow else "", "yellow")))
     return Group(table, "", status)
 
 
 def summary_table(arms: Iterable[ArmSummary], metric: Metric) -> Table:
     """One line an arm: mean over seeds, paired gap with its interval, quantisation error, speed, divergence, verdict.
 
-    Each baseline is followed by what is compared with it, first a search's winner run again. Columns in which nothing was measured are
-    left out, and of many arms all but the best, which is said.
+    Each baseline is followed by what is compared with it, first a search's winner run again; refused arms come last.
+    Columns in which nothing was measured are left out, and of many arms all but the best, which is said.
     """
     everything = list(arms)
     arms = sorted(foremost(everything, metric, MOST_ARMS), key=lambda arm: arm.role != "confirmed")
-    alone = [arm for arm in arms if arm.baseline is None]
-    rows = [_cells(arm, metric) for first in alone for arm in (first, *(arm for arm in arms if arm.baseline == first.name))]
-    names = [name for name in rows[0] if any(row[name] != "-" for row in rows)] if rows else []
+    alone = sorted((arm for arm in arms if arm.baseline is None), key=lambda arm: not arm.is_baseline)
+    rows = [
+        (_cells(arm, metric), _COLOURS.get(arm.colour, ""))
+        for first in alone
+        for arm in (first, *(arm for arm in arms if arm.baseline == first.name))
+    ]
+    names = [name for name in rows[0][0] if any(row[name] != "-" for row, _ in rows)] if rows else []
     table = _table()
     for name in names:
         table.add_column(name, justify="left" if name in ("arm", "verdict") else "right")
-    for row in rows:
-        verdict = Text(row["verdict"], style=_colour(row["verdict"]))
+    for row, style in rows:
+        verdict = Text(row["verdict"], style=style)
         table.add_row(*(row[name] for name in names if name != "verdict"), verdict)
     if len(arms) < len(everything):
         table.caption = f"{len(everything) - len(arms):,} more arms, none of them better by {metric.name}"
@@ -86,7 +92,7 @@ def summary_table(arms: Iterable[ArmSummary], metric: Metric) -> Table:
 
 def _cells(arm: ArmSummary, metric: Metric) -> dict[str, str]:
     return {
-        "arm": arm.name,
+        "arm": one_line(arm.name),
         metric.name: number(arm.mean) if arm.values else "-",
         "seeds": f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}",
         "gap to baseline": "" if arm.gap is None else interval(arm.gap),
@@ -98,19 +104,14 @@ def _cells(arm: ArmSummary, metric: Metric) -> dict[str, str]:
     }
 
 
-def _colour(verdict: str) -> str:
-    """Of a verdict's first word; what a search saw is no result, so it has none."""
-    return "" if verdict.endswith("(exploratory)") else _COLOURS.get(verdict.partition(" ")[0].rstrip(":"), "")
-
-
 def contrast_table(contrasts: list[Contrast]) -> Table | None:
     """One line for each two arms that differ in one knob; None where there are none."""
     if not contrasts:
         return None
     table = _table("knob", "turned to", "with", "effect", "verdict")
     for contrast in contrasts:
-        said = Text(contrast.verdict, style=_colour(contrast.verdict))
-        table.add_row(contrast.knob, contrast.change, contrast.held, interval(contrast.effect), said)
+        said = Text(contrast.verdict, style=_COLOURS.get(contrast.judged.word, ""))
+        table.add_row(one_line(contrast.knob), one_line(contrast.change), one_line(contrast.held), interval(contrast.effect), said)
     return table
 
 
@@ -119,8 +120,8 @@ def replication_table(replications: Iterable[Replication]) -> Table:
     table = _table("arm", "metric", right=("published", "measured"), last="verdict")
     table.add_column("source", style="dim")
     for line in replications:
-        said = Text(line.verdict, style=_colour(line.verdict))
-        table.add_row(line.subject, line.metric, line.published, line.found, said, line.figure.source)
+        said = Text(line.verdict, style=_COLOURS.get(line.verdict.partition(" ")[0].rstrip(":;"), ""))
+        table.add_row(one_line(line.subject), line.metric, line.published, line.found, said, one_line(line.figure.source))
     return table
 
 

@@ -41,25 +41,38 @@ class Telemetry(Spec):
     shadow: int = Field(100, ge=1)
     """Steps between comparisons of the gradient with the one that the same batch gives without quantisation."""
     log: int = Field(10, ge=1)
-    """Steps between records of the training loss."""
+    """Steps between records of the training loss, which is the mean over them."""
     checkpoint: float = Field(60.0, ge=0)
     """Seconds between checkpoints; 0: after every step."""
 
 
 class Meter:
-    """What happened since the last record: losses, gradient norms, non-finite values, time spent in steps."""
+    """What happened in an interval of steps: losses, gradient norms, non-finite values, time spent.
+
+    Intervals end at steps that an experiment's arms share (multiples of `log`, evaluations) and at events of the guard, not at
+    the steps that telemetry measures: a mean of one step among means of ten would be a spike. Measured steps are slower, since
+    telemetry works inside them, so rates count the other steps; in an interval that has no other, they count them.
+    """
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
         self.reset()
 
     def reset(self) -> None:
+        """Begin an interval."""
         self.losses, self.norms, self.seconds = [], [], 0.0
+        self.unmeasured, self.unmeasured_seconds = 0, 0.0
+        self.recorded = 0
+        """How many of the interval's losses came before its last record of a measured step."""
 
-    def add(self, loss: float, norm: float, seconds: float) -> None:
+    def add(self, loss: float, norm: float, seconds: float, measured: bool = False) -> None:
+        """Add a step; `measured` if telemetry worked inside it."""
         self.losses.append(loss)
         self.norms.append(norm)
         self.seconds += seconds
+        if not measured:
+            self.unmeasured += 1
+            self.unmeasured_seconds += seconds
 
     @property
     def finite(self) -> bool:
@@ -68,19 +81,30 @@ class Meter:
 
     def state(self) -> dict[str, Any]:
         """What a later attempt goes on from, within an interval."""
-        return {"losses": self.losses, "norms": self.norms, "seconds": self.seconds}
+        return {name: value for name, value in vars(self).items() if name != "tokens_per_step"}
 
-    def metrics(self, step: int) -> dict[str, float]:
-        """Means over the interval, counts of non-finite values in it, and its throughput."""
-        count = len(self.losses)
+    def latest(self, step: int) -> dict[str, float]:
+        """The last step alone, for a record within an interval."""
+        self.recorded = len(self.losses)
+        return {"grad/norm": self.norms[-1], "tokens": float(step * self.tokens_per_step)}
+
+    def metrics(self, step: int, last: bool = False) -> dict[str, float]:
+        """Means over the interval, counts of non-finite values in it, and its throughput.
+
+        In the last record of a run, train/loss is the mean since the record before, of whatever kind: it is a result of the
+        trial, which the earlier versions that recorded measured steps as intervals computed so.
+        """
+        losses = self.losses[self.recorded if last and self.recorded < len(self.losses) else 0 :]
+        mixed = self.unmeasured == 0
+        count, seconds = (len(self.losses), self.seconds) if mixed else (self.unmeasured, self.unmeasured_seconds)
         return {
-            "train/loss": math.fsum(self.losses) / count if all(map(math.isfinite, self.losses)) else math.nan,
+            "train/loss": math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan,
             "grad/norm": self.norms[-1],
             "nan/loss": float(sum(not math.isfinite(x) for x in self.losses)),
             "nan/grad": float(sum(not math.isfinite(x) for x in self.norms)),
             "tokens": float(step * self.tokens_per_step),
-            "throughput/step_ms": 1000 * self.seconds / count,
-            "throughput/tokens_per_s": count * self.tokens_per_step / self.seconds,
+            "throughput/step_ms": 1000 * seconds / count,
+            "throughput/tokens_per_s": count * self.tokens_per_step / seconds,
         }
 
 
@@ -171,7 +195,7 @@ class _Loop:
         if verdict == "step":
             self._update(step, look)
         seconds = time.perf_counter() - start - look.seconds
-        self.meter.add(loss, norm, seconds)
+        self.meter.add(loss, norm, seconds, look.errors or look.shadow)
         self.spent += seconds
         engine.observe(self.world.told(look.metrics) if engine.recipe.triggers else look.metrics, step)
         return self._record(step + 1, recipe, look.metrics, verdict == "stop", why)
@@ -182,9 +206,11 @@ class _Loop:
         self.over = stopped or budget or done == config.steps
         evaluates = not stopped and (self.over or done % config.eval_every == 0)
         finite = self.meter.finite
-        if metrics or evaluates or why or self.over or done % self.telemetry.log == 0:
-            metrics |= self.meter.metrics(done) | memory(self.device) | self._seen(done)
-            metrics |= self.watch.metrics()
+        closes = evaluates or why or self.over or done % self.telemetry.log == 0
+        if metrics or closes:
+            metrics |= self.meter.metrics(done, self.over) if closes else self.meter.latest(done)
+            metrics |= memory(self.device) | self._seen(done) | self.watch.metrics()
+        if closes:
             self.meter.reset()
         if evaluates:
             metrics |= evaluate(self.run, recipe, self.part)

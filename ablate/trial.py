@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import os
 import sys
 import time
 import traceback
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Spec
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import Run
-from ablate.store import Busy, Store, write
+from ablate.store import Busy, Damaged, Store, Tally, full, line, write
 from ablate.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -64,7 +66,9 @@ class TrialSpec(Spec):
 
     def history(self, step: int) -> str:
         """16 hex digits of the hash of everything that determined the state after `step` steps: what a checkpoint there is named by."""
-        content = self._content(self.config.identity()) | {"recipe": [point for point in self.segments if point[0] < step], "step": step}
+        points = [point for point in self.segments if point[0] < step]
+        version = numerics.version((json.loads(recipe) for _, recipe in points), self.device)
+        content = self._content(self.config.identity()) | {"recipe": points, "numerics_version": version, "step": step}
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
     def alike(self, other: "TrialSpec") -> int:
@@ -81,12 +85,13 @@ class TrialSpec(Spec):
         return json.dumps({"id": self.id} | self._content(self.config.model_dump(mode="json")), sort_keys=True)
 
     def _content(self, config: dict[str, Any]) -> dict[str, Any]:
+        recipe = self.recipe.model_dump(mode="json")
         return {
             "workload": {self.workload: config},
             "workload_version": self.config.VERSION,
             "data": self.config.fingerprint(),
-            "recipe": self.recipe.model_dump(mode="json"),
-            "numerics_version": numerics.VERSION,
+            "recipe": recipe,
+            "numerics_version": numerics.version([recipe], self.device),
             "seed": self.seed,
             "engine": self.engine,
             "device": self.device,
@@ -121,6 +126,8 @@ class OutOfMemory(Exception):
 
 OUT_OF_MEMORY = 12
 """Exit status of a process whose trial ran out of memory: ENOMEM."""
+NO_SPACE = 28
+"""Exit status of a process that could write no more: ENOSPC. A status arrives even if its log cannot be written, either."""
 
 
 class Superseded(Exception):
@@ -134,11 +141,91 @@ def exit_status(work: Callable[[], None]) -> int:
     except OutOfMemory as error:
         print(error, file=sys.stderr, flush=True)
         return OUT_OF_MEMORY
-    except Exception:  # the boundary of the process
-        traceback.print_exc()
-        sys.stderr.flush()
-        return 1
+    except Exception as error:  # the boundary of the process
+        with suppress(OSError):
+            traceback.print_exc()
+            sys.stderr.flush()
+        return NO_SPACE if full(error) else 1
     return 0
+
+
+class Journal:
+    """What one attempt records: its events file, and number and digest of all that the trial recorded, by earlier attempts too.
+
+    What an earlier attempt recorded stays as it was, its time included: this one writes it again in its own file, and adds of its own
+    records those that are new. So a ledger that heard both attempts, or one of them, holds what the files hold.
+    """
+
+    def __init__(self, store: Store, trial: str, attempt: int) -> None:
+        self.store, self.trial = store, trial
+        self._file = (store.folder(trial) / f"events-{attempt}.jsonl").open("wb")
+        self._tally = Tally()
+        self._ahead: deque[dict[str, Any]] = deque()
+        """What earlier attempts recorded, beyond what this one has recorded so far."""
+        self._written: list[dict[str, Any]] = []
+        """Written, and not told yet."""
+
+    def begin(self, start: int) -> list[dict[str, Any]]:
+        """The records up to the step that this attempt goes on from, by earlier attempts and trunks."""
+        try:
+            events = list(self.store.events(self.trial))
+        except Damaged as error:
+            print(f"{error}; it is left out, and computed again", flush=True)
+            events = list(self.store.events(self.trial, strict=False))
+        before = [event for event in events if event["step"] <= start]
+        self._ahead = deque({key: event[key] for key in event if key != "resumed"} for event in events if event["step"] > start)
+        for event in before:
+            self._tally.add(event)
+        return before
+
+    def tell(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+        """Write an event, and before it what earlier attempts recorded by then; returns all that is to be told."""
+        if "resumed" in event and self._ahead and self._ahead[0]["step"] <= event["step"]:  # it is the first that is told
+            self._ahead[0]["resumed"] = event["resumed"]
+            event = {key: event[key] for key in event if key != "resumed"}
+        self._catch_up(event["step"] - 1)
+        while self._ahead and self._ahead[0]["step"] == event["step"]:
+            old = self._ahead.popleft()
+            words = list(dict.fromkeys((*old.get("events", ()), *event.get("events", ()))))
+            event = event | old | {"metrics": event["metrics"] | old["metrics"]} | ({"events": words} if words else {})
+        self._write(event)
+        return self._told()
+
+    def reach(self, step: int) -> dict[str, Any]:
+        """Have the disk keep all records up to a step, after which a checkpoint is left; returns their number and digest."""
+        self._catch_up(step)
+        os.fsync(self._file.fileno())
+        return self._tally.sealed()
+
+    def finish(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """What is still to be told, and number and digest of all records."""
+        self._catch_up(sys.maxsize)
+        return self._told(), self._tally.sealed()
+
+    def recorded(self, trial: str, step: int) -> dict[str, Any] | None:
+        """Number and digest of what a trial recorded up to a step; None where that cannot be said."""
+        try:
+            return Tally(self.store.events(trial, step, strict=False)).sealed()
+        except ValueError:
+            return None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _catch_up(self, step: int) -> None:
+        while self._ahead and self._ahead[0]["step"] <= step:
+            self._write(self._ahead.popleft())
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._tally.add(event)
+        self._file.write(line(event, self.trial))
+        self._file.flush()
+        self._written.append(event)
+
+    def _told(self) -> list[dict[str, Any]]:
+        told, self._written = self._written, []
+        return told
 
 
 def run(
@@ -146,7 +233,8 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Run the trial from the furthest checkpoint there is, or replay it where it is finished; yields events {step, time, metrics}.
 
-    Those with alarms have `alarms`; the first after a checkpoint has `resumed`, the checkpoint's step. `fork` names the states that other
+    Those with alarms have `alarms`; the first after a checkpoint has `resumed`, the checkpoint's step; those that were recorded before
+    it have `again`. `fork` names the states that other
     trials pass through too, by step: the trial goes on from the furthest that is there, and leaves those that are not. The events up to
     where it goes on come first. Of a trial that several ranks compute, rank 0 calls this.
 
@@ -159,10 +247,21 @@ def run(
         except Busy as busy:
             yield {"waits": busy.holder}
             held = stack.enter_context(store.claim(spec.id, attempt))
-        if store.result(spec.id) is not None:
-            yield from store.events(spec.id)
+        finished = _replayed(spec, store)
+        if finished is not None:
+            yield from finished
         else:
             yield from _run(spec, store, attempt, telemetry, {step: store.shared(name) for step, name in fork}, held, ranks)
+
+
+def _replayed(spec: TrialSpec, store: Store) -> list[dict[str, Any]] | None:
+    """The events of a trial that is finished already; None, and a line in the log where its files are damaged, where it is not."""
+    try:
+        result = store.result(spec.id)
+        return None if result is None else store.proven(spec.id, result)
+    except Damaged as error:
+        print(f"{error}; the trial is run again", flush=True)
+        return None
 
 
 def _run(
@@ -173,20 +272,21 @@ def _run(
         torn.unlink()
     write(folder / "spec.json", json.loads(spec.wire))
     started, event, facts = time.time(), None, spec.config.summary()  # before hours are spent: it reads the data
-    with (folder / f"events-{attempt}.jsonl").open("w") as events:
+    with closing(Journal(store, spec.id, attempt)) as journal:
         from ablate.checkpoints import Checkpoints  # torch: only where a trial runs
 
-        checkpoints = Checkpoints(folder / "checkpoint.pt", spec.id, telemetry.get("checkpoint", 60.0), shared)
+        checkpoints = Checkpoints(folder / "checkpoint.pt", spec.id, telemetry.get("checkpoint", 60.0), shared, journal)
         if trunk := checkpoints.trunk:
             store.fork(spec.id, attempt, trunk)
         # What was recorded before, by the trunk or by earlier attempts, this sweep's ledger may never have heard of.
-        yield from (event for event in store.events(spec.id) if event["step"] <= checkpoints.start)
+        yield from (before | {"again": True} for before in journal.begin(checkpoints.start))
         for event in within_memory(_events(spec, telemetry, checkpoints), spec.device):
             _refuse_superseded(held, spec, attempt)
-            print(json.dumps(event), file=events, flush=True)
-            yield event
-    _refuse_superseded(held, spec, attempt)
-    store.commit(spec.id, _result(spec, attempt, started, event) | {"facts": facts, "ranks": ranks})
+            yield from journal.tell(event)
+        _refuse_superseded(held, spec, attempt)
+        left, records = journal.finish()
+        yield from left
+    store.commit(spec.id, _result(spec, attempt, started, event) | {"facts": facts, "ranks": ranks, "records": records})
     (folder / "checkpoint.pt").unlink(missing_ok=True)
 
 

@@ -6,6 +6,7 @@ is written by its sweep alone.
 """
 
 import html
+import ipaddress
 import os
 import re
 import signal
@@ -36,6 +37,7 @@ from rich.text import Text
 
 from ablate.cli import DONE, Mlflow, Profile, State, alone, console
 from ablate.control import changed, folders
+from ablate.databases import path_of
 from ablate.ledger import Ledger
 from ablate.place import Place, find
 from ablate.redact import redact
@@ -71,6 +73,15 @@ def ui(
         str,
         typer.Option(help="Where Optuna's dashboard and the reports listen, which ask for no password: 127.0.0.1, this machine alone."),
     ] = HOST,
+    allowed_hosts: Annotated[
+        str,
+        typer.Option(
+            envvar="ABLATE_ALLOWED_HOSTS",
+            show_envvar=False,
+            help="Names, with commas, by which browsers may call the dashboard and the reports, beside this machine's own. "
+            "(ABLATE_ALLOWED_HOSTS)",
+        ),
+    ] = "",
     wait: Annotated[bool, typer.Option("--wait", help="Start before any sweep does: for a service.")] = False,
     state: State = None,
     profile: Profile = None,
@@ -79,8 +90,9 @@ def ui(
     """Show all sweeps in MLflow's pages, Optuna's dashboard and reports, here alone (127.0.0.1), until Ctrl-C."""
     place, screen = find(profile, state=state, mlflow=mlflow), console()
     name = _chosen(place.state, sweep, wait)
+    names = own_names(host, allowed_hosts)
     optuna = _bound("optuna", optuna_port, lambda port: _Wsgi((host, port), _Silent))
-    reports = _bound("reports", reports_port, lambda port: ThreadingHTTPServer((host, port), partial(_Reports, place.state)))
+    reports = _bound("reports", reports_port, lambda port: ThreadingHTTPServer((host, port), partial(_Reports, place.state, names)))
     pages = _Pages(place, mlflow_port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
@@ -88,7 +100,7 @@ def ui(
             with screen.status("starting ...") if screen.is_terminal else ExitStack():
                 stack.callback(pages.close)
                 _serve(reports, stack)
-                shown = _start(place.state, name, pages, optuna, stack)
+                shown = _start(place.state, name, pages, optuna, names, stack)
                 shown.append(Shown("Reports", _address(reports), "each sweep's question, and its report or pictures"))
             _tell(shown, name, screen)
             while True:
@@ -137,12 +149,12 @@ def _free(port: int) -> bool:
 # Starting
 
 
-def _start(state: Path, sweep: str | None, pages: "_Pages", optuna: "_Wsgi", stack: ExitStack) -> list[Shown]:
+def _start(state: Path, sweep: str | None, pages: "_Pages", optuna: "_Wsgi", names: frozenset[str], stack: ExitStack) -> list[Shown]:
     """Start MLflow's pages and Optuna's dashboard beside each other, and say where they are once they answer."""
     from ablate.search import dashboard  # Optuna and its dashboard take seconds to import: MLflow's server starts meanwhile
 
     application, number = dashboard(state)
-    optuna.set_app(application)
+    optuna.set_app(_guarded(application, names))
     _serve(optuna, stack)
     study, experiment = number(sweep) if sweep else None, None
     with suppress(sqlite3.DatabaseError):
@@ -195,8 +207,8 @@ class _Pages:
         """Why there is nothing to serve."""
         if self._uri is None:
             return f"none is named ({place.origins['mlflow']})"
-        path = Path(self._uri.removeprefix("sqlite:///"))
-        if self._uri.startswith("sqlite:///") and not path.exists():  # MLflow would make it
+        path = path_of(self._uri)
+        if path is not None and not path.exists():  # MLflow would make it
             return f"there is no {path}; `ablate sync` draws every sweep in it"
         return None
 
@@ -256,6 +268,48 @@ class _Pages:
         self._log.close()
 
 
+# Who may call
+
+
+def own_names(host: str, more: str) -> frozenset[str]:
+    """Return the names by which a browser may call a server here: this machine's, where it listens, and those of a list with commas."""
+    words = ("localhost", socket.gethostname(), socket.getfqdn(), host, *more.split(","))
+    return frozenset(word.strip().lower() for word in words if word.strip())
+
+
+def calls_us(header: str | None, names: frozenset[str]) -> bool:
+    """Return True if a request's Host header names this server.
+
+    A page of the internet can have its own name resolve to 127.0.0.1 (DNS rebinding), and then reads what listens there as if it were its
+    own: its requests carry its name. An address in numbers cannot be pointed elsewhere, so that it is always right.
+    """
+    found = _HOST.fullmatch(header or "")
+    if not found:
+        return False
+    name = found[1] or found[2]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.lower().rstrip(".") in names
+    return True
+
+
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/?#@\s]+))(?::\d+)?")
+_FOREIGN = b"This server does not answer to the name in the address: `ablate ui --allowed-hosts NAME` adds one.\n"
+
+
+def _guarded(application: Callable[..., Iterable[bytes]], names: frozenset[str]) -> Callable[..., Iterable[bytes]]:
+    """Return the WSGI application, which answers requests for other servers' names by 403."""
+
+    def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if calls_us(environ.get("HTTP_HOST"), names):
+            return application(environ, start)
+        start("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [_FOREIGN]
+
+    return guarded
+
+
 class _Wsgi(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
@@ -271,12 +325,14 @@ class _Silent(WSGIRequestHandler):
 class _Reports(SimpleHTTPRequestHandler):
     """The `reports/` folder, and before it a page that lists the sweeps."""
 
-    def __init__(self, state: Path, *args: Any) -> None:
-        self._state = state
+    def __init__(self, state: Path, names: frozenset[str], *args: Any) -> None:
+        self._state, self._names = state, names
         super().__init__(*args, directory=str(state / "reports"))
 
     def do_GET(self) -> None:
         """A file of a report, or the list of all of them."""
+        if not self._calls_us():
+            return
         if self.path.partition("?")[0] not in ("/", "/index.html"):
             super().do_GET()
             return
@@ -286,6 +342,22 @@ class _Reports(SimpleHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        """The headers of a file of a report."""
+        if self._calls_us():
+            super().do_HEAD()
+
+    def _calls_us(self) -> bool:
+        """Return True if the request names this server; answer it by 403 otherwise."""
+        if calls_us(self.headers.get("Host"), self._names):
+            return True
+        self.send_response(403)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(_FOREIGN)))
+        self.end_headers()
+        self.wfile.write(_FOREIGN)
+        return False
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""

@@ -1,23 +1,48 @@
 """YAML as plain values that remember where they stood, and complaints that say so. The only file that knows a YAML library.
 
 YAML 1.2: `on` is a word, `1e-3` a number, a duplicate key an error. Aliases are refused: an experiment needs none, and a few
-nested ones can unfold into gigabytes.
+nested ones can unfold into gigabytes. So are tags other than those of plain values (`!!str`, `!!int`, ...), keys that are no plain
+words, integers beyond 64 bits, and characters that no file or terminal takes. Every refusal names line and column.
 """
 
 import difflib
 import io
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError, YAMLStreamError
-from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    CollectionEndEvent,
+    CollectionStartEvent,
+    Event,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceStartEvent,
+)
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
 _LARGEST_FILE = 1 << 20
 _DEEPEST = 64
+_LARGEST_INTEGER = (1 << 63) - 1
+_MOST_NOTED = 1000
+"""Problems after which reading stops: a file with more is no experiment, and each may take a search for the nearest word."""
+_MOST_TOLD = 50
+"""Problems that are printed."""
+_TAGS = {
+    ScalarEvent: ("!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))),
+    SequenceStartEvent: ("tag:yaml.org,2002:seq",),
+    MappingStartEvent: ("tag:yaml.org,2002:map",),
+}
+"""Tags that say of a value what it is anyway."""
+_WORD = 100
+"""Characters of a word that are compared with others, which takes the square of their number."""
 _UNSHOWN = object()
 
 Path_ = tuple[str | int, ...]
@@ -52,31 +77,60 @@ class Document:
     value: Any
     text: str
     positions: dict[Path_, tuple[int, int]] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    problems: dict[Problem, None] = field(default_factory=dict)
+    """In the order in which they were noted, each once."""
 
     def problem(self, path: Iterable[str | int], reason: str, value: Any = _UNSHOWN) -> None:
-        """Note that what stands at `path` is wrong: `field: value: reason`, at the nearest known position."""
-        path = tuple(path)
+        """Note that what stands at `path` is wrong: `field: value: reason`, at the nearest known position.
+
+        InputError where that makes more problems than are noted.
+        """
+        remark = self._at(tuple(path), reason, value)
+        self.note(remark.line, remark.column, remark.message)
+
+    def told(self, path: Iterable[str | int], reason: str, value: Any = _UNSHOWN) -> str:
+        """Return what `problem` would note, as a remark on something that is not wrong."""
+        return str(self._at(tuple(path), reason, value))
+
+    def _at(self, path: Path_, reason: str, value: Any) -> Problem:
+        """Place a remark at the nearest known position of `path`."""
         known = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self.positions)
         line, column = self.positions[known]
-        name = ".".join(str(part) for part in path)
+        name = one_line(".".join(str(part) for part in path))
         shown = "" if value is _UNSHOWN else f"{display(value)}: "
-        problem = Problem(self.file, line, column, f"{name}: {shown}{reason}" if name else f"{shown}{reason}")
-        if problem not in self.problems:
-            self.problems.append(problem)
+        return Problem(self.file, line, column, f"{name}: {shown}{reason}" if name else f"{shown}{reason}")
+
+    def note(self, line: int, column: int, message: str) -> None:
+        """Note a problem at a place."""
+        self.problems[Problem(self.file, line, column, one_line(message))] = None
+        if len(self.problems) >= _MOST_NOTED:
+            self.check()
 
     def check(self) -> None:
-        """Raise InputError where problems were noted, in the order of the file."""
-        if self.problems:
-            raise InputError(sorted(self.problems, key=lambda p: (p.line, p.column)))
+        """Raise InputError where problems were noted: the first of them in the order of the file, and how many more there are."""
+        if not self.problems:
+            return
+        told = sorted(self.problems, key=lambda p: (p.line, p.column))
+        if len(told) > _MOST_TOLD:
+            last, more = told[_MOST_TOLD - 1], len(told) - _MOST_TOLD
+            stopped = len(told) >= _MOST_NOTED
+            count = f"at least {more}" if stopped else f"{more}"
+            most = ": reading stopped there" if stopped else ""
+            told = [*told[:_MOST_TOLD], Problem(self.file, last.line, last.column, f"and {count} more problems{most}")]
+        raise InputError(told)
 
 
 def scalar(text: str) -> Any:
     """A value as a YAML file would hold it; the text itself where that is no YAML."""
     try:
         return YAML(typ="safe", pure=True).load(text)
-    except YAMLError:
+    except Exception:  # of whatever class: constructors of tags raise their own
         return text
+
+
+def one_line(text: str) -> str:
+    """The text with line breaks and characters that do not print written as escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def display(value: Any) -> str:
@@ -89,8 +143,12 @@ def display(value: Any) -> str:
 
 def nearest(word: str, known: Iterable[str], count: int = 6) -> str:
     """`'clip' is the nearest of clip, element, ...`: what a mistyped word may have meant."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, n=count, cutoff=0.0)
+    return _nearest(word, tuple(known), count)
+
+
+@lru_cache(maxsize=256)
+def _nearest(word: str, known: tuple[str, ...], count: int) -> str:
+    near = difflib.get_close_matches(word[:_WORD], known[:_MOST_NOTED], n=count, cutoff=0.0)
     listed = ", ".join(near + ([f"... ({len(known)} in all)"] if len(known) > len(near) else []))
     return f"{near[0]!r} is the nearest of {listed}" if near else "nothing can be set here"
 
@@ -100,51 +158,77 @@ def read(path: Path) -> Document:
     name = str(path)
     try:
         if path.stat().st_size > _LARGEST_FILE:
-            raise InputError([f"{name}: {path.stat().st_size} bytes; an experiment is at most {_LARGEST_FILE}"])
-        text = path.read_text(encoding="utf-8")
+            what = f"is {path.stat().st_size} bytes long; an experiment is at most {_LARGEST_FILE}"
+            raise InputError([Problem(name, 1, 1, what)])
+        content = path.read_bytes()
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         hint = f"; {nearest(path.name, near)}" if near else ""
         raise InputError([f"{name}: no such file{hint}"]) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError([f"{name}: cannot be read: {error}"]) from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, column = _place(content[: error.start].decode("utf-8-sig", "replace"))
+        what = f"byte {content[error.start]:#04x} is not UTF-8, in which experiments are written"
+        raise InputError([Problem(name, line, column, what)]) from None
     return parse(text, name)
 
 
 def parse(text: str, name: str) -> Document:
     """Parse YAML text, or raise InputError with file, line and column."""
     yaml = YAML(typ="rt", pure=True)
+    last: Event | None = None
+    document = Document(name, None, text, {(): (1, 1)})
     try:
-        _refuse_what_unfolds(yaml, text, name)
+        for event in _sound(yaml, text, document):
+            last = event
         node = yaml.compose(io.StringIO(text))
+    except InputError:
+        raise
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(filter(None, (error.context, error.problem))) or "is not YAML"
-        raise InputError([Problem(name, mark.line + 1, mark.column + 1, what)]) from None
-    except (YAMLError, YAMLStreamError, ValueError) as error:
-        raise InputError([f"{name}: not YAML: {str(error).splitlines()[0]}"]) from None
-    document = Document(name, None, text, {(): (1, 1)})
+        raise InputError([Problem(name, mark.line + 1, mark.column + 1, one_line(what))]) from None
+    except ReaderError as error:
+        what = f"character {error.character:#06x} is not allowed in YAML"
+        raise InputError([Problem(name, *_place(text[: error.position]), what)]) from None
+    except Exception as error:  # the library has more classes than it documents, and defects of its own
+        line, column = (last.end_mark.line + 1, last.end_mark.column + 1) if last else (1, 1)
+        what = one_line((str(error) or type(error).__name__).splitlines()[0])
+        raise InputError([Problem(name, line, column, f"not YAML from here on: {what}")]) from None
+    document.check()
     if not isinstance(node, MappingNode):
         what = "empty" if node is None else "a list" if isinstance(node, SequenceNode) else "a single value"
         raise InputError([Problem(name, 1, 1, f"an experiment is a mapping (question: ..., ablate: ...); this file is {what}")])
-    try:
-        document.value = _plain(yaml, node, (), document)
-    except ValueError as error:
-        raise InputError([f"{name}: holds a value that cannot be read: {error}"]) from None
+    document.value = _plain(yaml, node, (), document)
     document.check()
     return document
 
 
-def _refuse_what_unfolds(yaml: YAML, text: str, name: str) -> None:
-    levels, reason = 0, ""
+def _place(before: str) -> tuple[int, int]:
+    """Line and column behind this text."""
+    return before.count("\n") + 1, len(before) - before.rfind("\n")
+
+
+def _sound(yaml: YAML, text: str, document: Document) -> Iterator[Event]:
+    """The parser's events. InputError at an alias, or at what is nested too deep; a tag that means something is noted."""
+    levels = 0
     for event in yaml.parse(io.StringIO(text)):
+        yield event
+        line, column = event.start_mark.line + 1, event.start_mark.column + 1
         levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
         if isinstance(event, AliasEvent):
-            reason = f"alias *{event.anchor}: aliases are refused, since a few can unfold into gigabytes; write the value out"
-        elif levels > _DEEPEST:
-            reason = f"nested more than {_DEEPEST} levels deep: an experiment has a handful of levels"
-        if reason:
-            raise InputError([Problem(name, event.start_mark.line + 1, event.start_mark.column + 1, reason)])
+            what = "aliases are refused, since a few can unfold into gigabytes; write the value out"
+            raise InputError([Problem(document.file, line, column, one_line(f"alias *{event.anchor}: {what}"))])
+        if levels > _DEEPEST:
+            what = f"nested more than {_DEEPEST} levels deep: an experiment has a handful of levels"
+            raise InputError([Problem(document.file, line, column, what)])
+        tag = getattr(event, "tag", None)
+        if tag and tag not in _TAGS.get(type(event), ()):
+            shown = f"!!{tag.rpartition(':')[2]}" if tag.startswith("tag:yaml.org,2002:") else tag
+            document.note(line, column, f"tag {shown} is refused: an experiment is made of plain values; leave it out")
 
 
 def _plain(yaml: YAML, node: Node, path: Path_, document: Document) -> Any:
@@ -156,19 +240,49 @@ def _plain(yaml: YAML, node: Node, path: Path_, document: Document) -> Any:
     if isinstance(node, MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = str(key_node.value)
-            document.positions.setdefault((*path, key), (key_node.start_mark.line + 1, key_node.start_mark.column + 1))
+            line, column = key_node.start_mark.line + 1, key_node.start_mark.column + 1
+            if not isinstance(key_node, ScalarNode):
+                document.note(line, column, "a key must be a word; this one is a list or a mapping")
+                continue
+            key = key_node.value
+            document.positions.setdefault((*path, key), (line, column))
             if key in result:
-                where = key_node.start_mark
-                document.problems.append(Problem(document.file, where.line + 1, where.column + 1, f"{key}: stands twice"))
+                document.note(line, column, f"{key}: stands twice")
+            if wrong := _unusable(key):
+                document.note(line, column, f"{key}: {wrong}")
             result[key] = _plain(yaml, value_node, (*path, key), document)
         return result
-    return _scalar(yaml, node)
+    return _scalar(yaml, node, document)
 
 
-def _scalar(yaml: YAML, node: ScalarNode) -> Any:
-    value = yaml.constructor.construct_object(node, deep=True)
-    for kind in (bool, int, float, str):
+def _scalar(yaml: YAML, node: ScalarNode, document: Document) -> Any:
+    line, column = node.start_mark.line + 1, node.start_mark.column + 1
+    try:
+        value = yaml.constructor.construct_object(node, deep=True)
+    except Exception as error:  # of whatever class: `!!bool x` is a KeyError
+        kind = str(node.tag).rpartition(":")[2]
+        why = "has more digits than are read" if "digits" in str(error) else f"is no {kind}"
+        document.note(line, column, f"{display(node.value)}: {why}")
+        return None
+    if isinstance(value, str) or not (value is None or isinstance(value, bool | int | float) or type(value).__name__ == "ScalarBoolean"):
+        value = str(node.value)
+    wrong = _unusable(value)
+    if wrong:
+        document.note(line, column, f"{display(node.value)}: {wrong}")
+        return None
+    for kind in (bool, int, float):
         if isinstance(value, kind) or (kind is bool and type(value).__name__ == "ScalarBoolean"):
+            if kind is float and math.isinf(value) and not node.value.lower().endswith(".inf"):
+                document.note(line, column, f"{display(node.value)}: is beyond the largest number, about 1.8e308")
             return kind(value)
-    return value if value is None else str(node.value)
+    return value
+
+
+def _unusable(value: Any) -> str | None:
+    """A reason not to take a value that YAML allows."""
+    if isinstance(value, str):
+        if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+            return "holds a character that no file can hold (NUL or half of a surrogate pair)"
+    elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+        return "is beyond 64 bits; write it as a number with a decimal point if it is one"
+    return None

@@ -64,7 +64,7 @@ def ray_start(words: str, hide: Path | None = None, before: str = "", **extra: s
     with said.open("w") as log:
         process = subprocess.Popen(command, env=environment(**extra), stdout=log, stderr=log, start_new_session=True)
     try:
-        until(lambda: "Ray runtime started" in said.read_text() or process.poll() is not None, 60)
+        until(lambda: "Ray runtime started" in said.read_text() or process.poll() is not None)
         assert process.poll() is None, said.read_text()
         yield process
     finally:

@@ -148,7 +148,7 @@ main()
 """The command line; the quick proof of the numerics before a sweep, seconds of it, has tests of its own."""
 
 
-def ablate(*words: Any, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess:
+def ablate(*words: Any, timeout: float = 600, **extra: str) -> subprocess.CompletedProcess:
     """`ablate ...`, to its end."""
     command = [sys.executable, "-c", PROGRAM, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**extra), check=False)
@@ -165,7 +165,7 @@ def end(process: subprocess.Popen) -> None:
     """Kill the process where it still runs, and close its pipe."""
     if process.poll() is None:
         process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
 
 
 def words_of(process: psutil.Process) -> list[str]:
@@ -185,7 +185,7 @@ def gone(processes: Iterable[psutil.Process]) -> bool:
     return True
 
 
-def until(condition: Callable[[], Any], seconds: float = 60, every: float = 0.02) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 300, every: float = 0.02) -> Any:
     """Wait until the condition holds and return its value; AssertionError when it never does."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -1,7 +1,10 @@
 """What a sweep wants: nothing computed twice, nothing lost, by whichever sweep, ledger or version of the code it was begun."""
 
+import contextlib
+import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import threading
 from contextlib import suppress
@@ -13,10 +16,12 @@ from gates_for_tests import Gate
 
 from ablate import control, controller
 from ablate.controller import Controller, Outcome, Wishes
+from ablate.ledger import Ledger
 from ablate.numerics import spec as numerics
 from ablate.store import Store
 from ablate.supervisor import run_inline
 from ablate.trial import Superseded, run
+from ablate.verify import verify
 from ablate.workers import Inline
 from ablate.yamlfile import InputError
 
@@ -105,6 +110,70 @@ def test_who_wants_a_trial_that_another_process_runs_says_so_waits_and_adopts_it
     assert heard[0]["waits"].endswith(", attempt 1")
     assert [event["step"] for message in heard for event in message.get("events", ())] == [1, *(event["step"] for event in rest)]
     assert heard[-1]["end"] == "done"
+
+
+# --- what does not match ---------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_that_says_otherwise_than_the_folders_is_read_again_and_said(tmp_path):
+    experiment = tiny(tmp_path, seeds=1)
+    sweep(experiment, tmp_path)
+    before = records(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "sweeps" / "tiny" / "ledger.db")) as db:
+        db.execute("UPDATE records SET value = value + 1e-9 WHERE trial = 2 AND step = 4")
+        db.commit()
+    outcome, news = sweep(experiment, tmp_path)
+    assert (outcome.ran, outcome.reused) == (0, 3)
+    assert len(news) == 1
+    assert records(tmp_path) == before
+
+
+def test_an_unfinished_trials_records_in_the_ledger_are_those_of_its_events(tmp_path):
+    shape, keys = {"steps": 12, "eval_every": 4}, {"seeds": 1, "telemetry": {"checkpoint": 0, "log": 1}}
+    experiment = tiny(tmp_path, "tiny", shape, **keys)
+    interrupted(experiment, tmp_path / "a", after=6)
+    with contextlib.closing(sqlite3.connect(tmp_path / "a" / "sweeps" / "tiny" / "ledger.db")) as db:
+        db.execute("UPDATE records SET value = value + 1e-9 WHERE step = 3")
+        db.commit()
+    sweep(experiment, tmp_path / "a")
+    sweep(experiment, tmp_path / "b")
+    assert records(tmp_path / "a") == records(tmp_path / "b")
+
+
+def test_a_trial_that_went_on_from_the_state_of_one_that_is_put_aside_runs_again_too(tmp_path):
+    shape, keys = {"steps": 20, "eval_every": 5}, {"seeds": 1, "ablate": {"cooldown": [0, 0.25]}, "telemetry": {"log": 1}}
+    experiment = tiny(tmp_path, "tiny", shape, **keys)
+    sweep(experiment, tmp_path)
+    before = records(tmp_path)
+    (forked,) = tmp_path.glob("trials/*/trunk-1.json")
+    trunk = tmp_path / "trials" / json.loads(forked.read_text())["trial"] / "events-1.jsonl"
+    trunk.write_bytes(b"".join(trunk.read_bytes().splitlines(keepends=True)[:-1]))  # beyond where the other went on
+    outcome, _ = sweep(experiment, tmp_path)
+    assert (outcome.status, outcome.ran, outcome.reused) == ("done", 2, 1)
+    assert records(tmp_path) == before
+    book = ledger(tmp_path)
+    assert verify(book, Store(tmp_path)).mismatches == ()
+    book.close()
+
+
+def test_a_result_that_was_not_made_of_what_was_recorded_is_not_taken_and_the_trial_runs_again(tmp_path, monkeypatch):
+    experiment, commit, spoiled = tiny(tmp_path, seeds=1, retry=1), Store.commit, []
+
+    def spoil(store: Store, trial: str, result: dict) -> None:
+        commit(store, trial, result)
+        if not spoiled:  # the disk loses the end of the first trial's events
+            spoiled.append(store.folder(trial) / "events-1.jsonl")
+            book = Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")
+            book.db.execute("DELETE FROM records WHERE step = 4")
+            book.close()
+            spoiled[0].write_bytes(spoiled[0].read_bytes()[:-9])
+
+    monkeypatch.setattr(Store, "commit", spoil)
+    outcome, news = sweep(experiment, tmp_path)
+    assert (outcome.status, outcome.ran) == ("done", 3)
+    assert any(str(spoiled[0].parent) in line and line.endswith("retry 1/1") for line in news)
+    sweep(experiment, tmp_path / "plain")
+    assert records(tmp_path) == records(tmp_path / "plain")
 
 
 # --- what is wanted --------------------------------------------------------------------------------------------------------
@@ -295,9 +364,9 @@ def test_undecided_arms_get_more_seeds_with_their_baselines_and_a_second_run_ask
 
 
 def test_an_arm_that_is_decided_gets_no_more_seeds(tmp_path):
-    grows = tiny(tmp_path, seeds={"start": 2, "most": 6, "step": 2}, metric={"name": "val/loss", "min_effect": 100.0})
+    grows = tiny(tmp_path, seeds={"start": 3, "most": 6, "step": 2}, metric={"name": "val/loss", "min_effect": 100.0})
     sweep(grows, tmp_path)
-    assert {seed for _, seed in values(tmp_path)} == {0, 1}
+    assert {seed for _, seed in values(tmp_path)} == {0, 1, 2}
 
 
 def test_an_arm_that_grew_is_one_point_of_the_study_with_the_mean_of_all_its_seeds(tmp_path):

@@ -2,17 +2,25 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from ablate.answer import Answer
+from ablate.figures import forest
 from ablate.ledger import Ledger
+from ablate.markdown_summary import summary_markdown
+from ablate.published import replications
+from ablate.results import NOTHING_LEARNED, gap, summaries, undecided
+from ablate.store import Store
+from ablate.surface import Metric, Published
+from ablate.terminal import summary_table
 
 SPEC = json.dumps({"workload": {"gpt": {"batch": 2, "context": 16}}, "seed": 0, "data": "abc"})
 BASE = {0: 3.00, 1: 3.10, 2: 3.20, 3: 3.05}
 WORSE = {seed: value + 0.1 + 0.001 * seed for seed, value in BASE.items()}
-ALIKE = {seed: value + 0.0001 * (-1) ** seed for seed, value in BASE.items()}
-LOOSE = {seed: value + 0.2 * (-1) ** seed for seed, value in BASE.items()}
+ALIKE = {seed: value + 0.0001 * (-1) ** seed * (1 + seed) for seed, value in BASE.items()}
+LOOSE = {seed: value + 0.2 * (-1) ** seed * (1 + 0.1 * seed) for seed, value in BASE.items()}
 
 
 @pytest.fixture
@@ -37,25 +45,244 @@ def said(book) -> str:
     return "\n".join(part.markdown() for part in Answer(book).headline())
 
 
-def test_the_verdict_names_what_is_decided_and_counts_what_is_not(book):
+def test_the_verdict_states_every_arm_and_none_is_picked(book):
     add(book, "bf16", BASE, None)
+    add(book, "odd", LOOSE)
     add(book, "mxfp4", WORSE)
     add(book, "nvfp4", ALIKE)
-    add(book, "odd", LOOSE)
-    verdict = Answer(book).verdict()
-    assert "mxfp4 is worse than bf16, +0.1015 ±0.0021 nats" in verdict
-    assert "nvfp4 is equivalent to bf16, " in verdict
-    assert verdict.endswith("1 of 3 comparisons is undecided.")  # .2 apart, either way: no number of seeds is worth naming
-    assert "odd is" not in verdict
+    stated = Answer(book).verdict().removesuffix(".").split("; ")
+    assert [part.split(",")[0] for part in stated] == [
+        "odd is undecided against bf16",
+        "mxfp4 is worse than bf16",
+        "nvfp4 is equivalent to bf16",
+    ]
+    assert stated[1].endswith("+0.1015 ±0.0021 nats")
+    assert ", and takes more than 200 seeds in all" in stated[0]
 
 
-def test_what_does_not_stand_after_holm_says_so(book):
+def noisy(book, count: int) -> None:
+    """Arms without an effect."""
+    for number in range(count):
+        add(book, f"noise {number}", {seed: value + 0.1 * math.sin(7 * seed + number) for seed, value in BASE.items()})
+
+
+def test_what_does_not_stand_after_holm_is_a_verdict_nowhere(book):
+    """.0365 ±.0224 alone, among eight that say nothing."""
     add(book, "bf16", BASE, None)
     barely = {0: 0.051, 1: 0.02, 2: 0.03, 3: 0.045}
     add(book, "barely", {seed: BASE[seed] + barely[seed] for seed in BASE})
+    (alone,) = [arm for arm in Answer(book).arms if arm.name == "barely"]
+    assert alone.judged.word == "worse"
+    assert "barely is worse than bf16" in Answer(book).verdict()
+    noisy(book, 8)
+    answer = Answer(book)
+    (among,) = [arm for arm in answer.arms if arm.name == "barely"]
+    assert (among.judged.word, among.gap) == ("undecided", alone.gap)
+    row = next(row for row in answer.effects().rows if row["arm"] == "barely")
+    assert row["p (Holm)"][1] == among.judged.p > 0.05
+    assert "worse alone, not after Holm's correction" in row["verdict"]
+    assert '<tr class="undecided"><td>barely' in answer.effects().html()
+    assert "barely" not in answer.verdict()
+    assert "9 of 9 comparisons are undecided" in answer.verdict()
+    picture = forest(answer.arms, answer.metric)
+    lines = {line.get_label() for line in picture.figure.legends[0].get_texts()} if picture.figure.legends else set()
+    assert "worse" not in {text.get_text() for legend in picture.figure.legends for text in legend.get_texts()} | lines
+
+
+def test_equivalence_is_corrected_too(book):
+    """Within .01 alone (.0050 ±.0047), not beside eight more comparisons."""
+    add(book, "bf16", BASE, None)
+    near = {0: 0.0018, 1: 0.0082, 2: 0.0035, 3: 0.0065}
+    add(book, "near", {seed: BASE[seed] + near[seed] for seed in BASE})
+    assert Answer(book).arms[1].judged.word == "equivalent"
+    noisy(book, 8)
+    (among,) = [arm for arm in Answer(book).arms if arm.name == "near"]
+    assert among.judged.word == "undecided"
+    assert "equivalent alone" in among.verdict
+
+
+def whole_grid(book) -> None:
+    """Two knobs: sr costs .1, rht nothing, and each arm's gap to the baseline is drowned in the baseline's own noise."""
+    add(book, "bf16", {seed: value + 0.3 * math.sin(5 * seed) for seed, value in BASE.items()}, None, knobs={"recipe": "bf16"})
+    for place, (rht, sr) in enumerate(((True, True), (True, False), (False, True), (False, False))):
+        losses = {seed: value + 0.1 * sr + 0.002 * math.sin(3 * seed + place) for seed, value in BASE.items()}
+        add(book, f"rht={rht} sr={sr}", losses, knobs={"rht": rht, "sr": sr})
+
+
+def test_a_grids_verdict_states_each_knobs_main_effect_and_nothing_else(book):
+    whole_grid(book)
+    answer = Answer(book)
+    stated = answer.verdict().removesuffix(".").split("; ")
+    assert [part.split(",")[0] for part in stated] == [
+        "rht: true instead of false is equivalent",
+        "sr: true instead of false is worse",
+    ]
+    rows = {row["knob"]: row for row in answer.averages().rows if row[""] == "main effect"}
+    assert [rows[knob]["verdict"] for knob in ("rht", "sr")] == ["equivalent", "worse"]
+    assert [effect.effect.mean for effect, _ in answer.main_effects] == [rows[knob]["effect"][1] for knob in ("rht", "sr")]
+
+
+def test_the_seeds_for_a_verdict_are_the_same_number_everywhere(book):
+    add(book, "bf16", BASE, None)
+    add(book, "close", {seed: BASE[seed] + gap for seed, gap in enumerate((0.012, -0.009, 0.004, 0.001))})
+    answer = Answer(book)
+    needed = str(answer.arms[1].judged.needed)
+    assert re.fullmatch(r"\d+ \(\d+ to \d+\) seeds in all", needed)
+    (row,) = answer.power().rows
+    assert row["seeds in all for a verdict"] == needed.removesuffix(" seeds in all")
+    assert all(needed in text for text in (answer.verdict(), answer.arms[1].verdict, summary_markdown(book)))
+
+
+def test_an_effect_whose_square_overflows_takes_more_seeds_than_are_named(book):
+    book.describe(metric='{"name": "val/loss", "min_effect": 0.1}')
+    add(book, "bf16", BASE, None)
+    add(book, "vast", {0: 1e156, 1: 2e156, 2: 9e156})
+    assert "more than 200 seeds in all" in Answer(book).verdict()
+
+
+def test_a_note_names_the_seeds_of_the_table_among_several_arms(book):
+    """Open arms beside a decided one, which counts in neither correction for the open."""
+    add(book, "bf16", BASE, None)
+    add(book, "mxfp4", WORSE)
+    for place in range(4):
+        gaps = [0.012 * math.sin(2 + 3 * place + 5 * seed) for seed in BASE]
+        add(book, f"open {place}", {seed: BASE[seed] + gaps[seed] for seed in BASE})
+    arms = summaries(book)
+    assert {arm.judged.word for arm in arms[2:]} == {"undecided"}
+    assert len({str(arm.judged.needed) for arm in arms[2:]}) > 1
+    assert [gap(book, place)[1] for place in range(2, 7)] == [arm.verdict for arm in arms[1:]]
+
+
+def test_an_arm_that_is_not_over_counts_as_open_in_a_note(book):
+    add(book, "bf16", BASE, None)
+    add(book, "barely", {seed: BASE[seed] + more for seed, more in {0: 0.051, 1: 0.02, 2: 0.03, 3: 0.045}.items()})
+    assert gap(book, 2)[1] == "worse"
     for number in range(8):
-        add(book, f"noise {number}", {seed: value + 0.1 * math.sin(7 * seed + number) for seed, value in BASE.items()})
-    assert "barely is worse than bf16, +0.0365 ±0.0224 nats (alone; not after Holm's correction)" in Answer(book).verdict()
+        book.add_member(book.add_arm(f"waiting {number}", {}, 1, None), 0, f"waiting/{number}", SPEC)
+    assert gap(book, 2)[1].startswith("undecided (worse alone, not after Holm's correction)")
+
+
+def test_wilcoxons_p_is_corrected_over_all_arms_and_not_over_those_shown(book, monkeypatch):
+    """The smallest p of 8 pairs, 2 / 2^8, times three; the arms that are shown are those with the best means."""
+    base = {seed: 3 + 0.1 * math.sin(seed) for seed in range(8)}
+    add(book, "bf16", base, None)
+    for place in range(3):
+        add(book, f"lower {place}", {seed: loss - 0.1 - 0.01 * place - 0.001 * seed for seed, loss in base.items()})
+    add(book, "shift", {seed: loss - 5.0 for seed, loss in base.items()})
+    monkeypatch.setattr("ablate.answer.MOST_ARMS", 2)
+    rows = {row["arm"]: row["Wilcoxon, p (Holm)"] for row in Answer(book).checks().rows}
+    assert rows == {"lower 2": ("0.023", pytest.approx(3 * 2 / 2**8)), "shift": ""}
+
+
+def test_averages_of_counts_that_agree_are_not_the_same_numbers(book):
+    """Both knobs move every run, and their averages over the other agree."""
+    add(book, "bf16", {0: 1.0, 1: 2.0}, None, knobs={"recipe": "bf16"})
+    for rht, sr, second in ((True, True, 3.0), (True, False, 4.0), (False, True, 4.0), (False, False, 3.0)):
+        add(book, f"rht={rht} sr={sr}", {0: second - 2, 1: second}, knobs={"rht": rht, "sr": sr})
+    assert [verdict.word for _, verdict in Answer(book).main_effects] == ["none", "none"]
+
+
+def test_a_knob_that_changes_no_run_gives_the_same_numbers_on_average_too(book):
+    add(book, "bf16", BASE, None, knobs={"recipe": "bf16"})
+    for rht, sr in ((True, True), (True, False), (False, True), (False, False)):
+        add(book, f"rht={rht} sr={sr}", WORSE if sr else ALIKE, knobs={"rht": rht, "sr": sr})
+    answer = Answer(book)
+    assert [verdict.word for _, verdict in answer.main_effects] == ["same", "worse"]
+    assert answer.averages().rows[-1]["verdict"] == "the same numbers"
+
+
+def test_a_searchs_arm_that_learned_nothing_has_no_colour(book):
+    book.describe(search="tpe")
+    add(book, "bf16", BASE, None)
+    add(book, "bad", {seed: value + 6 for seed, value in WORSE.items()}, optuna=1)
+    learn(book, 4.0)
+    answer = Answer(book)
+    assert (answer.arms[1].judged.word, answer.arms[1].colour) == ("worse", "")
+    assert "<tr><td>bad" in answer.effects().html()
+    (column,) = [column for column in summary_table(answer.arms, answer.metric).columns if column.header == "verdict"]
+    assert [str(cell.style) for cell in column.cells] == ["dim", ""]
+
+
+def learn(book, floor: float) -> None:
+    """As if the runs' workload had said what a model reaches that ignores its input."""
+    for member in book.members():
+        store = Store(book.path.parents[2])
+        store.folder(member["id"]).mkdir(parents=True)
+        store.commit(member["id"], {"status": "done", "facts": {"data/unigram_entropy": floor}})
+
+
+def test_where_nothing_was_learned_no_arm_is_judged(book):
+    whole_grid(book)
+    assert [verdict.word for _, verdict in Answer(book).main_effects] == ["equivalent", "worse"]
+    learn(book, 2.5)
+    answer = Answer(book)
+    assert {arm.judged.word for arm in answer.arms} == {"none"}
+    assert {arm.verdict for arm in answer.arms[1:]} == {NOTHING_LEARNED}
+    assert {contrast.verdict for contrast in answer.contrasts} == {NOTHING_LEARNED}
+    assert answer.verdict().startswith("No answer: nothing was learned. ")
+    assert {verdict.said for _, verdict in answer.main_effects} == {NOTHING_LEARNED}
+    assert undecided(book) == []
+    assert {row["verdict"] for row in answer.averages().rows} == {NOTHING_LEARNED}
+    assert NOTHING_LEARNED in summary_markdown(book)
+
+
+def test_a_grid_that_learned_nothing_has_no_verdict_though_its_baseline_learned(book):
+    """The baseline ends near 3.1, every cell of the grid near 9."""
+    add(book, "bf16", BASE, None, knobs={"recipe": "bf16"})
+    for place, (rht, sr) in enumerate(((True, True), (True, False), (False, True), (False, False))):
+        losses = {seed: value + 6 + 0.1 * sr + 0.002 * math.sin(3 * seed + place) for seed, value in BASE.items()}
+        add(book, f"rht={rht} sr={sr}", losses, knobs={"rht": rht, "sr": sr})
+    learn(book, 4.0)
+    answer = Answer(book)
+    assert {arm.judged.word for arm in answer.arms[1:]} == {"worse"}
+    assert {row["verdict"] for table in (answer.averages(), answer.turned()) for row in table.rows} == {NOTHING_LEARNED}
+    assert answer.verdict().startswith("No answer: nothing was learned. ")
+
+
+def test_an_unrelated_arm_that_learned_gives_no_verdict_to_two_that_did_not(book):
+    add(book, "bf16", {seed: value + 5 for seed, value in BASE.items()}, None)
+    add(book, "bad", {seed: value + 5 for seed, value in WORSE.items()})
+    add(book, "fine", WORSE)
+    learn(book, 4.0)
+    _, bad, fine = Answer(book).arms
+    assert (bad.verdict, bad.judged.word, fine.judged.word) == (NOTHING_LEARNED, "none", "better")
+    assert gap(book, 2)[1] == NOTHING_LEARNED
+    assert undecided(book) == []
+    figures = [
+        Published(arm="bad", against=against, metric="val/loss", value=value, source="a paper")
+        for against, value in (("bf16", "higher"), (None, 8.2))
+    ]
+    assert [line.verdict for line in replications(book, figures)] == [NOTHING_LEARNED] * 2
+    assert "bad is not judged against bf16" in Answer(book).verdict()
+
+
+def test_an_arm_that_alone_learned_nothing_keeps_its_verdict_and_is_marked(book):
+    add(book, "bf16", BASE, None)
+    add(book, "mxfp4", WORSE)
+    learn(book, 3.15)  # between the two: 3.0875 and 3.1890
+    bf16, mxfp4 = Answer(book).arms
+    assert (bf16.learned, mxfp4.learned, mxfp4.judged.word) == (True, False, "worse")
+    assert mxfp4.verdict == "worse; learned nothing, its loss is above 3.15"
+    assert Answer(book).verdict().endswith("(it learned nothing).")
+    speed = summaries(book, Metric(name="throughput/tokens_per_s"))
+    assert all(arm.learned for arm in speed)
+
+
+def test_the_sign_of_a_percentage_is_that_of_its_gap_where_values_are_negative(book):
+    add(book, "bf16", {seed: -value for seed, value in BASE.items()}, None)
+    add(book, "lower", {seed: -value - 0.1 * (1 + 0.1 * seed) for seed, value in BASE.items()})
+    row = Answer(book).effects().rows[1]
+    assert row["gap to baseline"][1] < 0
+    assert row["in percent"][1] < 0
+
+
+def test_one_seed_and_one_arm_are_counted_as_one(book):
+    add(book, "bf16", {0: 3.0}, None)
+    assert "1 arm of workload gpt" in Answer(book).method().text
+    assert "1 seed an arm" in Answer(book).method().text
+    add(book, "a", {0: 3.1})
+    assert "over 1 seed;" in said(book)
+    assert "1 seeds" not in said(book) + Answer(book).method().text
 
 
 def test_tokens_to_match_and_percent_are_those_of_the_curves(book):
@@ -107,7 +334,7 @@ def test_what_is_missing_and_what_diverged_is_said_with_its_seeds(book):
         book.settle(book.add_member(arm, seed, f"a/{seed}", SPEC), status, "why")
     text = said(book)
     assert "**Half done:** 1 of 8 runs are missing (1 failed)" in text
-    assert "**Diverged:** a on seeds 2." in text
+    assert "**Diverged:** a on seed 2." in text
     assert Answer(book).arms[1].verdict.startswith("diverged on 1 of 4 seeds; on the others: ")
 
 

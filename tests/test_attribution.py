@@ -8,7 +8,7 @@ import pytest
 import statsmodels.formula.api as smf
 from pandas import DataFrame
 
-from ablate.attribution import extra_tokens, front, grid, interactions, main_effects, shares, variance
+from ablate.attribution import extra_tokens, front, grid, interactions, main_effects, shares
 from ablate.results import ArmSummary
 from ablate.stats import Interval, paired_difference
 
@@ -60,7 +60,6 @@ def test_known_effects_lie_within_their_intervals_and_seeds_levels_do_not_widen_
         effects = [*main_effects(found), *interactions(found)]
         covered += sum(e.effect.low < true < e.effect.high for e, true in zip(effects, (0.65, -0.05, 0.3), strict=True))
         assert all(e.effect.high - e.effect.low < 1 for e in effects)  # seeds lie 10 apart
-        assert variance(found)["rht",] < 0.001
     assert covered >= 105
 
 

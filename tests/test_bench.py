@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,9 +67,30 @@ def test_a_layer_is_timed_forward_and_backward(tmp_path):
             assert one[f"{way} of peak"] == pytest.approx(speed / one[f"{way} peak"])
     assert {"cpu", "torch", "threads", "device"} <= set(told["machine"])
     assert "host" not in told["machine"]
-    assert told["of peak"].startswith("torch's own bf16 product of 2048x2048x2048")
+    assert re.match(r"torch's own bf16 product of (256|512|1024|2048)x\1x\1", told["of peak"])
     assert done.stderr == "nvfp4, nvfp4, fp32_out: emulated, since there is no GPU with CUDA here\n"
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_yardstick_is_as_large_as_this_machine_multiplies_in_a_short_time():
+    """The side follows the seconds that a product takes: 2048 on a fast core, less on one that takes long, 256 at least."""
+    for speed, side in ((1e12, 2048), (2 * 2048**3 / 0.2499, 2048), (2 * 2048**3 / 0.26, 1024), (2e9, 512), (1.0, 256)):
+        asked = []
+
+        def seconds(size, speed=speed, asked=asked):
+            asked.append(size)
+            return 2 * size**3 / speed
+
+        assert linears.side("cpu", seconds) == side
+        assert max(asked) <= side
+
+
+def test_the_yardsticks_product_is_the_one_that_layers_compute(monkeypatch):
+    """Not `a @ b`, which takes a hundred times as long on a CPU without bf16 instructions."""
+    seen = []
+    monkeypatch.setattr("ablate.numerics.product.linear", lambda x, w: seen.append(x.shape))
+    linears.matmul(64, "cpu")(lambda: None)
+    assert seen == [(64, 64)]
 
 
 def test_a_models_layers_are_those_of_its_block():
@@ -218,8 +240,8 @@ def test_the_start_of_a_trial_is_timed():
 def test_what_is_asked_wrongly_is_told_before_anything_is_measured(arguments, said):
     done = ablate("bench", *arguments)
     assert done.returncode == 2
-    assert done.stderr.startswith(said)
-    assert done.stderr.count("\n") == 1
+    told = [line for line in done.stderr.splitlines() if not line.startswith("Starting: ")]
+    assert [line.startswith(said) for line in told] == [True]
 
 
 def test_the_peak_of_a_call_is_that_of_its_tensors():

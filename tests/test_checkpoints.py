@@ -2,8 +2,10 @@
 
 import json
 import os
+import random
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from ablate.checkpoints import Checkpoints
 from ablate.controller import Controller, Wishes
 from ablate.forks import Family
 from ablate.ledger import Ledger
+from ablate.plan import forecast
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Phase
 from ablate.store import Store
@@ -48,14 +51,97 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     assert Checkpoints(tmp_path / "checkpoint.pt", "trial", 0).take()["step"] == 3
 
 
-@pytest.mark.parametrize("damage", ["torn", "another trial"])
-def test_a_checkpoint_that_cannot_be_used_is_told_and_the_trial_goes_on_without_it(damage, tmp_path, capsys):
+def flip(path: Path, place: float, bit: int = 0) -> None:
+    """Flip a bit of a file's byte at a place between 0 and 1."""
+    content = bytearray(path.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 1 << bit
+    path.write_bytes(content)
+
+
+HARMS = {
+    "torn": lambda path: path.write_bytes(path.read_bytes()[:-20]),
+    "of an earlier version": lambda path: torch.save({"version": 3, "trial": "trial", "step": 3}, path),
+    "another trial": lambda path: Checkpoints(path, "other", 0).leave(3, {"step": 3}, (False, True)),
+} | {f"a bit at {place}": lambda path, place=place: flip(path, place) for place in (0.0, 0.2, 0.4, 0.6, 0.8, 0.97, 1.0)}
+
+
+@pytest.mark.parametrize("damage", HARMS)
+def test_a_checkpoint_that_cannot_be_used_is_told_and_put_aside_and_the_trial_goes_on_without_it(damage, tmp_path, capsys):
     path = tmp_path / "checkpoint.pt"
-    Checkpoints(path, "other" if damage == "another trial" else "trial", 0).leave(3, {"step": 3}, (False, True))
-    if damage == "torn":
-        path.write_bytes(path.read_bytes()[:-20])
+    Checkpoints(path, "trial", 0).leave(3, {"step": 3, "model": torch.arange(999.0)}, (False, True))
+    assert Checkpoints(path, "trial", 60).start == 3
+    HARMS[damage](path)
+    capsys.readouterr()
     assert Checkpoints(path, "trial", 60).take() is None
-    assert "the trial goes on without it" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.startswith(f"{path}: ")
+    assert told.count("\n") == 1
+    assert [found.name for found in tmp_path.iterdir()] == ["checkpoint.pt.damaged"]
+
+
+OFTEN = {"log": 1, "every": 5, "shadow": 5, "checkpoint": 0}
+
+
+def begun(spec: TrialSpec, store: Store, steps: int, points=(), how=OFTEN) -> None:
+    """Run an attempt and leave it after so many steps, as a kill does."""
+    events = run(spec, store, store.begin(spec.id), how, points)
+    for event in events:
+        if event["step"] == steps and "again" not in event:
+            break
+    events.close()
+
+
+def on_disk(store: Store, spec: TrialSpec) -> list[str]:
+    """What a finished trial's folder says, compared with its result."""
+    return [own(event) for event in store.proven(spec.id, store.result(spec.id))]
+
+
+WHAT = {
+    "a bit of the checkpoint": lambda folder: flip(folder / "checkpoint.pt", 0.5),
+    "a digit of a record before it": lambda folder: flip(folder / "events-1.jsonl", 0.2),
+    "records before it are gone": lambda folder: (folder / "events-1.jsonl").write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_a_trial_whose_checkpoint_or_records_were_changed_begins_anew_and_ends_as_if_undisturbed(what, tmp_path):
+    (spec,) = cooldowns(tmp_path, 0.1)
+    store, plain = Store(tmp_path / "runs"), [own(event) for event in run(spec, Store(tmp_path / "plain"), 1, OFTEN)]
+    begun(spec, store, 12)
+    WHAT[what](store.folder(spec.id))
+    told = list(run(spec, store, store.begin(spec.id), OFTEN))
+    assert not any("resumed" in event for event in told)
+    assert [own(event) for event in told] == on_disk(store, spec) == plain
+
+
+def test_a_trial_goes_on_from_an_earlier_state_where_the_furthest_that_others_left_was_changed(tmp_path, capsys):
+    specs, store = cooldowns(tmp_path, 0, 0.1, 0.5), Store(tmp_path / "runs")
+    family = Family(specs)
+    quiet = OFTEN | {"checkpoint": 60}
+    list(run(specs[0], store, 1, quiet, family.points(specs[0])))
+    ((_, furthest), *_) = family.points(specs[1])
+    flip(store.shared(furthest), 0.5)
+    told = list(run(specs[1], store, 1, quiet, family.points(specs[1])))
+    assert [event["resumed"] for event in told if "resumed" in event] == [10]
+    assert str(store.shared(furthest)) in capsys.readouterr().out
+    assert store.shared(furthest).exists()  # left again, whole
+    plain = [own(event) for event in run(specs[1], Store(tmp_path / "plain"), 1, quiet)]
+    assert [own(event) for event in told] == on_disk(store, specs[1]) == plain
+
+
+def test_what_an_attempt_does_again_is_recorded_as_it_was_at_first_with_whatever_is_new(tmp_path):
+    """Else a ledger that heard the first attempt would hold other times than the files."""
+    (spec,) = cooldowns(tmp_path, 0.1)
+    store = Store(tmp_path / "runs")
+    begun(spec, store, 12, how=OFTEN | {"checkpoint": 60})  # without a checkpoint of its own
+    first = list(store.events(spec.id))
+    told = list(run(spec, store, store.begin(spec.id), OFTEN | {"every": 3, "shadow": 3}))
+    times = {(event["step"], name): event["time"] for event in told for name in event["metrics"]}
+    assert all(times[event["step"], name] == event["time"] for event in first for name in event["metrics"])
+    kept = {(event["step"], name): event["time"] for event in store.proven(spec.id, store.result(spec.id)) for name in event["metrics"]}
+    assert kept == times
+    plain = run(spec, Store(tmp_path / "plain"), 1, OFTEN)
+    assert len(times) > sum(len(event["metrics"]) for event in plain)
 
 
 def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_no_record(tmp_path, monkeypatch):
@@ -109,7 +195,7 @@ def cooldowns(folder: Path, *fractions: float) -> list[TrialSpec]:
 
 def test_what_a_sweep_over_cooldown_shares_is_counted(tmp_path):
     family = Family(cooldowns(tmp_path, 0, 0.05, 0.1, 0.15, 0.2, 0.25))
-    assert family.steps() == (120, 20 + 1 + 2 + 3 + 4 + 5)  # 3.4 times fewer
+    assert sum(family.steps().values()) == 20 + 1 + 2 + 3 + 4 + 5  # of 120, 3.4 times fewer
 
 
 def test_trials_part_where_their_recipes_do(tmp_path):
@@ -130,6 +216,17 @@ def test_another_seed_another_model_and_another_recipe_share_nothing(tmp_path):
         spec.model_copy(update={"recipe": PRESETS["mxfp4"]()}),
     ]
     assert not Family([spec, *others]).points(spec)
+
+
+def test_a_shared_state_under_the_name_of_another_is_put_aside(tmp_path, capsys):
+    """A copy of another seed's state, or of another step's, is whole: only its name tells that it is not what was asked for."""
+    shared = {step: tmp_path / f"{name}.pt" for step, name in ((10, "ten"), (20, "twenty"))}
+    Checkpoints(tmp_path / "a" / "checkpoint.pt", "a", 60, shared).leave(10, {"step": 10}, (True, False))
+    shared[20].write_bytes(shared[10].read_bytes())
+    found = Checkpoints(tmp_path / "b" / "checkpoint.pt", "b", 60, shared)
+    assert (found.start, found.trunk) == (10, {"trial": "a", "step": 10})
+    assert "twenty.pt: the state of trial a after step 10 under another's name" in capsys.readouterr().out
+    assert (tmp_path / "twenty.pt.damaged").exists()
 
 
 def test_a_schedule_that_waits_for_a_measurement_is_shared_only_whole(tmp_path):
@@ -163,6 +260,90 @@ def test_a_sweep_runs_what_its_trials_share_once_and_leaves_no_shared_checkpoint
     }
     assert own_steps == {"a": 2 * (20 + 20 + 2 + 5), "b": 2 * 4 * 20}  # bf16 and three arms, two seeds
     assert not list((tmp_path / "a" / "checkpoints").iterdir())
+
+
+GRIDS = {
+    "arms that part at different steps": {"arms": ["0", "0.1", "0.5"]},
+    "arms that are equal to the end": {"arms": ["0.1", "0.11"]},
+    "equal arms, and one that parts from them": {"arms": ["0.1", "0.11", "0.5"]},
+    "equal arms that part from one that is done": {"arms": ["0.5", "0.1", "0.11"], "done": ["0.5"]},
+    "a trunk that is done": {"arms": ["0", "0.1", "0.11", "0.5"], "done": ["0", "0.1"], "seeds": 2},
+    "an earlier run that was ended between two arms": {"arms": ["0.1", "0.11", "0.5"], "ended": 12},
+}
+
+
+DRAWN = 4
+
+
+@pytest.mark.parametrize("case", [*GRIDS, *range(DRAWN)])
+def test_a_sweep_computes_as_many_steps_as_its_plan_counts(case, tmp_path):
+    """Of named cases, and of arms and finished arms that are drawn."""
+    draw = random.Random(case)
+    arms = draw.sample(["0", "0.05", "0.1", "0.11", "0.12", "0.25", "0.26", "0.5", "bf16", "mxfp4"], draw.randint(2, 5))
+    drawn = {"arms": arms, "done": draw.sample(arms, draw.randint(0, 2)), "seeds": draw.randint(1, 2)}
+    given = {"seeds": 1, "done": [], "ended": None} | (drawn if case in range(DRAWN) else GRIDS[case])
+    keys = {"shape": {"steps": 20, "eval_every": 20, "width": 16, "context": 8, "batch": 1, "layers": 1}, "ablate": None}
+    keys |= {"telemetry": {"log": 1, "every": 20}, "seeds": given["seeds"]}
+
+    def named(*names: str):
+        arms = {name: {"cooldown": float(name)} if name[0].isdigit() else {"recipe": name} for name in names}
+        return tiny(tmp_path, "-".join(names), arms=arms, against=names[0], **keys)
+
+    def steps() -> int:
+        return sum(len(path.read_text().splitlines()) for path in (tmp_path / "state" / "trials").glob("*/events-*.jsonl"))
+
+    if given["done"]:
+        finish(named(*given["done"]), tmp_path / "state")
+    experiment = named(*given["arms"])
+    if given["ended"]:
+        controller = Controller(experiment, tmp_path / "state", "cpu", Inline, None)
+        run = controller.run()
+        next(step for step in run if sum(running.step for running in step.running) >= given["ended"] and step.done)
+        run.close()
+    before, planned = steps(), forecast(experiment, tmp_path / "state", "cpu")
+    finish(experiment, tmp_path / "state")
+    assert planned.steps == steps() - before
+    assert planned.alone == 20 * planned.trials
+
+
+TRUNK = {"shape": {"steps": 20, "eval_every": 20, "width": 16, "context": 8, "batch": 1}, "telemetry": {"log": 1}, "seeds": 1}
+
+
+def left(state: Path) -> set[str]:
+    """The shared checkpoints of a state folder."""
+    return {path.name for path in (state / "checkpoints").iterdir()}
+
+
+def interrupted(experiment, state: Path) -> None:
+    """Run a sweep over cooldown until a shared state lies there, and leave it."""
+    with closing(Controller(experiment, state, "cpu", Inline, None).run()) as run:
+        next(step for step in run if (state / "checkpoints").exists() and step.running and step.done)
+    assert left(state)
+
+
+@pytest.mark.parametrize("then", ["without forks", "without the arms", "with one arm finished"])
+def test_checkpoints_that_no_trial_can_use_any_more_go_at_the_end_of_a_sweep(then, tmp_path):
+    interrupted(tiny(tmp_path, ablate={"cooldown": [0, 0.25, 0.5]}, **TRUNK), tmp_path)
+    (tmp_path / "checkpoints" / "half.pt.123").write_bytes(b"written by a trial that was killed")
+    edited = {"cooldown": [0, 0.25, 0.5]} if then == "without forks" else {"rht": [True, False]}
+    edited = {"cooldown": [0]} if then == "with one arm finished" else edited
+    finish(tiny(tmp_path, ablate=edited, **TRUNK), tmp_path, fork=then != "without forks")
+    assert not left(tmp_path)
+
+
+def test_checkpoints_that_another_unfinished_sweep_wants_stay(tmp_path):
+    """Also those that both sweeps share; and all but the own ones, where the other does not say what it wants."""
+    other = tiny(tmp_path, "other", ablate={"cooldown": [0, 0.25, 0.5]}, **TRUNK)
+    interrupted(other, tmp_path)
+    before = left(tmp_path)
+    finish(tiny(tmp_path, ablate={"cooldown": [0, 0.25]}, **TRUNK), tmp_path)
+    assert left(tmp_path) == before
+    with closing(Ledger(tmp_path / "sweeps" / "other" / "ledger.db")) as book:
+        book.db.execute("DELETE FROM sweep WHERE key IN ('shared', 'ended')")  # as an earlier version wrote it
+    finish(tiny(tmp_path, "third", ablate={"rht": [True]}, **TRUNK), tmp_path)
+    assert left(tmp_path) == before
+    finish(other, tmp_path)
+    assert not left(tmp_path)
 
 
 def finish(experiment, state: Path, fork: bool = True) -> dict:

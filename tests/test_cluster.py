@@ -76,7 +76,7 @@ def sweeping(address: str, path: Path, state: Path, *ranks: int, most: int = 0) 
 def swept(address: str, path: Path, state: Path, *ranks: int) -> tuple[int, str]:
     """The sweep, to its end: its status and what it said."""
     with sweeping(address, path, state, *ranks) as process:
-        said, _ = process.communicate("\n", timeout=150)
+        said, _ = process.communicate("\n", timeout=600)
     return process.returncode, said
 
 
@@ -123,7 +123,7 @@ def test_without_a_shared_file_system_the_store_is_the_same_and_workers_need_no_
     assert b"No module named 'mlflow'" in refused.stderr
     with node(address, 2, hide=hidden, **bare, **OPEN):
         status, said = swept(address, write(tmp_path, **keys), hidden / "state")
-        until(lambda: not list(scratch.glob("ablate-*")), 20)
+        until(lambda: not list(scratch.glob("ablate-*")))
     assert status == 0, said
     (told,) = [line for line in said.splitlines() if "state" in line and "workers on" in line]
     assert f"do not see {hidden / 'state'}: records are streamed, and checkpoints fetched through Ray" in told
@@ -143,11 +143,11 @@ def test_a_trial_whose_node_is_lost_goes_on_elsewhere_from_its_last_fetched_chec
     gate.shut()
     with head(**OPEN) as address, nodes(address, each, each) as both, sweeping(address, write(tmp_path, **keys), state) as driver:
         print("", file=driver.stdin, flush=True)
-        until(lambda: list(state.glob("trials/*/checkpoint.pt")), 90)
+        until(lambda: list(state.glob("trials/*/checkpoint.pt")))
         (lost,) = (one for one in both if computes(one))
         end_family(lost)
         gate.open()
-        output, _ = driver.communicate(timeout=120)
+        output, _ = driver.communicate(timeout=600)
     assert driver.returncode == 0, output
     assert "its node is gone; retry 1/2" in output
     assert re.search(r"goes on from step \d+", output)
@@ -179,7 +179,7 @@ def test_a_node_without_the_package_is_told_in_a_sentence(address, tmp_path):
     said = (
         "has no package ablate, or another version of it: install the same version on every node (pip install ablate-fp4), or send it along"
     )
-    assert re.fullmatch(rf"node \S+ {re.escape(said)} with `ray job submit --working-dir \.`\n", done.stderr)
+    assert re.fullmatch(rf"node \S+ {re.escape(said)} with `ray job submit --working-dir \.`", done.stderr.splitlines()[-1])
 
 
 def sent(folder: Path) -> dict[str, str]:
@@ -279,12 +279,12 @@ def test_a_gang_starts_in_a_stream_of_small_trials_and_both_end(cpus, address, t
         with sweeping(address, big, state, 2) as big, sweeping(address, small, other, most=len(cpus)) as small:
             assert (big.stdout.readline(), small.stdout.readline()) == ("ready\n", "ready\n")
             print("", file=small.stdin, flush=True)
-            until(lambda: list(other.glob("trials/*/result.json")), 60)
-            output, _ = big.communicate("\n", timeout=120)
+            until(lambda: list(other.glob("trials/*/result.json")))
+            output, _ = big.communicate("\n", timeout=600)
             assert big.returncode == 0, output
             assert small.poll() is None, small.communicate()
             gate.open()
-            said, _ = small.communicate(timeout=120)
+            said, _ = small.communicate(timeout=600)
     assert small.returncode == 0, said
     assert set(statuses(state).values()) == set(statuses(other, "stream").values()) == {"done"}
 
@@ -312,7 +312,7 @@ def test_a_gang_whose_node_dies_is_tried_again_as_a_whole_and_one_that_no_cluste
         refused = big.stdout.readline()
         assert refused == "a trial needs 9 CPUs, and the Ray cluster has 2 on 2 nodes (1, 1)\n"
         print("", file=big.stdin, flush=True)
-        until(lambda: list(state.glob("trials/*/checkpoint.pt")), 60)
+        until(lambda: list(state.glob("trials/*/checkpoint.pt")))
         end_family(second)
         gate.open()
         with node(address, **OPEN):
@@ -357,10 +357,10 @@ def test_the_batch_script_of_the_documentation_starts_ray_runs_the_sweep_and_lea
     }
     one = write(tmp_path, ablate={"rht": [True]}, against={"rht": True}, seeds=1)
     words = ["bash", script, one, "--mlflow", "none"]
-    done = subprocess.run(words, env=environment(**slurm, **mine), capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(words, env=environment(**slurm, **mine), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(statuses(tmp_path / "state").values()) == {"done"}
-    until(lambda: not marked(str(tmp_path)), 20)
+    until(lambda: not marked(str(tmp_path)))
 
 
 def marked(mark: str) -> list[str]:

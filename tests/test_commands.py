@@ -67,7 +67,7 @@ for path in sys.argv[2:]:
 def modules(*words, **extra: str) -> tuple[subprocess.CompletedProcess, set[str]]:
     """The command, and the top-level modules that were imported when it ended."""
     command = [sys.executable, "-c", RUN, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(**extra), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(**extra), check=False)
     return done, set(done.stderr.splitlines()[-1].split())
 
 
@@ -108,7 +108,7 @@ def test_schema_prints_a_json_schema():
 @pytest.mark.parametrize("module", ["ablate.sweep", "ablate.plan"])
 def test_a_verb_is_a_module_too(module, tmp_path):
     command = [sys.executable, "-m", module, str(tmp_path / "nowhere.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
     assert (done.returncode, done.stderr) == (2, f"{tmp_path / 'nowhere.yaml'}: no such file\n")
 
 
@@ -120,7 +120,7 @@ def plans(tmp_path_factory):
         assert here("plan", path).returncode == 0
     state = tmp_path_factory.mktemp("plans") / "state"
     command = [sys.executable, "-c", PLANS, str(state), *map(str, EXPERIMENTS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(), check=False)
     return state, {path: found for path, *found in map(json.loads, done.stdout.splitlines())}
 
 
@@ -179,7 +179,7 @@ def test_bad_input_is_told_line_by_line_with_status_2_before_anything_runs(verb,
     [
         (b"", "this file is empty"),
         (b"- a\n", "this file is a list"),
-        (b"a: \xff\n", "cannot be read: 'utf-8' codec can't decode"),
+        (b"a: \xff\n", "is not UTF-8"),
         (b"a: &x [1]\nb: *x\n", "aliases are refused"),
         (b"a: [1\n", ":2:1: while parsing a flow sequence expected ',' or ']'"),
         (None, "no such file; 'tiny.yaml' is the nearest"),
@@ -245,8 +245,9 @@ def test_a_sweep_answers_its_question(swept):
     gap = float(rows["rht=true"].split()[3])
     assert gap == pytest.approx(means["rht=true"] - means["bf16"], abs=5e-5)
     assert any(line.startswith("rht   true instead of false") for line in table(done.stdout))
-    assert f"A model that ignores context reaches {math.log(64):.2f}" in done.stdout
-    assert done.stderr == ""
+    assert f"A model that ignores context reaches {math.log(64):.2f}" in " ".join(done.stdout.split())
+    assert done.stderr.startswith("Starting: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_same_command_again_runs_nothing_starts_nothing_and_answers_the_same(swept):
@@ -294,7 +295,7 @@ def test_a_driver_killed_again_and_again_and_then_interrupted_loses_nothing_and_
 
     driver = stopped_at(3)
     driver.send_signal(signal.SIGINT)
-    output, _ = driver.communicate(timeout=60)
+    output, _ = driver.communicate(timeout=300)
     assert driver.returncode == 130
     assert output.rstrip().endswith("Interrupted. Nothing is lost: the same command goes on.")
     assert "Traceback" not in output
@@ -336,7 +337,7 @@ def test_an_arm_too_large_for_this_machine_ends_with_status_1_and_its_reason(ray
     assert (found["good", 0], found["bf16", 0], found["wild", 0], found["broken", 0]) == ("done", "done", "diverged", "oom")
     assert re.search(r"broken seed=0: oom: out of memory after step 0, .* you tried to allocate \d+ bytes", done.stdout)
     assert re.search(r"wild seed=0: diverged: non-finite loss or gradient at step \d", done.stdout)
-    assert re.search(r"^wild .*diverged on 1 of 1 seeds *$", done.stdout, re.MULTILINE)
+    assert re.search(r"^wild .*diverged on 1 of 1 seed *$", done.stdout, re.MULTILINE)
     assert ", 2 failed in" in done.stdout  # the arm and its baseline, which has the same workload
 
 
@@ -375,7 +376,7 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
         book.close()
         return drawn >= 2
 
-    until(halfway, 120)
+    until(halfway)
     members = psutil.Process(driver.pid).children(recursive=True)
     family = [member for member in members if "ablate.child" in words_of(member) or "ray::Actor" in " ".join(words_of(member))]
     driver.send_signal(signal.SIGKILL)

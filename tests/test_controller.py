@@ -216,13 +216,13 @@ EDITS = {
     "a longer name": ({"ablate": {"rht": [True]}}, {"ablate": None, "arms": {"rht": {"rht": True}}}, 0),
     "a seed more": ({"seeds": 1}, {"seeds": 2}, 3),
     "a range moved": (
-        {"ablate": {"cooldown": {"uniform": [0.0, 0.5]}}, "search": {"trials": 1}},
+        {"ablate": {"cooldown": {"uniform": [0.25, 0.5]}}, "search": {"trials": 1}},
         {"ablate": {"cooldown": {"uniform": [0.5, 0.9]}}, "search": {"trials": 2}},
         1,
     ),
     "a searched knob more": (
-        {"ablate": {"cooldown": {"uniform": [0.0, 0.5]}}, "search": {"trials": 1}},
-        {"ablate": {"cooldown": {"uniform": [0.0, 0.5]}, "sr": [True, False]}, "search": {"trials": 2}},
+        {"ablate": {"cooldown": {"uniform": [0.25, 0.5]}}, "search": {"trials": 1}},
+        {"ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "sr": [True, False]}, "search": {"trials": 2}},
         1,
     ),
 }

@@ -1,12 +1,14 @@
 """What the documents say is what the code does."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ablate.experiment import load
 from ablate.surface import json_schema
 
 ROOT = Path(__file__).parents[1]
@@ -16,6 +18,21 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
 def test_the_readme_has_the_table_of_knobs_that_the_code_prints():
     table = subprocess.run([sys.executable, "-m", "ablate", "knobs"], capture_output=True, text=True, check=True).stdout.strip()
     assert table in (ROOT / "README.md").read_text(), "paste the output of `ablate knobs` into README.md"
+
+
+def test_the_readmes_answer_is_of_the_shipped_experiment_and_its_text_quotes_that_table_alone():
+    """A number or a verdict in the text that the table above it does not have would be of another run."""
+    readme = (ROOT / "README.md").read_text()
+    table, text = re.search(r"^(arm  .*?)```\n\n(What it means: .*?)\n\n", readme, re.DOTALL | re.MULTILINE).groups()
+    file = ROOT / "experiments" / "rht_sr.yaml"
+    experiment = load(file)
+    assert re.findall(r"^(\S.*?)  +\d\.\d{4}  +(\d+) ", table, re.MULTILINE) == [
+        (arm.name, str(len(experiment.seeds))) for arm in experiment.arms
+    ]
+    assert [number for number in re.findall(r"\d*\.\d{3,}", text) if number not in table + file.read_text()] == []
+    verdicts = set(re.findall(r"\b(?:better|worse|equivalent)\b(?! alone)", table))
+    assert set(re.findall(r"\bis (better|worse|equivalent)\b", text)) <= verdicts
+    assert ("every line is undecided" in text) == (not verdicts)
 
 
 def test_the_published_schema_is_todays():

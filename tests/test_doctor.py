@@ -41,7 +41,8 @@ def test_every_quick_check_is_green_here(check):
 def test_the_fast_run_prints_a_table_and_a_verdict_and_ends_with_status_0():
     done = ablate("doctor", "--fast")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    assert done.stderr.startswith("Starting: ")
+    assert done.stderr.count("\n") == 1
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     headings = [line for line in lines if line in {check.group for check in QUICK}]
     assert headings == list(dict.fromkeys(check.group for check in QUICK))
@@ -276,13 +277,13 @@ def start(command: tuple[str, ...], *words) -> subprocess.Popen:
 def run(command: tuple[str, ...], *words) -> tuple[int, str, str]:
     """Its status, output and errors."""
     process = start(command, *words)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=600)
     return process.returncode, output, errors
 
 
 def test_off_rows_are_red_in_the_table_and_the_status_is_1():
     command = [sys.executable, "-c", SICK, "--fast"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
     assert done.returncode == 1
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("R Rᵀ - I")]
     assert [words[-1] for words in lines] == ["OFF", "OFF"]
@@ -345,7 +346,7 @@ def test_no_check_outlives_its_sweep(signum, tmp_path):
     time.sleep(1.5)  # it is past its imports, and hangs
     assert not gone([check])
     driver.send_signal(signum)
-    driver.wait(timeout=30)
+    driver.wait(timeout=300)
     until(lambda: gone([check]))
-    assert driver.returncode == (130 if signum == signal.SIGINT else -signum)
+    assert driver.returncode == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}[signum]
     end(driver)

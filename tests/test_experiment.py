@@ -14,7 +14,9 @@ from ruamel.yaml import YAML
 from ablate.arms import KnobError
 from ablate.experiment import load
 from ablate.recipes import PRESETS
+from ablate.space import refuse_twins
 from ablate.surface import json_schema
+from ablate.yamlfile import Document
 
 EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").rglob("*.yaml"))
 GOOD = """
@@ -358,6 +360,13 @@ def test_a_condition_that_can_never_hold_is_refused(tmp_path):
         ("{mlp: gelu}", "3:18: workload.gpt.mlp: 'gelu': input should be 'swiglu' or 'relu2'"),
         ("{width: 100, heads: 3}", "3:30: workload.gpt.heads: 3: 3 does not divide width 100"),
         ("{heads: 4, kv_heads: 3}", "3:28: workload.gpt.kv_heads: 3: 3 does not divide heads 4"),
+        ("{layers: 2147483648}", "3:18: workload.gpt.layers: 2147483648: input should be less than or equal to 1024"),
+        ("{token_budget: 1000000000000000}", "3:12: workload.gpt: {'token_budget': 1000000000000000}: token_budget 1000000000000000 is "),
+        ("{model: {model_type: {a: 1}}}", "3:18: workload.gpt.model: {'model_type': {'a': 1}}: model_type {'a': 1} is none that "),
+        (
+            "{model: {model_type: gpt2, n_layer: 2147483648}}",
+            "3:18: workload.gpt.model: {'model_type': 'gpt2', 'n_layer': 2147483648}: n_layer ",
+        ),
     ],
 )
 def test_a_mistake_in_the_workload_is_refused_with_its_place(values, expected, tmp_path):
@@ -557,6 +566,79 @@ def test_a_baseline_takes_the_arms_own_workload_values(tmp_path):
         assert baseline.recipe == PRESETS["bf16"]()
 
 
+MUON = {"adamw": {}, "muon": {"workload.optimizer": "muon"}}
+TUNED = {"ref": {"recipe": "bf16", "workload.lr": 2e-3}, "fp4": {"workload.lr": 3e-3}}
+RATES = {"ablate": {"rht": [True, False], "workload.lr": [0.001, 0.01]}}
+NAMED = {
+    "an arm of another optimizer": ({"arms": MUON, "against": "adamw"}, [("adamw", None), ("muon", "adamw")]),
+    "an arm at its own rate": ({"arms": TUNED, "against": "ref"}, [("ref", None), ("fp4", "ref")]),
+    "an arm by its knobs": ({"arms": TUNED, "against": TUNED["ref"]}, [("ref", None), ("fp4", "ref")]),
+    "the arm without knobs": ({"arms": MUON, "against": {}}, [("adamw", None), ("muon", "adamw")]),
+    "knobs that set the rate of no arm": (
+        {"arms": MUON, "against": {"workload.lr": 0.01}},
+        [
+            ("lr=0.01", None),
+            ("lr=0.01 optimizer=muon", None),
+            ("adamw", "lr=0.01"),
+            ("muon", "lr=0.01 optimizer=muon"),
+        ],
+    ),
+    "one point of a grid of rates": (
+        RATES | {"against": "rht=false lr=0.01"},
+        [
+            *((f"rht={arm}", "rht=false lr=0.01") for arm in ("true lr=0.001", "true lr=0.01", "false lr=0.001")),
+            ("rht=false lr=0.01", None),
+        ],
+    ),
+    "knobs that leave a grid's rate open": (
+        RATES | {"against": {"rht": False}},
+        [(f"rht=true lr={rate}", f"rht=false lr={rate}") for rate in (0.001, 0.01)]
+        + [(f"rht=false lr={rate}", None) for rate in (0.001, 0.01)],
+    ),
+    "knobs that set one of a grid's rates": (
+        RATES | {"against": {"recipe": "bf16", "workload.lr": 0.01}},
+        [
+            ("bf16 lr=0.01", None),
+            *((f"rht={on} lr={rate}", "bf16 lr=0.01") for on in ("true", "false") for rate in (0.001, 0.01)),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_the_baseline_that_a_file_names_is_the_baseline_of_arms_with_other_workload_values(case, tmp_path):
+    keys, expected = NAMED[case]
+    found = tiny(tmp_path, **({"ablate": None} | keys))
+    assert names(found) == expected
+    arms = {arm.name: arm for arm in found.arms}
+    by_content = {arm.content: arm.name for arm in found.arms}
+    assert len(by_content) == len(arms)
+    assert all(arm.baseline is None or arms[arm.baseline].baseline is None for arm in found.arms)
+
+
+def test_a_search_is_compared_with_the_workload_values_that_its_baseline_names(tmp_path):
+    space = {"workload.lr": {"uniform": [0.001, 0.1]}, "workload.batch": {"int": [1, 4]}}
+    search = {"ablate": space, "search": {"trials": 3}, "against": {"recipe": "bf16", "workload.lr": 0.01}}
+    found = tiny(tmp_path, **search)
+    arm, baseline = found.propose({"workload.lr": 0.002, "workload.batch": 3})
+    assert (baseline.config.lr, baseline.config.batch, baseline.recipe) == (0.01, 3, PRESETS["bf16"]())
+    assert (arm.config.lr, arm.baseline) == (0.002, baseline.name)
+    assert names(found) == []  # its batch is the arm's
+    fixed = tiny(tmp_path, **search | {"ablate": {"workload.lr": space["workload.lr"]}})
+    assert names(fixed) == [("bf16 lr=0.01", None)]
+    assert fixed.propose({"workload.lr": 0.002})[0].baseline == "bf16 lr=0.01"
+
+
+def test_a_baseline_that_cannot_be_run_for_an_arm_is_refused_at_its_place(tmp_path):
+    lines = "against: {skip_first: 1}\narms: {a: {workload.layers: 1}}"
+    (problem,) = told_of(tmp_path, lines)
+    assert problem.startswith("4:1: against: ")
+    assert "'a'" in problem
+    searched = tmp_path / "searched.yaml"
+    searched.write_text(json.dumps(content(tmp_path, against="nvfp4_paper", search={"trials": 2})))  # of one block
+    assert [problem.message.partition(":")[0] for problem in problems(searched)] == ["against"]
+
+
 def test_arms_are_named_by_the_file(tmp_path):
     listed = tiny(tmp_path, ablate=None, arms={"ours": {"sr": False}, "theirs": {"rht": False, "workload.lr": 0.01}})
     assert names(listed) == [("bf16", None), ("bf16 lr=0.01", None), ("ours", "bf16"), ("theirs", "bf16 lr=0.01")]
@@ -728,6 +810,37 @@ def test_what_a_file_is_called_and_how_often_it_measures_is_not_what_it_runs(tmp
 def test_a_grid_of_a_thousand_arms_is_expanded_within_seconds(tmp_path):
     grid = tiny(tmp_path, ablate={"workload.steps": list(range(1, 31)), "rht": [True, False], "workload.batch": list(range(1, 11))})
     assert len(grid.arms) == 30 * 2 * 10 + 30 * 10
+
+
+def test_of_thousands_of_wrong_arms_the_first_are_told_and_reading_stops(tmp_path):
+    arms = ", ".join(f"a{n}: {{rhtt{n}: true}}" for n in range(9000))
+    found = told_of(tmp_path, f"arms: {{{arms}}}")
+    assert len(found) == 51
+    assert "more problems" in found[-1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("arms: {" + ", ".join(f"a{n}: {{}}" for n in range(10_001)) + "}", "4:1: arms: "),
+        ("ablate: {" + ", ".join(f"k{n}: [1]" for n in range(201)) + "}", "4:1: ablate: "),
+        ("ablate: {" + ", ".join(f"recipe.k{n}: [1, 2]" for n in range(200)) + "}", "4:1: ablate: makes more than 10000 arms"),
+        (
+            "ablate: {rht: [true, false], workload.lr: [" + ", ".join(f"{n}.0" for n in range(1, 99)) + "]}\nseeds: 10000",
+            "5:1: seeds: make ",
+        ),
+    ],
+    ids=["arms", "knobs", "grid", "trials"],
+)
+def test_what_is_too_large_to_plan_is_refused(lines, expected, tmp_path):
+    assert told_of(tmp_path, lines)[0].startswith(expected)
+
+
+def test_a_list_of_thousands_of_values_is_searched_for_twins_once(tmp_path):
+    values = [*range(5000), 7, 7.0, True, [1], [True], {"a": [2]}, {"a": [2]}]
+    document = Document("x.yaml", {}, "", {(): (1, 1)} | {("k", index): (2, index + 1) for index in range(len(values))})
+    refuse_twins(("k",), values, document)
+    assert [problem.column - 1 for problem in document.problems] == [5000, 5004, 5006]
 
 
 def test_the_experiment_is_frozen(tmp_path):

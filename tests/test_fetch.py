@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-SEARCH = {"search": {"sampler": "random", "trials": 3}, "ablate": {"cooldown": {"uniform": [0.0, 0.5]}, "rht": [True, False]}}
+SEARCH = {"search": {"sampler": "random", "trials": 3}, "ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "rht": [True, False]}}
 SWEEPS = {"grid": {}, "search": SEARCH, "wild": {"ablate": None, "arms": WILD}}
 
 

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from contextlib import closing
 
 import pytest
-from experiments_for_tests import ablate, ledger, sweep, tiny
+from commands_for_tests import here
+from experiments_for_tests import ablate, ledger, shards, sweep, tiny
 
 from ablate.control import folders
 from ablate.leaderboard import collect
@@ -42,7 +44,7 @@ def test_every_compared_arm_is_listed_with_what_its_sweeps_table_says(state):
         assert {key[1] for key in found if key[0] == name} == {arm.name for arm in arms}
         for arm in arms:
             entry = found[name, arm.name]
-            assert (entry["gap"], entry["low"], entry["high"]) == (arm.gap.mean, arm.gap.low, arm.gap.high)
+            assert (entry["gap"], entry["low"], entry["high"]) == (arm.gap.mean, None, None)  # two seeds: no interval
             assert (entry["verdict"], entry["seeds"], entry["against"], entry["mean"]) == (arm.verdict, 2, "bf16", arm.mean)
             assert entry["seconds"] == pytest.approx(seconds[arm.name])
 
@@ -123,3 +125,86 @@ def test_where_nothing_has_been_run_that_is_one_sentence(made, tmp_path):
     done = ablate("leaderboard", "--state", tmp_path / "runs")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{tmp_path / 'runs'}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment\n"
+
+
+# Tasks
+
+
+def recorded(experiment, state) -> None:
+    """A ledger as a sweep of this experiment leaves it, with losses that are made up."""
+    with closing(Ledger(state / "sweeps" / experiment.name / "ledger.db")) as book:
+        book.describe(metric=experiment.metric.model_dump_json(), interval="t", search="")
+        numbers: dict[str, int] = {}
+        for arm in experiment.arms:
+            numbers[arm.name] = book.add_arm(arm.name, arm.knobs, numbers.get(arm.baseline), None)
+            for seed in experiment.seeds:
+                spec = experiment.spec(arm, seed, "cpu")
+                trial = book.add_member(numbers[arm.name], seed, spec.id, spec.wire)
+                book.record(trial, [{"step": 4, "time": 0.0, "metrics": {"val/loss": int(spec.id, 16) / 2**64}}])
+                book.settle(trial, "done", seconds=1.0)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Sweeps that differ from the first in one thing each that changes what is measured, or in nothing of it."""
+    folder = tmp_path_factory.mktemp("mixed")
+    few = {"ablate": {"rht": [True]}, "seeds": 2}
+    for name, shape, keys in (
+        ("first", {}, {}),
+        ("same", {}, {"ablate": {"sr": [True]}, "seeds": [4, 5]}),
+        ("told otherwise", {"recompute": True}, {"seeds": [6, 7]}),
+        ("context", {"context": 8}, {}),
+        ("batch", {"batch": 1}, {}),
+        ("rate", {"lr": 1e-4}, {}),
+        ("baseline", {}, {"against": "mxfp4"}),
+        ("turned", {}, {"ablate": {"workload.lr": [3e-3, 1e-2]}}),
+        ("data", {"data": shards(folder / "other", 6_000)}, {}),
+    ):
+        recorded(tiny(folder, name, shape, **few | keys), folder)
+    (folder / "elsewhere").mkdir()
+    recorded(tiny(folder / "elsewhere", "moved", **few | {"seeds": [8, 9]}), folder)
+    return folder
+
+
+def board(state) -> list[dict]:
+    return json.loads(here("leaderboard", "--json", "--state", state).stdout)
+
+
+def test_gaps_are_ranked_together_only_where_the_baseline_computes_the_same(mixed):
+    groups: dict[str, set[str]] = {}
+    for entry in board(mixed):
+        groups.setdefault(entry["workload"], set()).add(entry["sweep"])
+    together = {"first", "same", "told otherwise", "moved", "turned"}  # the arm at the rate of the others, too
+    alone = [{name} for name in ("context", "batch", "rate", "baseline", "data", "turned")]
+    assert sorted(map(sorted, groups.values())) == sorted(map(sorted, [together, *alone]))
+    assert len({entry["task"] for entry in board(mixed)}) == len(groups)
+
+
+def test_a_task_is_named_by_what_tells_it_from_the_others(mixed):
+    titles = {entry["sweep"]: entry["workload"] for entry in board(mixed) if entry["sweep"] != "turned"}
+    words = {name: dict(word.rsplit(" ", 1) for word in title.split(", ")[2:]) for name, title in titles.items()}
+    usual = words["first"]
+    assert usual.keys() == {"context", "batch", "lr", "data content", "against"}
+    changed = {name: {key for key in usual if found[key] != usual[key]} for name, found in words.items()}
+    expected = {name: {name} for name in ("context", "batch")}
+    expected |= {"rate": {"lr"}, "baseline": {"against"}, "data": {"data content"}}
+    assert changed == expected | {key: set() for key in ("first", "same", "told otherwise", "moved")}
+    assert (usual["against"], words["baseline"]["against"]) == ("bf16", "mxfp4")
+
+
+def test_the_printed_tables_are_as_many_as_there_are_tasks(mixed):
+    lines = here("leaderboard", "--markdown", "--state", mixed).stdout.splitlines()
+    assert sum(line.startswith("### ") for line in lines) == 7
+
+
+def test_arms_that_are_each_on_a_workload_of_their_own_are_listed_without_a_rank(tmp_path):
+    knobs = {"workload.lr": [1e-4, 3e-4, 1e-3], "rht": [True]}
+    recorded(tiny(tmp_path, ablate=knobs, seeds=2), tmp_path)
+    assert len({entry["task"] for entry in board(tmp_path)}) == 3
+    lines = here("leaderboard", "--markdown", "--state", tmp_path).stdout.splitlines()
+    assert [line for line in lines if line.startswith("### ")] == [
+        "### tiny: val/loss (lower is better), each arm on a workload of its own: not ranked"
+    ]
+    names = [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:]
+    assert names == sorted(names)
+    assert len(names) == 3

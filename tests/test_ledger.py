@@ -93,7 +93,14 @@ def test_the_last_values_of_all_trials_are_those_of_each(book):
     for trial in trials:
         wanted = {name: value for name, value in book.last_values(trial).items() if name != "speed"}
         assert repr(found[trial]) == repr(wanted)  # by their text, since a NaN equals nothing
-    assert book.averages("speed") == {trial: pytest.approx(trial + 13 / 24) for trial in trials[:2]}
+
+
+def test_a_rate_is_all_steps_over_all_their_time(book):
+    trials = [member(book, "a", seed, f"t{seed}") for seed in range(3)]
+    book.record(trials[0], [event(20, speed=50.0), event(1, speed=10.0), event(10, speed=100.0), event(15, loss=1.0)])
+    book.record(trials[1], [event(10, speed=4.0), event(20, speed=math.nan)])
+    steps, seconds = 1 + 9 + 10, 1 / 10 + 9 / 100 + 10 / 50
+    assert book.rates("speed") == {trials[0]: pytest.approx(steps / seconds), trials[1]: 4.0}
 
 
 def test_what_is_to_be_shipped_is_under_way_or_over_and_not_complete(book):

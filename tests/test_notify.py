@@ -11,8 +11,9 @@ from experiments_for_tests import TOO_LARGE, end, start, statuses, until, write
 from gates_for_tests import Gate
 
 from ablate import notify
+from ablate.markdown_summary import summary_markdown
 from ablate.notify import Hook
-from ablate.results import open_ledger, summary_markdown
+from ablate.results import open_ledger
 from ablate.yamlfile import InputError
 
 KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))"
@@ -214,7 +215,7 @@ def test_an_interruption_is_told_too(tmp_path):
     driver = start("sweep", path, "--state", state, *INLINE, "--notify", command(tmp_path), **gate.environment)
     until(lambda: (state / "sweeps/tiny/ledger.db").exists() and "done" in statuses_of(state))
     driver.send_signal(2)
-    driver.communicate(timeout=60)
+    driver.communicate(timeout=300)
     end(driver)
     assert driver.returncode == 130
     early_end(tmp_path, "interrupted")

@@ -67,9 +67,10 @@ def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere(shards):
 
 def test_moments_in_bf16_are_bf16_and_change_the_run(shards):
     workload = gpt(shards, optimizer_state="bf16", steps=3)
-    model, _ = converted(workload, NVFP4, Clock(0))
+    model, engine = converted(workload, NVFP4, Clock(0))
     optimizer = build_optimizer(model, workload)
-    model(*training_batch(open_corpus(workload.data), 0, 0, 0, 2, 16)).backward()
+    with engine.high_precision():
+        model(*training_batch(open_corpus(workload.data), 0, 0, 0, 2, 16)).backward()
     optimizer.step()
     moments = [kept[name] for kept in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert moments

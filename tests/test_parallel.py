@@ -293,7 +293,8 @@ def bytes_of_one_step(name: str) -> tuple[int, int]:
     be(True)
     config = Gpt(**SIZE | SHARED)
     loop = _Loop(config.prepare(variants()[name], 0, "cpu"), config, Telemetry())
-    loop._gradient(0)  # nothing is in force before a step begins: all in bf16
+    with loop.run.engine.high_precision():  # all in bf16
+        loop._gradient(0)
     loop.run.engine.at(0, loop.plan)
     before = loop.run.engine.traffic()
     loop._gradient(0)

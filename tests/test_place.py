@@ -18,6 +18,7 @@ device = "cpu"
 notify = "https://hooks.example/T1/secret-path"
 price = 2.5
 priority = 3
+shared_state = true
 [profile.default]
 state = "default-runs"
 """

@@ -1,5 +1,11 @@
 """A damaged ledger is refused, and made again from what describes itself; what came back is what was there."""
 
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+
 import pytest
 from commands_for_tests import INLINE, here
 from experiments_for_tests import ablate, ledger, statuses, sweep, tiny, values, write
@@ -76,7 +82,7 @@ def test_what_was_not_finished_waits_and_its_records_are_kept_for_when_it_goes_o
 
 SEARCH = {
     "ablate": {
-        "cooldown": {"uniform": [0.0, 0.5]},
+        "cooldown": {"uniform": [0.25, 0.5]},
         "rht": {"choice": [True, False]},
         "recipe.wgrad.hadamard": {"choice": [None, {"size": 16}]},
     },
@@ -126,8 +132,134 @@ def test_points_are_read_from_a_journal_that_is_torn_and_none_from_what_is_none(
 def test_a_sound_ledger_is_left_alone(tmp_path):
     path, state = write(tmp_path, seeds=1), tmp_path / "state"
     sweep(tiny(tmp_path, seeds=1), state)
+    book, before = state / "sweeps/tiny/ledger.db", content(state)
+    kept = book.read_bytes()
     done = here("rebuild", path, "--state", state)
-    assert (done.returncode, done.stderr) == (2, f"{state / 'sweeps/tiny/ledger.db'}: sound; there is nothing to rebuild\n")
+    assert (done.returncode, book.read_bytes()) == (2, kept)
+    assert done.stderr.startswith(f"{book}: sound")
+    assert here("rebuild", path, "--state", state, "--force").returncode == 0
+    assert content(state) == before
+    assert kept in [aside.read_bytes() for aside in book.parent.glob("ledger.db.damaged-*")]
+
+
+CELLS = {
+    "a value": "UPDATE records SET value = value + 1e-12 WHERE trial = 2 AND step = 4",
+    "a text for a value": "UPDATE records SET value = 'x' WHERE trial = 2 AND step = 4",
+    "a record is gone": "DELETE FROM records WHERE trial = 2 AND step = 4",
+    "a metric's name": "UPDATE names SET text = 'vbl/loss' WHERE text = 'val/loss'",
+    "an arm's knobs": "UPDATE arms SET knobs = '{\"rht\": fblse}' WHERE arm = 3",
+    "an arm's name": "UPDATE arms SET name = 'rht=fblse' WHERE name = 'rht=false'",
+    "a member's trial": "UPDATE members SET trial = 3 WHERE arm = 2",
+    "the metric": "UPDATE sweep SET value = replace(value, 'val/loss', 'vbl/loss') WHERE key = 'metric'",
+    "a spec": "UPDATE trials SET spec = 'x' || spec WHERE trial = 2",
+    "seconds": "UPDATE trials SET seconds = seconds + 1 WHERE trial = 2",
+}
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """A finished sweep of one seed, to be copied."""
+    folder = tmp_path_factory.mktemp("once")
+    sweep(tiny(folder, seeds=1), folder / "state")
+    return folder
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_that_is_not_what_was_written_is_named_refused_and_made_again(cell, once, tmp_path):
+    folder = shutil.copytree(once, tmp_path / "copy")
+    path, state, before = folder / "tiny.yaml", folder / "state", content(folder / "state")
+    book = state / "sweeps" / "tiny" / "ledger.db"
+    with contextlib.closing(sqlite3.connect(book)) as db:
+        db.execute(CELLS[cell])
+        db.commit()
+    said = here("status", "--verify", "--state", state)
+    assert (said.returncode, said.stderr) == (1, "")
+    assert str(book) in said.stdout
+    reported = here("report", "tiny", "--state", state, "--mlflow", "none")
+    assert reported.returncode == 2
+    assert str(book) in reported.stderr
+    assert not (state / "reports").exists()
+    assert here("rebuild", path, "--state", state).returncode == 0
+    assert content(state) == before
+    assert here("status", "--verify", "--state", state).returncode == 0
+
+
+FOLDERS = {
+    "a digit in an events file": ("events-1.jsonl", lambda content: content.replace(b"1", b"2", 1)),
+    "a line that is no JSON": ("events-1.jsonl", lambda content: content.replace(b"{", b"\xff", 1)),
+    "a torn result": ("result.json", lambda content: content[: len(content) // 2]),
+    "an empty result": ("result.json", lambda content: b""),
+    "a flipped bit in a result": ("result.json", lambda content: content.replace(b'"steps": 4', b'"steps": 5')),
+}
+
+
+def test_what_a_disk_changed_without_a_trace_in_the_files_times_is_put_aside_by_rebuild(once, tmp_path):
+    folder = shutil.copytree(once, tmp_path / "copy")
+    path, state, before = folder / "tiny.yaml", folder / "state", values(folder / "state")
+    here("sweep", path, "--state", state, *INLINE)
+    file = sorted(state.glob("trials/*/events-1.jsonl"))[0]
+    times = file.stat()
+    file.write_bytes(file.read_bytes().replace(b"1", b"3", 1))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    said = here("status", "--verify", "--state", state)
+    assert (said.returncode, "`ablate rebuild tiny.yaml`" in said.stdout) == (1, True)
+    rebuilt = here("rebuild", path, "--state", state)
+    assert (rebuilt.returncode, file.parent.exists()) == (0, False)
+    assert str(file.parent) in rebuilt.stdout
+    assert "1 trials run, 2 already done" in here("sweep", path, "--state", state, *INLINE).stdout
+    assert values(state) == before
+    assert here("status", "--verify", "--state", state).returncode == 0
+
+
+@pytest.mark.parametrize("harm", FOLDERS)
+def test_a_damaged_trial_folder_is_named_put_aside_and_run_again(harm, once, tmp_path):
+    folder = shutil.copytree(once, tmp_path / "copy")
+    path, state, before = folder / "tiny.yaml", folder / "state", values(folder / "state")
+    name, change = FOLDERS[harm]
+    file = sorted((state / "trials").glob(f"*/{name}"))[0]
+    file.write_bytes(change(file.read_bytes()))
+    trial = file.parent.name
+    said = here("status", "--verify", "--state", state)
+    assert (said.returncode, said.stderr) == (1, "")
+    assert trial in said.stdout
+    assert here("status", "--state", state).returncode == here("plan", path, "--state", state).returncode == 0
+    done = here("sweep", path, "--state", state, *INLINE)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert str(file.parent) in done.stdout
+    assert "1 trials run, 2 already done" in done.stdout
+    assert [aside.name.partition("-")[0] for aside in (state / "retired").iterdir()] == [trial]
+    assert values(state) == before
+    assert here("status", "--verify", "--state", state).returncode == 0
+
+
+def test_what_earlier_versions_finished_is_read_and_said_to_be_unverified(once, tmp_path):
+    folder = shutil.copytree(once, tmp_path / "copy")
+    state = folder / "state"
+    for path in state.glob("trials/*/result.json"):
+        result = json.loads(path.read_bytes())
+        path.write_text(json.dumps({key: result[key] for key in result if key not in ("records", "sha256")}, indent=1))
+    for path in state.glob("trials/*/events-*.jsonl"):
+        path.write_text("".join(line.rpartition(', "crc"')[0] + "}\n" for line in path.read_text().splitlines()))
+    with contextlib.closing(sqlite3.connect(state / "sweeps" / "tiny" / "ledger.db")) as db:
+        db.execute("DROP TABLE seals")
+        db.commit()
+    told = here("status", "--verify", "--json", "--state", state)
+    (found,) = json.loads(told.stdout)
+    assert (told.returncode, found["verified"], found["unverified"], found["mismatches"]) == (0, 0, 3, [])
+    again = here("sweep", folder / "tiny.yaml", "--state", state, *INLINE)
+    assert "0 trials run, 3 already done" in again.stdout
+    changed = sorted(state.glob("trials/*/events-1.jsonl"))[1]
+    changed.write_text(changed.read_text().replace('"val/loss": 4.', '"val/loss": 5.', 1))  # neither it nor the ledger can be trusted then
+    assert here("status", "--verify", "--state", state).returncode == 1
+    assert "1 trials run, 2 already done" in here("sweep", folder / "tiny.yaml", "--state", state, *INLINE).stdout
+    short = sorted(state.glob("trials/*/events-1.jsonl"))[0]
+    short.write_text("".join(short.read_text().splitlines(keepends=True)[:-1]))
+    again = here("sweep", folder / "tiny.yaml", "--state", state, *INLINE)
+    assert "1 trials run, 2 already done" in again.stdout
+    told = here("status", "--verify", "--state", state)
+    assert told.returncode == 0
+    assert told.stdout.startswith("tiny: 2 of 3 trials verified against their records; 1 from an earlier version unverified")
 
 
 def test_a_sweep_that_was_never_run_or_runs_is_told(tmp_path):

@@ -1,8 +1,11 @@
 """The frame: every record once a member, whatever is remembered; what was forgotten is not remembered."""
 
 import math
+from contextlib import closing
 
 import pytest
+from commands_for_tests import here
+from experiments_for_tests import sweep, tiny, write
 
 from ablate import records
 from ablate.ledger import Ledger
@@ -116,3 +119,60 @@ def test_a_sweep_without_records_is_an_empty_frame(tmp_path):
 def test_a_workload_without_tokens_has_none():
     assert tokens_per_step({}) is None
     assert tokens_per_step({"workload": {"gpt": {"unknown": 1}}}) is None
+
+
+def test_a_rebuilt_ledger_that_numbers_trials_and_metrics_anew_gives_every_arm_its_own_curves(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    ledger = tmp_path / "sweeps" / "tiny" / "ledger.db"
+
+    def read() -> tuple[list[tuple], set, set]:
+        with closing(Ledger(ledger, readonly=True)) as book:
+            return [tuple(row) for row in book.db.execute("SELECT trial, id FROM trials")], rows(frame(book)), expected(book)
+
+    sweep(tiny(tmp_path, ablate={"recipe": ["nvfp4", "mxfp4"]}, seeds=1), tmp_path)
+    before, found, wanted = read()
+    assert found == wanted
+    assert list((ledger.parent / "records").glob("*.parquet"))
+    ledger.write_bytes(b"damaged" * 1000)
+    path = write(tmp_path, ablate={"recipe": ["mxfp4", "nvfp4"]}, seeds=1, against="mxfp4")
+    assert here("rebuild", path, "--state", tmp_path).returncode == 0
+    after, found, wanted = read()
+    assert after != before
+    assert found == wanted
+
+
+def test_what_one_numbering_remembered_is_read_by_another(book, monkeypatch, tmp_path):
+    """A ledger that was restored from a copy may number what came after it differently."""
+    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    frame(book)
+    other = Ledger(tmp_path / "other" / "x" / "ledger.db")
+    add(other, other.add_arm("b", {}, None, None), 7, "b/7", 9.0)
+    arm = other.add_arm("a", {"rht": True}, None, None)
+    other.record(other.add_member(arm, 1, "a/1", SPEC), [{"step": 1, "time": 0.0, "metrics": {"new": 0.0}}])
+    add(other, arm, 1, "a/1", 2.0)
+    other.describe(edition=book.fact("edition"))
+    (tmp_path / "sweeps" / "x" / "records").rename(tmp_path / "other" / "x" / "records")
+    kept = {row for row in expected(other) if row[3] != "new"}  # a finished trial's records are those that were remembered
+    assert rows(frame(other)) == kept
+    other.close()
+
+
+def test_records_that_two_readers_remembered_at_once_are_read_once(book, monkeypatch, tmp_path):
+    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    frame(book)
+    (part,) = (tmp_path / "sweeps" / "x" / "records").glob("*.parquet")
+    digest = part.stem.rpartition("-")[2]
+    part.with_name(f"{book.fact('edition')}-second-{digest}.parquet").write_bytes(part.read_bytes())
+    table = frame(book)
+    assert len(table) == len(rows(table)) == len(expected(book))
+
+
+def test_remembered_records_that_were_damaged_are_read_from_the_ledger_again(book, monkeypatch, tmp_path):
+    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    whole = rows(frame(book))
+    for place in (0.1, 0.5, 0.9):
+        (part,) = (tmp_path / "sweeps" / "x" / "records").glob("*.parquet")
+        content = bytearray(part.read_bytes())
+        content[int(place * len(content))] ^= 4
+        part.write_bytes(content)
+        assert rows(frame(book)) == whole

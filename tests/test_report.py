@@ -87,7 +87,8 @@ def test_pictures_tables_and_markdown_lie_beside(made):
     figures = {path.name for path in (made.folder / "figures").iterdir()}
     for stem in ("forest-val-loss", "curves-val-loss", "gap_curve-val-loss", "seed_spread-val-loss", "slot_errors", "divergence"):
         assert {f"{stem}.png", f"{stem}.svg", f"{stem}.csv"} <= figures
-    assert {"effects-val-loss.csv", "contrasts.csv", "power.csv", "provenance.csv"} <= figures
+    assert {"effects-val-loss.csv", "contrasts.csv", "provenance.csv"} <= figures
+    assert not {"power.csv", "checks.csv"} & figures  # two seeds: the tables would say nothing
     markdown = text_of(made.folder / "index.md")
     assert markdown.startswith("# Does it matter?")
     linked = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", markdown)
@@ -103,6 +104,25 @@ def test_what_the_runs_left_is_in_the_page_arm_by_arm(made):
     assert "\nBeside the published figures\n" not in text_of(made.folder / "index.md")  # a section with nothing in it
     assert "## What the runs left\n\n| bf16 | rht=true | rht=false |" in text_of(made.folder / "index.md")
     assert len(list((made.folder / "figures").glob("drawn-?-*.png"))) == 3
+
+
+def test_what_a_library_warns_of_is_not_in_the_page_that_is_sent(state, monkeypatch, tmp_path):
+    """tqdm.auto, which Optuna imports, warns where ipywidgets are missing; a warning names a file of this machine."""
+    code = "import sys, warnings\nimport tqdm.auto\nwarnings.warn('look here')\nprint('said')"
+    for name in NOTEBOOKS:
+        nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), tmp_path / f"{name}.ipynb")
+    monkeypatch.setattr(report, "analysis", lambda: tmp_path)
+    made = make(state, "alone", ["ablation"], pdf=False)
+    for text in (text_of(made.index), text_of(made.folder / "index.md")):
+        assert "said" in text
+        assert "look here</pre>" not in text
+        assert "Warning: " not in text
+
+
+def test_in_markdown_the_experiments_file_is_fenced(made):
+    """A comment of the file is no heading."""
+    inside = text_of(made.folder / "index.md").split("## The experiment's file")[1].strip().splitlines()
+    assert (inside[0], inside[-1]) == ("```yaml", "```")
 
 
 @pytest.mark.parametrize(("name", "first", "shows"), [("search", "index", "history"), ("tensors", "index", "dots")])

@@ -12,7 +12,10 @@ import pytest
 from experiments_for_tests import sweep, tiny
 from rich.console import Console
 
+from ablate.attribution import grid, main_effects
 from ablate.ledger import Ledger
+from ablate.markdown_summary import summary_markdown
+from ablate.published import replications
 from ablate.records import frame
 from ablate.results import (
     CONFIRM,
@@ -25,9 +28,7 @@ from ablate.results import (
     number,
     open_ledger,
     reading,
-    replications,
     summaries,
-    summary_markdown,
     undecided,
     winner,
 )
@@ -38,7 +39,7 @@ from ablate.terminal import replication_table, summary_table
 
 LOSSES = {
     "bf16": {0: 3.00, 1: 3.10, 2: 3.20},
-    "rht=true sr=true": {0: 3.01, 1: 3.12, 2: 3.21},
+    "rht=true sr=true": {0: 3.01, 1: 3.12, 2: 3.2101},
     "rht=true sr=false": {0: 3.05, 1: 3.15, 2: 3.25},
     "rht=false sr=true": {0: 2.90, 1: 3.01, 2: 3.09},
     "rht=false sr=false": {0: 3.00, 1: math.nan},
@@ -83,6 +84,18 @@ def test_a_summary_is_the_last_value_by_seed_and_the_paired_gap(book):
     assert (base.sqnr_db, base.tokens_per_s) == (21.0, 100.0)
 
 
+def test_the_speed_of_an_arm_is_the_work_of_its_seeds_over_their_time(tmp_path):
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        arm = ledger.add_arm("bf16", {}, None, None)
+        for seed, speed in enumerate((100.0, 300.0)):
+            trial = ledger.add_member(arm, seed, f"t{seed}", "{}")
+            metrics = {"val/loss": 1.0, "throughput/tokens_per_s": speed}
+            ledger.record(trial, [{"step": 10, "time": 0.0, "metrics": metrics}])
+            ledger.settle(trial, "done")
+        (found,) = summaries(ledger, Metric(name="val/loss"))
+    assert found.tokens_per_s == pytest.approx(150.0)
+
+
 def test_seeds_without_a_finite_value_are_left_out_and_counted(book):
     last = summaries(book)[-1]
     assert last.values == {0: 3.0}
@@ -96,7 +109,7 @@ def test_a_diverged_seed_is_counted_and_is_no_value(book):
     book.record(trial, [{"step": 3, "time": 0.0, "metrics": {"train/loss": math.nan, "nan/first_step": 3.0, "val/loss": 3.0}}])
     book.settle(trial, "diverged", "at step 3")
     wild = summaries(book)[-1]
-    assert (wild.values, wild.diverged, wild.missing, wild.nans, wild.verdict) == ({}, (0,), (), 1, "diverged on 1 of 1 seeds")
+    assert (wild.values, wild.diverged, wild.missing, wild.nans, wild.verdict) == ({}, (0,), (), 1, "diverged on 1 of 1 seed")
     assert math.isnan(wild.mean)
 
 
@@ -109,7 +122,7 @@ def test_a_contrast_is_every_two_arms_that_differ_in_one_knob(book):
         ("sr", "true instead of false", "rht=false"),
     ]
     assert found[0].effect == paired_difference(LOSSES["rht=true sr=true"], LOSSES["rht=false sr=true"])
-    assert found[0].verdict == "worse"
+    assert found[0].judged.word == "none"  # two of the three differences are the same
 
 
 @pytest.mark.parametrize(("direction", "expected"), [("minimize", "better"), ("maximize", "worse")])
@@ -136,10 +149,11 @@ def test_the_markdown_is_the_question_and_a_line_an_arm(book):
 
 
 def test_an_interval_is_written_only_where_there_is_one():
-    assert interval(paired_difference({0: 1.0, 1: 2.0}, {0: 0.9, 1: 1.7})) == "+0.2000 ±1.2706"
+    assert interval(paired_difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.9, 1: 1.8, 2: 2.7})) == "+0.2000 ±0.2484"
     assert interval(paired_difference({0: 1.0}, {0: 0.9})) == "+0.1000"
     assert interval(paired_difference({}, {})) == "-"
-    assert interval(paired_difference({0: 1.0, 1: 2.0}, {0: 0.9, 1: 1.7}, Interval("sequence"))) == "+0.2000 ±∞"
+    assert interval(paired_difference({0: 1.0, 1: 2.0}, {0: 0.9, 1: 1.7})) == "+0.2000"
+    assert interval(paired_difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.9, 1: 1.8, 2: 2.7}, Interval("sequence"))) == "+0.2000 ±∞"
 
 
 def test_a_sweep_that_was_never_run_has_no_ledger(tmp_path):
@@ -200,14 +214,37 @@ def test_a_published_difference_is_judged_by_its_direction_and_its_size_is_said_
 
 
 @pytest.mark.parametrize(
-    ("lost", "verdict"), [((2,), "diverged on 1 of 3 seeds; on the others: agrees"), ((0, 1, 2), "diverged on 3 of 3 seeds")]
+    ("lost", "verdict"), [((3,), "diverged on 1 of 4 seeds; on the others: agrees"), ((0, 1, 2, 3), "diverged on 4 of 4 seeds")]
 )
 def test_that_an_arm_diverged_is_the_first_thing_said_of_a_published_difference(book, lost, verdict):
-    arm = add(book, "shaky", 1, {seed: loss for seed, loss in {0: 2.8, 1: 2.91}.items() if seed not in lost})
+    arm = add(book, "shaky", 1, {seed: loss for seed, loss in {0: 2.8, 1: 2.91, 2: 3.005}.items() if seed not in lost})
     for seed in lost:
         book.settle(book.add_member(arm, seed, f"shaky/lost {seed}", "{}"), "diverged")
     (line,) = replications(book, [Published(arm="shaky", against="bf16", metric="val/loss", value="lower", source="a paper")])
     assert line.verdict == verdict
+
+
+@pytest.mark.parametrize("value", ["lower", "no difference", -1.0, "-10%"])
+def test_equal_counts_neither_agree_nor_disagree_with_a_published_difference(book, value):
+    counts = {0: 2.0, 1: 3.0}
+    add(book, "counted", None, counts)
+    add(book, "counted too", 6, counts)
+    (line,) = replications(book, [Published(arm="counted too", against="counted", metric="val/loss", value=value, source="a")])
+    assert line.verdict == "equal counts on 2 seeds"
+
+
+def test_the_same_losses_are_no_difference_as_a_share_either(book):
+    add(book, "again", 1, LOSSES["bf16"])
+    figures = [Published(arm="again", against="bf16", metric="val/loss", value=value, source="a") for value in ("-1%", "0%")]
+    assert [line.verdict for line in replications(book, figures)] == ["disagrees: no difference that matters here", "agrees"]
+
+
+@pytest.mark.parametrize("zeros", [{0: 0.0, 1: 0.0, 2: 0.0}, {0: -1.0, 1: 0.0, 2: 1.0}])
+def test_of_a_baseline_of_zero_there_is_no_share(book, zeros):
+    add(book, "zero", None, zeros)
+    add(book, "more", 6, {0: 1.0, 1: 2.0, 2: 4.0})
+    (line,) = replications(book, [Published(arm="more", against="zero", metric="val/loss", value="-1.0%", source="a")])
+    assert line.verdict == "no verdict: val/loss of zero is 0, so the difference is no share of it"
 
 
 def test_what_is_too_small_to_matter_is_no_difference_and_contradicts_one(book):
@@ -294,6 +331,30 @@ def test_knobs_of_the_workload_and_presets_are_no_contrasts_and_nor_is_a_gap(tmp
     ]
 
 
+def test_a_contrast_has_the_sign_of_the_main_effect(tmp_path):
+    """A value minus the one that the file lists first; true minus false, whichever comes first."""
+    for knob, (first, second), change in (
+        ("block", ("1x16", "1x32"), '"1x32" instead of "1x16"'),
+        ("rht", (False, True), "true instead of false"),
+        ("sr", (True, False), "true instead of false"),
+    ):
+        ledger = Ledger(tmp_path / knob / "ledger.db")
+        base = add(ledger, "bf16", None, LOSSES["bf16"])
+        for place, value in enumerate((first, second)):
+            arm = ledger.add_arm(f"arm {place}", {knob: value}, base, None)
+            for seed, loss in enumerate((3.0, 3.1, 3.25)):
+                trial = ledger.add_member(arm, seed, f"{place}/{seed}", "{}")
+                metrics = {"val/loss": loss + place * (0.1 + 0.01 * seed)}
+                ledger.record(trial, [{"step": 1, "time": 0.0, "metrics": metrics}])
+                ledger.settle(trial, "done")
+        arms = summaries(ledger)
+        (contrast,), (effect,) = contrasts(arms, Metric()), main_effects(grid(arms))
+        assert (contrast.change, contrast.effect) == (effect.change, effect.effect)
+        assert contrast.change == change
+        assert contrast.effect.mean == pytest.approx(-0.11 if knob == "sr" else 0.11)
+        ledger.close()
+
+
 def test_more_contrasts_than_anyone_reads_are_none(book):
     arms, metric = summaries(book), metric_of(book)
     assert contrasts(arms, metric, most=4) == contrasts(arms, metric)
@@ -328,13 +389,16 @@ def test_the_markdown_of_many_arms_fits_a_tag_of_mlflow(book):
         (0.001283, 0.00002, "+0.001283 ±0.000020"),
         (-8.49e-5, 3.2e-6, "-0.0000849 ±0.0000032"),
         (1e-5, 0.02, "+0.0000 ±0.0200"),
+        (-1e-5, 0.02, "+0.0000 ±0.0200"),
     ],
 )
 def test_an_interval_shows_what_it_resolves(mean, half, shown):
     assert interval(Difference(mean, mean - half, mean + half, 3, 1.0)) == shown
 
 
-@pytest.mark.parametrize(("value", "shown"), [(2.43662, "2.4366"), (0.0090471, "0.009047"), (0.0, "0.0000"), (-12.5, "-12.5000")])
+@pytest.mark.parametrize(
+    ("value", "shown"), [(-0.0, "0.0000"), (2.43662, "2.4366"), (0.0090471, "0.009047"), (0.0, "0.0000"), (-12.5, "-12.5000")]
+)
 def test_a_small_number_shows_digits_and_a_large_one_decimals(value, shown):
     assert number(value) == shown
 
@@ -348,17 +412,22 @@ def shown(arms: list, metric: Metric) -> list[list[str]]:
 
 # Seeds that grow
 
-PAIRS = {"wide": (-0.02, 0.03, 0.01, -0.01), "clear": (0.1, 0.11, 0.1, 0.11), "same": (0.0,) * 4, "tiny": (1e-4, -1e-4, 2e-4, 0.0)}
+PAIRS = {
+    "wide": (-0.02, 0.03, 0.01, -0.01, 0.005, -0.01),
+    "clear": (0.1, 0.11, 0.101, 0.111, 0.1, 0.11),
+    "same": (0.0,) * 6,
+    "tiny": (1e-4, -1e-4, 2e-4, 0.0, 1e-4, 5e-5),
+}
 
 
 @pytest.fixture
 def grown(tmp_path):
-    """bf16 on five seeds, and arms on four with known gaps to it; intervals are sequences."""
+    """bf16 on seven seeds, and arms on six with known gaps to it; intervals are sequences."""
     ledger = Ledger(tmp_path / "ledger.db")
     ledger.describe(question="Does it?", metric='{"name": "val/loss", "min_effect": 0.005}', interval="sequence")
-    base = add(ledger, "bf16", None, dict.fromkeys(range(5), 3.0))
+    base = add(ledger, "bf16", None, dict.fromkeys(range(7), 3.05))
     for arm, gaps in PAIRS.items():
-        add(ledger, arm, base, {seed: 3.0 + gap for seed, gap in enumerate(gaps)})
+        add(ledger, arm, base, {seed: 3.05 + gap for seed, gap in enumerate(gaps)})
     yield ledger
     ledger.close()
 
@@ -367,7 +436,7 @@ def test_every_comparison_is_made_by_the_interval_that_the_sweep_declares(grown)
     sequence, arms = Interval("sequence"), summaries(grown)
     assert {arm.gap.interval for arm in arms if arm.gap} == {sequence}
     assert arms[1].gap == paired_difference(arms[1].values, arms[0].values, sequence)
-    assert arms[1].gap.high - arms[1].gap.mean == pytest.approx(arms[1].gap.deviation * sequence.half_width(4))
+    assert arms[1].gap.high - arms[1].gap.mean == pytest.approx(arms[1].gap.deviation * sequence.half_width(6))
     turned = [arm for arm in arms if arm.name in ("wide", "clear")]
     for arm, value in zip(turned, (True, False), strict=True):
         arm.knobs.clear()
@@ -383,28 +452,29 @@ def test_a_ledger_that_declares_nothing_has_plain_t_intervals(book):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("t", "± is a 95 % t interval, each on its own."),
-        ("split:10", "± is a t interval, its 5 % split over 10 looks, each on its own."),
-        ("sequence", "± is a 95 % confidence sequence, each on its own. It holds at every look, however often seeds are added."),
+        ("t", "± is a 95 % t interval, each on its own;"),
+        ("split:10", "± is a t interval, its 5 % split over 10 looks, each on its own;"),
+        ("sequence", "± is a 95 % confidence sequence, each on its own;"),
     ],
 )
 def test_what_is_read_names_the_interval(kind, said, grown):
     grown.describe(interval=kind)
-    assert reading(summaries(grown)) == f"Gaps and effects are paired over 4 seeds; {said}"
+    assert reading(summaries(grown)).startswith(f"Gaps and effects are paired over 6 seeds; {said}")
+    assert ("It holds at every look" in reading(summaries(grown))) == (kind == "sequence")
     assert f"gap to baseline, {Interval.parse(kind)}" in summary_markdown(grown)
 
 
 def test_an_arm_shows_its_own_seeds_and_the_reading_says_that_they_differ(grown):
-    trial = grown.add_member(2, 4, "wide/4", "{}")
+    trial = grown.add_member(2, 6, "wide/6", "{}")
     grown.record(trial, [{"step": 2, "time": 0.0, "metrics": {"val/loss": 3.0}}])
     grown.settle(trial, "done")
-    wild = grown.add_member(3, 4, "clear/4", "{}")
+    wild = grown.add_member(3, 6, "clear/6", "{}")
     grown.settle(wild, "diverged", "at step 1")
     arms = summaries(grown)
-    assert [(arm.name, arm.seeds, len(arm.values)) for arm in arms[:3]] == [("bf16", 5, 5), ("wide", 5, 5), ("clear", 5, 4)]
+    assert [(arm.name, arm.seeds, len(arm.values)) for arm in arms[:3]] == [("bf16", 7, 7), ("wide", 7, 7), ("clear", 7, 6)]
     assert "paired by seed, each arm over its own, so compare gaps and not means;" in reading(arms)
     cells = {row[0]: [cell.strip() for cell in row if cell.strip()] for row in shown(arms, metric_of(grown))}
-    assert (cells["wide"][2], cells["clear"][2]) == ("5", "4 of 5")
+    assert (cells["wide"][2], cells["clear"][2]) == ("7", "6 of 7")
 
 
 def test_a_seed_without_a_finite_metric_is_a_seed_that_was_given(book):
@@ -431,7 +501,7 @@ def test_an_arm_is_not_grown_past_a_seed_without_a_pair(arm, status, grown):
 
 def test_an_arm_whose_metric_is_not_finite_on_some_seed_is_not_grown(grown):
     assert undecided(grown) == [("wide", "bf16")]
-    trial = grown.add_member(2, 4, "wide/4", "{}")
+    trial = grown.add_member(2, 6, "wide/6", "{}")
     grown.record(trial, [{"step": 2, "time": 0.0, "metrics": {"val/loss": math.inf}}])
     grown.settle(trial, "done")
     assert undecided(grown) == []
@@ -540,10 +610,9 @@ def test_what_a_search_saw_is_exploratory_and_its_colour_is_kept_for_results(gro
         grown.describe(search=search)
         arms = summaries(grown)
         colours[search] = {str(cell): str(cell.style) for cell in summary_table(arms, metric_of(grown)).columns[-1].cells}
-    assert [arm.role for arm in arms] == ["listed", *["searched"] * 4]
+    assert [arm.role for arm in arms] == ["baseline", *["searched"] * 4]
     assert [arm.verdict for arm in arms[2:4]] == ["worse (exploratory)", "the same numbers (exploratory)"]
-    assert arms[1].verdict.startswith("undecided; ")
-    assert "exploratory" not in arms[1].verdict
+    assert arms[1].verdict == "undecided"  # of a proposal no seeds are planned
     assert (colours[""]["worse"], colours["tpe"]["worse (exploratory)"]) == ("red", "")
     assert "run it again on new seeds before believing its gap" in reading(arms)
 
@@ -562,13 +631,13 @@ def test_the_winner_has_the_best_mean_of_the_arms_whose_seeds_are_all_done(studi
 
 
 def test_a_winner_is_not_one_whose_worst_seed_is_missing(grown):
-    """The arms on 2.98 to 3.03, 3.1, 3 and 3; without its seed 1 the first has the best mean of all."""
+    """Without its seed 1 the first arm has the best mean of all."""
     grown.describe(search="tpe")
     grown.db.execute("UPDATE arms SET optuna = arm WHERE baseline NOTNULL")
     assert winner(grown) == "same"
     trial = next(member["trial"] for member in grown.members() if (member["name"], member["seed"]) == ("wide", 1))
     grown.settle(trial, "failed")
-    assert summaries(grown)[1].mean < 3.0
+    assert summaries(grown)[1].mean < 3.05
     assert winner(grown) == "same"
 
 

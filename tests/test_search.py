@@ -180,7 +180,7 @@ def test_the_same_seed_proposes_the_same_points_and_another_seed_others(tmp_path
 
 
 def test_a_search_goes_on_after_its_budget_and_asks_for_no_more_than_its_trials(tmp_path):
-    keys = {"ablate": {"cooldown": {"uniform": [0.0, 0.75]}, "rht": [True, False]}, "search": {"trials": 5, "sampler": "tpe"}}
+    keys = {"ablate": {"cooldown": {"uniform": [0.25, 0.75]}, "rht": [True, False]}, "search": {"trials": 5, "sampler": "tpe"}}
     first, _ = sweep(tiny(tmp_path, budget={"trials": 5}, **keys), tmp_path)
     assert (first.status, first.ran) == ("budget", 5)
     second, _ = sweep(tiny(tmp_path, **keys), tmp_path)
@@ -231,7 +231,7 @@ LISTS = {
 def test_a_journal_does_not_repeat_a_long_list_in_every_trial(values, tmp_path):
     values, expected = LISTS[values]
     knob = "workload.steps" if values[-1] > 1 else "cooldown"
-    experiment = tiny(tmp_path, ablate={knob: values}, against={"rht": False})
+    experiment = tiny(tmp_path, shape={"steps": 500}, ablate={knob: values}, against={"rht": False})
     points = [Point(f"{value}", {knob: value}, None) for value in values]
     study = Study(tmp_path / "optuna.log", experiment, points)
     assert study.distributions == {knob: expected}
@@ -243,7 +243,7 @@ def test_a_journal_does_not_repeat_a_long_list_in_every_trial(values, tmp_path):
 def test_a_long_list_of_named_arms_is_told_by_their_names_alone(tmp_path):
     listed = {f"arm {n}": {"cooldown": n / 500} for n in range(150)}
     points = [Point(name, knobs, None) for name, knobs in listed.items()]
-    study = Study(tmp_path / "optuna.log", tiny(tmp_path, ablate=None, arms=listed), points)
+    study = Study(tmp_path / "optuna.log", tiny(tmp_path, shape={"steps": 500}, ablate=None, arms=listed), points)
     assert [(trial.params, trial.user_attrs["arm"]) for trial in study.study.get_trials()] == [({}, name) for name in listed]
 
 
@@ -360,7 +360,7 @@ CONDITIONAL = {
     "rht_size": {"choice": [16, 32, 64], "when": {"rht": True}},
     "rht": [True, False],
     "rht_signs": {"choice": ["fixed", "per_step"], "when": {"rht_size": 32}},
-    "cooldown": {"uniform": [0.0, 0.75]},
+    "cooldown": {"uniform": [0.25, 0.75]},
 }
 
 

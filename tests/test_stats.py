@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from ablate.stats import Difference, Interval, decided, paired_difference, verdict
+from ablate.stats import Difference, Interval, decided, equivalence, judge, p_value, paired_difference, seeds_needed, verdict
 
 T, SEQUENCE = Interval(), Interval("sequence")
 PLAIN_NORMAL = stats.norm(0, 1.8)
@@ -17,7 +17,7 @@ def by_seed(values) -> dict[int, float]:
     return dict(enumerate(map(float, values)))
 
 
-@pytest.mark.parametrize("pairs", [2, 3, 5, 20])
+@pytest.mark.parametrize("pairs", [3, 5, 20])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_interval_is_scipys_paired_t_interval(pairs, seed):
     arm, baseline = np.random.default_rng(seed).normal(3, 0.1, (2, pairs))
@@ -28,12 +28,12 @@ def test_the_interval_is_scipys_paired_t_interval(pairs, seed):
     assert found.pairs == pairs
 
 
-def test_two_pairs_by_hand():
-    found = paired_difference({0: 1.0, 1: 2.0}, {0: 0.9, 1: 1.7})  # differences 0.1 and 0.3: mean 0.2, deviation 0.1414, t(1) 12.706
-    assert found.mean == pytest.approx(0.2)
-    assert found.deviation == pytest.approx(math.sqrt(0.02))
-    assert found.high - found.mean == pytest.approx(12.7062047 * 0.1, rel=1e-6)
-    assert found.mean - found.low == pytest.approx(12.7062047 * 0.1, rel=1e-6)
+def test_three_pairs_by_hand():
+    """Differences .1, .2 and .3: mean .2, deviation .1, t(2) 4.302653."""
+    found = paired_difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.9, 1: 1.8, 2: 2.7})
+    assert (found.mean, found.deviation) == pytest.approx((0.2, 0.1))
+    assert found.high - found.mean == pytest.approx(4.3026527 * 0.1 / math.sqrt(3), rel=1e-6)
+    assert found.mean - found.low == pytest.approx(4.3026527 * 0.1 / math.sqrt(3), rel=1e-6)
 
 
 @pytest.mark.parametrize("pairs", range(3, 11))
@@ -69,10 +69,27 @@ def test_no_pair_has_nothing():
     assert verdict(found, True, None) == "no pair of finished seeds"
 
 
-def test_pairs_that_differ_by_the_same_amount_have_an_interval_of_no_width():
-    found = paired_difference({0: 1.5, 1: 2.5, 2: 3.5}, {0: 1.0, 1: 2.0, 2: 3.0})
-    assert (found.low, found.mean, found.high, found.deviation) == (0.5, 0.5, 0.5, 0.0)
-    assert verdict(found, True, None) == "worse"
+@pytest.mark.parametrize("kind", ["t", "split:4", "sequence"])
+@pytest.mark.parametrize(
+    "differences", [(2, 2), (2, 3), (2, 2, 2), (2, 3, 2, 3), (0.1 + 0.2, 0.3, 0.5), (0, 0, 1)], ids=lambda values: str(len(values))
+)
+def test_fewer_than_three_distinct_differences_have_no_interval_no_p_and_no_verdict(differences, kind):
+    """Sums in another order are one value: .1 + .2 is not .3."""
+    baseline = dict.fromkeys(range(len(differences)), 7.0)
+    arm = {seed: 7.0 + difference for seed, difference in enumerate(differences)}
+    found = paired_difference(arm, baseline, Interval.parse(kind))
+    assert not found.has_interval
+    assert math.isnan(p_value(found))
+    assert math.isnan(equivalence(found, 100.0))
+    (judged,) = judge([(found, 100.0)], True)
+    assert (judged.word, judged.decided, judged.needed) == ("none", False, None)
+
+
+def test_equal_losses_are_the_same_numbers_and_equal_counts_are_no_verdict():
+    """Losses agree to the last bit only where the runs do; a count may differ on the next seed."""
+    losses, counts = {0: 3.01, 1: 3.02, 2: 3.05}, {0: 0.0, 1: 0.0, 2: 4.0}
+    found = [judge([(paired_difference(values, values), 0.1)], True)[0] for values in (losses, counts)]
+    assert [(verdict.word, verdict.decided) for verdict in found] == [("same", True), ("none", False)]
 
 
 def test_only_seeds_that_both_finished_with_a_finite_value_are_paired():
@@ -109,18 +126,18 @@ def test_the_bayes_factor_is_the_one_of_the_data_under_jeffreys_prior_on_the_dev
     assert mixed / null == pytest.approx(20, rel=1e-3)  # what lies beyond these limits
 
 
-@pytest.mark.parametrize("pairs", [2, 3])
+@pytest.mark.parametrize("pairs", [3])
 def test_a_sequence_bounds_nothing_where_no_data_of_so_few_pairs_could_reach_20(pairs):
     """The most that the factor can be: its limit for t without end is k^((pairs - 1) / 2)."""
     assert (1 + pairs * 1.8**2) ** ((pairs - 1) / 2) < 20 < (1 + 4 * 1.8**2) ** (3 / 2)
     assert SEQUENCE.half_width(pairs) == math.inf > SEQUENCE.half_width(4)
     found = paired_difference(by_seed([0.1, 0.11, 0.12][:pairs]), by_seed(np.zeros(pairs)), SEQUENCE)
     assert (found.low, found.high, found.has_interval) == (-math.inf, math.inf, False)
-    assert verdict(found, True, 0.02).startswith("undecided; ~")
+    assert judge([(found, 0.02)], True)[0].word == "undecided"
     assert not decided(found, 0.02)
 
 
-@pytest.mark.parametrize("pairs", [2, 5, 12])
+@pytest.mark.parametrize("pairs", [3, 5, 12])
 @pytest.mark.parametrize("looks", [1, 4, 10])
 def test_a_split_is_a_t_interval_at_its_share_of_5_percent(pairs, looks):
     values = np.random.default_rng(pairs).normal(0.01, 0.006, pairs)
@@ -134,12 +151,6 @@ def test_an_interval_is_known_by_its_text_and_says_what_it_is():
     assert str(Interval("split", 10)) == "t interval, its 5 % split over 10 looks"
     assert (str(T), str(SEQUENCE)) == ("95 % t interval", "95 % confidence sequence")
     assert paired_difference({0: 1.0}, {0: 2.0}, SEQUENCE).interval == SEQUENCE
-
-
-def test_the_seeds_that_would_settle_it_are_counted_in_the_intervals_own_width():
-    half = SEQUENCE.half_width(5)
-    more = [verdict(Difference(0, -half, half, 5, 1.0, kind), True, 1.0) for kind in (T, SEQUENCE, Interval("split", 10))]
-    assert more == ["undecided; ~2 more seeds for ±1", "undecided; ~9 more seeds for ±1", "undecided; ~8 more seeds for ±1"]
 
 
 def looked_at(random: np.random.Generator, effect: float, interval: Interval, most: int = 12) -> Difference:
@@ -201,21 +212,76 @@ def test_a_verdict_is_what_the_interval_allows(low, high, minimize, min_effect, 
 @pytest.mark.parametrize("minimize", [True, False])
 @pytest.mark.parametrize(("low", "high", "min_effect"), [(-0.01, 0.01, None), (-0.01, 0.004, 0.005), (-0.02, 0.001, None)])
 def test_an_interval_that_holds_zero_and_more_is_undecided(low, high, minimize, min_effect):
-    assert verdict(between(low, high), minimize, min_effect).startswith("undecided; ")
+    assert judge([(between(low, high), min_effect)], minimize)[0].word == "undecided"
 
 
-@pytest.mark.parametrize(("half", "target"), [(0.01, 0.005), (0.02, 0.01), (0.006, 0.005), (0.0051, 0.005)])
-def test_the_seeds_that_would_settle_it_are_the_fewest_that_narrow_the_interval_to_the_effect(half, target):
-    difference = between(-half, half)
-    said = verdict(difference, True, target)
-    more = int(said.removeprefix("undecided; ~").split()[0])
-    width = [stats.t.ppf(0.975, n - 1) * difference.deviation / math.sqrt(n) for n in (5 + more - 1, 5 + more)]
-    assert width[0] > target >= width[1]
-    assert said.endswith(f"for ±{target:g}")
+# Seeds for a verdict
 
 
-def test_more_seeds_than_anyone_runs_are_not_counted():
-    assert verdict(between(-1.0, 1.0), True, 1e-6) == "undecided; over 1000 seeds for ±1e-06"
+def seen(pairs: int, mean: float, deviation: float, interval: Interval = T) -> Difference:
+    """What so many pairs with this mean and deviation came to."""
+    half = deviation * interval.half_width(pairs)
+    return Difference(mean, mean - half, mean + half, pairs, deviation, interval)
+
+
+@pytest.mark.parametrize("margin", [None, 0.0])
+def test_without_an_effect_that_matters_no_number_of_seeds_is_named(margin):
+    assert seeds_needed(seen(5, 0.1, 1.0), margin) is None
+    assert not any(character.isdigit() for character in verdict(seen(5, 0.1, 1.0), True, margin))
+
+
+def test_the_number_of_seeds_follows_from_ratios_and_grows_with_spread_with_caution_and_with_company():
+    needed = seeds_needed(seen(5, 0.3, 1.5), 1.0)
+    assert needed == seeds_needed(seen(5, 0.003, 0.015), 0.01)
+    assert 5 < needed.low < needed.count < needed.high
+    others = [seen(5, 0.3, 3.0), seen(5, 0.3, 1.5, Interval("split", 4)), seen(5, 0.3, 1.5, SEQUENCE)]
+    assert all(seeds_needed(other, 1.0).count > needed.count for other in others)
+    assert seeds_needed(seen(5, 0.3, 1.5), 1.0, 8, 8).count > needed.count
+    assert seeds_needed(seen(5, 0.3, 30.0), 1.0).count is None
+    assert verdict(seen(5, 0.3, 1.5), True, 1.0) == f"undecided; {needed.count} ({needed.low} to {needed.high}) seeds in all"
+
+
+@pytest.mark.parametrize("interval", [T, Interval("split", 4), SEQUENCE], ids=str)
+def test_a_verdict_comes_in_four_of_five_sweeps_at_the_number_of_seeds_that_was_named(interval):
+    """300 sweeps with effects N(0, min_effect^2) and deviations from .5 to 2: the standard error of 80 % is 2.3 %."""
+    random, kept = np.random.default_rng(17), []
+    while len(kept) < 300:
+        effect, deviation = random.normal(), math.exp(random.uniform(math.log(0.5), math.log(2)))
+        values = random.normal(effect, deviation, 200)
+        found = paired_difference(by_seed(values[:4]), by_seed(np.zeros(4)), interval)
+        needed = None if decided(found, 1.0) else seeds_needed(found, 1.0)
+        if needed and needed.count:
+            count = needed.count
+            kept.append(decided(paired_difference(by_seed(values[:count]), by_seed(np.zeros(count)), interval), 1.0))
+    assert 0.75 - 3 * 0.023 <= np.mean(kept) <= 0.85 + 3 * 0.023
+
+
+# Error rates
+
+
+def test_eight_arms_without_an_effect_give_a_false_verdict_in_one_table_of_twenty():
+    """1500 tables over a shared baseline: the standard error of 5 % is .56 %. Uncorrected, 3 tables of 10 would."""
+    random, false, alone = np.random.default_rng(3), 0, 0
+    for _ in range(1500):
+        values = random.normal(0, 2, (9, 4))
+        found = [paired_difference(by_seed(arm), by_seed(values[8])) for arm in values[:8]]
+        false += any(judged.word in ("better", "worse") for judged in judge([(one, 1.0) for one in found], True, plan=False))
+        alone += any(one.low > 0 or one.high < 0 for one in found)
+    assert false / 1500 <= 0.05 + 3 * 0.0056
+    assert alone / 1500 > 0.2
+
+
+def test_both_kinds_of_verdict_are_corrected():
+    """At the edge alone: p .04 for an effect, and .04 for one that matters. Beside seven that say nothing neither stands."""
+    edge = 4 * stats.t.ppf(0.98, 4) / stats.t.ppf(0.975, 4)  # of the half width: a p-value of .04
+    for mean, alone in ((0.02 * edge / 4 + 1e-6, "worse"), (0.0, "equivalent")):
+        deviation = 0.02 * math.sqrt(5) / stats.t.ppf(0.975, 4)
+        margin = 0.02 * edge / 4 + 1e-6 if alone == "equivalent" else 1e-3
+        line, dull = seen(5, mean, deviation), seen(5, 0.0, 1.0)
+        assert judge([(line, margin)], True)[0].word == alone
+        among = judge([(line, margin), *[(dull, margin)] * 7], True)[0]
+        assert among.word == "undecided"
+        assert alone in among.said
 
 
 SIMULATED = 4000
@@ -227,7 +293,7 @@ def share_of(said: str, effect: float, pairs: int, margin: float) -> float:
     random, found = np.random.default_rng(pairs), 0
     for _ in range(SIMULATED):
         seeds, noise = random.normal(3, 0.02, pairs), random.normal(effect, 0.006, pairs)
-        found += verdict(paired_difference(by_seed(seeds + noise), by_seed(seeds)), True, margin) == said
+        found += judge([(paired_difference(by_seed(seeds + noise), by_seed(seeds)), margin)], True)[0].word == said
     return found / SIMULATED
 
 

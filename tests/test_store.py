@@ -1,17 +1,23 @@
 """The trial store: a result is there whole or not at all, a torn line is dropped, and a lock has one holder."""
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from experiments_for_tests import until
 
-from ablate.store import Busy, Store, lock, write
+from ablate.ledger import Ledger
+from ablate.ledger_integrity import tally
+from ablate.store import Busy, Damaged, Store, Tally, line, lock, write
 
 HOLD = """
 import sys, time; from pathlib import Path; from ablate.store import lock
@@ -92,12 +98,125 @@ def test_writing_fails_whole_when_the_content_is_not_json(tmp_path):
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
 
 
-def test_events_come_attempt_by_attempt_without_a_torn_last_line(store):
-    lines = [json.dumps({"step": n}) for n in range(5)]
-    (store.folder("a") / "events-10.jsonl").write_text(f"{lines[4]}\n")
-    (store.folder("a") / "events-2.jsonl").write_text(f"{lines[2]}\n{lines[3]}\n" + '{"step": 9, "me')
-    (store.folder("a") / "events-1.jsonl").write_text(f"{lines[0]}\n{lines[1]}\n" + lines[2])  # a whole line but for its end
-    assert [event["step"] for event in store.events("a")] == [0, 1, 2, 3, 4]
+def event(step: int, time: float = 1.0, **metrics: float) -> dict:
+    return {"step": step, "time": time, "metrics": metrics}
+
+
+def put(store: Store, attempt: int, *events: dict, tail: bytes = b"", trial: str = "a") -> Path:
+    """Write an attempt's events file; returns its path."""
+    path = store.folder(trial) / f"events-{attempt}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(line(event, trial) for event in events) + tail)
+    return path
+
+
+def test_events_come_by_step_without_a_torn_last_line(store):
+    put(store, 10, event(4, x=1))
+    put(store, 2, event(2, x=1), event(3, x=1), tail=b'{"step": 9, "me')
+    put(store, 1, event(0, x=1), event(1, x=1), tail=line(event(2, x=9), "a")[:-1])  # a whole line but for its end
+    assert [found["step"] for found in store.events("a")] == [0, 1, 2, 3, 4]
+
+
+def test_of_a_record_that_several_attempts_made_the_last_one_counts(store):
+    put(store, 1, event(1, 1.0, x=1, y=1), event(2, 1.0, x=1))
+    put(store, 2, event(1, 2.0, x=2), event(1, 2.0, x=3, z=3))
+    found = {(e["step"], name): (value, e["time"]) for e in store.events("a") for name, value in e["metrics"].items()}
+    assert found == {(1, "y"): (1, 1.0), (1, "x"): (2, 2.0), (1, "z"): (3, 2.0), (2, "x"): (1, 1.0)}
+    assert [e["step"] for e in store.events("a", until=1)] == [1, 1, 1]
+
+
+def test_a_trunks_records_come_up_to_the_step_of_the_fork_below_the_trials_own(store):
+    put(store, 1, event(1, x=1), event(2, x=2), event(3, x=3), trial="trunk")
+    put(store, 1, event(2, 2.0, x=9))
+    store.fork("a", 2, {"trial": "trunk", "step": 2})
+    put(store, 2, event(3, 2.0, x=7))
+    assert [(e["step"], e["metrics"]["x"]) for e in store.events("a")] == [(1, 1), (2, 9), (3, 7)]
+
+
+@pytest.mark.parametrize("place", range(1, 60, 7))
+def test_a_changed_byte_in_a_line_of_events_is_found_with_file_and_line(place, store):
+    path = put(store, 1, event(1, x=0.25), event(2, x=0.125))
+    content = bytearray(path.read_bytes())
+    content[content.index(b"\n") + place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Damaged, match=f"^{re.escape(str(path))}: line 2 "):
+        list(store.events("a"))
+    assert [e["step"] for e in store.events("a", strict=False)] == [1]
+
+
+def test_lines_of_earlier_versions_without_a_checksum_are_read(store):
+    (store.folder("a") / "events-1.jsonl").write_text(json.dumps(event(1, x=1)) + "\n")
+    assert list(store.events("a")) == [event(1, x=1)]
+
+
+def finished(store: Store, *events: dict, **changes) -> dict:
+    """Write a trial's events and commit its result; returns that."""
+    put(store, 1, *events)
+    last = {"status": "done", "reason": None, "seconds": 1.0, "started": 1.0, "steps": events[-1]["step"]}
+    store.commit("a", last | {"records": Tally(events).sealed()} | changes)
+    return store.result("a")
+
+
+RECORDS = [event(1, x=0.5, y=math.nan), event(2, x=-0.0, y=math.inf), {**event(3, x=3), "events": ["skipped"]}]
+SHORTER = {
+    "a line less": lambda content: b"".join(content.splitlines(keepends=True)[:-1]),
+    "a line less in the middle": lambda content: b"".join(content.splitlines(keepends=True)[::2]),
+    "torn": lambda content: content[:-3],
+    "empty": lambda content: b"",
+    "another value": lambda content: line(event(1, x=0.25, y=math.nan), "a") + content.partition(b"\n")[2],
+}
+
+
+@pytest.mark.parametrize("harm", SHORTER)
+def test_events_that_are_not_those_a_result_was_made_of_are_found(harm, store):
+    result = finished(store, *RECORDS)
+    assert [e["step"] for e in store.proven("a", result)] == [1, 2, 3]
+    path = store.folder("a") / "events-1.jsonl"
+    path.write_bytes(SHORTER[harm](path.read_bytes()))
+    with pytest.raises(Damaged, match=re.escape(str(store.folder("a")))):
+        store.proven("a", result)
+
+
+def test_a_result_without_a_digest_is_compared_by_its_last_step(store):
+    result = finished(store, *RECORDS)
+    del result["records"]
+    write(store.folder("a") / "result.json", result)  # as earlier versions did
+    assert store.result("a") == result
+    assert len(store.proven("a", result)) == 3
+    put(store, 1, *RECORDS[:2])
+    with pytest.raises(Damaged, match=r"step 2, .* step 3"):
+        store.proven("a", result)
+
+
+@pytest.mark.parametrize("place", range(0, 270, 11))
+def test_one_flipped_bit_anywhere_in_a_result_is_found(place, store):
+    result = finished(store, *RECORDS)
+    path = store.folder("a") / "result.json"
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+    found = None
+    with suppress(Damaged):
+        found = store.result("a")
+    assert found in (None, result)  # the same: a blank between two keys
+
+
+def test_a_ledger_with_the_same_records_has_the_same_digest_and_with_one_bit_changed_another(store):
+    book = Ledger(store.root / "ledger.db")
+    trial = book.add_member(book.add_arm("a", {}, None, None), 0, "a", "{}")
+    book.record(trial, [RECORDS[2]])  # numbers its names in another order
+    book.record(trial, RECORDS)
+    assert tally(book, trial).sealed() == Tally(RECORDS).sealed()
+    assert tally(book, trial).count == 5
+    for change in ("value = value + 1e-15 WHERE value = 0.5", "time = time + 1e-9 WHERE step = 3", "step = 4 WHERE step = 3"):
+        book.db.execute("BEGIN")
+        book.db.execute(f"UPDATE records SET {change}")
+        assert tally(book, trial).sealed() != Tally(RECORDS).sealed()
+        book.db.execute("ROLLBACK")
+    book.db.execute("UPDATE records SET value = 'x' WHERE step = 3")
+    with pytest.raises(ValueError, match="cell"):
+        tally(book, trial)
+    book.close()
 
 
 def test_the_log_ends_with_the_last_lines_printed(store):
@@ -145,3 +264,18 @@ def test_what_a_trial_left_are_the_files_of_its_folder_artifacts(store):
     for name in ("b.png", "a.txt"):
         (folder / name).touch()
     assert [path.name for path in store.artifacts("a")] == ["a.txt", "b.png"]
+
+
+def test_a_line_or_a_result_of_another_trial_is_not_taken(store):
+    """Whole and sound in itself, in a folder that it was not written for: copied there by hand, or by a restored backup."""
+    path = put(store, 1, *RECORDS, trial="a")
+    store.commit("a", {"id": "a", "status": "done", "records": Tally(RECORDS).sealed()})
+    other = store.folder("b")
+    other.mkdir(parents=True)
+    (other / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(Damaged, match=r"events-1\.jsonl: line 1 is damaged"):
+        list(store.events("b"))
+    (other / "result.json").write_bytes((store.folder("a") / "result.json").read_bytes())
+    with pytest.raises(Damaged, match=r"b/result\.json: the result of another trial, a$"):
+        store.result("b")
+    assert store.result("a")["id"] == "a"

@@ -48,7 +48,7 @@ def server(folder, port: int):
         yield MlflowClient(url)
     finally:
         os.killpg(running.pid, 9)
-        running.wait(timeout=30)
+        running.wait(timeout=300)
 
 
 def answers(url: str) -> bool:

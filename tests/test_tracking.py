@@ -296,7 +296,8 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
     from ablate.tracking import Shipped
 
     arms = 30
-    experiment = tiny(tmp_path, "waiting", ablate=None, arms={f"arm {n}": {"cooldown": n / 100} for n in range(arms)}, seeds=1)
+    listed = {f"arm {n}": {"cooldown": n / 100} for n in range(arms)}
+    experiment = tiny(tmp_path, "waiting", {"steps": 100}, ablate=None, arms=listed, seeds=1)
     folder = tmp_path / "sweeps" / "waiting"
     book = Ledger(folder / "ledger.db")
     specs = [(arm, experiment.spec(arm, 0, "cpu")) for arm in experiment.arms if arm.name not in experiment.added]

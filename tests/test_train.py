@@ -1,5 +1,6 @@
 """The training loop on a tiny gpt: paired across recipes, undisturbed by watching, and honest about divergence."""
 
+import copy
 import itertools
 import math
 
@@ -11,13 +12,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ablate.data import open_corpus
 from ablate.data.batches import training_batch
-from ablate.engines.emulated import DTYPES, convert
+from ablate.engines.emulated import convert
+from ablate.engines.emulated_layer import DTYPES
 from ablate.hyperparameters import Training
 from ablate.numerics.philox import Clock
 from ablate.parallel import Part, world
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.recipe import OsciReset, Phase, QEma, QRamping, Run, Weights
-from ablate.train import Prepared, Record, Telemetry, evaluate
+from ablate.train import Meter, Prepared, Record, Telemetry, evaluate
 from ablate.train import train as loop
 from ablate.transformer import Transformer, initialise
 from ablate.workloads.gpt import Gpt
@@ -226,8 +228,44 @@ def test_telemetry_measures_every_slot_of_every_layer(shards):
 
 def test_logging_seldom_averages_the_losses_in_between(shards):
     each, all_at_once = (losses(train(gpt(shards, eval_every=100), telemetry=Telemetry(every=10**6, log=n))) for n in (1, 100))
-    assert set(all_at_once) == {1, 5}  # the first step is measured, and the last
+    assert set(all_at_once) == {5}  # the first step is measured too, and is no interval of its own
     assert all_at_once[5] == pytest.approx(math.fsum(each[step] for step in (2, 3, 4, 5)) / 4, rel=1e-12)
+
+
+def test_measured_steps_are_records_of_their_own_and_cut_no_interval_of_the_losses(shards):
+    workload = gpt(shards, steps=12, eval_every=6)
+    each = losses(train(workload, telemetry=SELDOM))
+    records = train(workload, telemetry=Telemetry(every=2, shadow=10**6, log=4))
+    found, measured = losses(records), column(records, "quant/fprop.x/sqnr_db")
+    assert set(measured) == {1, 3, 5, 7, 9, 11, 12}
+    intervals = {4: (1, 2, 3, 4), 6: (5, 6), 8: (7, 8), 12: (12,)}  # the last: since the record before it
+    assert found == {end: pytest.approx(math.fsum(each[step] for step in steps) / len(steps)) for end, steps in intervals.items()}
+    assert set(column(records, "throughput/tokens_per_s")) == set(column(records, "nan/loss")) == set(found)
+    assert set(column(records, "grad/norm")) == set(column(records, "tokens")) == set(found) | set(measured)
+
+
+def test_the_time_of_a_measured_step_is_in_no_rate_but_where_all_steps_are_measured():
+    meter = Meter(tokens_per_step=8)
+    for number in range(10):
+        meter.add(1.0, 1.0, 5.0 if number == 3 else 0.5, measured=number == 3)
+    found = meter.metrics(10)
+    assert (found["throughput/step_ms"], found["throughput/tokens_per_s"]) == (500.0, 16.0)
+    meter.reset()
+    meter.add(1.0, 1.0, 5.0, measured=True)
+    assert meter.metrics(11)["throughput/tokens_per_s"] == 8 / 5
+
+
+def test_an_interval_goes_on_from_a_checkpoint_within_it_and_from_one_of_an_earlier_version():
+    meter, resumed, older = (Meter(tokens_per_step=8) for _ in range(3))
+    meter.add(1.0, 1.0, 0.5, measured=True)
+    meter.latest(1)
+    vars(resumed).update(copy.deepcopy(meter.state()))
+    vars(older).update({"losses": [1.0], "norms": [1.0], "seconds": 0.5})
+    for one in (meter, resumed, older):
+        one.add(3.0, 1.0, 0.25)
+    assert resumed.metrics(2) == meter.metrics(2)
+    assert meter.metrics(2, last=True)["train/loss"] == 3.0
+    assert older.metrics(2) == meter.metrics(2)
 
 
 def test_evaluation_changes_nothing(shards):
@@ -398,6 +436,17 @@ def test_decay_starts_at_the_first_step_that_is_slower_than_the_one_before(decay
 
 def test_a_rate_that_ends_at_its_peak_never_falls():
     assert Training(steps=50, final_lr=1.0).decay_start is None
+
+
+def test_the_start_of_the_decay_is_found_in_few_looks_however_long_the_run(monkeypatch):
+    looks = []
+    at = Training.lr_at
+    monkeypatch.setattr(Training, "lr_at", lambda config, step: looks.append(step) or at(config, step))
+    assert Training(steps=10**9, final_lr=1.0).decay_start is None
+    flat = Training(steps=10**9, decay="cosine", warmup=0.0, final_lr=1 - 1e-12)  # equal to the peak for thousands of steps
+    start = flat.decay_start
+    assert at(flat, start) < at(flat, start - 1) == at(flat, 0)
+    assert len(looks) < 10_000
 
 
 def test_wsd_without_a_fall_stays_at_its_peak():

@@ -6,7 +6,9 @@ import pytest
 from experiments_for_tests import SHAPE, shards
 
 from ablate.numerics import spec as numerics
-from ablate.recipes import PRESETS
+from ablate.numerics.spec import Hadamard, Outer, Quant
+from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.recipe import Fprop, Wgrad
 from ablate.store import Store
 from ablate.trial import TrialSpec, run
 from ablate.workloads import WORKLOADS
@@ -55,6 +57,18 @@ def test_what_determines_the_numbers_is_in_the_id(tmp_path, monkeypatch):
     monkeypatch.setattr(Gpt, "VERSION", Gpt.VERSION + 1)
     ids.append(spec(tmp_path).id)
     assert len(set(ids)) == len(ids)
+
+
+def test_only_recipes_whose_bits_a_fix_changed_have_another_numerics_version(tmp_path):
+    """Compiled quantisers of numerics version 3 ignored the amax that was given for columns rotated by 16."""
+    given = Quant(outer=Outer(statistic="static:6"))
+    turned = Recipe(wgrad=Wgrad(g=given, x=given, hadamard=Hadamard()))
+    by_32 = Recipe(wgrad=Wgrad(g=given, x=given, hadamard=Hadamard(size=32)))
+    straight = Recipe(fprop=Fprop(x=given, w=given))
+    cases = [(turned, "cpu", 4), (turned, "cuda", 3), (by_32, "cpu", 3), (straight, "cpu", 3), (PRESETS["nvfp4"](), "cpu", 3)]
+    for recipe, device, version in cases:
+        assert json.loads(spec(tmp_path, recipe, device=device).wire)["numerics_version"] == version
+    assert spec(tmp_path, turned).history(2) != spec(tmp_path, straight).history(2)
 
 
 def test_the_same_trial_has_the_same_id(tmp_path):

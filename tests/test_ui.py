@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 
 import psutil
@@ -53,7 +54,7 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def read(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=20) as answer:
+    with urllib.request.urlopen(address, timeout=300) as answer:
         assert answer.status == 200
         return answer.read().decode()
 
@@ -85,9 +86,21 @@ def test_the_addresses_name_the_sweep_that_was_run_last_and_nothing_is_left_afte
         told = json.loads(read(f"{server}/api/2.0/mlflow/experiments/get?experiment_id={experiment}"))
         assert told["experiment"]["name"] == "second"
         assert studies(found) == ("second", ["first", "second"])
+        for address in found.values():  # a page of the internet whose name leads here
+            assert refuses(address.partition("#")[0], "evil.example:80") == 403
         ends(process, found, signal.SIGINT)
     finally:
         end(process)
+
+
+def refuses(address: str, host: str) -> int:
+    """The status of the answer to a request that names another server."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers={"Host": host}), timeout=20) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
 def studies(found: dict[str, str]) -> tuple[str, list[str]]:

@@ -123,12 +123,19 @@ while True:
 """
 
 
+def reachable() -> dict[str, str]:
+    """The address of a cluster's node, which is not on loopback as that of the local Ray of this process is."""
+    from ray._private.services import node_ip_address_from_perspective
+
+    return {"node_ip_address": node_ip_address_from_perspective()}
+
+
 @pytest.fixture
 def cluster():
     """A head with three logical CPUs."""
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False, **reachable()})
     yield found
     found.shutdown()
 
@@ -142,7 +149,7 @@ def held(cluster, priority: int) -> Iterator[Callable[[], str]]:
     reader = threading.Thread(target=lambda: [lines.put(line.strip()) for line in process.stdout])
     reader.start()
     try:
-        yield lambda: lines.get(timeout=60)
+        yield lambda: lines.get(timeout=300)
     finally:
         process.kill()
         process.wait()
@@ -156,7 +163,7 @@ def test_sweeps_on_one_cluster_share_its_slots_by_priority_and_use_nodes_that_jo
         with held(cluster, 5) as high:
             assert [high(), high()] == ["slots", "2"]
             assert low() == "1"
-            cluster.add_node(num_cpus=2)
+            cluster.add_node(num_cpus=2, **reachable())
             assert high() == "4"
 
 

@@ -94,9 +94,12 @@ def test_a_nest_is_refused_at_its_level_however_deep_python_may_go():
 
 def test_a_file_that_is_not_utf_8_is_refused(tmp_path):
     path = tmp_path / "latin.yaml"
-    path.write_bytes("question: für wen\n".encode("latin-1"))
-    with pytest.raises(InputError, match=r"latin\.yaml: cannot be read: .*utf-8"):
+    path.write_bytes("schema: 1\nquestion: für wen\n".encode("latin-1"))
+    with pytest.raises(InputError) as caught:
         read(path)
+    (problem,) = caught.value.problems
+    assert (problem.line, problem.column) == (2, 12)
+    assert "0xfc" in problem.message
 
 
 def test_a_folder_or_a_huge_file_is_refused(tmp_path):
@@ -119,3 +122,43 @@ def test_a_missing_file_names_the_nearest_that_is_there(tmp_path):
 def test_the_nearest_word_comes_first():
     assert nearest("clipp", ["rounding", "clip", "element"]).startswith("'clip' is the nearest of clip, ")
     assert nearest("x", []) == "nothing can be set here"
+
+
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [
+        *(("a: !!set {x, y}", 4), ("a: !!binary abc", 4), ("a: !!timestamp 2020", 4), ("a: !!omap [x: 1]", 4), ("a: [1, !foo 2]", 8)),
+        *(("a: !!python/object/apply:os.system [ls]", 4), ("a: !!int {x: 1}", 4), ("a: !!map [1]", 4), ("!!set a: 1", 1)),
+        *(("a: !!bool x", 4), ("a: !!int x", 4), ("a: !!float x", 4)),
+        *(("a: 99999999999999999999", 4), ("a: " + "9" * 5000, 4), ("a: 1e400", 4), ("a: -1e400", 4)),
+        *(('a: "\\x00"', 4), ('a: "\\ud800"', 4), ('"\\x00": 1', 1), ("ab\x07: 1", 3), ("{? {b: 1} : 2}", 4), ("{? [b] : 2}", 4)),
+        *(("a: &a {b: *a}", 11), ("a: &a [1]\nb: {<<: *a}", 9)),
+    ],
+)
+def test_what_is_no_plain_value_is_refused_at_its_place(text, column):
+    problems = complaints(text)
+    assert [(type(problem), problem.line, problem.column) for problem in problems] == [(Problem, 1 + text.count("\n"), column)]
+
+
+def test_tags_of_plain_values_and_a_mark_of_byte_order_change_nothing(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"\xef\xbb\xbfa: !!str 5\nb: !!int '5'\nc: !!map {d: !!seq [! x]}\n")
+    assert read(path).value == {"a": "5", "b": 5, "c": {"d": ["x"]}}
+
+
+def test_a_merge_key_is_a_key_like_others():
+    assert parse("a: {<<: {b: 1}}", "x").value == {"a": {"<<": {"b": 1}}}
+
+
+def test_of_thousands_of_problems_the_first_are_told_and_how_many_more_there_are():
+    text = "".join(f"a{n}: !foo x\n" for n in range(120))
+    problems = complaints(text)
+    assert [problem.line for problem in problems[:-1]] == list(range(1, 51))
+    assert "and 70 more" in problems[-1].message
+
+
+def test_a_problem_stays_on_one_line():
+    document = parse('"a\\nb\\e": 1', "x.yaml")
+    document.problem(("a\nb\x1b",), "is odd")
+    (problem,) = document.problems
+    assert str(problem).isprintable()

@@ -6,6 +6,6 @@ them what a step sees, by counter from the seed.
 
 from ablate.data.corpus import Corpus, Shards, open_corpus
 from ablate.data.images import Augment, ImageSet, ImageSource, RandAugment, open_images
-from ablate.data.kinds import places
+from ablate.data.kinds import located, places
 
-__all__ = ["Augment", "Corpus", "ImageSet", "ImageSource", "RandAugment", "Shards", "open_corpus", "open_images", "places"]
+__all__ = ["Augment", "Corpus", "ImageSet", "ImageSource", "RandAugment", "Shards", "located", "open_corpus", "open_images", "places"]

@@ -35,6 +35,7 @@ class Shards(Spec):
     """Token files: llm.c's `.bin` (with a header) or nanoGPT's (raw ids). Paths may be globs."""
 
     places: ClassVar[frozenset[str]] = frozenset({"train", "val"})
+    PATHS: ClassVar[tuple[str, ...]] = ("train", "val")
     train: str
     val: str
     vocab: int = Field(gt=1, le=1 << 20)
@@ -48,6 +49,8 @@ class Text(Spec):
     """Text files, JSON lines or Parquet; paths may be globs. Tokenised when first opened, and kept."""
 
     places: ClassVar[frozenset[str]] = frozenset({"text", "val", "column", "tokenizer", "val_fraction"})
+    PATHS: ClassVar[tuple[str, ...]] = ("text", "val")
+    NAMES: ClassVar[tuple[str, ...]] = ("tokenizer",)
     text: str
     val: str | None = None
     """null: a part of the text, whole documents, is held out."""
@@ -63,6 +66,7 @@ class HubText(Spec):
     places: ClassVar[frozenset[str]] = frozenset(
         {"dataset", "config", "split", "val_split", "revision", "column", "tokenizer", "tokens", "val_fraction"}
     )
+    NAMES: ClassVar[tuple[str, ...]] = ("dataset", "tokenizer")
     dataset: str
     config: str | None = None
     split: str = "train"
@@ -81,6 +85,7 @@ class Prepared(Spec):
     """A folder that `ablate data prepare` wrote."""
 
     places: ClassVar[frozenset[str]] = frozenset({"prepared"})
+    PATHS: ClassVar[tuple[str, ...]] = ("prepared",)
     prepared: str
 
 

@@ -37,6 +37,7 @@ class Cifar10(Spec):
     """CIFAR-10 as published, as binary files or as Python's pickles; its test images validate."""
 
     places: ClassVar[frozenset[str]] = frozenset({"cifar10"})
+    PATHS: ClassVar[tuple[str, ...]] = ("cifar10",)
     cifar10: str
     """The folder."""
 
@@ -45,6 +46,7 @@ class Cifar100(Spec):
     """CIFAR-100 as published."""
 
     places: ClassVar[frozenset[str]] = frozenset({"cifar100"})
+    PATHS: ClassVar[tuple[str, ...]] = ("cifar100",)
     cifar100: str
     """The folder."""
     labels: Literal["fine", "coarse"] = "fine"
@@ -55,6 +57,7 @@ class Folder(Spec):
     Folders `train` and `val`, or every tenth file validates."""
 
     places: ClassVar[frozenset[str]] = frozenset({"folder"})
+    PATHS: ClassVar[tuple[str, ...]] = ("folder",)
     folder: str
     size: int = Field(ge=4, le=1024)
     """Pixels of a side."""
@@ -64,6 +67,7 @@ class HubImages(Spec):
     """A dataset of images by its name on the Hugging Face hub, or a local folder in a layout that `datasets` reads."""
 
     places: ClassVar[frozenset[str]] = frozenset()
+    AS_WRITTEN: ClassVar[tuple[str, ...]] = ("dataset",)
     dataset: str
     config: str | None = None
     split: str = "train"

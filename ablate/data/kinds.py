@@ -1,6 +1,8 @@
 """Which kind of source a value of a YAML file is: told by the key that names its place, so that what is wrong with it is told once."""
 
+import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import Discriminator
@@ -30,3 +32,51 @@ def either(words: Sequence[str], kinds: Mapping[str, type[Spec]]) -> Discriminat
 def places(source: Any) -> frozenset[str]:
     """The fields of a source that only say where its data lie: its fingerprint stands for them in a trial's identity."""
     return getattr(source, "places", frozenset())
+
+
+def located(value: Any, folder: Path, strays: dict[str, None]) -> Any:
+    """A configuration with its relative paths made absolute: they are relative to `folder`, that of the experiment file.
+
+    A path that is not there but exists relative to the working directory is taken from there, as earlier versions did, and
+    added to `strays`. A class names the fields that hold paths: `PATHS` (files, folders, globs) and `NAMES`, which may be names on
+    a hub as well and stay as they are unless such a folder exists. `AS_WRITTEN` are names that are part of a trial's identity:
+    they stay as they are wherever that finds the folder.
+    """
+    changed: dict[str, Any] = {}
+    for name in type(value).model_fields if isinstance(value, Spec) else ():
+        part = getattr(value, name)
+        if isinstance(part, Spec):
+            other = located(part, folder, strays)
+        elif isinstance(part, str) and name in getattr(value, "PATHS", ()):
+            other = _absolute(part, folder, strays, False)
+        elif isinstance(part, str) and name in getattr(value, "NAMES", ()):
+            other = _absolute(part, folder, strays, True)
+        elif isinstance(part, str) and name in getattr(value, "AS_WRITTEN", ()):
+            other = part if _same(part, folder) else _absolute(part, folder, {}, True)
+        else:
+            continue
+        if other is not part:
+            changed[name] = other
+    return value.model_copy(update=changed) if changed else value
+
+
+def _absolute(text: str, folder: Path, strays: dict[str, None], may_be_a_name: bool) -> str:
+    if Path(text).expanduser().is_absolute():
+        return text
+    beside = str(folder / text)
+    if _there(beside):
+        return beside
+    if _there(text):
+        strays[text] = None
+        return str(Path.cwd() / text)
+    return text if may_be_a_name else beside
+
+
+def _same(text: str, folder: Path) -> bool:
+    """Whether the working directory has the same folder under this name, or only that one."""
+    beside = folder / text
+    return Path(text).exists() and not (beside.exists() and not beside.samefile(text))
+
+
+def _there(path: str) -> bool:
+    return next(glob.iglob(path, recursive=True), None) is not None or Path(path).exists()

@@ -10,7 +10,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, library, nn
 
-from ablate.engines.emulated import EmulatedLinear, Engine, backward, forward
+from ablate.engines.emulated import Engine
+from ablate.engines.emulated_layer import EmulatedLinear, backward, forward
 from ablate.numerics.product import linear
 
 _LAYERS: WeakValueDictionary[int, EmulatedLinear] = WeakValueDictionary()
@@ -19,6 +20,7 @@ _LAYERS: WeakValueDictionary[int, EmulatedLinear] = WeakValueDictionary()
 @library.custom_op("ablate::linear", mutates_args=())
 def _linear(x: Tensor, w: Tensor, layer: int) -> Tensor:
     module = _LAYERS[layer]
+    module.require_step()
     if needed := module.products.backward_needs:
         raise RuntimeError(f"compile: true keeps x and w alone for the backward pass, and this recipe needs {needed}; leave it out")
     if module.products.plain:

@@ -1,283 +1,36 @@
-"""Linear layers whose three products are quantised exactly, anywhere. Applied from outside: names and state dicts stay.
+"""The emulated engine: nn.Linear layers replaced in place by `EmulatedLinear`, and what drives them. Names and state dicts stay.
 
-Not modelled: the order of fp32 additions inside a tensor core, and the bit-level randomness of its rounding instruction.
+`convert` finds the layers of a model's transformer blocks and replaces them; the `Engine` it returns puts a recipe's step in
+force in each, and collects what the quantisers saw. How one layer computes its products is emulated_layer.py.
 """
 
-import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from ablate.engines.ranks import Divided, Sharded, whole
+from ablate.engines.emulated_layer import DTYPES, HIGH, UNSET, EmulatedLinear, Probe
+from ablate.engines.ranks import Divided, Sharded
 from ablate.engines.weights import WeightRules
-from ablate.numerics.estimators import slope
-from ablate.numerics.hadamard import rotate
-from ablate.numerics.history import History
-from ablate.numerics.philox import Clock, site
-from ablate.numerics.product import linear, split_product
-from ablate.numerics.quantize import Operand, lasts, pad, quantize, quantize_both
-from ablate.numerics.spec import Hadamard, Quant
-from ablate.numerics.transform import split
-from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products, Recipe, Run, Trigger
+from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import Operand
+from ablate.recipes.recipe import Products, Recipe, Run, Trigger
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "bf16_out": torch.bfloat16, "fp32_out": torch.float32}
 _BLOCK = re.compile(r"^(?P<list>(?:.*?\.)?(?:(?:\w+_)?(?:blocks|layers?)|h))\.(?P<number>\d+)\.")
-_HIGH = Products()
-
-Probe = Callable[[str, str, Operand], None]
-"""Called with (layer, slot, operand) for every quantised operand while telemetry is on."""
-
-
-class EmulatedLinear(nn.Linear):
-    """An nn.Linear that computes its products by a recipe; shares the parameters of the layer it replaces."""
-
-    def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype) -> None:
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
-        self.name, self.clock, self.dtype = name, clock, dtype
-        self.products = _HIGH
-        self.probe: Probe | None = None
-        self.nonfinite: Tensor | int = 0
-        """Operands so far that held a NaN or an infinity."""
-        self.whole_graph: Callable[[Tensor, Tensor], Tensor] | None = None
-        """This layer's operator for torch.compile (compiled.py), in place of autograd's function."""
-        self.histories = {slot: History() for slot in SLOTS}
-        self.target: Tensor | None = None
-        """What decides the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
-        self.casts: dict[str, tuple[tuple, list[Operand]]] | None = None
-        """The weight's operands by slot, while it stays as it is; None where nobody promises that."""
-        self.divided: Divided | None = None
-        """Where other ranks have the rest of its tokens."""
-        self.sharded: Sharded | None = None
-        """Where they have the rest of its weight."""
-        self._sites = {slot: site(name, slot) for slot in SLOTS}
-        self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}  # both operands turn alike
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out], in x's dtype; the bias is added in high precision. Autocast does not reach in here."""
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                return self.forward(x)
-        if self.whole_graph is None and self.products.plain:
-            bias = None if self.bias is None else self.bias.to(self.dtype)
-            weight = self.sharded.whole(self.weight, self.dtype) if self.sharded else self.weight.to(self.dtype)
-            return linear(x.to(self.dtype), weight, bias).to(x.dtype)
-        rows, weight = x.reshape(-1, self.in_features), self.weight.to_local() if self.sharded else self.weight
-        y = self.whole_graph(rows, weight) if self.whole_graph else _Products.apply(rows, weight, self, self.products)
-        y = y if self.bias is None else (y + self.bias).to(x.dtype)
-        return y.view(*x.shape[:-1], self.out_features)
-
-    def operand(self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: bool = False) -> list[Operand]:
-        """`x` [rows, contraction] in bf16 as the operand `slot` of a product: rotated, quantised, or as it is; in parts that add up."""
-        if quant is None:
-            return [Operand(self.rotated(x, slot, rotation))]
-        parts = split(x, quant, channels=0 if slot.startswith("wgrad") else 1)
-        return [self._part(part, slot, how, rotation, quant, keep) for part, how in parts]
-
-    def gradients(self, dy: Tensor, products: Products, dx: bool, dw: bool) -> tuple[list[Operand], list[Operand]]:
-        """dgrad's operand of dy [tokens, out], and wgrad's of dy^T, where dx and dw are wanted: from one read where a kernel can."""
-        rows, columns = products.dgrad, products.wgrad
-        apart = rows.hadamard or (rows.g and rows.g.transform) or (columns.g and columns.g.transform) or self.probe or self.divided
-        if dx and dw and rows.g and columns.g and not apart:
-            where = self._sites["dgrad.g"], self._sites["wgrad.g"]
-            turn = self._turns["wgrad.g"]
-            both = quantize_both(dy, rows.g, columns.g, rotation=columns.hadamard, clock=self.clock, where=where, product=turn)
-            if both:
-                self._count(both)
-                return [both[0]], [both[1]]
-        across = self.operand(dy, "dgrad.g", rows.g, rows.hadamard) if dx else []
-        return across, self.operand(dy.t(), "wgrad.g", columns.g, columns.hadamard) if dw else []
-
-    def weight_operand(
-        self, slot: str, quant: Quant | None, rotation: Hadamard | None, weight: Callable[[], Tensor], keep: bool = False
-    ) -> list[Operand]:
-        """The weight, which `weight` gives, as the operand `slot`: among `casts` once, but where something is drawn or looked at.
-
-        Of a sharded one, `weight` gives what this rank keeps.
-        """
-        if self.sharded:
-            return self.sharded.operand(self, slot, quant, rotation, weight(), keep)
-        looked_at = keep or self.probe is not None or self.casts is None
-        if quant is None or looked_at or self._target(slot, quant) is not None or not lasts(quant, rotation):
-            return self.operand(weight(), slot, quant, rotation, keep)
-        known, parts = self.casts.get(slot, (None, []))
-        if known == (quant, rotation):
-            self._count(parts)
-            return parts
-        parts = self._turned(slot, quant, rotation) or self.operand(weight(), slot, quant, rotation)
-        self.casts[slot] = (quant, rotation), parts
-        return parts
-
-    def _turned(self, slot: str, quant: Quant, rotation: Hadamard | None) -> list[Operand] | None:
-        """dgrad's weight from fprop's: unrotated blocks of 16x16 are the same read down and across."""
-        known, parts = self.casts.get("fprop.w", (None, []))
-        square = quant.block == "16x16" and rotation is None and quant.transform is None
-        if slot != "dgrad.w" or not square or known != (quant, None) or parts[0].values.shape != self.weight.shape:
-            return None
-        self._count(parts)
-        return [parts[0].transposed()]
-
-    def _count(self, parts: Iterable[Operand]) -> None:
-        for largest in (part.largest for part in parts if part.largest is not None):
-            if largest.device.type != "cpu":  # not to be waited for
-                self.nonfinite = self.nonfinite + ~largest.isfinite()
-            elif not math.isfinite(largest):
-                self.nonfinite += 1
-
-    def _part(self, x: Tensor, slot: str, how: Quant | None, rotation: Hadamard | None, main: Quant, keep: bool) -> Operand:
-        if how is None:
-            return Operand(self.rotated(x, slot, rotation))
-        result = quantize(
-            x,
-            how,
-            rotation=rotation,
-            history=self.histories[slot] if how is main else None,
-            target=self._target(slot, how) if how is main else None,
-            keep=keep or (self.probe is not None and "source"),
-            share=self.divided.shares.get(slot) if self.divided else None,
-            **self.draws_at(slot),
-        )
-        self._count([result])
-        if self.probe is not None and how is main:
-            self.probe(self.name, slot, result)
-        return result
-
-    def draws_at(self, slot: str) -> dict[str, Any]:
-        """When and where an operand of this layer draws random bits, as `quantize` takes it."""
-        return {"clock": self.clock, "where": self._sites[slot], "product": self._turns[slot]}
-
-    def _target(self, slot: str, quant: Quant) -> Tensor | None:
-        if self.target is None or slot not in ("fprop.w", "dgrad.w") or quant.rounding != "nearest" or quant.source == "forward":
-            return None
-        return self.target if slot == "fprop.w" else self.target.t()
-
-    def rotated(self, x: Tensor, slot: str, rotation: Hadamard | None, *, back: bool = False) -> Tensor:
-        """`x` padded and rotated as the product of `slot` is, or back."""
-        if rotation is None:
-            return x
-        return rotate(pad(x, 1, rotation.size).contiguous(), rotation, self.clock, self._turns[slot], back=back)
-
-    def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor:
-        """The values of an operand's parts, added up and rotated back, fp32 [rows, width]."""
-        padded = width if rotation is None else width + -width % rotation.size
-        return self.rotated(sum(part.dequantize()[:, :padded] for part in parts), slot, rotation, back=True)[:, :width]
-
-    def weight_cast(self) -> Operand:
-        """The weight as fprop would quantise it now (what a transform takes out apart); advances no draw, no history and no count."""
-        with self._still():
-            self.clock.micro_batch = 0  # each rank has been in another one last
-            return self._weight()[0]
-
-    def quantised_weight(self) -> Tensor:
-        """The values that fprop would use for the weight now, fp32 [out, in]."""
-        with self._still():
-            return self.whole(self._weight(), "fprop.w", self.products.fprop.hadamard, self.in_features)
-
-    def _weight(self) -> list[Operand]:
-        spec = self.products.fprop
-        return self.operand(self.whole_weight().to(torch.bfloat16), "fprop.w", spec.w, spec.hadamard, keep=True)
-
-    def whole_weight(self) -> Tensor:
-        """The weight [out, in] without its graph; of a sharded one, everybody's rows, whoever sharded it."""
-        return whole(self.weight.detach())
-
-    @contextmanager
-    def _still(self):
-        before = self.clock, self.probe, self.nonfinite
-        self.clock, self.probe = replace(self.clock, stream="evaluation"), None
-        try:
-            yield
-        finally:
-            self.clock, self.probe, self.nonfinite = before
-
-
-class _Products(torch.autograd.Function):
-    """fprop now; dgrad and wgrad from the same bf16 x and w, or from their forward copies, each quantised anew for its product."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, layer: EmulatedLinear, products: Products) -> Tensor:
-        y, kept = forward(layer, products, x, w)
-        ctx.save_for_backward(*kept)
-        ctx.layer, ctx.products, ctx.dtypes = layer, products, (x.dtype, w.dtype)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        dx, dw = backward(ctx.layer, ctx.products, ctx.saved_tensors, dy, ctx.needs_input_grad[:2])
-        dtypes = ctx.dtypes
-        return None if dx is None else dx.to(dtypes[0]), None if dw is None else dw.to(dtypes[1]), None, None
-
-
-Kept = Sequence[Tensor | None]
-"""What the backward pass needs: x and w, or their forward copies, and the slopes of their casts where those are not passed through."""
-
-
-def forward(layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
-    """y = x w^T for x [tokens, in] and w [out, in], in x's dtype, and what `backward` needs."""
-    xb, spec = x.to(torch.bfloat16), products.fprop
-    keep = {name: quant is not None and quant.estimator is not None for name, quant in (("x", spec.x), ("w", spec.w))}
-    operands = {
-        "fprop.x": layer.operand(xb, "fprop.x", spec.x, spec.hadamard, keep["x"]),
-        "fprop.w": layer.weight_operand("fprop.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16), keep["w"]),
-    }
-    sources = {"fprop.x": xb, "fprop.w": w}
-    for slot, copied in FORWARD_COPY.items():
-        if _from_forward(products, slot):
-            sources[copied] = layer.whole(operands[copied], copied, spec.hadamard, sources[copied].shape[1])
-    slopes = {slot: slope(parts[0]) for slot, parts in operands.items() if parts[0].quant and parts[0].quant.estimator}
-    y = split_product(operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm]).to(x.dtype)
-    return y, (*sources.values(), slopes.get("fprop.x"), slopes.get("fprop.w"))
-
-
-def backward(
-    layer: EmulatedLinear, products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dw where they are needed, as their products leave them."""
-    x, w, x_slope, w_slope = kept
-    dy = dy.to(torch.bfloat16)
-    dx = dw = None
-    g, gt = layer.gradients(dy, products, *needs)
-    if needs[0]:
-        spec = products.dgrad
-        if _from_forward(products, "dgrad.w"):
-            wt = layer.operand(w.t(), "dgrad.w", spec.w, spec.hadamard)
-        else:
-            wt = layer.weight_operand("dgrad.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16).t())
-        dx = _through(split_product(g, wt, DTYPES[spec.gemm]), x_slope, layer, "fprop.x", products)
-    if needs[1]:
-        spec = products.wgrad
-        xt = layer.operand(x.t(), "wgrad.x", spec.x, spec.hadamard)
-        total = split_product(gt, xt, torch.float32 if layer.divided else DTYPES[spec.dw])
-        dw = _through(layer.divided.total(total, DTYPES[spec.dw]) if layer.divided else total, w_slope, layer, "fprop.w", products)
-        dw = layer.sharded.scatter(dw) if layer.sharded else dw
-    return dx, dw
-
-
-def _from_forward(products: Products, slot: str) -> bool:
-    """Whether a backward operand starts from the forward pass's quantised copy."""
-    quant = products.slot(slot)
-    return quant is not None and quant.source == "forward"
-
-
-def _through(gradient: Tensor, factor: Tensor | None, layer: EmulatedLinear, slot: str, products: Products) -> Tensor:
-    """The gradient of a cast's input from that of its output, elementwise where the cast was: in the rotated domain."""
-    if factor is None:
-        return gradient
-    rotation, width = products.fprop.hadamard, gradient.shape[1]
-    there = layer.rotated(gradient, slot, rotation)
-    back = layer.rotated((pad(there, 1, factor.shape[1]) * factor).to(gradient.dtype), slot, rotation, back=True)
-    return back[:, :width]
+_LISTS = ("blocks", "layers", "layer", "h")
+"""Names of the module lists that `_BLOCK` finds; the first three also behind a prefix, such as `decoder_layers`."""
 
 
 class Engine:
@@ -285,24 +38,41 @@ class Engine:
 
     def __init__(self, model: nn.Module, recipe: Recipe, clock: Clock) -> None:
         self.recipe, self.clock = recipe, clock
-        self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, EmulatedLinear)}
+        self.names = _names(model, EmulatedLinear)
+        """The names of each layer by its first one: a layer that is registered twice has two."""
+        self.layers = {name: model.get_submodule(name) for name in self.names}
         self.tripped: set[Trigger] = set()
         self._fp4 = self._work = 0
         self.weights = WeightRules(recipe.weights, model, self.layers)
-        self._classes = {name: _classes(model, name) for name in self.layers}
-        self._ordinals = ordinals(self.layers)
+        every = [name for names in self.names.values() for name in names]
+        self._classes = {name: _classes(model, name) for name in every}
+        self._refuse_idle_rules()
+        self._ordinals = ordinals(name for name, _ in model.named_modules(remove_duplicate=False) if name in self._classes)
         self._blocks = 1 + max(self._ordinals.values(), default=-1)
         self._fallback: tuple[frozenset[str], Callable[[Products], Products]] | None = None
+        for name, layer in self.layers.items():
+            self._in_force(recipe, name)  # raises here what would be raised at the first step
+            if not recipe.plain:
+                layer.products = UNSET
+
+    def _refuse_idle_rules(self) -> None:
+        """Raise ValueError for a rule that matches no layer, which would be a recipe without that rule."""
+        for rule in self.recipe.layers.rules:
+            if self._classes and not any(rule.matches(name, classes) for name, classes in self._classes.items()):
+                classes = ", ".join(sorted(set().union(*self._classes.values())))
+                known = f"{', '.join(list(self._classes)[:3])}, ... in classes {classes}"
+                raise ValueError(f"rule {rule.match!r} matches no layer of the model, which has {known}")
 
     def at(self, step: int, run: Run) -> Recipe:
         """Put the recipe of step `step` (from 0) of `run` in force, and return it."""
         recipe = self.recipe.at(step, run, self.tripped)
         for name, layer in self.layers.items():
             layer.products = self._in_force(recipe, name)
-        for layer in self.layers.values():
+        for name, layer in self.layers.items():
             fp4, products = layer.products.fp4(layer.weight.requires_grad)
-            self._fp4 += fp4 * layer.weight.numel()
-            self._work += products * layer.weight.numel()
+            size = layer.weight.numel() * len(self.names[name])
+            self._fp4 += fp4 * size
+            self._work += products * size
         return recipe
 
     def fall_back(self, layers: Sequence[str], safer: Callable[[Products], Products]) -> None:
@@ -310,7 +80,12 @@ class Engine:
         self._fallback = frozenset(name for name in self.layers if any(fnmatchcase(name, pattern) for pattern in layers)), safer
 
     def _in_force(self, recipe: Recipe, name: str) -> Products:
-        products = recipe.layer(name, self._classes[name], self._ordinals[name], self._blocks) or _HIGH
+        products, *others = (recipe.layer(one, self._classes[one], self._ordinals[one], self._blocks) or HIGH for one in self.names[name])
+        if any(other != products for other in others):
+            raise ValueError(
+                f"{' and '.join(self.names[name])} are one layer, and the recipe quantises them differently;"
+                " give each a layer of its own, or change the recipe's layers"
+            )
         return self._fallback[1](products) if self._fallback and name in self._fallback[0] else products
 
     def fp4_share(self) -> float:
@@ -362,7 +137,7 @@ class Engine:
         """All layers without quantisation, inside this context."""
         before = {name: layer.products for name, layer in self.layers.items()}
         for layer in self.layers.values():
-            layer.products = _HIGH
+            layer.products = HIGH
         try:
             yield
         finally:
@@ -449,17 +224,101 @@ def _classes(model: nn.Module, name: str) -> set[str]:
 def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> Engine:
     """Replace every nn.Linear inside a transformer block, in place, and return the engine that drives them.
 
-    Parameter names, values and state dicts stay as they are; linears outside the blocks (the output head) are left alone.
+    Parameter names, values, state dicts and hooks stay as they are; linears outside the blocks (the output head) are left
+    alone. A layer that is registered under several names is replaced under all of them. Until `Engine.at` puts a step in
+    force, a call of a layer that the recipe may quantise raises RuntimeError. Raises ValueError as `quantisable` does, and
+    for a model of which nothing would be replaced.
     """
-    for name in quantisable(model):
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, EmulatedLinear(model.get_submodule(name), name, clock, DTYPES[recipe.dtype]))
+    replaced(model, lambda linear, name: EmulatedLinear(linear, name, clock, DTYPES[recipe.dtype]))
     return Engine(model, recipe, clock)
 
 
+def replaced(model: nn.Module, make: Callable[[nn.Linear, str], EmulatedLinear]) -> None:
+    """Put what `make` returns for each quantisable layer and its first name in the layer's place, under all its names."""
+    first = quantisable(model)
+    if not first:
+        raise ValueError(_why_nothing(model))
+    if unknown := _unknown_lists(model):
+        warnings.warn(f"not quantised: {_nearest(unknown)}", stacklevel=3)
+    names = _names(model, nn.Linear)
+    for name in first:
+        layer = make(model.get_submodule(name), name)
+        for one in names[name]:
+            parent, _, child = one.rpartition(".")
+            setattr(model.get_submodule(parent), child, layer)
+
+
+def _names(model: nn.Module, kind: type[nn.Module]) -> dict[str, list[str]]:
+    """All names of each module of a class, by the first one."""
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, kind):
+            found.setdefault(module, []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
 def quantisable(model: nn.Module) -> list[str]:
-    """The layers of a model that `convert` replaces: every nn.Linear in a numbered block, but for routers and other subclasses."""
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear and block_of(name) >= 0]
+    """Return the layers that `convert` replaces: every nn.Linear in a numbered block, but for routers and other subclasses.
+
+    A layer that has several names is listed by its first. Raises ValueError for a layer whose weight is computed before each
+    call or whose `forward` was replaced, which conversion would bypass, and for one that is also used outside the blocks.
+    """
+    result = []
+    for name, names in _names(model, nn.Linear).items():
+        inside = [one for one in names if block_of(one) >= 0]
+        module = model.get_submodule(name)
+        if not inside or isinstance(module, EmulatedLinear):
+            continue
+        if why := _altered(module):
+            raise ValueError(f"{inside[0]}: {why}")
+        if type(module) is nn.Linear:
+            if outside := sorted(set(names) - set(inside)):
+                raise ValueError(
+                    f"{inside[0]} and {outside[0]} are one nn.Linear, inside a block and outside; give each a layer of its own"
+                )
+            result.append(name)
+    return result
+
+
+def _altered(linear: nn.Linear) -> str | None:
+    """Reason why a layer cannot be replaced by one that has its parameters; None if it can."""
+    if is_parametrized(linear):
+        kinds = ", ".join(sorted({type(one).__name__.lstrip("_") for its in linear.parametrizations.values() for one in its}))
+        out = "torch.nn.utils.parametrize.remove_parametrizations"
+        return f"its parameters are parametrized ({kinds}), which a quantised layer would bypass; call {out} first"
+    if type(linear) is nn.Linear and "weight" not in linear._parameters:
+        return "a hook (weight_norm, spectral_norm or pruning) computes its weight, which a quantised layer would bypass; remove it first"
+    if type(linear) is nn.Linear and "forward" in vars(linear):
+        return "its forward was replaced, which a quantised layer would bypass; convert the model first"
+    return None
+
+
+def _unknown_lists(model: nn.Module) -> list[str]:
+    """The module lists of blocks that have linear layers, and names by which `block_of` does not find them."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and block_of(f"{name}.0.") < 0
+        and any(type(part) is nn.Linear for block in module for part in block.modules() if part is not block)
+    ]
+
+
+def _why_nothing(model: nn.Module) -> str:
+    if any(isinstance(module, EmulatedLinear) for module in model.modules()):
+        return "the model is converted already; convert it once"
+    if unknown := _unknown_lists(model):
+        return f"nothing of the model would be quantised: {_nearest(unknown)}"
+    return (
+        "nothing of the model would be quantised: it has no nn.Linear in a list of numbered blocks;"
+        f" put its blocks in an nn.ModuleList that is named {', '.join(_LISTS[:-1])} or {_LISTS[-1]}"
+    )
+
+
+def _nearest(lists: Sequence[str]) -> str:
+    word = lists[0].rpartition(".")[2]
+    near = get_close_matches(word, _LISTS, 3, 0.3) or _LISTS
+    return f"the blocks in {lists[0]!r}, since no such name is known for a list of blocks; rename it, the nearest: {', '.join(near)}"
 
 
 def recompute(model: nn.Module, engine: Engine) -> None:

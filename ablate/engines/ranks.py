@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ablate.numerics.product import first_order
 from ablate.numerics.quantize import Operand, draws
 from ablate.numerics.share import Share, gather, gather_packed
 from ablate.numerics.spec import Hadamard, Quant
@@ -17,7 +18,7 @@ from ablate.recipes.recipe import TOKEN_AXES
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ablate.engines.emulated import EmulatedLinear
+    from ablate.engines.emulated_layer import EmulatedLinear
 
 
 def in_parts(tensor: Any) -> bool:
@@ -106,6 +107,7 @@ class _Whole(torch.autograd.Function):
         return sharded.shares["fprop.w"].gathered(part.to(dtype))
 
     @staticmethod
+    @first_order
     def backward(ctx, dw: Tensor):
         return ctx.sharded.scatter(dw), None, None
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablate.engines.emulated import DTYPES, EmulatedLinear, Engine, quantisable
+from ablate.engines.emulated import Engine, quantisable, replaced
+from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 from ablate.engines.hardware import refusal, stray_switch, this_machine
 from ablate.engines.te_mapping import (
     MULTIPLE,
@@ -29,6 +30,7 @@ from ablate.engines.te_mapping import (
 )
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
+from ablate.numerics.product import first_order
 from ablate.numerics.quantize import Operand
 from ablate.numerics.scaling import encode_scale
 from ablate.numerics.spec import Outer, Quant
@@ -91,6 +93,19 @@ class Memory:
             scale.copy_(encode_scale(x.detach().abs().amax().float(), quant))
 
 
+class _Once(torch.autograd.Function):
+    """Both inputs of a product as they are; a second derivative, which TE's backward pass does not have, raises."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), w.view_as(w)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dx: Tensor, dw: Tensor):
+        return dx, dw
+
+
 class NativeLinear(EmulatedLinear):
     """The layer as te.Linear computes it; in high precision where its products quantise nothing. Shares the parameters it replaces.
 
@@ -118,7 +133,7 @@ class NativeLinear(EmulatedLinear):
             raise ValueError(f"{self.name}: {rows.shape[0]} tokens, and Transformer Engine takes multiples of {MULTIPLE}")
         self.draws.at(rows.device)
         with torch.autocast(rows.device.type, enabled=False):
-            y = self._product(description, rows, self.weight.to(torch.bfloat16))
+            y = self._product(description, *_Once.apply(rows, self.weight.to(torch.bfloat16)))
         self.nonfinite = self.nonfinite + ~y.detach().isfinite().all()
         y = y.to(x.dtype) if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
@@ -174,8 +189,7 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
         if not recipe.plain and (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE):
             found = f"{linear.in_features} to {linear.out_features} features"
             raise ValueError(f"{name}: {found}, and Transformer Engine takes multiples of {MULTIPLE}; use engine: emulated")
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, NativeLinear(linear, name, clock, DTYPES[recipe.dtype], draws))
+    replaced(model, lambda linear, name: NativeLinear(linear, name, clock, DTYPES[recipe.dtype], draws))
     return NativeEngine(model, recipe, clock)
 
 

@@ -35,7 +35,7 @@ from ablate.figures.style import (
     stem,
 )
 from ablate.results import ArmSummary, Contrast, foremost
-from ablate.stats import Difference, verdict
+from ablate.stats import UNJUDGED, Difference, Verdict
 from ablate.surface import Metric, Published
 
 _MOST_PANELS = 9
@@ -47,7 +47,7 @@ _STANDINGS = {
     "equivalent": ("0.35", "D", "full"),
     "not decided": ("0.35", "o", "none"),
 }
-"""Colour, marker and filling of what a comparison came to."""
+"""Colour, marker and filling of what a comparison came to, after correction for all of its table."""
 
 
 class _Line(NamedTuple):
@@ -56,6 +56,7 @@ class _Line(NamedTuple):
     name: str
     difference: Difference
     margin: float | None
+    judged: Verdict
 
 
 @house
@@ -67,7 +68,8 @@ def forest(arms: list[ArmSummary], metric: Metric) -> Picture | None:
         return None
     question = f"How far is each arm from its baseline in {metric.name}?"
     axis = f"{metric.name}: arm minus baseline, paired, {compared[0].interval}\n({better(metric.direction == 'minimize')})"
-    lines = [_Line(arm.name, arm.gap, arm.margin) for arm in compared]
+    # In a search, what was chosen by these numbers is no result.
+    lines = [_Line(arm.name, arm.gap, arm.margin, UNJUDGED if arm.role == "searched" else arm.judged) for arm in compared]
     data = pd.DataFrame(
         {"arm": arm.name, "baseline": arm.baseline, **_numbers(arm.gap, arm.margin), "verdict": arm.verdict} for arm in compared
     )
@@ -83,8 +85,8 @@ def contrast_forest(contrasts: list[Contrast], metric: Metric) -> Picture | None
     largest = {id(contrast) for contrast in sorted(measured, key=lambda contrast: -abs(contrast.effect.mean))[:MOST_ARMS]}
     shown = [contrast for contrast in measured if id(contrast) in largest]
     question = f"What does turning one knob do to {metric.name}?"
-    axis = f"{metric.name}: with it minus without, paired, {shown[0].effect.interval}\n({better(metric.direction == 'minimize')})"
-    lines = [_Line(f"{c.knob}: {c.change}" + (f" (with {c.held})" if c.held else ""), c.effect, c.margin) for c in shown]
+    axis = f"{metric.name}: first value minus the other, paired, {shown[0].effect.interval}\n({better(metric.direction == 'minimize')})"
+    lines = [_Line(f"{c.knob}: {c.change}" + (f" (with {c.held})" if c.held else ""), c.effect, c.margin, c.judged) for c in shown]
     data = pd.DataFrame(
         {"knob": c.knob, "change": c.change, "held": c.held, **_numbers(c.effect, c.margin, "effect"), "verdict": c.verdict} for c in shown
     )
@@ -108,7 +110,7 @@ def _forest(name: str, question: str, axis: str, lines: list[_Line], data: pd.Da
     for row, line in enumerate(lines):
         if line.margin:
             axes.barh(row, 2 * line.margin, 1, -line.margin, color="0.93", zorder=0.5)
-        seen.append(_standing(line, metric))
+        seen.append({"same": "equivalent"}.get(line.judged.word, line.judged.word if line.judged.decided else "not decided"))
         colour, marker, filled = _STANDINGS[seen[-1]]
         half = line.difference.high - line.difference.mean if line.difference.has_interval else None
         axes.errorbar(line.difference.mean, row, xerr=half, fmt=marker, color=colour, fillstyle=filled, capsize=4, markersize=6)
@@ -118,11 +120,6 @@ def _forest(name: str, question: str, axis: str, lines: list[_Line], data: pd.Da
     handles = [Line2D([], [], color=_STANDINGS[s][0], marker=_STANDINGS[s][1], fillstyle=_STANDINGS[s][2], linestyle="") for s in present]
     legend(body, handles, present, "lower center")
     return finished(name, question, body, data)
-
-
-def _standing(line: _Line, metric: Metric) -> str:
-    said = verdict(line.difference, metric.direction == "minimize", line.margin)
-    return said if said in _STANDINGS else "equivalent" if said == "the same numbers" else "not decided"
 
 
 @house

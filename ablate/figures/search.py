@@ -44,7 +44,7 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     axes.plot(data["order"], data["value"], "o", color=COLOURS[0], markersize=4, alpha=0.7, label="arm, mean over its seeds")
     axes.step(data["order"], data["best_so_far"], where="post", color=COLOURS[3], label="best so far")
     axes.plot(lost["order"], [0.02] * len(lost), "x", color=GREY, markersize=5, transform=axes.get_xaxis_transform(), label="no value")
-    for arm in (arm for arm in arms if arm.role == "listed" and arm.baseline is None and arm.values):
+    for arm in (arm for arm in arms if arm.role == "baseline" and arm.values):
         axes.axhline(arm.mean, color="0.3", linestyle="--", linewidth=1, label=f"{label(arm.name, 26)}, the baseline")
     axes.set(xlabel="arms proposed so far", ylabel=f"{metric.name} ({better(metric.direction == 'minimize')})")
     axes.xaxis.get_major_locator().set_params(integer=True)

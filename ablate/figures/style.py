@@ -23,6 +23,8 @@ from matplotlib.image import AxesImage
 from matplotlib.legend import Legend
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 
+from ablate.plain_text import csv_cell, printable
+
 MOST_ARMS = 40
 """Of a picture: more lines are not read, and take minutes to draw."""
 DPI = 150
@@ -71,7 +73,8 @@ class Picture:
         equal bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         self.write(folder / f"{self.name}.svg")
-        csv = self.data.to_csv(index=False, float_format="%.9g", lineterminator="\n")
+        safe = self.data.rename(columns=csv_cell).apply(lambda column: column.map(csv_cell) if _textual(column) else column)
+        csv = safe.to_csv(index=False, float_format="%.9g", lineterminator="\n")
         (folder / f"{self.name}.csv").write_text(csv, encoding="utf-8")
         return self.write(folder / f"{self.name}.png")
 
@@ -169,8 +172,13 @@ def marks(names: Iterable[str]) -> dict[str, Mark]:
 
 
 def plain(text: str) -> str:
-    """Text that is drawn as it is: a dollar begins no formula."""
-    return text.replace("$", r"\$")
+    """Text that is drawn as it is: a dollar begins no formula, and no character breaks the XML of an SVG."""
+    return printable(text).replace("$", r"\$")
+
+
+def _textual(column: pd.Series) -> bool:
+    """Return True if the cells of a column may be text."""
+    return not pd.api.types.is_numeric_dtype(column)
 
 
 def label(text: str, width: int = 34, lines: int = 2) -> str:

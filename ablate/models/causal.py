@@ -3,6 +3,8 @@
 Called with [batch, tokens] they give the mean cross-entropy in nats, through `loss`, so that their own modules and names stay.
 """
 
+import inspect
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from textwrap import shorten
@@ -76,13 +78,13 @@ def configuration(source: Source, vocab: int | None = None) -> Any:
     if isinstance(source, str):
         return _named(source)
     kind = source.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, 3)
         raise ValueError(f"model_type {kind!r} is none that transformers knows; {'the nearest: ' + ', '.join(near) if near else HINT}")
     fields = {name: value for name, value in source.items() if name != "model_type"}
     known = AutoConfig.for_model(kind)
     for name in fields:
-        if not hasattr(known, name):
+        if not hasattr(known, name) and not _reads(type(known), name):
             near = get_close_matches(name, known.to_dict(), 3, 0.4)
             raise ValueError(f"transformers' {kind} has no field {name}; the nearest: {', '.join(near)}")
     sized = {"vocab_size": vocab} if vocab and "vocab_size" not in fields else {}
@@ -90,6 +92,18 @@ def configuration(source: Source, vocab: int | None = None) -> Any:
         return AutoConfig.for_model(kind, **sized, **fields)
     except Exception as error:  # of whatever class its own checks are
         raise ValueError(f"transformers refuses this {kind}: {_words(error)}") from None
+
+
+def _reads(kind: type, name: str) -> bool:
+    """Return True if the code of a configuration's causal model reads a field that the configuration class does not declare.
+
+    Qwen3-MoE and OLMoE take `head_dim` by `getattr(config, "head_dim", default)`; published configurations set it.
+    """
+    if kind not in AutoModelForCausalLM._model_mapping:
+        return False
+    module = inspect.getmodule(AutoModelForCausalLM._model_mapping[kind])
+    read = re.compile(rf"""config\.{re.escape(name)}\b|getattr\(\s*(?:\w+\.)?config,\s*["']{re.escape(name)}["']""")
+    return read.search(inspect.getsource(module)) is not None
 
 
 def _named(source: str) -> Any:

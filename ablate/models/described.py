@@ -12,10 +12,15 @@ from typing import Any, NamedTuple
 from ablate.data.cache import digest, key_of, remembered
 from ablate.data.hub import model_commit
 from ablate.models import library
+from ablate.yamlfile import one_line
 
 Source = str | Mapping[str, Any]
 """A folder, a config.json, a name on the hub; or a configuration's fields, `model_type` among them."""
 HINT = "give a folder with config.json, or a small configuration such as {model_type: qwen3, hidden_size: 64, num_hidden_layers: 2}"
+_MOST = {"layer": 1024, "block": 1024, "expert": 4096}
+"""Largest numbers in fields of a configuration whose names have these words: a model is built of so many modules to be described."""
+_LARGEST = 1 << 40
+"""Largest number in any other."""
 _VERSION = 3
 """Raise by hand when the same model would have another outline."""
 
@@ -40,7 +45,20 @@ class Outline(NamedTuple):
 
 def outline(source: Source, vocab: int | None = None) -> Outline:
     """OSError or ValueError in one sentence where there is no such model. `vocab`: of a configuration that names none."""
+    if not isinstance(source, str):
+        _refuse_giants(source)
     return _outline(source if isinstance(source, str) else json.dumps(dict(source), sort_keys=True), vocab)
+
+
+def _refuse_giants(fields: Mapping[str, Any]) -> None:
+    """ValueError at a number so large that describing the model takes gigabytes."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _refuse_giants(value)
+        elif isinstance(value, int | float):
+            most = next((most for word, most in _MOST.items() if word in name), _LARGEST)
+            if value > most:
+                raise ValueError(f"{name} {value} of the model is too large; it may be {most} at most")
 
 
 @lru_cache(maxsize=64)
@@ -57,7 +75,12 @@ def _outline(source: str, vocab: int | None) -> Outline:
         library("transformers")
         from ablate.models.causal import outlined
 
-        return json.dumps(outlined(meant, vocab))
+        try:
+            return json.dumps(outlined(meant, vocab))
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # of whatever class: the code of a model's configuration is another library's
+            raise ValueError(f"transformers cannot describe this model: {type(error).__name__}: {one_line(str(error))[:200]}") from None
 
     blocks, linears, *rest = json.loads(remembered(key, make))
     return Outline(blocks, tuple(linears), *rest)

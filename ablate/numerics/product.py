@@ -1,7 +1,8 @@
 """One matrix product of two operands: exact values in, fp32 accumulation, the tensor scales applied outside, one rounding."""
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,25 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.dtype != torch.bfloat16 or x.is_cuda or multiplies_bf16():
         return F.linear(x, w, bias)
     return F.linear(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the backward pass of an autograd function raise RuntimeError under `create_graph=True`.
+
+    Quantisation has no derivative that a second backward pass could follow: autograd would return a gradient without a graph,
+    or a wrong one. `once_differentiable` raises only in a second pass that reaches it, and is silent with `allow_unused`.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True asks for a second derivative, which a quantised product does not have;"
+                " compute that term inside engine.high_precision()"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 def _aligned(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:

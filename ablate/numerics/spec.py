@@ -4,16 +4,41 @@ Every class is frozen, hashable and closed: an unknown field, an impossible valu
 when it is built. "Off" is always None: an operand that is not quantised has no Quant, a product that is not rotated no Hadamard.
 """
 
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 VERSION = 3
 """Raise by hand when a change here or in a kernel changes any bit that a recipe computes: it is part of every trial's id."""
+STATIC_ROTATED_VERSION = 4
+"""Version of the recipes that rotate by 16 and give an amax (`outer.statistic: static:v`), on a CPU: up to version 3 the compiled
+quantiser ignored the given amax of rotated columns. The bits of no other recipe changed, so the ids of its trials stay."""
+
+
+def version(recipes: Iterable[Any], device: str) -> int:
+    """Version of the numerics that decides the bits of some recipes, given as their JSON data, on a device class."""
+    words = {word for recipe in recipes for word in _words(recipe)} if device == "cpu" else set()
+    return STATIC_ROTATED_VERSION if words >= {"rotated", "static"} else VERSION
+
+
+def _words(data: Any) -> Iterator[str]:
+    """`rotated` for each Hadamard rotation by 16 in a recipe's data, `static` for each outer scale with a given amax."""
+    if isinstance(data, dict):
+        if isinstance(turn := data.get("hadamard"), dict) and turn.get("size") == 16:
+            yield "rotated"
+        if isinstance(outer := data.get("outer"), dict) and outer["statistic"].startswith("static"):
+            yield "static"
+    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from _words(value)
+
 
 SCALE_MAX = {"e4m3": 448.0, "ue5m3": 61440.0, "e8m0": 2.0**127, "bf16": 3.3895313892515355e38, "fp32": 3.4028234663852886e38}
 """The largest block scale that each format holds. UE5M3: 1.875 * 2^15, its top exponent reserved (arXiv 2609.02846, eq. 3)."""
+
+ELEMENT_BITS = {"e2m1": 4, "e1m2": 4, "int4": 4, "e3m0": 4, "e4m3": 8, "e5m2": 8}
+"""Bits of one element of each format, the sign included: what its codes take, as `formats.ELEMENTS` enumerates them."""
 
 
 class Spec(BaseModel):
@@ -191,8 +216,8 @@ class Quant(Spec):
 
     @property
     def four_bits(self) -> bool:
-        """Whether an element has four bits; what a transform takes out of the operand aside."""
-        return self.element not in ("e4m3", "e5m2")
+        """Return True if an element has four bits. What a transform takes out of the operand is not counted."""
+        return ELEMENT_BITS[self.element] == 4
 
     @property
     def wide(self) -> bool:

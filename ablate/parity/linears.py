@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ablate.engines.emulated import EmulatedLinear
+from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.te_mapping import Family, families
 from ablate.engines.transformer_engine import Draws, NativeLinear
 from ablate.numerics.philox import Clock

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ablate.engines.emulated import DTYPES, EmulatedLinear
+from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 from ablate.engines.te_mapping import Family
 from ablate.hyperparameters import Training
 from ablate.numerics.product import split_product

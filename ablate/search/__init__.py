@@ -4,8 +4,20 @@
 """
 
 from ablate.search.dress import decorate, importances
-from ablate.search.journal import points, shown
+from ablate.search.journal import REPEATS, points, shown
 from ablate.search.shelf import Shelf, dashboard
 from ablate.search.study import ENDED, PRUNERS, SAMPLERS, Study
 
-__all__ = ["ENDED", "PRUNERS", "SAMPLERS", "Shelf", "Study", "dashboard", "decorate", "importances", "points", "shown"]
+__all__ = [
+    "ENDED",
+    "PRUNERS",
+    "REPEATS",
+    "SAMPLERS",
+    "Shelf",
+    "Study",
+    "dashboard",
+    "decorate",
+    "importances",
+    "points",
+    "shown",
+]

@@ -17,7 +17,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ablate.results import ArmSummary, interval
-from ablate.search.journal import WARM
+from ablate.search.journal import REPEATS, WARM
 from ablate.surface import Metric
 
 _FEWEST = 8
@@ -148,7 +148,8 @@ def importances(journal: Path, name: str, objective: int = 0) -> dict[str, float
     study = _load(journal, name)
     if study is None or objective >= len(study.directions):
         return {}
-    done = [trial for trial in _own(study) if trial.state == TrialState.COMPLETE and math.isfinite(trial.values[objective])]
+    arms = (trial for trial in _own(study) if REPEATS not in trial.user_attrs)
+    done = [trial for trial in arms if trial.state == TrialState.COMPLETE and math.isfinite(trial.values[objective])]
     varied = {knob for knob in set.intersection(*(set(trial.params) for trial in done)) if _varies(done, knob)} if done else set()
     if len(done) < _FEWEST or not varied or len({trial.values[objective] for trial in done}) == 1:
         return {}

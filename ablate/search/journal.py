@@ -12,6 +12,8 @@ from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
 
 WARM = "warm"
 """The fact of a trial that is an arm of an earlier sweep: which."""
+REPEATS = "repeats"
+"""The fact of a trial that was proposed again: the number of the point that it repeats."""
 
 
 class Journal(BaseJournalBackend):

@@ -1,13 +1,14 @@
 """The ledger in MLflow: drawn there by a thread, and read back where MLflow is all there is. The only folder that knows MLflow.
 
-`runs` says what a run is called, tagged and counts; `projector` draws; `reader` reads back; `attach` adds a report's files; `door` asks
-whether a server lets us in.
+`runs` says what a run is called, tagged and counts; `projector` draws; `reader` reads back; `database` makes a SQLite database;
+`attach` adds a report's files; `door` asks whether a server lets us in.
 """
 
 from ablate.tracking.attach import log_report
+from ablate.tracking.database import unusable
 from ablate.tracking.door import knock
 from ablate.tracking.projector import Projector, Shipped, behind
 from ablate.tracking.reader import fetch
 from ablate.tracking.runs import VIEW, page, shown
 
-__all__ = ["VIEW", "Projector", "Shipped", "behind", "fetch", "knock", "log_report", "page", "shown"]
+__all__ = ["VIEW", "Projector", "Shipped", "behind", "fetch", "knock", "log_report", "page", "shown", "unusable"]

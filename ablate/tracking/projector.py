@@ -11,6 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,10 +19,11 @@ from textwrap import shorten
 from typing import Any
 
 from ablate import surface
+from ablate.databases import path_of, set_journal
 from ablate.ledger import DATA, Ledger
 from ablate.redact import redact
 from ablate.store import Store, lock
-from ablate.tracking import runs
+from ablate.tracking import database, runs
 from ablate.tracking.door import plainly
 from ablate.workloads import unit
 
@@ -63,6 +65,8 @@ class Projector:
         """The sweep's experiment in MLflow."""
         self.forgotten = False
         """Whether MLflow lacks the runs that the ledger knows: this projector has ended, and all is to be drawn again."""
+        self.discarded: tuple[tuple[str, int], ...] = ()
+        """Trials of the ledger's `discarded` whose runs are in MLflow's bin now."""
         self.trouble: str | None = None
         """Why the picture is behind, while it is."""
         self.behind = 0
@@ -120,8 +124,9 @@ class Projector:
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # it shows the address, with its password
         from mlflow import MlflowClient
 
-        client = MlflowClient(self._uri)
-        with lock(self._state / "mlflow.lock"):  # two processes that open a fresh database crash each other in its migration
+        with lock(database.lock_path(self._uri, self._state)):
+            database.prepare(self._uri, self._state / "artifacts")
+            client = MlflowClient(self._uri)
             self.experiment = self._experiment_id(client)
             self._wait_less()
         noted = self.parent or self._facts.get("mlflow_parent")
@@ -136,6 +141,7 @@ class Projector:
         self.parent = parent  # to be noted from now on: it is whole
         if known:
             client.update_run(parent, status="RUNNING")
+            self._discard(client, ledger)
             self._orphans = self._find_orphans(client, ledger.mlflow_runs() | {member.run for member in self._shipped.values()})
         return client
 
@@ -149,13 +155,24 @@ class Projector:
                 raise
             return False
 
+    def _discard(self, client: Any, ledger: Ledger) -> None:
+        """Move to MLflow's bin the runs that show records which are no more: others will show those that came in their place."""
+        done = []
+        for trial, moment in ledger.discarded():
+            runs = client.search_runs([self.experiment], f"tags.`ablate.trial` = '{trial}'")
+            for run in runs:
+                if run.data.tags.get("mlflow.parentRunId") == self.parent and run.info.start_time < moment:
+                    client.set_tag(run.info.run_id, "ablate.status", "replaced")
+                    client.delete_run(run.info.run_id)
+            done.append((trial, moment))
+        self.discarded = tuple(done)
+
     def _wait_less(self) -> None:
         """Our own database waits for the disk once a transaction, not four times, and can be read while it is written."""
         own = (self._state / "mlflow.db").resolve()
-        if self._uri == f"sqlite:///{own}":
-            db = sqlite3.connect(own)
-            db.execute("PRAGMA journal_mode = WAL")
-            db.close()
+        if path_of(self._uri) == own:
+            with closing(sqlite3.connect(own)) as db:
+                set_journal(db, own)
 
     def _experiment_id(self, client: Any) -> str:
         known = client.get_experiment_by_name(self._sweep)
@@ -163,7 +180,7 @@ class Projector:
             if known.lifecycle_stage == "deleted":  # in its pages: the runs to come need it
                 client.restore_experiment(known.experiment_id)
             return known.experiment_id
-        local = self._uri.startswith("sqlite:")
+        local = path_of(self._uri) is not None
         location = (self._state / "artifacts" / self._sweep).resolve().as_uri() if local else None
         kind = {"mlflow.experimentKind": "custom_model_development"}  # or its page opens on traces of language models
         return client.create_experiment(self._sweep, artifact_location=location, tags=kind)

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
+from ablate.databases import open_readonly, path_of
 from ablate.ledger import Ledger
 from ablate.redact import redact
 from ablate.tracking.door import plainly
@@ -72,12 +72,12 @@ def told(uri: str) -> Iterator[None]:
 def look(uri: str) -> None:
     """Whether a SQLite store can be opened: MLflow would make one that is missing, and try for minutes to get at one that is locked."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    if not uri.startswith("sqlite:///"):
+    path = path_of(uri)
+    if path is None:
         return
-    path = Path(uri.removeprefix("sqlite:///"))
     if not path.exists():
         raise InputError([f"{path}: no such file"])
-    db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=_LOOK_SECONDS)
+    db = open_readonly(path, _LOOK_SECONDS)
     try:
         db.execute("SELECT version_num FROM alembic_version").fetchone()
     except sqlite3.DatabaseError as error:
@@ -154,7 +154,10 @@ def _fill(book: Ledger, client: Any, sweep: _Sweep) -> None:
     numbers: dict[str, int] = {}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for arm in sorted(sweep.arms, key=lambda arm: arm["against"] is not None):  # a baseline has its number first
-            numbers[arm["name"]] = book.add_arm(arm["name"], arm["knobs"], numbers.get(arm["against"]), arm["optuna"])
+            role, reason = arm.get("role"), arm.get("reason")  # an earlier version wrote neither
+            against = numbers.get(arm["against"])
+            number = book.add_arm(arm["name"], arm["knobs"], against, arm["optuna"], role, reason=reason)
+            numbers[arm["name"]] = number
         for place, arm in enumerate(sweep.arms):
             book.db.execute("UPDATE arms SET place = ? WHERE arm = ?", (place, numbers[arm["name"]]))
         wanted = [(arm["name"], seed, trial) for arm in sweep.arms for seed, trial in arm["trials"].items()]

@@ -13,7 +13,8 @@ from typing import Any
 
 from ablate.ledger import Ledger
 from ablate.redact import redact
-from ablate.workloads import unit
+from ablate.store import Store
+from ablate.workloads import context_free, unit
 
 _TOP_LEVEL = ("/sqnr_db", "/zero_frac")
 """What MLflow gets of each slot's errors; the rest stays in the ledger, so that a run has about 30 keys and its page stays usable."""
@@ -145,6 +146,15 @@ def _gap(counted: str, value: float, baseline: float) -> dict[str, float]:
 # A sweep
 
 
+def _context_free(ledger: Ledger) -> str:
+    """By arm, the loss of a model that ignores its input, from its first finished run: no record has it."""
+    store, found = Store(ledger.path.absolute().parents[2]), {}
+    for member in ledger.members():
+        if member["status"] == "done" and member["name"] not in found:
+            found[member["name"]] = context_free(store.result(member["id"]))
+    return json.dumps({name: loss for name, loss in found.items() if loss is not None})
+
+
 def description(ledger: Ledger) -> str:
     """All that a sweep's runs do not say themselves, as JSON: from this and the runs its ledger is made again."""
     arms = {arm["arm"]: arm["name"] for arm in ledger.arms()}
@@ -153,13 +163,15 @@ def description(ledger: Ledger) -> str:
         members.setdefault(member["arm"], {})[str(member["seed"])] = member["id"]
     return json.dumps(
         {
-            "facts": {key: ledger.fact(key) for key in _FACTS},
+            "facts": {key: ledger.fact(key) for key in _FACTS} | {"context_free": _context_free(ledger)},
             "arms": [
                 {
                     "name": arm["name"],
                     "knobs": json.loads(arm["knobs"]),
                     "against": arms.get(arm["baseline"]),
                     "optuna": arm["optuna"],
+                    "role": arm["role"],
+                    "reason": arm["reason"],
                     "trials": members.get(arm["arm"], {}),
                 }
                 for arm in ledger.arms()

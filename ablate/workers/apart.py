@@ -2,8 +2,8 @@
 
 Records come as messages and are written as they come. Files come in pieces through Ray's object store, fetched by a thread: checkpoints
 while the trial runs, its log and its artifacts at its end, and then the result is committed. What is given to a worker before it starts:
-the trial's last fetched checkpoint, and the furthest state that other trials left on its way. Records before those never go there and
-back: they are told from here.
+the trial's last fetched checkpoint, the furthest state that other trials left on its way, and all records up to those, which both are
+checked against. The worker tells them again, marked, and they are not written twice.
 """
 
 import json
@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ablate.store import Busy, Store, write
+from ablate.store import Busy, Damaged, Store, line, unsealed, write
 from ablate.supervisor import Message
 from ablate.workers.actor import PIECE, Left
 
@@ -54,10 +54,14 @@ class Mirror:
 
     def finished(self) -> list[Message]:
         """All that is to be told where another process has finished the trial meanwhile; else nothing."""
-        result = self.store.result(self.trial)
+        try:
+            result = self.store.result(self.trial)
+            events = [] if result is None else self.store.proven(self.trial, result)
+        except Damaged:  # it is run again
+            result = None
         if result is None:
             return []
-        return [{"events": list(self.store.events(self.trial))}, {"end": result["status"], "reason": result["reason"], "result": result}]
+        return [{"events": events}, {"end": result["status"], "reason": result["reason"], "result": result}]
 
     def give(self, workers: Iterable[Far]) -> None:
         """Empty each worker's scratch folder, and put there what the trial can go on from. May take long."""
@@ -65,12 +69,22 @@ class Mirror:
         for torn in (*self.folder.glob("*.json.*"), *self.folder.glob("*.pt.*")):
             torn.unlink()
         shared = [self.store.shared(name) for _, name in sorted(self._request.get("fork", ()), reverse=True)]
-        paths = [self.store.root / self._own, *[path for path in shared if path.exists()][:1]]
+        paths, records = [], {self.trial: list(self.store.events(self.trial, strict=False))}
+        for path in (self.store.root / self._own, *[path for path in shared if path.exists()][:1]):
+            with suppress(FileNotFoundError, Damaged):  # there is none yet, it was removed for want of room, or it is of no use
+                about = unsealed(path)
+                paths.append(path)
+                if about["trial"] != self.trial:
+                    records[about["trial"]] = list(self.store.events(about["trial"], about["step"], strict=False))
         for worker in workers:
             worker.clear()
             for path in paths:
-                with suppress(FileNotFoundError):  # there is none yet, or it was removed for want of room
+                with suppress(FileNotFoundError):
                     _send(worker, str(path.relative_to(self.store.root)), path)
+            for trial, events in records.items():
+                content = b"".join(line(event, trial) for event in events)
+                for offset in range(0, len(content), PIECE):
+                    worker.give(f"trials/{trial}/events-0.jsonl", offset, content[offset : offset + PIECE])
         self.have |= {str(path.relative_to(self.store.root)): 0 for path in shared if path.exists()}
 
     # While it runs
@@ -84,12 +98,9 @@ class Mirror:
             return []
         if "events" not in message:
             return [message]
-        resumed = next((event["resumed"] for event in message["events"] if "resumed" in event), None)
-        # The ledger may never have heard of what was recorded before, by the trunk or by earlier attempts.
-        before = [event for event in self.store.events(self.trial) if event["step"] <= resumed] if resumed else []
-        with (self.folder / f"events-{self.attempt}.jsonl").open("a") as file:
-            file.writelines(json.dumps(event) + "\n" for event in message["events"])
-        return ([{"events": before}] if before else []) + [message]
+        with (self.folder / f"events-{self.attempt}.jsonl").open("ab") as file:
+            file.writelines(line(event, self.trial) for event in message["events"] if "again" not in event)
+        return [message]
 
     def wanted(self, left: Left) -> list[str]:
         """Of what the trial has left by now, what is not here yet; and make what is here the store's, where its events are, too."""
@@ -118,8 +129,8 @@ class Mirror:
 
     # Its end
 
-    def finish(self, worker: Far, end: Message, left: Left) -> None:
-        """Fetch what is left, then commit the result. May take long."""
+    def finish(self, worker: Far, end: Message, left: Left) -> Message:
+        """Fetch what is left, then commit the result. May take long. Returns the trial's end: a failure where not all records came."""
         names = self.wanted(left)
         self.fetch(worker, [name for name in names if "result" not in end or name != self._own])
         self.wanted(left)
@@ -132,9 +143,15 @@ class Mirror:
             _receive(worker, name, temporary)
             temporary.replace(path)
         if "result" in end:
-            self.store.commit(self.trial, end["result"])
-            (self.store.root / self._own).unlink(missing_ok=True)
+            try:
+                self.store.proven(self.trial, end["result"])
+            except Damaged as error:
+                end = {"end": "failed", "reason": str(error)}
+            else:
+                self.store.commit(self.trial, end["result"])
+                (self.store.root / self._own).unlink(missing_ok=True)
         worker.clear()
+        return end
 
     def close(self) -> None:
         """Let go of the trial."""

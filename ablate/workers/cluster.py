@@ -1,13 +1,22 @@
 """The way to a Ray cluster: reached or started here, watched, and what is wrong with it in a sentence. Nothing here weakens its tokens."""
 
+import ipaddress
 import logging
 import os
+import secrets
+import signal
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from ablate.private import keep_file, short_for_sockets
+
 LOOK_SECONDS = 2.0
+_LOOPBACK = "127.0.0.1"
 PATIENCE_SECONDS = 15.0
 """A head that others watch over is started again within seconds; a local one never is."""
 _OBJECT_STORE_BYTES = 128 << 20
@@ -49,6 +58,7 @@ class Head:
         context, self._patience, self.lost = ray.get_runtime_context(), patience, False
         mine = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
         raylet = f"{mine['NodeManagerAddress']}:{mine['NodeManagerPort']}"
+        self.address = context.gcs_address
         self._parts = {"Ray's head": context.gcs_address, "Ray's process on this machine": raylet}
         self._heard = time.monotonic()
 
@@ -82,17 +92,71 @@ def connect(address: str | None, workers: int | None) -> Any:
         raise ClusterError(f"Ray cannot be reached at {address}: {why}")
     import ray
 
+    at_end = signal.getsignal(signal.SIGTERM)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
             ray.init(address=address, **quiet)
         else:
-            local = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": _OBJECT_STORE_BYTES}
-            ray.init(address="local", num_cpus=workers or os.cpu_count(), **local, **quiet)
+            local = {"include_dashboard": False, "_node_ip_address": _LOOPBACK, "object_store_memory": _OBJECT_STORE_BYTES}
+            _private_token()
+            with _loopback(ray):
+                ray.init(address="local", num_cpus=workers or os.cpu_count(), **_temporary(), **local, **quiet)
     except (ConnectionError, ImportError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         what = f"reached at {address}" if address else "started here"
         raise ClusterError(f"Ray cannot be {what}: {_explained(' '.join(str(error).split()), address)}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, at_end)  # Ray sets one that ends this process at once
     return ray
+
+
+@contextmanager
+def _loopback(ray: Any) -> Iterator[None]:
+    """Have Ray take 127.0.0.1 at its word while it starts here.
+
+    On Linux it replaces a loopback address by that of a network interface, and all its servers listen on all interfaces then. It does not
+    where it expects no cluster, which is how it starts on macOS. What is connected to by address must not be touched by that.
+    """
+    constants, kept = ray._private.ray_constants, ray._private.ray_constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = kept
+
+
+def _private_token() -> None:
+    """Keep others from reading Ray's token. Ray writes it with the rights that the umask leaves, so it is made here where there is none."""
+    try:
+        path = Path.home() / ".ray" / "auth_token"
+        keep_file(path)
+        if path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f".auth_token-{os.getpid()}")
+        with os.fdopen(os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):  # another process was faster
+            path.hardlink_to(fresh)
+        fresh.unlink()
+    except (OSError, RuntimeError):  # no home, or none to write to: Ray says so, if it needs a token
+        return
+
+
+def _temporary() -> dict[str, str]:
+    """Ray's temporary folder, where its sockets lie; nothing if its own choice is short enough."""
+    short = short_for_sockets(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "")
+    return {"_temp_dir": str(short / "ray")} if short else {}
+
+
+def exposed(address: str) -> bool:
+    """Return True if a server at host:port can be reached from other machines."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
 
 
 def _explained(said: str, address: str | None) -> str:

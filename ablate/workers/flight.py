@@ -8,6 +8,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
+from ablate.store import full
 from ablate.supervisor import Message
 from ablate.workers.actor import Left, versions
 from ablate.workers.apart import Mirror
@@ -82,7 +83,8 @@ class Flight:
         except self._ray.exceptions.RayError as error:
             self.broken = self.over = True
             number = next((self._asked[ref] for ref in self._asked if ref in ready), 0)
-            self._out.append({"end": "failed", "reason": self._why(number, error)})
+            space = {"full": True} if full(getattr(error, "cause", None)) else {}
+            self._out.append({"end": "failed", "reason": self._why(number, error)} | space)
         finally:
             if self.over and self._mirror:
                 self._mirror.close()
@@ -164,12 +166,12 @@ class Flight:
                 told = True
             yield []
 
-    def _thread(self, call: Callable, *words: Any) -> Iterator[Waits]:
-        """Wait for a call in another thread; raises what it raises."""
+    def _thread(self, call: Callable, *words: Any) -> Generator[Waits, None, Any]:
+        """Wait for a call in another thread; returns what it returns, raises what it raises."""
         future = self._courier.submit(call, *words)
         while not future.done():
             yield []
-        future.result()
+        return future.result()
 
     def _listen(self) -> Iterator[Waits]:
         """Pass on what the first actor says, until all have ended."""
@@ -200,7 +202,7 @@ class Flight:
             yield []
         end, left = self._verdict()
         if self._mirror and 0 in self._ended:
-            yield from self._thread(self._mirror.finish, self._far(0), end, left)
+            end = yield from self._thread(self._mirror.finish, self._far(0), end, left)
         self._out.append(end)
 
     def _hear(self, messages: list[Message]) -> bool:

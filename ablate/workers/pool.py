@@ -13,7 +13,7 @@ from typing import Any
 
 from ablate.shares import Claim, Place, Shares, fit
 from ablate.supervisor import Message
-from ablate.workers.cluster import LOOK_SECONDS, PATIENCE_SECONDS, ClusterError, ClusterLost, Head, connect, unusable
+from ablate.workers.cluster import LOOK_SECONDS, PATIENCE_SECONDS, ClusterError, ClusterLost, Head, connect, exposed, unusable
 from ablate.workers.crew import Crew, Need
 from ablate.workers.flight import Flight, Unusable
 
@@ -67,6 +67,8 @@ class Pool:
         except ClusterError:
             ray.shutdown()
             raise
+        if not address and exposed(self._head.address):
+            self._tell("exposed", f"Ray listens on all network interfaces of this machine ({self._head.address}); its token protects it")
         if address:
             known = {
                 "name": _SHARES,

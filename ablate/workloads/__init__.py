@@ -11,6 +11,8 @@ take seconds to import.
 """
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from ablate.workloads.finetune import Finetune
 from ablate.workloads.gpt import Gpt
@@ -25,3 +27,13 @@ def unit(spec: str, metric: str) -> str:
     """What a metric of a trial is counted in, by the trial's spec as JSON; nothing where that has no name."""
     workload = next(iter(json.loads(spec).get("workload", {})), None)
     return WORKLOADS[workload].UNITS.get(metric, "") if workload in WORKLOADS else ""
+
+
+CONTEXT_FREE = ("data/unigram_entropy", "data/blank_loss")
+"""Facts of a workload's data (`summary()`): the val/loss of a model that ignores its input."""
+
+
+def context_free(result: Mapping[str, Any] | None) -> float | None:
+    """The val/loss of a model that ignores its input, by a trial's result; None where its workload knows none."""
+    facts = (result or {}).get("facts", {})
+    return next((facts[name] for name in CONTEXT_FREE if name in facts), None)

@@ -17,6 +17,7 @@ from pydantic import Field
 from ablate.data import places
 from ablate.data.cache import growing, kept, key_of
 from ablate.data.corpus import Source
+from ablate.hyperparameters import MOST_SEQUENCES, MOST_STEPS, MOST_WIDTH
 from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Products, Recipe, Wgrad
 from ablate.workloads.gpt import Gpt
@@ -49,7 +50,7 @@ _BEAT_SECONDS = 5.0
 class Lora(Spec):
     """Low-rank adapters (arXiv 2106.09685): the model's own weights stay as they are, quantised by the recipe."""
 
-    rank: int = Field(8, ge=1)
+    rank: int = Field(8, ge=1, le=MOST_WIDTH)
     alpha: float = Field(16.0, gt=0)
     """The adapters' output is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -61,9 +62,9 @@ class Lora(Spec):
 class Base(Spec):
     """A short pretraining in bf16 that gives a configuration weights worth fine-tuning, where no trained model is at hand."""
 
-    steps: int = Field(300, ge=1)
+    steps: int = Field(300, ge=1, le=MOST_STEPS)
     data: Source = "stdlib"
-    batch: int = Field(4, ge=1)
+    batch: int = Field(4, ge=1, le=MOST_SEQUENCES)
     lr: float = Field(3e-3, gt=0)
     seed: int = 0
 
@@ -73,6 +74,7 @@ class Finetune(Text):
 
     VERSION: ClassVar[int] = 1
     METRICS: ClassVar[frozenset[str]] = Text.METRICS | {"val/perplexity"}
+    NAMES: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Architecture = Field(default_factory=lambda: Fields(_TINY))
     """A folder as `transformers` saves it, or a name on the hub; or the fields of a configuration, `model_type` among them, whose
@@ -204,7 +206,7 @@ class Finetune(Text):
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
         """The model with the weights that it starts from."""
-        from ablate.engines.emulated import DTYPES
+        from ablate.engines.emulated_layer import DTYPES
         from ablate.models.causal import build, loss
 
         model = self._start(clock, device) if self.base else build(self.model, self.corpus.vocab, clock.seed, device)

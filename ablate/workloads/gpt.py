@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ablate.hyperparameters import MOST_LAYERS, MOST_WIDTH
 from ablate.recipes.recipe import Recipe
 from ablate.workloads.text import Architecture, Text, extents, misfits, outlined
 from ablate.workloads.trained import Subject
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
 
 _LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+_MLPS = {"swiglu": "SwiGLU", "relu2": "SquaredReLU"}
 _SHAPE = ("layers", "width", "heads", "kv_heads", "mlp", "hidden", "rope_theta")
 """Fields that a model of `transformers` has no use for."""
 
@@ -27,17 +29,18 @@ class Gpt(Text):
 
     VERSION: ClassVar[int] = 1
     LATER: ClassVar[frozenset[str]] = Text.LATER | {"model"}
+    NAMES: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Architecture | None = None
     """A configuration of `transformers` in place of the model that the next fields shape: its fields with `model_type`, a folder with
     config.json, or a name on the hub. Its weights are drawn from the seed."""
-    layers: int = Field(4, ge=1)
-    width: int = Field(128, ge=16)
-    heads: int = Field(4, ge=1)
-    kv_heads: int | None = Field(None, ge=1)
+    layers: int = Field(4, ge=1, le=MOST_LAYERS)
+    width: int = Field(128, ge=16, le=MOST_WIDTH)
+    heads: int = Field(4, ge=1, le=MOST_WIDTH)
+    kv_heads: int | None = Field(None, ge=1, le=MOST_WIDTH)
     """Key and value heads shared by groups of query heads; null: as many as heads."""
     mlp: Literal["swiglu", "relu2"] = "swiglu"
-    hidden: int | None = Field(None, ge=16)
+    hidden: int | None = Field(None, ge=16, le=1 << 48)
     """Width of the MLP; null: 8/3 of the width for swiglu (rounded up to 32), 4 for relu2."""
     rope_theta: float = Field(10000.0, gt=1)
 
@@ -59,6 +62,13 @@ class Gpt(Text):
         if self.model is not None:
             return outlined(self.model, self.corpus).linears
         return tuple(f"blocks.{block}.{name}" for block in range(self.layers) for name in _LINEARS)
+
+    @property
+    def classes(self) -> frozenset[str] | None:
+        """The classes of this file's own transformer."""
+        if self.model is not None:
+            return None
+        return frozenset({"Transformer", "ModuleList", "Block", "Attention", _MLPS[self.mlp], "Linear"})
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -139,7 +149,7 @@ class Gpt(Text):
         """The transformer and windows of the text."""
         import torch
 
-        from ablate.engines.emulated import DTYPES
+        from ablate.engines.emulated_layer import DTYPES
         from ablate.transformer import Transformer, initialise
 
         if self.model is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from ablate.hyperparameters import MOST_STEPS
 from ablate.recipes.recipe import Recipe
 from ablate.workloads.modelless import Modelless
 
@@ -28,7 +29,7 @@ class Idle(Modelless):
     VERSION: ClassVar[int] = 1
     METRICS: ClassVar[frozenset[str]] = frozenset({"val/loss"})
 
-    steps: int = Field(20, ge=1)
+    steps: int = Field(20, ge=1, le=MOST_STEPS)
     seconds: float = Field(0.0, ge=0)
     """Of sleep before each record; a sleeping trial takes no processor."""
     x: float = 0.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from ablate.data import Augment, ImageSet, ImageSource, open_images, places
-from ablate.hyperparameters import METRICS
+from ablate.hyperparameters import METRICS, MOST_LAYERS, MOST_WIDTH
 from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe
 from ablate.workloads.trained import Subject, Trained
@@ -30,10 +30,10 @@ _SHOWN = 6
 class Stack(Spec):
     """A stack of transformer blocks."""
 
-    layers: int = Field(2, ge=1)
-    width: int = Field(64, ge=16)
-    heads: int = Field(2, ge=1)
-    hidden: int | None = Field(None, ge=16)
+    layers: int = Field(2, ge=1, le=MOST_LAYERS)
+    width: int = Field(64, ge=16, le=MOST_WIDTH)
+    heads: int = Field(2, ge=1, le=MOST_WIDTH)
+    hidden: int | None = Field(None, ge=16, le=1 << 48)
     """Width of the MLP; null: 4 times the width."""
 
     @property
@@ -69,17 +69,17 @@ class Mae(Trained):
     data: ImageSource = "photos"
     """`photos`: crops of 32x32 pixels; `digits`: 8x8, in grey. Or CIFAR, a folder, a dataset."""
     augment: Augment = Augment(flip=0.5)
-    patch: int = Field(4, ge=1)
+    patch: int = Field(4, ge=1, le=1024)
     """Pixels of a patch's side."""
     mask_ratio: float = Field(0.75, gt=0, lt=1)
     """Share of the patches that are masked, to the nearest whole patch."""
     norm_pix: bool = False
     """Predict each patch less its mean, over its deviation: losses are then of another unit."""
-    layers: int = Field(4, ge=1)
+    layers: int = Field(4, ge=1, le=MOST_LAYERS)
     """Of the encoder, which sees the visible patches alone; so are the next three."""
-    width: int = Field(96, ge=16)
-    heads: int = Field(3, ge=1)
-    hidden: int | None = Field(None, ge=16)
+    width: int = Field(96, ge=16, le=MOST_WIDTH)
+    heads: int = Field(3, ge=1, le=MOST_WIDTH)
+    hidden: int | None = Field(None, ge=16, le=1 << 48)
     """Width of the MLP; null: 4 times the width."""
     decoder: Stack = Stack()
     """What predicts the masked patches, and is thrown away afterwards. Its blocks are counted after the encoder's."""

@@ -12,6 +12,7 @@ class Modelless(Spec):
     UNITS: ClassVar[dict[str, str]] = {}
     blocks: ClassVar[int] = 0
     linears: ClassVar[tuple[str, ...]] = ()
+    classes: ClassVar[None] = None
 
     def summary(self) -> dict[str, float]:
         """Nothing puts these numbers in proportion but each other."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ablate.checkpoints import Checkpoints
-    from ablate.engines.emulated import EmulatedLinear
+    from ablate.engines.emulated_layer import EmulatedLinear
     from ablate.numerics.philox import Clock
     from ablate.numerics.quantize import Operand
     from ablate.train import Record, Telemetry
@@ -235,7 +235,7 @@ def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
     """A linear layer with the weight w [outputs, inputs] under a recipe."""
     import torch
 
-    from ablate.engines.emulated import DTYPES, EmulatedLinear
+    from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 
     linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
     linear.weight = torch.nn.Parameter(w.float())

@@ -40,7 +40,7 @@ class Text(Trained):
     data: Source = "stdlib"
     """`stdlib`: the Python standard library's source as bytes; `prose`: 40 kB of English. Or your files, token shards, a dataset:
     docs/data.md."""
-    context: int = Field(128, ge=2)
+    context: int = Field(128, ge=2, le=1 << 24)
     """Tokens in a sequence."""
 
     @property

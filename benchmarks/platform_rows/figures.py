@@ -1,4 +1,7 @@
-"""The rows of platform.py, a function each, which yields figures with their goals. Trials are idle or tiny: what is left is bookkeeping."""
+"""The rows of platform_costs.py, a function each, which yields figures with their goals.
+
+Trials are idle or tiny: what is left is bookkeeping.
+"""
 
 import json
 import resource

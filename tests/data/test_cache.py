@@ -42,4 +42,4 @@ def test_whoever_waits_for_another_process_hears_that_it_goes_on(monkeypatch):
             next(waiting)
         other.stdin.close()
         list(waiting)
-        assert other.wait(timeout=20) == 0
+        assert other.wait(timeout=300) == 0

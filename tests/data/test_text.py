@@ -313,7 +313,7 @@ p.prepare = counted
 from ablate.data.corpus import Text, open_corpus
 print(open_corpus(Text(text={str(path)!r}, tokenizer="bpe:600")).fingerprint)"""
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    told = {run.communicate(timeout=60)[0] for run in runs}
+    told = {run.communicate(timeout=300)[0] for run in runs}
     assert all(run.returncode == 0 for run in runs)
     assert len(told) == 1
     assert (tmp_path / "made").read_text() == "x"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ablate.engines.emulated import DTYPES, EmulatedLinear
+from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 from ablate.numerics.philox import Clock
 from ablate.recipes import Recipe
 

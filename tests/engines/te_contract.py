@@ -20,7 +20,7 @@ from ablate import choice  # noqa: E402
 from ablate.arms import Arm, Base  # noqa: E402
 from ablate.checkpoints import Checkpoints  # noqa: E402
 from ablate.engines import transformer_engine as native  # noqa: E402
-from ablate.engines.emulated import EmulatedLinear  # noqa: E402
+from ablate.engines.emulated_layer import EmulatedLinear  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
 from ablate.engines.te_mapping import Builtin, recipe_refusals, te_recipe  # noqa: E402
 from ablate.numerics.philox import Clock  # noqa: E402

@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from linears import Watch, drawn, exact, layer, run
 from oracles import te
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
-from ablate.engines.emulated import EmulatedLinear, block_of, convert
+from ablate.engines.emulated import block_of, convert
+from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.quantize import pad, quantize
@@ -389,14 +390,165 @@ def test_high_precision_overrides_the_layer_policy_inside_its_context():
     assert not any(linear.products.plain for linear in engine.layers.values())
 
 
-def test_a_model_without_blocks_is_left_as_it_is():
-    plain = nn.Sequential(nn.Linear(32, 32, bias=False))
-    engine = convert(plain, NVFP4, Clock(0))
-    assert engine.layers == {}
-    assert engine.nonfinite() == 0
+# --- what convert handles or refuses ---------------------------------------------------------------------------------------
+
+
+def listed(name: str, *blocks: nn.Module) -> nn.Module:
+    """A model whose blocks are in a list of this name, with a head behind them."""
+    return nn.ModuleDict({name: nn.ModuleList(blocks), "head": nn.Linear(32, 16)})
+
+
+def block(width: int = 32) -> nn.Module:
+    return nn.ModuleDict({"up": nn.Linear(32, width), "down": nn.Linear(width, 32)})
+
+
+@pytest.mark.parametrize(
+    ("plain", "words"),
+    [
+        (listed("trunk", block()), ["'trunk'", "blocks, layers"]),
+        (listed("blokcs", block()), ["'blokcs'", "the nearest: blocks"]),
+        (nn.ModuleDict({"body": listed("stages", block())}), ["'body.stages'"]),
+        (nn.Sequential(nn.Linear(32, 32)), ["no nn.Linear in a list of numbered blocks"]),
+    ],
+    ids=["unknown", "misspelt", "nested", "no list"],
+)
+def test_a_model_of_which_nothing_would_be_quantised_is_refused_with_the_names_that_would_do(plain, words):
+    with pytest.raises(ValueError, match="nothing of the model would be quantised") as refused:
+        convert(plain, NVFP4, Clock(0))
+    assert all(word in str(refused.value) for word in words)
+    assert not any(isinstance(module, EmulatedLinear) for module in plain.modules())
+
+
+def test_a_second_list_of_blocks_with_an_unknown_name_is_told():
+    with pytest.warns(UserWarning, match=r"not quantised: the blocks in 'trunk'"):
+        engine = convert(nn.ModuleDict({"blocks": nn.ModuleList([block()]), "trunk": nn.ModuleList([block()])}), NVFP4, Clock(0))
+    assert set(engine.layers) == {"blocks.0.up", "blocks.0.down"}
+
+
+def test_a_model_is_converted_once():
+    converted = model(1)
+    convert(converted, NVFP4, Clock(0))
+    with pytest.raises(ValueError, match="converted already"):
+        convert(converted, NVFP4, Clock(0))
+
+
+def test_a_call_before_the_first_step_is_refused_where_something_would_be_quantised():
+    converted = model(1)
+    engine = convert(converted, NVFP4, Clock(0))
+    x = drawn(32, 32, seed=1)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.0: no step .* engine\.at"):
+        converted["blocks"][0](x)
+    with engine.high_precision():
+        high = converted["blocks"][0](x)
     engine.at(0, Run(1))
-    x = drawn(4, 32, seed=1)
-    assert torch.equal(plain(x), F.linear(x, plain[0].weight))
+    assert not torch.equal(converted["blocks"][0](x), high)
+    baseline = model(1)
+    convert(baseline, PRESETS["bf16"](), Clock(0))
+    assert torch.equal(baseline["blocks"][0](x), high)
+
+
+def test_a_layer_under_two_names_is_replaced_under_both():
+    shared = nn.Linear(32, 32)
+    converted = listed("blocks", nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(32, 32)}))
+    keys, parameters = [*converted.state_dict()], [name for name, _ in converted.named_parameters()]
+    engine = convert(converted, NVFP4, Clock(0))
+    first = converted["blocks"][0]
+    assert isinstance(first["a"], EmulatedLinear)
+    assert first["a"] is first["b"]
+    assert set(engine.layers) == {"blocks.0.a", "blocks.0.c"}
+    assert [*converted.state_dict()] == keys
+    assert [name for name, _ in converted.named_parameters()] == parameters
+
+
+def test_a_block_under_two_names_counts_as_two_and_is_refused_where_the_recipe_tells_them_apart():
+    shared = block()
+    engine = convert(listed("blocks", shared, shared), NVFP4, Clock(0))
+    engine.at(0, Run(1))
+    assert engine.names == {f"blocks.0.{part}": [f"blocks.0.{part}", f"blocks.1.{part}"] for part in ("up", "down")}
+    assert engine.fp4_share() == 1.0
+    apart = NVFP4.model_copy(update={"layers": Layers(skip_first=1)})
+    with pytest.raises(ValueError, match=r"blocks\.0\.up and blocks\.1\.up are one layer"):
+        convert(listed("blocks", shared := block(), shared), apart, Clock(0))
+
+
+def test_a_layer_that_is_also_used_outside_the_blocks_is_refused():
+    whole = listed("blocks", block(16))
+    whole["head"] = whole["blocks"][0]["up"]
+    with pytest.raises(ValueError, match=r"blocks\.0\.up and head are one nn\.Linear"):
+        convert(whole, NVFP4, Clock(0))
+
+
+def test_hooks_handles_mode_and_attributes_of_a_replaced_layer_stay():
+    converted, called = model(1), []
+    linear = converted["blocks"][0][0].eval()
+    linear.note = "kept"
+    handles = {
+        "pre": linear.register_forward_pre_hook(lambda *_: called.append("pre")),
+        "pre with kwargs": linear.register_forward_pre_hook(lambda *_: called.append("pre with kwargs"), with_kwargs=True),
+        "forward": linear.register_forward_hook(lambda *_: called.append("forward")),
+        "always": linear.register_forward_hook(lambda *_: called.append("always"), always_call=True),
+        "backward pre": linear.register_full_backward_pre_hook(lambda *_: called.append("backward pre")),
+        "backward": linear.register_full_backward_hook(lambda *_: called.append("backward")),
+        "state dict pre": linear.register_state_dict_pre_hook(lambda *_: called.append("state dict pre")),
+        "state dict": linear.register_state_dict_post_hook(lambda *_: called.append("state dict")),
+        "load pre": linear.register_load_state_dict_pre_hook(lambda module, *_: called.append(("load pre", module))),
+        "load": linear.register_load_state_dict_post_hook(lambda module, _: called.append(("load", module))),
+    }
+    linear.weight.register_hook(lambda _: called.append("parameter"))
+    del linear
+    convert(converted, NVFP4, Clock(0)).at(0, Run(1))
+    mine = converted["blocks"][0][0]
+
+    def moments() -> list:
+        called.clear()
+        run(mine, drawn(32, 32, seed=1), drawn(32, 48, seed=2))
+        mine.load_state_dict(mine.state_dict())
+        return called
+
+    assert not mine.training
+    assert mine.note == "kept"
+    told = [*handles][:-2]
+    assert sorted(map(str, moments())) == sorted(map(str, [*told, "parameter", ("load pre", mine), ("load", mine)]))
+    for handle in handles.values():
+        handle.remove()
+    assert moments() == ["parameter"]
+
+
+def test_weights_that_something_computes_and_replaced_forwards_are_refused_by_name():
+    def parametrized(linear: nn.Linear) -> None:
+        nn.utils.parametrizations.weight_norm(linear)
+
+    def computed(linear: nn.Linear) -> None:
+        prune.identity(linear, "weight")
+
+    def replaced(linear: nn.Linear) -> None:
+        linear.forward = lambda x: x
+
+    for change, why in ((parametrized, "WeightNorm"), (computed, "a hook"), (replaced, "forward was replaced")):
+        plain = model(2)
+        change(plain["blocks"][1][2])
+        with pytest.raises(ValueError, match=rf"^blocks\.1\.2: .*{why}"):
+            convert(plain, NVFP4, Clock(0))
+    outside = model(1)
+    parametrized(outside["head"])
+    assert len(convert(outside, NVFP4, Clock(0)).layers) == 2
+
+
+def test_a_second_derivative_is_refused_and_exists_in_high_precision():
+    converted = model(1)
+    engine = convert(converted, NVFP4, Clock(0))
+    engine.at(0, Run(1))
+
+    def penalty() -> Tensor:
+        x = drawn(32, 32, seed=1).requires_grad_()
+        (gradient,) = torch.autograd.grad(converted["blocks"][0](x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        return x.grad
+
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        penalty()
+    with engine.high_precision():
+        assert penalty().abs().max() > 0
 
 
 def test_autocast_around_a_model_does_not_reach_into_its_quantised_products():

@@ -237,6 +237,32 @@ def test_in_high_precision_a_layer_is_the_emulators_and_asks_nothing_of_te(monke
     assert torch.equal(plain.blocks[0]["a"](x), expected)
 
 
+def test_layers_are_replaced_and_refused_as_the_emulators_are(monkeypatch):
+    monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(10, 0)))
+    shared, called = model(), []
+    shared.blocks[0]["b"] = shared.blocks[0]["a"]
+    shared.blocks[0]["a"].register_forward_hook(lambda *_: called.append("forward"))
+    engine = native.convert(shared, PRESETS["nvfp4"](), Clock(0))
+    assert isinstance(shared.blocks[0]["a"], native.NativeLinear)
+    assert shared.blocks[0]["a"] is shared.blocks[0]["b"]
+    with pytest.raises(RuntimeError, match=r"engine\.at"):
+        shared.blocks[0]["b"](torch.zeros(32, 32))
+    with engine.high_precision():
+        shared.blocks[0]["b"](torch.zeros(32, 32))
+    assert called == ["forward"]
+    unknown = nn.ModuleDict({"trunk": nn.ModuleList([nn.ModuleDict({"a": nn.Linear(32, 32)})])})
+    with pytest.raises(ValueError, match="'trunk'"):
+        native.convert(unknown, PRESETS["nvfp4"](), Clock(0))
+
+
+def test_a_second_derivative_of_its_products_is_refused():
+    x, w = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
+    y = torch.mm(*native._Once.apply(x, w)).sum()
+    torch.autograd.grad(y, x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(y, x, create_graph=True)
+
+
 def test_amaxes_that_a_gpu_left_as_tensors_are_numbers_from_the_next_step_on(monkeypatch):
     """Both copies of a tensor have one history; of the step that begins, nothing is read."""
     monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(9, 0)))

@@ -10,7 +10,8 @@ from linears import Watch, drawn, layer, run
 from oracles import grids
 from torch import Tensor, nn
 
-from ablate.engines.emulated import EmulatedLinear, convert
+from ablate.engines.emulated import convert
+from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.weights import WeightRules
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import Outer, Quant

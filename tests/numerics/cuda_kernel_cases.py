@@ -10,9 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from quantisers_for_tests import case, reference_only
 from torch import Tensor, nn
 
-from ablate.engines.emulated import EmulatedLinear
+from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.numerics.hadamard import butterflies, signs
 from ablate.numerics.kernels import cpu, cuda
 from ablate.numerics.philox import Clock
@@ -102,6 +103,29 @@ def test_a_rotated_transpose_is_the_references_too(form, name):
         x = drawn(shape, regime)
         theirs = reference(x.t(), FORMS[form], rotation=rotation, where=5, product=6)
         assert_equal(cuda.quantize(x.to(DEVICE).t(), FORMS[form], flips, CLOCK, 5), theirs)
+
+
+def test_random_cases_over_every_field_are_the_references_too(monkeypatch):
+    """Whatever the kernels accept of the random cases that the CPU's kernels are tested on."""
+    wanted, number, statistics = 24 if INTERPRETED else 1000, 0, set()
+    monkeypatch.setattr(cpu, "can_quantize", lambda *_: False)
+    if INTERPRETED:
+        monkeypatch.setattr(cuda, "_runs_on", lambda device: True)
+    while wanted:
+        number += 1
+        one = case(23, number)
+        x = one.x.to(DEVICE)
+        if one.part or x.numel() > (1024 if INTERPRETED else 10**6) or not cuda.can_quantize(x, one.quant, one.rotation):
+            continue
+        wanted -= 1
+        statistics.add(one.quant.outer.statistic)
+        options = {"rotation": one.rotation, "clock": one.clocks[0], "where": one.where, "product": one.product}
+        mine = quantize(x, one.quant, **options)
+        with reference_only(), mock.patch.object(cuda, "can_quantize", return_value=False):
+            theirs = quantize(one.x, one.quant, **options)
+        for name in ("values", "amax", "block_scale"):
+            assert same(getattr(mine, name).cpu(), getattr(theirs, name)), f"{name}: {one}"
+    assert statistics == {"amax"}
 
 
 def test_a_rotation_adds_in_the_references_order():

@@ -1,12 +1,16 @@
 """Number formats, over the registries: every code, against tables written out, bit fields, and torch's own types."""
 
+import math
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 from oracles import grids
 
 from ablate.numerics.formats import ELEMENTS, SCALES
-from ablate.numerics.spec import SCALE_MAX
+from ablate.numerics.spec import ELEMENT_BITS, SCALE_MAX, Quant
+from ablate.recipes.recipe import Fprop
 
 SMALL_SCALES = ("e4m3", "ue5m3", "e8m0")
 """Scale formats whose values can be enumerated; the others are torch's dtypes."""
@@ -40,11 +44,25 @@ class TestElements:
             for sign in (1, -1):
                 np.testing.assert_array_equal(ELEMENTS[name].step(torch.from_numpy(sign * y).float()).numpy(), steps)
 
+    def test_its_bits_are_what_its_codes_and_a_sign_take(self, name):
+        assert ELEMENT_BITS[name] == 1 + math.ceil(math.log2(len(grids.named(name))))
+        assert Quant(element=name).four_bits == (ELEMENT_BITS[name] == 4)
+
     def test_step_changes_no_input(self, name):
         y = torch.linspace(-8, 8, 33)
         before = y.clone()
         ELEMENTS[name].step(y)
         assert torch.equal(y, before)
+
+
+def test_every_element_has_a_width_and_none_is_counted_as_four_bits_by_default(monkeypatch):
+    assert set(ELEMENT_BITS) == set(ELEMENTS) == set(get_args(Quant.model_fields["element"].annotation))
+    operand = Quant.model_construct(**dict(Quant()) | {"element": "e2m3"})  # a format that comes later
+    with pytest.raises(KeyError):
+        _ = operand.four_bits
+    monkeypatch.setitem(ELEMENT_BITS, "e2m3", 6)
+    assert not operand.four_bits
+    assert not Fprop.model_construct(x=operand, w=Quant(), hadamard=None).fp4
 
 
 def test_four_bit_formats_have_eight_magnitudes_and_the_others_as_many_as_torchs_types():

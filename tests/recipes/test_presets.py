@@ -10,7 +10,8 @@ from experiments_for_tests import SHAPE
 
 from ablate.data import open_corpus
 from ablate.data.batches import training_batch
-from ablate.engines.emulated import DTYPES, convert
+from ablate.engines.emulated import convert
+from ablate.engines.emulated_layer import DTYPES
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import Dge, Hadamard
 from ablate.recipes import PRESETS, SLOTS, Recipe

@@ -10,7 +10,7 @@ import torch
 from experiments_for_tests import shards
 
 from ablate.checkpoints import Checkpoints
-from ablate.engines.emulated import EmulatedLinear
+from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.experiment import load
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Layers, Rule, Run

@@ -68,7 +68,8 @@ float amax(const void *x, int64_t count, int32_t bf16) { return bf16 ? amax_of(x
 
 INLINE int finite(float magnitude) { return magnitude < __builtin_inff(); }
 
-/* What all blocks share, from the amax; 0 where that is not finite. */
+/* What all blocks share, from the amax. Return 0, which leaves the tensor to the reference, if that or 1 / S is not finite: a bound
+   below 0.2 and an amax near the largest float make S subnormal, and the reference gives NaN for blocks whose scale is 0. */
 static int prepare(spec *p) {
     if (!finite(p->amax))
         return 0;
@@ -79,7 +80,7 @@ static int prepare(spec *p) {
     if (p->headroom != 1.0f)
         p->multiplier *= p->headroom;
     p->inverse = 1.0f / scale;
-    return 1;
+    return finite(p->inverse);
 }
 
 /* --- blocks along rows -------------------------------------------------------------------------------------------------------- */
@@ -335,8 +336,9 @@ INLINE float columns_of(const void *x, int64_t count, int64_t width, spec p, uin
 /* Blocks along columns of x [rows, columns], both multiples of 16, rotated first where asked (bf16): values alike, scales [rows / 16,
    columns]. 0: x is not finite. */
 int columns(const void *x, int64_t count, int64_t width, spec *p, uint16_t *values, float *scales) {
-    float largest = p->rotated ? turn(x, count, width, p->signs, values) : p->amax < 0 ? amax(x, count * width, p->bf16) : p->amax;
-    p->amax = largest;
+    float turned = p->rotated ? turn(x, count, width, p->signs, values) : 0;
+    if (p->amax < 0) /* a given amax stands, of rotated columns too */
+        p->amax = p->rotated ? turned : amax(x, count * width, p->bf16);
     if (!prepare(p))
         return 0;
     x = p->rotated ? values : x;

@@ -1,0 +1,85 @@
+"""Phases of a schedule that never hold: known before a run by its length, or afterwards by what was measured."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ablate.ledger import Ledger
+from ablate.numerics.spec import tag
+from ablate.recipes import PRESETS
+from ablate.recipes.recipe import Phase, Run
+
+
+def never_begins(phase: Phase, run: Run) -> str | None:
+    """Return why a phase holds in no step of a run; None if it does, or if that depends on a measurement."""
+    last = run.steps - 1
+    if phase.trigger:
+        every = phase.trigger.every
+        if every <= last:
+            return None
+        right = f"measure it every {last} steps or more often" if last else "give the run two steps or more"
+        return f"{phase.start} is measured first after step {every} of {run.steps}, so it never begins; {right}"
+    if phase.active(last, run):
+        return None
+    if tag(phase.start) == "decay":
+        return "never begins: the learning rate of this run does not fall"
+    scale = 10 ** (len(str(run.steps)) + 1)
+    latest = {
+        "step": last,
+        "tokens": last * run.tokens_per_step,
+        "fraction": math.floor(scale * last / run.steps) / scale,
+    }[tag(phase.start)]
+    right = f"the latest is {tag(phase.start)}:{latest}"
+    return f"{phase.start} is not reached in the {run.steps} steps of this run; {right}"
+
+
+def length(config: Any) -> Run:
+    """Return what a schedule has to know of a workload's runs."""
+    return Run(config.steps, config.tokens_per_step, getattr(config, "decay_start", None))
+
+
+def unreached(arms: Iterable[Any], preset: str) -> Iterator[tuple[str, str]]:
+    """Yield (arm, reason) for phases of presets (`preset` unless an arm names one) that never begin, each once.
+
+    They are not refused as a phase that the file names is: the arm is what its preset is on so short a run.
+    """
+    shown = set()
+    for arm in arms:
+        name = arm.knobs.get("recipe", preset)
+        for phase in PRESETS[name]().schedule:
+            why = never_begins(phase, length(arm.config)) if phase in arm.recipe.schedule else None
+            if why and (name, why) not in shown:
+                shown.add((name, why))
+                yield arm.name, f"the phase of preset {name} in arm {arm.name!r}: {why}"
+
+
+def shortest_cooldown(steps: int) -> float:
+    """Return the smallest cooldown, as a fraction rounded up, that holds in one step of a run."""
+    scale = 10 ** (len(str(steps)) + 1)
+    return math.ceil(scale / steps) / scale
+
+
+def never_began(ledger: Ledger) -> Iterator[str]:
+    """Yield a sentence for each phase that waits for a condition which no finished run of an arm has met."""
+    waited: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    met = set()
+    for member in ledger.members():
+        spec = json.loads(member["spec"])
+        for written in (spec.get("recipe") or {}).get("schedule", ()) if member["status"] == "done" else ():
+            phase = Phase(start=written["start"])
+            if phase.trigger is None:
+                continue
+            ((_, config),) = spec["workload"].items()
+            series = ledger.series(member["trial"], phase.trigger.metric).items()
+            looks = range(0, config["steps"], phase.trigger.every)
+            seen = [value for step, value in series if step in looks]
+            key = member["name"], phase.start
+            if any(value < phase.trigger.limit for value in seen):
+                met.add(key)
+            waited.setdefault(key, []).append((member["seed"], min(seen, default=math.nan)))
+    for (arm, start), runs in waited.items():
+        if (arm, start) not in met:
+            lowest = min(value for _, value in runs)
+            where = f"the lowest value measured in {len(runs)} runs is {lowest:.4g}"
+            yield f"**A phase never began:** {arm}, {start}: {where}."

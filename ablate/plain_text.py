@@ -1,0 +1,47 @@
+"""Text of users in places where it could be more than text: terminals, tables, Markdown and spreadsheets.
+
+Names, questions, knob values, paths and messages of exceptions come from files that other people write. An escape character in them
+drives a terminal, a line break forges a line of a log, `=` at the start of a CSV cell is a formula. Rich's markup is turned off
+altogether by `cli.console`.
+"""
+
+import re
+import unicodedata
+
+_JOINERS = "\u200c\u200d"
+"""Characters of Persian, of Indian scripts and of emoji, without a shape of their own."""
+_HIDDEN = ("Cc", "Cs", "Cf", "Zl", "Zp")
+"""Unicode categories that a terminal obeys or leaves out: controls, half pairs, formats (which turn the order of text), line breaks."""
+_FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
+
+
+def printable(text: str) -> str:
+    """Return the text with hidden characters shown as Python escapes (`\\x1b`). Line breaks stay."""
+    if text.isprintable():
+        return text
+    return "".join(_escaped(character) if _hidden(character) else character for character in text)
+
+
+def one_line(text: str) -> str:
+    """Return the text as `printable` does, line breaks shown as escapes, too: for a name within a line or a table."""
+    return printable(text).replace("\n", r"\n")
+
+
+def _hidden(character: str) -> bool:
+    return character != "\n" and character not in _JOINERS and unicodedata.category(character) in _HIDDEN
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def csv_cell(value: object) -> object:
+    """Return a cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe. Numbers stay as they are."""
+    if not isinstance(value, str) or not _FORMULA.match(value):
+        return value
+    return f"'{value}"
+
+
+def markdown_cell(text: str) -> str:
+    """Return the text as a cell of a pipe table: in one line, without a column's end or a tag."""
+    return re.sub(r"<(?=[a-zA-Z/!?])", r"\\<", one_line(text).replace("|", r"\|"))

@@ -1,0 +1,170 @@
+"""Papers' figures and orderings beside what a sweep measured, each with a verdict on whether they agree."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ablate.ledger import Ledger
+from ablate.results import (
+    NOTHING_LEARNED,
+    ArmSummary,
+    interval,
+    interval_of,
+    mean_of,
+    metrics_of,
+    nothing_learned,
+    percents,
+    summaries,
+    with_losses,
+)
+from ablate.stats import ALPHA, Difference, equivalence, holm, p_value, paired_difference
+from ablate.surface import Metric, Published
+
+
+@dataclass(frozen=True)
+class Replication:
+    """A published figure beside the measured one."""
+
+    figure: Published
+    measured: Difference
+    """The mean over seeds with its interval: of the arm alone, of the arm minus the other, or of that as a share of the other."""
+    verdict: str
+    margin: float | None = None
+    """The smallest difference that matters, in the unit of `measured`."""
+    diverged: tuple[int, ...] = ()
+    given: int = 0
+    """Seeds that either arm was given, and those on which one diverged."""
+    learned: bool = True
+    """False if the loss of each of its arms is no better than that of a model that ignores its input: there is nothing to compare."""
+    unshared: bool = False
+    """True of a published share if the other arm's mean is 0, of which there is none."""
+
+    @property
+    def subject(self) -> str:
+        """The arm, or `arm minus other`."""
+        return self.figure.arm if self.figure.against is None else f"{self.figure.arm} minus {self.figure.against}"
+
+    @property
+    def metric(self) -> str:
+        """What is compared, and at which step."""
+        return self.figure.metric + ("" if self.figure.step is None else f" at {self.figure.step}")
+
+    @property
+    def published(self) -> str:
+        """What the paper says: a number with its unit, or an ordering."""
+        if self.figure.amount is None:
+            return self.figure.value
+        return f"{self.figure.amount:.4g}" if self.figure.against is None else _signed(self.figure, self.figure.amount)
+
+    @property
+    def found(self) -> str:
+        """What was measured, with its interval; `-` where nothing was."""
+        if not self.measured.pairs:
+            return "-"
+        half = self.measured.high - self.measured.mean
+        if self.figure.against is None:
+            return f"{self.measured.mean:.4g}" + (f" ±{half:.2g}" if self.measured.has_interval else "")
+        return percents(self.measured) if self.figure.relative else interval(self.measured)
+
+
+def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replication]:
+    """Every published figure beside what this sweep measured of it."""
+    metrics = {metric.name: metric for metric in metrics_of(ledger)}
+    figures = list(published)
+    metrics |= {figure.metric: Metric(name=figure.metric) for figure in figures if figure.metric not in metrics}
+    arms = {name: summaries(ledger, metrics[name]) for name in {figure.metric for figure in figures}}
+    lines = [_replication(ledger, figure, metrics[figure.metric], arms[figure.metric]) for figure in figures]
+    of_two = [line.figure.against is not None for line in lines]
+    judged = [two and line.learned and not line.unshared for line, two in zip(lines, of_two, strict=True)]
+    effects = holm([p_value(line.measured) if its else math.nan for line, its in zip(lines, judged, strict=True)])
+    likenesses = holm([equivalence(line.measured, line.margin) if its else math.nan for line, its in zip(lines, judged, strict=True)])
+    return [
+        replace(line, verdict=with_losses(_same_way(line, p, same), line.diverged, line.given)) if two else line
+        for line, two, p, same in zip(lines, of_two, effects, likenesses, strict=True)
+    ]
+
+
+def _replication(ledger: Ledger, figure: Published, metric: Metric, arms: Iterable[ArmSummary]) -> Replication:
+    """A figure beside what was measured; that of two arms has no verdict yet."""
+    values, how = _measured(ledger, figure, figure.arm), interval_of(ledger)
+    learned = not nothing_learned([arm for arm in arms if arm.name in (figure.arm, figure.against)])
+    if figure.against is None:
+        measured = paired_difference(values, dict.fromkeys(values, 0.0), how)
+        return Replication(figure, measured, _alike(figure, measured) if learned else NOTHING_LEARNED, learned=learned)
+    other = _measured(ledger, figure, figure.against)
+    level = mean_of(list(other.values()))
+    margin = metric.margin(level)
+    whole = paired_difference(values, other).whole  # of the values, not of their shares
+    unshared = figure.relative and level == 0
+    if figure.relative:
+        values = {seed: (value - other[seed]) / abs(other[seed]) for seed, value in values.items() if other.get(seed)}
+        other, margin = dict.fromkeys(values, 0.0), margin and margin / abs(level) if level else None
+    measured = replace(paired_difference(values, other, how), whole=whole)
+    members = [member for member in ledger.members() if member["name"] in (figure.arm, figure.against)]
+    diverged = tuple(sorted({member["seed"] for member in members if member["status"] == "diverged"}))
+    return Replication(figure, measured, "", margin, diverged, len({member["seed"] for member in members}), learned, unshared)
+
+
+def _measured(ledger: Ledger, figure: Published, arm: str) -> dict[int, float]:
+    """The figure's metric by seed in one arm, at its step."""
+    found = {}
+    for member in ledger.members():
+        if member["name"] == arm and member["status"] == "done":
+            series = ledger.series(member["trial"], figure.metric)
+            step = max(series, default=0) if figure.step is None else figure.step
+            if math.isfinite(series.get(step, math.nan)):
+                found[member["seed"]] = series[step]
+    return found
+
+
+def _alike(figure: Published, measured: Difference) -> str:
+    """Whether a figure of one arm is what was measured, within its tolerance."""
+    if not measured.pairs:
+        return "not measured"
+    tolerance = 0.02 if figure.tolerance is None else figure.tolerance
+    apart = measured.mean - figure.amount
+    if abs(apart) <= tolerance * abs(figure.amount):
+        return f"agrees within {tolerance:.0%}" if figure.amount else "agrees"
+    return f"differs by {apart / abs(figure.amount):+.1%}" if figure.amount else "differs"
+
+
+def _same_way(line: Replication, p: float, same: float) -> str:
+    """The verdict on a published difference: the direction decides, after Holm's correction; the size is said beside it.
+
+    `p` is of no effect, `same` of one that matters. A published difference is contradicted by one the other way, and by one too
+    small to matter; a published equality only by a difference that is resolved. Models of other sizes need not share the size of an
+    effect, so that alone is no disagreement. Equal counts are neither, nor is anything if no arm learned.
+    """
+    figure, measured = line.figure, line.measured
+    if not line.learned:
+        return NOTHING_LEARNED
+    if line.unshared:
+        return f"no verdict: {figure.metric} of {figure.against} is 0, so the difference is no share of it"
+    if measured.pairs < 2:
+        return "one seed: no interval" if measured.pairs else "not measured"
+    if measured.same and measured.whole:
+        return f"equal counts on {measured.pairs} seeds"
+    if not measured.tells and not measured.same:
+        return "too few distinct values"
+    found = int(math.copysign(1, measured.mean)) if p < ALPHA else 0
+    none = measured.same or same < ALPHA
+    if figure.sign == 0:
+        return "agrees" if none else "disagrees" if found else "not resolved"
+    if found == figure.sign:
+        return "agrees (too small to matter here)" if none else f"agrees{_size(figure, measured)}"
+    if found:
+        return "disagrees"
+    return "disagrees: no difference that matters here" if none else f"not resolved{_size(figure, measured)}"
+
+
+def _size(figure: Published, measured: Difference) -> str:
+    """What the interval says of the published size, in brackets behind a verdict on the direction; nothing of an ordering."""
+    if figure.amount is None:
+        return ""
+    if measured.low <= figure.amount <= measured.high:
+        return " (the published size lies within the interval)"
+    return f" ({'smaller' if abs(measured.mean) < abs(figure.amount) else 'larger'} here than published)"
+
+
+def _signed(figure: Published, value: float) -> str:
+    return f"{100 * value:+.3g} %" if figure.relative else f"{value:+.4g}"

@@ -1,0 +1,260 @@
+"""Error rates of intervals, verdicts, headlines and promised seeds on simulated sweeps of known truth.
+
+`python benchmarks/simulated_truth.py` prints the tables of docs/statistics.md. Every scenario has a seed of its own, computed from its
+name, so that it gives the same figures alone, in any order and on any machine. Finished scenarios are kept in a JSON file (`--cache`) and
+are not run again; the file goes with `--experiments`. Effects and deviations are in units of min_effect.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ablate.stats import ALPHA, Difference, Interval, judge, paired_difference, seeds_needed
+
+EFFECTS, DEVIATIONS, STARTS = (0.0, 0.25, 0.5, 1.0, 2.0), (0.5, 1.0, 2.0, 4.0), (3, 5, 8)
+INTERVALS = ("t", "split:4", "sequence")
+ARMS = 8
+PRIORS = {
+    "N(0, 1)": lambda random: random.normal(0, 1),
+    "U(-2, 2)": lambda random: random.uniform(-2, 2),
+    "half 0, half N(0, 2)": lambda random: random.normal(0, 2) * random.integers(2),
+}
+"""Distributions of the true effect; deviations are log-uniform from .5 to 4 then."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One line of a table: what is simulated, and its parameters."""
+
+    kind: str
+    interval: str = "t"
+    pairs: int = 5
+    deviation: float = 1.0
+    effect: float = 0.0
+    arms: int = 1
+    shape: str = "normal"
+
+    @property
+    def name(self) -> str:
+        """Key in the cache."""
+        return "/".join(map(str, astuple(self)))
+
+    def random(self) -> np.random.Generator:
+        """A generator that depends on nothing but the scenario."""
+        return np.random.default_rng(int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8]))
+
+
+def scenarios() -> Iterator[Scenario]:
+    """Every line of every table."""
+    for interval in INTERVALS:
+        for pairs in STARTS:
+            for deviation in DEVIATIONS:
+                yield from (Scenario("promise", interval, pairs, deviation, effect) for effect in EFFECTS)
+    yield from (Scenario("promise", interval, pairs, shape=shape) for interval in INTERVALS for pairs in STARTS for shape in PRIORS)
+    for start in STARTS:  # four arms whose seeds are promised together
+        yield from (Scenario("promise", "t", start, 2.0, effect, 4) for effect in EFFECTS)
+    for interval in INTERVALS:
+        yield from (Scenario("headline", interval, pairs, deviation, arms=ARMS) for pairs in STARTS for deviation in (0.5, 2.0))
+    yield from (Scenario("growth", interval, 3, 1.0, arms=ARMS) for interval in INTERVALS[1:])
+    for shape in ("normal", "lognormal", "t3", "outlier"):
+        yield from (Scenario("coverage", "t", pairs, 1.0, shape=shape) for pairs in STARTS)
+    yield from (Scenario("counts", "t", pairs, rate) for pairs in (2, 3, 5, 8) for rate in (0.5, 2.0))
+
+
+def draw(random: np.random.Generator, shape: str, size: tuple[int, ...]) -> np.ndarray:
+    """Differences of mean 0 and deviation 1."""
+    if shape == "lognormal":
+        return (random.lognormal(0, 1, size) - math.exp(0.5)) / math.sqrt((math.e - 1) * math.e)
+    if shape == "t3":
+        return random.standard_t(3, size) / math.sqrt(3)
+    values = random.normal(0, 1, size)
+    if shape == "outlier":  # one seed of ten falls into a phase transition five times as far away
+        values = np.where(random.random(size) < 0.1, 5 * values, values) / math.sqrt(0.9 + 2.5)
+    return values
+
+
+def difference(values: np.ndarray, interval: Interval) -> Difference:
+    """The paired difference that these are."""
+    return paired_difference(dict(enumerate(values.tolist())), dict.fromkeys(range(len(values)), 0.0), interval)
+
+
+def arms(random: np.random.Generator, scenario: Scenario, pairs: int) -> np.ndarray:
+    """[arms, pairs] differences from one shared baseline: correlated by .5 over seeds where there are several arms."""
+    if scenario.arms == 1:
+        return scenario.effect + scenario.deviation * random.normal(0, 1, (1, pairs))
+    own, shared = random.normal(0, 1, (scenario.arms, pairs)), random.normal(0, 1, pairs)
+    return scenario.effect + scenario.deviation * (own - shared) / math.sqrt(2)
+
+
+def promise(scenario: Scenario, experiments: int) -> dict[str, int]:
+    """Sweeps that are undecided after some seeds are continued to the number that is named; of how many a verdict is kept then.
+
+    A growing sweep's `looks` are the declared ones at any number of seeds. Numbers above 200 are no promise.
+    """
+    random, interval, asked = scenario.random(), Interval.parse(scenario.interval), scenario
+    made = kept = beyond = decided = seeds = 0
+    for _ in range(experiments):
+        if asked.shape in PRIORS:
+            scenario = replace(asked, effect=PRIORS[asked.shape](random), deviation=math.exp(random.uniform(math.log(0.5), math.log(4))))
+        values = arms(random, scenario, scenario.pairs)
+        judged = judge([(difference(line, interval), 1.0) for line in values], True)
+        decided += sum(verdict.decided for verdict in judged)
+        for place, verdict in enumerate(judged):
+            if verdict.word != "undecided":
+                continue
+            needed = seeds_needed(*verdict.planned, ranged=False)
+            if needed is None or needed.count is None:
+                beyond += 1
+                continue
+            whole = np.concatenate([values, arms(random, scenario, needed.count - scenario.pairs)], axis=1)
+            then = judge([(difference(line, interval), 1.0) for line in whole], True, plan=False)[place]
+            made, kept, seeds = made + 1, kept + then.decided, seeds + needed.count
+    return {"made": made, "kept": kept, "beyond": beyond, "decided": decided, "seeds": seeds}
+
+
+def headline(scenario: Scenario, experiments: int) -> dict[str, int]:
+    """Sweeps of arms without any effect: in how many an arm is called better or worse, after Holm's correction and without."""
+    random, interval = scenario.random(), Interval.parse(scenario.interval)
+    false = uncorrected = 0
+    for _ in range(experiments):
+        found = [difference(line, interval) for line in arms(random, scenario, scenario.pairs)]
+        false += any(verdict.word in ("better", "worse") for verdict in judge([(one, 1.0) for one in found], True, plan=False))
+        uncorrected += any(one.low > 0 or one.high < 0 for one in found)
+    return {"sweeps": experiments, "false": false, "uncorrected": uncorrected}
+
+
+def growth(scenario: Scenario, experiments: int) -> dict[str, int]:
+    """The same where seeds grow, three at a look, from 3 to 12, for each arm until it has a verdict."""
+    random, interval = scenario.random(), Interval.parse(scenario.interval)
+    false = 0
+    for _ in range(experiments):
+        values, have = arms(random, scenario, 12), [scenario.pairs] * scenario.arms
+        while True:
+            judged = judge([(difference(values[arm, :n], interval), 1.0) for arm, n in enumerate(have)], True, plan=False)
+            grown = [arm for arm, verdict in enumerate(judged) if not verdict.decided and have[arm] < 12]
+            if not grown:
+                break
+            have = [n + 3 * (arm in grown) for arm, n in enumerate(have)]
+        false += any(verdict.word in ("better", "worse") for verdict in judged)
+    return {"sweeps": experiments, "false": false}
+
+
+def coverage(scenario: Scenario, experiments: int) -> dict[str, int]:
+    """How often the interval holds the true difference."""
+    random, interval = scenario.random(), Interval.parse(scenario.interval)
+    found = [difference(line, interval) for line in draw(random, scenario.shape, (experiments, scenario.pairs))]
+    return {"experiments": experiments, "covered": sum(one.low <= 0 <= one.high for one in found)}
+
+
+def counts(scenario: Scenario, experiments: int) -> dict[str, int]:
+    """Two arms whose metric is a small count (Poisson), no effect: false verdicts, and what a width of zero alone would have claimed."""
+    random = scenario.random()
+    false = zero_width = 0
+    for _ in range(experiments):
+        found = difference(np.subtract(*random.poisson(scenario.deviation, (2, scenario.pairs)).astype(float)), Interval())
+        false += judge([(found, None)], True, plan=False)[0].word in ("better", "worse")
+        zero_width += found.deviation == 0 and found.mean != 0
+    return {"experiments": experiments, "false": false, "zero_width": zero_width}
+
+
+KINDS = {"promise": promise, "headline": headline, "growth": growth, "coverage": coverage, "counts": counts}
+SHARES = {"promise": 0.03, "headline": 1.0, "growth": 0.2, "coverage": 1.0, "counts": 1.0}
+"""Experiments of a scenario of each kind, as a share of those asked for: by what one costs."""
+
+
+def run(cache: Path, experiments: int, kinds: set[str]) -> dict[str, dict[str, int]]:
+    """The results of every scenario, those in the cache taken from there; a line of progress on standard error."""
+    known = json.loads(cache.read_text()) if cache.exists() else {}
+    if known.setdefault("experiments", experiments) != experiments:
+        raise SystemExit(f"{cache}: made with --experiments {known['experiments']}, not {experiments}; name another --cache")
+    wanted = [scenario for scenario in scenarios() if scenario.kind in kinds]
+    for number, scenario in enumerate(wanted, 1):
+        if scenario.name not in known:
+            known[scenario.name] = KINDS[scenario.kind](scenario, max(1, round(experiments * SHARES[scenario.kind])))
+            written = cache.with_suffix(".part")
+            written.write_text(json.dumps(known, indent=0))
+            written.replace(cache)
+        end = "" if sys.stderr.isatty() and number < len(wanted) else "\n"
+        print(f"\r{number} of {len(wanted)}: {scenario.name:50}", end=end, file=sys.stderr, flush=True)
+    return {scenario.name: known[scenario.name] for scenario in wanted}
+
+
+# Tables
+
+
+def share(part: float, whole: int) -> str:
+    """A percentage with its standard error."""
+    if not whole:
+        return "-"
+    p = part / whole
+    return f"{100 * p:.1f} ±{100 * math.sqrt(p * (1 - p) / whole):.1f} %"
+
+
+def kept(found: Mapping[str, Mapping[str, int]], **fixed: float | str) -> str:
+    """The share of promises kept over all scenarios with these parameters."""
+    lines = [
+        found[scenario.name]
+        for scenario in scenarios()
+        if scenario.kind == "promise" and scenario.name in found and all(getattr(scenario, key) == value for key, value in fixed.items())
+    ]
+    return share(sum(line["kept"] for line in lines), sum(line["made"] for line in lines))
+
+
+def tables(found: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """The lines that are printed."""
+    if any(name.startswith("promise") for name in found):
+        yield from ("| promises kept | t | split:4 | sequence |", "|---|---|---|---|")
+        rows = [(f"effects {shape}", {"shape": shape}) for shape in PRIORS]
+        rows += [("fixed effects, all", {})]
+        rows += [(f"effect {effect:g}", {"effect": effect}) for effect in EFFECTS]
+        rows += [(f"deviation {deviation:g}", {"deviation": deviation}) for deviation in DEVIATIONS]
+        rows += [(f"after {pairs} seeds", {"pairs": pairs}) for pairs in STARTS]
+        for title, fixed in rows:
+            cells = (kept(found, **{"interval": interval, "arms": 1, "shape": "normal"} | fixed) for interval in INTERVALS)
+            yield f"| {title} | {' | '.join(cells)} |"
+        yield from ("", "| four arms, t, deviation 2 | promises kept |", "|---|---|", f"| all | {kept(found, arms=4)} |")
+        yield from (f"| effect {effect:g} | {kept(found, arms=4, effect=effect)} |" for effect in EFFECTS)
+        yield ""
+    by_kind = {
+        "headline": "| 8 arms, no effect | seeds | deviation | false headline | uncorrected |",
+        "growth": "| 8 arms, no effect, seeds grow | from | deviation | false headline |",
+        "coverage": "| differences | seeds | 95 % interval covers |",
+        "counts": "| counts, no effect | seeds | rate | false verdict | zero width, non-zero mean |",
+    }
+    for kind, head in by_kind.items():
+        lines = [scenario for scenario in scenarios() if scenario.kind == kind and scenario.name in found]
+        if lines:
+            yield from (head, f"|{'---|' * (head.count('|') - 1)}")
+            yield from (_row(scenario, found[scenario.name]) for scenario in lines)
+            yield ""
+
+
+def _row(scenario: Scenario, got: Mapping[str, int]) -> str:
+    if scenario.kind == "coverage":
+        return f"| {scenario.shape} | {scenario.pairs} | {share(got['covered'], got['experiments'])} |"
+    whole = got["experiments"] if scenario.kind == "counts" else got["sweeps"]
+    cells = [scenario.interval if scenario.kind != "counts" else "Poisson", scenario.pairs, f"{scenario.deviation:g}"]
+    cells += [share(got[key], whole) for key in ("false", "uncorrected", "zero_width") if key in got]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    """Run what the cache lacks, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--cache", type=Path, default=Path("simulated_truth.json"), help="Results so far. Default: %(default)s.")
+    parser.add_argument("--experiments", type=int, default=10_000, help="Experiments of a scenario of the cheapest kind.")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="Only these tables; may be repeated.")
+    given = parser.parse_args()
+    print(f"Simulated truth, alpha {ALPHA}; effects and deviations in units of min_effect; ± is a standard error.\n")
+    print("\n".join(tables(run(given.cache, given.experiments, set(given.kind or KINDS)))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,553 @@
+"""Randomised differential test of the compiled quantisers: compare random cases with the reference, bit for bit.
+
+A case is a matrix, a quantiser, a rotation and a clock, drawn from a seed and the case's number alone, so that a failing
+case can be repeated by itself. `FIELDS` says how each field of each specification class is drawn; `missing_fields` names
+the fields that it lacks, so that a new field cannot be left out by accident. Most cases have a form that the kernels
+accept; the others vary any field, so that a kernel that wrongly accepts a form is compared on it too.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, get_args, get_origin
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from ablate.numerics.census import census
+from ablate.numerics.history import History
+from ablate.numerics.kernels import cpu
+from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import Keep, Operand, quantize
+from ablate.numerics.scaling import BLOCK_STATISTICS, STATISTICS
+from ablate.numerics.share import Share
+from ablate.numerics.spec import (
+    BlockScale,
+    Dge,
+    Hadamard,
+    Outer,
+    Quant,
+    Range,
+    Select,
+    Spec,
+    Transform,
+    grain,
+    tag,
+)
+
+Draw = Callable[[Random], Any]
+
+
+def choices(*values: Any) -> Draw:
+    """Draw one of some values."""
+    return lambda random: random.choice(values)
+
+
+def optional(spec: type[Spec]) -> Draw:
+    """Draw None or an instance of a class."""
+    return lambda random: instance(spec, random) if random.random() < 0.5 else None
+
+
+ARGUMENTS = {
+    "percentile": ("0.5", "0.95", "1.0"),
+    "delayed": ("1", "4"),
+    "hold": ("1", "3"),
+    "static": ("3.0", "0.01", "1e+30", "1e-30"),
+}
+"""Arguments of outer statistics that take one."""
+BLOCK_ARGUMENTS = {"rms": ("2.5",), "std": ("2.92",)}
+HEADROOM = (17 / 16, 17 / 16 * 0.93, 0.25, 4.0)
+BOUNDS = (448.0, 448.0, 256.0, 100.0, 1.0, 0.01, 1e-30)
+
+
+def statistics(words: Mapping[str, Any], arguments: Mapping[str, Sequence[str]]) -> Draw:
+    """Draw a statistic of a registry with one of its arguments. KeyError where a new one has none here."""
+    spelled = {word: [f"{word}:{argument}" for argument in arguments[word]] for word in words if word != "amax"}
+    spelled["amax"] = ["amax"]
+    return lambda random: random.choice(spelled[random.choice(list(spelled))])
+
+
+FIELDS: dict[type[Spec], dict[str, Draw]] = {
+    Quant: {
+        "select": optional(Select),
+        "scale": lambda random: None if random.random() < 0.1 else instance(BlockScale, random),
+        "range": lambda random: instance(Range, random),
+        "outer": lambda random: None if random.random() < 0.2 else instance(Outer, random),
+        "transform": optional(Transform),
+        "estimator": lambda random: random.choice((None, "clip_mask", instance(Dge, random))),
+    },
+    Transform: {
+        "mean": choices(True, False),
+        "low_rank": choices(None, 2),
+        "channels": choices(None, 0.1),
+        "clamp": choices(None, 0.9),
+        "residual": choices(True, False),
+    },
+    Dge: {"k": choices(1.0, 5.0), "clip": choices(2.0, 3.0)},
+    BlockScale: {},
+    Range: {
+        "statistic": statistics(BLOCK_STATISTICS, BLOCK_ARGUMENTS),
+        "map_to": choices(None, 4.0),
+        "headroom": choices(1.0, *HEADROOM),
+        "prescale": choices(1.0, 0.75),
+    },
+    Outer: {"statistic": statistics(STATISTICS, ARGUMENTS), "bound": choices(*BOUNDS)},
+    Select: {},
+    Hadamard: {},
+}
+"""How each field is drawn, beside those of Literal type, of which every value is drawn. `quantize` ignores transform,
+estimator and source, which the layer around it obeys; a kernel must ignore them too."""
+
+
+def literal_values(spec: type[Spec], name: str) -> tuple[Any, ...]:
+    """All values of a field of Literal type, None included if the field takes it; nothing for other types."""
+    annotation = spec.model_fields[name].annotation
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    members = get_args(annotation)
+    literals = [value for member in members if get_origin(member) is Literal for value in get_args(member)]
+    return (*literals, None) if literals and set(map(get_origin, members)) <= {Literal, None} else ()
+
+
+def missing_fields(quant: type[Quant] = Quant) -> list[str]:
+    """The fields of the specification that no draw varies, `Class.field`."""
+    return [
+        f"{spec.__name__}.{name}"
+        for spec in reachable(quant) | {Hadamard}
+        for name in spec.model_fields
+        if name not in FIELDS.get(spec, {}) and not literal_values(spec, name)
+    ]
+
+
+def unseen_values(seen: Mapping[str, Counter]) -> list[str]:
+    """Values of Literal fields and registered statistics that a run has not compared, and fields of one value only."""
+    lacking = []
+    for spec in reachable(Quant) | {Hadamard}:
+        for name in spec.model_fields:
+            values = seen.get(f"{spec.__name__}.{name}", Counter())
+            registry = {Outer: STATISTICS, Range: BLOCK_STATISTICS}.get(spec, ())
+            words = registry if name == "statistic" else literal_values(spec, name)
+            lacking += [f"{spec.__name__}.{name} {word}" for word in words if word not in values]
+            kind = spec.model_fields[name].annotation
+            nested = isinstance(kind, type) and issubclass(kind, Spec)
+            lacking += [f"{spec.__name__}.{name}"] if len(values) < 2 and not nested else []
+    return sorted(lacking)
+
+
+def reachable(spec: type[Spec]) -> set[type[Spec]]:
+    """A specification class and those of its fields."""
+    found, waiting = set(), [spec]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, type) and issubclass(one, Spec):
+            found.add(one)
+            waiting += [kind for its in one.model_fields.values() for kind in (its.annotation, *get_args(its.annotation))]
+    return found
+
+
+def value_of(spec: type[Spec], name: str, random: Random) -> Any:
+    """Draw a field's value."""
+    if name in FIELDS[spec]:
+        return FIELDS[spec][name](random)
+    return random.choice(literal_values(spec, name))
+
+
+def instance(spec: type[Spec], random: Random) -> Spec:
+    """Draw an instance of a class, each field at its default or, one time in three, drawn."""
+    while True:
+        fields = {
+            name: value_of(spec, name, random) for name, its in spec.model_fields.items() if random.random() < 0.3 or its.is_required()
+        }
+        try:
+            return spec(**fields)
+        except ValidationError:
+            continue
+
+
+def accepted_form(random: Random) -> Quant:
+    """Draw a form that the kernels accept; `covers` decides, this only aims."""
+    block = random.choice(("1x16", "1x16", "1x16", "16x16"))
+    rounding = "stochastic" if block == "1x16" and random.random() < 0.5 else "nearest"
+    outer = Outer(statistic=FIELDS[Outer]["statistic"](random), bound=random.choice(BOUNDS))
+    return Quant(block=block, rounding=rounding, outer=outer, range=Range(headroom=random.choice((1.0, *HEADROOM))))
+
+
+def quantiser(random: Random) -> Quant:
+    """Draw a quantiser: an accepted form, in one case of four with some fields drawn anew."""
+    while True:
+        quant = accepted_form(random)
+        kind = random.random()
+        if kind < 0.03:
+            outer = Outer(bound=1.0, statistic=FIELDS[Outer]["statistic"](random))
+            return Quant(element=random.choice(literal_values(Quant, "element")), block=None, scale=None, outer=outer)
+        if kind < 0.06:
+            select = Select(**{name: random.choice(literal_values(Select, name)) for name in Select.model_fields})
+            return Quant(select=select, outer=quant.outer)
+        if kind < 0.25:
+            names = random.sample(list(Quant.model_fields), random.choice((1, 1, 2, 3)))
+            try:
+                quant = Quant.model_validate(dict(quant) | {name: value_of(Quant, name, random) for name in names})
+            except ValidationError:
+                continue
+        return quant
+
+
+# --- matrices -----------------------------------------------------------------------------------------------
+
+SIZES = (1, 2, 7, 15, 16, 16, 16, 17, 31, 32, 32, 32, 33, 47, 48, 48, 64, 64, 80)
+LAYOUTS = (
+    "rows",
+    "columns",
+    "every other column",
+    "every other row",
+    "window",
+    "window transposed",
+    "unaligned",
+    "expanded",
+)
+CONTENTS = (
+    "normal",
+    "wide range",
+    "ties",
+    "few values",
+    "one magnitude",
+    "zeros",
+    "zero blocks",
+    "one spike",
+    "not finite",
+)
+FACTORS = (1.0, 1.0, 1.0, 1e-3, 1e3, 1e-30, 1e-38, 1e-40, 1e30, 1e38)
+"""1e-40 is subnormal in fp32 and bf16; 1e38 overflows where sixteen elements are added."""
+
+
+def shape(random: Random) -> tuple[int, int]:
+    """Draw a small shape, seldom empty, seldom longer than what a kernel handles at a time."""
+    rows, columns = random.choice(SIZES), random.choice(SIZES)
+    extra = random.random()
+    if extra < 0.02:
+        return random.choice(((0, columns), (rows, 0)))
+    if extra < 0.10:
+        short, long = random.choice(((2, 1060), (3, 1056), (7, 320), (16, 300)))
+        return (short, long) if random.random() < 0.5 else (long, short)
+    return rows, columns
+
+
+def contents(kind: str, rows: int, columns: int, random: Random) -> Tensor:
+    """Draw a matrix in fp32."""
+    g = torch.Generator().manual_seed(random.getrandbits(48))
+    x = torch.randn(rows, columns, generator=g)
+    if kind == "wide range":
+        x *= torch.exp(6 * torch.randn(rows, columns, generator=g))
+    elif kind == "ties":
+        x = (1 + torch.randint(0, 128, x.shape, generator=g) / 128) * x.sign()
+    elif kind == "few values":
+        x = torch.randint(-12, 13, x.shape, generator=g) / 2
+    elif kind == "one magnitude":
+        x = x.sign() * random.choice((1.0, 3.0, 5.0, 6.0, 0.4375))
+    elif kind == "zeros":
+        x = x * 0.0  # of both signs
+    elif kind == "zero blocks":
+        x *= (
+            torch.rand(-(-rows // 16), -(-columns // 16), generator=g)
+            .round()
+            .repeat_interleave(16, 0)
+            .repeat_interleave(16, 1)[:rows, :columns]
+        )
+    elif x.numel() and kind in ("one spike", "not finite"):
+        place = random.randrange(rows), random.randrange(columns)
+        x[place] = random.choice((math.nan, math.inf, -math.inf)) if kind == "not finite" else random.choice((1e4, -1e8))
+    return x
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same matrix in another memory layout; `expanded` repeats its first row."""
+    rows, columns = x.shape
+    if layout == "columns":
+        return x.t().contiguous().t()
+    if layout.startswith("window"):
+        down = layout == "window transposed"
+        room = torch.full((columns + 3, rows + 5) if down else (rows + 3, columns + 5), 7.0, dtype=x.dtype)
+        view = room.t()[2 : 2 + rows, 1 : 1 + columns] if down else room[1 : 1 + rows, 2 : 2 + columns]
+    elif layout == "every other column":
+        view = torch.full((rows, 2 * columns), 7.0, dtype=x.dtype)[:, ::2]
+    elif layout == "every other row":
+        view = torch.full((2 * rows, columns), 7.0, dtype=x.dtype)[::2]
+    elif layout == "unaligned":
+        view = torch.full((rows * columns + 1,), 7.0, dtype=x.dtype)[1:].view(rows, columns)
+    elif layout == "expanded" and rows:
+        return x[:1].expand(rows, columns)
+    else:
+        return x.contiguous()
+    return view.copy_(x)
+
+
+# --- cases --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: calls of `quantize` in the order of `clocks`, on `x` times each of `factors`."""
+
+    number: int
+    quant: Quant
+    rotation: Hadamard | None
+    x: Tensor
+    layout: str
+    content: str
+    clocks: tuple[Clock, ...]
+    factors: tuple[float, ...]
+    where: int
+    product: int
+    part: tuple[int, int] | None
+    """Axis and index of the half of `x` that is quantised as a part of the whole; None for all of it."""
+
+    def __str__(self) -> str:
+        how = f"{self.layout} {tuple(self.x.shape)} {self.x.dtype}, {self.content}, rotation {self.rotation}, part {self.part}"
+        return f"case {self.number}: {how}, clocks {self.clocks}, {self.quant!r}"
+
+
+def case(seed: int, number: int) -> Case:
+    """Draw one case."""
+    random = Random(f"{seed} {number}")
+    quant, rotation = quantiser(random), None
+    if random.random() < 0.4 or quant.rounding == "ms_eden":
+        size = 16 if random.random() < 0.8 else random.choice(literal_values(Hadamard, "size"))
+        rotation = Hadamard(size=size, signs=random.choice(literal_values(Hadamard, "signs")))
+    if quant.rounding == "ms_eden" and rotation.size % quant.tile[1]:
+        rotation = Hadamard(size=128, signs=rotation.signs)
+    dtypes = (torch.bfloat16,) * 5 + (torch.float32,) * 4 + (torch.float16,)
+    dtype = torch.bfloat16 if rotation and random.random() < 0.8 else random.choice(dtypes)
+    common = "columns" if rotation or random.random() < 0.4 else "rows"
+    layout = common if random.random() < 0.85 else random.choice(LAYOUTS)
+    content = random.choice(CONTENTS[:-1]) if random.random() < 0.96 else CONTENTS[-1]
+    rows, columns = shape(random)
+    part = None
+    if random.random() < 0.06 and rotation is None and quant.transform is None and quant.outer and quant.outer.statistic == "amax":
+        part = random.randrange(2), random.randrange(2)
+        rows, columns = (2 * grain(quant, None, axis) * random.choice((1, 2)) for axis in range(2))
+    x = contents(content, rows, columns, random) * random.choice(FACTORS)
+    x = laid_out(x.to(dtype), layout)
+    stream = "evaluation" if random.random() < 0.2 else "training"
+    steps = range(3) if quant.outer and tag(quant.outer.statistic) in ("delayed", "hold") else range(1)
+    start, seed_word = random.randrange(10_000), random.getrandbits(40)
+    clocks = tuple(Clock(seed_word, stream if step else "training", start + step, random.randrange(4)) for step in steps)
+    factors = (1.0, *(random.choice((1.0, 0.5, 2.0)) for _ in clocks[1:]))
+    return Case(
+        number,
+        quant,
+        rotation,
+        x,
+        layout,
+        content,
+        clocks,
+        factors,
+        random.getrandbits(32),
+        random.getrandbits(32),
+        part,
+    )
+
+
+def cases(seed: int, count: int) -> Iterator[Case]:
+    """Draw the cases of a run."""
+    return (case(seed, number) for number in range(1, count + 1))
+
+
+# --- builds -------------------------------------------------------------------------------------------------
+
+
+def runnable_builds() -> list[Path]:
+    """The compiled builds that this CPU has the instructions for."""
+    known = list(cpu.LEVELS.values())  # the best first
+    runnable = {"portable", *(known[known.index(cpu.level()) :] if cpu.level() in known else ())}
+    return [path for path in sorted(cpu.FOLDER.glob("nvfp4_*.so")) if path.stem.removeprefix("nvfp4_") in runnable]
+
+
+# --- comparison ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Inside, no compiled kernel is asked, neither to quantise nor to decode."""
+    before = cpu.can_quantize, cpu.can_decode
+    cpu.can_quantize = cpu.can_decode = lambda *_: False
+    try:
+        yield
+    finally:
+        cpu.can_quantize, cpu.can_decode = before
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Equal in shape, dtype and every bit, the sign of zero included; any NaN is as good as another."""
+    if a is None or b is None:
+        return a is b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    integer = torch.int16 if a.element_size() == 2 else torch.int32
+    a, b = a.contiguous(), b.contiguous()
+    if torch.equal(a.view(integer), b.view(integer)):
+        return True
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(*(torch.where(z.isnan(), 0, z.view(integer)) for z in (a, b)))
+
+
+class Half(Share):
+    """Half of a matrix that this process knows whole, in place of asking another process."""
+
+    whole: Tensor
+
+    def largest(self, amax: Tensor) -> Tensor:
+        """The largest magnitude of the whole."""
+        return self.whole.abs().amax().to(torch.float32).expand(amax.shape)
+
+
+def half_of(x: Tensor, part: tuple[int, int]) -> Half:
+    """One of the halves of x along an axis."""
+    share = Half(part[0], part[1], 2)
+    object.__setattr__(share, "whole", x)
+    return share
+
+
+def operands(one: Case, keep: Keep, history: History, whole: bool = False) -> Iterator[Operand]:
+    """What the calls of a case give: with `whole`, of all of x, even where the case quantises a part."""
+    for clock, factor in zip(one.clocks, one.factors, strict=True):
+        x = one.x * factor if factor != 1 else one.x
+        share = half_of(x, one.part) if one.part and not whole else None
+        options = {"clock": clock, "where": one.where, "product": one.product, "history": history}
+        yield quantize(share.own(x) if share else x, one.quant, rotation=one.rotation, keep=keep, share=share, **options)
+
+
+def part_of(z: Tensor | None, one: Case) -> Tensor | None:
+    """What of a whole operand's tensor belongs to the case's part."""
+    if z is None or z.ndim == 0 or one.part is None:
+        return z
+    axis, index = one.part
+    dimension = 2 * axis if z.ndim == 4 else axis
+    return z if z.shape[dimension] == 1 else z.chunk(2, dimension)[index]
+
+
+@dataclass
+class Coverage:
+    """What a run has compared."""
+
+    cases: int = 0
+    compiled: int = 0
+    """Cases of which a kernel quantised at least one call."""
+    decoded: int = 0
+    """Operands that a kernel decoded."""
+    values: dict[str, Counter] = field(default_factory=dict)
+    """How often each value of each field occurred, by `Class.field`."""
+    by_kernel: dict[str, Counter] = field(default_factory=dict)
+    """The same of the cases that a kernel quantised."""
+
+    def add(self, one: Case, compiled: bool) -> None:
+        """Count a case and its fields."""
+        self.cases += 1
+        self.compiled += compiled
+        for values in (self.values, self.by_kernel) if compiled else (self.values,):
+            for spec in filter(None, (one.quant, one.rotation)):
+                _count(values, spec)
+            rest = {
+                "dtype": one.x.dtype,
+                "layout": one.layout,
+                "content": one.content,
+                "rotated": one.rotation is not None,
+            }
+            for name, value in (rest | {"part": one.part is not None}).items():
+                values.setdefault(name, Counter())[value] += 1
+
+    def __str__(self) -> str:
+        varied = [f"{name} {len(counts)}" for name, counts in sorted(self.values.items())]
+        return f"{self.cases} cases, {self.compiled} by a kernel, {self.decoded} decoded by one; values by field: {', '.join(varied)}"
+
+
+def _count(values: dict[str, Counter], spec: Spec) -> None:
+    for name in type(spec).model_fields:
+        value = getattr(spec, name)
+        word = type(value).__name__ if isinstance(value, Spec) else tag(value) if name == "statistic" else value
+        values.setdefault(f"{type(spec).__name__}.{name}", Counter())[word] += 1
+        if isinstance(value, Spec):
+            _count(values, value)
+
+
+OUTPUTS = ("values", "amax", "block_scale", "largest")
+
+
+def difference(one: Case, coverage: Coverage) -> str | None:
+    """The first output in which kernels and reference differ, with or without telemetry; None if there is none."""
+    histories = [History() for _ in range(3)]
+    calls = _Calls()
+    with calls:
+        trained, looked_at = (list(operands(one, keep, history)) for keep, history in zip((False, "source"), histories, strict=False))
+    coverage.add(one, calls.made)
+    with reference_only():
+        expected = list(operands(one, True, histories[2], whole=True))
+    for step, (mine, kept, theirs) in enumerate(zip(trained, looked_at, expected, strict=True)):
+        for name in OUTPUTS:
+            if name == "largest" and one.part:
+                continue  # of the part
+            wanted = part_of(getattr(theirs, name), one)
+            for operand, how in ((mine, "in training"), (kept, "kept for telemetry")):
+                if not same(getattr(operand, name), wanted):
+                    return f"{name} {how}, call {step + 1}"
+        source = part_of(theirs.source, one)
+        if kept.source is not None and not same(kept.source.float()[: len(source)], source):
+            return f"source, call {step + 1}"
+        with reference_only():
+            decoded = part_of(theirs.dequantize(), one)
+        coverage.decoded += mine.block_scale is not None and cpu.can_decode(mine.values, mine.block_scale, mine.amax)
+        if not same(mine.dequantize(), decoded):
+            return f"decoded operand, call {step + 1}"
+        if kept.scaled is None and (name := _census_difference(kept, theirs, one)):
+            return f"census: {name}, call {step + 1}"
+    if histories[0].amax != histories[2].amax or histories[1].amax != histories[2].amax:
+        return "history"
+    return None
+
+
+def _census_difference(mine: Operand, theirs: Operand, one: Case) -> str | None:
+    """The first number of the census that differs; sums in double precision may differ in their last digits."""
+    if one.part:
+        return None
+    ours, wanted = census(mine), census(theirs)
+    for name in ("elements", "zeros", "saturated", "clipped", "block_elements"):
+        if getattr(ours, name) != getattr(wanted, name):
+            return name
+    for name in ("blocks", "block_scaled"):
+        if not torch.equal(getattr(ours, name).flatten().double(), getattr(wanted, name).flatten().double()):
+            return name
+    pairs = {name: torch.tensor([getattr(ours, name), getattr(wanted, name)], dtype=torch.float64) for name in ("power", "error", "inner")}
+    return next(
+        (name for name, (a, b) in pairs.items() if not torch.isclose(a, b, rtol=1e-9, atol=0.0, equal_nan=True)),
+        None,
+    )
+
+
+class _Calls:
+    """Inside, count whether a kernel made an operand."""
+
+    made = 0
+
+    def __enter__(self) -> None:
+        self.before = cpu.quantize
+
+        def counted(*args: Any, **options: Any) -> Any:
+            result = self.before(*args, **options)
+            self.made |= result is not None
+            return result
+
+        cpu.quantize = counted
+
+    def __exit__(self, *_: object) -> None:
+        cpu.quantize = self.before
+
+
+def first_difference(seed: int, count: int, coverage: Coverage) -> tuple[Case, str] | None:
+    """The first case of a run in which something differs, and what; None where nothing does."""
+    for one in cases(seed, count):
+        if name := difference(one, coverage):
+            return one, name
+    return None

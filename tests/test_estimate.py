@@ -1,0 +1,185 @@
+"""Estimates of time: learned from measured trials, the same wherever they are shown; and counts of trials that a run then runs."""
+
+import json
+import shutil
+from contextlib import closing
+
+import pytest
+from commands_for_tests import here
+from experiments_for_tests import sweep, tiny, write
+
+from ablate import status
+from ablate.controller import Controller
+from ablate.estimate import Load, Pace, time_left, trial_left, unproposed
+from ablate.plan import forecast
+from ablate.store import Store
+from ablate.workers import Inline
+
+IDLE = {"workload": {"idle": {"steps": 3}}, "seeds": 2}
+RANGE = {"uniform": [0.0, 1.0]}
+ON_OFF = {"choice": [True, False]}
+SEARCHES = {
+    "a range of a workload value": ({"workload.x": RANGE}, {}, 2 * 5 * 2),
+    "choices of a workload value, and a range beside it": ({"workload.x": {"choice": [0.0, 1.0]}, "cooldown": RANGE}, {}, (5 + 2) * 2),
+    "fewer points than proposals": ({"rht": ON_OFF}, {}, 2 * 2),
+    "knobs that not every point has": ({"rht": ON_OFF, "rht_size": {"choice": [16, 32], "when": {"rht": True}}}, {}, 3 * 2),
+    "a workload value that not every point has": (
+        {"rht": ON_OFF, "workload.x": {"choice": [0.0, 1.0], "when": {"rht": True}}},
+        {},
+        (3 + 3) * 2,
+    ),
+    "a winner that is confirmed": ({"cooldown": RANGE}, {"confirm": 3}, 5 * 2 + 2 * 3),
+}
+
+
+def searched(folder, knobs, more):
+    return tiny(folder, ablate=knobs, search={"trials": 5, "sampler": "random"} | more, **IDLE)
+
+
+@pytest.mark.parametrize("case", SEARCHES)
+def test_what_a_search_may_still_bring_counts_baselines_and_confirmation(case, tmp_path):
+    knobs, more, count = SEARCHES[case]
+    found = unproposed(searched(tmp_path, knobs, more), 5, True, "cpu")
+    assert sum(found.values()) == count
+    assert not unproposed(searched(tmp_path, knobs, {}), 0, True, "cpu")
+
+
+@pytest.mark.parametrize("case", SEARCHES)
+def test_a_plan_counts_what_a_search_runs_and_after_it_nothing(case, tmp_path):
+    """Before, in the middle, and after it; a limit where points may repeat, exact where every point is new."""
+    knobs, more, count = SEARCHES[case]
+    experiment = searched(tmp_path, knobs, more)
+    planned = forecast(experiment, tmp_path, "cpu")
+    base = len(experiment.arms) * 2
+    assert (planned.trials, planned.later, planned.done) == (base, count, 0)
+    ran = sweep(tiny(tmp_path, ablate=knobs, search={"trials": 5, "sampler": "random"} | more, **IDLE, budget={"trials": 7}), tmp_path)[
+        0
+    ].ran
+    half = forecast(experiment, tmp_path, "cpu")
+    assert half.done == ran
+    again, _ = sweep(experiment, tmp_path)
+    assert half.trials <= again.ran <= half.trials + half.later
+    total = len(list((tmp_path / "trials").iterdir()))
+    assert total == ran + again.ran <= base + count
+    if case == "a range of a workload value":
+        assert total == base + count
+    after = forecast(experiment, tmp_path, "cpu")
+    assert (after.trials, after.later, after.done) == (0, 0, total)
+
+
+def test_a_finished_search_says_so_and_an_edited_one_what_is_left(tmp_path):
+    keys = IDLE | {"ablate": {"workload.x": RANGE}, "search": {"trials": 4, "sampler": "random"}}
+    path = write(tmp_path, **keys)
+    assert "At most 16 trials to run, 0 done." in here("plan", path, "--state", tmp_path).stdout
+    sweep(tiny(tmp_path, **keys), tmp_path)
+    assert "0 trials to run, 16 done. Nothing would be run." in here("plan", path, "--state", tmp_path).stdout
+    write(tmp_path, **keys | {"search": {"trials": 6, "sampler": "random"}})
+    assert "At most 8 trials to run, 16 done." in here("plan", path, "--state", tmp_path).stdout
+    write(tmp_path, **keys | {"workload": {"idle": {"steps": 4}}})  # what was proposed runs anew
+    assert "\n16 trials to run, 0 done." in here("plan", path, "--state", tmp_path).stdout
+
+
+def test_seeds_that_grow_are_planned_at_most_and_none_after_the_end(tmp_path):
+    keys = {"workload": {"idle": {"steps": 3}}, "seeds": {"start": 2, "most": 5, "step": 1}}
+    experiment = tiny(tmp_path, **keys)
+    before = forecast(experiment, tmp_path, "cpu")
+    assert (before.trials, before.grown) == (3 * 2, 3 * 3)
+    outcome, _ = sweep(experiment, tmp_path)
+    assert before.trials <= outcome.ran <= before.trials + before.grown
+    after = forecast(experiment, tmp_path, "cpu")
+    assert (after.trials, after.grown, after.done) == (0, 0, outcome.ran)
+
+
+# Seconds
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swept")
+    sweep(tiny(folder, ablate={"recipe": ["nvfp4"]}, seeds=2), folder)
+    return folder
+
+
+def timed(state, seconds) -> None:
+    """Say how long each finished trial took: `seconds` of whether it is quantised."""
+    for path in (state / "trials").glob("*/result.json"):
+        plain = json.loads((path.parent / "spec.json").read_text())["recipe"]["fprop"]["x"] is None
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds": seconds(not plain)}))
+
+
+def test_a_plan_learns_what_trials_of_each_precision_took(swept, tmp_path):
+    shutil.copytree(swept, tmp_path / "state")
+    timed(tmp_path / "state", lambda quantised: 70.0 if quantised else 10.0)
+    other = tiny(tmp_path, "other", ablate={"recipe": ["nvfp4"]}, seeds=[5, 6, 7], shape={"lr": 1e-4})
+    found = forecast(other, tmp_path / "state", "cpu")
+    assert found.measured == 4
+    assert found.seconds == pytest.approx(3 * 70 + 3 * 10)
+    assert found.longest == pytest.approx(70)
+    assert forecast(other, tmp_path / "nowhere", "cpu").measured == 0
+    elsewhere = tiny(tmp_path, "elsewhere", workload={"idle": {"steps": 3}})
+    assert forecast(elsewhere, tmp_path / "state", "cpu").measured == 0
+
+
+def test_of_a_forked_trial_the_steps_that_it_computed_count(swept, tmp_path):
+    shutil.copytree(swept, tmp_path / "state")
+    timed(tmp_path / "state", lambda quantised: 10.0)
+    for folder in (tmp_path / "state" / "trials").iterdir():
+        (folder / "trunk-1.json").write_text(json.dumps({"trial": "x", "step": 3}))  # of 4
+    other = tiny(tmp_path, "other", ablate={"recipe": ["nvfp4"]}, seeds=[5])
+    assert forecast(other, tmp_path / "state", "cpu").seconds == pytest.approx(2 * 40)
+
+
+@pytest.mark.parametrize("name", ["spec.json", "result.json"])
+def test_a_trial_that_cannot_be_read_teaches_nothing(name, swept, tmp_path):
+    shutil.copytree(swept, tmp_path / "state")
+    experiment = tiny(tmp_path, "other", seeds=[5])
+    first = next((tmp_path / "state" / "trials").iterdir())
+    (first / name).write_text('{"half": ')
+    assert Pace(experiment, Store(tmp_path / "state"), "cpu").measured == 3
+
+
+def test_the_trials_most_like_one_decide_and_a_larger_count_is_no_limit(tmp_path):
+    pace = Pace(tiny(tmp_path), Store(tmp_path), "cpu")
+    kind = ("gpt", "emulated", "cpu")
+    small, large = Load(kind, "a", False, 1.0, 10), Load(kind, "a", False, 1000.0, 10)
+    plain, twin = Load(kind, "b", True, 1.0, 10), Load(kind, "c", False, 1.0, 10)
+    assert pace.seconds(small) == 1.0
+    for _ in range(20):
+        pace.learn(small, 5.0)
+        pace.learn(large, 2000.0)
+        pace.learn(plain, 3.0)
+    assert [pace.seconds(load) for load in (small, twin, plain, large)] == [5.0, 5.0, 3.0, 2000.0]
+
+
+def test_time_left_is_shared_out_and_never_less_than_the_longest_trial():
+    assert time_left(100.0, 10.0, [5.0, 15.0], 4) == 30.0
+    assert time_left(10.0, 10.0, [5.0, 50.0], 4) == 50.0
+    assert time_left(12.0, 12.0, [], 8) == 12.0
+    assert time_left(0.0, 0.0, [], 0) == 0.0
+
+
+def test_a_trial_goes_by_its_estimate_until_its_own_speed_is_known():
+    assert trial_left(100.0, 30.0, 0.0) == 70.0
+    assert trial_left(100.0, 130.0, 0.0) == 0.0
+    assert trial_left(100.0, 30.0, 0.25) == 90.0
+
+
+def test_status_and_the_live_view_show_one_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "holder", lambda folder: "pid 1 on here")
+    monkeypatch.setattr(status.time, "time", lambda: 1e9)  # the controller's clock, too
+    seen = []
+    for step in Controller(tiny(tmp_path, workload={"idle": {"steps": 50, "seconds": 1e-3}}), tmp_path, "cpu", Inline, None).run():
+        if getattr(step, "running", ()):
+            seen.append((status.read(tmp_path / "sweeps" / "tiny", Store(tmp_path)).seconds_left, step.seconds_left))
+    assert seen
+    assert all(shown == own for shown, own in seen)
+    assert seen[0][0] > 0
+
+
+def test_the_clock_of_a_run_agrees_with_the_plan(tmp_path):
+    experiment = tiny(tmp_path, ablate={"cooldown": [0.25, 0.5, 0.75]}, shape={"steps": 8, "eval_every": 4})
+    planned = forecast(experiment, tmp_path, "cpu")
+    steps = Controller(experiment, tmp_path, "cpu", Inline, None).run()
+    with closing(steps):
+        assert next(steps).seconds_left == pytest.approx(time_left(planned.seconds, planned.longest, [], 1))
+        assert next(step for step in steps if step.running).total == planned.trials

@@ -1,0 +1,15 @@
+"""Experiment files that were mutated at random are refused at a place, or load; never anything else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "fuzz_yaml.py"
+
+
+def test_mutated_experiments_load_or_are_refused_at_a_place():
+    """A part of the run that `python benchmarks/fuzz_yaml.py` is, in a process of its own: its peak memory is counted."""
+    words = ("--first", "2000", "--count", "150", "--seconds", "60")
+    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "150 mutants" in done.stdout

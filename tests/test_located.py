@@ -1,0 +1,126 @@
+"""Relative paths of data and models begin at the experiment file, wherever the command is run; they are no part of a trial's id."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from experiments_for_tests import SHAPE, VOCAB, problems, shards, tiny, write
+
+from ablate.data import located
+from ablate.data.corpus import HubText, Prepared, Text
+from ablate.data.images import Cifar10, Folder, HubImages
+from ablate.experiment import load
+from ablate.plan import remarks
+from ablate.trial import TrialSpec
+from ablate.workloads.gpt import Gpt
+
+RELATIVE = {"train": "tokens/train.bin", "val": "tokens/val*.bin", "vocab": VOCAB}
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """An experiment whose data lie in a folder beside it, named relatively."""
+    folder = tmp_path / "project"
+    shards(folder / "tokens")
+    return write(folder, workload={"gpt": SHAPE | {"data": RELATIVE}})
+
+
+def first(path: Path) -> TrialSpec:
+    experiment = load(path, "cpu")
+    return experiment.spec(experiment.arms[0], 0, "cpu")
+
+
+def test_data_are_found_beside_the_file_from_any_working_directory(beside, tmp_path, monkeypatch):
+    absolute = tiny(tmp_path / "other", shape={"data": shards(tmp_path / "elsewhere")})
+    ids = {absolute.spec(absolute.arms[0], 0, "cpu").id}
+    for where in (beside.parent, tmp_path, Path("/")):
+        monkeypatch.chdir(where)
+        spec = first(beside)
+        ids.add(spec.id)
+        assert spec.config.data.train == str(beside.parent / "tokens" / "train.bin")
+        assert list(remarks(load(beside, "cpu"))) == []
+    assert len(ids) == 1
+    assert len(first(beside).config.corpus.train) == 10_000
+
+
+def test_the_path_of_the_file_itself_may_be_relative(beside, monkeypatch):
+    monkeypatch.chdir(beside.parent)
+    assert first(Path(beside.name)).config.data.train == str(beside.parent / "tokens" / "train.bin")
+
+
+def test_what_crosses_to_a_worker_is_found_in_its_working_directory(beside, tmp_path, monkeypatch):
+    monkeypatch.chdir(beside.parent)
+    wire = first(beside).wire
+    monkeypatch.chdir("/")
+    assert TrialSpec.parse(wire).config.corpus.vocab == VOCAB
+
+
+def test_what_lies_in_the_working_directory_alone_is_used_with_a_note_under_the_same_id(beside, tmp_path, monkeypatch):
+    expected = first(beside).id
+    work = tmp_path / "work"
+    work.mkdir()
+    shutil.move(beside.parent / "tokens", work / "tokens")
+    monkeypatch.chdir(work)
+    spec = first(beside)
+    assert spec.id == expected
+    assert spec.config.data.train == str(work / "tokens" / "train.bin")
+    (note,) = remarks(load(beside, "cpu"))
+    assert "tokens/train.bin, tokens/val*.bin" in note
+    assert str(beside.parent) in note
+
+
+def test_what_lies_in_both_is_taken_from_beside_the_file(beside, tmp_path, monkeypatch):
+    shards(tmp_path / "tokens", tokens=24_000)
+    monkeypatch.chdir(tmp_path)
+    assert len(first(beside).config.corpus.train) == 10_000
+
+
+def test_what_lies_in_neither_is_refused_with_the_path_that_was_looked_for(beside, monkeypatch):
+    shutil.rmtree(beside.parent / "tokens")
+    (problem,) = problems(beside)
+    assert str(beside.parent / "tokens" / "train.bin") in problem.message
+
+
+def test_the_names_of_arms_are_as_written(beside, monkeypatch):
+    shards(beside.parent / "more", tokens=24_000)
+    other = {"train": "more/train.bin", "val": "more/val.bin", "vocab": VOCAB}
+    path = write(beside.parent, "two", workload={"gpt": SHAPE | {"data": RELATIVE}}, ablate={"workload.data": [RELATIVE, other]})
+    arms = [arm for arm in load(path, "cpu").arms if "data" in arm.name]
+    assert all(str(beside.parent) not in json.dumps(arm.knobs) + arm.name for arm in arms)
+    assert {len(arm.config.corpus.train) for arm in arms} == {10_000, 20_000}
+
+
+@pytest.mark.parametrize(
+    ("source", "field"),
+    [
+        (Text(text="a", tokenizer="bytes"), "text"),
+        (Text(text="/x", val="a"), "val"),
+        (Text(text="/x", tokenizer="./a"), "tokenizer"),
+        (HubText(dataset="a"), "dataset"),
+        (Prepared(prepared="a"), "prepared"),
+        (Cifar10(cifar10="a"), "cifar10"),
+        (Folder(folder="a", size=8), "folder"),
+        (HubImages(dataset="a", size=8), "dataset"),
+        (Gpt(model="a"), "model"),
+    ],
+)
+def test_every_field_that_holds_a_path_is_made_absolute(source, field, tmp_path, monkeypatch):
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = located(source, tmp_path / "file", strays := {})
+    assert Path(getattr(found, field)) == tmp_path / "file" / "a"
+    assert found.model_copy(update={field: getattr(source, field)}) == source
+    assert strays == {}
+
+
+def test_names_on_a_hub_and_words_stay_as_they_are(tmp_path):
+    for source in (HubText(dataset="a/b", tokenizer="gpt2"), HubImages(dataset="a/b", size=8), Gpt(model="a/b"), Text(text="/a")):
+        assert located(source, tmp_path, {}) == source
+
+
+def test_a_folder_that_is_part_of_a_trials_identity_keeps_its_name_where_that_finds_it(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert located(HubImages(dataset="a", size=8), tmp_path, {}).dataset == "a"

@@ -1,0 +1,129 @@
+"""MLflow's own database: a driver killed while it is made, databases that such kills left, and what is never put aside."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from commands_for_tests import here
+from experiments_for_tests import environment, sweep, tiny, until
+
+from ablate.databases import path_of, url
+from ablate.tracking import database
+
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+IDLE = {"workload": {"idle": {"steps": 4}}, "seeds": 1}
+DRIVER = """
+import sys; from pathlib import Path
+from experiments_for_tests import sweep, tiny
+folder = Path(sys.argv[1])
+sweep(tiny(folder, workload={"idle": {"steps": 4}}, seeds=1), folder, sys.argv[2])
+"""
+
+
+def tables(path: Path) -> set[str]:
+    """The tables of a database; none while there is no database."""
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        return {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    return set()
+
+
+def statuses(path: Path) -> list[str]:
+    """The statuses of all runs in a database of MLflow's."""
+    with closing(sqlite3.connect(path)) as db:
+        return sorted(status for (status,) in db.execute("SELECT status FROM runs"))
+
+
+def half(path: Path) -> Path:
+    """The database that a kill within the first migration leaves: MLflow's first tables, without a row, and copies of them on their way."""
+    from mlflow.store.tracking.dbmodels.initial_models import Base
+    from sqlalchemy import create_engine
+
+    engine = create_engine(url(path))
+    Base.metadata.create_all(engine)
+    engine.dispose()
+    with closing(sqlite3.connect(path)) as db:
+        for table in tables(path) | {"latest_metrics"}:
+            db.execute(f"CREATE TABLE _alembic_tmp_{table} (x)")
+        db.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
+    return path
+
+
+def copying(folder: Path) -> bool:
+    """Return True while a migration copies a table of a database in the folder, or of one in the making there."""
+    paths = (folder / "mlflow.db", *folder.glob(".mlflow-*.new"))
+    return any(table.startswith("_alembic_tmp_") for path in paths for table in tables(path))
+
+
+def test_a_driver_killed_while_mlflow_migrates_its_database_leaves_a_folder_that_works(tmp_path):
+    store = tmp_path / "mlflow.db"
+    paths = [*sys.path, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), url(store)]
+    child = subprocess.Popen(command, env=environment(PYTHONPATH=os.pathsep.join(paths)), start_new_session=True)
+    try:
+        while True:
+            until(lambda: copying(tmp_path) or child.poll() is not None, 60, every=0.001)
+            os.killpg(child.pid, signal.SIGSTOP)  # a copy takes a millisecond: look again while nothing moves
+            if copying(tmp_path):
+                break
+            os.killpg(child.pid, signal.SIGCONT)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        assert child.wait(30) == -signal.SIGKILL
+    assert subprocess.run(command, env=environment(PYTHONPATH=os.pathsep.join(paths)), check=False).returncode == 0
+    done = here("sync", "--state", tmp_path, "--mlflow", url(store))  # a sweep waits 30 s for MLflow, which a busy machine exceeds
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert statuses(store) == ["FINISHED"] * 4  # of 3 arms and the sweep
+    assert not list(tmp_path.glob(".mlflow-*"))
+
+
+def test_a_half_made_database_that_an_earlier_version_left_is_put_aside_and_made_again(tmp_path):
+    from sqlalchemy.exc import OperationalError
+
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    store = half(tmp_path / "mlflow.db")
+    with pytest.raises(OperationalError, match="_alembic_tmp_"):
+        database._migrate(store, tmp_path)
+    assert database.half_made(store)
+    sweep(tiny(tmp_path, **IDLE), tmp_path)
+    assert database.unusable(store) == "its first migration was interrupted"
+    done = here("sync", "--rebuild", "--state", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert statuses(store) == ["FINISHED"] * 4
+    (kept,) = tmp_path.glob("mlflow.db.damaged-*")
+    assert "alembic_version" in tables(kept)
+    assert not database.half_made(store)
+    assert database.unusable(store) is None
+
+
+def test_a_rebuild_puts_aside_a_database_that_mlflow_cannot_open_and_a_sync_does_not(tmp_path):
+    store = tmp_path / "mlflow.db"
+    sweep(tiny(tmp_path, **IDLE), tmp_path, url(store))
+    with closing(sqlite3.connect(store)) as db:
+        db.execute("UPDATE alembic_version SET version_num = 'of_a_later_version'")
+        db.commit()
+    assert not database.half_made(store)
+    assert database.prepare(url(store), tmp_path) is None  # it holds runs
+    assert not list(tmp_path.glob("mlflow.db.damaged-*"))
+    done = here("sync", "--rebuild", "--state", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("mlflow.db.damaged-*"))) == 1
+    assert statuses(store) == ["FINISHED"] * 4
+
+
+def test_a_database_of_something_else_is_never_put_aside(tmp_path):
+    path = tmp_path / "other.db"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE customers (name)")
+    assert not database.half_made(path)
+    assert not database.half_made(tmp_path / "none.db")
+    assert path_of(url(path)) == path

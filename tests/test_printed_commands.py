@@ -1,0 +1,208 @@
+"""Every command that README, docs and the Makefile print exists and parses; each is in a table that names the test that runs it."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from commands_for_tests import here
+from experiments_for_tests import environment
+
+from ablate.__main__ import app
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = sorted({path.parent for name in ("benchmarks", "docker", "tests", "analysis") for path in (ROOT / name).rglob("*.py")})
+"""Folders whose files are run as scripts: Python looks for modules there first."""
+
+VERBS = {
+    "ablate bench faults": "test_faults.py",
+    "ablate bench kernels": "test_bench.py",
+    "ablate bench linear": "test_bench.py",
+    "ablate bench start": "test_bench.py",
+    "ablate bench step": "test_bench.py",
+    "ablate data prepare": "test_data_command.py",
+    "ablate data show": "test_data_command.py",
+    "ablate doctor": "test_doctor.py",
+    "ablate knobs": "test_docs.py",
+    "ablate leaderboard": "test_leaderboard.py",
+    "ablate place": "test_place.py",
+    "ablate plan": "test_commands.py",
+    "ablate rebuild": "test_rebuild.py",
+    "ablate recipe diff": "test_recipe_command.py",
+    "ablate recipe show": "test_recipe_command.py",
+    "ablate report": "test_report.py",
+    "ablate schema": "test_commands.py",
+    "ablate status": "test_status.py",
+    "ablate stop": "test_stop.py",
+    "ablate sweep": "test_commands.py",
+    "ablate sync": "test_sync.py",
+    "ablate ui": "test_ui.py",
+    "ablate version": "test_commands.py",
+    "ablate workers": "test_stop.py",
+}
+"""The test file that runs each verb at its smallest size."""
+OTHERS = {
+    "docker compose": "needs Docker: test_docker.py and test_compose_services.py",
+    "export RAY_": "environment of Ray: test_cluster.py",
+    "kill $(jobs": "part of the SLURM script: test_cluster.py",
+    "make": "below",
+    "pip install": "needs a package index: test_wheel.py",
+    'python -c "from ablate.child import *; tune_process(); rehearse()"': "below",
+    "python benchmarks/platform_costs.py": "test_platform.py",
+    "python benchmarks/peers.py": "below",
+    "python benchmarks/fuzz_yaml.py": "test_fuzz.py",
+    "python benchmarks/simulated_truth.py": "test_simulated_truth.py",
+    "python3 -m venv": "Python's own",
+    "ray get-auth-token": "Ray's own, needs a cluster",
+    "ray job submit": "needs a cluster: test_cluster.py; its ablate command is parsed here",
+    "srun": "part of the SLURM script: test_cluster.py",
+}
+"""Beginnings of commands that are not parsed here, with the test that runs them or what they need."""
+TARGETS = {
+    "demo": "test_commands.py runs sweeps",
+    "test": "is this suite",
+    "peers": "its scripts are started below; the peers need an environment of their own",
+    "platform": "test_platform.py",
+    "env": "test_docker.py",
+    "lint": "ruff",
+    "schema": "test_docs.py",
+    "clean": "removes folders",
+}
+
+_HEAD = re.compile(r"(?:[A-Z_]+=\S* )*(?:(?:ablate|make|docker|ray|pip|sbatch|srun|export|kill)\s|python3?\s+(?:-m\s+)?\S+)")
+
+
+def printed() -> Iterator[str]:
+    """The commands in code blocks and inline code, each once, without prompts, comments and line breaks."""
+    found: dict[str, None] = {}
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            if language in ("", "bash", "sh", "console"):
+                for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+                    found[re.sub(r"\s+#.*$", "", line.strip().removeprefix("$ "))] = None
+        inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+        found |= dict.fromkeys(" ".join(code.split()) for code in inline)
+    return (command for command in found if _HEAD.match(command))
+
+
+def words_of(command: str) -> list[str] | None:
+    """The words of the `ablate` command that this is or holds; None where there is none."""
+    command = re.split(r"\s(?:&&|\||>|&)(?:\s|$)", f"{command} ")[0]
+    match = re.search(r"(?:^|\s)(?:ablate\s|python3? -m ablate[.\s])(.*)", command)
+    return None if match is None or re.match(r"(pip|docker) ", command) else shlex.split(match[1])
+
+
+def parse(words: list[str]) -> str:
+    """The verb that is called. An exception of the parser where verb, options or arguments do not exist."""
+    node, name, rest = typer.main.get_command(app), "ablate", list(words)
+    while rest and (inner := getattr(node, "commands", {}).get(rest[0])):
+        node, name = inner, f"{name} {rest.pop(0)}"
+    assert not hasattr(node, "commands"), f"{' '.join(words)}: no such verb"
+    if rest:  # a verb alone is a mention of it
+        node.make_context(name, rest)
+    return name
+
+
+COMMANDS = sorted(printed())
+
+
+def test_commands_are_found_in_the_documents():
+    assert {"make demo", "ablate report rht_sr", "python -m ablate.sweep experiments/rht_sr.yaml"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_printed_command_exists_and_is_in_the_table(command):
+    words = words_of(command)
+    if words is not None:
+        assert parse(words) in VERBS
+    else:
+        assert any(command.startswith(known) for known in OTHERS), f"{command}: name in OTHERS how it is tested"
+
+
+@pytest.mark.parametrize(
+    "words", ["plan --no-such X.yaml", "plann X.yaml", "bench linear --tokens many", "sweep X.yaml --executor none", "status --every"]
+)
+def test_a_command_that_does_not_exist_is_seen(words):
+    with pytest.raises(BaseException, match=r"(?i)no such|valid|requires|unexpected|is not"):
+        parse(words.split())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_table_names_a_test_that_runs_the_verb(verb):
+    assert parse(verb.split()[1:]) == verb
+    text = (ROOT / "tests" / VERBS[verb]).read_text(encoding="utf-8")
+    assert f'"{verb.split()[-1]}"' in text or f"ablate.{verb.split()[-1]}" in text or f"import {verb.split()[-1]}" in text
+
+
+@pytest.mark.parametrize("words", ["recipe show nvfp4", "recipe diff nvfp4 quartet2", "place", "knobs", "plan experiments/rht_sr.yaml"])
+def test_what_takes_a_moment_runs_as_printed(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    done = here(*words.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_a_rehearsal_runs_as_printed():
+    (words,) = (shlex.split(command) for command in COMMANDS if "rehearse()" in command)
+    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, env=environment(), timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# The Makefile, and scripts
+
+
+def _make(*words: str) -> str:
+    if not shutil.which("make"):
+        pytest.skip("there is no make")
+    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout
+
+
+def test_every_make_target_is_in_the_table():
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(phony.split()) == set(TARGETS)
+    for command in COMMANDS:
+        if command.startswith("make "):
+            assert command.split()[1] in TARGETS
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_a_make_target_calls_is_there(target):
+    """The scripts, modules and `ablate` commands of its recipe, as make would run them."""
+    calls = 0
+    for line in _make("-n", "--always-make", target).splitlines():
+        if (match := re.search(r"python3? (?!-)(\S+\.py)", line)) and not line.startswith("#"):
+            calls += 1
+            assert (ROOT / match[1]).is_file(), line
+        elif match := re.search(r"(?:bin/ablate |-m ablate[. ])(.*?)(?: >|$)", line):
+            calls += 1
+            assert parse(shlex.split(match[1])) in VERBS
+    assert calls or target in ("test", "lint", "clean")
+
+
+@pytest.mark.parametrize("script", ["peers.py", "platform_costs.py", "fuzz_yaml.py"])
+def test_a_benchmark_starts(script):
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "help" in done.stdout
+
+
+def test_what_the_peers_need_of_this_project_can_be_imported():
+    """In the folder of the benchmarks, as `make peers` runs them: also what is imported within their functions."""
+    program = "import peers, peer_kernels, peer_steps, peer_entry, uuid, platform; uuid.uuid1(); platform.system()"
+    environ = environment() | {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("folder", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_script_hides_a_module_of_the_standard_library(folder):
+    names = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
+    assert not names & sys.stdlib_module_names
