@@ -46,9 +46,10 @@ def open_readonly(path: Path, seconds: float = 60.0) -> sqlite3.Connection:
     first. The journal of a process that lives is locked, and stays.
     """
     journal = path.with_name(f"{path.name}-journal")
-    if path.exists() and journal.exists() and journal.stat().st_size:
-        with suppress(sqlite3.Error), closing(sqlite3.connect(path, timeout=seconds)) as db:
-            db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    with suppress(FileNotFoundError, sqlite3.Error):  # a writer that lives removes its journal at any moment
+        if journal.stat().st_size and path.exists():
+            with closing(sqlite3.connect(path, timeout=seconds)) as db:
+                db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     return sqlite3.connect(readonly_uri(path), uri=True, isolation_level=None, timeout=seconds)
 
 

@@ -40,6 +40,30 @@ def test_an_address_of_a_database_leads_to_its_path(name, tmp_path):
     assert [found.relative_to(tmp_path) for found in tmp_path.rglob("*") if found.is_file()] == [Path(name) / "x.db"]
 
 
+class Vanishing(type(Path())):
+    """A journal that its writer removes between a look at it and the next."""
+
+    def exists(self) -> bool:
+        return True
+
+    def stat(self, **keys):
+        raise FileNotFoundError(self)
+
+
+class BesideVanishing(type(Path())):
+    """A database whose journal vanishes."""
+
+    def with_name(self, name):
+        return Vanishing(super().with_name(name))
+
+
+def test_a_journal_that_vanishes_while_a_database_is_opened_is_no_error(tmp_path):
+    with closing(sqlite3.connect(tmp_path / "x.db")) as db:
+        db.execute("CREATE TABLE t (a)")
+    with closing(databases.open_readonly(BesideVanishing(tmp_path / "x.db"))) as db:
+        assert db.execute("SELECT name FROM sqlite_master").fetchall() == [("t",)]
+
+
 def test_addresses_of_earlier_versions_are_as_they_were(tmp_path):
     assert databases.url(tmp_path / "mlflow.db") == f"sqlite:///{tmp_path / 'mlflow.db'}"
     assert databases.path_of("postgresql://me@db/mlflow") is databases.path_of(None) is None
