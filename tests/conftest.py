@@ -1,5 +1,6 @@
 """What every test shares: an order, one thread, and a small synthetic corpus that is the same on every machine."""
 
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from ablate.data import Shards
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which every command under test would inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
