@@ -296,7 +296,7 @@ def test_a_driver_killed_again_and_again_and_then_interrupted_loses_nothing_and_
     driver = stopped_at(3)
     driver.send_signal(signal.SIGINT)
     output, _ = driver.communicate(timeout=300)
-    assert driver.returncode == 130
+    assert driver.returncode == 130, output
     assert output.rstrip().endswith("Interrupted. Nothing is lost: the same command goes on.")
     assert "Traceback" not in output
     assert set(statuses(state).values()) == {"done", "pending"}
