@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,23 @@ def test_the_allowed_exceptions_make_no_circle():
     for source, targets in ALLOWED.items():
         for target in targets:
             assert source not in ALLOWED.get(target, set())
+
+
+def in_order(arrows: dict[str, set[str]]) -> list[str]:
+    """Names in an order in which each comes after all that it imports; CycleError if there is none."""
+    return [*TopologicalSorter(arrows).static_order()]
+
+
+@pytest.mark.parametrize("package", ["numerics"])
+def test_the_files_of_a_package_import_each_other_in_one_order(package):
+    files = {name_of(path): path for path in FILES if name_of(path).partition(".")[0] == package}
+    order = in_order({name: own_imports(path) & set(files) for name, path in files.items()})
+    assert sorted(order) == sorted(files)
+
+
+def test_an_import_circle_would_be_seen():
+    with pytest.raises(CycleError):
+        in_order({"engines.ranks": {"engines.layer"}, "engines.layer": {"engines.ranks"}})
 
 
 def test_an_import_that_points_up_would_be_seen():

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,8 @@ from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.rounding import ROUNDINGS, toward
 from ablate.numerics.scaling import block_amax, block_scales, block_statistic, element_scales, encode_scale, outer_statistic, round_scale
 from ablate.numerics.select import Candidate, select
+from ablate.numerics.share import Share
 from ablate.numerics.spec import Hadamard, Outer, Quant, argument, tag
-
-if TYPE_CHECKING:
-    from ablate.numerics.share import Share
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def quantize(
     history: History | None = None,
     target: Tensor | None = None,
     keep: Keep = False,
-    share: "Share | None" = None,
+    share: Share | None = None,
 ) -> Operand:
     """Quantise `x` [rows, columns] (bf16, fp16 or fp32; the last dimension is the contraction) by `quant`.
 
@@ -182,15 +180,13 @@ def _statistic(outer: Outer, history: History | None, clock: Clock | None) -> fl
     return lambda x, largest: outer_statistic(x, None, largest, outer, history, clock)
 
 
-def _known(x: Tensor, quant: Quant, rotation: Hadamard | None, share: "Share") -> Tensor | None:
+def _known(x: Tensor, quant: Quant, rotation: Hadamard | None, share: Share) -> Tensor | None:
     """The largest magnitude of the whole of which x is a part, where that is its outer statistic and x is not turned first."""
     plain = quant.outer is not None and (quant.outer.granularity, quant.outer.statistic) == ("tensor", "amax")
     return share.largest(x.abs().amax().to(torch.float32)) if plain and rotation is None and x.numel() else None
 
 
-def _refuse(
-    x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, history: History | None, share: "Share | None"
-) -> None:
+def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, history: History | None, share: Share | None) -> None:
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"quantize takes bf16, fp16 or fp32, not {x.dtype}; convert the tensor first")
     if x.ndim != 2:
@@ -228,7 +224,7 @@ def _cast(
     return Candidate(block_scale, scaled, codes)
 
 
-def _bits(clock: Clock, where: int, tiles: Tensor, share: "Share | None", elements: bool, width: int) -> Tensor:
+def _bits(clock: Clock, where: int, tiles: Tensor, share: Share | None, elements: bool, width: int) -> Tensor:
     """Random bits for every element, or for every block scale, shaped to broadcast against the tiles; of a share, its part of them."""
     row_tiles, rows, column_tiles, columns = tiles.shape
     high, wide = (row_tiles * rows, column_tiles * columns) if elements else (row_tiles, column_tiles)

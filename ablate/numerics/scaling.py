@@ -5,7 +5,6 @@ Everything is laid out as tiles, [row tiles, rows, column tiles, columns]; stati
 
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +13,8 @@ from ablate.numerics.formats import ELEMENTS, SCALES, Format
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.rounding import SCALE_ROUNDINGS
+from ablate.numerics.share import Share
 from ablate.numerics.spec import BlockScale, Outer, Quant, argument, tag
-
-if TYPE_CHECKING:
-    from ablate.numerics.share import Share
 
 FLT_MAX = torch.finfo(torch.float32).max
 _SMALLEST = 2.0**-127
@@ -100,7 +97,7 @@ def outer_statistic(
     outer: Outer,
     history: History | None,
     clock: Clock | None,
-    share: "Share | None" = None,
+    share: Share | None = None,
 ) -> Tensor:
     """The outer statistic of the copy `x` that is quantised: fp32 scalar, [rows, 1, 1, 1] or [rows, 1, column tiles, 1].
 

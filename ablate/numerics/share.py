@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ablate.numerics.spec import Hadamard, Quant, grain
-from ablate.numerics.stored import Packed
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,3 @@ def gather(part: Tensor, count: int, group: dist.ProcessGroup | None = None) -> 
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(count)]
     dist.all_gather(parts, part.contiguous(), group=group)
     return parts
-
-
-def gather_packed(part: Packed, share: Share) -> Packed:
-    """The packed matrix of which `part` is this process's share: what `store_one` makes of the whole, if the parts share its amax.
-
-    Codes and scales cross the wire, and no amax. Parts of the contraction, as those of a transposed copy are, come one after another
-    and are laid side by side, row by row.
-    """
-    codes = share.gathered(part.codes)
-    scales = share.gathered(part.scales.view(torch.uint8)).view(torch.float8_e4m3fn)
-    columns = part.columns * (share.count if share.axis else 1)
-    return Packed(codes, scales, part.amax, columns, part.quant, part.rotation)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand, draws, pad, quantize
+from ablate.numerics.share import Share
 from ablate.numerics.spec import Hadamard, Quant
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -256,6 +257,18 @@ def store_one(x: Tensor, quant: Quant, *, rotation: Hadamard | None = None, **op
         raise ValueError(f"x holds a NaN or an infinity, and {quant.outer.statistic} is finite: stored, it would look like a number")
     scales = operand.block_scale[:, 0, :, 0].to(torch.float8_e4m3fn)
     return Packed(pack(operand.codes), scales, operand.amax, x.shape[1], quant, rotation)
+
+
+def gather_packed(part: Packed, share: Share) -> Packed:
+    """Return the packed matrix of which `part` is this process's share: what `store_one` makes of the whole.
+
+    Collective. The parts must have one amax, that of the whole: codes and block scales are sent, and no amax. Parts of the
+    contraction, such as those of a transposed copy, arrive one after another and are laid side by side, row by row.
+    """
+    codes = share.gathered(part.codes)
+    scales = share.gathered(part.scales.view(torch.uint8)).view(torch.float8_e4m3fn)
+    columns = part.columns * (share.count if share.axis else 1)
+    return Packed(codes, scales, part.amax, columns, part.quant, part.rotation)
 
 
 def refuse(quant: Quant) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
-from ablate.numerics.share import Share, gather_packed
+from ablate.numerics.share import Share
 from ablate.numerics.spec import Hadamard, Outer, Quant
-from ablate.numerics.stored import store_one
+from ablate.numerics.stored import gather_packed, store_one
 from ablate.recipes import PRESETS
 
 ROTATED = Hadamard(size=16, signs="fixed")
