@@ -126,9 +126,12 @@ class EmulatedLinear(nn.Linear):
 
         Of a sharded one, `weight` gives what this rank keeps.
         """
+        looked_at = keep or self.probe is not None
         if self.sharded:
-            return self.sharded.operand(self, slot, quant, rotation, weight(), keep)
-        looked_at = keep or self.probe is not None or self.casts is None
+            part = weight()
+            packed = None if looked_at else self.sharded.operand(part, slot, quant, rotation, self.draws_at(slot))
+            return [packed] if packed else self.operand(self.sharded.numbers(part, slot), slot, quant, rotation, keep)
+        looked_at = looked_at or self.casts is None
         if quant is None or looked_at or self._target(slot, quant) is not None or not lasts(quant, rotation):
             return self.operand(weight(), slot, quant, rotation, keep)
         known, parts = self.casts.get(slot, (None, []))

@@ -1,7 +1,7 @@
 """A linear layer whose tokens, or whose weight, several ranks share: what they must ask each other, and nothing else."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +17,6 @@ from ablate.recipes.recipe import TOKEN_AXES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from ablate.engines.emulated_layer import EmulatedLinear
 
 
 def in_parts(tensor: Any) -> bool:
@@ -72,17 +70,26 @@ class Sharded:
         """Bytes of the weight that products have asked for so far, and what they would have been in bf16."""
 
     def operand(
-        self, layer: "EmulatedLinear", slot: str, quant: Quant | None, rotation: Hadamard | None, part: Tensor, keep: bool
-    ) -> Sequence[Operand]:
-        """The weight as the operand `slot` of a product, of which `part` is what this rank keeps: bf16 [out / ranks, in], or transposed."""
-        share, size = self.shares[slot], 2 * part.numel() * self.count
-        self.in_bf16 += size
-        if keep or layer.probe is not None or not packs(quant, rotation, part, share):
-            self.gathered += size
-            return layer.operand(share.gathered(part), slot, quant, rotation, keep)
-        packed = gather_packed(store_one(part, quant, rotation=rotation, share=share, **layer.draws_at(slot)), share)
-        self.gathered += packed.nbytes
-        return [packed.operand()]
+        self, part: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, draws_at: Mapping[str, Any]
+    ) -> Operand | None:
+        """Return the weight as the operand `slot`, gathered as codes and block scales; None where only its numbers can be gathered.
+
+        `part` is what this rank keeps, bf16 [out / ranks, in], or that transposed. `draws_at` is quantize's clock, where and product.
+        """
+        share = self.shares[slot]
+        if not packs(quant, rotation, part, share):
+            return None
+        packed = gather_packed(store_one(part, quant, rotation=rotation, share=share, **draws_at), share)
+        self._count(part, packed.nbytes)
+        return packed.operand()
+
+    def numbers(self, part: Tensor, slot: str) -> Tensor:
+        """Return the whole weight as the operand `slot` has it, in the dtype of `part`, which is what this rank keeps."""
+        self._count(part, part.nbytes * self.count)
+        return self.shares[slot].gathered(part)
+
+    def _count(self, part: Tensor, gathered: int) -> None:
+        self.gathered, self.in_bf16 = self.gathered + gathered, self.in_bf16 + 2 * part.numel() * self.count
 
     def whole(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, for a layer that is not quantised; its gradient finds the way back to the parts."""
