@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ablate.data.hub import quiet
 from ablate.engines.emulated import ordinals, quantisable
 from ablate.models import drawn, quietly
-from ablate.models.described import HINT, Outline, Source, place
+from ablate.models.source import HINT, Outline, Source, place
 from ablate.numerics.philox import Clock
 
 with quietly():  # of other libraries that it would work with

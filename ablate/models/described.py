@@ -1,4 +1,4 @@
-"""What a model of `transformers` is, told without torch: where it lies, what identifies it, its outline, which is made once and kept."""
+"""The outline of a model of `transformers`, made once and cached, and globs on the names of its layers. Torch-free."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,41 +6,19 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ablate.data.cache import digest, key_of, remembered
-from ablate.data.hub import model_commit
+from ablate.data.cache import key_of, remembered
 from ablate.models import library
+from ablate.models.source import Outline, Source, fingerprint
 from ablate.yamlfile import one_line
 
-Source = str | Mapping[str, Any]
-"""A folder, a config.json, a name on the hub; or a configuration's fields, `model_type` among them."""
-HINT = "give a folder with config.json, or a small configuration such as {model_type: qwen3, hidden_size: 64, num_hidden_layers: 2}"
 _MOST = {"layer": 1024, "block": 1024, "expert": 4096}
 """Largest numbers in fields of a configuration whose names have these words: a model is built of so many modules to be described."""
 _LARGEST = 1 << 40
 """Largest number in any other."""
 _VERSION = 3
 """Raise by hand when the same model would have another outline."""
-
-
-class Outline(NamedTuple):
-    """What a model is, without its weights."""
-
-    blocks: int
-    linears: tuple[str, ...]
-    """The layers that a recipe applies to."""
-    parameters: int
-    vocab: int
-    context: int | None
-    """The longest sequence that its positions reach."""
-    covered: float
-    """The share of the weights in its matrices, those of embeddings apart, that are in `linears`."""
-    left: str | None
-    """The name of the largest of the other matrices, where there are any."""
-    features: Mapping[str, int]
-    """How many features go into `linears` or come out of them: each number once, by one that has it, such as `... mlp.up in`."""
 
 
 def outline(source: Source, vocab: int | None = None) -> Outline:
@@ -84,27 +62,6 @@ def _outline(source: str, vocab: int | None) -> Outline:
 
     blocks, linears, *rest = json.loads(remembered(key, make))
     return Outline(blocks, tuple(linears), *rest)
-
-
-def place(source: str) -> tuple[Path | None, str | None]:
-    """The folder or file that a name is here; otherwise the commit that it stands for on the hub."""
-    path = Path(source).expanduser()
-    if path.exists():
-        return path, None
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise OSError(f"model {source}: no such folder or file; {HINT}")
-    return None, model_commit(source, HINT)
-
-
-def fingerprint(source: Source) -> str:
-    """What identifies a model's weights, where it has some: its files' content, or its commit on the hub; else nothing."""
-    if not isinstance(source, str):
-        return ""
-    path, revision = place(source)
-    if path is None:
-        return revision
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return digest([file for file in files if file.suffix in (".json", ".safetensors", ".bin")])
 
 
 def matching(patterns: Sequence[str], layers: Sequence[str]) -> list[str]:

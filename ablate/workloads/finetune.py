@@ -168,7 +168,7 @@ class Finetune(Text):
 
     def fingerprint(self) -> str:
         """What identifies the data's content, that of the base's, and a named model's weights."""
-        from ablate.models.described import fingerprint
+        from ablate.models.source import fingerprint
 
         parts = [super().fingerprint(), fingerprint(self.model), self._pretraining.fingerprint() if self.base else ""]
         return "-".join(filter(None, parts))

@@ -126,7 +126,7 @@ class Gpt(Text):
         """What identifies the data's content, and a named model's configuration."""
         if not isinstance(self.model, str):
             return super().fingerprint()
-        from ablate.models.described import fingerprint
+        from ablate.models.source import fingerprint
 
         return f"{super().fingerprint()}-{fingerprint(self.model)}"
 

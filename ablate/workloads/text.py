@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ablate.data.batches import Batch
-    from ablate.models.described import Outline
+    from ablate.models.source import Outline
 
 
 class Fields(dict):
