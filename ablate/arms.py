@@ -18,7 +18,8 @@ from ablate.hyperparameters import Training
 from ablate.numerics.spec import Spec
 from ablate.phases import length, never_begins, shortest_cooldown
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
-from ablate.recipes.recipe import Rule
+from ablate.recipes.layers import select
+from ablate.recipes.recipe import Layers
 from ablate.workloads import WORKLOADS
 from ablate.yamlfile import display, nearest
 
@@ -205,30 +206,19 @@ def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tup
         yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
     if problems:  # what follows asks for the layers of a model that may not be there
         return
-    for rule in recipe.layers.rules:
-        if why := _selects_nothing(rule, config):
-            yield paths.knob_of("recipe.layers.rules") or "recipe.layers.rules", why
+    ruled = paths.knob_of("recipe.layers.rules") or "recipe.layers.rules"
+    layers = config.linear_layers if recipe.layers != Layers() else ()
+    for number, rule in enumerate(recipe.layers.rules):
+        if layers and (why := select(rule.match, layers).reason):
+            yield ruled, f"{number}.match: {why}"
     if isinstance(config, Training):
         for name, why in config.contradictions(recipe):
             yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
-    blocks = config.blocks
-    ruled = any(rule.use and not rule.use.plain for rule in recipe.layers.rules)
-    if blocks and not recipe.plain and not ruled and not any(recipe.layers.quantises(block, blocks) for block in range(blocks)):
-        knob = paths.knob_of("recipe.layers.skip_last") or paths.knob_of("recipe.layers.skip_first")
-        yield knob or "workload.layers", f"keeps all {blocks} blocks in high precision: nothing is quantised, as in preset bf16"
-    if recipe.layers.rules and _all_high(config, recipe):
-        yield paths.knob_of("recipe.layers.rules") or "recipe.layers.rules", "keep every layer in high precision, as in preset bf16"
-
-
-def _selects_nothing(rule: Rule, config: Spec) -> str | None:
-    """Return why a rule matches no layer of the workload's model; None if it does, or if its classes are not known."""
-    if rule.match.startswith("class:"):
-        known = [f"class:{name}" for name in sorted(config.classes or ())]
-        matches = not known or rule.matches("", config.classes)
-    else:
-        known = config.linears
-        matches = not known or any(rule.matches(name, ()) for name in known)
-    return None if matches else f"rule {rule.match!r} matches no layer; {nearest(rule.match, known)}"
+    placements = recipe.placements(layers)
+    if layers and not recipe.plain and not any(recipe.ever_quantises(placement.products) for placement in placements):
+        counted = paths.knob_of("recipe.layers.skip_last") or paths.knob_of("recipe.layers.skip_first") or "workload.layers"
+        knob = counted if any(placement.decider == "skipped" for placement in placements) else ruled
+        yield knob, f"keeps all {len(layers)} layers in {config.blocks} blocks in high precision: nothing is quantised, as in preset bf16"
 
 
 def _never_begun(config: Spec, recipe: Recipe, preset: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
@@ -243,21 +233,12 @@ def _never_begun(config: Spec, recipe: Recipe, preset: Recipe, paths: _Paths) ->
             yield knob or "recipe.schedule", why
 
 
-def _all_high(config: Spec, recipe: Recipe) -> bool:
-    """Whether rules on names, first of all, leave no layer quantised. A rule on classes is not looked into."""
-    if recipe.plain or any(rule.match.startswith("class:") for rule in recipe.layers.rules):
-        return False
-    left = [name for name in config.linears if not any(rule.matches(name, ()) for rule in recipe.layers.rules)]
-    ruled = any(rule.use and not rule.use.plain for rule in recipe.layers.rules)
-    return bool(config.linears) and not left and not ruled
-
-
 def reason(problem: Mapping[str, Any], model: type[BaseModel] | None = None) -> str:
     """One of pydantic's errors in the house's words."""
     if problem["type"] == "extra_forbidden":
         *parents, word = problem["loc"]
         models = {"": model} if model else {}
-        for parent in parents:
+        for parent in (parent for parent in parents if not isinstance(parent, int)):
             if parent in models:
                 models = {"": models[parent]}
             else:

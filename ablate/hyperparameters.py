@@ -5,11 +5,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from ablate.numerics.spec import Spec
+from ablate.recipes.layers import Layer, blocks_in
 from ablate.recipes.presets import fp8_current
 from ablate.recipes.recipe import SLOTS, Products, Recipe
 
@@ -44,7 +45,7 @@ class Fallback(Spec):
     """What the slots and layers named below use from the first time on (fp8: current scaling); null: their precision stays."""
     slots: tuple[str, ...] = Field(("*",), strict=False, min_length=1)
     """Globs on the six slots: `fprop.*`, `wgrad.g`."""
-    layers: tuple[str, ...] = Field(("*",), strict=False, min_length=1)
+    layers: tuple[Annotated[str, Field(min_length=1)], ...] = Field(("*",), strict=False, min_length=1)
     """Globs on layers' names."""
 
     @model_validator(mode="after")
@@ -160,9 +161,19 @@ class Training(Spec):
         return {}
 
     @property
-    def classes(self) -> frozenset[str] | None:
-        """Class names of the modules around the quantised layers; None if only the built model tells them."""
-        return None
+    def linear_layers(self) -> tuple[Layer, ...]:
+        """The layers that a recipe applies to, in the model's order: those that layer rules select from."""
+        return ()
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(layer.name for layer in self.linear_layers)
+
+    @property
+    def blocks(self) -> int:
+        """Transformer blocks: what a layer policy counts."""
+        return blocks_in(self.linear_layers)
 
     @property
     def divisible(self) -> bool:

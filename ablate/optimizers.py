@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ablate.engines.emulated import block_of
 from ablate.hyperparameters import Training
+from ablate.recipes.layers import block_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 

@@ -21,6 +21,8 @@ from ablate.forks import Family, note
 from ablate.ledger import Ledger
 from ablate.place import Place, find
 from ablate.plain_text import one_line
+from ablate.recipe import placements
+from ablate.recipes.recipe import Layers
 from ablate.space import conditions
 from ablate.store import Store
 from ablate.trial import TrialSpec
@@ -192,6 +194,8 @@ def show(experiment: Experiment, place: Place) -> None:
     layout = experiment.resources.layout(where)
     if layout.ranks > 1:
         screen.print(f"\nEach trial is computed by {layout.ranks} ranks{', each with a part of the model' * layout.sharded}.")
+    for arms, lines in policies(experiment):
+        screen.print(f"\nLayers of arm {arms}:", *(f"  {line}" for line in lines), sep="\n", markup=False, soft_wrap=True)
     for remark in remarks(experiment):
         screen.print(f"\nNote: {remark}", markup=False, soft_wrap=True)
     if found.steps < found.alone:
@@ -201,6 +205,16 @@ def show(experiment: Experiment, place: Place) -> None:
     screen.print(f"\n{counted}, {found.done} done. {_cost(found, place, layout.ranks)}", markup=False, soft_wrap=True)
     if found.grown:
         screen.print(f"At most {found.grown} more trials, on more seeds, where arms stay undecided.")
+
+
+def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Names of arms whose layer policies select alike, with a line for each part of the policy; arms without a policy are left out."""
+    arms: dict[tuple[str, ...], list[str]] = {}
+    for arm in experiment.arms:
+        if arm.recipe.layers != Layers() and arm.config.linear_layers:
+            arms.setdefault(tuple(placements(arm.recipe, arm.config.linear_layers)), []).append(one_line(arm.name))
+    for lines, names in arms.items():
+        yield ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3), lines
 
 
 def remarks(experiment: Experiment) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +13,8 @@ from ablate.arms import Base, KnobError
 from ablate.cli import console
 from ablate.numerics.spec import Quant
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
-from ablate.recipes.recipe import Product, Wgrad
+from ablate.recipes.layers import Layer, select
+from ablate.recipes.recipe import Product, Products, Wgrad
 from ablate.yamlfile import InputError, nearest, scalar
 
 app = typer.Typer(help="Look at recipes: one as a table, or two beside each other.", no_args_is_help=True)
@@ -28,9 +29,13 @@ def show(
     preset: Annotated[str, typer.Argument(help="A preset.")],
     turn: Set = None,
     as_json: Annotated[bool, typer.Option("--json", help="The canonical JSON instead.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="A folder with config.json, or a name on the Hugging Face hub: count its layers by layer policy.")
+    ] = None,
 ) -> None:
     """Print a recipe: its three products with their six operands, then where and when it differs from that."""
     recipe = resolve(preset, turn or [])
+    placed = () if model is None else tuple(placements(recipe, layers_of(model, recipe)))
     if as_json:
         print(recipe.model_dump_json(indent=2))
         return
@@ -48,6 +53,8 @@ def show(
         screen.print(table, "")
     for line in rest(recipe):
         screen.print(Text(line))
+    if placed:
+        screen.print("", Text(f"in {model}"), *(Text(f"  {line}") for line in placed), sep="\n")
 
 
 @app.command()
@@ -87,6 +94,20 @@ def resolve(preset: str, turned: list[str]) -> Recipe:
         return Base("gpt", {}, preset).recipe({knob: scalar(value) for knob, _, value in pairs})
     except KnobError as error:
         raise InputError([f"--set {knob}: {why}" for knob, why in error.reasons]) from None
+
+
+def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
+    """Return the linear layers of a model of transformers; InputError if it cannot be described, or if a rule selects none of them."""
+    from ablate.models.described import outline
+
+    try:
+        layers = outline(model).layers
+    except (OSError, ValueError) as error:
+        raise InputError([f"--model {model}: {error}"]) from None
+    idle = [(number, select(rule.match, layers).reason) for number, rule in enumerate(recipe.layers.rules)]
+    if reasons := [f"recipe.layers.rules.{number}.match: {reason}" for number, reason in idle if reason]:
+        raise InputError(reasons)
+    return layers
 
 
 # --- in words --------------------------------------------------------------------------------------------------------------
@@ -148,14 +169,32 @@ def outline(product: Product) -> str:
 
 def rest(recipe: Recipe) -> Iterator[str]:
     """Where, when and what else: one line for each that is not as usual."""
+    for number, rule in enumerate(recipe.layers.rules):
+        yield f"layers.rules.{number}, {rule.match}: {used(rule.use)}"
     for name in ("layers", "weights"):
         spec, usual = getattr(recipe, name), type(getattr(recipe, name))()
-        changed = (field for field in type(spec).model_fields if getattr(spec, field) != getattr(usual, field))
+        changed = (field for field in type(spec).model_fields if field != "rules" and getattr(spec, field) != getattr(usual, field))
         yield from (f"{name}.{field}: {_word(spec.model_dump(mode='json')[field])}" for field in changed)
     for phase in recipe.schedule:
-        plain = phase.use is None or phase.use.plain
-        use = "high precision" if plain else ", ".join(f"{slot} {quant.element}" for slot, quant in phase.use.quantised())
-        yield f"from {phase.start} on, {phase.slots} products: {use}"
+        yield f"from {phase.start} on, {phase.slots} products: {used(phase.use)}"
+
+
+def used(products: Products | None) -> str:
+    """`high precision`, or the element of each quantised operand."""
+    if products is None or products.plain:
+        return "high precision"
+    return ", ".join(f"{slot} {quant.element}" for slot, quant in products.quantised())
+
+
+def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
+    """Return one line for each part of a recipe that decides about some layers of a model: how many, and what they use."""
+    counts = recipe.layers.model_dump(exclude={"rules"}, exclude_defaults=True)
+    for decider, products, selected in recipe.placements(layers):
+        if isinstance(decider, int):
+            what = f"layers.rules.{decider}, {recipe.layers.rules[decider].match}"
+        else:
+            what = "the recipe's own products" if decider == "own" else ", ".join(f"layers.{name} {n:g}" for name, n in counts.items())
+        yield f"{what}: {len(selected)} of {len(layers)} layers" + ("" if decider == "own" else f", {used(products)}")
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], path: str = "") -> Iterator[tuple[str, str, str]]:

@@ -126,6 +126,7 @@ ALLOWED = {
     "walkthrough": {"figures", "page"},
     "bench": {"faults"},
     "sweep": {"plan", "terminal", "doctor", "report"},
+    "plan": {"recipe"},  # the lines that `recipe show` prints of a layer policy
     "sync": {"status"},
     "tracking": {"surface", "control"},
 }

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from experiments_for_tests import problems
 
 from ablate.experiment import load
 from ablate.surface import json_schema
@@ -51,3 +52,20 @@ def test_every_module_stands_in_the_picture_of_the_architecture():
     picture = (ROOT / "docs" / "architecture.md").read_text()
     modules = [path.name for path in (ROOT / "ablate").glob("*.py") if path.name != "__init__.py"]
     assert [name for name in modules if name not in picture] == []
+
+
+def test_the_page_on_layer_rules_says_what_loading_its_experiments_does(tmp_path):
+    page = (ROOT / "docs" / "layers.md").read_text()
+    right, wrong = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    path = tmp_path / "x.yaml"
+    path.write_text(right)
+    arms = {arm.name: arm for arm in load(path).arms}
+    kept = {
+        name: sum(p.products is None for p in arm.recipe.placements(arm.config.linear_layers) for _ in p.layers)
+        for name, arm in arms.items()
+    }
+    kept.pop("bf16", None)
+    assert kept == {"all quantised": 0, "last two blocks": 8, "attention of the last two blocks": 4, "every mlp output": 4}
+    path.write_text(wrong)
+    (problem,) = problems(path)
+    assert str(problem).removeprefix(f"{path}:").startswith("7:7: ablate.recipe.layers.rules.1: ")

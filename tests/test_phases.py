@@ -4,20 +4,14 @@ import json
 from contextlib import closing
 
 import pytest
-import torch
 from experiments_for_tests import ledger, problems, statuses, sweep, tiny
-from torch import nn
 
 from ablate.answer import Answer
 from ablate.arms import KnobError
-from ablate.engines.emulated import convert
 from ablate.ledger import Ledger
-from ablate.numerics.philox import Clock
 from ablate.phases import never_began, never_begins, shortest_cooldown
 from ablate.recipe import resolve
-from ablate.recipes import PRESETS
-from ablate.recipes.recipe import Phase, Recipe, Run
-from ablate.workloads.gpt import Gpt
+from ablate.recipes.recipe import Phase, Run
 from ablate.yamlfile import InputError
 
 STEPS = {"steps": 20, "eval_every": 10}
@@ -75,6 +69,18 @@ REFUSED = {
         "ablate: {recipe.layers.rules: [[{match: 'class:Foo'}]]}",
         "4:32: ablate.recipe.layers.rules.0: ",
     ),
+    "a name that no layer has": (
+        "ablate:\n  recipe.layers.rules:\n    - []\n    - [{match: {name: '*.mlp.up'}}, {match: {blocks: 'last:1', name: 'blocks.1.*'}}]",
+        "7:7: ablate.recipe.layers.rules.1: ",
+    ),
+    "blocks that the model has not": (
+        "ablate: {recipe.layers.rules: [[{match: {blocks: '1-3'}}]]}",
+        "4:32: ablate.recipe.layers.rules.0: ",
+    ),
+    "every layer kept by a class": (
+        "ablate: {recipe.layers.rules: [[{match: 'class:Block'}]]}",
+        "4:32: ablate.recipe.layers.rules.0: ",
+    ),
     "a baseline's": ("ablate: {rht: [true]}\nagainst: {cooldown: 0.01}", "5:11: against.cooldown: 0.01: "),
 }
 
@@ -92,6 +98,7 @@ ACCEPTED = {
     "no cooldown": {"ablate": {"cooldown": [0, 0.05]}},
     "the last step alone": {"ablate": {"recipe.schedule": [[{"start": "step:19"}]]}},
     "a class of its own model": {"ablate": {"recipe.layers.rules": [[{"match": "class:Atten*"}]]}},
+    "a class in the last block": {"ablate": {"recipe.layers.rules": [[{"match": {"blocks": "last:1", "within": "SwiGLU"}}]]}},
     "a condition that may hold": {"ablate": {"recipe.schedule": [[{"start": "noise_ratio:1:19"}]]}},
 }
 
@@ -113,25 +120,6 @@ def test_values_of_a_range_that_leave_a_phase_without_a_step_are_refused_when_th
         found.propose({"cooldown": 0.01})
     assert [knob for knob, _ in refusal.value.reasons] == ["cooldown"]
     assert found.propose({"cooldown": 0.05})[0].recipe.schedule
-
-
-@pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
-def test_the_classes_around_gpts_layers_are_those_of_the_built_model(mlp, tmp_path):
-    config = tiny(tmp_path, shape={"mlp": mlp}).base.config
-    assert isinstance(config, Gpt)
-    model = config.subject(Recipe(), Clock(0), torch.device("cpu")).model
-    engine = convert(model, PRESETS["nvfp4"](), Clock(0))
-    assert set().union(*engine._classes.values()) == config.classes
-
-
-@pytest.mark.parametrize("match", ["class:Foo", "blocks.7.*"])
-def test_a_rule_that_selects_nothing_in_a_model_is_refused_when_that_is_converted(match):
-    rules = {"rules": [{"match": match}]}
-    recipe = PRESETS["nvfp4"]().model_copy(update={"layers": type(Recipe().layers).model_validate(rules)})
-    model = nn.Sequential()
-    model.add_module("blocks", nn.ModuleList([nn.Sequential(nn.Linear(16, 16))]))
-    with pytest.raises(ValueError, match=r"matches no layer of the model"):
-        convert(model, recipe, Clock(0))
 
 
 @pytest.mark.parametrize("word", ["workload.lr=1", "workload.layers=2", "recipe=bf16"])

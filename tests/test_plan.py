@@ -7,7 +7,7 @@ from experiments_for_tests import shards, tiny, write
 
 from ablate.experiment import Experiment
 from ablate.models.causal import build, outlined
-from ablate.plan import remarks
+from ablate.plan import policies, remarks
 from ablate.train import Telemetry
 
 QWEN = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -75,7 +75,7 @@ def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_o
         found = outlined(model, 64)  # what `outline` remembers
         built = build(model, 64, 0, torch.device("cpu"))
         matrices = {name: p.numel() for name, p in built.named_parameters() if p.ndim > 1 and "embed" not in name}
-        reached = sum(matrices[f"{name}.weight"] for name in found.linears)
+        reached = sum(matrices[f"{layer.name}.weight"] for layer in found.layers)
         assert found.covered == pytest.approx(reached / sum(matrices.values()))
         assert found.left == left
     tied = outlined(QWEN | {"tie_word_embeddings": True}, 64)
@@ -99,3 +99,16 @@ def test_a_plan_says_how_many_ranks_compute_a_trial_where_it_is_run(tmp_path):
     on_gpus, on_cpus = (here("plan", path, "--device", device).stdout for device in ("cuda", "cpu"))
     assert "Each trial is computed by 2 ranks, each with a part of the model." in on_gpus
     assert "ranks" not in on_cpus
+
+
+def test_a_plan_counts_the_layers_of_arms_with_a_layer_policy(tmp_path):
+    rules = [[], [{"match": {"blocks": "last:1", "within": "Attention"}}], [{"match": {"name": "blocks.2.attention.*"}}]]
+    found = dict(policies(tiny(tmp_path, shape={"layers": 3}, ablate={"recipe.layers.rules": rules, "skip_first": [0, 1]})))
+    assert len(found) == 5  # all but the arm without any
+    counts = [sorted(int(line.partition(" of 12 layers")[0].rpartition(" ")[2]) for line in lines) for lines in found.values()]
+    assert sorted(counts) == [[2, 4, 6], [2, 4, 6], [2, 10], [2, 10], [4, 8]]
+
+
+def test_arms_whose_policies_select_alike_are_told_together(tmp_path):
+    (told,) = policies(tiny(tmp_path, shape={"layers": 3}, ablate={"skip_last": [1], "rht": [True, False]}))
+    assert (told[0].count("skip_last=1"), len(told[1])) == (2, 2)

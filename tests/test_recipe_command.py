@@ -5,7 +5,7 @@ import json
 import pytest
 from experiments_for_tests import ablate
 
-from ablate.recipe import differences, resolve
+from ablate.recipe import differences, layers_of, placements, resolve, rest
 from ablate.recipes import PRESETS, SLOTS, Recipe
 from ablate.yamlfile import InputError
 
@@ -55,6 +55,55 @@ def test_a_mistake_ends_with_status_2_and_no_traceback():
     done = ablate("recipe", "show", "nvfp5")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+RULES = '[{"match": {"blocks": "last:1", "name": "*.mlp.*"}}, {"match": "*.o_proj"}]'
+QWEN = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with the configuration of a model of two blocks, with four layers in attention and three in the MLP."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    return str(tmp_path)
+
+
+def test_rules_are_shown_one_by_one_with_their_fields():
+    lines = list(rest(resolve("nvfp4", [f"recipe.layers.rules={RULES}"])))
+    assert lines == [
+        "layers.rules.0, blocks last:1, name *.mlp.*: high precision",
+        "layers.rules.1, name *.o_proj: high precision",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("turned", "expected"),
+    [
+        ([], [("own", 14)]),
+        (["skip_last=1"], [("own", 7), ("skipped", 7)]),
+        ([f"recipe.layers.rules={RULES}", "skip_first=1"], [(0, 3), (1, 2), ("own", 3), ("skipped", 6)]),
+    ],
+)
+def test_the_layers_of_a_model_are_counted_by_what_decides_about_them(turned, expected, model):
+    recipe = resolve("nvfp4", turned)
+    layers = layers_of(model, recipe)
+    assert [(placement.decider, len(placement.layers)) for placement in recipe.placements(layers)] == expected
+    lines = list(placements(recipe, layers))
+    assert [f": {count} of 14 layers" in line for line, (_, count) in zip(lines, expected, strict=True)] == [True] * len(expected)
+    assert [line.endswith("high precision") for line in lines] == [decider != "own" for decider, _ in expected]
+
+
+@pytest.mark.parametrize("match", ["*.o_prj", {"blocks": "2-4"}, "class:Qwen2Attention"])
+def test_a_rule_that_selects_no_layer_of_the_shown_model_is_refused(match, model):
+    recipe = resolve("nvfp4", [f"recipe.layers.rules={json.dumps([{'match': '*.mlp.*'}, {'match': match}])}"])
+    with pytest.raises(InputError) as refusal:
+        layers_of(model, recipe)
+    assert [str(problem).partition(": ")[0] for problem in refusal.value.problems] == ["recipe.layers.rules.1.match"]
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"^--model "):
+        layers_of(str(tmp_path / "none"), PRESETS["nvfp4"]())
 
 
 def test_diff_names_the_path_and_both_values_of_what_differs():

@@ -7,6 +7,7 @@ or an experiment that is added gets a line there; a line that is there is never 
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def experiments() -> Iterator[tuple[str, str]]:
             yield f"{path.stem}: {arm.name}", f"{recipe_id(arm.recipe)} {hashlib.sha256(fields.encode()).hexdigest()[:16]}"
 
 
+@cache
 def ids() -> dict[str, dict[str, str]]:
     """All ids, by what they are of."""
     base = Base("idle", {}, "nvfp4")

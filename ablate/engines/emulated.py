@@ -4,12 +4,10 @@
 force in each, and collects what the quantisers saw. How one layer computes its products is emulated_layer.py.
 """
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +21,11 @@ from ablate.engines.ranks import Divided, Sharded
 from ablate.engines.weights import WeightRules
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand
+from ablate.recipes.layers import LISTS, Layer, Match, block_name, block_of, located, select
 from ablate.recipes.recipe import Products, Recipe, Run, Trigger
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_BLOCK = re.compile(r"^(?P<list>(?:.*?\.)?(?:(?:\w+_)?(?:blocks|layers?)|h))\.(?P<number>\d+)\.")
-_LISTS = ("blocks", "layers", "layer", "h")
-"""Names of the module lists that `_BLOCK` finds; the first three also behind a prefix, such as `decoder_layers`."""
 
 
 class Engine:
@@ -44,11 +39,11 @@ class Engine:
         self.tripped: set[Trigger] = set()
         self._fp4 = self._work = 0
         self.weights = WeightRules(recipe.weights, model, self.layers)
-        every = [name for names in self.names.values() for name in names]
-        self._classes = {name: _classes(model, name) for name in every}
+        every = {name for names in self.names.values() for name in names}
+        self.placed = described(model, (name for name, _ in model.named_modules(remove_duplicate=False) if name in every))
+        """Every name of every layer, in the model's order, with its block and the classes around it."""
         self._refuse_idle_rules()
-        self._ordinals = ordinals(name for name, _ in model.named_modules(remove_duplicate=False) if name in self._classes)
-        self._blocks = 1 + max(self._ordinals.values(), default=-1)
+        self._deciders = recipe.layers.deciders(self.placed)
         self._fallback: tuple[frozenset[str], Callable[[Products], Products]] | None = None
         for name, layer in self.layers.items():
             self._in_force(recipe, name)  # raises here what would be raised at the first step
@@ -56,12 +51,10 @@ class Engine:
                 layer.products = UNSET
 
     def _refuse_idle_rules(self) -> None:
-        """Raise ValueError for a rule that matches no layer, which would be a recipe without that rule."""
-        for rule in self.recipe.layers.rules:
-            if self._classes and not any(rule.matches(name, classes) for name, classes in self._classes.items()):
-                classes = ", ".join(sorted(set().union(*self._classes.values())))
-                known = f"{', '.join(list(self._classes)[:3])}, ... in classes {classes}"
-                raise ValueError(f"rule {rule.match!r} matches no layer of the model, which has {known}")
+        """Raise ValueError for a rule that selects no layer, which would be a recipe without that rule."""
+        for number, rule in enumerate(self.recipe.layers.rules):
+            if self.placed and (reason := select(rule.match, self.placed).reason):
+                raise ValueError(f"layers.rules.{number}.match: {reason}")
 
     def at(self, step: int, run: Run) -> Recipe:
         """Put the recipe of step `step` (from 0) of `run` in force, and return it."""
@@ -77,10 +70,10 @@ class Engine:
 
     def fall_back(self, layers: Sequence[str], safer: Callable[[Products], Products]) -> None:
         """From the next step on, in some layers, named by globs, let `safer` change whatever the schedule has in force."""
-        self._fallback = frozenset(name for name in self.layers if any(fnmatchcase(name, pattern) for pattern in layers)), safer
+        self._fallback = frozenset(layer.name for name in layers for layer in select(Match(name=name), self.placed).layers), safer
 
     def _in_force(self, recipe: Recipe, name: str) -> Products:
-        products, *others = (recipe.layer(one, self._classes[one], self._ordinals[one], self._blocks) or HIGH for one in self.names[name])
+        products, *others = (recipe.decided(self._deciders[one]) or HIGH for one in self.names[name])
         if any(other != products for other in others):
             raise ValueError(
                 f"{' and '.join(self.names[name])} are one layer, and the recipe quantises them differently;"
@@ -202,16 +195,9 @@ def _on(device: torch.device, amax: Tensor | float) -> Tensor | float:
     return amax.to(device) if isinstance(amax, Tensor) else amax
 
 
-def block_of(name: str) -> int:
-    """The transformer block that a qualified name lies in, by its number in the list of blocks; -1 for none."""
-    match = _BLOCK.match(name)
-    return int(match["number"]) if match else -1
-
-
-def ordinals(names: Iterable[str]) -> dict[str, int]:
-    """Layers' names, in the model's order, and each one's block, counted through the whole model: a decoder's go on from the encoder's."""
-    blocks: dict[str, int] = {}
-    return {name: blocks.setdefault(match[0], len(blocks)) for name in names if (match := _BLOCK.match(name))}
+def described(model: nn.Module, names: Iterable[str]) -> tuple[Layer, ...]:
+    """Return the layers of these names, in the model's order, as rules look at them. ValueError for one in no numbered block."""
+    return located({name: _classes(model, name) for name in names})
 
 
 def _classes(model: nn.Module, name: str) -> set[str]:
@@ -311,20 +297,19 @@ def _why_nothing(model: nn.Module) -> str:
         return f"nothing of the model would be quantised: {_nearest(unknown)}"
     return (
         "nothing of the model would be quantised: it has no nn.Linear in a list of numbered blocks;"
-        f" put its blocks in an nn.ModuleList that is named {', '.join(_LISTS[:-1])} or {_LISTS[-1]}"
+        f" put its blocks in an nn.ModuleList that is named {', '.join(LISTS[:-1])} or {LISTS[-1]}"
     )
 
 
 def _nearest(lists: Sequence[str]) -> str:
     word = lists[0].rpartition(".")[2]
-    near = get_close_matches(word, _LISTS, 3, 0.3) or _LISTS
+    near = get_close_matches(word, LISTS, 3, 0.3) or LISTS
     return f"the blocks in {lists[0]!r}, since no such name is known for a list of blocks; rename it, the nearest: {', '.join(near)}"
 
 
 def recompute(model: nn.Module, engine: Engine) -> None:
     """Let every block of `model` keep its input alone and compute itself again in the backward pass: the same bits, less memory."""
-    inner = {match[0][:-1] for name in engine.layers if (match := _BLOCK.match(name))}
-    for name in inner:
+    for name in {block_name(name) for name in engine.layers}:
         block = model.get_submodule(name)
         block.forward = partial(_recomputed, block.forward, engine)
 

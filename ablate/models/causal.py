@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ablate.data.hub import quiet
-from ablate.engines.emulated import ordinals, quantisable
+from ablate.engines.emulated import described, quantisable
 from ablate.models import drawn, quietly
 from ablate.models.source import HINT, Outline, Source, place
 from ablate.numerics.philox import Clock
@@ -41,8 +41,7 @@ def outlined(source: Source, vocab: int | None) -> Outline:
         raise ValueError(f"{found.model_type} has no linear layer inside numbered blocks that a recipe could apply to")
     size = sum(p.numel() for p in model.parameters())
     context = getattr(found, "max_position_embeddings", None)
-    blocks = 1 + max(ordinals(names).values())
-    return Outline(blocks, tuple(names), size, found.vocab_size, context, *_coverage(model, names), _features(model, names))
+    return Outline(described(model, names), size, found.vocab_size, context, *_coverage(model, names), _features(model, names))
 
 
 def _features(model: nn.Module, names: Sequence[str]) -> dict[str, int]:

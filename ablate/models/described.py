@@ -11,13 +11,14 @@ from typing import Any
 from ablate.data.cache import key_of, remembered
 from ablate.models import library
 from ablate.models.source import Outline, Source, fingerprint
+from ablate.recipes.layers import Layer
 from ablate.yamlfile import one_line
 
 _MOST = {"layer": 1024, "block": 1024, "expert": 4096}
 """Largest numbers in fields of a configuration whose names have these words: a model is built of so many modules to be described."""
 _LARGEST = 1 << 40
 """Largest number in any other."""
-_VERSION = 3
+_VERSION = 4
 """Raise by hand when the same model would have another outline."""
 
 
@@ -54,14 +55,14 @@ def _outline(source: str, vocab: int | None) -> Outline:
         from ablate.models.causal import outlined
 
         try:
-            return json.dumps(outlined(meant, vocab))
+            return json.dumps(outlined(meant, vocab), default=sorted)
         except (OSError, ValueError):
             raise
         except Exception as error:  # of whatever class: the code of a model's configuration is another library's
             raise ValueError(f"transformers cannot describe this model: {type(error).__name__}: {one_line(str(error))[:200]}") from None
 
-    blocks, linears, *rest = json.loads(remembered(key, make))
-    return Outline(blocks, tuple(linears), *rest)
+    layers, *rest = json.loads(remembered(key, make))
+    return Outline(tuple(Layer(name, block, frozenset(classes)) for name, block, classes in layers), *rest)
 
 
 def matching(patterns: Sequence[str], layers: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ablate.data.cache import digest
 from ablate.data.hub import model_commit
+from ablate.recipes.layers import Layer
 
 Source = str | Mapping[str, Any]
 """A folder, a config.json, a name on the hub; or a configuration's fields, `model_type` among them."""
@@ -15,19 +16,18 @@ HINT = "give a folder with config.json, or a small configuration such as {model_
 class Outline(NamedTuple):
     """Shape of a model, without its weights."""
 
-    blocks: int
-    linears: tuple[str, ...]
-    """The layers that a recipe applies to."""
+    layers: tuple[Layer, ...]
+    """Those that a recipe applies to."""
     parameters: int
     vocab: int
     context: int | None
     """The longest sequence that its positions reach."""
     covered: float
-    """The share of the weights in its matrices, those of embeddings apart, that are in `linears`."""
+    """The share of the weights in its matrices, those of embeddings apart, that are in `layers`."""
     left: str | None
     """The name of the largest of the other matrices, where there are any."""
     features: Mapping[str, int]
-    """How many features go into `linears` or come out of them: each number once, by one that has it, such as `... mlp.up in`."""
+    """How many features go into `layers` or come out of them: each number once, by one that has it, such as `... mlp.up in`."""
 
 
 def place(source: str) -> tuple[Path | None, str | None]:

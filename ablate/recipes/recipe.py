@@ -5,14 +5,14 @@ For x [T, K], w [N, K] and dy [T, N]: fprop y = x w^T contracts K, dgrad dx = dy
 
 import math
 import re
-from collections.abc import Collection, Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
 from ablate.numerics.spec import Hadamard, Quant, Spec, argument, tag
+from ablate.recipes.layers import Layer, Match, blocks_in, select
 
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
 """The six operands; g is the gradient of the layer's output."""
@@ -171,16 +171,23 @@ class Products(Spec):
 class Rule(Spec):
     """What the layers that `match` use instead of the recipe's products."""
 
-    match: str = Field(min_length=1)
-    """A glob on the layer's qualified name (`blocks.*.mlp.down`), or `class:Attention`, on the class of a module around it."""
+    match: Match
+    """Fields `blocks`, `name`, `within`; or `*.mlp.down`, a glob on names, or `class:Attention`, on classes."""
     use: Products | None = None
     """Null: high precision."""
 
-    def matches(self, name: str, classes: Collection[str]) -> bool:
-        """Whether the layer `name`, inside modules of these classes, is meant."""
-        if self.match.startswith("class:"):
-            return any(fnmatchcase(found, self.match.removeprefix("class:")) for found in classes)
-        return fnmatchcase(name, self.match)
+
+Decider = int | Literal["own", "skipped"]
+"""Part of a recipe that decides about a layer: the rule of that number, its own products, or the counts, which skip the layer."""
+
+
+class Placement(NamedTuple):
+    """The layers of a model about which one part of a recipe decides."""
+
+    decider: Decider
+    products: Products | None
+    """None: high precision."""
+    layers: tuple[Layer, ...]
 
 
 class Layers(Spec):
@@ -195,9 +202,17 @@ class Layers(Spec):
     """The first rule that matches a layer decides, before the counts above."""
 
     def quantises(self, block: int, blocks: int) -> bool:
-        """Whether block number `block` of `blocks` is quantised, by the counts."""
+        """Return True if the counts let block number `block` of `blocks` be quantised."""
         last = max(self.skip_last, math.ceil(Fraction(repr(self.last_fraction)) * blocks))
         return self.skip_first <= block < blocks - last
+
+    def deciders(self, layers: Sequence[Layer]) -> dict[str, Decider]:
+        """Return what decides about each layer of a model, by its name: the first rule that selects it, else the counts."""
+        blocks = blocks_in(layers)
+        found: dict[str, Decider] = {layer.name: "own" if self.quantises(layer.block, blocks) else "skipped" for layer in layers}
+        for number in reversed(range(len(self.rules))):
+            found |= {layer.name: number for layer in select(self.rules[number].match, layers).layers}
+        return found
 
 
 class Run(NamedTuple):
@@ -373,9 +388,19 @@ class Recipe(Products):
         layers = self.layers.model_copy(update={"rules": rules})
         return self.model_copy(update={name: getattr(own, name) for name in DIRECTIONS["all"]} | {"layers": layers, "schedule": ()})
 
-    def layer(self, name: str, classes: Collection[str], block: int, blocks: int) -> Products | None:
-        """The products of one layer in block number `block` of `blocks`, inside modules of these classes; None: high precision."""
-        for rule in self.layers.rules:
-            if rule.matches(name, classes):
-                return rule.use
-        return self.products if self.layers.quantises(block, blocks) else None
+    def decided(self, decider: Decider) -> Products | None:
+        """Return the products of the layers about which `decider` decides; None: high precision."""
+        if isinstance(decider, int):
+            return self.layers.rules[decider].use
+        return self.products if decider == "own" else None
+
+    def placements(self, layers: Sequence[Layer]) -> tuple[Placement, ...]:
+        """Return the layers of a model by what decides about them: rules first, then the recipe's own products, then the counts."""
+        deciders = self.layers.deciders(layers)
+        parts = (*range(len(self.layers.rules)), "own", "skipped")
+        placed = ((part, tuple(layer for layer in layers if deciders[layer.name] == part)) for part in parts)
+        return tuple(Placement(part, self.decided(part), of_it) for part, of_it in placed if of_it)
+
+    def ever_quantises(self, products: Products | None) -> bool:
+        """Return True if layers with these products are quantised in some step: from the start, or by a phase."""
+        return products is not None and not (products.plain and all(phase.use is None or phase.use.plain for phase in self.schedule))

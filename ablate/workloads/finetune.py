@@ -19,6 +19,7 @@ from ablate.data.cache import growing, kept, key_of
 from ablate.data.corpus import Source
 from ablate.hyperparameters import MOST_SEQUENCES, MOST_STEPS, MOST_WIDTH
 from ablate.numerics.spec import Spec
+from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Products, Recipe, Wgrad
 from ablate.workloads.gpt import Gpt
 from ablate.workloads.text import Architecture, Fields, Text, extents, misfits, outlined
@@ -87,14 +88,9 @@ class Finetune(Text):
     lr: float = Field(3e-4, gt=0)
 
     @property
-    def blocks(self) -> int:
-        """Transformer blocks: what a layer policy counts."""
-        return outlined(self.model, self.corpus).blocks
-
-    @property
-    def linears(self) -> tuple[str, ...]:
+    def linear_layers(self) -> tuple[Layer, ...]:
         """The layers that a recipe applies to, by the model's own names."""
-        return outlined(self.model, self.corpus).linears
+        return outlined(self.model, self.corpus).layers
 
     @property
     def extents(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from ablate.hyperparameters import MOST_LAYERS, MOST_WIDTH
+from ablate.recipes.layers import Layer, located
 from ablate.recipes.recipe import Recipe
 from ablate.workloads.text import Architecture, Text, extents, misfits, outlined
 from ablate.workloads.trained import Subject
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
 
 _LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+_AROUND = ("Transformer", "ModuleList", "Block", "Linear")
 _MLPS = {"swiglu": "SwiGLU", "relu2": "SquaredReLU"}
 _SHAPE = ("layers", "width", "heads", "kv_heads", "mlp", "hidden", "rope_theta")
 """Fields that a model of `transformers` has no use for."""
@@ -52,23 +54,13 @@ class Gpt(Text):
         return -(-8 * self.width // 96) * 32 if self.mlp == "swiglu" else 4 * self.width
 
     @property
-    def blocks(self) -> int:
-        """Transformer blocks: what a layer policy counts."""
-        return self.layers if self.model is None else outlined(self.model, self.corpus).blocks
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        """The layers that a recipe applies to, by qualified name: what a layer rule is matched against."""
+    def linear_layers(self) -> tuple[Layer, ...]:
+        """The layers that a recipe applies to: those of the given model, or four in each block of this package's transformer."""
         if self.model is not None:
-            return outlined(self.model, self.corpus).linears
-        return tuple(f"blocks.{block}.{name}" for block in range(self.layers) for name in _LINEARS)
-
-    @property
-    def classes(self) -> frozenset[str] | None:
-        """The classes of this file's own transformer."""
-        if self.model is not None:
-            return None
-        return frozenset({"Transformer", "ModuleList", "Block", "Attention", _MLPS[self.mlp], "Linear"})
+            return outlined(self.model, self.corpus).layers
+        kinds = {"attention": "Attention", "mlp": _MLPS[self.mlp]}
+        around = {name: {*_AROUND, kinds[name.partition(".")[0]]} for name in _LINEARS}
+        return located({f"blocks.{block}.{name}": classes for block in range(self.layers) for name, classes in around.items()})
 
     @property
     def imports(self) -> tuple[str, ...]:

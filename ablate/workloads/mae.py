@@ -13,6 +13,7 @@ from pydantic import Field
 from ablate.data import Augment, ImageSet, ImageSource, open_images, places
 from ablate.hyperparameters import METRICS, MOST_LAYERS, MOST_WIDTH
 from ablate.numerics.spec import Spec
+from ablate.recipes.layers import Layer, located
 from ablate.recipes.recipe import Recipe
 from ablate.workloads.trained import Subject, Trained
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ablate.train import Prepared
 
 _LINEARS = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj", "mlp.fc1", "mlp.fc2")
+_AROUND = ("ViTMAEForPreTraining", "ModuleList", "ViTMAELayer", "Linear")
 _SHOWN = 6
 """Rows of the picture that a run leaves."""
 
@@ -123,15 +125,18 @@ class Mae(Trained):
         return self.batch * self.accumulate * self.patches
 
     @property
-    def blocks(self) -> int:
-        """Transformer blocks of encoder and decoder: what a layer policy counts."""
-        return self.layers + self.decoder.layers
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        """The layers that a recipe applies to, by qualified name: what a layer rule is matched against."""
-        stacks = (("vit.layers", self.layers), ("decoder.decoder_layers", self.decoder.layers))
-        return tuple(f"{stack}.{block}.{name}" for stack, count in stacks for block in range(count) for name in _LINEARS)
+    def linear_layers(self) -> tuple[Layer, ...]:
+        """The layers that a recipe applies to: the encoder's, then the decoder's."""
+        stacks = (("vit.layers", "ViTMAEModel", self.layers), ("decoder.decoder_layers", "ViTMAEDecoder", self.decoder.layers))
+        kinds = {"attention": "ViTMAEAttention", "mlp": "ViTMAEMLP"}
+        return located(
+            {
+                f"{stack}.{block}.{name}": {*_AROUND, half, kinds[name.partition(".")[0]]}
+                for stack, half, count in stacks
+                for block in range(count)
+                for name in _LINEARS
+            }
+        )
 
     @property
     def extents(self) -> dict[str, int]:

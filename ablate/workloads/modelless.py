@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from ablate.numerics.spec import Spec
+from ablate.recipes.layers import Layer
 
 
 class Modelless(Spec):
@@ -11,8 +12,8 @@ class Modelless(Spec):
     imports: ClassVar[tuple[str, ...]] = ()
     UNITS: ClassVar[dict[str, str]] = {}
     blocks: ClassVar[int] = 0
+    linear_layers: ClassVar[tuple[Layer, ...]] = ()
     linears: ClassVar[tuple[str, ...]] = ()
-    classes: ClassVar[None] = None
 
     def summary(self) -> dict[str, float]:
         """Nothing puts these numbers in proportion but each other."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ablate.hyperparameters import Training
+from ablate.recipes.layers import Match, select
 from ablate.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ class Trained(Training):
         """(field, reason) for what cannot run."""
         named = [pattern for pattern in self.guard.fallback.layers if pattern != "*"]
         try:
-            layers = self.linears if named else ()
+            layers = self.linear_layers if named else ()
         except (OSError, ValueError):  # of a model that is not there, which is told for itself
             return
         for pattern in named:
-            if not any(fnmatchcase(name, pattern) for name in layers):
-                yield "guard.fallback.layers", f"{pattern!r} matches none of the layers, such as {', '.join(layers[:3])}"
+            if reason := select(Match(name=pattern), layers).reason:
+                yield "guard.fallback.layers", reason
 
     @abstractmethod
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:

@@ -9,14 +9,15 @@ from oracles import te
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from ablate.engines.emulated import block_of, convert
+from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.quantize import pad, quantize
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes import PRESETS, SLOTS, Recipe
-from ablate.recipes.recipe import Layers, Phase, Run
+from ablate.recipes.layers import block_of
+from ablate.recipes.recipe import Layers, Phase, Rule, Run
 
 SHAPES = [(32, 32, 32), (64, 96, 32), (32, 64, 160), (256, 128, 96)]  # tokens, in, out: TE needs multiples of 32
 NVFP4 = PRESETS["nvfp4"]()
@@ -317,18 +318,21 @@ def test_convert_leaves_layers_outside_the_blocks_alone():
 
 
 @pytest.mark.parametrize(
-    ("name", "block"),
-    [
-        ("blocks.3.mlp.up", 3),
-        ("model.layers.11.q", 11),
-        ("transformer.h.0.c", 0),
-        ("head", -1),
-        ("subblocks.3.up", -1),
-        ("blocks.x.up", -1),
-    ],
+    "match", [{"within": "Foo"}, {"name": "blocks.7.*"}, {"blocks": "2-3"}, {"name": "blocks.0.0", "blocks": "last:1"}]
 )
-def test_the_block_of_a_layer_is_in_its_name(name, block):
-    assert block_of(name) == block
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rule_that_selects_no_layer_of_a_model_is_refused_when_that_is_converted(match, number):
+    rules = [Rule(match="*.0"), Rule(match="*.2")]
+    rules[number] = Rule(match=match)
+    with pytest.raises(ValueError, match=rf"^layers\.rules\.{number}\.match: "):
+        convert(model(2), NVFP4.model_copy(update={"layers": Layers(rules=tuple(rules))}), Clock(0))
+
+
+def test_a_rule_decides_by_blocks_names_and_classes_together_in_a_built_model():
+    rules = (Rule(match={"blocks": "last:1", "name": "*.2", "within": "Sequential"}),)
+    engine = convert(model(3), NVFP4.model_copy(update={"layers": Layers(rules=rules)}), Clock(0))
+    engine.at(0, Run(1))
+    assert [name for name, linear in engine.layers.items() if linear.products.plain] == ["blocks.2.2"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 
 from ablate.models import causal
 from ablate.numerics.philox import Clock
+from ablate.recipes.layers import blocks_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
@@ -20,7 +21,7 @@ MIXTURES = {
 def test_head_dim_that_a_configuration_does_not_declare_is_obeyed(kind):
     source = {"model_type": kind, **MIXTURES[kind]}
     found = causal.outlined(source, 64)
-    assert found.blocks == 2
+    assert blocks_in(found.layers) == 2
     assert SHAPE["num_attention_heads"] * source["head_dim"] in found.features.values()
     model = causal.build(source, 64, 0, torch.device("cpu"))
     tokens = torch.arange(16).view(2, 8)

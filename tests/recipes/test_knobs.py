@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from ablate.arms import Base, KnobError
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe, Turn
+from ablate.recipes.layers import located
 from ablate.recipes.recipe import Phase, Run
 
 NVFP4 = PRESETS["nvfp4"]()
@@ -331,6 +332,7 @@ def test_a_short_knob_and_a_full_path_on_other_fields_go_together():
 def test_rules_that_quantise_count_where_every_block_is_kept():
     rules = [{"match": "*.mlp.*", "use": PRESETS["mxfp8"]().products.model_dump(mode="json")}]
     recipe = arm({"skip_last": 2, "recipe.layers.rules": rules})
-    assert recipe.layer("blocks.0.mlp.up", (), 0, 2) == PRESETS["mxfp8"]().products
+    layers = located({f"blocks.{block}.{name}": () for block in range(2) for name in ("attention.qkv", "mlp.up")})
+    assert [recipe.decided(decider) for decider in recipe.layers.deciders(layers).values()] == [None, PRESETS["mxfp8"]().products] * 2
     idle = [{"match": "*.mlp.*", "use": None}]
     assert "nothing is quantised" in refused({"skip_last": 2, "recipe.layers.rules": idle})["skip_last"]

@@ -3,7 +3,8 @@
 import pytest
 
 from ablate.recipes import PRESETS, Recipe
-from ablate.recipes.recipe import DIRECTIONS, Layers, Phase, Rule, Run
+from ablate.recipes.layers import located
+from ablate.recipes.recipe import DIRECTIONS, Layers, Phase, Products, Rule, Run
 
 NVFP4 = PRESETS["nvfp4"]()
 PRODUCTS = DIRECTIONS["all"]
@@ -175,59 +176,70 @@ def rule(match: str, use=None) -> Rule:
     return Rule(match=match, use=use)
 
 
-@pytest.mark.parametrize(
-    ("match", "name", "classes", "matches"),
-    [
-        ("blocks.*.mlp.down", "blocks.3.mlp.down", {"SwiGLU"}, True),
-        ("blocks.*.mlp.down", "blocks.3.mlp.up", {"SwiGLU"}, False),
-        ("*.down", "blocks.3.mlp.down", set(), True),
-        ("down", "blocks.3.mlp.down", set(), False),  # a whole name, not a part of one
-        ("blocks.[02].*", "blocks.2.mlp.up", set(), True),
-        ("blocks.[02].*", "blocks.1.mlp.up", set(), False),
-        ("BLOCKS.*", "blocks.1.mlp.up", set(), False),
-        ("class:Attention", "blocks.1.attention.qkv", {"Attention", "Block"}, True),
-        ("class:Att*", "blocks.1.attention.qkv", {"Attention", "Block"}, True),
-        ("class:Attention", "blocks.1.mlp.up", {"SwiGLU", "Block"}, False),
-        ("Attention", "blocks.1.attention.qkv", {"Attention"}, False),
-    ],
-)
-def test_a_rule_matches_whole_names_by_glob_and_classes_by_their_word(match, name, classes, matches):
-    assert rule(match).matches(name, classes) is matches
+LAYERS = located({f"blocks.{block}.{name}": () for block in range(4) for name in ("attention.qkv", "mlp.up", "mlp.down")})
 
 
-def decided(layers: Layers, name: str, classes=(), block: int = 0, blocks: int = 4):
-    return NVFP4.model_copy(update={"layers": layers}).layer(name, classes, block, blocks)
+def decided(recipe: Recipe) -> dict[str, Products | None]:
+    """What each layer of a model of four blocks uses."""
+    return {name: recipe.decided(decider) for name, decider in recipe.layers.deciders(LAYERS).items()}
 
 
-def test_the_first_rule_that_matches_decides():
+def with_layers(**fields) -> Recipe:
+    return NVFP4.model_copy(update={"layers": Layers(**fields)})
+
+
+def test_the_first_rule_that_selects_a_layer_decides():
     fp8, mx = (PRESETS[name]().products for name in ("fp8_current", "mxfp8"))
-    layers = Layers(rules=(rule("*.down", fp8), rule("blocks.0.*", mx), rule("*.up")))
-    assert decided(layers, "blocks.0.mlp.down") == fp8
-    assert decided(layers, "blocks.0.mlp.up") == mx
-    assert decided(layers, "blocks.1.mlp.up") is None
-    assert decided(layers, "blocks.1.attention.qkv") == NVFP4.products
+    found = decided(with_layers(rules=(rule("*.down", fp8), rule("blocks.0.*", mx), rule("*.up"))))
+    assert found["blocks.0.mlp.down"] == fp8
+    assert found["blocks.0.mlp.up"] == mx
+    assert found["blocks.1.mlp.up"] is None
+    assert found["blocks.1.attention.qkv"] == NVFP4.products
 
 
 def test_a_rule_decides_before_the_counts():
     fp8 = PRESETS["fp8_current"]().products
-    layers = Layers(skip_first=1, skip_last=1, rules=(rule("*.down", fp8), rule("*.qkv")))
-    assert [decided(layers, f"blocks.{b}.mlp.down", block=b) for b in range(4)] == [fp8] * 4
-    assert [decided(layers, f"blocks.{b}.attention.qkv", block=b) for b in range(4)] == [None] * 4
+    found = decided(with_layers(skip_first=1, skip_last=1, rules=(rule("*.down", fp8), rule("*.qkv"))))
+    assert [found[f"blocks.{b}.mlp.down"] for b in range(4)] == [fp8] * 4
+    assert [found[f"blocks.{b}.attention.qkv"] for b in range(4)] == [None] * 4
     own = NVFP4.products
-    assert [decided(layers, f"blocks.{b}.mlp.up", block=b) for b in range(4)] == [None, own, own, None]
+    assert [found[f"blocks.{b}.mlp.up"] for b in range(4)] == [None, own, own, None]
+
+
+def test_placements_are_every_layer_once_by_what_decides():
+    placements = with_layers(skip_last=1, rules=(rule("*.down"), rule("blocks.3.*.down"), rule("*.qkv"))).placements(LAYERS)
+    assert [(placement.decider, len(placement.layers)) for placement in placements] == [(0, 4), (2, 4), ("own", 3), ("skipped", 1)]
+    assert {layer for placement in placements for layer in placement.layers} == set(LAYERS)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.15, 0.25, 0.3, 0.56, 0.99])
+@pytest.mark.parametrize("blocks", [1, 7, 20, 100])
+def test_a_rule_on_the_last_blocks_is_the_count_of_them(fraction, blocks):
+    layers = located({f"blocks.{block}.mlp.up": () for block in range(blocks)})
+    by_rule, by_count = (
+        {name for name, decider in policy.deciders(layers).items() if decider != "own"}
+        for policy in (Layers(rules=(Rule(match={"blocks": f"last:{fraction}"}),)), Layers(last_fraction=fraction))
+    )
+    assert by_rule == by_count
 
 
 @pytest.mark.parametrize("slots", DIRECTIONS)
 def test_a_phase_changes_what_rules_use_as_well(slots):
     fp8 = PRESETS["fp8_current"]().products
-    layers = Layers(skip_last=1, rules=(rule("*.down", fp8), rule("*.qkv")))
-    recipe = NVFP4.model_copy(update={"layers": layers, "schedule": (Phase(start="step:1", slots=slots),)})
-    now = recipe.at(1, Run(2))
-    assert now.layer("blocks.0.mlp.down", (), 0, 4) == fp8.high_precision(slots)
-    assert now.layer("blocks.0.attention.qkv", (), 0, 4) is None
-    assert now.layer("blocks.0.mlp.up", (), 0, 4) == NVFP4.products.high_precision(slots)
-    assert now.layer("blocks.3.mlp.up", (), 3, 4) is None
+    recipe = with_layers(skip_last=1, rules=(rule("*.down", fp8), rule("*.qkv")))
+    recipe = recipe.model_copy(update={"schedule": (Phase(start="step:1", slots=slots),)})
+    now = decided(recipe.at(1, Run(2)))
+    assert now["blocks.0.mlp.down"] == fp8.high_precision(slots)
+    assert now["blocks.0.attention.qkv"] is None
+    assert now["blocks.0.mlp.up"] == NVFP4.products.high_precision(slots)
+    assert now["blocks.3.mlp.up"] is None
     assert recipe.at(0, Run(2)) == recipe
+
+
+def test_products_that_a_phase_replaces_are_quantised_some_time():
+    later = Recipe(schedule=(Phase(start="step:1", use=NVFP4.products),))
+    assert [later.ever_quantises(products) for products in (None, Products(), NVFP4.products)] == [False, True, True]
+    assert [NVFP4.ever_quantises(products) for products in (None, Products(), NVFP4.products)] == [False, False, True]
 
 
 def test_a_recipe_is_plain_only_where_no_rule_and_no_phase_quantises():

@@ -79,7 +79,8 @@ def test_planning_it_loads_no_heavy_library(name):
     code = (
         "import sys; from ablate.workloads import WORKLOADS, unit; from ablate.trial import TrialSpec; from ablate.recipes import PRESETS\n"
         f"config = WORKLOADS[{name!r}]()\n"
-        "list(config.problems()), config.cost(True), config.blocks, config.linears, config.tokens_per_step, config.recorded('val/loss')\n"
+        "list(config.problems()), config.cost(True), config.blocks, config.linear_layers, config.tokens_per_step\n"
+        "config.recorded('val/loss')\n"
         f"spec = TrialSpec(workload={name!r}, config=config, recipe=PRESETS['nvfp4'](), seed=0, engine='emulated', device='cpu')\n"
         "spec.id, spec.wire, unit(spec.wire, 'val/loss')\n"
         "print([name for name in ('torch', 'transformers', 'ray', 'mlflow', 'optuna') if name in sys.modules])"
@@ -102,9 +103,17 @@ def test_its_identity_is_its_own_and_its_lengths(name, workload):
 
 
 def test_what_a_policy_counts_is_what_it_names(workload):
-    assert (workload.blocks == 0) == (workload.linears == ())
+    assert (workload.blocks == 0) == (workload.linear_layers == ())
     assert len(set(workload.linears)) == len(workload.linears)
     assert workload.tokens_per_step >= 1
+
+
+def test_its_layers_are_known_before_the_model_is_built(name, workload):
+    """Names, order, blocks and classes: what planning selects from is what an engine finds."""
+    if name not in TRAINED:
+        assert workload.linear_layers == ()
+    else:
+        assert workload.prepare(PRESETS["nvfp4"](), 0, "cpu").engine.placed == workload.linear_layers
 
 
 def test_quantised_it_costs_no_less(workload):
