@@ -28,7 +28,7 @@ _WORD, _RESERVED = re.compile(r"(?!-?\d+(\.\d+)?$)[\w.:-]+"), ("true", "false", 
 """Strings that need no quotes."""
 
 CONFIRM = "confirm: "
-"""What the name of an arm begins with that runs a search's winner again, on seeds that took no part in choosing it."""
+"""Name prefix of the arm that reruns a search's winner on fresh seeds; no arm of a file may have it."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Base:
                 paths.reasons += _never_begun(config, recipe, start, paths)
         if paths.reasons:
             raise KnobError(paths.reasons)
-        return Arm(name or label(knobs) or knobs.get("recipe", self.preset), dict(knobs), config, recipe)
+        name = name if name is not None else label(knobs) or knobs.get("recipe", self.preset)
+        return Arm(name, dict(knobs), config, recipe)
 
     def recipe(self, knobs: Mapping[str, Any]) -> Recipe:
         """Build the preset with these knobs turned, for no workload; KnobError with every reason why not."""

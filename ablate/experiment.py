@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ablate.arms import Arm, Base, KnobError, reason
+from ablate.arms import CONFIRM, Arm, Base, KnobError, reason
 from ablate.choice import Choice, check, choose, misfit
 from ablate.numerics.spec import Spec
 from ablate.phases import unreached
@@ -192,10 +192,16 @@ def load(path: Path, device: str | None = None) -> Experiment:
 
 
 def _notes(file: ExperimentFile, knobs: Mapping[str, Dimension], arms: Iterable[Arm], document: Document) -> Iterator[str]:
-    """Find what is odd about the file, though it can be run."""
+    """Yield what is odd about the file, though it can be run."""
     if file.search and (points := size(knobs, file.search.trials)) < file.search.trials:
         why = f"the space has {points} points, so the search ends once it has proposed each of them"
         yield document.told(("search", "trials"), why, file.search.trials)
+    arms = list(arms)
+    named = next((arm for arm in arms if file.arms and arm.name == file.against and arm.name in PRESETS), None)
+    if named and any(arm.baseline not in (None, named.name) for arm in arms):
+        why = f"arms of other workload values are compared with preset {named.name} at their own values, not with this arm"
+        right = "if this arm is meant, give it a name that is no preset's"
+        yield document.told(("arms", named.name), f"{why}; {right}")
     for name, why in unreached(arms, file.recipe):
         yield document.told(("arms", name) if file.arms else ("ablate",), why)
 
@@ -319,8 +325,9 @@ def _refuse_unmeasured(file: ExperimentFile, base: Base, arms: list[str], docume
 
 
 def _arms(file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], document: Document) -> tuple[list[Arm], list[Arm]]:
-    """The arms of a grid or a list; for a search none, but those at the ends of each knob, so that mistakes show now."""
+    """Return the arms of a grid or a list; for a search none, but those at the ends of each knob, so that mistakes show now."""
     if file.arms is not None:
+        _refuse_names(file.arms, document)
         points = [(name, turned, {knob: ("arms", name, knob) for knob in turned}) for name, turned in file.arms.items()]
     elif file.search or not all(dimension.ends() for dimension in knobs.values()):
         return [], _ends(base, knobs, document)
@@ -339,10 +346,22 @@ def _arms(file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], docu
             continue
         twin = first.setdefault(arm.content, arm)
         if twin is not arm:
-            where = ("arms", name) if name else ("ablate",)
-            document.problem(where, f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice")
+            path = ("ablate",) if name is None else ("arms", name)
+            document.problem(path, f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice")
         arms.append(arm)
     return arms, []
+
+
+def _refuse_names(names: Iterable[str], document: Document) -> None:
+    """Note names that no arm can have: without a visible character, or with the prefix of the arms that rerun a search's winner."""
+    for name in names:
+        if not name.strip():
+            why = f"arm {name!r} has an empty name; name it after what it changes, for example no_rht"
+            document.problem(("arms", name), why)
+        elif name.startswith(CONFIRM):
+            why = f"arm {name!r}: the prefix {CONFIRM!r} is for the arm that runs a search's winner again"
+            right = name.removeprefix(CONFIRM).strip() or "no_rht"
+            document.problem(("arms", name), f"{why}; leave it out: {right!r}")
 
 
 def _ends(base: Base, knobs: Mapping[str, Dimension], document: Document) -> list[Arm]:
@@ -382,8 +401,12 @@ def _try(
 
 
 def _against(file: ExperimentFile, base: Base, arms: list[Arm], document: Document) -> Against:
-    """Read the baseline: a preset, an arm by its name, or knobs; exactly an arm's knobs name that arm."""
-    value = file.against
+    """Read the baseline: a preset, an arm by its name, or knobs; exactly an arm's knobs name that arm.
+
+    A preset is compared at each arm's own workload values, so it does not stand for an arm of its name: that arm has to have the
+    preset's recipe.
+    """
+    value, named = file.against, {arm.name: arm for arm in arms}
     if isinstance(value, dict):
         built = _try(base, value, "against", {knob: ("against", knob) for knob in value}, document)
         alike = (arm for arm in arms if built and arm.content == built.content)
@@ -391,9 +414,12 @@ def _against(file: ExperimentFile, base: Base, arms: list[Arm], document: Docume
     if not isinstance(value, str):
         document.problem(("against",), "must be a preset, an arm's name, or knobs as {knob: value}", value)
     elif value in PRESETS:
+        if value in named and named[value].recipe != PRESETS[value]():
+            why = f"an arm named after preset {value}, with another recipe, so that `against: {value}` could mean either"
+            right = "give the arm a name that is no preset's, and write that under against if it is meant"
+            document.problem(("arms", value), f"{why}; {right}")
         return Against({"recipe": value})
     else:
-        named = {arm.name: arm for arm in arms}
         if value in named:
             return Against(named[value].knobs, named[value])
         if value not in (file.arms or {}):  # else what is wrong with the arm was noted

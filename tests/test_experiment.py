@@ -11,7 +11,7 @@ from experiments_for_tests import SHAPE, VOCAB, content, problems, shards, tiny,
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
-from ablate.arms import KnobError
+from ablate.arms import CONFIRM, KnobError
 from ablate.experiment import load
 from ablate.recipes import PRESETS
 from ablate.space import refuse_twins
@@ -644,11 +644,52 @@ def test_arms_are_named_by_the_file(tmp_path):
     assert names(listed) == [("bf16", None), ("bf16 lr=0.01", None), ("ours", "bf16"), ("theirs", "bf16 lr=0.01")]
 
 
+SAME_RATE = {"recipe": "bf16", "workload.lr": 0.01}
+
+
+@pytest.mark.parametrize("others", [{"other": {}}, {"other": {"workload.lr": 0.01}}, {"plain": {"recipe": "bf16"}}, {}])
+@pytest.mark.parametrize("against", ["bf16", None])
+@pytest.mark.parametrize("knobs", [{"rht": False}, {"recipe": "quartet2", "workload.lr": 0.01}])
+def test_a_baseline_that_is_a_preset_and_an_arm_of_another_recipe_is_refused_at_the_arm(knobs, against, others, tmp_path):
+    (problem,) = problems(write(tmp_path, ablate=None, arms={"bf16": knobs} | others, against=against))
+    assert problem.message.startswith("arms.bf16: ")
+    assert "preset bf16" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("arms", "expected", "noted"),
+    [
+        ({"bf16": {"recipe": "bf16"}, "other": {}}, [("bf16", None), ("other", "bf16")], False),
+        ({"bf16": SAME_RATE, "other": {"workload.lr": 0.01}}, [("bf16", None), ("other", "bf16")], False),
+        (
+            {"bf16": {"recipe": "bf16"}, "other": {"workload.lr": 0.01}},
+            [("bf16 lr=0.01", None), ("bf16", None), ("other", "bf16 lr=0.01")],
+            True,
+        ),
+    ],
+)
+def test_an_arm_named_as_the_preset_that_it_is_leaves_each_arm_its_own_workload_values(arms, expected, noted, tmp_path):
+    path = write(tmp_path, ablate=None, arms=arms)
+    found = load(path)
+    assert names(found) == expected
+    assert [note.startswith(f"{path}:1:") and "arms.bf16: " in note for note in found.notes] == [True] * noted
+
+
 def test_an_arm_with_the_baselines_name_must_be_the_baseline(tmp_path):
-    (problem,) = problems(write(tmp_path, ablate=None, arms={"bf16": {"rht": True}}))
+    arms = {"bf16": {"recipe": "bf16", "workload.lr": 0.01}, "other": {}}
+    (problem,) = problems(write(tmp_path, ablate=None, arms=arms))
     assert "arms.bf16: is the baseline's name too, but another arm" in str(problem)
-    same = tiny(tmp_path, ablate=None, arms={"bf16": {"recipe": "bf16"}, "other": {}})
-    assert names(same) == [("bf16", None), ("other", "bf16")]
+
+
+@pytest.mark.parametrize("name", ["", "  ", CONFIRM, f"{CONFIRM}ours"])
+def test_a_name_that_no_arm_can_have_is_refused_at_its_place(name, tmp_path):
+    (problem,) = told_of(tmp_path, f"arms:\n  a: {{rht: true}}\n  {json.dumps(name)}: {{rht: false}}")
+    assert problem.startswith(f"6:3: arms.{name}: arm ")
+
+
+def test_a_name_that_only_resembles_the_reserved_prefix_is_taken(tmp_path):
+    listed = tiny(tmp_path, ablate=None, arms={"confirm": {"rht": True}, "confirmed: x": {"rht": False}})
+    assert [name for name, _ in names(listed)] == ["bf16", "confirm", "confirmed: x"]
 
 
 def test_a_full_path_is_the_same_trial_as_its_short_name(tmp_path):
