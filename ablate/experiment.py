@@ -258,7 +258,7 @@ def _base(file: ExperimentFile, document: Document) -> Base | None:
     if name not in WORKLOADS:
         document.problem(("workload", name), f"no such workload; {nearest(name, WORKLOADS)}")
         return None
-    base = Base(name, values or {}, file.recipe if file.recipe in PRESETS else "nvfp4", Path(document.file).absolute().parent)
+    base = Base(name, values or {}, file.recipe if file.recipe in PRESETS else "nvfp4", Path(document.file).parent.resolve())
     try:
         base.arm({"recipe": "bf16"})
     except KnobError as error:

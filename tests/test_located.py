@@ -4,8 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from experiments_for_tests import SHAPE, VOCAB, problems, shards, tiny, write
+from PIL import Image
 
 from ablate.data import located
 from ablate.data.corpus import HubText, Prepared, Text
@@ -120,7 +122,33 @@ def test_names_on_a_hub_and_words_stay_as_they_are(tmp_path):
         assert located(source, tmp_path, {}) == source
 
 
-def test_a_folder_that_is_part_of_a_trials_identity_keeps_its_name_where_that_finds_it(tmp_path, monkeypatch):
-    (tmp_path / "a").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert located(HubImages(dataset="a", size=8), tmp_path, {}).dataset == "a"
+@pytest.mark.filterwarnings("ignore")
+def test_the_id_of_trials_on_a_hubs_layout_of_images_is_of_the_folder_and_not_of_the_working_directory(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    project, link = tmp_path / "project", tmp_path / "link"
+    for number in range(20):
+        (folder := project / "pets" / ("cat", "dog")[number % 2]).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:02}.png")
+    link.symlink_to(project)
+
+    def spec(file: Path) -> TrialSpec:
+        experiment = load(file, "cpu")
+        assert list(remarks(experiment)) == []
+        return experiment.spec(experiment.arms[0], 0, "cpu")
+
+    def mae(name: str, dataset: str) -> Path:
+        data = {"dataset": dataset, "size": 8}
+        return write(project, name, workload={"mae": {"data": data, "patch": 4, "steps": 2, "eval_every": 2}})
+
+    relative, absolute = mae("relative", "pets"), mae("absolute", str(project / "pets"))
+    ids = {spec(absolute).id}
+    for where, file in ((project, "relative.yaml"), (tmp_path, "project/relative.yaml"), (tmp_path, "link/relative.yaml")):
+        monkeypatch.chdir(where)
+        ids.add(spec(Path(file)).id)
+    monkeypatch.chdir(project / "pets")
+    for file in (relative, Path("../relative.yaml"), link / "relative.yaml"):
+        ids.add(spec(file).id)
+    assert len(ids) == 1
+    monkeypatch.chdir("/")
+    assert TrialSpec.parse(spec(relative).wire).id in ids

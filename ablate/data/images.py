@@ -67,8 +67,9 @@ class HubImages(Spec):
     """A dataset of images by its name on the Hugging Face hub, or a local folder in a layout that `datasets` reads."""
 
     places: ClassVar[frozenset[str]] = frozenset()
-    AS_WRITTEN: ClassVar[tuple[str, ...]] = ("dataset",)
+    NAMES: ClassVar[tuple[str, ...]] = ("dataset",)
     dataset: str
+    """A name on the hub, or a folder, whose absolute path is in the trial's id beside the content."""
     config: str | None = None
     split: str = "train"
     val_split: str | None = None

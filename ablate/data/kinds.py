@@ -39,8 +39,7 @@ def located(value: Any, folder: Path, strays: dict[str, None]) -> Any:
 
     A path that is not there but exists relative to the working directory is taken from there, as earlier versions did, and
     added to `strays`. A class names the fields that hold paths: `PATHS` (files, folders, globs) and `NAMES`, which may be names on
-    a hub as well and stay as they are unless such a folder exists. `AS_WRITTEN` are names that are part of a trial's identity:
-    they stay as they are wherever that finds the folder.
+    a hub as well and stay as they are unless such a folder exists.
     """
     changed: dict[str, Any] = {}
     for name in type(value).model_fields if isinstance(value, Spec) else ():
@@ -51,8 +50,6 @@ def located(value: Any, folder: Path, strays: dict[str, None]) -> Any:
             other = _absolute(part, folder, strays, False)
         elif isinstance(part, str) and name in getattr(value, "NAMES", ()):
             other = _absolute(part, folder, strays, True)
-        elif isinstance(part, str) and name in getattr(value, "AS_WRITTEN", ()):
-            other = part if _same(part, folder) else _absolute(part, folder, {}, True)
         else:
             continue
         if other is not part:
@@ -70,12 +67,6 @@ def _absolute(text: str, folder: Path, strays: dict[str, None], may_be_a_name: b
         strays[text] = None
         return str(Path.cwd() / text)
     return text if may_be_a_name else beside
-
-
-def _same(text: str, folder: Path) -> bool:
-    """Whether the working directory has the same folder under this name, or only that one."""
-    beside = folder / text
-    return Path(text).exists() and not (beside.exists() and not beside.samefile(text))
 
 
 def _there(path: str) -> bool:
