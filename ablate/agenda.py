@@ -113,7 +113,7 @@ class Agenda:
         load = Load.of(arm, self.experiment, self.device)
         for seed in self.experiment.seeds if seeds is None else seeds:
             spec = self.experiment.spec(arm, seed, self.device)
-            self.family.add(spec)
+            self.family.add(spec, self.store.checkpoint_step(spec.id))
             trial = self.ledger.add_member(number, seed, spec.id, spec.wire)
             self._describe_data(spec)
             if trial in self._status:

@@ -15,10 +15,7 @@ from torch import nn
 
 from ablate.engines.emulated import Engine
 from ablate.parallel import gathered, placed, placed_optimizer, world
-from ablate.store import Damaged, seal, unsealed
-
-VERSION = 4
-"""Of the file's content; another version is not read."""
+from ablate.store import CHECKPOINT_VERSION, Damaged, seal, unsealed
 
 
 class Journal(Protocol):
@@ -68,7 +65,7 @@ class Checkpoints:
     def leave(self, step: int, state: dict[str, Any], wanted: tuple[bool, bool]) -> None:
         """Leave the state after `step` steps for whom it is wanted."""
         others, own = wanted
-        about = {"version": VERSION, "trial": self.trial, "step": step, "records": self._journal and self._journal.reach(step)}
+        about = {"version": CHECKPOINT_VERSION, "trial": self.trial, "step": step, "records": self._journal and self._journal.reach(step)}
         if others:
             self.shared[step].parent.mkdir(parents=True, exist_ok=True)
             self._write(self.shared[step], state, about | {"state": self.shared[step].name})
@@ -102,7 +99,7 @@ class Checkpoints:
 
     def _refuse(self, path: Path, about: Mapping[str, Any]) -> None:
         """Damaged where the file is whole and still of no use to this trial."""
-        if about["version"] != VERSION or (path == self.path and about["trial"] != self.trial):
+        if about["version"] != CHECKPOINT_VERSION or (path == self.path and about["trial"] != self.trial):
             raise Damaged(path, "of another version or trial")
         if path != self.path and about.get("state") != path.name:
             raise Damaged(path, f"the state of trial {about['trial']} after step {about['step']} under another's name")

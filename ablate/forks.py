@@ -26,13 +26,17 @@ class Family:
     def __init__(self, specs: Iterable[TrialSpec] = (), note: str = "") -> None:
         self._note = note
         self._groups: dict[str, dict[str, TrialSpec]] = defaultdict(dict)
+        self.resumed: dict[str, int] = {}
+        """Steps of the trials' own checkpoints, by id; of trials without one, none."""
         for spec in specs:
             self.add(spec)
 
-    def add(self, spec: TrialSpec) -> None:
-        """Count a trial in, if it can be forked at all."""
+    def add(self, spec: TrialSpec, resumed: int = 0) -> None:
+        """Count a trial in, if it can be forked at all. `resumed`: the step of its own checkpoint, 0 if it has none."""
         if spec.segments:
             self._groups[spec.history(1)].setdefault(spec.id, spec)
+            if resumed:
+                self.resumed[spec.id] = resumed
 
     def __iter__(self) -> Iterator[TrialSpec]:
         return (spec for group in self._groups.values() for spec in group.values())
@@ -61,18 +65,20 @@ class Family:
     def computed(self, spec: TrialSpec, before: Iterable[str], left: Collection[str] = ()) -> int:
         """Steps that a trial computes after those in `before` (ids) have run.
 
-        It goes on from the furthest state at which it parts from another trial of the family, if a trial in `before`, or an
-        earlier run, left that state. No state is left after the last step: trials that are equal to the end share what lies
-        before the last place where a third one parts from them, and each computes the rest itself.
+        It goes on from its own checkpoint, or from the furthest state at which it parts from another trial of the family if a
+        trial in `before`, or an earlier run, left that state; whichever is further. A trial that goes on from its own checkpoint
+        leaves no state before it. No state is left after the last step: trials that are equal to the end share what lies before
+        the last place where a third one parts from them, and each computes the rest itself.
         """
         if not spec.segments:
             return spec.config.steps
         group = self._groups[spec.history(1)]
         alike = {name: spec.alike(other) for name, other in group.items() if name != spec.id}
-        reached = max((alike.get(name, 0) for name in before), default=0)
+        runs = {(self.resumed.get(name, 0), alike[name]) for name in before if name in alike}
         parts = set(alike.values()) - {spec.config.steps}
-        start = max((step for step in parts if step <= reached or self._is_left(spec, step, left)), default=0)
-        return spec.config.steps - start
+        left_by_runs = (step for step in parts if any(first < step <= last for first, last in runs))
+        start = max((*left_by_runs, *(step for step in parts if self._is_left(spec, step, left))), default=0)
+        return spec.config.steps - max(start, self.resumed.get(spec.id, 0))
 
     def _is_left(self, spec: TrialSpec, step: int, left: Collection[str]) -> bool:
         return bool(left) and self._name(spec, step) in left

@@ -64,6 +64,8 @@ class Forecast:
     """Points that the search has proposed."""
     alone: int = 0
     """Training steps of the trials to run that can share some, each computed for itself; of known arms."""
+    resumed: int = 0
+    """Those of them that lie before the trials' own checkpoints."""
     steps: int = 0
     """Steps that they compute when what they share is computed once."""
     seconds: float = 0.0
@@ -86,7 +88,7 @@ def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
         done = {spec.id for spec in specs if spec.id in known.pruned or store.finished(spec.id)}
         finished |= done
         for spec in specs:  # those that are done, too: where a trial parts from one of them is where it leaves a state
-            family.add(spec)
+            family.add(spec, store.checkpoint_step(spec.id))
             if spec.id not in done:
                 todo[spec.id] = seconds
         if place < len(experiment.arms):
@@ -97,6 +99,7 @@ def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
     parts = [seconds * shared.get(trial, 1.0) for trial, seconds in todo.items()]
     found.trials, found.done, found.proposed, found.measured = len(todo), len(finished), known.proposed, pace.measured
     found.alone, found.steps = sum(whole.values()), sum(computed.values())
+    found.resumed = sum(step for trial, step in family.resumed.items() if trial in todo)
     found.seconds, found.longest = sum(parts), max(parts, default=0.0)
     if known.ended and not todo:
         return found
@@ -198,8 +201,10 @@ def show(experiment: Experiment, place: Place) -> None:
         screen.print(f"\nLayers of arm {arms}:", *(f"  {line}" for line in lines), sep="\n", markup=False, soft_wrap=True)
     for remark in remarks(experiment):
         screen.print(f"\nNote: {remark}", markup=False, soft_wrap=True)
-    if found.steps < found.alone:
-        saved = f"{found.alone - found.steps:,} of {found.alone:,} steps are not run"
+    if found.resumed:
+        screen.print(f"\nTrials that were interrupted go on from their checkpoints: {found.resumed:,} of {found.alone:,} steps are done.")
+    if found.steps < (rest := found.alone - found.resumed):
+        saved = f"{rest - found.steps:,} of {rest:,} steps are not run"
         screen.print(f"\nTrials that begin alike share what they have in common: {saved}.")
     counted = f"{found.trials} trials to run" if not found.later else f"At most {found.trials + found.later} trials to run"
     screen.print(f"\n{counted}, {found.done} done. {_cost(found, place, layout.ranks)}", markup=False, soft_wrap=True)

@@ -31,6 +31,8 @@ from typing import Any, BinaryIO, TextIO
 _RECORD = struct.Struct("<qdd")
 _FOOTER = struct.Struct("<II8s")
 _MAGIC = b"ablate-1"
+CHECKPOINT_VERSION = 4
+"""Of the content of checkpoints; those of another version are not read."""
 _CRC = b', "crc": "'
 _OF_A_RESULT = {"status", "reason", "seconds", "started", "steps"}
 
@@ -191,6 +193,15 @@ class Store:
     def shared(self, name: str) -> Path:
         """Where the checkpoint lies that several trials pass through."""
         return self.root / "checkpoints" / f"{name}.pt"
+
+    def checkpoint_step(self, trial: str) -> int:
+        """Return the step of the trial's own checkpoint, 0 if there is none that it can go on from. Reads the footer alone."""
+        path = self.folder(trial) / "checkpoint.pt"
+        with suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
+            about = _footer(file, path)
+            if (about["version"], about["trial"]) == (CHECKPOINT_VERSION, trial):
+                return int(about["step"])
+        return 0
 
     def largest_checkpoint(self) -> int:
         """Bytes of the largest checkpoint there is."""
@@ -391,24 +402,32 @@ def seal(file: BinaryIO, about: Mapping[str, Any]) -> None:
 def unsealed(path: Path) -> dict[str, Any]:
     """What a checkpoint's footer says. Damaged where its bytes are not those that were written, or where it has no footer."""
     with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - _FOOTER.size))
-        footer = file.read()
-        if len(footer) < _FOOTER.size or not footer.endswith(_MAGIC):
-            raise Damaged(path, "without a digest: cut short, damaged, or of an earlier version")
-        length, crc, _ = _FOOTER.unpack(footer)
-        file.seek(max(0, end - _FOOTER.size - length))
-        text = file.read(length)
-        if zlib.crc32(text) != crc:
-            raise Damaged(path, "damaged: its footer is not what was written")
-        about = json.loads(text)
-        digest, left = hashlib.sha256(), about["size"]
+        about = _footer(file, path)
+        digest, rest = hashlib.sha256(), about["size"]
         file.seek(0)
-        while left and (piece := file.read(min(left, 1 << 24))):
+        while rest and (piece := file.read(min(rest, 1 << 24))):
             digest.update(piece)
-            left -= len(piece)
-        if digest.hexdigest() != about["sha256"] or about["size"] + length + _FOOTER.size != end:
-            raise Damaged(path, "damaged: its bytes are not those that were written")
+            rest -= len(piece)
+    if digest.hexdigest() != about["sha256"]:
+        raise Damaged(path, "damaged: its bytes are not those that were written")
+    return about
+
+
+def _footer(file: BinaryIO, path: Path) -> dict[str, Any]:
+    """Return the footer of a checkpoint, whose content is not read. Damaged if there is none, or if it is not of a file of this size."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - _FOOTER.size))
+    footer = file.read()
+    if len(footer) < _FOOTER.size or not footer.endswith(_MAGIC):
+        raise Damaged(path, "without a digest: cut short, damaged, or of an earlier version")
+    length, crc, _ = _FOOTER.unpack(footer)
+    file.seek(max(0, end - _FOOTER.size - length))
+    text = file.read(length)
+    if zlib.crc32(text) != crc:
+        raise Damaged(path, "damaged: its footer is not what was written")
+    about = json.loads(text)
+    if about["size"] + length + _FOOTER.size != end:
+        raise Damaged(path, "damaged: its bytes are not those that were written")
     return about
 
 

@@ -21,7 +21,7 @@ from ablate.ledger import Ledger
 from ablate.plan import forecast
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Phase
-from ablate.store import Store
+from ablate.store import CHECKPOINT_VERSION, Store, seal
 from ablate.supervisor import Supervisor
 from ablate.trial import TrialSpec, run
 from ablate.workers import Inline
@@ -269,6 +269,11 @@ GRIDS = {
     "equal arms that part from one that is done": {"arms": ["0.5", "0.1", "0.11"], "done": ["0.5"]},
     "a trunk that is done": {"arms": ["0", "0.1", "0.11", "0.5"], "done": ["0", "0.1"], "seeds": 2},
     "an earlier run that was ended between two arms": {"arms": ["0.1", "0.11", "0.5"], "ended": 12},
+    "a trial that was killed and has a checkpoint": {"arms": ["bf16", "mxfp4"], "killed": 7},
+    "a trial that was killed behind a state that it left": {"arms": ["0.1", "0.5"], "killed": 14},
+    "a trial that was killed before the state that it is to leave": {"arms": ["0.1", "0.5"], "killed": 7},
+    "a trial that was killed behind a state that it did not leave": {"arms": ["0.1", "0.5"], "killed": 14, "fork": False},
+    "a killed trial, and two that begin as it does": {"arms": ["0.1", "0.5", "0.51"], "killed": 14, "fork": False},
 }
 
 
@@ -281,9 +286,9 @@ def test_a_sweep_computes_as_many_steps_as_its_plan_counts(case, tmp_path):
     draw = random.Random(case)
     arms = draw.sample(["0", "0.05", "0.1", "0.11", "0.12", "0.25", "0.26", "0.5", "bf16", "mxfp4"], draw.randint(2, 5))
     drawn = {"arms": arms, "done": draw.sample(arms, draw.randint(0, 2)), "seeds": draw.randint(1, 2)}
-    given = {"seeds": 1, "done": [], "ended": None} | (drawn if case in range(DRAWN) else GRIDS[case])
+    given = {"seeds": 1, "done": [], "ended": 0, "killed": 0, "fork": True} | (drawn if case in range(DRAWN) else GRIDS[case])
     keys = {"shape": {"steps": 20, "eval_every": 20, "width": 16, "context": 8, "batch": 1, "layers": 1}, "ablate": None}
-    keys |= {"telemetry": {"log": 1, "every": 20}, "seeds": given["seeds"]}
+    keys |= {"telemetry": {"log": 1, "every": 20, "checkpoint": 0 if given["killed"] else 60}, "seeds": given["seeds"]}
 
     def named(*names: str):
         arms = {name: {"cooldown": float(name)} if name[0].isdigit() else {"recipe": name} for name in names}
@@ -295,15 +300,43 @@ def test_a_sweep_computes_as_many_steps_as_its_plan_counts(case, tmp_path):
     if given["done"]:
         finish(named(*given["done"]), tmp_path / "state")
     experiment = named(*given["arms"])
-    if given["ended"]:
-        controller = Controller(experiment, tmp_path / "state", "cpu", Inline, None)
-        run = controller.run()
-        next(step for step in run if sum(running.step for running in step.running) >= given["ended"] and step.done)
-        run.close()
+    if reached := given["ended"] or given["killed"]:
+        wishes = Wishes(fork=given["fork"])
+        with closing(Controller(experiment, tmp_path / "state", "cpu", Inline, None, wishes).run()) as run:
+            next(step for step in run if sum(r.step for r in step.running) >= reached and (step.done or given["killed"]))
     before, planned = steps(), forecast(experiment, tmp_path / "state", "cpu")
     finish(experiment, tmp_path / "state")
     assert planned.steps == steps() - before
     assert planned.alone == 20 * planned.trials
+    assert planned.resumed == (given["killed"] and reached - 1)  # a checkpoint is left when the step's record was taken
+    assert planned.steps <= planned.alone - planned.resumed
+
+
+def of_another_version(path: Path) -> None:
+    path.write_bytes(b"state")
+    with path.open("r+b") as file:
+        seal(file, {"version": CHECKPOINT_VERSION + 1, "trial": "trial", "step": 3})
+
+
+SPOILT = {
+    "cut short": lambda path, content: path.write_bytes(content[:-1]),
+    "a footer that was changed": lambda path, content: path.write_bytes(content.replace(b'"step": 3', b'"step": 4')),
+    "another version's": lambda path, content: of_another_version(path),
+    "no checkpoint": lambda path, content: path.write_bytes(b""),
+    "another trial's": lambda path, content: path.rename(path.parent.parent / "other" / path.name),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_checkpoint_that_no_trial_goes_on_from_is_not_counted(what, tmp_path):
+    store = Store(tmp_path)
+    for name in ("trial", "other"):
+        store.folder(name).mkdir(parents=True)
+    path = store.folder("trial") / "checkpoint.pt"
+    Checkpoints(path, "trial", 0).leave(3, {"step": 3}, (False, True))
+    assert (store.checkpoint_step("trial"), store.checkpoint_step("other")) == (3, 0)
+    SPOILT[what](path, path.read_bytes())
+    assert [store.checkpoint_step(name) for name in ("trial", "other")] == [0, 0]
 
 
 TRUNK = {"shape": {"steps": 20, "eval_every": 20, "width": 16, "context": 8, "batch": 1}, "telemetry": {"log": 1}, "seeds": 1}
