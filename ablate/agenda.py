@@ -14,6 +14,7 @@ from typing import Any
 
 from ablate.arms import CONFIRM, Arm, KnobError, label
 from ablate.data.facts import KINDS, facts
+from ablate.edits import edits, versions_alone
 from ablate.estimate import Clock, Load, Timed
 from ablate.experiment import Experiment
 from ablate.forks import Family, note, wanted_elsewhere
@@ -24,8 +25,6 @@ from ablate.store import Busy, Damaged, Store
 from ablate.trial import TrialSpec
 from ablate.verify import doubted
 from ablate.yamlfile import InputError
-
-_VERSIONS = ("numerics_version", "workload_version")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,10 @@ class Agenda:
             self._look_again()
             if not accept:
                 self._refuse_other_versions(before)
-        return self._edits(before)
+        new = {(member["name"], member["seed"]): member for member in self.ledger.members()}
+        repeated = {point["name"] for point in self.ledger.points() if point["repeats"]}  # once arms of their own
+        seeds = not self.experiment.growth and not self.experiment.search  # which have seeds beside the file's
+        return edits(before, new, repeated, seeds)
 
     def want(self, arm: Arm, optuna: int | None = None, seeds: Iterable[int] | None = None, role: Role | None = None) -> int:
         """Put an arm with its seeds into the ledger; adopt what is finished, queue what is not. Returns the arm's number.
@@ -330,8 +332,7 @@ class Agenda:
             if old is None or old["id"] == member["id"] or old["status"] not in FINISHED:
                 continue
             then, now = json.loads(old["spec"]), json.loads(member["spec"])
-            differing = {key for key in then.keys() | now.keys() if then.get(key) != now.get(key)} - {"id"}
-            if differing and differing <= set(_VERSIONS):
+            if differing := versions_alone(then, now):
                 changes |= {f"{key.replace('_', ' ')} {then.get(key)}, now {now.get(key)}" for key in differing}
                 outdated[old["id"]] += 1
         if outdated:
@@ -343,22 +344,6 @@ class Agenda:
                     " give --accept-version to run all of it under this one; what is done stays in the store"
                 ]
             )
-
-    def _edits(self, before: Mapping[tuple[str, int], Any]) -> list[str]:
-        """What the file wants that it did not before, and the other way round, in one line."""
-        now = {(member["name"], member["seed"]) for member in self.ledger.members()}
-        if not before or now == before.keys():
-            return []
-        repeated = {point["name"] for point in self.ledger.points() if point["repeats"]}  # once arms of their own
-        earlier = {name for name, _ in before if not name.startswith(CONFIRM)} - repeated
-        changes = {"arm": ({name for name, _ in now}, earlier)}
-        if not self.experiment.growth and not self.experiment.search:  # which have seeds beside the file's
-            changes["seed"] = ({seed for _, seed in now}, {seed for _, seed in before})
-        told = []
-        for what, (new, old) in changes.items():
-            told += [f"+{_counted(len(new - old), what)}"] if new - old else []
-            told += [f"{_counted(len(old - new), what)} no longer wanted (kept)"] if old - new else []
-        return [f"the file was edited: {', '.join(told)}"] if told else []
 
     # What happens to it
 
@@ -460,7 +445,3 @@ class Agenda:
             if name in coming:
                 return False
         return True
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

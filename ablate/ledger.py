@@ -32,8 +32,13 @@ DATA = "data:"
 _FILES = "files:"
 """Prefix of a seal that is the signature of a trial's files when their content was last compared with its result."""
 _DISCARDED = "mlflow_discarded"
-"""Fact: [trial's id, milliseconds] as a JSON list: runs of MLflow that began before then show records that are no more."""
+"""Fact: [trial's id, milliseconds, member's key or ""] as a JSON list: runs of MLflow that began before then are to be removed."""
 _WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
+
+
+def key_of(member: Mapping[str, Any]) -> str:
+    """Return the key by which a member's run in MLflow is found again."""
+    return f"{member['arm']}/{member['seed']}"
 
 
 class Ledger:
@@ -54,6 +59,8 @@ class Ledger:
         unknown = ", ".join(f"NULL AS {column}" for column in missing)
         self._arms = f"(SELECT *, {unknown} FROM arms)" if missing else "arms"
         """The table of arms, with all columns: an earlier version's ledger that is only read keeps its own."""
+        self._replaced: list[tuple[str, str]] = []
+        """Trials and members whose runs in MLflow are to be removed, until the transaction ends."""
         self._names = {row["text"]: row["name"] for row in self.db.execute("SELECT * FROM names")}
 
     @property
@@ -71,9 +78,13 @@ class Ledger:
         self.db.execute("BEGIN")
         try:
             yield
+            if self._replaced:
+                self.discard(self._replaced)
         except BaseException:
             self.db.execute("ROLLBACK")
             raise
+        finally:
+            self._replaced = []
         self.db.execute("COMMIT")
 
     def _atomic(self) -> Any:
@@ -124,6 +135,11 @@ class Ledger:
         place = self.db.execute("SELECT count(place) FROM arms").fetchone()[0]
         given = {"knobs": json.dumps(knobs), "baseline": baseline, "optuna": optuna}
         given |= {"role": role, "repeats": repeats, "reason": reason}
+        with self._atomic():
+            self._redraw("arms.name = ? AND arms.baseline IS NOT ?", name, baseline)
+            return self._add_arm(name, place, given)
+
+    def _add_arm(self, name: str, place: int, given: Mapping[str, Any]) -> int:
         self.db.execute(
             f"INSERT INTO arms (name, place, {', '.join(given)}) VALUES (?, ?{', ?' * len(given)})"
             " ON CONFLICT (name) DO UPDATE SET place = coalesce(place, excluded.place), "
@@ -140,15 +156,24 @@ class Ledger:
     def _add_member(self, arm: int, seed: int, trial_id: str, spec: str) -> int:
         self.db.execute("INSERT OR IGNORE INTO trials (id, spec) VALUES (?, ?)", (trial_id, spec))
         trial = self.db.execute("SELECT trial FROM trials WHERE id = ?", (trial_id,)).fetchone()["trial"]
+        if self.db.execute("SELECT 1 FROM members WHERE arm = ? AND seed = ? AND trial != ?", (arm, seed, trial)).fetchone():
+            self._redraw("seed = ?2 AND members.arm IN (SELECT arm FROM arms WHERE arm = ?1 OR baseline = ?1)", arm, seed)
         self.db.execute(
-            "INSERT INTO members (arm, seed, trial) VALUES (?1, ?2, ?3) ON CONFLICT (arm, seed) DO UPDATE"
-            " SET mlflow = iif(trial = ?3, mlflow, NULL), shipped = iif(trial = ?3, shipped, -1),"
-            " closed = iif(trial = ?3, closed, 0), trial = ?3, wanted = 1",
+            "INSERT INTO members (arm, seed, trial) VALUES (?1, ?2, ?3) ON CONFLICT (arm, seed) DO UPDATE SET trial = ?3, wanted = 1",
             (arm, seed, trial),
         )
         (identity,) = self.identities("members.arm = ? AND seed = ?", arm, seed)
         self.db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?)", (f"member:{arm}:{seed}", seal(json.dumps(identity))))
         return trial
+
+    def _redraw(self, which: str, *words: Any) -> None:
+        """Have MLflow's runs of members removed and made anew: they show another trial, or a gap to another one, than is meant now."""
+        query = f"SELECT members.arm, seed, trials.id FROM members JOIN trials USING (trial) JOIN arms USING (arm) WHERE {which}"
+        rows = self.db.execute(query, words).fetchall()
+        if rows and self.fact("mlflow_parent"):
+            self._replaced += [(row["id"], key_of(row)) for row in rows]
+        members = [(row["arm"], row["seed"]) for row in rows]
+        self.db.executemany("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE arm = ? AND seed = ?", members)
 
     def identities(self, which: str = "wanted AND arms.place IS NOT NULL", *words: Any) -> list[list[Any]]:
         """List what each member is: its arm's number, name, knobs and baseline, its seed, its trial's id and spec."""
@@ -312,21 +337,21 @@ class Ledger:
         self.db.execute("INSERT OR REPLACE INTO sweep VALUES ('edition', lower(hex(randomblob(16))))")
         for table in ("records", "events"):
             self.db.execute(f"DELETE FROM {table} WHERE trial = ?", (trial,))
-        self.discard([self.trial(trial)["id"]])
+        self.discard([(self.trial(trial)["id"], "")])
         self.db.execute("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE trial = ?", (trial,))
 
-    def discard(self, trials: Iterable[str]) -> None:
-        """Note that the runs that MLflow has of these trials now show records that are no more."""
+    def discard(self, runs: Iterable[tuple[str, str]]) -> None:
+        """Note that MLflow's present runs of these trials are to be removed: those of one member by its key, or of all by ""."""
         now = int(time.time() * 1000)
-        self.describe(**{_DISCARDED: json.dumps([*self.discarded(), *((trial, now) for trial in trials)])})
+        self.describe(**{_DISCARDED: json.dumps([*self.discarded(), *((trial, now, member) for trial, member in runs)])})
 
-    def discarded(self, gone: Collection[tuple[str, int]] = ()) -> list[tuple[str, int]]:
-        """Trials whose runs in MLflow that began before a moment (milliseconds) show records that are no more; less those in `gone`."""
-        found = [(trial, moment) for trial, moment in json.loads(self.fact(_DISCARDED) or "[]")]
-        if gone and {*gone} & {*found}:
-            found = [one for one in found if one not in gone]
-            self.describe(**{_DISCARDED: json.dumps(found)})
-        return found
+    def discarded(self, gone: Collection[tuple[str, int, str]] = ()) -> list[tuple[str, int, str]]:
+        """Return what `discard` noted: trial, moment (milliseconds) before which the runs began, member's key; less those in `gone`."""
+        noted = [(trial, moment, *(member or [""])) for trial, moment, *member in json.loads(self.fact(_DISCARDED) or "[]")]
+        if gone and {*gone} & {*noted}:
+            noted = [one for one in noted if one not in gone]
+            self.describe(**{_DISCARDED: json.dumps(noted)})
+        return noted
 
     # Records
 

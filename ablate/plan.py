@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ablate.arms import CONFIRM, Arm, KnobError
 from ablate.cli import Device, Profile, State, alone, console, duration
+from ablate.edits import redefined, redefinition
 from ablate.estimate import Load, Pace, time_left, unproposed
 from ablate.experiment import Experiment, load
 from ablate.forks import Family, note
@@ -62,6 +63,8 @@ class Forecast:
     done: int = 0
     proposed: int = 0
     """Points that the search has proposed."""
+    redefined: list[str] = field(default_factory=list)
+    """Names of arms that stood for other trials when the sweep last ran."""
     alone: int = 0
     """Training steps of the trials to run that can share some, each computed for itself; of known arms."""
     resumed: int = 0
@@ -93,6 +96,8 @@ def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
                 todo[spec.id] = seconds
         if place < len(experiment.arms):
             found.rows.append((arm, specs, sum(spec.id in done for spec in specs)))
+    named = {(arm.name, spec.seed): {"id": spec.id, "spec": spec.wire} for arm, specs, _ in found.rows for spec in specs}
+    found.redefined = redefined(known.members, named)
     computed = family.steps(todo.keys(), {path.stem for path in (state / "checkpoints").glob("*.pt")})
     whole = {spec.id: spec.config.steps for spec in family if spec.id in todo}
     shared = {trial: computed[trial] / steps for trial, steps in whole.items()}
@@ -119,6 +124,8 @@ class _Known:
 
     arms: list[tuple[Arm, tuple[int, ...]]]
     """With their seeds, those of the file first."""
+    members: dict[tuple[str, int], Any] = field(default_factory=dict)
+    """The ledger's members, by arm's name and seed."""
     proposed: int = 0
     finished: set[str] = field(default_factory=set)
     """Ids of the trials of proposed arms that need not run again; these arms are left out above."""
@@ -140,6 +147,7 @@ def _add_recorded(known: _Known, experiment: Experiment, ledger: Ledger, store: 
     """Add the points that a search proposed, the seeds that arms have beside the file's, and what was given up."""
     rows = ledger.members()
     same = ledger.fact("experiment.yaml") == experiment.text
+    known.members = {(row["name"], row["seed"]): row for row in rows}
     known.ended = same and ledger.fact("ended") == "done"
     known.pruned = {row["id"] for row in rows if row["status"] == "pruned"}
     members: dict[str, list[Any]] = {}
@@ -201,6 +209,8 @@ def show(experiment: Experiment, place: Place) -> None:
         screen.print(f"\nLayers of arm {arms}:", *(f"  {line}" for line in lines), sep="\n", markup=False, soft_wrap=True)
     for remark in remarks(experiment):
         screen.print(f"\nNote: {remark}", markup=False, soft_wrap=True)
+    if found.redefined:
+        screen.print(f"\nNote: {one_line(redefinition(found.redefined))}.", markup=False, soft_wrap=True)
     if found.resumed:
         screen.print(f"\nTrials that were interrupted go on from their checkpoints: {found.resumed:,} of {found.alone:,} steps are done.")
     if found.steps < (rest := found.alone - found.resumed):

@@ -70,7 +70,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     ledger = Ledger(path)
     ledger.describe(**facts)
     # MLflow's run of a trial that goes on, or begins anew, may show records that only the old ledger had.
-    ledger.discard(sorted({member["id"] for member in ledger.members() if member["status"] not in FINISHED}))
+    ledger.discard(sorted({(member["id"], "") for member in ledger.members() if member["status"] not in FINISHED}))
     for line in (*news, *_came_back(ledger, experiment, points), *_lost(facts, experiment, points)):
         screen.print(line, soft_wrap=True, markup=False)
     ledger.close()

@@ -20,7 +20,7 @@ from typing import Any
 
 from ablate import surface
 from ablate.databases import path_of, set_journal
-from ablate.ledger import DATA, Ledger
+from ablate.ledger import DATA, Ledger, key_of
 from ablate.redact import redact
 from ablate.store import Store, lock
 from ablate.tracking import database, runs
@@ -65,8 +65,8 @@ class Projector:
         """The sweep's experiment in MLflow."""
         self.forgotten = False
         """Whether MLflow lacks the runs that the ledger knows: this projector has ended, and all is to be drawn again."""
-        self.discarded: tuple[tuple[str, int], ...] = ()
-        """Trials of the ledger's `discarded` whose runs are in MLflow's bin now."""
+        self.discarded: tuple[tuple[str, int, str], ...] = ()
+        """Those of the ledger's `discarded` whose runs are in MLflow's bin now."""
         self.trouble: str | None = None
         """Why the picture is behind, while it is."""
         self.behind = 0
@@ -156,15 +156,16 @@ class Projector:
             return False
 
     def _discard(self, client: Any, ledger: Ledger) -> None:
-        """Move to MLflow's bin the runs that show records which are no more: others will show those that came in their place."""
+        """Move to MLflow's bin the runs that show what is no more: others will show what came in its place."""
         done = []
-        for trial, moment in ledger.discarded():
-            runs = client.search_runs([self.experiment], f"tags.`ablate.trial` = '{trial}'")
+        for trial, moment, member in ledger.discarded():
+            of_member = f" AND tags.`ablate.member` = '{member}'" if member else ""
+            runs = client.search_runs([self.experiment], f"tags.`ablate.trial` = '{trial}'{of_member}")
             for run in runs:
                 if run.data.tags.get("mlflow.parentRunId") == self.parent and run.info.start_time < moment:
                     client.set_tag(run.info.run_id, "ablate.status", "replaced")
                     client.delete_run(run.info.run_id)
-            done.append((trial, moment))
+            done.append((trial, moment, member))
         self.discarded = tuple(done)
 
     def _wait_less(self) -> None:
@@ -243,7 +244,7 @@ class Projector:
         """One member's run, in as few calls as may be: each costs a commit, or a round trip."""
         from mlflow.entities import Param, RunTag
 
-        over, run = member["status"] in _TERMINAL, known.run or self._orphans.get((runs.key_of(member), member["id"]), "")
+        over, run = member["status"] in _TERMINAL, known.run or self._orphans.get((key_of(member), member["id"]), "")
         begun = (known.arm, known.seed) in self._shipped
         params = [] if begun or known.step >= 0 else [Param(key, value) for key, value in runs.params(member)]
         tags = [RunTag("ablate.status", member["status"])] if over and run else []

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ablate.ledger import Ledger
+from ablate.ledger import Ledger, key_of
 from ablate.redact import redact
 from ablate.store import Store
 from ablate.workloads import context_free, unit
@@ -50,11 +50,6 @@ def page(server: str, experiment: str, run: str | None = None) -> str:
 
 
 # A member
-
-
-def key_of(member: Mapping[str, Any]) -> str:
-    """By what a member's run is found again."""
-    return f"{member['arm']}/{member['seed']}"
 
 
 def tags(member: Mapping[str, Any], sweep: str, parent: str | None, against: str | None) -> dict[str, str]:

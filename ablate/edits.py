@@ -1,0 +1,67 @@
+"""Differences between what a sweep wanted when it last ran and what its file wants now, in sentences for `plan` and `sweep`.
+
+A ledger finds an arm by its name. A file whose arms swap their contents names the same arms, so that nothing would be said, although
+each name stands for other trials from then on. `redefined` compares the trials themselves.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ablate.arms import CONFIRM
+
+_VERSIONS = {"numerics_version", "workload_version"}
+_CONTENTS = ("workload", "data", "recipe")
+"""Keys of a spec that a file decides. The others change with the code and the machine."""
+_MOST_NAMED = 8
+"""Arms that a sentence names."""
+
+Members = Mapping[tuple[str, int], Mapping[str, Any]]
+"""Trials by arm's name and seed: at least `id` and `spec`, the spec as JSON."""
+
+
+def versions_alone(then: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Return the keys in which two specs differ if they are all versions of the code, else nothing."""
+    differing = {key for key in then.keys() | now.keys() if then.get(key) != now.get(key)} - {"id"}
+    return differing if differing <= _VERSIONS else set()
+
+
+def redefined(before: Members, now: Members) -> list[str]:
+    """Return the names of arms that stand for a trial of another workload, recipe or other data than before at a seed."""
+    names: dict[str, None] = {}
+    for (name, seed), member in now.items():
+        if name not in names and (old := before.get((name, seed))) and old["id"] != member["id"]:
+            then, later = json.loads(old["spec"]), json.loads(member["spec"])
+            if any(then.get(key) != later.get(key) for key in _CONTENTS):
+                names[name] = None
+    return list(names)
+
+
+def redefinition(names: Collection[str]) -> str:
+    """Return a sentence on arms that mean something else than when the sweep last ran."""
+    listed = f"{', '.join(list(names)[:_MOST_NAMED])}{' and others' if len(names) > _MOST_NAMED else ''}"
+    arms = f"{_counted(len(names), 'arm')} with the same name but other contents than before"
+    return f"the file or its data changed: {arms}: {listed}; earlier results are kept, but not shown under the name"
+
+
+def edits(before: Members, now: Members, repeated: Collection[str] = (), seeds: bool = True) -> list[str]:
+    """Return a sentence on arms and seeds that are wanted anew or no longer, and one on redefined arms, each if there are any.
+
+    `repeated`: names of proposed points that repeat an arm; `seeds`: whether the file alone says which seeds there are.
+    """
+    if not before:
+        return []
+    earlier = {name for name, _ in before if not name.startswith(CONFIRM)} - set(repeated)
+    changes = {"arm": ({name for name, _ in now}, earlier)}
+    if seeds:
+        changes["seed"] = ({seed for _, seed in now}, {seed for _, seed in before})
+    told = []
+    for what, (new, old) in changes.items():
+        told += [f"+{_counted(len(new - old), what)}"] if new - old else []
+        told += [f"{_counted(len(old - new), what)} no longer wanted (kept)"] if old - new else []
+    names = redefined(before, now)
+    return [f"the file was edited: {', '.join(told)}"] * bool(told) + ([redefinition(names)] if names else [])
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
