@@ -21,6 +21,7 @@ from ablate.surface import json_schema
 from ablate.sweep import sweep
 from ablate.sync import sync
 from ablate.ui import ui
+from ablate.workloads.knobs import WORKLOAD_KNOBS
 
 app = typer.Typer(
     help="Does this part of my low-precision training recipe matter, for my model, and by how much?",
@@ -51,6 +52,8 @@ def knobs() -> None:
     for name, knob in KNOBS.items():
         paths = "<br>".join(f"`recipe.{path}`" for path in knob.shown())
         print(f"| `{name}` | {knob.values} | {knob.help} | {paths} |")
+    for name, text in WORKLOAD_KNOBS.items():
+        print(f"| `{name}` | those of the field | {text} | `workload.{name}` |")
 
 
 @app.command(rich_help_panel=_MACHINE)

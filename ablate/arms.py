@@ -21,6 +21,7 @@ from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.layers import select
 from ablate.recipes.recipe import Layers
 from ablate.workloads import WORKLOADS
+from ablate.workloads.knobs import WORKLOAD_KNOBS
 from ablate.yamlfile import display, nearest
 
 _LONGEST_VALUE = 40
@@ -143,7 +144,7 @@ class _Paths:
         elif knob.startswith(("recipe.", "workload.")):
             yield knob, value
         else:
-            known = [*KNOBS, "recipe", "recipe.<path>", "workload.<field>"]
+            known = [*KNOBS, *WORKLOAD_KNOBS, "recipe", "recipe.<path>", "workload.<field>"]
             self.reasons.append((knob, f"no such knob; {nearest(knob, known)}"))
 
     def apply(self, root: str, content: dict[str, Any], model: type[BaseModel]) -> Any:

@@ -16,7 +16,7 @@ from ablate.numerics.spec import Spec
 from ablate.phases import unreached
 from ablate.recipes import PRESETS, Recipe
 from ablate.search_checks import check_search
-from ablate.space import Dimension, conditions, grid, refuse_twins, size, space, values_at
+from ablate.space import Dimension, conditions, grid, refuse_twins, size, space, spell_out, values_at
 from ablate.surface import (
     MOST_ARMS,
     MOST_TRIALS,
@@ -145,6 +145,7 @@ def load(path: Path, device: str | None = None) -> Experiment:
     """
     name = sweep_name(path)
     document = read(path)
+    spell_out(document)
     file = _surface(document)
     _check_engine(file, document)
     base = _base(file, document)

@@ -15,6 +15,7 @@ from ablate.numerics.spec import Quant
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import Layer, select
 from ablate.recipes.recipe import Product, Products, Wgrad
+from ablate.workloads.knobs import WORKLOAD_KNOBS
 from ablate.yamlfile import InputError, nearest, scalar
 
 app = typer.Typer(help="Look at recipes: one as a table, or two beside each other.", no_args_is_help=True)
@@ -86,7 +87,7 @@ def resolve(preset: str, turned: list[str]) -> Recipe:
     outside = [
         f"--set {knob}: a recipe has no workload and is one preset; {known}"
         for knob, *_ in pairs
-        if knob == "recipe" or knob.startswith("workload.")
+        if knob == "recipe" or knob in WORKLOAD_KNOBS or knob.startswith("workload.")
     ]
     if outside:
         raise InputError(outside)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ablate.surface import ExperimentFile
+from ablate.workloads.knobs import WORKLOAD_KNOBS
 from ablate.yamlfile import Document, display, nearest
 
 _KINDS = ("uniform", "int", "choice")
@@ -46,6 +47,33 @@ class Dimension:
 def alike(a: Any, b: Any) -> bool:
     """Whether two values from a file are the same: true is not 1."""
     return type(a) is type(b) and a == b
+
+
+def spell_out(document: Document) -> None:
+    """Give short names of workload fields their full paths wherever a file names knobs: `lr` is `workload.lr` from then on.
+
+    A short name beside its own full path is noted as a problem.
+    """
+    _spell_out(("ablate",), document)
+    ablated, arms = document.value.get("ablate"), document.value.get("arms")
+    for knob in ablated if isinstance(ablated, dict) else ():
+        if isinstance(ablated[knob], dict):
+            _spell_out(("ablate", knob, "when"), document)
+    for name in arms if isinstance(arms, dict) else ():
+        _spell_out(("arms", name), document)
+    _spell_out(("against",), document)
+
+
+def _spell_out(path: tuple[str, ...], document: Document) -> None:
+    """Do so for the mapping at `path`, if there is one."""
+    content = document.value
+    for part in path:
+        content = content.get(part)
+    for knob in [knob for knob in content if knob in WORKLOAD_KNOBS] if isinstance(content, dict) else ():
+        full = f"workload.{knob}"
+        if full in content:
+            document.problem((*path, knob), f"is short for {full}, which is given too; keep one of them")
+        document.rename(path, knob, full)
 
 
 def space(file: ExperimentFile, document: Document) -> dict[str, Dimension]:

@@ -12,6 +12,7 @@ from ablate.layout import Layout
 from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS, Recipe
 from ablate.workloads import WORKLOADS
+from ablate.workloads.knobs import WORKLOAD_KNOBS
 
 MOST_ARMS, MOST_KNOBS, MOST_TRIALS, MOST_RANKS = 10_000, 200, 100_000, 1 << 16
 """Largest numbers of arms and knobs of an experiment, of its trials (arms times seeds), and of processes that compute one trial."""
@@ -300,6 +301,9 @@ def json_schema() -> dict[str, Any]:
         knob: {"description": f"{entry.help} Values: {entry.values}.", "anyOf": [{"type": "array"}, {"type": "object"}]}
         for knob, entry in KNOBS.items()
     }
+    for knob, text in WORKLOAD_KNOBS.items():
+        description = f"{text} Short for workload.{knob}, in workloads that have it."
+        values[knob] = {"description": description, "anyOf": [{"type": "array"}, {"type": "object"}]}
     paths = {"^(recipe|workload)\\.": {"anyOf": [{"type": "array"}, {"type": "object"}]}}
     values["recipe"] = {"type": "array", "items": {"enum": list(PRESETS)}}
     schema["properties"]["ablate"] = {

@@ -79,6 +79,8 @@ class Document:
     positions: dict[Path_, tuple[int, int]] = field(default_factory=dict)
     problems: dict[Problem, None] = field(default_factory=dict)
     """In the order in which they were noted, each once."""
+    written: dict[Path_, str] = field(default_factory=dict)
+    """Keys as they stand in the file, by the paths of those that were renamed in `value`."""
 
     def problem(self, path: Iterable[str | int], reason: str, value: Any = _UNSHOWN) -> None:
         """Note that what stands at `path` is wrong: `field: value: reason`, at the nearest known position.
@@ -88,12 +90,23 @@ class Document:
         remark = self._at(tuple(path), reason, value)
         self.note(remark.line, remark.column, remark.message)
 
+    def rename(self, path: Path_, key: str, new: str) -> None:
+        """Rename a key of the mapping at `path` in `value`. Paths to it have the new name from now on, messages the written one."""
+        content = self.value
+        for part in path:
+            content = content[part]
+        items = [(new if name == key else name, value) for name, value in content.items()]
+        content.clear()
+        content.update(items)
+        self.written[*path, new] = key
+
     def told(self, path: Iterable[str | int], reason: str, value: Any = _UNSHOWN) -> str:
         """Return what `problem` would note, as a remark on something that is not wrong."""
         return str(self._at(tuple(path), reason, value))
 
     def _at(self, path: Path_, reason: str, value: Any) -> Problem:
         """Place a remark at the nearest known position of `path`."""
+        path = tuple(self.written.get(path[: depth + 1], part) for depth, part in enumerate(path))
         known = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self.positions)
         line, column = self.positions[known]
         name = one_line(".".join(str(part) for part in path))
