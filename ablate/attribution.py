@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ablate.results import ArmSummary
+from ablate.results import ArmSummary, is_switch
 from ablate.stats import Difference, Interval, paired_difference
 
 _MOST_COMPONENTS = 8
@@ -24,7 +24,7 @@ class Grid:
     """Arms that are a product of knobs' levels, with the seeds that all of them finished."""
 
     levels: Mapping[str, tuple[Any, ...]]
-    """By knob, the reference first: false, or what the file lists first."""
+    """By knob, the reference first: false of true and false alone, else what the file lists first."""
     values: Mapping[Cell, Mapping[int, float]]
     interval: Interval
     left_out: tuple[int, ...]
@@ -60,7 +60,7 @@ def grid(arms: Sequence[ArmSummary]) -> Grid | None:
     compared = [arm for arm in arms if arm.baseline is not None and arm.role == "listed" and arm.knobs]
     if not compared or len({frozenset(arm.knobs) for arm in compared}) > 1:
         return None
-    levels = {knob: _levels([arm.knobs[knob] for arm in compared]) for knob in compared[0].knobs}
+    levels = {knob: _levels([arm.knobs[knob] for arm in compared], is_switch(arms, knob)) for knob in compared[0].knobs}
     levels = {knob: found for knob, found in levels.items() if len(found) > 1}
     points = {tuple(found.index(arm.knobs[knob]) for knob, found in levels.items()): arm for arm in compared}
     if not levels or len(points) != len(compared) or len(points) != math.prod(map(len, levels.values())):
@@ -74,9 +74,10 @@ def grid(arms: Sequence[ArmSummary]) -> Grid | None:
     return Grid(levels, values, compared[0].interval, tuple(sorted(wanted - seeds)), margin, tuple(compared))
 
 
-def _levels(values: Sequence[Any]) -> tuple[Any, ...]:
+def _levels(values: Sequence[Any], switch: bool) -> tuple[Any, ...]:
+    """Return the distinct values in their order; those of a switch false first."""
     known = {json.dumps(value): value for value in values}
-    return tuple(sorted(known.values())) if set(known) == {"true", "false"} else tuple(known.values())
+    return tuple(sorted(known.values())) if switch else tuple(known.values())
 
 
 def main_effects(grid: Grid) -> list[Effect]:

@@ -384,8 +384,8 @@ def fresh_seeds(ledger: Ledger, count: int) -> tuple[int, ...]:
 def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -> list[Contrast]:
     """For every two arms that differ in exactly one knob, what turning it did, seeds paired; none where there are more than `most`.
 
-    As in `attribution`, the value that the file lists first is the reference that is subtracted; of true and false, false is. Verdicts are
-    corrected by Holm over all of them.
+    As in `attribution`, the value that the file lists first is the reference that is subtracted; of true and false alone, false is.
+    Verdicts are corrected by Holm over all of them.
 
     Left out are presets, what an arm's gap to its baseline says already, and, where a recipe's knobs are turned, the workload's:
     those are what they are tried on. So are a search's arms, which were chosen by these numbers, its winner run
@@ -396,7 +396,8 @@ def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -
     if most is not None and len(pairs) > most:
         return []
     pairs.sort()
-    found = [_contrast(arms[first], arms[second], knob, metric) for knob, first, second in pairs]
+    switches = {knob for knob in {knob for knob, _, _ in pairs} if is_switch(arms, knob)}
+    found = [_contrast(arms[first], arms[second], knob, knob in switches) for knob, first, second in pairs]
     compared = [
         (contrast.effect, contrast.margin, (arms[first], arms[second])) for contrast, (_, first, second) in zip(found, pairs, strict=True)
     ]
@@ -419,9 +420,14 @@ def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:
                 yield knob, first, second
 
 
-def _contrast(first: ArmSummary, second: ArmSummary, knob: str, metric: Metric) -> Contrast:
-    """Two arms in the ledger's order, without a verdict."""
-    arm, reference = (first, second) if second.knobs[knob] is False else (second, first)
+def is_switch(arms: Iterable[ArmSummary], knob: str) -> bool:
+    """Return True if the arms that the file lists give a knob no other values than true and false: false is its reference then."""
+    return all(type(arm.knobs[knob]) is bool for arm in arms if arm.role == "listed" and knob in arm.knobs)
+
+
+def _contrast(first: ArmSummary, second: ArmSummary, knob: str, switch: bool) -> Contrast:
+    """Compare two arms in the ledger's order, without a verdict. `switch`: false is the reference, wherever it is listed."""
+    arm, reference = (first, second) if switch and not second.knobs[knob] else (second, first)
     effect = paired_difference(arm.values, reference.values, arm.interval)
     held = label({k: v for k, v in arm.knobs.items() if k != knob})
     change = f"{json.dumps(arm.knobs[knob])} instead of {json.dumps(reference.knobs[knob])}"
