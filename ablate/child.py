@@ -1,15 +1,12 @@
 """The trial's own process: a warm interpreter that forks a child for each trial, and dies with whoever started it.
 
-Standard input carries one JSON line a trial: {id, spec, root, attempt, telemetry, fork, ranks, sharded, gang}. Standard output carries the
-child's {"pid": n} and its events as JSON lines, of several ranks {"died": [rank, status]}, or null, then {"exit": status} (negative: the
-signal that killed it). Torch is imported once, and so
-is what a workload takes long to import: a trial starts in milliseconds. When standard input closes, the supervisor is gone: the warm
-process and the trial in it end at once. At SIGUSR1 a trial writes the stack of its threads into its log.
+Standard input carries one TrialRequest a line. Standard output carries, of each, Started, the trial's own messages, and Exited. Torch is
+imported once, and so is what a request names as long to import: a trial starts in milliseconds. When standard input closes, the
+supervisor is gone: the warm process and the trial in it end at once. At SIGUSR1 a trial writes the stack of its threads into its log.
 """
 
 import faulthandler
 import importlib
-import json
 import os
 import select
 import signal
@@ -18,13 +15,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from ablate import provenance
+from ablate.messages import Exited, MalformedMessage, Started, TrialRequest, message_of, send
 from ablate.rank import IMPORTS, SHARDING, launch
 from ablate.store import Store, full
 from ablate.trial import NO_SPACE, TrialSpec, exit_status, run
-from ablate.workloads import WORKLOADS
 
 _POLL_SECONDS = 0.5
 
@@ -36,15 +33,22 @@ def main() -> None:
         rehearse()
         provenance.environment()  # asks the file system for every version: once for all trials
     for line in iter(sys.stdin.buffer.raw.readline, b""):
-        request = json.loads(line)
-        with _ending_early():
-            load(request)
-        pid = os.fork()
-        if pid == 0:
-            _trial(request)
-        status = os.waitstatus_to_exitcode(_wait(pid))
-        print("\n" + json.dumps({"exit": status}), flush=True)  # a trial that was killed may have left half a line
+        send(sys.stdout.buffer, _serve(line))
     os._exit(0)  # at once: torch takes a second to be torn down
+
+
+def _serve(line: bytes) -> Exited:
+    """Run the trial that a line asks for in a fork of this process."""
+    try:
+        request = TrialRequest.parse(line)
+    except MalformedMessage as error:
+        return Exited(1, str(error))
+    with _ending_early():
+        load(request)
+    pid = os.fork()
+    if pid == 0:
+        _trial(request)
+    return Exited(os.waitstatus_to_exitcode(_wait(pid)))
 
 
 @contextmanager
@@ -92,13 +96,11 @@ def rehearse() -> None:
         list(smallest.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry()))
 
 
-def load(request: dict) -> None:
-    """Import what the trial's workload takes seconds to import: every later trial finds it there. What is wrong the trial will tell."""
-    with suppress(KeyError, ValueError), redirect_stdout(sys.stderr):  # standard output is for events
-        ((workload, config),) = json.loads(request["spec"])["workload"].items()
-        imports = WORKLOADS[workload].model_validate_json(json.dumps(config)).imports
-        several = (IMPORTS if request.get("ranks", 1) > 1 else ()) + (SHARDING if request.get("sharded") else ())
-        for module in (*imports, *several):
+def load(request: TrialRequest) -> None:
+    """Import what the trial would take seconds to import: every later trial finds it there. A missing module is the trial's error."""
+    several = (IMPORTS if request.ranks > 1 else ()) + (SHARDING if request.sharded else ())
+    with redirect_stdout(sys.stderr):  # standard output is for messages
+        for module in (*request.imports, *several):
             with suppress(ImportError):
                 importlib.import_module(module)
 
@@ -121,32 +123,32 @@ def _supervisor_gone(seconds: float) -> bool:
     return bool(select.select([0], [], [], seconds)[0])
 
 
-def _trial(request: dict) -> None:
-    """In the forked child: run the trial, its events to standard output, what it prints to its log; never returns."""
+def _trial(request: TrialRequest) -> None:
+    """In the forked child: run the trial, its messages to standard output, what it prints to its log; never returns."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     status = 1
     try:
-        path = Store(Path(request["root"])).log(request["id"], request["attempt"])
+        path = Store(Path(request.root)).log(request.id, request.attempt)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.dup(1), "w", buffering=1) as events, path.open("a") as log:  # to which nodes that share the folder add
+        with os.fdopen(os.dup(1), "wb") as pipe, path.open("a") as log:  # to which nodes that share the folder add
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             faulthandler.register(signal.SIGUSR1, file=log)
-            print(json.dumps({"pid": os.getpid()}), file=events)
-            status = exit_status(lambda: _run(request, events))
+            send(pipe, Started(os.getpid()))
+            status = exit_status(lambda: _run(request, pipe))
     except OSError as error:  # its log cannot be made
         status = NO_SPACE if full(error) else 1
     finally:
         os._exit(status)
 
 
-def _run(request: dict, events: IO[str]) -> None:
-    if request.get("ranks", 1) > 1:
-        print(json.dumps({"died": launch(request, events)}), file=events)
+def _run(request: TrialRequest, pipe: BinaryIO) -> None:
+    if request.ranks > 1:
+        if died := launch(request, pipe):
+            send(pipe, died)
         return
-    spec, store = TrialSpec.parse(request["spec"]), Store(Path(request["root"]))
-    for event in run(spec, store, request["attempt"], request["telemetry"], request.get("fork", ())):
-        print(json.dumps(event), file=events)
+    for recorded in run(TrialSpec.parse(request.spec), Store(Path(request.root)), request.attempt, request.telemetry, request.fork):
+        send(pipe, message_of(recorded))
 
 
 def _end_with(parent: int) -> None:

@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,6 +18,7 @@ from ablate.agenda import Agenda, Work
 from ablate.arms import KnobError
 from ablate.experiment import Experiment
 from ablate.ledger import Ledger
+from ablate.messages import Ended, Event, Events, Message, Notice, TrialRequest, Waiting
 from ablate.plain_text import one_line
 from ablate.store import Store, full
 from ablate.trial import STOPPED
@@ -37,8 +38,8 @@ class Executor(Protocol):
 
     @property
     def slots(self) -> int: ...
-    def submit(self, request: dict[str, Any]) -> None: ...
-    def wait(self, seconds: float) -> list[tuple[str | None, dict[str, Any]]]: ...
+    def submit(self, request: TrialRequest) -> None: ...
+    def wait(self, seconds: float) -> Sequence[tuple[str, Message]]: ...
     def stop(self, trial: str) -> None: ...
     def resize(self, slots: int) -> None: ...
     def close(self) -> None: ...
@@ -63,7 +64,7 @@ class Running:
     """Whether its first alarm was told."""
     guarded: bool = False
     """Whether the first intervention of its guard was."""
-    request: dict[str, Any] = field(default_factory=dict)
+    request: TrialRequest | None = None
     work: Work | None = None
     ending: tuple[str, str] | None = None
     """Status and reason that it gets once it is over, where it was told to stop."""
@@ -313,24 +314,25 @@ class Controller:
             except KnobError as error:
                 self.pictures.study.refuse(number, str(error))
                 self._say(f"point {number} cannot be run: {error}")
-        return self.agenda.next({name for running in self._running.values() for _, name in running.request["fork"]})
+        return self.agenda.next({name for running in self._running.values() for _, name in running.request.fork})
 
     def _submit(self, executor: Executor, work: Work) -> None:
         if self.agenda.adopt(work.trial, work.spec.id):  # another sweep was faster
             self.pictures.settled(work.trial)
             return
         attempt = self.agenda.start(work.trial, work.spec.id, time.time())
-        request = {
-            "id": work.spec.id,
-            "spec": work.spec.wire,
-            "root": str(self.state.resolve()),
-            "attempt": attempt,
-            "telemetry": self.experiment.telemetry.model_dump(),
-            "fork": self.agenda.points(work.spec),
-            "patience": self.experiment.patience,
-            "ranks": self._layout.ranks,
-            "sharded": self._layout.sharded,
-        }
+        request = TrialRequest(
+            id=work.spec.id,
+            spec=work.spec.wire,
+            root=str(self.state.resolve()),
+            attempt=attempt,
+            telemetry=self.experiment.telemetry.model_dump(),
+            fork=tuple(self.agenda.points(work.spec)),
+            patience=self.experiment.patience,
+            ranks=self._layout.ranks,
+            sharded=self._layout.sharded,
+            imports=work.spec.config.imports,
+        )
         estimate = work.part * self.agenda.clock.pace.seconds(work.load)
         self._running[work.spec.id] = Running(
             one_line(work.arm.name),
@@ -379,21 +381,21 @@ class Controller:
 
     # What is heard
 
-    def _hear(self, executor: Executor, trial_id: str | None, message: dict[str, Any]) -> None:
-        if "news" in message:  # of the executor itself
-            self._say(message["news"])
+    def _hear(self, executor: Executor, trial_id: str, message: Message) -> None:
+        if isinstance(message, Notice):
+            self._say(message.text)
             return
         running = self._running[trial_id]
-        if "events" in message:
-            self._record(running, message["events"])
+        if isinstance(message, Events):
+            self._record(running, message.events)
             self._prune(executor, running.trial)
-        elif "waits" in message:
-            self._say(f"{running.name} seed={running.seed}: waits for {message['waits']}, which runs the same trial")
-        elif "end" in message:
+        elif isinstance(message, Waiting):
+            self._say(f"{running.name} seed={running.seed}: waits for {message.holder}, which runs the same trial")
+        elif isinstance(message, Ended):
             self._end(executor, trial_id, running, message)
             self._prune(executor, running.trial)
 
-    def _record(self, running: Running, events: list[dict[str, Any]]) -> None:
+    def _record(self, running: Running, events: Sequence[Event]) -> None:
         self.ledger.record(running.trial, events)
         last = events[-1]
         running.step = last["step"]
@@ -404,24 +406,24 @@ class Controller:
             self._say(f"{running.name} seed={running.seed}: goes on from step {resumed}")
         self._warn(running, events)
 
-    def _end(self, executor: Executor, trial_id: str, running: Running, message: dict[str, Any]) -> None:
-        if "result" in message:
+    def _end(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
+        if end.result is not None:
             if self.store.result(trial_id) is None:  # a worker that shares no file system
-                self.store.commit(trial_id, message["result"])
-            if why := self.agenda.confirm_records(running.trial, trial_id, message["result"]):
-                message = {"end": "failed", "reason": why}
-        outcome, reason = message["end"], message.get("reason")
-        if running.ending and "result" not in message:
+                self.store.commit(trial_id, end.result)
+            if why := self.agenda.confirm_records(running.trial, trial_id, end.result):
+                end = Ended("failed", why)
+        outcome, reason = end.status, end.reason
+        if running.ending and end.result is None:
             outcome, reason = running.ending
         self.ledger.end_attempt(running.trial, running.attempt, time.time(), outcome, reason)
         self._slot_seconds += time.time() - running.started
         del self._running[trial_id]
         if outcome == "failed":
-            self._failed(executor, trial_id, running, message)
-        elif "result" in message:
-            self._finished(trial_id, running, outcome, reason, message["result"])
+            self._failed(executor, trial_id, running, end)
+        elif end.result is not None:
+            self._finished(trial_id, running, outcome, reason, end.result)
         else:
-            self._give_up(running, outcome, reason, message.get("log", "") if outcome == "oom" else "")
+            self._give_up(running, outcome, reason, end.log if outcome == "oom" else "")
 
     def _finished(self, trial_id: str, running: Running, outcome: str, reason: str | None, result: dict[str, Any]) -> None:
         self._ran += 1
@@ -433,22 +435,22 @@ class Controller:
         ending = f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
         self._say(f"{running.name} seed={running.seed}: {ending} ({result['seconds']:.0f} s)")
 
-    def _failed(self, executor: Executor, trial_id: str, running: Running, message: dict[str, Any]) -> None:
-        reason = message["reason"]
-        if message.get("full"):
+    def _failed(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
+        if end.disk_full:
             self._stop_for_space("some of it")
             self.agenda.settle(running.trial, "pending")
             return
         tries = self.ledger.attempts_since(running.trial, self._started)
         if tries <= self.experiment.retry and not self._halt:
-            self._say(f"{running.name} seed={running.seed}: {reason}; retry {tries}/{self.experiment.retry}")
-            request = running.request | {"attempt": self.agenda.start(running.trial, trial_id, time.time())}
+            self._say(f"{running.name} seed={running.seed}: {end.reason}; retry {tries}/{self.experiment.retry}")
+            attempt = self.agenda.start(running.trial, trial_id, time.time())
+            request = replace(running.request, attempt=attempt)
             self._running[trial_id] = replace(
-                running, attempt=request["attempt"], started=time.time(), begun=0, step=0, loss=math.nan, request=request
+                running, attempt=attempt, started=time.time(), begun=0, step=0, loss=math.nan, request=request
             )
             executor.submit(request)
             return
-        self._give_up(running, "failed", reason, message.get("log", ""))
+        self._give_up(running, "failed", end.reason, end.log)
 
     def _give_up(self, running: Running, status: str, reason: str, log: str) -> None:
         """A trial without a result, not to be tried again in this run."""
@@ -458,7 +460,7 @@ class Controller:
         said = "" if reason.startswith(status) else f"{status}: "
         self._say(f"{running.name} seed={running.seed}: {said}{reason}{lines}")
 
-    def _warn(self, running: Running, events: list[dict[str, Any]]) -> None:
+    def _warn(self, running: Running, events: Sequence[Event]) -> None:
         """Tell the first thing that a trial's guard did, and its first alarms, and that there are more."""
         for event in events:
             if event.get("events") and not running.guarded and not STOPPED & event["metrics"].keys():

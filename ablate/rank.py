@@ -4,7 +4,6 @@ Rank 0 runs the trial: it alone has the store, and writes the trial's events to 
 every step, and hear from rank 0 when there is one. All print into the attempt's log, and end with their parent.
 """
 
-import json
 import logging
 import os
 import signal
@@ -13,9 +12,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from ablate.layout import Layout
+from ablate.messages import GangPart, RankDied, TrialRequest, message_of, send
 from ablate.store import Store
 from ablate.trial import TrialSpec, exit_status, run, within_memory
 
@@ -36,23 +36,23 @@ _END_SECONDS = 5
 """Within which the other ranks end once one has; then they are killed."""
 
 
-def launch(request: dict[str, Any], events: IO[str]) -> tuple[int, int] | None:
-    """Compute this node's part of a trial. Which rank's end was the others', and its status (negative: its signal); None: it is done."""
+def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
+    """Compute this node's part of a trial. Returns which rank's death ended the others, None where all are done."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # a rank says itself why it ends
-    own = {"start_method": "fork", "max_restarts": 0, "run_id": request["id"], "shutdown_timeout": _END_SECONDS}
+    own = {"start_method": "fork", "max_restarts": 0, "run_id": request.id, "shutdown_timeout": _END_SECONDS}
     with tempfile.TemporaryDirectory(prefix="ablate-ranks-") as folder:
-        meeting = None if "gang" in request else f"{folder}/ranks"
-        place = _across(**request["gang"]) if "gang" in request else _here(request["ranks"], f"{folder}/launcher")
+        meeting = None if request.gang else f"{folder}/ranks"
+        place = _across(request.gang) if request.gang else _here(request.ranks, f"{folder}/launcher")
         try:
-            elastic_launch(LaunchConfig(**own, **place, logs_specs=DefaultLogsSpecs(log_dir=folder)), _be)(request, events, meeting)
+            elastic_launch(LaunchConfig(**own, **place, logs_specs=DefaultLogsSpecs(log_dir=folder)), _be)(request, pipe, meeting)
         except ChildFailedError as error:
             ((rank, failure),) = error.failures.items()
-            return rank, failure.exitcode
+            return RankDied(rank, failure.exitcode)
     return None
 
 
@@ -63,47 +63,46 @@ def _here(ranks: int, meeting: str) -> dict[str, Any]:
     return found | {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": ranks}
 
 
-def _across(nodes: int, node: int, address: str, port: int, local: int) -> dict[str, Any]:
-    """This node's part of a gang."""
-    found = {"rdzv_backend": "static", "rdzv_endpoint": f"{address}:{port}", "rdzv_configs": {"rank": node, "timeout": 900}}
-    return found | {"min_nodes": nodes, "max_nodes": nodes, "nproc_per_node": local}
+def _across(gang: GangPart) -> dict[str, Any]:
+    """Settings of the launcher for this node's part of a gang."""
+    meeting = {"rdzv_endpoint": f"{gang.address}:{gang.port}", "rdzv_configs": {"rank": gang.node, "timeout": 900}}
+    return meeting | {"rdzv_backend": "static", "min_nodes": gang.nodes, "max_nodes": gang.nodes, "nproc_per_node": gang.local}
 
 
-def _be(request: dict[str, Any], events: IO[str], meeting: str | None) -> None:
+def _be(request: TrialRequest, pipe: BinaryIO, meeting: str | None) -> None:
     """Be the rank that the launcher's environment variables name."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # the launcher's own handlers are the forks', too
         signal.signal(number, signal.SIG_DFL)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    status = exit_status(lambda: _compute(request, int(os.environ["RANK"]), events, meeting))
+    status = exit_status(lambda: _compute(request, int(os.environ["RANK"]), pipe, meeting))
     if status:
         os._exit(status)
 
 
-def _compute(request: dict[str, Any], rank: int, events: IO[str], meeting: str | None) -> None:
+def _compute(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None) -> None:
     try:
-        _part(request, rank, events, meeting)
+        _part(request, rank, pipe, meeting)
     except RuntimeError as error:
         if any(word in str(error) for word in _PEER_LOST):
             time.sleep(_PEER_SECONDS)  # another rank ended, whose reason is the one to be told: the launcher ends this one meanwhile
         raise
 
 
-def _part(request: dict[str, Any], rank: int, events: IO[str], meeting: str | None) -> None:
+def _part(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None) -> None:
     from ablate.parallel import join
 
-    spec = TrialSpec.parse(request["spec"])
+    spec = TrialSpec.parse(request.spec)
     if spec.device == "cuda":
         import torch
 
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    layout = Layout(request["ranks"], request["sharded"])
+    layout = Layout(request.ranks, request.sharded)
     world = join(layout, rank, spec.device, meeting)
     if rank == 0:
-        store = Store(Path(request["root"]))
-        for event in run(spec, store, request["attempt"], request["telemetry"], request.get("fork", ()), layout.ranks):
-            print(json.dumps(event), file=events)
+        for recorded in run(spec, Store(Path(request.root)), request.attempt, request.telemetry, request.fork, layout.ranks):
+            send(pipe, message_of(recorded))
     elif world.begins():
-        _follow(spec, request["telemetry"])
+        _follow(spec, request.telemetry)
     world.leave()
 
 

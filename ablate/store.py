@@ -110,11 +110,15 @@ def parsed(text: bytes, trial: str) -> dict[str, Any]:
     body, mark, crc = text.rpartition(_CRC)
     if mark and crc != b'%08x"}\n' % _checksum(body + b"}", trial):
         raise ValueError("its checksum does not match")
-    event = json.loads(body + b"}" if mark else text)
-    whole = isinstance(event, dict) and isinstance(event.get("metrics"), dict) and isinstance(event.get("step"), int)
-    if not whole or not isinstance(event.get("time"), int | float):
+    return as_event(json.loads(body + b"}" if mark else text))
+
+
+def as_event(content: Any) -> dict[str, Any]:
+    """Return content that is an event: an integer `step`, a number `time`, a mapping `metrics`. ValueError for anything else."""
+    whole = isinstance(content, dict) and isinstance(content.get("metrics"), dict) and isinstance(content.get("step"), int)
+    if not whole or not isinstance(content.get("time"), int | float):
         raise ValueError("it is no event")
-    return event
+    return content
 
 
 def _checksum(text: bytes, trial: str) -> int:

@@ -1,12 +1,9 @@
-"""One slot's supervisor: owns a warm child process, starts a trial in it, hears it, and outlives its death. No Ray here.
+"""One slot's supervisor: owns a warm child process, starts a trial in it, reads its messages, and survives its death. No Ray here.
 
-A trial is a request {id, spec, root, attempt, telemetry, fork, patience, ranks, sharded}; on several nodes {gang: {nodes, node, address,
-port, local}} says how many, which one this is, where they meet, and how many of the ranks are here. What comes back is a stream of
-messages: {"events": [...]} as they happen, {"waits": who} while another process runs the same trial, {"alive": true} now and then in
-silence, and one {"end": "done" | "diverged" | "oom" | "failed", "reason": ..., "result": ...} at last.
+A trial is a `TrialRequest`. What comes back is a stream of messages: Events as they happen, Waiting while another process runs the same
+trial, a Heartbeat now and then in silence, and one Ended at last.
 """
 
-import json
 import os
 import select
 import signal
@@ -14,23 +11,39 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from ablate.messages import (
+    Ended,
+    Events,
+    Exited,
+    Heartbeat,
+    MalformedMessage,
+    Message,
+    PipeMessage,
+    RankDied,
+    Started,
+    TornLine,
+    TrialRequest,
+    Waiting,
+    holds_exit,
+    message_of,
+    parse_line,
+)
 from ablate.store import Damaged, Store
 from ablate.trial import NO_SPACE, OUT_OF_MEMORY, OutOfMemory, TrialSpec, run
 
-Message = dict[str, Any]
+COMMAND = (sys.executable, "-m", "ablate.child")
+"""The warm process: reads requests, and prints the messages of their trials."""
 BEAT_SECONDS = 5.0
 """How often a supervisor says in silence that it is there."""
 _BATCH_SECONDS = 0.2
 _GRACE_SECONDS = 8.0
 """A child has so long to end once its standard input is closed: a lifeline gives what hangs on it five of them."""
-_PATIENCE_SECONDS = 60.0
 _FIRST_FACTOR = 10
 """Before its first record a trial loads data and compiles: it may be silent so many times longer."""
 _STEPS, _GAPS = 20, 3
@@ -46,11 +59,11 @@ class Watch:
         self._paces: list[float] = []
         self._waiting = False
 
-    def hear(self, message: Message) -> None:
-        """Something was said: events, or that it waits for another process, which may take as long as it likes."""
+    def hear(self, message: Events | Waiting) -> None:
+        """Note that a message came: events, or that the trial waits for another process, which may take as long as it likes."""
         now = time.monotonic()
-        self._waiting = "waits" in message
-        for event in message.get("events", ())[-1:]:
+        self._waiting = isinstance(message, Waiting)
+        for event in message.events[-1:] if isinstance(message, Events) else ():
             if event["time"] < self._began:  # replayed from a trunk or an earlier attempt: it tells nothing of this one
                 continue
             steps, seconds = event["step"] - self._step, now - self._last
@@ -77,38 +90,50 @@ class Watch:
 class Supervisor:
     """Runs one trial at a time in a child process of its own."""
 
-    def __init__(self) -> None:
-        self._child: subprocess.Popen | None = None
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        """`command` starts the warm process."""
+        self._command = command
+        self._child: subprocess.Popen[bytes] | None = None
         self._trial: int | None = None
         """The process of the trial that runs."""
         self._alone = True
         """Whether that computes it all."""
 
-    def run(self, request: dict[str, Any]) -> Iterator[Message]:
+    def run(self, request: TrialRequest) -> Iterator[Message]:
         """Run one trial to its end and yield its messages; the child's death is a message, not an exception."""
-        self._alone = request.get("ranks", 1) == 1
+        try:
+            yield from self._run(request)
+        except MalformedMessage as error:  # nothing more that this child says can be relied on
+            self._trial = None
+            self._bury()
+            yield Ended("failed", str(error))
+
+    def _run(self, request: TrialRequest) -> Iterator[Message]:
+        self._alone = request.ranks == 1
         child, killed = self._ask(request), _kernel_kills()
-        watch, hung, died = Watch(request.get("patience", _PATIENCE_SECONDS)), None, None
-        hears = not request.get("gang", {}).get("node")  # of a gang, the first node's ranks alone tell anything
-        for lines, over in _batches(child.stdout.fileno()):
-            self._trial = next((line["pid"] for line in lines if "pid" in line), self._trial)
-            died = next((line["died"] for line in lines if "died" in line), died)
-            for message in _messages(lines):
+        watch, hung, died = Watch(request.patience), None, None
+        hears = not (request.gang and request.gang.node)  # of a gang, the first node's ranks alone tell anything
+        for received, over in _batches(child.stdout.fileno()):
+            exited = next((message for message in received if isinstance(message, Exited)), None)
+            for message in received:
+                if isinstance(message, Started):
+                    self._trial = message.pid
+                elif isinstance(message, RankDied):
+                    died = message
+            for message in _told(received):
                 watch.hear(message)
                 yield message
-            exits = [line["exit"] for line in lines if "exit" in line]
-            if exits or over:
+            if exited or over:
                 self._trial = None
                 if over:
                     self._bury()
-                rank, status = died or (None, exits[0] if exits else None)
-                yield _end(request, status, hung, _kernel_kills() > killed, rank)
+                yield _end(request, exited, hung, _kernel_kills() > killed, died)
                 return
             if hears and not hung and watch.silence > watch.limit:
                 hung = f"no step for {watch.silence:.0f} s; its stack is in its log; ended"
                 _dump_and_kill(self._computing() or [child.pid])
-            if not lines:
-                yield {"alive": True}
+            if not received:
+                yield Heartbeat()
 
     def _computing(self) -> list[int]:
         """The processes that compute the trial: its own, or its ranks, whose end that one tells."""
@@ -118,11 +143,11 @@ class Supervisor:
             return [rank.pid for rank in psutil.Process(self._trial).children()] or [self._trial]
         return []
 
-    def _ask(self, request: dict[str, Any]) -> subprocess.Popen:
+    def _ask(self, request: TrialRequest) -> subprocess.Popen[bytes]:
         """Give the request to the child, or to a new one where that has died since it was last heard."""
         child = self._warm()
         try:
-            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.write(request.line())
         except BrokenPipeError:
             self._bury()
             return self._ask(request)
@@ -138,11 +163,11 @@ class Supervisor:
         child.wait()
         child.stdout.close()
 
-    def _warm(self) -> subprocess.Popen:
+    def _warm(self) -> subprocess.Popen[bytes]:
         """The child, started where it is not there. Its standard input is its lifeline: it ends when this process does."""
         if self._child is None or self._child.poll() is not None:
-            command = [sys.executable, "-m", "ablate.child"]
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+            self._child = subprocess.Popen(self._command, **pipes, start_new_session=True)
         return self._child
 
     def warm(self) -> None:
@@ -160,17 +185,17 @@ class Supervisor:
             self._bury()
 
 
-def _messages(lines: list[dict[str, Any]]) -> Iterator[Message]:
-    events = [line for line in lines if "step" in line]
-    yield from (line for line in lines if "waits" in line)
-    if events:
-        yield {"events": events}
+def _told(received: Iterable[PipeMessage]) -> Iterator[Events | Waiting]:
+    """Yield what the controller is to know, all events as one message."""
+    yield from (message for message in received if isinstance(message, Waiting))
+    if events := [event for message in received if isinstance(message, Events) for event in message.events]:
+        yield Events(tuple(events))
 
 
-def _batches(pipe: int) -> Iterator[tuple[list[Message], bool]]:
-    """Parsed lines as they arrive, gathered for a moment, and whether the pipe is at its end; no lines after a silence.
+def _batches(pipe: int) -> Iterator[tuple[list[PipeMessage], bool]]:
+    """Yield messages as they arrive, gathered for a moment, and whether the pipe is at its end; no messages after a silence.
 
-    A line torn by a kill is dropped: the last one of a dead child, and the last one of a dead trial, which the child ends.
+    A line torn by a kill is dropped: the last one of a dead child, of a dead trial, or of a dead rank.
     """
     rest, over = b"", False
     while not over:
@@ -182,7 +207,7 @@ def _batches(pipe: int) -> Iterator[tuple[list[Message], bool]]:
             chunk = os.read(pipe, 1 << 16)
             chunks.append(chunk)
             over = not chunk
-            if b'{"exit"' in chunk:
+            if holds_exit(chunk):
                 break
         *lines, rest = (rest + b"".join(chunks)).split(b"\n")
         yield list(_parsed(lines)), over
@@ -195,10 +220,10 @@ def _readable(pipe: int, seconds: float) -> bool:
     return bool(watch.poll(seconds * 1000))
 
 
-def _parsed(lines: Iterable[bytes]) -> Iterator[Message]:
-    for line in lines:
-        with suppress(ValueError):
-            yield json.loads(line)
+def _parsed(lines: Iterable[bytes]) -> Iterator[PipeMessage]:
+    for line in filter(None, lines):
+        with suppress(TornLine):
+            yield parse_line(line)
 
 
 def _dump_and_kill(pids: list[int]) -> None:
@@ -225,37 +250,43 @@ def _kernel_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _end(request: dict[str, Any], status: int | None, hung: str | None, starved: bool, rank: int | None = None) -> Message:
-    """What the trial's end means: its committed result, or why there is none; `rank`: which of several ended it."""
-    store = Store(Path(request["root"]))
+def _end(request: TrialRequest, exited: Exited | None, hung: str | None, starved: bool, died: RankDied | None = None) -> Ended:
+    """Return the end of an attempt: its committed result, or why there is none.
+
+    `exited`: None where the pipe ended instead. `hung`: why the supervisor ended it. `starved`: the kernel has killed a process since the
+    trial began because memory was out. `died`: which of several ranks ended first.
+    """
+    store = Store(Path(request.root))
     try:
-        result = store.result(request["id"])
+        result = store.result(request.id)
     except Damaged as error:
-        return {"end": "failed", "reason": str(error), "log": ""}
+        return Ended("failed", str(error))
     if result is not None:
-        return {"end": result["status"], "reason": result["reason"], "result": result}
-    log = store.log_tail(request["id"], request["attempt"])
+        return Ended(result["status"], result["reason"], result)
+    if exited and exited.reason:
+        return Ended("failed", exited.reason)
+    log = store.log_tail(request.id, request.attempt)
     last = log.splitlines()[-1] if log else ""
-    if status == OUT_OF_MEMORY:
-        return {"end": "oom", "reason": last, "log": log}
-    if status == -signal.SIGKILL and starved and not hung:
-        return {"end": "oom", "reason": "out of memory: the kernel killed it", "log": log}
-    if status is None:
-        why = "its process died"
-    elif status < 0:
-        why = hung or f"{'' if rank is None else f'rank {rank} was '}killed by signal {-status} ({signal.Signals(-status).name})"
-    else:
-        why = last or f"exit status {status}"
-    return {"end": "failed", "reason": why, "log": log} | ({"full": True} if status == NO_SPACE else {})
+    end = died or exited
+    if end is None:
+        return Ended("failed", "its process died", log=log)
+    if end.status == OUT_OF_MEMORY:
+        return Ended("oom", last, log=log)
+    if end.status == -signal.SIGKILL and starved and not hung:
+        return Ended("oom", "out of memory: the kernel killed it", log=log)
+    if end.status < 0:
+        killed = f"killed by signal {-end.status} ({signal.Signals(-end.status).name})"
+        return Ended("failed", hung or (f"rank {died.rank} was {killed}" if died else killed), log=log)
+    return Ended("failed", last or f"exit status {end.status}", log=log, disk_full=end.status == NO_SPACE)
 
 
-def run_inline(request: dict[str, Any]) -> Iterator[Message]:
-    """The same stream of messages from a trial run in this very process: for debuggers and tests. Exceptions pass through."""
-    spec, store = TrialSpec.parse(request["spec"]), Store(Path(request["root"]))
+def run_inline(request: TrialRequest) -> Iterator[Message]:
+    """Yield the same messages from a trial run in this very process: for debuggers and tests. Exceptions pass through."""
+    spec, store = TrialSpec.parse(request.spec), Store(Path(request.root))
     try:
-        for event in run(spec, store, request["attempt"], request["telemetry"], request.get("fork", ())):
-            yield from _messages([event])
+        for recorded in run(spec, store, request.attempt, request.telemetry, request.fork):
+            yield message_of(recorded)
     except OutOfMemory as error:
-        yield {"end": "oom", "reason": str(error), "log": ""}
+        yield Ended("oom", str(error))
     else:
-        yield _end(request, 0, None, False)
+        yield _end(request, Exited(0), None, False)

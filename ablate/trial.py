@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ablate import provenance
 from ablate.hyperparameters import Training
+from ablate.messages import Waiting
 from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Spec
 from ablate.recipes import Recipe
@@ -230,7 +231,7 @@ class Journal:
 
 def run(
     spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any], fork: Iterable[tuple[int, str]] = (), ranks: int = 1
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, Any] | Waiting]:
     """Run the trial from the furthest checkpoint there is, or replay it where it is finished; yields events {step, time, metrics}.
 
     Those with alarms have `alarms`; the first after a checkpoint has `resumed`, the checkpoint's step; those that were recorded before
@@ -238,14 +239,14 @@ def run(
     trials pass through too, by step: the trial goes on from the furthest that is there, and leaves those that are not. The events up to
     where it goes on come first. Of a trial that several ranks compute, rank 0 calls this.
 
-    Ends when the result is committed. While another process runs the same trial, yields {waits: who} once, and waits. A non-finite loss
+    Ends when the result is committed. While another process runs the same trial, yields one Waiting, and waits. A non-finite loss
     is a result (`diverged`); an exception is not. Raises OutOfMemory, and Superseded where a later attempt holds the trial.
     """
     with ExitStack() as stack:
         try:
             held = stack.enter_context(store.claim(spec.id, attempt, wait=False))
         except Busy as busy:
-            yield {"waits": busy.holder}
+            yield Waiting(busy.holder)
             held = stack.enter_context(store.claim(spec.id, attempt))
         finished = _replayed(spec, store)
         if finished is not None:

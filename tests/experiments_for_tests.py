@@ -16,6 +16,7 @@ import psutil
 from ablate.controller import Controller, Outcome
 from ablate.experiment import Experiment, load
 from ablate.ledger import Ledger
+from ablate.messages import Events, Message, TrialRequest
 from ablate.supervisor import Supervisor
 from ablate.workers import Inline
 from ablate.yamlfile import InputError, Problem
@@ -67,6 +68,11 @@ def problems(path: Path) -> list[Problem | str]:
 # In this process
 
 
+def events_of(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """All events of a trial's messages."""
+    return [event for message in messages if isinstance(message, Events) for event in message.events]
+
+
 def shut(supervisor: Supervisor) -> None:
     """Close the supervisor."""
     supervisor.close()
@@ -80,10 +86,10 @@ class Children:
     def __init__(self) -> None:
         self.supervisor, self.messages, self.trial = Supervisor(), None, ""
 
-    def submit(self, request: dict[str, Any]) -> None:
-        self.trial, self.messages = request["id"], self.supervisor.run(request)
+    def submit(self, request: TrialRequest) -> None:
+        self.trial, self.messages = request.id, self.supervisor.run(request)
 
-    def wait(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
+    def wait(self, seconds: float) -> list[tuple[str, Message]]:
         return [(self.trial, next(self.messages))]
 
     def stop(self, trial: str) -> None:

@@ -11,12 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from experiments_for_tests import Children, ledger, statuses, sweep, tiny, values
+from experiments_for_tests import Children, events_of, ledger, statuses, sweep, tiny, values
 from gates_for_tests import Gate
 
 from ablate import control, controller
 from ablate.controller import Controller, Outcome, Wishes
 from ablate.ledger import Ledger
+from ablate.messages import Message, TrialRequest
 from ablate.numerics import spec as numerics
 from ablate.store import Store
 from ablate.supervisor import run_inline
@@ -101,15 +102,15 @@ def test_who_wants_a_trial_that_another_process_runs_says_so_waits_and_adopts_it
     spec = experiment.spec(experiment.arms[0], 0, "cpu")
     first = run(spec, store, store.begin(spec.id), {"log": 1})
     next(first)
-    request = {"id": spec.id, "spec": spec.wire, "root": str(tmp_path), "attempt": store.begin(spec.id), "telemetry": {"log": 1}}
-    heard: list[dict] = []
+    request = TrialRequest(spec.id, spec.wire, str(tmp_path), store.begin(spec.id), {"log": 1})
+    heard: list[Message] = []
     listener = threading.Thread(target=lambda: heard.extend(run_inline(request)))
     listener.start()
     rest = list(first)
     listener.join(60)
-    assert heard[0]["waits"].endswith(", attempt 1")
-    assert [event["step"] for message in heard for event in message.get("events", ())] == [1, *(event["step"] for event in rest)]
-    assert heard[-1]["end"] == "done"
+    assert heard[0].holder.endswith(", attempt 1")
+    assert [event["step"] for event in events_of(heard)] == [1, *(event["step"] for event in rest)]
+    assert heard[-1].status == "done"
 
 
 # --- what does not match ---------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ FLOORS = {
         "notify",
     ),
     6: ("workloads", "trial", "phases"),
-    5: ("hyperparameters", "layout", "parallel", "transformer", "train", "checkpoints", "optimizers", "stability", "models"),
+    5: ("messages", "hyperparameters", "layout", "parallel", "transformer", "train", "checkpoints", "optimizers", "stability", "models"),
     4: ("metrics",),
     3: ("engines",),
     2: ("recipes", "peers"),

@@ -6,11 +6,12 @@ import random
 import signal
 import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from experiments_for_tests import SHAPE, shards, tiny, until
+from experiments_for_tests import SHAPE, events_of, shards, tiny, until
 from gates_for_tests import Gate
 
 from ablate.arms import Base
@@ -18,6 +19,7 @@ from ablate.checkpoints import Checkpoints
 from ablate.controller import Controller, Wishes
 from ablate.forks import Family
 from ablate.ledger import Ledger
+from ablate.messages import TrialRequest
 from ablate.plan import forecast
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Phase
@@ -150,25 +152,25 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_no_record
     gate.shut()
     monkeypatch.setenv("PYTHONPATH", gate.environment["PYTHONPATH"])
     spec = TrialSpec(workload="gpt", config=workload, recipe=PRESETS["nvfp4"](), seed=0, engine="emulated", device="cpu")
-    request = {"id": spec.id, "spec": spec.wire, "root": str(tmp_path / "runs"), "telemetry": {"log": 1, "every": 100, "checkpoint": 0.05}}
+    request = TrialRequest(spec.id, spec.wire, str(tmp_path / "runs"), 1, {"log": 1, "every": 100, "checkpoint": 0.05})
     store, supervisor = Store(tmp_path / "runs"), Supervisor()
     checkpoint, told = (store.folder(spec.id) / name for name in ("checkpoint.pt", "events-1.jsonl"))
     killer = threading.Thread(target=kill_when, args=(lambda: checkpoint.exists() and told.stat().st_size, supervisor))
     killer.start()
-    first = [event for message in supervisor.run(request | {"attempt": 1}) for event in message.get("events", ())]
+    first = events_of(supervisor.run(request))
     killer.join()
     assert store.result(spec.id) is None
     gate.open()
-    messages = list(supervisor.run(request | {"attempt": 2}))
+    messages = list(supervisor.run(replace(request, attempt=2)))
     supervisor.close()
-    second = [event for message in messages for event in message.get("events", ())]
-    assert messages[-1]["end"] == "done"
+    second = events_of(messages)
+    assert messages[-1].status == "done"
     (resumed,) = [event["resumed"] for event in second if "resumed" in event]
     assert 0 < resumed <= first[-1]["step"]
     assert [event["step"] for event in second] == list(range(1, 101))  # those before it are told again, from the first attempt's file
     assert next(event["step"] for event in second if "resumed" in event) == resumed + 1
     assert not checkpoint.exists()
-    undisturbed = list(run(spec, Store(tmp_path / "undisturbed"), 1, request["telemetry"]))
+    undisturbed = list(run(spec, Store(tmp_path / "undisturbed"), 1, request.telemetry))
     assert [own(event) for event in second] == [own(event) for event in undisturbed]
 
 

@@ -15,6 +15,7 @@ from commands_for_tests import INLINE, here
 from experiments_for_tests import end, environment, ledger, start, statuses, sweep, tiny, until, write
 
 from ablate.databases import open_readonly
+from ablate.messages import Ended, Exited, TrialRequest
 from ablate.store import full
 from ablate.supervisor import _end
 from ablate.trial import NO_SPACE
@@ -76,9 +77,8 @@ def test_a_process_that_can_write_no_more_says_so_by_its_status_whatever_its_log
     done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path / "file")], capture_output=True, env=environment(), check=False)
     assert done.returncode == NO_SPACE, done.stderr
     assert done.stdout == b""
-    request = {"root": str(tmp_path), "id": "trial", "attempt": 1}
-    assert _end(request, NO_SPACE, None, False)["full"] is True
-    assert "full" not in _end(request, 1, None, False)
+    request = TrialRequest("trial", "{}", str(tmp_path), 1, {})
+    assert [_end(request, Exited(status), None, False).disk_full for status in (NO_SPACE, 1)] == [True, False]
 
 
 class Fails:
@@ -86,11 +86,11 @@ class Fails:
 
     slots = 1
 
-    def __init__(self, message: dict) -> None:
+    def __init__(self, message: Ended) -> None:
         self.message, self.wanted = message, 0
 
-    def submit(self, request: dict) -> None:
-        self.trial = request["id"]
+    def submit(self, request: TrialRequest) -> None:
+        self.trial = request.id
 
     def wait(self, seconds: float) -> list:
         return [(self.trial, self.message)]
@@ -102,12 +102,12 @@ class Fails:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(("message", "status"), [({"full": True}, "disk"), ({}, "failed")])
-def test_a_trial_that_could_write_no_more_is_run_again_and_ends_the_sweep_for_now(message, status, tmp_path):
-    said = {"end": "failed", "reason": "OSError: [Errno 122] Disk quota exceeded", "log": ""} | message
+@pytest.mark.parametrize(("full", "status"), [(True, "disk"), (False, "failed")])
+def test_a_trial_that_could_write_no_more_is_run_again_and_ends_the_sweep_for_now(full, status, tmp_path):
+    said = Ended("failed", "OSError: [Errno 122] Disk quota exceeded", disk_full=full)
     outcome, _ = sweep(tiny(tmp_path, **FAST, retry=0), tmp_path, connect=lambda: Fails(said))
     assert outcome.status == status
-    assert ("pending" in statuses(tmp_path).values()) is bool(message)
+    assert ("pending" in statuses(tmp_path).values()) is full
 
 
 # No home

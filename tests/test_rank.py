@@ -5,16 +5,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from experiments_for_tests import TOO_LARGE, gone, shards, shut, tiny, until
+from experiments_for_tests import TOO_LARGE, events_of, gone, shards, shut, tiny, until
 from gates_for_tests import Gate
 from test_supervisor import HOLD, steps
 
 from ablate import rank
+from ablate.messages import GangPart, Message, TrialRequest
 from ablate.processes import free_port
 from ablate.store import Store
 from ablate.supervisor import Supervisor
@@ -24,12 +26,12 @@ pytestmark = pytest.mark.slow
 SHAPE = {"accumulate": 2, "width": 64, "context": 32}
 
 
-def request(folder: Path, attempt: int = 1, ranks: int = 2, **changes: Any) -> dict[str, Any]:
+def request(folder: Path, attempt: int = 1, ranks: int = 2, **changes: Any) -> TrialRequest:
     """A request for a tiny trial of several ranks; `shape` changes its workload."""
     experiment = tiny(folder, shape=SHAPE | changes.pop("shape", {}))
     spec = experiment.spec(experiment.arms[1], 0, "cpu")
-    told = {"id": spec.id, "spec": spec.wire, "root": str(folder), "attempt": attempt, "telemetry": {"every": 2, "log": 1, "checkpoint": 0}}
-    return told | {"ranks": ranks, "sharded": False} | changes
+    asked = TrialRequest(spec.id, spec.wire, str(folder), attempt, {"every": 2, "log": 1, "checkpoint": 0}, ranks=ranks)
+    return replace(asked, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def ranks_of(supervisor: Supervisor) -> dict[int, psutil.Process]:
     return dict(enumerate(sorted(psutil.Process(supervisor._trial).children(), key=lambda process: process.pid)))
 
 
-def run(supervisor: Supervisor, request: dict, act: Callable[[], None] | None = None, after: int = 2) -> list[dict]:
+def run(supervisor: Supervisor, request: TrialRequest, act: Callable[[], None] | None = None, after: int = 2) -> list[Message]:
     """The messages of a trial; `act` is called once it has told of step `after`."""
     told = []
     for message in supervisor.run(request):
@@ -64,12 +66,12 @@ def listening(supervisor: Supervisor) -> set[str]:
 def test_two_ranks_compute_the_trial_and_say_so(supervisor, tmp_path):
     told = run(supervisor, request(tmp_path))
     assert steps(told) == [1, 2, 3, 4]
-    assert told[-1]["end"] == "done"
-    assert told[-1]["result"]["ranks"] == 2
+    assert told[-1].status == "done"
+    assert told[-1].result["ranks"] == 2
     again = run(supervisor, request(tmp_path, attempt=2, sharded=True))  # finished: replayed, and the other rank is let go
     assert steps(again) == [1, 2, 3, 4]
-    alone = run(supervisor, request(tmp_path, ranks=1) | {"root": str(tmp_path / "alone")})
-    losses = [[event["metrics"]["train/loss"] for m in messages for event in m.get("events", ())] for messages in (told, alone)]
+    alone = run(supervisor, request(tmp_path, ranks=1, root=str(tmp_path / "alone")))
+    losses = [[event["metrics"]["train/loss"] for event in events_of(messages)] for messages in (told, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # two micro-batches, added in another order
 
 
@@ -81,15 +83,15 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_its_checkpoint
     supervisor = Supervisor()
     told = run(supervisor, request(tmp_path, shape=shape), lambda: ranks_of(supervisor)[victim].kill())
     gate.open()
-    assert told[-1]["end"] == "failed"
-    assert told[-1]["reason"] == f"rank {victim} was killed by signal 9 (SIGKILL)"
+    assert told[-1].status == "failed"
+    assert told[-1].reason == f"rank {victim} was killed by signal 9 (SIGKILL)"
     again = run(supervisor, request(tmp_path, attempt=2, sharded=True, shape=shape, telemetry={"log": 1, "checkpoint": 60.0}))
-    assert again[-1]["end"] == "done"
-    (resumed,) = (event["resumed"] for message in again for event in message.get("events", ()) if "resumed" in event)
+    assert again[-1].status == "done"
+    (resumed,) = (event["resumed"] for event in events_of(again) if "resumed" in event)
     assert resumed >= 1
     assert steps(again) == list(range(1, 31))
     shut(supervisor)
-    assert not Store(tmp_path).folder(request(tmp_path, shape=shape)["id"]).joinpath("checkpoint.pt").exists()
+    assert not Store(tmp_path).folder(request(tmp_path, shape=shape).id).joinpath("checkpoint.pt").exists()
 
 
 def test_a_rank_that_hangs_ends_the_attempt_with_everybodys_stack_in_the_log(supervisor, tmp_path):
@@ -102,8 +104,8 @@ def test_a_rank_that_hangs_ends_the_attempt_with_everybodys_stack_in_the_log(sup
 
     told = run(supervisor, asked, act, after=5)
     assert doors == {"127.0.0.1"}  # nobody from outside is let in
-    assert told[-1]["reason"].startswith("no step for")
-    assert "ablate/parallel.py" in Store(tmp_path).log(asked["id"], 1).read_text()  # where rank 0 waited for the other
+    assert told[-1].reason.startswith("no step for")
+    assert "ablate/parallel.py" in Store(tmp_path).log(asked.id, 1).read_text()  # where rank 0 waited for the other
 
 
 def test_supervisors_on_two_nodes_compute_one_trial_and_either_ends_it(supervisor, tmp_path):
@@ -113,13 +115,13 @@ def test_supervisors_on_two_nodes_compute_one_trial_and_either_ends_it(superviso
     port = free_port()
     threads = []
     for node, one in enumerate(both):
-        gang = {"nodes": 2, "node": node, "address": "127.0.0.1", "port": port, "local": 1}
-        own = {"gang": gang, "root": str(tmp_path if node == 0 else tmp_path / "other")}  # they share no folder
-        own["patience"] = 60 if node == 0 else 0.1  # the second node hears nothing, and must not take that for a trial that hangs
-        work = lambda s=one, a=asked | own, t=told[node]: t.extend(s.run(a))  # noqa: E731
+        part, root = GangPart(2, node, "127.0.0.1", port, 1), tmp_path if node == 0 else tmp_path / "other"  # they share no folder
+        patience = 60.0 if node == 0 else 0.1  # the second node hears nothing, and must not take that for a trial that hangs
+        own = replace(asked, gang=part, root=str(root), patience=patience)
+        work = lambda s=one, a=own, t=told[node]: t.extend(s.run(a))  # noqa: E731
         threads.append(threading.Thread(target=work))
         threads[-1].start()
-    events = Store(tmp_path).folder(asked["id"]) / "events-1.jsonl"
+    events = Store(tmp_path).folder(asked.id) / "events-1.jsonl"
     until(lambda: events.exists() and len(events.read_text().splitlines()) > 3)
     both[1].stop()
     for thread in threads:
@@ -127,8 +129,8 @@ def test_supervisors_on_two_nodes_compute_one_trial_and_either_ends_it(superviso
     shut(both[1])
     assert steps(told[0])[:3] == [1, 2, 3]
     assert not steps(told[1])
-    assert [messages[-1]["end"] for messages in told] == ["failed", "failed"]
-    assert told[1][-1]["reason"] == "rank 1 was killed by signal 9 (SIGKILL)"
+    assert [messages[-1].status for messages in told] == ["failed", "failed"]
+    assert told[1][-1].reason == "rank 1 was killed by signal 9 (SIGKILL)"
 
 
 def test_a_rank_whose_peer_on_another_node_is_gone_ends_while_the_pool_still_waits_for_it():
@@ -147,29 +149,27 @@ def test_the_base_of_a_fine_tuning_is_trained_by_one_rank(supervisor, tmp_path, 
     values |= {"context": 16, "batch": 1, "accumulate": 2, "steps": 2, "eval_every": 2, "eval_tokens": 64, "eval_batch": 2}
     experiment = tiny(tmp_path, workload={"finetune": values}, resources={"ranks": 2})
     spec = experiment.spec(experiment.arms[1], 0, "cpu")
-    asked = {"id": spec.id, "spec": spec.wire, "root": str(tmp_path), "attempt": 1, "telemetry": {"log": 1}, "ranks": 2, "sharded": False}
+    asked = TrialRequest(spec.id, spec.wire, str(tmp_path), 1, {"log": 1}, ranks=2)
     told = run(supervisor, asked)
-    assert told[-1]["end"] == "done", told[-1]
+    assert told[-1].status == "done", told[-1]
     assert steps(told)[-2:] == [1, 2]
 
 
 def test_what_ranks_cannot_share_ends_in_words(supervisor, tmp_path):
     told = run(supervisor, request(tmp_path, shape={"accumulate": 1, "batch": 3}))
-    assert told[-1]["end"] == "failed"
-    assert "2 ranks share the 1 micro-batch of a step, 2 one each, and 2 does not divide workload.batch 3" in told[-1]["reason"]
+    assert told[-1].status == "failed"
+    assert "2 ranks share the 1 micro-batch of a step, 2 one each, and 2 does not divide workload.batch 3" in told[-1].reason
 
 
 def test_a_rank_without_memory_is_told_as_that(supervisor, tmp_path):
     told = run(supervisor, request(tmp_path, shape={"hidden": TOO_LARGE}))
-    assert told[-1]["end"] == "oom"
-    assert "out of memory" in told[-1]["reason"]
+    assert told[-1].status == "oom"
+    assert "out of memory" in told[-1].reason
 
 
 def test_no_rank_outlives_its_supervisor(tmp_path):
-    import json
-
     asked = request(tmp_path, shape={"steps": 100_000, "eval_every": 100_000})
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, json.dumps(asked)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, asked.line()], stdout=subprocess.PIPE, text=True)
     while "'step': 3" not in holder.stdout.readline():
         pass
     family = psutil.Process(holder.pid).children(recursive=True)

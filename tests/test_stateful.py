@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from ablate.audit import CLOCKS
 from ablate.controller import Controller
+from ablate.messages import Ended
 from ablate.store import Store
 from ablate.trial import TrialSpec, run
 from ablate.workers import Inline
@@ -37,7 +38,7 @@ class Mortal(Inline):
         self._lives, self._left = list(lives), {}
 
     def submit(self, request):
-        self._left[request["id"]] = self._lives.pop(0) if self._lives else 10**9
+        self._left[request.id] = self._lives.pop(0) if self._lives else 10**9
         super().submit(request)
 
     def wait(self, seconds):
@@ -46,7 +47,7 @@ class Mortal(Inline):
             self._running.pop(trial).close()
         for trial in self._running:
             self._left[trial] -= 1
-        return [(trial, {"end": "failed", "reason": "killed by the test"}) for trial in dead] + super().wait(seconds)
+        return [(trial, Ended("failed", "killed by the test")) for trial in dead] + super().wait(seconds)
 
 
 @cache

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
-from experiments_for_tests import TOO_LARGE, environment, gone, shut, tiny, until
+from experiments_for_tests import TOO_LARGE, environment, events_of, gone, shut, tiny, until
 from gates_for_tests import customised
 
 from ablate import supervisor as supervisors
+from ablate.messages import Ended, Events, Exited, Message, TrialRequest, parse_line
 from ablate.recipes import PRESETS
 from ablate.store import Store
 from ablate.supervisor import Supervisor, run_inline
@@ -23,17 +25,19 @@ from ablate.workloads.idle import Idle
 
 pytestmark = pytest.mark.slow
 LONG = {"steps": 100_000, "eval_every": 100_000}
-HOLD = (
-    "import json, sys\nfrom ablate.supervisor import Supervisor\nfor m in Supervisor().run(json.loads(sys.argv[1])): print(m, flush=True)"
-)
+HOLD = """
+import sys
+from ablate.messages import TrialRequest
+from ablate.supervisor import Supervisor
+for message in Supervisor().run(TrialRequest.parse(sys.argv[1])): print(message, flush=True)
+"""
 
 
-def request(folder, root=None, attempt=1, seed=0, **shape) -> dict:
+def request(folder, root=None, attempt=1, seed=0, **shape) -> TrialRequest:
     """A request for one trial of a tiny experiment; `root` is the state folder."""
     experiment = tiny(folder, shape=shape)
     spec = experiment.spec(experiment.arms[1], seed, "cpu")
-    telemetry = {"every": 2, "log": 1}
-    return {"id": spec.id, "spec": spec.wire, "root": str(root or folder), "attempt": attempt, "telemetry": telemetry}
+    return TrialRequest(spec.id, spec.wire, str(root or folder), attempt, {"every": 2, "log": 1})
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +48,8 @@ def supervisor():
     shut(found)
 
 
-def steps(messages: list[dict]) -> list[int]:
-    return [event["step"] for message in messages for event in message.get("events", ())]
+def steps(messages: list[Message]) -> list[int]:
+    return [event["step"] for event in events_of(messages)]
 
 
 def trial_process(supervisor: Supervisor) -> psutil.Process:
@@ -56,40 +60,40 @@ def trial_process(supervisor: Supervisor) -> psutil.Process:
 def test_a_trial_tells_every_event_and_then_that_it_is_done(supervisor, tmp_path):
     messages = list(supervisor.run(request(tmp_path)))
     assert steps(messages) == [1, 2, 3, 4]
-    assert all("end" not in message for message in messages[:-1])
-    assert messages[-1]["end"] == "done"
-    assert messages[-1]["result"] == Store(tmp_path).result(messages[-1]["result"]["id"])
+    assert not any(isinstance(message, Ended) for message in messages[:-1])
+    assert messages[-1].status == "done"
+    assert messages[-1].result == Store(tmp_path).result(messages[-1].result["id"])
 
 
 def test_the_same_trial_inline_tells_the_same(supervisor, tmp_path):
     there = list(supervisor.run(request(tmp_path, tmp_path / "child")))
     here = list(run_inline(request(tmp_path, tmp_path / "inline")))
-    loss = [[event["metrics"]["train/loss"] for message in messages for event in message.get("events", ())] for messages in (there, here)]
+    loss = [[event["metrics"]["train/loss"] for event in events_of(messages)] for messages in (there, here)]
     assert loss[0] == loss[1]
-    assert here[-1]["end"] == there[-1]["end"] == "done"
+    assert here[-1].status == there[-1].status == "done"
 
 
 def test_a_child_killed_in_the_middle_of_a_trial_is_a_failure_with_the_signals_name(supervisor, tmp_path):
     messages = supervisor.run(request(tmp_path, **LONG))
-    assert "events" in next(messages)
+    assert isinstance(next(messages), Events)
     trial_process(supervisor).kill()
     last = list(messages)[-1]
-    assert (last["end"], last["reason"]) == ("failed", "killed by signal 9 (SIGKILL)")
-    assert list(supervisor.run(request(tmp_path, seed=1)))[-1]["end"] == "done"
+    assert (last.status, last.reason) == ("failed", "killed by signal 9 (SIGKILL)")
+    assert list(supervisor.run(request(tmp_path, seed=1)))[-1].status == "done"
 
 
 def test_a_trial_killed_in_the_middle_of_a_line_is_a_failure_like_any_other(supervisor, tmp_path):
-    asked = request(tmp_path, **LONG) | {"telemetry": {"every": 1, "log": 1}}
+    asked = replace(request(tmp_path, **LONG), telemetry={"every": 1, "log": 1})
     messages = supervisor.run(asked)
     next(messages)
-    trial, told = trial_process(supervisor), Store(tmp_path).folder(asked["id"]) / "events-1.jsonl"
+    trial, told = trial_process(supervisor), Store(tmp_path).folder(asked.id) / "events-1.jsonl"
     sizes = [0, 1]
     while sizes[-1] != sizes[-2]:  # until nobody having listened for a second, the pipe is full, and half a line in it
         time.sleep(1)
         sizes.append(told.stat().st_size)
     trial.kill()
-    assert list(messages)[-1]["reason"] == "killed by signal 9 (SIGKILL)"
-    assert list(supervisor.run(request(tmp_path, seed=1)))[-1]["end"] == "done"
+    assert list(messages)[-1].reason == "killed by signal 9 (SIGKILL)"
+    assert list(supervisor.run(request(tmp_path, seed=1)))[-1].status == "done"
 
 
 def test_a_warm_process_killed_in_the_middle_of_a_trial_is_a_failure_and_the_next_trial_runs(supervisor, tmp_path):
@@ -98,9 +102,9 @@ def test_a_warm_process_killed_in_the_middle_of_a_trial_is_a_failure_and_the_nex
     trial, child = trial_process(supervisor), supervisor._child
     child.kill()
     last = list(messages)[-1]
-    assert (last["end"], last["reason"]) == ("failed", "its process died")
+    assert (last.status, last.reason) == ("failed", "its process died")
     until(lambda: gone([trial]))
-    assert list(supervisor.run(request(tmp_path, seed=1)))[-1]["end"] == "done"
+    assert list(supervisor.run(request(tmp_path, seed=1)))[-1].status == "done"
     assert supervisor._child.pid != child.pid
     child.stdin.close()
     child.stdout.close()
@@ -108,25 +112,25 @@ def test_a_warm_process_killed_in_the_middle_of_a_trial_is_a_failure_and_the_nex
 
 def test_a_trial_that_is_out_of_memory_says_how_much_it_used_and_when(supervisor, tmp_path):
     last = list(supervisor.run(request(tmp_path, hidden=TOO_LARGE)))[-1]
-    assert last["end"] == "oom"
-    assert re.fullmatch(r"out of memory after step 0, \d\.\d GB in use: .*you tried to allocate \d+ bytes.*", last["reason"])
+    assert last.status == "oom"
+    assert re.fullmatch(r"out of memory after step 0, \d\.\d GB in use: .*you tried to allocate \d+ bytes.*", last.reason)
 
 
 def test_a_trial_that_hangs_is_ended_and_its_stack_is_in_its_log(supervisor, tmp_path):
-    messages = supervisor.run(request(tmp_path, **LONG) | {"patience": 1.0})
-    assert "events" in next(messages)
+    messages = supervisor.run(replace(request(tmp_path, **LONG), patience=1.0))
+    assert isinstance(next(messages), Events)
     trial_process(supervisor).suspend()
     last = list(messages)[-1]
-    assert last["end"] == "failed"
-    assert re.fullmatch(r"no step for \d+ s; its stack is in its log; ended", last["reason"])
-    assert list(supervisor.run(request(tmp_path, seed=1)))[-1]["end"] == "done"
+    assert last.status == "failed"
+    assert re.fullmatch(r"no step for \d+ s; its stack is in its log; ended", last.reason)
+    assert list(supervisor.run(request(tmp_path, seed=1)))[-1].status == "done"
 
 
 def test_a_trial_told_to_stop_ends_at_once(supervisor, tmp_path):
     messages = supervisor.run(request(tmp_path, **LONG))
-    assert "events" in next(messages)
+    assert isinstance(next(messages), Events)
     supervisor.stop()
-    assert list(messages)[-1]["reason"] == "killed by signal 9 (SIGKILL)"
+    assert list(messages)[-1].reason == "killed by signal 9 (SIGKILL)"
 
 
 @pytest.fixture
@@ -142,7 +146,7 @@ def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path):
     supervisor._child = subprocess.Popen(dying, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     ends = [list(supervisor.run(request(tmp_path)))[-1] for _ in range(2)]
     shut(supervisor)
-    assert [end["end"] for end in ends] == ["failed", "done"]
+    assert [end.status for end in ends] == ["failed", "done"]
 
 
 @pytest.mark.usefixtures("impatient")
@@ -151,7 +155,7 @@ def test_a_child_that_died_since_it_was_last_heard_costs_no_attempt(tmp_path):
     supervisor = Supervisor()
     supervisor._child = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     supervisor._child.stdout.readline()
-    assert list(supervisor.run(request(tmp_path)))[-1]["end"] == "done"
+    assert list(supervisor.run(request(tmp_path)))[-1].status == "done"
     shut(supervisor)
 
 
@@ -159,17 +163,17 @@ def test_a_trial_that_raises_tells_its_last_line_and_its_log(supervisor, tmp_pat
     broken = request(tmp_path)
     (tmp_path / "train.bin").unlink()
     last = list(supervisor.run(broken))[-1]
-    assert last["end"] == "failed"
-    assert "train.bin" in last["reason"]
-    assert last["log"].splitlines()[-1] == last["reason"]
-    assert 'File "' in last["log"]
-    assert Store(tmp_path).result(broken["id"]) is None
+    assert last.status == "failed"
+    assert "train.bin" in last.reason
+    assert last.log.splitlines()[-1] == last.reason
+    assert 'File "' in last.log
+    assert Store(tmp_path).result(broken.id) is None
 
 
 def test_a_trial_that_this_process_resolves_differently_says_so(supervisor, tmp_path):
     stale = request(tmp_path)
-    stale["spec"] = json.dumps(json.loads(stale["spec"]) | {"seed": 1})
-    assert "resolves the trial differently" in list(supervisor.run(stale))[-1]["reason"]
+    other = json.dumps(json.loads(stale.spec) | {"seed": 1})
+    assert "resolves the trial differently" in list(supervisor.run(replace(stale, spec=other)))[-1].reason
 
 
 def test_a_finished_trial_is_replayed(supervisor, tmp_path):
@@ -184,7 +188,7 @@ def test_two_processes_asked_for_one_trial_run_it_once_and_both_hear_all_of_it(s
     other.warm()
 
     def listen(name: str, who: Supervisor, attempt: int) -> None:
-        heard[name] = list(who.run(asked | {"attempt": attempt}))
+        heard[name] = list(who.run(replace(asked, attempt=attempt)))
 
     threads = [threading.Thread(target=listen, args=("a", supervisor, 1)), threading.Thread(target=listen, args=("b", other, 2))]
     for thread in threads:
@@ -194,15 +198,15 @@ def test_two_processes_asked_for_one_trial_run_it_once_and_both_hear_all_of_it(s
     shut(other)
     assert steps(heard["a"]) == steps(heard["b"]) == list(range(1, 61))
     assert heard["a"][-1] == heard["b"][-1]
-    assert len(list(Store(tmp_path).folder(asked["id"]).glob("events-*.jsonl"))) == 1
+    assert len(list(Store(tmp_path).folder(asked.id).glob("events-*.jsonl"))) == 1
 
 
 @pytest.mark.parametrize("idle", [True, False], ids=["idle", "in a trial"])
 def test_when_the_supervisors_process_is_killed_its_children_end(idle, tmp_path):
     shape = {} if idle else LONG
-    command = [sys.executable, "-c", HOLD + "\ninput()", json.dumps(request(tmp_path, **shape))]
+    command = [sys.executable, "-c", HOLD + "\ninput()", request(tmp_path, **shape).line()]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    wanted = b"'end':" if idle else b"'events':"
+    wanted = b"Ended(" if idle else b"Events("
     assert any(wanted in line for line in holder.stdout)
     family = psutil.Process(holder.pid).children(recursive=True)
     assert len(family) == (1 if idle else 2)
@@ -247,7 +251,6 @@ import os, sys, threading
 from ablate import child
 from ablate.workloads.idle import Idle
 
-Idle.imports = ("slow_to_import",)
 records = Idle.records
 
 def importing(self, *given):
@@ -281,12 +284,23 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
     spec = TrialSpec(workload="idle", config=Idle(steps=2), recipe=PRESETS["bf16"](), seed=0, engine="emulated", device="cpu")
     for seed in range(3):
         wanted = spec.model_copy(update={"seed": seed})
-        asked = {"id": wanted.id, "spec": wanted.wire, "root": str(tmp_path), "attempt": 1, "telemetry": {}}
+        asked = TrialRequest(wanted.id, wanted.wire, str(tmp_path), 1, {}, imports=("slow_to_import",))
         messages = list(supervisor.run(asked))
-        assert (messages[-1]["end"], steps(messages)) == ("done", [1, 2])
+        assert (messages[-1].status, steps(messages)) == ("done", [1, 2])
     assert (tmp_path / "importers").read_text().splitlines() == [str(supervisor._child.pid)]
     assert (tmp_path / "said").read_text().splitlines() == ["what it prints is no event", "1", "1", "1"]
     shut(supervisor)
+
+
+def test_a_line_that_is_no_request_is_refused_and_the_next_is_served(tmp_path):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen([sys.executable, "-m", "ablate.child"], **pipes) as child:
+        child.stdin.write(b'{"spec": 3}\n' + request(tmp_path).line())
+        received = map(parse_line, filter(None, map(bytes.strip, child.stdout)))
+        ends = [next(message for message in received if isinstance(message, Exited)) for _ in range(2)]
+        child.stdin.close()
+    assert [end.status for end in ends] == [1, 0]
+    assert "malformed request for a trial" in ends[0].reason
 
 
 def test_a_module_that_is_missing_is_told_by_the_trial_and_keeps_the_worker_alive(tmp_path):
@@ -294,8 +308,8 @@ def test_a_module_that_is_missing_is_told_by_the_trial_and_keeps_the_worker_aliv
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
     supervisor._child = subprocess.Popen([sys.executable, "-c", IMPORTING], **pipes)
     spec = TrialSpec(workload="idle", config=Idle(steps=2), recipe=PRESETS["bf16"](), seed=0, engine="emulated", device="cpu")
-    asked = {"id": spec.id, "spec": spec.wire, "root": str(tmp_path), "attempt": 1, "telemetry": {}}
+    asked = TrialRequest(spec.id, spec.wire, str(tmp_path), 1, {}, imports=("slow_to_import",))
     last = list(supervisor.run(asked))[-1]
-    assert (last["end"], last["reason"]) == ("failed", "ModuleNotFoundError: No module named 'slow_to_import'")
-    assert list(supervisor.run(request(tmp_path)))[-1]["end"] == "done"
+    assert (last.status, last.reason) == ("failed", "ModuleNotFoundError: No module named 'slow_to_import'")
+    assert list(supervisor.run(request(tmp_path)))[-1].status == "done"
     shut(supervisor)

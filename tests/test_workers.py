@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from experiments_for_tests import until, words_of
+from experiments_for_tests import events_of, until, words_of
 from test_supervisor import request
 
+from ablate.messages import Ended
 from ablate.store import Store
 from ablate.supervisor import Supervisor, run_inline
 from ablate.workers import Pool
@@ -40,11 +41,11 @@ def pool():
 
 
 def events(pool: Pool, trial: str) -> int:
-    return sum(len(message.get("events", ())) for name, message in pool.wait(0.2) if name == trial)
+    return len(events_of(message for name, message in pool.wait(0.2) if name == trial))
 
 
-def end(pool: Pool, trial: str, seconds: float = 60) -> dict:
-    return until(lambda: next((m for name, m in pool.wait(0.2) if name == trial and "end" in m), None), seconds)
+def end(pool: Pool, trial: str, seconds: float = 60) -> Ended:
+    return until(lambda: next((m for name, m in pool.wait(0.2) if name == trial and isinstance(m, Ended)), None), seconds)
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
@@ -70,26 +71,26 @@ def test_a_worker_that_hangs_is_ended_and_the_next_trial_runs(pool, tmp_path, mo
     monkeypatch.setattr(pools, "DEAF_SECONDS", 8.0)
     asked = request(tmp_path, **LONG)
     pool.submit(asked)
-    until(lambda: events(pool, asked["id"]), 60)
+    until(lambda: events(pool, asked.id), 60)
     os.kill(actor(pool).pid, signal.SIGSTOP)
-    assert end(pool, asked["id"])["reason"].startswith("its worker died")
+    assert end(pool, asked.id).reason.startswith("its worker died")
     monkeypatch.undo()
     other = request(tmp_path, seed=1)
     pool.submit(other)
-    assert end(pool, other["id"])["end"] == "done"
+    assert end(pool, other.id).status == "done"
 
 
 def test_a_trial_told_to_stop_ends_and_its_worker_goes_on(pool, tmp_path):
     asked = request(tmp_path, **LONG)
     pool.submit(asked)
-    until(lambda: events(pool, asked["id"]), 60)
+    until(lambda: events(pool, asked.id), 60)
     before = actor(pool).pid
-    pool.stop(asked["id"])
-    assert end(pool, asked["id"])["reason"] == "killed by signal 9 (SIGKILL)"
-    assert Store(tmp_path).result(asked["id"]) is None
+    pool.stop(asked.id)
+    assert end(pool, asked.id).reason == "killed by signal 9 (SIGKILL)"
+    assert Store(tmp_path).result(asked.id) is None
     other = request(tmp_path, seed=1)
     pool.submit(other)
-    assert end(pool, other["id"])["end"] == "done"
+    assert end(pool, other.id).status == "done"
     assert psutil.pid_exists(before)
 
 
@@ -102,10 +103,10 @@ def test_who_listens_before_the_trial_starts_hears_it_at_once(tmp_path, monkeypa
     actor.start(request(tmp_path), apart=False)
     listener.join()
     messages = heard.get()
-    while not messages or "end" not in messages[-1]:
+    while not messages or not isinstance(messages[-1], Ended):
         assert messages, "a listener of before the start was forgotten"
         messages += actor.hear()[0]
-    assert messages[-1]["end"] == "done"
+    assert messages[-1].status == "done"
 
 
 HOLD = """

@@ -1,7 +1,7 @@
 """Where trials run: in this process, or on Ray. The only folder that knows Ray.
 
-A pool has `slots`, takes a request for a trial (`submit`), and gives back (trial id, message) pairs as they come (`wait`); a pair without
-an id is news of the pool itself.
+A pool has `slots`, takes a request for a trial (`submit`), and gives back (trial id, message) pairs as they come (`wait`); the id is
+empty for a Notice, which is about the pool itself.
 """
 
 from ablate.workers.cluster import ClusterError, ClusterLost

@@ -4,6 +4,7 @@ Where the worker does not see the controller's state folder, its trials run in a
 leave there is read from outside, piece by piece, and the folder goes when this process ends, however it ends.
 """
 
+import json
 import os
 import queue
 import shutil
@@ -14,13 +15,15 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from ablate import __version__, numerics
+from ablate.messages import Ended, Forked, Message, TrialRequest
 from ablate.numerics.spec import VERSION
 from ablate.store import Store
-from ablate.supervisor import BEAT_SECONDS, Message, Supervisor
+from ablate.supervisor import BEAT_SECONDS, Supervisor
 
 PIECE = 32 << 20
 """Bytes of a file that cross at once."""
@@ -72,27 +75,27 @@ class Actor:
             "sees": Path(root, nonce).exists(),
         }
 
-    def start(self, request: dict[str, Any], apart: bool) -> None:
+    def start(self, request: TrialRequest, apart: bool) -> None:
         """Begin a trial, in the controller's state folder or `apart` in a scratch folder; `hear` tells the rest."""
         self._stopped = False
-        request = request | {"root": str(self._own_scratch())} if apart else request
+        request = replace(request, root=str(self._own_scratch())) if apart else request
         threading.Thread(target=self._run, args=(request, apart), daemon=True).start()
 
-    def _run(self, request: dict[str, Any], apart: bool) -> None:
+    def _run(self, request: TrialRequest, apart: bool) -> None:
         """Pass on what the supervisor says. What was left is told one message late: by then the events before it were told, too."""
         left: Left = {}
-        trunk = Store(Path(request["root"])).folder(request["id"]) / f"trunk-{request['attempt']}.json"
+        trunk = Store(Path(request.root)).folder(request.id) / f"trunk-{request.attempt}.json" if apart else None
         try:
             for message in self.supervisor.run(request):
-                if apart and trunk and trunk.exists():  # before the first event, whose meaning depends on it
-                    self._told.put(({"trunk": trunk.read_text()}, {}))
+                if trunk and trunk.exists():  # before the first event, whose meaning depends on it
+                    self._told.put((Forked(json.loads(trunk.read_text())), {}))
                     trunk = None
-                self._told.put((message, self._left() if "end" in message and apart else left))
+                self._told.put((message, self._left() if isinstance(message, Ended) and apart else left))
                 left = self._left() if apart else left
                 if self._stopped:  # before there was a process to end
                     self.supervisor.stop()
         except Exception as error:  # the boundary of a thread: told as the trial's failure, which is tried again
-            self._told.put(({"end": "failed", "reason": f"its supervisor failed: {type(error).__name__}: {error}"}, {}))
+            self._told.put((Ended("failed", f"its supervisor failed: {type(error).__name__}: {error}"), {}))
 
     def hear(self) -> tuple[list[Message], Left]:
         """What was said since, as soon as there is something; nothing after a long silence."""

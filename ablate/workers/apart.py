@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from ablate.messages import Ended, Events, Forked, Message, TrialRequest
 from ablate.store import Busy, Damaged, Store, line, unsealed, write
-from ablate.supervisor import Message
 from ablate.workers.actor import PIECE, Left
 
 
@@ -30,9 +30,9 @@ class Far(Protocol):
 class Mirror:
     """One attempt of one trial, as the controller's store keeps it."""
 
-    def __init__(self, request: dict[str, Any]) -> None:
-        self.trial, self.attempt, self._request = request["id"], request["attempt"], request
-        self.store = Store(Path(request["root"]))
+    def __init__(self, request: TrialRequest) -> None:
+        self.trial, self.attempt, self._request = request.id, request.attempt, request
+        self.store = Store(Path(request.root))
         self.folder = self.store.folder(self.trial)
         self.have: Left = {}
         """The number of each file that was fetched last."""
@@ -53,22 +53,21 @@ class Mirror:
         return None
 
     def finished(self) -> list[Message]:
-        """All that is to be told where another process has finished the trial meanwhile; else nothing."""
+        """Return all messages of a trial that another process has finished meanwhile; else none."""
         try:
             result = self.store.result(self.trial)
-            events = [] if result is None else self.store.proven(self.trial, result)
+            if result is None:
+                return []
+            return [Events(tuple(self.store.proven(self.trial, result))), Ended(result["status"], result["reason"], result)]
         except Damaged:  # it is run again
-            result = None
-        if result is None:
             return []
-        return [{"events": events}, {"end": result["status"], "reason": result["reason"], "result": result}]
 
     def give(self, workers: Iterable[Far]) -> None:
         """Empty each worker's scratch folder, and put there what the trial can go on from. May take long."""
-        write(self.folder / "spec.json", json.loads(self._request["spec"]))
+        write(self.folder / "spec.json", json.loads(self._request.spec))
         for torn in (*self.folder.glob("*.json.*"), *self.folder.glob("*.pt.*")):
             torn.unlink()
-        shared = [self.store.shared(name) for _, name in sorted(self._request.get("fork", ()), reverse=True)]
+        shared = [self.store.shared(name) for _, name in sorted(self._request.fork, reverse=True)]
         paths, records = [], {self.trial: list(self.store.events(self.trial, strict=False))}
         for path in (self.store.root / self._own, *[path for path in shared if path.exists()][:1]):
             with suppress(FileNotFoundError, Damaged):  # there is none yet, it was removed for want of room, or it is of no use
@@ -93,13 +92,12 @@ class Mirror:
         """Write what is told into the store; returns what the controller is to be told."""
         if self._held and not self._held():
             raise PermissionError(f"attempt {self.attempt} of trial {self.trial} was superseded by a later one, and ends")
-        if "trunk" in message:
-            self.store.fork(self.trial, self.attempt, json.loads(message["trunk"]))
+        if isinstance(message, Forked):
+            self.store.fork(self.trial, self.attempt, message.trunk)
             return []
-        if "events" not in message:
-            return [message]
-        with (self.folder / f"events-{self.attempt}.jsonl").open("ab") as file:
-            file.writelines(line(event, self.trial) for event in message["events"] if "again" not in event)
+        if isinstance(message, Events):
+            with (self.folder / f"events-{self.attempt}.jsonl").open("ab") as file:
+                file.writelines(line(event, self.trial) for event in message.events if "again" not in event)
         return [message]
 
     def wanted(self, left: Left) -> list[str]:
@@ -112,7 +110,7 @@ class Mirror:
 
     def _known(self, name: str) -> bool:
         """Whether it is the trial's own checkpoint, or a state that it was asked to leave."""
-        return name == self._own or name in {f"checkpoints/{shared}.pt" for _, shared in self._request.get("fork", ())}
+        return name == self._own or name in {f"checkpoints/{shared}.pt" for _, shared in self._request.fork}
 
     def fetch(self, worker: Far, names: Iterable[str]) -> None:
         """Fetch checkpoints. They count once the events before them have been told. May take long."""
@@ -129,10 +127,10 @@ class Mirror:
 
     # Its end
 
-    def finish(self, worker: Far, end: Message, left: Left) -> Message:
+    def finish(self, worker: Far, end: Ended, left: Left) -> Ended:
         """Fetch what is left, then commit the result. May take long. Returns the trial's end: a failure where not all records came."""
         names = self.wanted(left)
-        self.fetch(worker, [name for name in names if "result" not in end or name != self._own])
+        self.fetch(worker, [name for name in names if end.result is None or name != self._own])
         self.wanted(left)
         for name in worker.files(self.trial):
             path = self.store.root / name
@@ -142,13 +140,13 @@ class Mirror:
             temporary = path.with_name(f"{path.name}.{os.getpid()}")
             _receive(worker, name, temporary)
             temporary.replace(path)
-        if "result" in end:
+        if end.result is not None:
             try:
-                self.store.proven(self.trial, end["result"])
+                self.store.proven(self.trial, end.result)
             except Damaged as error:
-                end = {"end": "failed", "reason": str(error)}
+                end = Ended("failed", str(error))
             else:
-                self.store.commit(self.trial, end["result"])
+                self.store.commit(self.trial, end.result)
                 (self.store.root / self._own).unlink(missing_ok=True)
         worker.clear()
         return end

@@ -1,9 +1,10 @@
 """Who runs a trial: one actor, or for a gang one on each of its nodes, and the places that they hold."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ablate.messages import GangPart, TrialRequest
 from ablate.shares import Place
 from ablate.workers.actor import Actor
 from ablate.workers.cluster import silence
@@ -76,15 +77,14 @@ class Crew:
         own = {"num_cpus": 0, "num_gpus": ranks * self.need.gpus} if self.need.gpus else {"num_cpus": ranks}
         return self._ray.remote(Actor).options(**own, max_restarts=0, max_concurrency=_CALLS, scheduling_strategy=where).remote()
 
-    def requests(self, request: dict[str, Any], facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What each actor is asked: the trial, and of a gang its part in it."""
-        if self.need.ranks == 1:
-            return [request]
-        request = request | {"ranks": self.need.ranks}
+    def requests(self, request: TrialRequest, facts: list[dict[str, Any]]) -> list[TrialRequest]:
+        """Return the request for each actor: the trial, and of a gang its part in it. `facts`: what each actor returned from `look`."""
+        request = replace(request, ranks=self.need.ranks)
         if len(self.nodes) == 1:
             return [request]
-        meeting = {"nodes": len(self.nodes), "address": facts[0]["address"], "port": facts[0]["port"]}
-        return [request | {"gang": meeting | {"node": i, "local": ranks}} for i, ranks in enumerate(self.place.values())]
+        address, port = facts[0]["address"], facts[0]["port"]
+        parts = (GangPart(len(self.nodes), node, address, port, ranks) for node, ranks in enumerate(self.place.values()))
+        return [replace(request, gang=part) for part in parts]
 
     def dismiss(self) -> None:
         """End the actors, and through their lifelines what they run; give their places back."""

@@ -5,11 +5,12 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ablate.messages import Ended, Message, TrialRequest, Waiting
 from ablate.store import full
-from ablate.supervisor import Message
 from ablate.workers.actor import Left, versions
 from ablate.workers.apart import Mirror
 from ablate.workers.cluster import skew, unusable
@@ -40,7 +41,7 @@ class Unusable(Exception):
 class Flight:
     """A trial on its way. `pump` it until it is `over`."""
 
-    def __init__(self, ray: Any, request: dict[str, Any], crew: Crew, nonce: str, courier: Executor, node_of: Callable) -> None:
+    def __init__(self, ray: Any, request: TrialRequest, crew: Crew, nonce: str, courier: Executor, node_of: Callable) -> None:
         self._ray, self.request, self.crew, self._courier, self._node_of = ray, request, crew, courier, node_of
         self.over = False
         self.broken = False
@@ -56,7 +57,7 @@ class Flight:
         self._ready: set[Any] = set()
         self._out: list[Message] = []
         self._asked: dict[Any, int] = {}
-        self._ended: dict[int, tuple[Message, Left]] = {}
+        self._ended: dict[int, tuple[Ended, Left]] = {}
         self._last_word: float | None = None
         self._mirror: Mirror | None = None
         self._stopped = False
@@ -83,8 +84,7 @@ class Flight:
         except self._ray.exceptions.RayError as error:
             self.broken = self.over = True
             number = next((self._asked[ref] for ref in self._asked if ref in ready), 0)
-            space = {"full": True} if full(getattr(error, "cause", None)) else {}
-            self._out.append({"end": "failed", "reason": self._why(number, error)} | space)
+            self._out.append(Ended("failed", self._why(number, error), disk_full=full(getattr(error, "cause", None))))
         finally:
             if self.over and self._mirror:
                 self._mirror.close()
@@ -108,7 +108,7 @@ class Flight:
         facts = yield from self._places(nonce)
         if not facts:
             self.broken = True  # it may still wait for its places
-            self._out.append({"end": "failed", "reason": "stopped"})
+            self._out.append(Ended("failed", "stopped"))
             return
         self.sees, self.compiled = (all(fact[what] for fact in facts) for what in ("sees", "compiled"))
         if not self.sees:
@@ -119,13 +119,13 @@ class Flight:
                 return
             yield from self._thread(self._mirror.give, [self._far(number) for number in range(len(self.crew.actors))])
         if self._stopped:
-            self._out.append({"end": "failed", "reason": "stopped"})
+            self._out.append(Ended("failed", "stopped"))
             return
         yield from self._begin(self.crew.requests(self.request, facts))
         self._asked = {actor.hear.remote(): number for number, actor in enumerate(self.crew.actors)}
         yield from self._listen()
 
-    def _begin(self, requests: list[dict[str, Any]]) -> Iterator[Waits]:
+    def _begin(self, requests: list[TrialRequest]) -> Iterator[Waits]:
         """Have every actor start. An actor's calls may overtake each other, so nothing else is asked of it before."""
         pairs = zip(self.crew.actors, requests, strict=True)
         self._asked = {actor.start.remote(request, not self.sees): number for number, (actor, request) in enumerate(pairs)}
@@ -144,7 +144,7 @@ class Flight:
 
     def _places(self, nonce: str) -> Generator[Waits, None, list[dict[str, Any]]]:
         """Wait until all actors are there; returns what they are, nothing where it was stopped. Unusable where versions differ."""
-        self._asked = {actor.look.remote(self.request["root"], nonce): number for number, actor in enumerate(self.crew.actors)}
+        self._asked = {actor.look.remote(self.request.root, nonce): number for number, actor in enumerate(self.crew.actors)}
         looks = list(self._asked)
         for waits in self._all_there():
             if self._stopped:
@@ -162,7 +162,7 @@ class Flight:
         told = False
         while (holder := self._mirror.claim()) and not self._stopped:
             if not told:
-                self._out.append({"waits": holder})
+                self._out.append(Waiting(holder))
                 told = True
             yield []
 
@@ -186,7 +186,7 @@ class Flight:
                 if number == 0 and not self._hear(messages):
                     return
                 left = listed if number == 0 and messages else left
-                end = next((message for message in messages if "end" in message), None)
+                end = next((message for message in messages if isinstance(message, Ended)), None)
                 if end:
                     del self.heard[number]
                     self._end(number, end, left)
@@ -208,7 +208,7 @@ class Flight:
     def _hear(self, messages: list[Message]) -> bool:
         """Pass messages on, through the store where the trial runs apart; whether this attempt may go on."""
         for message in messages:
-            if "end" in message:
+            if isinstance(message, Ended):
                 continue
             if not self._mirror:
                 self._out.append(message)
@@ -217,7 +217,7 @@ class Flight:
                 self._out += self._mirror.hear(message)
             except PermissionError as error:
                 self.broken = True
-                self._out.append({"end": "failed", "reason": str(error)})
+                self._out.append(Ended("failed", str(error)))
                 return False
         return True
 
@@ -231,7 +231,7 @@ class Flight:
         names = [name for name in names if now >= due or name.startswith("checkpoints/")]
         if not names:
             return None, due
-        pause = max(_LEAST_FETCH_SECONDS, self.request["telemetry"].get("checkpoint", 60.0) / 2)
+        pause = max(_LEAST_FETCH_SECONDS, self.request.telemetry.get("checkpoint", 60.0) / 2)
         return self._courier.submit(self._timed_fetch, names), now + max(pause, _COURIER_SHARE * self._took)
 
     def _timed_fetch(self, names: list[str]) -> None:
@@ -241,24 +241,24 @@ class Flight:
 
     # Its end
 
-    def _end(self, number: int, end: Message, left: Left) -> None:
+    def _end(self, number: int, end: Ended, left: Left) -> None:
         """One node of the crew is done. The others have a moment to end by themselves, and are stopped where they do not."""
         self._ended[number] = end, left
         if len(self._ended) < len(self.crew.actors) and self._last_word is None:
             self._last_word = time.monotonic() + _LAST_WORD_SECONDS
 
-    def _verdict(self) -> tuple[Message, Left]:
+    def _verdict(self) -> tuple[Ended, Left]:
         """The crew's end: its first node's result; without one, what went wrong first, wherever that was."""
-        first, left = self._ended.get(0, ({"end": "failed", "reason": "its first node did not end with the others"}, {}))
-        if "result" in first:
+        first, left = self._ended.get(0, (Ended("failed", "its first node did not end with the others"), {}))
+        if first.result is not None:
             return first, left
-        ends = [(number, end) for number, (end, _) in self._ended.items() if "result" not in end]
-        number, end = next((item for item in ends if item[1]["end"] == "oom"), ends[0] if ends else (0, first))
-        return end | {"reason": self._explained(number, end["reason"])}, left
+        ends = [(number, end) for number, (end, _) in self._ended.items() if end.result is None]
+        number, end = next((item for item in ends if item[1].status == "oom"), ends[0] if ends else (0, first))
+        return replace(end, reason=self._explained(number, end.reason or "")), left
 
     def _explained(self, number: int, reason: str) -> str:
         """Why a trial failed; of data that lie here alone, where they should lie."""
-        workload = json.loads(self.request["spec"])["workload"]
+        workload = json.loads(self.request.spec)["workload"]
         path = next((text for text in _texts(workload) if "/" in text and text in reason and glob.glob(str(Path(text).expanduser()))), None)
         if path is None or not any(words in reason for words in _MISSING):
             return reason

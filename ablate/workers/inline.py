@@ -1,9 +1,9 @@
 """Trials one by one in this process, without Ray: for debuggers and tests."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from ablate.supervisor import Message, run_inline
+from ablate.messages import Ended, Message, TrialRequest
+from ablate.supervisor import run_inline
 
 
 class Inline:
@@ -18,18 +18,18 @@ class Inline:
         self._running: dict[str, Iterator[Message]] = {}
         self._stopped: list[str] = []
 
-    def submit(self, request: dict[str, Any]) -> None:
+    def submit(self, request: TrialRequest) -> None:
         """Take a trial; it advances only in `wait`."""
-        self._running[request["id"]] = run_inline(request)
+        self._running[request.id] = run_inline(request)
 
     def wait(self, seconds: float) -> list[tuple[str, Message]]:
         """The next message of each trial taken."""
-        answers = [(trial, {"end": "failed", "reason": "stopped"}) for trial in self._stopped]
+        answers: list[tuple[str, Message]] = [(trial, Ended("failed", "stopped")) for trial in self._stopped]
         self._stopped = []
         for trial, messages in list(self._running.items()):
             message = next(messages)
             answers.append((trial, message))
-            if "end" in message:
+            if isinstance(message, Ended):
                 del self._running[trial]
         return answers
 

@@ -11,13 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ablate.messages import Ended, Message, Notice, TrialRequest
 from ablate.shares import Claim, Place, Shares, fit
-from ablate.supervisor import Message
 from ablate.workers.cluster import LOOK_SECONDS, PATIENCE_SECONDS, ClusterError, ClusterLost, Head, connect, exposed, unusable
 from ablate.workers.crew import Crew, Need
 from ablate.workers.flight import Flight, Unusable
 
-Answer = tuple[str | None, Message]
+Answer = tuple[str, Message]
+"""A trial's id and a message of it; a Notice comes with an empty id."""
 DEAF_SECONDS = 60.0
 """A worker that says nothing for so long, not even that it lives, is ended."""
 _POLL_SECONDS = 0.05
@@ -45,7 +46,7 @@ class Pool:
         """Trials at once at most, and how many there are to run, as far as the controller knows."""
         self._priority, self._sweep, self._nonce = priority, uuid.uuid4().hex, ""
         self._idle: list[Crew] = []
-        self._queue: list[dict[str, Any]] = []
+        self._queue: list[TrialRequest] = []
         """Requests that wait for a place after all."""
         self._flights: dict[str, Flight] = {}
         self._answers: list[Answer] = []
@@ -183,10 +184,10 @@ class Pool:
 
     # Trials
 
-    def submit(self, request: dict[str, Any]) -> None:
+    def submit(self, request: TrialRequest) -> None:
         """Start a trial. Call only while fewer than `slots` run."""
         if not self._nonce:
-            self._nonce = _leave_nonce(Path(request["root"]))
+            self._nonce = _leave_nonce(Path(request.root))
         self._queue.append(request)
         self._launch()
 
@@ -196,15 +197,15 @@ class Pool:
             if not self._idle:
                 self._settle()
             request, crew = self._queue.pop(0), self._idle.pop(0)
-            self._flights[request["id"]] = Flight(self._ray, request, crew, self._nonce, self._couriers, self._node)
+            self._flights[request.id] = Flight(self._ray, request, crew, self._nonce, self._couriers, self._node)
 
     def stop(self, trial: str) -> None:
         """End a trial in flight; `wait` tells its end."""
         if trial in self._flights:
             self._flights[trial].stop()
             return
-        self._queue = [request for request in self._queue if request["id"] != trial]
-        self._answers.append((trial, {"end": "failed", "reason": "stopped"}))
+        self._queue = [request for request in self._queue if request.id != trial]
+        self._answers.append((trial, Ended("failed", "stopped")))
 
     def wait(self, seconds: float) -> list[Answer]:
         """Messages that arrived, waiting at most this long for the first. A dead worker is a message too."""
@@ -299,13 +300,13 @@ class Pool:
         """Say it once."""
         if what not in self._told:
             self._told.add(what)
-            self._answers.append((None, {"news": line}))
+            self._answers.append(("", Notice(line)))
 
     def _tell_way(self, flight: Flight) -> None:
         """Say which way results come from a cluster, and where its workers are slow."""
         if self._address and flight.started:
             where = f"workers on {flight.address}"
-            way = "see the state folder, and write into it" if flight.sees else f"do not see {flight.request['root']}: {_APART}"
+            way = "see the state folder, and write into it" if flight.sees else f"do not see {flight.request.root}: {_APART}"
             self._tell(flight.sees, f"{where} {way}")
             if not flight.compiled and self._need.kind == "CPU":
                 self._tell("compiled", f"{where} {_REFERENCE}")

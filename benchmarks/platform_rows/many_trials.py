@@ -17,6 +17,7 @@ from sweeps import grid, say
 
 from ablate.controller import Controller, Outcome
 from ablate.experiment import load
+from ablate.messages import Ended, Message, TrialRequest
 from ablate.supervisor import run_inline
 
 
@@ -25,17 +26,17 @@ class Slots:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self._running: deque[tuple[str, Iterator[dict[str, Any]]]] = deque()
+        self._running: deque[tuple[str, Iterator[Message]]] = deque()
 
-    def submit(self, request: dict[str, Any]) -> None:
+    def submit(self, request: TrialRequest) -> None:
         """Take a trial."""
-        self._running.append((request["id"], run_inline(request)))
+        self._running.append((request.id, run_inline(request)))
 
-    def wait(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
+    def wait(self, seconds: float) -> list[tuple[str, Message]]:
         """The next message of the trial whose turn it is."""
         trial, messages = self._running.popleft()
         message = next(messages)
-        if "end" not in message:
+        if not isinstance(message, Ended):
             self._running.append((trial, messages))
         return [(trial, message)]
 

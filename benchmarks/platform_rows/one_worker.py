@@ -16,6 +16,8 @@ from typing import Any
 
 from sweeps import TINY, experiment, ledger
 
+from ablate.messages import Message, TrialRequest
+
 STEPS = 400
 TRAP = "import os\nopen(os.environ['ABLATE_TRAP'], 'a').write(f'{os.getpid()}\\n')\nraise ImportError('MLflow in a trial process')\n"
 
@@ -30,11 +32,11 @@ class Worker:
 
         self.supervisor, self.trial, self.messages = Supervisor(), "", None
 
-    def submit(self, request: dict[str, Any]) -> None:
+    def submit(self, request: TrialRequest) -> None:
         """Start a trial."""
-        self.trial, self.messages = request["id"], self.supervisor.run(request)
+        self.trial, self.messages = request.id, self.supervisor.run(request)
 
-    def wait(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
+    def wait(self, seconds: float) -> list[tuple[str, Message]]:
         """Its next message."""
         return [(self.trial, next(self.messages))]
 
