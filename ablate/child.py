@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -26,18 +26,18 @@ from ablate.trial import NO_SPACE, TrialSpec, exit_status, run
 _POLL_SECONDS = 0.5
 
 
-def main() -> None:
-    """Serve trials until standard input closes."""
+def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
+    """Serve trials until standard input closes. `parse` reads a spec, in the process that computes the trial."""
     with _ending_early():
         tune_process()
         rehearse()
         provenance.environment()  # asks the file system for every version: once for all trials
     for line in iter(sys.stdin.buffer.raw.readline, b""):
-        send(sys.stdout.buffer, _serve(line))
+        send(sys.stdout.buffer, _serve(line, parse))
     os._exit(0)  # at once: torch takes a second to be torn down
 
 
-def _serve(line: bytes) -> Exited:
+def _serve(line: bytes, parse: Callable[[str], TrialSpec]) -> Exited:
     """Run the trial that a line asks for in a fork of this process."""
     try:
         request = TrialRequest.parse(line)
@@ -47,7 +47,7 @@ def _serve(line: bytes) -> Exited:
         load(request)
     pid = os.fork()
     if pid == 0:
-        _trial(request)
+        _trial(request, parse)
     return Exited(os.waitstatus_to_exitcode(_wait(pid)))
 
 
@@ -123,7 +123,7 @@ def _supervisor_gone(seconds: float) -> bool:
     return bool(select.select([0], [], [], seconds)[0])
 
 
-def _trial(request: TrialRequest) -> None:
+def _trial(request: TrialRequest, parse: Callable[[str], TrialSpec]) -> None:
     """In the forked child: run the trial, its messages to standard output, what it prints to its log; never returns."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     status = 1
@@ -135,19 +135,19 @@ def _trial(request: TrialRequest) -> None:
             os.dup2(log.fileno(), 2)
             faulthandler.register(signal.SIGUSR1, file=log)
             send(pipe, Started(os.getpid()))
-            status = exit_status(lambda: _run(request, pipe))
+            status = exit_status(lambda: _run(request, parse, pipe))
     except OSError as error:  # its log cannot be made
         status = NO_SPACE if full(error) else 1
     finally:
         os._exit(status)
 
 
-def _run(request: TrialRequest, pipe: BinaryIO) -> None:
+def _run(request: TrialRequest, parse: Callable[[str], TrialSpec], pipe: BinaryIO) -> None:
     if request.ranks > 1:
         if died := launch(request, pipe):
             send(pipe, died)
         return
-    for recorded in run(TrialSpec.parse(request.spec), Store(Path(request.root)), request.attempt, request.telemetry, request.fork):
+    for recorded in run(parse(request.spec), Store(Path(request.root)), request.attempt, request.telemetry, request.fork):
         send(pipe, message_of(recorded))
 
 

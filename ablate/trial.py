@@ -83,7 +83,12 @@ class TrialSpec(Spec):
     @cached_property
     def wire(self) -> str:
         """The whole spec as JSON, with its id: what crosses to a worker, and what the trial's folder keeps."""
-        return json.dumps({"id": self.id} | self._content(self.config.model_dump(mode="json")), sort_keys=True)
+        return json.dumps(self.content, sort_keys=True)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The whole spec as JSON data, with its id."""
+        return {"id": self.id} | self._content(self.config.model_dump(mode="json"))
 
     def _content(self, config: dict[str, Any]) -> dict[str, Any]:
         recipe = self.recipe.model_dump(mode="json")
@@ -99,14 +104,17 @@ class TrialSpec(Spec):
         }
 
     @classmethod
-    def parse(cls, wire: str) -> "TrialSpec":
-        """The spec that `wire` describes. ValueError where it was written by other versions, or for other data."""
-        content = json.loads(wire)
+    def parse(cls, wire: str, loads: Callable[[str], Any] = json.loads) -> "TrialSpec":
+        """Return the spec that `wire` describes. ValueError where it was written by other versions, or for other data.
+
+        `loads` reads JSON, and is called once: what it returns has lists for tuples, so types are not checked strictly here. The id is.
+        """
+        content = loads(wire)
         ((name, config),) = content["workload"].items()
         spec = cls(
             workload=name,
-            config=WORKLOADS[name].model_validate_json(json.dumps(config)),
-            recipe=Recipe.model_validate_json(json.dumps(content["recipe"])),
+            config=WORKLOADS[name].model_validate(config, strict=False),
+            recipe=Recipe.model_validate(content["recipe"], strict=False),
             **{key: content[key] for key in ("seed", "engine", "device")},
         )
         if spec.id != content["id"]:
@@ -271,7 +279,7 @@ def _run(
     folder = store.folder(spec.id)
     for torn in (*folder.glob("*.json.*"), *folder.glob("*.pt.*")):  # by an attempt that was killed while it wrote
         torn.unlink()
-    write(folder / "spec.json", json.loads(spec.wire))
+    write(folder / "spec.json", spec.content)
     started, event, facts = time.time(), None, spec.config.summary()  # before hours are spent: it reads the data
     with closing(Journal(store, spec.id, attempt)) as journal:
         from ablate.checkpoints import Checkpoints  # torch: only where a trial runs

@@ -292,6 +292,30 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
     shut(supervisor)
 
 
+COUNTING = """
+import functools, json, os, pathlib, sys
+from ablate import child
+from ablate.trial import TrialSpec
+
+def loads(text):
+    with pathlib.Path(sys.argv[1]).open("a") as file: print(os.getpid(), len(text), file=file)
+    return json.loads(text)
+
+child.main(functools.partial(TrialSpec.parse, loads=loads))
+"""
+"""A warm process that notes which process reads JSON of a spec, and how much."""
+
+
+def test_the_spec_is_parsed_once_in_the_process_that_computes_the_trial(tmp_path):
+    supervisor = Supervisor((sys.executable, "-c", COUNTING, str(tmp_path / "parsed")))
+    asked = [request(tmp_path, seed=seed) for seed in range(2)]
+    assert [list(supervisor.run(one))[-1].status for one in asked] == ["done", "done"]
+    parsed = [line.split() for line in (tmp_path / "parsed").read_text().splitlines()]
+    assert [int(size) for _, size in parsed] == [len(one.spec) for one in asked]
+    assert len({process for process, _ in parsed} | {str(supervisor._child.pid)}) == 3
+    shut(supervisor)
+
+
 def test_a_line_that_is_no_request_is_refused_and_the_next_is_served(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
     with subprocess.Popen([sys.executable, "-m", "ablate.child"], **pipes) as child:
