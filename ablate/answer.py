@@ -12,6 +12,7 @@ from ablate.attribution import Effect, Grid, extra_tokens, grid, interactions, m
 from ablate.headline import amount, headline, of_arms, of_knobs
 from ablate.inference import FEWEST_RANKED, wilcoxon
 from ablate.ledger import Ledger
+from ablate.metric_names import parse
 from ablate.page import Code, Gallery, Part, Section, Table, Text, section
 from ablate.phases import never_began
 from ablate.published import replications
@@ -348,8 +349,7 @@ class Answer:
     def health(self, table: Any) -> list[Part]:
         """Whether training went well, in a sentence, then what did not."""
         statuses = Counter(member["status"] for member in self.ledger.members())
-        others = ("nan/first_step", "nan/steps_skipped")
-        counts = [name for name in set(table["metric"]) if name.startswith("nan/") and name not in others] if len(table) else []
+        counts = [text for text in set(table["metric"]) if parse(text).is_count] if len(table) else []
         bad = sorted(set(table.loc[table["metric"].isin(counts) & (table["value"] > 0), "arm"])) if counts else []
         counted = f"{statuses.total()} runs: {', '.join(f'{count} {status}' for status, count in statuses.items())}."
         found = f" Values that are not finite were seen in {', '.join(bad[:8])}." if bad else " No value that is not finite was counted."

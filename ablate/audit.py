@@ -16,10 +16,9 @@ from typing import Any, Literal
 from urllib.parse import urlencode
 
 from ablate.ledger import FINISHED, Ledger
+from ablate.metric_names import parse
 from ablate.store import Damaged, Store, parsed
 
-CLOCKS = ("throughput/", "memory/")
-"""Metrics that no two runs agree on; that they are there is looked at all the same."""
 _PAGE = 25_000
 Records = dict[tuple[int, str], float]
 
@@ -69,7 +68,7 @@ def _records(about: str, ours: Records, theirs: Records) -> Iterator[Finding]:
         yield Finding("lost", f"{about}: {len(missing)} records, the first {missing[0]}", len(missing))
     if extra := sorted(ours.keys() - theirs.keys()):
         yield Finding("wrong", f"{about}: {len(extra)} records that an undisturbed run has not, the first {extra[0]}", len(extra))
-    same = (key for key in sorted(ours.keys() & theirs.keys()) if not key[1].startswith(CLOCKS))
+    same = (key for key in sorted(ours.keys() & theirs.keys()) if not parse(key[1]).of_machine)
     differ = [key for key in same if ours[key] != theirs[key] and not (math.isnan(ours[key]) and math.isnan(theirs[key]))]
     if differ:
         first = f"{differ[0]}: {ours[differ[0]]!r}, not {theirs[differ[0]]!r}"
@@ -230,7 +229,7 @@ def _whole(tracker: Tracker, run: dict[str, Any], files: set[str]) -> Iterator[F
 def _histories(tracker: Tracker, run: dict[str, Any], book: Ledger, member: sqlite3.Row) -> Iterator[Finding]:
     wanted: dict[str, Counter] = {}
     for step, key, value, moment in book.records(member["trial"]):
-        if not key.startswith("quant/") or (key.count("/") == 2 and key.endswith(("/sqnr_db", "/zero_frac"))):
+        if parse(key).for_tracker:
             wanted.setdefault(key, Counter())[step, value, int(moment * 1000)] += 1
     for key, points in wanted.items():
         drawn = tracker.history(run["info"]["run_id"], key)

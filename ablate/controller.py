@@ -19,9 +19,9 @@ from ablate.arms import KnobError
 from ablate.experiment import Experiment
 from ablate.ledger import Ledger
 from ablate.messages import Ended, Event, Events, Message, Notice, TrialRequest, Waiting
+from ablate.metric_names import ENDINGS
 from ablate.plain_text import one_line
 from ablate.store import Store, full
-from ablate.trial import STOPPED
 
 _WAIT_SECONDS = 0.2
 _MLFLOW_GRACE_SECONDS = 30.0
@@ -463,7 +463,7 @@ class Controller:
     def _warn(self, running: Running, events: Sequence[Event]) -> None:
         """Tell the first thing that a trial's guard did, and its first alarms, and that there are more."""
         for event in events:
-            if event.get("events") and not running.guarded and not STOPPED & event["metrics"].keys():
+            if event.get("events") and not running.guarded and not ENDINGS & event["metrics"].keys():
                 running.guarded = True
                 self._say(f"{running.name} seed={running.seed} step {event['step']}: {event['events'][0]}; more of it in the report")
             if event.get("alarms") and not running.warned:

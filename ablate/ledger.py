@@ -8,13 +8,14 @@ import math
 import sqlite3
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 from ablate import databases, ledger_schema
 from ablate.ledger_schema import seal
+from ablate.metric_names import Name, parse
 
 FINISHED = ("done", "diverged")
 """Statuses of a trial that need never run again."""
@@ -392,12 +393,11 @@ class Ledger:
 
     def last_values(self, trial: int) -> dict[str, float]:
         """The last value of every metric of a trial, per-layer series left out."""
-        rows = self.db.execute(
-            "SELECT text, value, max(step) FROM records JOIN names USING (name) WHERE trial = ? AND text NOT LIKE 'quant/%/%/%'"
-            " GROUP BY name",
-            (trial,),
-        )
-        return {name: math.nan if value is None else value for name, value, _ in rows}
+        names = {number: text for number, text in self.names().items() if parse(text).layer is None}
+        inside = f"trial = ? AND name IN ({','.join(map(str, names))})"
+        query = f"SELECT name, value, max(step) FROM records WHERE {inside} GROUP BY name"
+        rows = self.db.execute(query, (trial,))
+        return {names[number]: math.nan if value is None else value for number, value, _ in rows}
 
     def last_value(self, trial: int, name: str) -> float:
         """The last value of one metric of a trial, NaN where there is none."""
@@ -424,10 +424,10 @@ class Ledger:
         which = "" if trial is None else "WHERE trial = :trial"
         return bool(self.db.execute(f"SELECT EXISTS (SELECT 1 FROM records {which})", {"trial": trial}).fetchone()[0])
 
-    def finals(self, *patterns: str) -> dict[int, dict[str, float]]:
-        """What `last_values` says, of every wanted trial at once and only of metrics whose name is like one of these (SQL's GLOB)."""
-        like = " OR ".join("text GLOB ?" for _ in patterns)
-        names = self.db.execute(f"SELECT name, text FROM names WHERE text NOT LIKE 'quant/%/%/%' AND ({like})", patterns).fetchall()
+    def finals(self, wanted: Callable[[Name], bool]) -> dict[int, dict[str, float]]:
+        """Return the last values of every wanted trial, of the metrics whose name is `wanted`; no per-layer series."""
+        parsed = ((number, text, parse(text)) for number, text in self.names().items())
+        names = [(number, text) for number, text, name in parsed if name.layer is None and wanted(name)]
         found: dict[int, dict[str, float]] = {trial: {} for (trial,) in self.db.execute(_WANTED)}
         last = f"SELECT trial, value, max(step) FROM records WHERE trial IN ({_WANTED}) AND name = ? GROUP BY trial"
         for name, text in names:

@@ -8,6 +8,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from ablate.metric_names import Name, parse
 from ablate.numerics.census import Census, census
 from ablate.numerics.formats import ELEMENTS, SCALES
 from ablate.numerics.quantize import Operand
@@ -119,9 +120,9 @@ def alarms(metrics: Mapping[str, float]) -> list[str]:
     for name, limit, message in _ALARMS:
         worst: dict[str, tuple[float, str]] = {}
         for key, value in metrics.items():
-            parts = key.split("/")
-            if parts[0] == "quant" and len(parts) == 4 and parts[3] == name and value > limit:
-                worst[parts[1]] = max(worst.get(parts[1], (0.0, "")), (value, parts[2]))
+            its = parse(key)
+            if its.family == "quant" and its.layer is not None and its.metric == name and value > limit:
+                worst[its.slot] = max(worst.get(its.slot, (0.0, "")), (value, its.layer))
         found += [f"{message.format(value)} in {layer} {slot}" for slot, (value, layer) in worst.items()]
     ratio = metrics.get("grad/noise_ratio", math.inf)
     if ratio < _FP4_LIMIT:
@@ -144,8 +145,8 @@ class SlotErrors:
         for (slot, layer), values in self._seen.items():
             for name, value in values.items():
                 if not math.isnan(value):
-                    result[f"quant/{slot}/{layer}/{name}"] = value
-                    by_slot[f"quant/{slot}/{name}"].append(value)
+                    result[str(Name("quant", slot, layer, name))] = value
+                    by_slot[str(Name("quant", slot, None, name))].append(value)
         return result | {name: math.fsum(values) / len(values) for name, values in by_slot.items()}
 
 

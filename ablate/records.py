@@ -10,7 +10,6 @@ import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from adbc_driver_sqlite import dbapi
 
 from ablate.databases import readonly_uri
 from ablate.ledger import FINISHED, Ledger
+from ablate.metric_names import parse
 from ablate.workloads import WORKLOADS
 
 _WORTH_KEEPING = 1_000_000
@@ -51,7 +51,7 @@ def _plain(part: pd.DataFrame) -> pd.DataFrame:
 
 def _frame(ledger: Ledger, metrics: Collection[str] | None) -> pd.DataFrame:
     members, names = ledger.members(), ledger.names()
-    wanted = sorted(number for number, text in names.items() if metrics is None or any(fnmatchcase(text, like) for like in metrics))
+    wanted = sorted(number for number, text in names.items() if metrics is None or parse(text).like(metrics))
     if not members or not wanted:
         return pd.DataFrame(columns=list(_FIRST))
     rows = _rows(ledger, metrics is None, wanted)

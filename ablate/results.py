@@ -11,14 +11,14 @@ from typing import Any
 
 from ablate.arms import CONFIRM, label
 from ablate.ledger import OVER, Ledger, Role
+from ablate.metric_names import FIRST_NONFINITE, parse
 from ablate.stats import UNJUDGED, Difference, Interval, Verdict, judge, paired_difference
 from ablate.store import Damaged, Store
 from ablate.surface import Metric, Published
 from ablate.workloads import context_free
 
 LOSS = "val/loss"
-_LEARNED_BY = ("val/", "train/")
-"""Beginnings of the metrics that say nothing of a model that learned nothing."""
+_SQNR = "sqnr_db"
 NOTHING_LEARNED = "no answer: nothing was learned"
 UNLEARNED = Verdict("none", NOTHING_LEARNED)
 """Verdict on a comparison in which no arm learned anything."""
@@ -160,7 +160,9 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
 def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
     """One summary an arm, without the verdicts on gaps."""
     arms = {arm["arm"]: arm for arm in ledger.arms()}
-    lasts, speeds = ledger.finals(metric.name, LOSS, "nan/first_step", "*/sqnr_db"), ledger.rates("throughput/tokens_per_s")
+    always = {metric.name, LOSS, FIRST_NONFINITE}
+    lasts = ledger.finals(lambda name: name.metric == _SQNR or str(name) in always)
+    speeds = ledger.rates("throughput/tokens_per_s")
     peaks = ledger.largest("memory/rss") | ledger.largest("memory/peak_allocated")
     members: dict[int, list[Any]] = {number: [] for number in arms}
     for member in ledger.members():
@@ -261,7 +263,7 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, str] | None:
 
 def _with_references(arms: list[ArmSummary], ledger: Ledger, members: Mapping[int, list[Any]], metric: Metric) -> list[ArmSummary]:
     """The arms with the loss of a model that ignores its input, where the metric says nothing of such a model."""
-    if not metric.name.startswith(_LEARNED_BY):
+    if not parse(metric.name).of_data:
         return arms
     store, noted = Store(ledger.path.absolute().parents[2]), json.loads(ledger.fact("context_free") or "{}")
     return [replace(arm, context_free=_context_free(store, group, noted)) for arm, group in zip(arms, members.values(), strict=True)]
@@ -292,10 +294,10 @@ def _summary(arms, number, members, lasts, speeds, peaks, values, metric: Metric
         interval=interval,
         verdict=with_losses(unjudged, diverged if gap is not None else (), len(members)),
         role=role,
-        sqnr_db=mean_of([v for trial in done for k, v in lasts[trial].items() if k.endswith("/sqnr_db")]),
+        sqnr_db=mean_of([v for trial in done for k, v in lasts[trial].items() if parse(k).metric == _SQNR]),
         tokens_per_s=_rate([speeds.get(trial, math.nan) for trial in done]),
         memory=mean_of([peaks.get(trial, math.nan) for trial in done]),
-        nans=sum("nan/first_step" in lasts[member["trial"]] for member in members),
+        nans=sum(FIRST_NONFINITE in lasts[member["trial"]] for member in members),
         diverged=diverged,
         missing=tuple(member["seed"] for member in members if member["status"] not in ("done", "diverged", "pruned")),
         pruned=pruned,

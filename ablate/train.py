@@ -16,6 +16,7 @@ from ablate.data.batches import Batch
 from ablate.engines.emulated import Engine
 from ablate.engines.ranks import whole
 from ablate.hyperparameters import Training
+from ablate.metric_names import FIRST_NONFINITE, GUARD_STOPPED
 from ablate.metrics import SlotErrors, gradient_noise, memory, oscillation
 from ablate.numerics.spec import Spec
 from ablate.optimizers import optimizer
@@ -217,7 +218,7 @@ class _Loop:
         if self.over:
             metrics["flops/fp4_share"] = self.run.engine.fp4_share()
         if stopped:
-            metrics["guard/stopped" if finite else "nan/first_step"] = float(done)
+            metrics[GUARD_STOPPED if finite else FIRST_NONFINITE] = float(done)
         return Record(done, metrics, (why,) if why else ()) if metrics else None
 
     def _seen(self, done: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ablate import provenance
 from ablate.hyperparameters import Training
 from ablate.messages import Waiting
+from ablate.metric_names import FIRST_NONFINITE, GUARD_STOPPED
 from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Spec
 from ablate.recipes import Recipe
@@ -120,10 +121,6 @@ class TrialSpec(Spec):
         if spec.id != content["id"]:
             raise ValueError("this process resolves the trial differently: other versions of the code, or other data, than the planner's")
         return spec
-
-
-STOPPED = frozenset({"nan/first_step", "guard/stopped"})
-"""Metrics of a trial's last record, where it diverged."""
 
 
 _LESS = "; a smaller batch with more accumulate, or recompute: true, needs less"
@@ -355,8 +352,8 @@ def _result(spec: TrialSpec, attempt: int, started: float, last: dict[str, Any])
 
 def _divergence(last: dict[str, Any]) -> str | None:
     """Why the trial ended as diverged; None where it did not."""
-    if "nan/first_step" in last["metrics"]:
+    if FIRST_NONFINITE in last["metrics"]:
         return f"non-finite loss or gradient at step {last['step']}"
-    if "guard/stopped" in last["metrics"]:
+    if GUARD_STOPPED in last["metrics"]:
         return f"{last['events'][-1]} at step {last['step']}"
     return None

@@ -16,7 +16,7 @@ from ablate.page import Part, Section, Table, Text, section
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import Wgrad
 from ablate.workloads import WORKLOADS
-from ablate.workloads.tensors import capture, layer_of, product_errors, products_of
+from ablate.workloads.tensors import capture, gemm_metric, layer_of, product_errors, products_of
 
 _LAYER = {
     "layer": "blocks.0.mlp.down",
@@ -134,7 +134,7 @@ class Walkthrough:
         rows = []
         for name, recipe in recipes.items():
             found = product_errors(products_of(layer_of(recipe, w, Clock(0)), x, dy), x, w, dy)
-            decibels = {product: found.get(f"gemm/{product}/sqnr_db", math.nan) for product in ("fprop", "dgrad", "wgrad")}
+            decibels = {product: found.get(gemm_metric(product, "sqnr_db"), math.nan) for product in ("fprop", "dgrad", "wgrad")}
             rows.append({"recipe": name, **{f"{product}, SQNR dB": (f"{value:.2f}", value) for product, value in decibels.items()}})
         said = "One draw; a recipe that is noisier once may be better on average: see the rounding above."
         return self.show(Table("products", rows), Text(said))

@@ -78,6 +78,7 @@ FLOORS = {
     2: ("recipes", "peers"),
     1: ("numerics",),
     0: (
+        "metric_names",
         "ledger",
         "ledger_schema",
         "ledger_integrity",
@@ -94,7 +95,7 @@ FLOORS = {
 """A file imports only from lower floors. A folder is one inhabitant, whose files may import each other."""
 
 ALLOWED = {
-    "ledger": {"databases", "ledger_schema"},
+    "ledger": {"databases", "ledger_schema", "metric_names"},
     "ledger_integrity": {"ledger", "ledger_schema", "store"},  # of the store, the digest of records, which both hold
     "data": {"numerics.spec", "numerics.philox", "store", "redact"},  # a frozen description's words, counter-based bits, locks
     "train": {"hyperparameters", "checkpoints", "optimizers", "stability", "parallel"},

@@ -35,6 +35,7 @@ from ablate.control import damage, put_aside
 from ablate.faults import deck
 from ablate.forks import Family
 from ablate.injections import CHECKPOINT, FAULTS, HARMS, KINDS
+from ablate.metric_names import parse
 from ablate.processes import mlflow, trials_in
 from ablate.store import Store
 from ablate.tracking import projector
@@ -63,7 +64,7 @@ def advance(spec, family, state: Path, attempt: int, new: int | None = None) -> 
 def recorded(events) -> dict[tuple[int, str], float]:
     """Everything that no clock and no allocator decides."""
     found = {(event["step"], name): value for event in events for name, value in event["metrics"].items()}
-    return {key: value for key, value in found.items() if not key[1].startswith(audit.CLOCKS)}
+    return {key: value for key, value in found.items() if not parse(key[1]).of_machine}
 
 
 @pytest.fixture(scope="module")

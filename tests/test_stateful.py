@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from ablate.audit import CLOCKS
 from ablate.controller import Controller
 from ablate.messages import Ended
+from ablate.metric_names import parse
 from ablate.store import Store
 from ablate.trial import TrialSpec, run
 from ablate.workers import Inline
@@ -63,7 +63,7 @@ def alone(wire: str) -> dict[tuple[int, str], float]:
 
 def kept(records) -> dict[tuple[int, str], float]:
     """Records that no clock and no allocator decides. One that comes twice is an error."""
-    found = [((step, name), value) for step, name, value in records if not name.startswith(CLOCKS)]
+    found = [((step, name), value) for step, name, value in records if not parse(name).of_machine]
     assert len(dict(found)) == len(found)
     return dict(found)
 

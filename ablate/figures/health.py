@@ -26,6 +26,7 @@ from ablate.figures.style import (
     panels,
     plain,
 )
+from ablate.metric_names import FIRST_NONFINITE, parse
 from ablate.recipes.recipe import SLOTS
 from ablate.results import ArmSummary
 from ablate.surface import Metric
@@ -43,7 +44,7 @@ _COUNTED = ("nan/loss", "nan/grad", "nan/activation", "nan/steps_skipped")
 def slot_errors(records: pd.DataFrame) -> Picture | None:
     """Signal to quantisation noise of each operand slot over the run, mean over layers and seeds, a panel a slot. None where it was not
     recorded."""
-    found = tables.chosen(records, f"quant/{tables.SLOT}/sqnr_db")
+    found = tables.errors_of_slots(records, {"sqnr_db"})
     if found.empty:
         return None
     shown, total = tables.arms(found, _SQNR)
@@ -69,14 +70,16 @@ def slot_errors(records: pd.DataFrame) -> Picture | None:
 def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
     """SQNR of each layer over steps, a panel a slot: of one arm, or the mean over all; over seeds in any case. None where no layer was
     recorded, or there is no such arm."""
-    pattern = f"quant/{tables.SLOT}/(?P<layer>[^/]+)/sqnr_db"
     found = table if arm is None else table[table["arm"] == arm]
-    means = found.groupby(["metric", "step"], observed=True)["value"].mean().reset_index(name="sqnr_db")
-    parts = means["metric"].astype(str).str.extract(f"^{pattern}$")
-    means = pd.concat([means, parts], axis=1).dropna(subset=["slot", "sqnr_db"])
+    names = {text: parse(text) for text in found["metric"].unique()}
+    per_layer = [text for text, name in names.items() if name.metric == "sqnr_db" and name.layer is not None]
+    found = found[found["metric"].isin(per_layer)]
+    means = found.groupby(["metric", "step"], observed=True)["value"].mean().dropna().reset_index(name="sqnr_db")
     if means.empty:
         return None
     arms = found.loc[found["metric"].isin(set(means["metric"])), "arm"].unique()
+    for field in ("slot", "layer"):
+        means[field] = [getattr(names[text], field) for text in means["metric"]]
     means = means.drop(columns="metric")
     steps = np.unique(means["step"])
     kept = steps[:: -(-len(steps) // _MOST_COLUMNS)]
@@ -110,7 +113,7 @@ def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
 def fractions(table: pd.DataFrame) -> Picture | None:
     """The share of each operand's elements that rounded to zero, and that lay beyond the grid, over steps; mean over layers and seeds.
     None where neither was recorded."""
-    found = tables.chosen(table, f"quant/{tables.SLOT}/(?P<what>zero_frac|saturated_frac)")
+    found = tables.errors_of_slots(table, {"zero_frac", "saturated_frac"}, "what")
     if found.empty:
         return None
     shown, total = tables.arms(found, Metric(name="zero_frac"))
@@ -146,9 +149,11 @@ def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) ->
     arms = [arm for arm in arms if arm.name in worst and arm.given]
     if not arms:
         return None
-    found = tables.chosen(table, "nan/.*") if table is not None else pd.DataFrame(columns=["arm", "seed", "metric", "value"])
+    found = pd.DataFrame(columns=["arm", "seed", "metric", "value"])
+    if table is not None:
+        found = tables.chosen(table, lambda name: name.family == "nan")
     lines = [(arm.name, seed, _state(arm, seed)) for arm in arms for seed in sorted(arm.given)]
-    ends = found[found["metric"] == "nan/first_step"].set_index(["arm", "seed"])["value"].rename("diverged_at_step").astype(float)
+    ends = found[found["metric"] == FIRST_NONFINITE].set_index(["arm", "seed"])["value"].rename("diverged_at_step").astype(float)
     counts = found[found["metric"].isin(_COUNTED)].pivot_table("value", ["arm", "seed"], "metric", "sum", observed=True)
     kinds = [kind for kind in _COUNTED if kind in counts]
     data = pd.DataFrame(lines, columns=["arm", "seed", "state"]).join(ends, on=["arm", "seed"]).join(counts[kinds], on=["arm", "seed"])
@@ -198,7 +203,7 @@ def _runs(axes, data: pd.DataFrame, names: list[str], seeds: list[int]) -> None:
 def _counts(axes, matrix: np.ndarray, kinds: list[str]) -> None:
     heat(axes, np.log1p(matrix), 0, 1.6 * max(np.log1p(matrix).max(), 1), [[f"{value:,.0f}" for value in line] for line in matrix], "Greys")
     axes.set_yticks([])
-    axes.set_xticks(range(len(kinds)), [plain(kind.removeprefix("nan/")).replace("_", "\n") for kind in kinds])
+    axes.set_xticks(range(len(kinds)), [plain(parse(kind).metric).replace("_", "\n") for kind in kinds])
     axes.set_xlabel("not finite")
     _lattice(axes, matrix.shape)
 

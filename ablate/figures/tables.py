@@ -1,15 +1,14 @@
 """What is drawn of the tidy frame of `ablate.records`: rows of some metrics, over seeds, of few enough arms and steps. It draws nothing."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import pandas as pd
 
 from ablate.figures.style import MOST_ARMS
+from ablate.metric_names import Name, parse
 from ablate.surface import Metric
 
-SLOT = r"(?P<slot>[a-z]+\.[a-z])"
 _MOST_POINTS = 400
 """Of a line: more are finer than a screen."""
 _KEPT = ["sweep", "arm", "baseline", "seed", "step", "tokens", "metric", "value"]
@@ -20,17 +19,19 @@ def named(name: str | Metric) -> Metric:
     return Metric(name=name) if isinstance(name, str) else name
 
 
-def chosen(table: pd.DataFrame, pattern: str) -> pd.DataFrame:
-    """The rows with a finite value of metrics whose whole name matches, the pattern's groups as columns; the arms of several sweeps are
-    `sweep: arm`."""
+def chosen(table: pd.DataFrame, wanted: Callable[[Name], bool], **columns: str) -> pd.DataFrame:
+    """Return the rows with a finite value of the metrics whose name is `wanted`.
+
+    The arms of several sweeps are `sweep: arm`. `columns` adds a field of the name to each row: `error="metric"` is a column
+    `error` with the last part. A name is parsed once, however many rows it has.
+    """
     metrics = table["metric"].astype("category").cat
-    matches = [re.fullmatch(pattern, str(text)) for text in metrics.categories]
-    codes = metrics.codes.to_numpy()
-    wanted = np.isin(codes, [code for code, match in enumerate(matches) if match]) & np.isfinite(table["value"].to_numpy(float))
-    found = table.loc[wanted, _KEPT].astype(dict.fromkeys(("sweep", "arm", "baseline", "seed", "metric"), object))
-    for group in re.compile(pattern).groupindex:
-        words = np.array([match and match[group] for match in matches], dtype=object)
-        found[group] = words[codes[wanted]]
+    names, codes = [parse(str(text)) for text in metrics.categories], metrics.codes.to_numpy()
+    chosen_codes = [code for code, name in enumerate(names) if wanted(name)]
+    rows = np.isin(codes, chosen_codes) & np.isfinite(table["value"].to_numpy(float))
+    found = table.loc[rows, _KEPT].astype(dict.fromkeys(("sweep", "arm", "baseline", "seed", "metric"), object))
+    for column, field in columns.items():
+        found[column] = np.array([getattr(name, field) for name in names], dtype=object)[codes[rows]]
     if found["sweep"].nunique() > 1:
         for name in ("baseline", "arm"):
             found[name] = (found["sweep"] + ": " + found[name]).where(found[name].notna(), None)
@@ -39,7 +40,16 @@ def chosen(table: pd.DataFrame, pattern: str) -> pd.DataFrame:
 
 def of(table: pd.DataFrame, metric: str) -> pd.DataFrame:
     """The rows with a finite value of one metric."""
-    return chosen(table, re.escape(metric))
+    return chosen(table, lambda name: name == parse(metric))
+
+
+def errors_of_slots(table: pd.DataFrame, errors: Collection[str], column: str = "error") -> pd.DataFrame:
+    """Return the rows of operand slots' errors, means over layers, with the slot and, in `column`, the error."""
+
+    def wanted(name: Name) -> bool:
+        return name.family == "quant" and name.slot is not None and name.layer is None and name.metric in errors
+
+    return chosen(table, wanted, **{"slot": "slot", column: "metric"})
 
 
 def arms(found: pd.DataFrame, metric: Metric) -> tuple[list[str], int]:

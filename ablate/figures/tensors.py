@@ -31,7 +31,7 @@ def errors_by_slot(table: pd.DataFrame, errors: Sequence[str] = ("rel_mse", "zer
     """How arms differ in what quantising each operand costs, a panel for each error: the mean over seeds of the last value, the bar from
     the smallest to the largest. Of arms with several baselines each has its own beside it, as a grey stroke. None where no such error was
     recorded."""
-    found = tables.chosen(table, f"quant/{tables.SLOT}/(?P<error>{'|'.join(errors)})")
+    found = tables.errors_of_slots(table, errors)
     if found.empty:
         return None
     shown, total = tables.arms(found[found["error"] == found["error"].iloc[0]], Metric(name=errors[0]))

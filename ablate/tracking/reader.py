@@ -17,9 +17,9 @@ from typing import Any
 
 from ablate.databases import open_readonly, path_of
 from ablate.ledger import Ledger
+from ablate.metric_names import GAP, parse
 from ablate.redact import redact
 from ablate.tracking.door import plainly
-from ablate.tracking.runs import GAP
 from ablate.yamlfile import InputError, nearest
 
 _LOOK_SECONDS = 5.0
@@ -177,7 +177,7 @@ def _read(client: Any, run: Any) -> tuple[str, list[dict[str, Any]]]:
     tags = run.data.tags
     known = {"seed": int(tags["ablate.seed"]), "engine": tags["ablate.engine"], "device": tags["ablate.device"]}
     spec = _artifact(client, run, "spec.json")
-    keys = [key for key in run.data.metrics if not key.startswith(GAP)]
+    keys = [key for key in run.data.metrics if parse(key).family != GAP]
     points = (point for key in keys for point in client.get_metric_history(run.info.run_id, key))
     events = [{"step": point.step, "time": point.timestamp / 1000, "metrics": {point.key: _value(point.value)}} for point in points]
     return spec or json.dumps(known), events

@@ -12,14 +12,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from ablate.ledger import Ledger, key_of
+from ablate.metric_names import GAP, Name, parse
 from ablate.redact import redact
 from ablate.store import Store
 from ablate.workloads import context_free, unit
 
-_TOP_LEVEL = ("/sqnr_db", "/zero_frac")
-"""What MLflow gets of each slot's errors; the rest stays in the ledger, so that a run has about 30 keys and its page stays usable."""
-GAP = "gap/"
-"""How the metrics begin that compare a member with its baseline's: MLflow's alone, since the ledger can compute them at any time."""
 TURNED = "ablate."
 VIEW = "arms"
 """The id of the saved view of a sweep's runs; `?viewStateShareKey=` opens it."""
@@ -39,8 +36,8 @@ _MOST_CHARACTERS = 5000
 
 
 def shown(name: str, metrics: Collection[str]) -> bool:
-    """Whether a metric goes to MLflow: what arms are compared by, and everything but per-layer series and most slots' errors."""
-    return not name.startswith("quant/") or name in metrics or (name.count("/") == 2 and name.endswith(_TOP_LEVEL))
+    """Return True for a metric that goes to MLflow: those that arms are compared by, and those of every run."""
+    return name in metrics or parse(name).for_tracker
 
 
 def page(server: str, experiment: str, run: str | None = None) -> str:
@@ -135,7 +132,12 @@ def _gap(counted: str, value: float, baseline: float) -> dict[str, float]:
     gap = value - baseline
     if not math.isfinite(gap):
         return {}
-    return {f"{GAP}{counted or 'absolute'}": gap} | ({f"{GAP}pct": 100 * gap / abs(baseline)} if baseline else {})
+    return {gap_in(counted): gap} | ({gap_in("pct"): 100 * gap / abs(baseline)} if baseline else {})
+
+
+def gap_in(unit: str) -> str:
+    """Name of a member's gap to its baseline in a unit; `absolute` for a metric whose unit has no name."""
+    return str(Name(GAP, None, None, unit or "absolute"))
 
 
 # A sweep
@@ -182,7 +184,7 @@ def view(knobs: Iterable[str], metric: str, metrics: Iterable[str], counted: str
     first. None where it would not fit."""
     metrics = list(metrics)
     columns = [f"params.`{TURNED}{knob}`" for knob in knobs][:_MOST_COLUMNS]
-    columns += ["tags.`ablate.status`", *(f"metrics.`{name}`" for name in (*metrics, f"{GAP}{counted or 'absolute'}", f"{GAP}pct"))]
+    columns += ["tags.`ablate.status`", *(f"metrics.`{key}`" for key in (*metrics, gap_in(counted), gap_in("pct")))]
     state = {
         "searchFilter": "tags.`ablate.kind` = 'trial'",
         "orderByKey": f"metrics.`{metric}`",

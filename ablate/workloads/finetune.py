@@ -18,6 +18,7 @@ from ablate.data import places
 from ablate.data.cache import growing, kept, key_of
 from ablate.data.corpus import Source
 from ablate.hyperparameters import MOST_SEQUENCES, MOST_STEPS, MOST_WIDTH
+from ablate.metric_names import FIRST_NONFINITE
 from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Products, Recipe, Wgrad
@@ -255,7 +256,7 @@ class Finetune(Text):
         config, never = self._pretraining, 10**9
         run = config.prepare(bf16(), self.base.seed, device)
         for record in config.train(run, Telemetry(every=never, log=1, shadow=never)):
-            if "nan/first_step" in record.metrics:
+            if FIRST_NONFINITE in record.metrics:
                 raise FloatingPointError(f"the base diverges in its pretraining: {json.dumps(config.identity())}; lower base.lr")
             yield record
         save(run.model, folder)

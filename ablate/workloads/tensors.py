@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
+from ablate.metric_names import Name, parse
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Recipe
 from ablate.workloads.gpt import Gpt
 from ablate.workloads.modelless import Modelless
@@ -65,15 +66,24 @@ def _distribution(value: str) -> str:
 Distribution = Annotated[str, AfterValidator(_distribution)]
 
 
+def gemm_metric(product: str, error: str) -> str:
+    """Name of an error of one of the three products."""
+    return str(Name("gemm", product, None, error))
+
+
+def _mean_metric(slot: str, figure: str) -> str:
+    return str(Name("mean", slot, None, figure))
+
+
 class Tensors(Modelless):
     """x [tokens, inputs], w [outputs, inputs] and g [tokens, outputs], rounded to bf16; the seed draws them."""
 
     VERSION: ClassVar[int] = 1
     METRICS: ClassVar[frozenset[str]] = frozenset(
         (
-            *(f"quant/{slot}/{name}" for slot in SLOTS for name in ERRORS),
-            *(f"gemm/{product}/{name}" for product in DIRECTIONS["all"] for name in ("rel_mse", "sqnr_db", "cosine")),
-            *(f"mean/{slot}/{name}" for slot in SLOTS for name in ("rel_mse", "slope")),
+            *(str(Name("quant", slot, None, error)) for slot in SLOTS for error in ERRORS),
+            *(gemm_metric(product, error) for product in DIRECTIONS["all"] for error in ("rel_mse", "sqnr_db", "cosine")),
+            *(_mean_metric(slot, figure) for slot in SLOTS for figure in ("rel_mse", "slope")),
             "weights/inconsistency",
         )
     )
@@ -261,9 +271,9 @@ def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor)
         true, y = exact[name], y.double()
         power, error = true.square().sum().item(), (true - y).square().sum().item()
         if power and error:
-            result[f"gemm/{name}/rel_mse"] = error / power
-            result[f"gemm/{name}/sqnr_db"] = 10 * math.log10(power / error)
-            result[f"gemm/{name}/cosine"] = ((true * y).sum() / math.sqrt(power * y.square().sum().item())).item()
+            result[gemm_metric(name, "rel_mse")] = error / power
+            result[gemm_metric(name, "sqnr_db")] = 10 * math.log10(power / error)
+            result[gemm_metric(name, "cosine")] = ((true * y).sum() / math.sqrt(power * y.square().sum().item())).item()
     return result
 
 
@@ -283,7 +293,7 @@ def _values(parts: list[Operand]) -> Tensor:
 
 def _by_slot(metrics: dict[str, float]) -> dict[str, float]:
     """Without the single layer's name: its figures are the means over layers."""
-    return {name: value for name, value in metrics.items() if "/tensors/" not in name}
+    return {name: value for name, value in metrics.items() if parse(name).layer is None}
 
 
 class _Means:
@@ -324,7 +334,7 @@ class _Means:
         for slot, total in self.sums.items():
             x = self.layer.rotated(self._tensor(slot), slot, self._rotation(slot)).double()
             mean = total[: x.shape[0], : x.shape[1]] / draws
-            self.curves[slot][draws] = result[f"mean/{slot}/rel_mse"] = ((x - mean).square().sum() / x.square().sum()).item()
+            self.curves[slot][draws] = result[_mean_metric(slot, "rel_mse")] = ((x - mean).square().sum() / x.square().sum()).item()
         return result
 
     def slopes(self) -> dict[str, float]:
@@ -333,7 +343,7 @@ class _Means:
 
         curves = {slot: curve for slot, curve in self.curves.items() if len(curve) >= 3 and all(curve.values())}
         return {
-            f"mean/{slot}/slope": float(np.polyfit(np.log(list(curve)), np.log(list(curve.values())), 1)[0])
+            _mean_metric(slot, "slope"): float(np.polyfit(np.log(list(curve)), np.log(list(curve.values())), 1)[0])
             for slot, curve in curves.items()
         }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ablate.hyperparameters import Training
+from ablate.metric_names import ENDINGS
 from ablate.recipes.layers import Match, select
 from ablate.recipes.recipe import Recipe
 
@@ -80,7 +81,7 @@ class Trained(Training):
         stopped = False
         for record in self.train(run, telemetry, checkpoints):
             yield record
-            stopped = "nan/first_step" in record.metrics or "guard/stopped" in record.metrics
+            stopped = not ENDINGS.isdisjoint(record.metrics)
         if checkpoints and not stopped:
             self.leave(run, checkpoints.artifacts)
 

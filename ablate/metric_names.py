@@ -1,0 +1,106 @@
+"""Names of metrics: their parts, and what follows from them for trackers, counts, audits and figures.
+
+A name is the text that records, ledgers and MLflow store. Its parts are separated by slashes:
+
+    val/loss                                family, metric
+    quant/fprop.x/sqnr_db                   family, operand slot, metric: the mean over layers
+    quant/fprop.x/blocks.0.mlp.up/sqnr_db   family, operand slot, layer, metric
+    gemm/wgrad/rel_mse                      family, product (in `slot`), metric
+    tokens                                  metric
+
+Only this file takes names apart, puts them together and knows what families mean; all other files read the fields of
+`parse(text)`. Every text is a name, since workloads of other packages record what they like: only the families `quant`, `gemm`
+and `mean` have slots and layers, and of any other name all that follows the first slash is the metric. Names of earlier versions
+therefore stay valid, and `str(parse(text)) == text`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+FIRST_NONFINITE = "nan/first_step"
+"""Metric of the record that ends a run: the step whose loss or gradient was not finite."""
+GUARD_STOPPED = "guard/stopped"
+"""Metric of the record that ends a run: the step whose finite loss or gradient norm the guard did not accept."""
+ENDINGS = frozenset({FIRST_NONFINITE, GUARD_STOPPED})
+"""Metrics that mark the last record of a run that diverged."""
+GAP = "gap"
+"""Family of the metrics that compare a member with its baseline. They exist in MLflow alone: the ledger can compute them."""
+
+_WITH_SLOTS = frozenset({"quant", "gemm", "mean"})
+_OF_DATA = frozenset({"train", "val"})
+_OF_MACHINE = frozenset({"throughput", "memory"})
+_TRACKED_ERRORS = frozenset({"sqnr_db", "zero_frac"})
+_EVENTS = frozenset({"first_step", "steps_skipped"})
+_SO_FAR = frozenset({"nan/activation", "nan/steps_skipped"})
+_MOST_CACHED = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Parts of a metric's name; `str` is the stored text. ValueError for parts whose text would parse to other parts."""
+
+    family: str | None
+    slot: str | None
+    layer: str | None
+    metric: str
+
+    def __post_init__(self) -> None:
+        slots = self.family in _WITH_SLOTS
+        if self.layer is not None and self.slot is None:
+            raise ValueError(f"layer {self.layer!r} without a slot: give slot, such as fprop.x")
+        if self.slot is not None and not slots:
+            raise ValueError(f"slot {self.slot!r} in family {self.family!r}: only {', '.join(sorted(_WITH_SLOTS))} have slots")
+        closed = [self.family, self.slot, *([self.metric] if slots or self.family is None else [])]
+        if wrong := [part for part in closed if part is not None and "/" in part]:
+            raise ValueError(f"{wrong[0]!r} contains a slash, which separates the parts of a name")
+
+    def __str__(self) -> str:
+        return "/".join(part for part in (self.family, self.slot, self.layer, self.metric) if part is not None)
+
+    def like(self, patterns: Iterable[str]) -> bool:
+        """Return True if the whole text matches one of these globs, in which `*` matches slashes too: `quant/*/sqnr_db`."""
+        text = str(self)
+        return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+    @property
+    def for_tracker(self) -> bool:
+        """Return True for what MLflow gets of every run: all but per-layer series and most errors of slots.
+
+        The ledger keeps the rest. A run in MLflow then has about 30 keys, which its page can still show.
+        """
+        return self.family != "quant" or (self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS)
+
+    @property
+    def is_count(self) -> bool:
+        """Return True for a number of values that were not finite."""
+        return self.family == "nan" and self.metric not in _EVENTS
+
+    @property
+    def is_total(self) -> bool:
+        """Return True for a number of the run so far, whose last record stands for the run; False for one of an interval."""
+        return str(self) in _SO_FAR
+
+    @property
+    def of_data(self) -> bool:
+        """Return True for what a model scores on data: meaningless for a model that learned nothing."""
+        return self.family in _OF_DATA
+
+    @property
+    def of_machine(self) -> bool:
+        """Return True for speed and memory, which differ between two runs of one trial."""
+        return self.family in _OF_MACHINE
+
+
+@lru_cache(_MOST_CACHED)
+def parse(text: str) -> Name:
+    """Return the parts of a name. Any text has some; each distinct text is parsed once and then looked up."""
+    family, slash, rest = text.partition("/")
+    if not slash:
+        return Name(None, None, None, text)
+    slot, slash, more = rest.partition("/")
+    if not slash or family not in _WITH_SLOTS:
+        return Name(family, None, None, rest)
+    layer, slash, metric = more.rpartition("/")
+    return Name(family, slot, layer if slash else None, metric)
