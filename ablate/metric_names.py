@@ -104,3 +104,8 @@ def parse(text: str) -> Name:
         return Name(family, None, None, rest)
     layer, slash, metric = more.rpartition("/")
     return Name(family, slot, layer if slash else None, metric)
+
+
+def each_layer(metric: str) -> str:
+    """Return the glob of an operand metric of single layers, for an alarm: `quant/*/*/<metric>`."""
+    return str(Name("quant", "*", "*", metric))

@@ -1,4 +1,8 @@
-"""What is measured in one training moment, by name. Functions of tensors; who asks and when is the loop's business."""
+"""Metrics of one training moment, by name: errors of operands, noise of gradients, oscillation of weights, memory.
+
+Functions of tensors; the training loop decides when they are measured. A metric of one operand of one layer has its function
+and its entry in operand_metrics.py.
+"""
 
 import math
 from collections import defaultdict
@@ -8,67 +12,17 @@ import psutil
 import torch
 from torch import Tensor
 
-from ablate.metric_names import Name, parse
-from ablate.numerics.census import Census, census
-from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.alarms import Alarm
+from ablate.metric_names import Name
+from ablate.numerics.census import census
 from ablate.numerics.quantize import Operand
+from ablate.operand_metrics import OPERAND_METRICS
 
 
 def quantisation(operand: Operand) -> dict[str, float]:
-    """Errors and censuses of one quantised operand that kept its source.
-
-    `sqnr_db`, `rel_mse`, `cosine`, `magnitude` (1 = unbiased); fractions of elements that were not zero and are now, of scaled
-    elements beyond the grid (`clipped`: by over half its last step), and of blocks with any beyond; of the blocks that are not zero,
-    the fraction whose scale is; the fraction of block scales at their bound, and of those that should have been larger than their
-    format allows. Of the source: median `crest` of a block (max over rms), `kurtosis` (3 = Gaussian), `mean_share` of the power that
-    lies in the column means, each over the rows.
-    """
+    """Return every metric of `OPERAND_METRICS` of an operand that kept its source; NaN for those that are undefined for it."""
     seen = census(operand)
-    both = math.sqrt(seen.power) * math.sqrt(seen.quantised_power)
-    return {
-        "sqnr_db": 10 * math.log10(seen.power / seen.error) if seen.power and seen.error else math.nan,
-        "rel_mse": seen.error / seen.power if seen.power else math.nan,
-        "cosine": seen.inner / both if both else math.nan,
-        "magnitude": seen.inner / seen.power if seen.power else math.nan,
-        "zero_frac": seen.zeros / seen.elements,
-        "saturated_frac": seen.saturated / seen.elements,
-        "clipped_frac": seen.clipped / seen.elements,
-        "blocks_saturated_frac": _share(seen.block_scaled > ELEMENTS[operand.quant.element].max),
-        **_scale_census(operand, seen),
-        **_shape(seen),
-    }
-
-
-def _scale_census(operand: Operand, seen: Census) -> dict[str, float]:
-    quant, scale = operand.quant, operand.block_scale
-    if scale is None:
-        return {"scale_zero_frac": 0.0, "scale_saturated_frac": 0.0, "scale_clipped_frac": 0.0}
-    top = SCALES[quant.scale.format].max
-    bound = min(quant.outer.bound if quant.outer else math.inf, top)
-    reach = top * ELEMENTS[quant.element].max / operand.divisor * (1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1))
-    largest = seen.blocks.view(scale.shape)
-    clipped = (scale == top) & (largest > reach * (1 + 2**-4))  # half a step of E4M3 above is still nearest
-    return {
-        "scale_clipped_frac": _share(clipped),
-        "scale_zero_frac": _share((scale == 0) & (largest > 0)) / filled if (filled := _share(largest > 0)) else 0.0,
-        "scale_saturated_frac": _share(scale >= bound),
-    }
-
-
-def _share(where: Tensor) -> float:
-    return where.count_nonzero().item() / where.numel()
-
-
-def _shape(seen: Census) -> dict[str, float]:
-    """How the source is distributed: what makes it hard to quantise."""
-    if not seen.power:
-        return {}
-    crests = seen.blocks / (seen.block_power / seen.block_elements).sqrt()  # NaN for a block of zeros
-    return {
-        "crest": crests.nanmedian().item(),
-        "kurtosis": seen.elements * seen.fourth / seen.power**2,
-        "mean_share": seen.mean_power / seen.power,
-    }
+    return {name: metric.measure(operand, seen) for name, metric in OPERAND_METRICS.items()}
 
 
 def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float]:
@@ -104,30 +58,16 @@ def oscillation(before: Casts, after: Casts) -> dict[str, float]:
     return {"weights/flipped": flipped / elements} | ({"weights/oscillation": quantised_way / way} if way else {})
 
 
-_ALARMS = (
-    ("scale_clipped_frac", 0.05, "the outer scale saturated {:.0%} of the blocks"),
-    ("scale_zero_frac", 0.05, "{:.0%} of the block scales rounded to zero, and their blocks with them"),
-    ("clipped_frac", 0.10, "{:.0%} of the elements lay far beyond the grid"),
-    ("zero_frac", 0.50, "{:.0%} of the elements rounded to zero"),
+ALARMS = (
+    *(metric.alarm for metric in OPERAND_METRICS.values() if metric.alarm),
+    Alarm(
+        "grad/noise_ratio",
+        "below",
+        math.sqrt(3),
+        "the gradient's norm is {:.2f} times its quantisation noise, below sqrt(3): FP4 may no longer help it",
+    ),
 )
-"""Metric, the most that is usual, and what more of it means. Ordinary training in NVFP4 stays well below (experiments/LOG.md)."""
-_FP4_LIMIT = math.sqrt(3)
-
-
-def alarms(metrics: Mapping[str, float]) -> list[str]:
-    """What is wrong in one record's metrics, each with its cause and its place, the worst layer of a slot for all."""
-    found = []
-    for name, limit, message in _ALARMS:
-        worst: dict[str, tuple[float, str]] = {}
-        for key, value in metrics.items():
-            its = parse(key)
-            if its.family == "quant" and its.layer is not None and its.metric == name and value > limit:
-                worst[its.slot] = max(worst.get(its.slot, (0.0, "")), (value, its.layer))
-        found += [f"{message.format(value)} in {layer} {slot}" for slot, (value, layer) in worst.items()]
-    ratio = metrics.get("grad/noise_ratio", math.inf)
-    if ratio < _FP4_LIMIT:
-        found.append(f"the gradient's norm is {ratio:.2f} times its quantisation noise, below sqrt(3): FP4 may no longer help it")
-    return found
+"""Alarms of every trial: those of operands, and those of metrics that this file measures."""
 
 
 class SlotErrors:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ablate import provenance
+from ablate.alarms import alerts
 from ablate.hyperparameters import Training
 from ablate.messages import Waiting
 from ablate.metric_names import FIRST_NONFINITE, GUARD_STOPPED
@@ -321,7 +322,7 @@ def within_memory(events: Iterator[dict[str, Any]], device: str) -> Iterator[dic
 
 
 def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoints") -> Iterator[dict[str, Any]]:
-    from ablate.metrics import alarms
+    from ablate.metrics import ALARMS
     from ablate.train import Telemetry
 
     told = False
@@ -329,8 +330,8 @@ def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoint
         event = {"step": record.step, "time": time.time(), "metrics": record.metrics}
         if record.events:
             event["events"] = list(record.events)
-        if found := alarms(record.metrics):
-            event["alarms"] = found
+        if raised := alerts(record.metrics, ALARMS):
+            event["alarms"] = [str(alert) for alert in raised]
         if checkpoints.resumed and not told:
             event["resumed"], told = checkpoints.resumed, True
         yield event

@@ -74,9 +74,9 @@ FLOORS = {
     6: ("workloads", "trial", "phases"),
     5: ("messages", "hyperparameters", "layout", "parallel", "transformer", "train", "checkpoints", "optimizers", "stability", "models"),
     4: ("metrics",),
-    3: ("engines",),
+    3: ("engines", "operand_metrics"),
     2: ("recipes", "peers"),
-    1: ("numerics",),
+    1: ("numerics", "alarms"),
     0: (
         "metric_names",
         "ledger",

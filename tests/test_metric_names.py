@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from ablate import metric_names
 from ablate.ledger import Ledger
 from ablate.metric_names import ENDINGS, Name, parse
+from ablate.operand_metrics import OPERAND_METRICS
 from ablate.recipes.recipe import SLOTS
 from ablate.tracking.runs import gap_in
 from ablate.workloads import WORKLOADS
 from ablate.workloads.gpt import Gpt
-from ablate.workloads.tensors import ERRORS
 
 ROOT = Path(metric_names.__file__).parent
 FAMILIES = {
@@ -45,7 +45,7 @@ def recorded() -> list[str]:
     names = {text for texts in constants().values() for text in texts if written.fullmatch(text)} | {"tokens"} | ENDINGS
     names |= {metric for workload in WORKLOADS.values() for metric in workload.METRICS}
     layers = (None, *Gpt(layers=2).linears)
-    names |= {"/".join(filter(None, ("quant", slot, layer, error))) for slot in SLOTS for layer in layers for error in ERRORS}
+    names |= {"/".join(filter(None, ("quant", slot, layer, error))) for slot in SLOTS for layer in layers for error in OPERAND_METRICS}
     return sorted(names | {gap_in(unit) for unit in ("", "nats", "pct")})
 
 

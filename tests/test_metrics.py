@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from ablate.metrics import SlotErrors, alarms, gradient_noise, oscillation, quantisation
+from ablate.alarms import alerts
+from ablate.metric_names import parse
+from ablate.metrics import ALARMS, SlotErrors, gradient_noise, oscillation, quantisation
+from ablate.numerics.census import census
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Outer, Quant, Range
+from ablate.operand_metrics import OPERAND_METRICS
 
 ROOM = Range(headroom=17 / 16)
 
@@ -245,26 +249,97 @@ def layered(name: str, value: float, layer: str = "blocks.3.mlp.up", slot: str =
     return {f"quant/{slot}/{layer}/{name}": value}
 
 
+def raised(metrics: dict[str, float]) -> list[tuple[str, str | None, str | None, float]]:
+    """The metric, slot, layer and value of each alert of a record."""
+    return [(alert.name.metric, alert.name.slot, alert.name.layer, alert.value) for alert in alerts(metrics, ALARMS)]
+
+
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [
-        (layered("scale_clipped_frac", 0.18), ["the outer scale saturated 18% of the blocks in blocks.3.mlp.up wgrad.g"]),
+        (layered("scale_clipped_frac", 0.18), [("scale_clipped_frac", "wgrad.g", "blocks.3.mlp.up", 0.18)]),
         (layered("scale_clipped_frac", 0.04), []),
         (layered("scale_saturated_frac", 1.0), []),
-        (layered("zero_frac", 0.6), ["60% of the elements rounded to zero in blocks.3.mlp.up wgrad.g"]),
+        (layered("zero_frac", 0.6), [("zero_frac", "wgrad.g", "blocks.3.mlp.up", 0.6)]),
+        (layered("scale_zero_frac", 0.2), [("scale_zero_frac", "wgrad.g", "blocks.3.mlp.up", 0.2)]),
         (
-            layered("scale_zero_frac", 0.2),
-            ["20% of the block scales rounded to zero, and their blocks with them in blocks.3.mlp.up wgrad.g"],
+            layered("clipped_frac", 0.2) | layered("clipped_frac", 0.3, "blocks.1.mlp.up") | layered("clipped_frac", 0.2, "z"),
+            [("clipped_frac", "wgrad.g", "blocks.1.mlp.up", 0.3)],
         ),
         (
-            layered("clipped_frac", 0.2) | layered("clipped_frac", 0.3, "blocks.1.mlp.up"),
-            ["30% of the elements lay far beyond the grid in blocks.1.mlp.up wgrad.g"],
+            layered("clipped_frac", 0.2) | layered("clipped_frac", 0.4, slot="fprop.x"),
+            [("clipped_frac", "wgrad.g", "blocks.3.mlp.up", 0.2), ("clipped_frac", "fprop.x", "blocks.3.mlp.up", 0.4)],
         ),
-        (layered("clipped_frac", 0.2) | layered("clipped_frac", 0.2, slot="fprop.x"), 2),
+        (
+            layered("zero_frac", 0.6) | layered("scale_zero_frac", 0.2, "blocks.1.mlp.up"),
+            [("scale_zero_frac", "wgrad.g", "blocks.1.mlp.up", 0.2), ("zero_frac", "wgrad.g", "blocks.3.mlp.up", 0.6)],
+        ),
         ({"quant/wgrad.g/zero_frac": 0.9, "grad/noise_ratio": 1.8, "zero_frac": 1.0}, []),
-        ({"grad/noise_ratio": 1.5}, ["the gradient's norm is 1.50 times its quantisation noise, below sqrt(3): FP4 may no longer help it"]),
+        ({"grad/noise_ratio": 1.5}, [("noise_ratio", None, None, 1.5)]),
+        ({"grad/noise_ratio": math.nan} | layered("zero_frac", math.nan), []),
     ],
 )
-def test_an_alarm_names_the_cause_and_the_worst_layer_of_each_slot(metrics, expected):
-    found = alarms(metrics)
-    assert len(found) == expected if isinstance(expected, int) else found == expected
+def test_the_worst_layer_of_each_slot_raises_an_alarm_causes_first(metrics, expected):
+    assert raised(metrics) == expected
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        (layered("scale_clipped_frac", 0.18), "the outer scale saturated 18% of the blocks in blocks.3.mlp.up wgrad.g"),
+        ({"grad/noise_ratio": 1.5}, "the gradient's norm is 1.50 times its quantisation noise, below sqrt(3): FP4 may no longer help it"),
+    ],
+)
+def test_an_alert_is_a_sentence_with_its_place(metrics, sentence):
+    assert [str(alert) for alert in alerts(metrics, ALARMS)] == [sentence]
+
+
+# --- the registry: what a new metric must keep ------------------------------------------------------------------------------
+
+OPERANDS = {
+    "gaussian": torch.randn(32, 64, generator=torch.Generator().manual_seed(7)),
+    "zero": torch.zeros(4, 32),
+    "exact": torch.tensor([[6.0, -4.0, 3.0, 2.0] * 4]) * 448,
+    "one value": torch.full((3, 7), 0.1),
+}
+
+
+@pytest.mark.parametrize("quant", [Quant(), OUTER_ONLY], ids=["blocks", "no blocks"])
+@pytest.mark.parametrize("x", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("name", OPERAND_METRICS)
+def test_every_operand_metric_is_a_finite_number_or_undefined(name, x, quant):
+    operand = quantize(x, quant, keep=True)
+    value = OPERAND_METRICS[name].measure(operand, census(operand))
+    assert type(value) is float
+    assert not math.isinf(value)
+    assert math.isfinite(value) or not x.any() or name == "sqnr_db", "undefined for an ordinary operand"
+
+
+@pytest.mark.parametrize("name", OPERAND_METRICS)
+def test_every_operand_metric_explains_itself(name):
+    measure = OPERAND_METRICS[name].measure
+    assert measure.__name__ == name
+    assert measure.__doc__.startswith("Return ")
+
+
+@pytest.mark.parametrize("name", [name for name, metric in OPERAND_METRICS.items() if metric.alarm])
+def test_an_operand_alarm_is_of_single_layers_of_its_metric(name):
+    alarm = OPERAND_METRICS[name].alarm
+    assert alarm in ALARMS
+    assert parse(next(iter(layered(name, 0.0)))).like([alarm.pattern])
+    others = [key for other in set(OPERAND_METRICS) - {name} for key in layered(other, 0)]
+    others += [f"quant/fprop.x/{name}", f"mean/fprop.x/{name}"]
+    assert not [key for key in others if parse(key).like([alarm.pattern])]
+
+
+@pytest.mark.parametrize("alarm", ALARMS, ids=lambda alarm: alarm.pattern)
+def test_every_alarm_trips_beyond_its_limit_alone_and_names_the_value(alarm):
+    beyond = alarm.limit * (1.5 if alarm.side == "above" else 0.5)
+    assert [alarm.trips(value) for value in (beyond, alarm.limit, math.nan)] == [True, False, False]
+    assert alarm.message.format(beyond) != alarm.message.format(beyond * 1.5)
+
+
+def test_ordinary_nvfp4_operands_raise_no_alarm(generator):
+    errors = SlotErrors()
+    errors("blocks.0", "fprop.x", quantize(torch.randn(64, 256, generator=generator), Quant(), keep=True))
+    assert raised(errors.metrics()) == []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field
 
 from ablate.metric_names import Name, parse
+from ablate.operand_metrics import OPERAND_METRICS
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Recipe
 from ablate.workloads.gpt import Gpt
 from ablate.workloads.modelless import Modelless
@@ -38,18 +39,6 @@ DISTRIBUTIONS = {
     "captured": (),
 }
 """Names and their arguments with defaults: `student:3`, `outliers:0.001:50`, ..."""
-ERRORS = (
-    "sqnr_db",
-    "rel_mse",
-    "cosine",
-    "magnitude",
-    "zero_frac",
-    "saturated_frac",
-    "clipped_frac",
-    "blocks_saturated_frac",
-    "scale_zero_frac",
-)
-ERRORS += ("scale_saturated_frac", "scale_clipped_frac", "crest", "kurtosis", "mean_share")
 
 
 def _distribution(value: str) -> str:
@@ -81,7 +70,7 @@ class Tensors(Modelless):
     VERSION: ClassVar[int] = 1
     METRICS: ClassVar[frozenset[str]] = frozenset(
         (
-            *(str(Name("quant", slot, None, error)) for slot in SLOTS for error in ERRORS),
+            *(str(Name("quant", slot, None, error)) for slot in SLOTS for error in OPERAND_METRICS),
             *(gemm_metric(product, error) for product in DIRECTIONS["all"] for error in ("rel_mse", "sqnr_db", "cosine")),
             *(_mean_metric(slot, figure) for slot in SLOTS for figure in ("rel_mse", "slope")),
             "weights/inconsistency",
