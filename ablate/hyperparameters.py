@@ -93,7 +93,6 @@ class Training(Spec):
     LATER: ClassVar[frozenset[str]] = frozenset(
         {"compile", "time_budget", "optimizer", "optimizer_state", "momentum", "guard", "deterministic"}
     )
-    """Fields that there were not at first: with its default such a field is no part of a trial's identity, so that older results stay."""
 
     steps: int = Field(300, ge=1, le=MOST_STEPS)
     token_budget: int | None = Field(None, ge=1, le=1 << 50)

@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import to_json
+
 from ablate import provenance
 from ablate.alarms import alerts
 from ablate.hyperparameters import Training
@@ -46,7 +48,7 @@ class TrialSpec(Spec):
     @cached_property
     def id(self) -> str:
         """16 hex digits of the hash of what determines the trial: `content` without the places where its data lies."""
-        content = self._content(self.config.identity())
+        content = self._content(self.config.identity(), self.recipe.canonical())
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
     @cached_property
@@ -62,7 +64,7 @@ class TrialSpec(Spec):
         starts = {bisect_left(range(run.steps), True, key=lambda step, p=phase: p.active(step, run)) for phase in self.recipe.schedule}
         found: list[tuple[int, str]] = []
         for start in sorted({0} | {start for start in starts if start < run.steps}):
-            recipe = self.recipe.at(start, run).model_dump_json(exclude=told)
+            recipe = to_json(self.recipe.at(start, run).canonical(told)).decode()
             if not found or found[-1][1] != recipe:
                 found.append((start, recipe))
         return tuple(found)
@@ -71,7 +73,7 @@ class TrialSpec(Spec):
         """16 hex digits of the hash of everything that determined the state after `step` steps: what a checkpoint there is named by."""
         points = [point for point in self.segments if point[0] < step]
         version = numerics.version((json.loads(recipe) for _, recipe in points), self.device)
-        content = self._content(self.config.identity()) | {"recipe": points, "numerics_version": version, "step": step}
+        content = self._content(self.config.identity(), {}) | {"recipe": points, "numerics_version": version, "step": step}
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
     def alike(self, other: "TrialSpec") -> int:
@@ -90,10 +92,9 @@ class TrialSpec(Spec):
     @property
     def content(self) -> dict[str, Any]:
         """The whole spec as JSON data, with its id."""
-        return {"id": self.id} | self._content(self.config.model_dump(mode="json"))
+        return {"id": self.id} | self._content(self.config.model_dump(mode="json"), self.recipe.model_dump(mode="json"))
 
-    def _content(self, config: dict[str, Any]) -> dict[str, Any]:
-        recipe = self.recipe.model_dump(mode="json")
+    def _content(self, config: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
         return {
             "workload": {self.workload: config},
             "workload_version": self.config.VERSION,

@@ -4,9 +4,9 @@ Every class is frozen, hashable and closed: an unknown field, an impossible valu
 when it is built. "Off" is always None: an operand that is not quantised has no Quant, a product that is not rotated no Hadamard.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -45,6 +45,28 @@ class Spec(BaseModel):
     """A frozen description: strict about types, closed to unknown fields, equal and hashable by value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants")
+
+    LATER: ClassVar[frozenset[str]] = frozenset()
+    """Fields that did not exist at first: with its default such a field is no part of a trial's identity, so that older results stay."""
+
+    def canonical(self, exclude: Collection[str] = ()) -> dict[str, Any]:
+        """Return what identifies this description as JSON data: its fields, but for `exclude` and, at every depth, LATER defaults."""
+        data = self.model_dump(mode="json", exclude=set(exclude))
+        _drop_later(self, data)
+        return data
+
+
+def _drop_later(spec: Spec, data: dict[str, Any]) -> None:
+    """Remove from a description's JSON data, and from its parts', the LATER fields that have their defaults."""
+    for name in [*data]:
+        value = getattr(spec, name)
+        if name in spec.LATER and value == type(spec).model_fields[name].get_default(call_default_factory=True):
+            del data[name]
+            continue
+        several = isinstance(value, tuple)
+        for part, content in zip(value if several else (value,), data[name] if several else (data[name],), strict=True):
+            if isinstance(part, Spec):
+                _drop_later(part, content)
 
 
 def tag(tagged: str) -> str:

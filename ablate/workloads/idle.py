@@ -52,7 +52,7 @@ class Idle(Modelless):
 
     def identity(self) -> dict[str, Any]:
         """The fields that determine the numbers: not how long it sleeps."""
-        return self.model_dump(mode="json", exclude={"seconds"})
+        return self.canonical({"seconds"})
 
     def fingerprint(self) -> str:
         """There are no data."""
@@ -68,7 +68,7 @@ class Idle(Modelless):
         """A Record after every step. Nothing is lost by running it again, so no checkpoints."""
         from ablate.train import Record
 
-        arm = json.dumps([self.identity(), recipe.model_dump(mode="json")], sort_keys=True)
+        arm = json.dumps([self.identity(), recipe.canonical()], sort_keys=True)
         bowl = (self.x - 0.3) ** 2 + (self.y + 0.2) ** 2
         for step in range(1, self.steps + 1):
             if self.seconds:

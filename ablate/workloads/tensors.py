@@ -121,7 +121,7 @@ class Tensors(Modelless):
 
     def identity(self) -> dict[str, Any]:
         """The fields that determine the numbers; those of a captured run only where there is one."""
-        content = self.model_dump(mode="json", exclude={"capture", "layer"})
+        content = self.canonical({"capture", "layer"})
         return content | ({"capture": self.capture.identity(), "layer": self.layer} if self.captured else {})
 
     def fingerprint(self) -> str:

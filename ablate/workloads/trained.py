@@ -118,6 +118,4 @@ class Trained(Training):
 
     def identity(self) -> dict[str, Any]:
         """The fields that determine the numbers."""
-        fields = type(self).model_fields
-        known = {name for name in self.LATER if getattr(self, name) == fields[name].default}
-        return self.model_dump(mode="json", exclude=self.SAME_BITS | known)
+        return self.canonical(self.SAME_BITS)

@@ -1,0 +1,98 @@
+"""Ids of trials: those of every preset stay what they were, and a field of a recipe that is added later changes none of them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from regenerate_golden import ids, stored_ids
+
+import ablate
+from ablate.numerics.spec import Spec
+from ablate.recipes import PRESETS, Recipe
+
+DESCRIPTIONS = ("numerics/spec.py", "recipes/recipe.py")
+IDS = """
+import json, tempfile
+from pathlib import Path
+import regenerate_golden as golden
+from ablate.recipes import PRESETS
+with tempfile.TemporaryDirectory() as folder:
+    shards = golden.write_shards(Path(folder))
+    changed = PRESETS["nvfp4"]()
+    changed = changed.model_copy(update={"fprop": changed.fprop.model_copy(update={"x": type(changed.fprop.x)(added=2)})})
+    every = {name: make() for name, make in PRESETS.items()} | {"changed": changed}
+    print(json.dumps({name: golden.ids(recipe, shards) for name, recipe in every.items()}))
+"""
+
+
+def ids_with_a_new_field(folder: Path, later: str) -> dict[str, dict[str, str]]:
+    """Return the ids that a copy of the package computes in which every part of a recipe has a further field."""
+    shutil.copytree(Path(ablate.__file__).parent, folder / "ablate", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in DESCRIPTIONS:
+        path = folder / "ablate" / name
+        header = re.compile(r"^class \w+\((?!BaseModel|NamedTuple).*\):\n", re.MULTILINE)
+        text, count = header.subn(rf"\g<0>    added: int = 1\n{later}", path.read_text())
+        assert count > 5
+        path.write_text(text.replace("\nfrom ", "\nimport typing\nfrom ", 1))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(Path(__file__).parents[1])))}
+    done = subprocess.run([sys.executable, "-c", IDS], env=environment, cwd=folder, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def parts(value: Any, data: Any) -> list[tuple[Spec, dict[str, Any]]]:
+    """Return every description inside a value, at any depth, with its JSON data."""
+    if isinstance(value, tuple):
+        return [pair for part, content in zip(value, data, strict=True) for pair in parts(part, content)]
+    if not isinstance(value, Spec):
+        return []
+    return [(value, data), *(pair for name in data for pair in parts(getattr(value, name), data[name]))]
+
+
+def classes(annotation: Any) -> set[type[Spec]]:
+    """Return the classes of descriptions that a field can hold, and those that their fields can."""
+    if not (isinstance(annotation, type) and issubclass(annotation, Spec)):
+        return set().union(*(classes(argument) for argument in get_args(annotation)))
+    return {annotation}.union(*(classes(field.annotation) for field in annotation.model_fields.values()))
+
+
+FIELDS = sorted(((kind, name) for kind in classes(Recipe) for name in kind.model_fields), key=str)
+
+
+def test_every_preset_has_golden_ids():
+    assert stored_ids().keys() == PRESETS.keys(), "run `python tests/regenerate_golden.py ids`"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_ids_of_a_preset_are_the_golden_ones(name, shards):
+    assert ids(PRESETS[name](), shards) == stored_ids()[name]
+
+
+@pytest.mark.slow
+def test_a_field_added_to_every_part_of_a_recipe_changes_no_id_where_later_names_it(tmp_path):
+    later = "    LATER: typing.ClassVar[frozenset[str]] = frozenset({'added'})\n"
+    found = ids_with_a_new_field(tmp_path / "named", later)
+    changed = found.pop("changed")
+    assert found == stored_ids()
+    assert not set(changed.values()) & set(stored_ids()["nvfp4"].values())
+    forgotten = ids_with_a_new_field(tmp_path / "forgotten", "")
+    assert all(not set(forgotten[name].values()) & set(stored_ids()[name].values()) for name in PRESETS)
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
+def test_later_leaves_out_the_field_where_it_has_its_default_and_nothing_else(kind, name, monkeypatch):
+    default = kind.model_fields[name].get_default(call_default_factory=True)
+    monkeypatch.setattr(kind, "LATER", frozenset({name}))
+    for make in PRESETS.values():
+        recipe = make()
+        expected = recipe.model_dump(mode="json")
+        for part, data in reversed(parts(recipe, expected)):
+            if isinstance(part, kind) and getattr(part, name) == default:
+                del data[name]
+        assert recipe.canonical() == expected
+        assert recipe.model_dump(mode="json") == make().model_dump(mode="json")
