@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +16,7 @@ from pydantic import BaseModel, Tag, ValidationError
 
 from ablate.data import located
 from ablate.hyperparameters import Training
-from ablate.numerics.spec import Spec
+from ablate.numerics.spec import NEAR, Spec
 from ablate.phases import length, never_begins, shortest_cooldown
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.layers import select
@@ -250,7 +251,10 @@ def reason(problem: Mapping[str, Any], model: type[BaseModel] | None = None) -> 
     if problem["type"] == "missing":
         return "is missing"
     message = problem["msg"].removeprefix("Value error, ")
-    return message[0].lower() + message[1:]
+    near = []
+    if problem["type"] == "literal_error" and isinstance(problem["input"], str):
+        near = get_close_matches(problem["input"], re.findall("'(.*?)'", problem["ctx"]["expected"]), 1, NEAR)
+    return message[0].lower() + message[1:] + "".join(f"; {word!r} is the nearest" for word in near)
 
 
 def _keys(model: type[BaseModel]) -> list[str]:

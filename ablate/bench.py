@@ -17,6 +17,7 @@ from rich.table import Table
 from ablate import linears, measure
 from ablate.cli import console, run, starting
 from ablate.engines.hardware import this_machine
+from ablate.numerics.choices import DTYPES
 from ablate.recipes import PRESETS
 from ablate.yamlfile import InputError, nearest
 
@@ -123,7 +124,7 @@ def linear(
     engine: Annotated[
         Literal["auto", "emulated", "transformer_engine"], typer.Option(help="auto: Transformer Engine where preset and machine allow.")
     ] = "auto",
-    weights: Annotated[Literal["fp32", "bf16"], typer.Option(help="fp32, as trained, is cast to bf16 in every pass.")] = "fp32",
+    weights: Annotated[Literal[tuple(DTYPES)], typer.Option(help="fp32, as trained, is cast to bf16 in every pass.")] = "fp32",
     wide: Annotated[bool, typer.Option("--fp32-out", help="Quantised presets with every product in fp32_out, too.")] = False,
     rounds: Rounds = 5,
     device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU where there is one.")] = None,

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from ablate.numerics.choices import DTYPES
 from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer, blocks_in
 from ablate.recipes.presets import fp8_current
@@ -115,7 +116,7 @@ class Training(Spec):
     """Learning rate of the last step over the peak."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon`: on the matrices inside blocks, with AdamW's learning rate; AdamW on the rest."""
-    optimizer_state: Literal["fp32", "bf16"] = "fp32"
+    optimizer_state: Literal[tuple(DTYPES)] = "fp32"
     """Type of the moments between steps; bf16 is emulated: rounded to nearest after every step."""
     weight_decay: float = Field(0.1, ge=0)
     """On matrices only."""

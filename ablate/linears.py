@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ablate import provenance
 from ablate.engines.hardware import Machine, Refusal, refusal
 from ablate.engines.te_mapping import MULTIPLE, families, recipe_refusals, variants
+from ablate.numerics.choices import DTYPES
 from ablate.peaks import Peaks, known, share
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import DIRECTIONS, Products
@@ -131,7 +132,7 @@ def passes(recipes: Mapping[str, tuple[Recipe, str]], shape: Shape, device: str,
     _, tokens, inputs, outputs = shape
     x, dy = (torch.randn(tokens, n, generator=generator, device=device, dtype=torch.bfloat16) for n in (inputs, outputs))
     bare = torch.nn.Linear(inputs, outputs, bias=False, device="meta")
-    weight = torch.empty(outputs, inputs, device=device, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[weights])
+    weight = torch.empty(outputs, inputs, device=device, dtype=getattr(torch, DTYPES[weights]))
     bare.weight = torch.nn.Parameter(weight.normal_(0, 0.02, generator=generator))
     return {name: _passes(_layer(bare, recipe, engine), x.requires_grad_(), dy) for name, (recipe, engine) in recipes.items()}
 

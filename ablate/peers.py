@@ -128,13 +128,13 @@ def count(what: str, pairs: list[tuple[Tensor, Tensor]], allowed: float = 0.0, w
 
 # --- ours -------------------------------------------------------------------------------------------------------------------
 
-TOP_POWER = {"e2m1": 4.0, "e4m3": 256.0, "e5m2": 32768.0}
-"""The largest power of two of each element: where OCP's floor rule maps the power of two at or below a block's amax."""
-
 
 def mx(element: str, rounding: str) -> Quant:
-    """1x32 blocks with power-of-two scales, and no outer scale; by OCP's `floor`, or by `ceil`, which never saturates."""
-    top = TOP_POWER[element] if rounding == "floor" else None
+    """1x32 blocks with power-of-two scales, and no outer scale; by OCP's `floor`, or by `ceil`, which never saturates.
+
+    OCP's floor rule maps the power of two at or below a block's amax to the element's largest power of two.
+    """
+    top = ELEMENTS[element].top_power if rounding == "floor" else None
     scale = BlockScale(format="e8m0", rounding=rounding)
     return Quant(element=element, block="1x32", scale=scale, range=Range(map_to=top), outer=None)
 
@@ -243,7 +243,8 @@ def transformer_engine() -> Iterator[Comparison]:
         options = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": bound, "nvfp4_4over6_err_mode": criterion}
         yield _te_copies(f"Four Over Six {block} {criterion}, bound {bound}", quant, **options)
     yield on_tensors("MXFP4 1x32, ceil", partial(quantized, mx("e2m1", "ceil")), _te_mxfp4)
-    for element, dtype in FP8.items():  # where S overflows, TE caps it by the input's dtype and not at FLT_MAX
+    eight_bits = {name: dtype for name, dtype in HARDWARE.items() if ELEMENTS[name].bits == 8}
+    for element, dtype in eight_bits.items():  # where S overflows, TE caps it by the input's dtype and not at FLT_MAX
         what = f"FP8 {element} codes, one scale a tensor"
         yield on_tensors(what, partial(_current, element), partial(_te_current, dtype), without="subnormal")
 
@@ -277,7 +278,8 @@ def _current(element: str, x: Tensor) -> Arrays:
     return (quantize(x, Quant(element=element, block=None, scale=None, outer=Outer(bound=1.0))).values,)
 
 
-FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+HARDWARE = {name: getattr(torch, element.dtype) for name, element in ELEMENTS.items() if element.dtype}
+"""The elements that torch has a type for."""
 
 
 # --- torchao ----------------------------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ def torchao() -> Iterator[Comparison]:
         scale, data = nvfp4_tensor.nvfp4_quantize(x, 16, nvfp4_tensor.per_tensor_amax_to_scale(x.abs().amax()))
         return (kernels.f4_unpacked_to_f32(kernels.unpack_uint4(data)) * scale.float().repeat_interleave(16, 1),)
 
-    for element, dtype in {"e2m1": torch.float4_e2m1fn_x2, **FP8}.items():
+    for element, dtype in HARDWARE.items():
         for rule, mode in {"floor": Mode.FLOOR, "ceil": Mode.RCEIL}.items():
             # It stores 2^-127 as the smallest scale, but divides by 2^-126 (floor) or by 1 (ceil).
             what, ours = f"MX {element} 1x32, {rule}", partial(quantized, mx(element, rule))

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ablate.arms import Base, KnobError
 from ablate.cli import console
+from ablate.numerics.choices import CANDIDATES, GEMM_OUTPUTS
 from ablate.numerics.spec import Quant
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import Layer, select
@@ -144,7 +145,7 @@ def rounding(quant: Quant) -> str:
 def extras(quant: Quant) -> Iterator[str]:
     """Everything else that a quantiser does, in few words."""
     if quant.select:
-        yield {"scales": "4 or 6", "grids": "e2m1 or int4", "search": "best scale"}[quant.select.among] + f" by {quant.select.criterion}"
+        yield f"{CANDIDATES[quant.select.among]} by {quant.select.criterion}"
     place = quant.range
     if place.statistic != "amax":
         yield f"range {place.statistic}"
@@ -164,8 +165,7 @@ def outline(product: Product) -> str:
     """Whether a product is rotated, and what leaves it."""
     hadamard = product.hadamard
     turned = "not rotated" if hadamard is None else f"both operands rotated by {hadamard.size}, signs {hadamard.signs}"
-    leaves = {"bf16_out": "rounded once to bf16", "fp32_out": "left in fp32"}
-    return f"{turned}; {f'dw in {product.dw}' if isinstance(product, Wgrad) else leaves[product.gemm]}"
+    return f"{turned}; {f'dw in {product.dw}' if isinstance(product, Wgrad) else GEMM_OUTPUTS[product.gemm][1]}"
 
 
 def rest(recipe: Recipe) -> Iterator[str]:

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
 
 from ablate.engines import AUTO, ENGINES
 from ablate.hyperparameters import Training
@@ -298,7 +298,10 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema of an experiment file, for editors."""
     schema = ExperimentFile.model_json_schema(by_alias=True)
     values = {
-        knob: {"description": f"{entry.help} Values: {entry.values}.", "anyOf": [{"type": "array"}, {"type": "object"}]}
+        knob: {
+            "description": f"{entry.help} Values: {entry.values}.",
+            "anyOf": [{"type": "array", "items": TypeAdapter(entry.type).json_schema()}, {"type": "object"}],
+        }
         for knob, entry in KNOBS.items()
     }
     for knob, text in WORKLOAD_KNOBS.items():

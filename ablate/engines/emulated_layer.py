@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.ranks import Divided, Sharded, whole
+from ablate.numerics import choices
 from ablate.numerics.estimators import slope
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.history import History
@@ -29,7 +30,8 @@ from ablate.numerics.spec import Hadamard, Quant
 from ablate.numerics.transform import split
 from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "bf16_out": torch.bfloat16, "fp32_out": torch.float32}
+_GEMM_DTYPES = {word: choices.DTYPES[dtype] for word, (dtype, _) in choices.GEMM_OUTPUTS.items()}
+DTYPES = {word: getattr(torch, name) for word, name in (choices.DTYPES | _GEMM_DTYPES).items()}
 HIGH = Products()
 UNSET = Products()
 """In force in a converted layer until the engine's first step; told apart from `HIGH` by identity."""

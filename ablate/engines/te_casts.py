@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ablate.engines.te_mapping import Format
 from ablate.engines.transformer_engine import quantiser
+from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.stored import unpack
-
-_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ def _nvfp4(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
 def _mxfp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
     """The columnwise copy lies as the tensor does, its scales [rows / 32, columns]; both are padded."""
     rows, columns = shape
-    row = made._rowwise_data.view(_FP8[copy.element]), made._rowwise_scale_inv[:rows, : columns // 32]
-    column = made._columnwise_data.view(_FP8[copy.element]).t(), made._columnwise_scale_inv[: rows // 32, :columns].t()
+    row = made._rowwise_data.view(_dtype(copy.element)), made._rowwise_scale_inv[:rows, : columns // 32]
+    column = made._columnwise_data.view(_dtype(copy.element)).t(), made._columnwise_scale_inv[: rows // 32, :columns].t()
     return tuple(Cast(codes.float(), torch.exp2(biased.float() - 127), None) for codes, biased in (row, column))
 
 
@@ -62,5 +61,9 @@ def _fp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
     """One set of codes; where the GPU multiplies no other layout (Hopper), its transpose beside it."""
     codes, turned = made._data, made._transpose
     scale = made._scale_inv.view(1, 1)
-    column = codes.view(_FP8[copy.element]).t() if turned is None else turned.view(_FP8[copy.element])
-    return Cast(codes.view(_FP8[copy.element]).float(), scale, None), Cast(column.float(), scale, None)
+    column = codes.view(_dtype(copy.element)).t() if turned is None else turned.view(_dtype(copy.element))
+    return Cast(codes.view(_dtype(copy.element)).float(), scale, None), Cast(column.float(), scale, None)
+
+
+def _dtype(element: str) -> torch.dtype:
+    return getattr(torch, ELEMENTS[element].dtype)

@@ -13,6 +13,8 @@ from ablate.recipes.recipe import DIRECTIONS, FORWARD_COPY, Product, Products, R
 Family = Literal["high", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
 TENSORS = {"input": ("fprop.x", "wgrad.x"), "weight": ("fprop.w", "dgrad.w"), "grad_output": ("dgrad.g", "wgrad.g")}
 """TE's name of each tensor of a linear layer, and the slots that its rowwise and its columnwise copy are."""
+TE_ELEMENTS = {"e2m1": "kFloat4E2M1", "e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
+"""The elements that TE multiplies, with TE's names of their types."""
 MULTIPLE = 32
 """Of what tokens, in-features and out-features must be multiples."""
 
@@ -126,8 +128,9 @@ def _family(quant: Quant | None) -> Family:
 
 def _quant_refusals(slot: str, quant: Quant) -> Iterator[str]:
     """What TE has not of one operand, each beginning with the field."""
-    if quant.element not in ("e2m1", "e4m3", "e5m2"):
-        yield f"element {quant.element}: Transformer Engine multiplies e2m1, e4m3 and e5m2"
+    if quant.element not in TE_ELEMENTS:
+        *others, last = TE_ELEMENTS
+        yield f"element {quant.element}: Transformer Engine multiplies {', '.join(others)} and {last}"
         return
     yield from {"nvfp4": _nvfp4_refusals, "mxfp8": _mxfp8_refusals}.get(_family(quant), _fp8_refusals)(slot, quant)
     if quant.transform is not None:

@@ -18,6 +18,7 @@ from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 from ablate.engines.hardware import refusal, stray_switch, this_machine
 from ablate.engines.te_mapping import (
     MULTIPLE,
+    TE_ELEMENTS,
     TENSORS,
     Builtin,
     Custom,
@@ -269,5 +270,4 @@ def quantiser(copy: Format) -> Any:
 
 
 def _dtype(copy: Format) -> Any:
-    types = library().te.DType
-    return {"e4m3": types.kFloat8E4M3, "e5m2": types.kFloat8E5M2}[copy.element]
+    return getattr(library().te.DType, TE_ELEMENTS[copy.element])

@@ -35,4 +35,4 @@ def slope(operand: Operand) -> Tensor:
     return ESTIMATORS[name if isinstance(name, str) else type(name).__name__.lower()](operand)
 
 
-ESTIMATORS = {"clip_mask": clip_mask, "dge": dge}
+ESTIMATORS = {function.__name__: function for function in (clip_mask, dge)}

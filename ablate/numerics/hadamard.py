@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ablate.numerics import choices
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.spec import Hadamard
 
@@ -13,12 +14,12 @@ TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Transformer Engine's fixed vector (reference_nvfp4.py, get_wgrad_sign_vector)."""
 
 
-def no_signs(size: int, clock: Clock | None = None, where: int = 0) -> Tensor:
+def none(size: int, clock: Clock | None = None, where: int = 0) -> Tensor:
     """Hadamard without sign flips, fp32 [size]."""
     return torch.ones(size)
 
 
-def fixed_signs(size: int, clock: Clock | None = None, where: int = 0) -> Tensor:
+def fixed(size: int, clock: Clock | None = None, where: int = 0) -> Tensor:
     """Transformer Engine's signs, repeated or cut to `size`, fp32 [size]."""
     return torch.tensor(TE_SIGNS, dtype=torch.float32).repeat(-(-size // 16))[:size]
 
@@ -39,9 +40,7 @@ def per_layer(size: int, clock: Clock, where: int) -> Tensor:
     return per_call(size, Clock(clock.seed), where)
 
 
-SIGNS = {"none": no_signs, "fixed": fixed_signs, "per_layer": per_layer, "per_step": per_step, "per_call": per_call}
-
-DRAWN = SIGNS.keys() - {"none", "fixed"}
+SIGNS = {function.__name__: function for function in (none, fixed, per_layer, per_step, per_call)}
 
 
 @cache
@@ -51,7 +50,7 @@ def _known(spec: Hadamard, device: torch.device) -> Tensor:
 
 def signs(spec: Hadamard, device: torch.device, clock: Clock | None = None, where: int = 0) -> Tensor:
     """The signs of a rotation, fp32 [size]; those that are drawn take a clock and the product's site."""
-    return SIGNS[spec.signs](spec.size, clock, where).to(device) if spec.signs in DRAWN else _known(spec, device)
+    return SIGNS[spec.signs](spec.size, clock, where).to(device) if choices.SIGNS[spec.signs].drawn else _known(spec, device)
 
 
 def rotate(z: Tensor, spec: Hadamard, clock: Clock | None = None, where: int = 0, *, back: bool = False) -> Tensor:

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ablate.numerics import choices
+from ablate.numerics.choices import SIGNS, STATISTICS
 from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.hadamard import DRAWN, rotate, signs
+from ablate.numerics.hadamard import rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import cpu, cuda
 from ablate.numerics.philox import GROUP, Clock, random_bits
@@ -191,7 +193,7 @@ def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | N
         raise TypeError(f"quantize takes bf16, fp16 or fp32, not {x.dtype}; convert the tensor first")
     if x.ndim != 2:
         raise ValueError(f"quantize takes a matrix, not {x.ndim} dimensions; flatten the leading ones into rows")
-    if clock is None and (draws(quant) or (rotation is not None and rotation.signs in DRAWN)):
+    if clock is None and (draws(quant) or (rotation is not None and SIGNS[rotation.signs].drawn)):
         raise ValueError("stochastic rounding and drawn signs take their random bits from a clock: give quantize one")
     if clock is None and history is not None:
         raise ValueError("a history is kept by step: give quantize a clock with it")
@@ -239,13 +241,13 @@ def _bits(clock: Clock, where: int, tiles: Tensor, share: Share | None, elements
 
 def lasts(quant: Quant, rotation: Hadamard | None) -> bool:
     """Whether quantising a tensor again gives the same bits, whenever that is: nothing is drawn, nothing comes from earlier steps."""
-    held = quant.outer is not None and tag(quant.outer.statistic) in ("delayed", "hold")
-    return not (draws(quant) or held or (rotation is not None and rotation.signs in DRAWN - {"per_layer"}))
+    earlier = quant.outer is not None and STATISTICS[tag(quant.outer.statistic)].earlier
+    return not (draws(quant) or earlier or (rotation is not None and not SIGNS[rotation.signs].lasting))
 
 
 def draws(quant: Quant) -> bool:
     """Whether quantising takes random bits."""
-    return quant.rounding in ("stochastic", "ms_eden") or (quant.scale is not None and quant.scale.rounding == "stochastic")
+    return choices.ROUNDINGS[quant.rounding].draws or (quant.scale is not None and choices.ROUNDINGS[quant.scale.rounding].draws)
 
 
 def ms_eden(scaled: Tensor, codes: Tensor, block_scale: Tensor, group: int, quant: Quant, bits: Tensor) -> Tensor:

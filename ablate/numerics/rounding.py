@@ -66,7 +66,7 @@ def toward(y: Tensor, target: Tensor, grid: Format) -> Tensor:
     return sign * torch.where(target * sign >= (lower + upper) / 2, upper, lower)
 
 
-ROUNDINGS = {"nearest": nearest, "away": away, "stochastic": stochastic}
+ROUNDINGS = {function.__name__: function for function in (nearest, away, stochastic)}
 """Of elements."""
-SCALE_ROUNDINGS = ROUNDINGS | {"floor": floor, "ceil": ceil}
+SCALE_ROUNDINGS = ROUNDINGS | {function.__name__: function for function in (floor, ceil)}
 """Of block scales, which are never negative."""

@@ -41,7 +41,7 @@ def block_std(tiles: Tensor) -> Tensor:
     return tiles.var(dim=(1, 3), correction=0, keepdim=True).sqrt()
 
 
-BLOCK_STATISTICS = {"amax": block_amax, "rms": block_rms, "std": block_std}
+BLOCK_STATISTICS = {function.__name__.removeprefix("block_"): function for function in (block_amax, block_rms, block_std)}
 
 
 def block_statistic(tiles: Tensor, amaxes: Tensor, statistic: str) -> Tensor:
@@ -87,7 +87,7 @@ def static(x: Tensor, amaxes: Tensor, value: Fraction, history: History | None, 
     return torch.tensor(float(value), dtype=torch.float32, device=x.device)
 
 
-STATISTICS = {"amax": amax, "percentile": percentile, "delayed": delayed, "hold": hold, "static": static}
+STATISTICS = {function.__name__: function for function in (amax, percentile, delayed, hold, static)}
 
 
 def outer_statistic(
@@ -149,12 +149,10 @@ def block_scales(largest: Tensor, scale: Tensor, quant: Quant, bits: Tensor | No
 def round_scale(scale: Tensor, to: BlockScale, bits: Tensor | None = None) -> Tensor:
     """Non-negative fp32 to the scale format, saturating, and its rule for zero; back in fp32."""
     grid = SCALES[to.format]
-    if to.format == "e8m0":
+    if not grid.zero:
         return _power_of_two(scale, to, grid, bits)
-    if to.format == "fp32":
-        rounded = scale
-    elif to.format == "bf16":
-        rounded = scale.clamp(max=grid.max).to(torch.bfloat16).to(torch.float32)
+    if grid.bits >= 16:
+        rounded = scale.clamp(max=grid.max).to(getattr(torch, grid.dtype)).to(torch.float32)
     else:
         rounded = SCALE_ROUNDINGS[to.rounding](scale, grid, bits, 24)
     if to.zero == "zero":

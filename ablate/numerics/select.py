@@ -122,5 +122,5 @@ def _sum(error: Tensor) -> Tensor:
     return total.unsqueeze(3)
 
 
-CRITERIA = {"mse": mse, "mae": mae, "absmax": absmax}
-CANDIDATES = {"scales": scales, "grids": grids, "search": search}
+CRITERIA = {function.__name__: function for function in (mse, mae, absmax)}
+CANDIDATES = {function.__name__: function for function in (scales, grids, search)}

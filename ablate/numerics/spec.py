@@ -4,11 +4,25 @@ Every class is frozen, hashable and closed: an unknown field, an impossible valu
 when it is built. "Off" is always None: an operand that is not quantised has no Quant, a product that is not rotated no Hadamard.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from ablate.numerics.choices import (
+    BLOCK_STATISTICS,
+    BLOCKS,
+    CANDIDATES,
+    CHANNELS,
+    CRITERIA,
+    ROUNDINGS,
+    SIGNS,
+    STATISTICS,
+    Statistic,
+)
+from ablate.numerics.formats import ELEMENTS, SCALES
 
 VERSION = 3
 """Raise by hand when a change here or in a kernel changes any bit that a recipe computes: it is part of every trial's id."""
@@ -34,11 +48,13 @@ def _words(data: Any) -> Iterator[str]:
         yield from _words(value)
 
 
-SCALE_MAX = {"e4m3": 448.0, "ue5m3": 61440.0, "e8m0": 2.0**127, "bf16": 3.3895313892515355e38, "fp32": 3.4028234663852886e38}
-"""The largest block scale that each format holds. UE5M3: 1.875 * 2^15, its top exponent reserved (arXiv 2609.02846, eq. 3)."""
-
-ELEMENT_BITS = {"e2m1": 4, "e1m2": 4, "int4": 4, "e3m0": 4, "e4m3": 8, "e5m2": 8}
-"""Bits of one element of each format, the sign included: what its codes take, as `formats.ELEMENTS` enumerates them."""
+_CAST = tuple(name for name, scale in SCALES.items() if scale.bits >= 16)
+"""Scale formats that torch casts to, to nearest alone; the others are rounded on their grid."""
+_FRACTIONAL = tuple(name for name, scale in SCALES.items() if scale.bits <= 8 and scale.mantissa)
+"""Scale formats of one byte that are finer than powers of two: what selecting and correcting block scales is defined for."""
+_BF16_BITS = SCALES["bf16"].significant
+NEAR = 0.7
+"""Similarity, by difflib, from which an error names the word that was probably meant."""
 
 
 class Spec(BaseModel):
@@ -83,50 +99,52 @@ def argument(tagged: str) -> Fraction | None:
     return Fraction(text) if colon else None
 
 
-def _tagged(value: str, words: dict[str, tuple[type, float, float] | None], message: str) -> str:
-    """`value` with its number in canonical form, where the word takes one between the two limits; ValueError(message) otherwise."""
+def _statistic(value: str, words: Mapping[str, Statistic]) -> str:
+    """Return `value` with its number in canonical form, where the word takes one; ValueError where it is none of a registry's."""
     word, colon, text = value.partition(":")
-    limits = words.get(word, ())
-    if limits is None and not colon:
+    entry = words.get(word)
+    if entry and entry.number is None and not colon:
         return value
     try:
-        if limits and limits[1] <= limits[0](text) <= limits[2]:
-            return f"{word}:{limits[0](text)!r}"
+        if entry and entry.number and entry.least <= entry.number(text) <= entry.most:
+            return f"{word}:{entry.number(text)!r}"
     except ValueError:
         pass
-    raise ValueError(message)
-
-
-_TINY, _HUGE = 1e-30, 1e30
+    *forms, last = (known.form for known in words.values())
+    near = () if entry else get_close_matches(word, words, 1, NEAR)
+    raise ValueError(f"must be {', '.join(forms)} or {last}{''.join(f'; {known!r} is the nearest' for known in near)}")
 
 
 def _outer_statistic(value: str) -> str:
-    steps = (int, 1, 10**6)
-    words = {"amax": None, "percentile": (float, _TINY, 1), "delayed": steps, "hold": steps, "static": (float, _TINY, _HUGE)}
-    message = "must be 'amax', 'percentile:p' with p in (0, 1], 'delayed:n' or 'hold:n' (n steps), or 'static:v' (a magnitude above 0)"
-    return _tagged(value, words, message)
+    return _statistic(value, STATISTICS)
 
 
 def _block_statistic(value: str) -> str:
-    words = {"amax": None, "rms": (float, _TINY, 1e3), "std": (float, _TINY, 1e3)}
-    return _tagged(value, words, "must be 'amax', 'rms:c' or 'std:c': c times the block's root mean square or standard deviation")
+    return _statistic(value, BLOCK_STATISTICS)
+
+
+def _listed(words: Collection[str], between: str = "or") -> str:
+    """`e4m3, ue5m3 or e8m0`."""
+    *others, last = words
+    return f"{', '.join(others)} {between} {last}" if others else last
 
 
 class BlockScale(Spec):
     """The scale that the elements of one block share."""
 
-    format: Literal["e4m3", "ue5m3", "e8m0", "bf16", "fp32"] = "e4m3"
-    rounding: Literal["nearest", "away", "floor", "ceil", "stochastic"] = "nearest"
+    format: Literal[tuple(SCALES)] = "e4m3"
+    rounding: Literal[tuple(word for word, how in ROUNDINGS.items() if how.of_scales)] = "nearest"
     """`floor` with `range.map_to` 4 is OCP's rule for MXFP4, `ceil` never saturates; stochastic draws 24 bits a block."""
     zero: Literal["zero", "one", "min_normal"] = "zero"
     """What a scale that rounds to zero becomes: TE keeps 0, which loses the block; E8M0 has no zero and its smallest is 2^-127."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "BlockScale":
-        if self.format in ("bf16", "fp32") and self.rounding != "nearest":
-            raise ValueError(f"scale.rounding {self.rounding} is for e4m3, ue5m3 and e8m0; a {self.format} scale is rounded to nearest")
-        if self.format == "e8m0" and self.zero != "zero":
-            raise ValueError("scale.zero does not apply to e8m0, which has no zero; leave it out")
+        if self.format in _CAST and self.rounding != "nearest":
+            others = _listed([name for name in SCALES if name not in _CAST], "and")
+            raise ValueError(f"scale.rounding {self.rounding} is for {others}; a {self.format} scale is rounded to nearest")
+        if not SCALES[self.format].zero and self.zero != "zero":
+            raise ValueError(f"scale.zero does not apply to {self.format}, which has no zero; leave it out")
         return self
 
 
@@ -157,7 +175,7 @@ class Outer(Spec):
     @model_validator(mode="after")
     def _consistent(self) -> "Outer":
         word = tag(self.statistic)
-        if word in ("delayed", "hold", "static") and self.granularity != "tensor":
+        if STATISTICS[word].per_tensor and self.granularity != "tensor":
             raise ValueError(f"outer.statistic {self.statistic} is one number a tensor; granularity {self.granularity} takes amax")
         if word == "percentile" and self.granularity == "block:128":
             raise ValueError("outer.statistic percentile needs granularity tensor or row; a block of 128 is too short for one")
@@ -167,10 +185,10 @@ class Outer(Spec):
 class Select(Spec):
     """Per block, of several candidates the one with the smallest error."""
 
-    among: Literal["scales", "grids", "search"]
+    among: Literal[tuple(CANDIDATES)]
     """`scales`: the largest magnitude mapped to 6 or to 4 (Four Over Six, arXiv 2512.02010); `grids`: E2M1 or INT4 (IF4);
     `search`: every scale code near the first guess, the best that a block scale can do."""
-    criterion: Literal["mse", "mae", "absmax"] = "mse"
+    criterion: Literal[CRITERIA] = "mse"
 
 
 class Dge(Spec):
@@ -190,7 +208,7 @@ class Transform(Spec):
     """The leading components of a singular value decomposition, in the operand's own precision."""
     channels: float | None = Field(None, gt=0, lt=1)
     """The fraction of channels with the largest magnitude, in `channels_in` (TetraJet-v2's OutControl)."""
-    channels_in: Literal["mxfp8", "bf16"] = "mxfp8"
+    channels_in: Literal[tuple(CHANNELS)] = "mxfp8"
     clamp: float | None = Field(None, gt=0, lt=1)
     """Clamp to this quantile of the magnitudes (OCC, arXiv 2501.17116)."""
     residual: bool = True
@@ -210,14 +228,14 @@ class Transform(Spec):
 class Quant(Spec):
     """How one operand of one product is quantised. Blocks run along the contraction (the last dimension)."""
 
-    element: Literal["e2m1", "e1m2", "int4", "e3m0", "e4m3", "e5m2"] = "e2m1"
+    element: Literal[tuple(ELEMENTS)] = "e2m1"
     select: Select | None = None
-    block: Literal["1x8", "1x16", "1x32", "1x64", "1x128", "16x16", "32x32"] | None = "1x16"
+    block: Literal[BLOCKS] | None = "1x16"
     """Rows and columns that share a block scale; null, with `scale` null, where there is only the outer scale."""
     scale: BlockScale | None = BlockScale()
     range: Range = Range()
     outer: Outer | None = Outer()
-    rounding: Literal["nearest", "away", "stochastic", "ms_eden"] = "nearest"
+    rounding: Literal[tuple(word for word, how in ROUNDINGS.items() if how.of_elements)] = "nearest"
     """Ties go to the even code, or `away` from zero. `ms_eden` (Quartet II, arXiv 2601.22813): nearest, and block scales corrected,
     then rounded stochastically."""
     bits: Literal[8, 16, 24] = 8
@@ -239,14 +257,14 @@ class Quant(Spec):
     @property
     def four_bits(self) -> bool:
         """Return True if an element has four bits. What a transform takes out of the operand is not counted."""
-        return ELEMENT_BITS[self.element] == 4
+        return ELEMENTS[self.element].bits == 4
 
     @property
     def wide(self) -> bool:
-        """Whether code times scale may need more than bf16's 8 significant bits, so that the product takes fp32 operands."""
-        scale = self.scale.format if self.scale else "e4m3"
+        """Return True if code times scale may need more than bf16's 8 significant bits, so that the product takes fp32 operands."""
+        significant = ELEMENTS[self.element].significant + (SCALES[self.scale.format].significant if self.scale else 0)
         split = self.outer is not None and self.outer.granularity == "block:128"
-        return scale in ("bf16", "fp32") or split or (self.select is not None and self.select.among == "grids")
+        return significant > _BF16_BITS or split or (self.select is not None and self.select.among == "grids")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Quant":
@@ -266,8 +284,8 @@ class Quant(Spec):
                 return f"outer.bound {self.outer.bound:g} bounds a block scale, and there is none: write 1"
             if self.range != Range():
                 return "range places a block's largest magnitude, and there is no block scale: leave it out"
-        elif self.outer and self.outer.bound > SCALE_MAX[self.scale.format]:
-            return f"outer.bound {self.outer.bound:g} is above the largest {self.scale.format} scale, {SCALE_MAX[self.scale.format]:g}"
+        elif self.outer and self.outer.bound > SCALES[self.scale.format].max:
+            return f"outer.bound {self.outer.bound:g} is above the largest {self.scale.format} scale, {SCALES[self.scale.format].max:g}"
         return None
 
     def _outer(self) -> str | None:
@@ -280,8 +298,8 @@ class Quant(Spec):
             return None
         if self.rounding != "nearest":
             return f"select chooses by error, which would bias rounding {self.rounding}; use nearest"
-        if self.element != "e2m1" or self.scale is None or self.scale.format not in ("e4m3", "ue5m3"):
-            return "select is defined for element e2m1 with e4m3 or ue5m3 block scales"
+        if self.element != "e2m1" or self.scale is None or self.scale.format not in _FRACTIONAL:
+            return f"select is defined for element e2m1 with {_listed(_FRACTIONAL)} block scales"
         if self.scale.rounding == "stochastic":
             return "select compares candidates whose scales are certain: scale.rounding cannot be stochastic; use nearest"
         if self.range != Range():
@@ -293,11 +311,11 @@ class Quant(Spec):
             return f"bits {self.bits} has no effect with rounding {self.rounding}"
         if self.rounding != "ms_eden":
             return None
-        if self.element != "e2m1" or self.tile[0] != 1 or self.scale is None or self.scale.format not in ("e4m3", "ue5m3"):
-            return "rounding ms_eden corrects e4m3 or ue5m3 scales of e2m1 blocks of one row"
+        if self.element != "e2m1" or self.tile[0] != 1 or self.scale is None or self.scale.format not in _FRACTIONAL:
+            return f"rounding ms_eden corrects {_listed(_FRACTIONAL)} scales of e2m1 blocks of one row"
         if self.scale.rounding == "stochastic":
             return "rounding ms_eden rounds the corrected scales stochastically itself; scale.rounding is for the first guess: use nearest"
-        if self.outer is None or self.outer.bound > SCALE_MAX[self.scale.format] * 4 / 7:
+        if self.outer is None or self.outer.bound > SCALES[self.scale.format].max * 4 / 7:
             return "rounding ms_eden raises block scales: it needs outer.bound at most 256, so that they do not saturate"
         return None
 
@@ -306,7 +324,7 @@ class Hadamard(Spec):
     """A rotation of both operands of a product along the contraction; it cancels in the product."""
 
     size: Literal[4, 8, 16, 32, 64, 128] = 16
-    signs: Literal["none", "fixed", "per_layer", "per_step", "per_call"] = "fixed"
+    signs: Literal[tuple(SIGNS)] = "fixed"
     """`fixed`: Transformer Engine's one sign vector for all layers, steps and ranks, repeated to `size`. The others are drawn:
     once for each product of each layer, anew each optimizer step, or anew each micro-batch."""
 

@@ -8,12 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ablate.numerics.choices import CHANNELS
 from ablate.numerics.philox import GROUP, Clock, random_bits
-from ablate.numerics.spec import BlockScale, Quant, Transform
+from ablate.numerics.spec import Quant, Transform
 
-MXFP8 = Quant(element="e4m3", block="1x32", scale=BlockScale(format="e8m0", rounding="ceil"), outer=None)
-"""E4M3 in blocks of 32 with power-of-two scales, rounded up so that nothing saturates (Transformer Engine's rule)."""
-CHANNEL_FORMATS = {"mxfp8": MXFP8, "bf16": None}
+CHANNEL_FORMATS = {word: fields and Quant.model_validate(fields) for word, fields in CHANNELS.items()}
 _ITERATIONS = 4
 """Of the subspace iteration; a spectrum worth splitting off has converged by then."""
 

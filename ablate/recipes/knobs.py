@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
+from ablate.numerics.choices import BLOCKS
+from ablate.numerics.spec import BlockScale, Hadamard, Quant, Select, Spec
 from ablate.recipes.presets import nvfp4
-from ablate.recipes.recipe import Recipe
+from ablate.recipes.recipe import Phase, Recipe
 
 GRADIENTS = ("dgrad.g", "wgrad.g")
 WEIGHTS = ("fprop.w", "dgrad.w")
@@ -44,6 +46,7 @@ class Knob:
 
     type: Any
     values: str
+    """How tables show the values."""
     example: Any
     help: str
     paths: Callable[[Any, Turn], dict[str, Any]]
@@ -132,25 +135,30 @@ def _skip(end: str) -> Callable[[int, Turn], dict[str, Any]]:
     return lambda count, turn: {f"layers.skip_{end}": count} if turn.anything() else {}
 
 
+def _choice(words: Any, example: Any, text: str, paths: Callable[[Any, Turn], dict[str, Any]], none: bool = False) -> Knob:
+    """Return a knob that takes the words of a field of the specification, given as its type; with `none` also null."""
+    shown = ", ".join(map(str, get_args(words)))
+    return Knob(words | None, f"{shown}, or null", example, text, paths) if none else Knob(words, shown, example, text, paths)
+
+
+def _type(model: type[Spec], field: str) -> Any:
+    return model.model_fields[field].annotation
+
+
 _Count = Annotated[int, Field(ge=0)]
-_BLOCKS = Literal["1x8", "1x16", "1x32", "1x64", "1x128"]
+_ROWS = Literal[tuple(block for block in BLOCKS if block.startswith("1x"))]
 
 KNOBS = {
     "rht": Knob(bool, "true, false", True, "Random Hadamard transform, 16 points with fixed signs, on both operands of wgrad.", _rht),
-    "rht_size": Knob(
-        Literal[4, 8, 16, 32, 64, 128], "4, 8, 16, 32, 64, 128", 32, "Points of the Hadamard transform of wgrad.", _of_rht("size")
-    ),
-    "rht_signs": Knob(
-        Literal["none", "fixed", "per_layer", "per_step", "per_call"],
-        "none, fixed, per_layer, per_step, per_call",
+    "rht_size": _choice(_type(Hadamard, "size"), 32, "Points of the Hadamard transform of wgrad.", _of_rht("size")),
+    "rht_signs": _choice(
+        _type(Hadamard, "signs"),
         "per_step",
         "Signs of the Hadamard transform of wgrad: Transformer Engine's, or drawn how often.",
         _of_rht("signs"),
     ),
     "sr": Knob(bool, "true, false", True, "Stochastic rounding of both copies of the output gradient.", _sr),
-    "sr_bits": Knob(
-        Literal[8, 16, 24], "8, 16, 24", 24, "Random bits an element: 8 as Transformer Engine, 24 exact.", _of_gradients("bits")
-    ),
+    "sr_bits": _choice(_type(Quant, "bits"), 24, "Random bits an element: 8 as Transformer Engine, 24 exact.", _of_gradients("bits")),
     "sr_headroom": Knob(
         Annotated[float, Field(gt=0, le=4)],
         "factor",
@@ -161,27 +169,25 @@ KNOBS = {
     "weights_2d": Knob(
         bool, "true, false", True, "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.", _weights_2d
     ),
-    "block": Knob(_BLOCKS, "1x8, 1x16, 1x32, 1x64, 1x128", "1x32", "Elements that share a scale; 16x16 weight tiles stay.", _block),
-    "element": Knob(
-        Literal["e2m1", "e1m2", "int4", "e3m0", "e4m3", "e5m2"],
-        "e2m1, e1m2, int4, e3m0, e4m3, e5m2",
+    "block": _choice(_ROWS, "1x32", "Elements that share a scale; 16x16 weight tiles stay.", _block),
+    "element": _choice(
+        _type(Quant, "element"),
         "int4",
         "Number format of every quantised operand.",
         _everywhere("element"),
     ),
-    "scale_format": Knob(
-        Literal["e4m3", "ue5m3", "e8m0", "bf16", "fp32"],
-        "e4m3, ue5m3, e8m0, bf16, fp32",
+    "scale_format": _choice(
+        _type(BlockScale, "format"),
         "ue5m3",
         "Number format of the block scales.",
         _everywhere("scale.format"),
     ),
-    "four_over_six": Knob(
-        Literal["mse", "mae", "absmax"] | None,
-        "mse, mae, absmax, or null",
+    "four_over_six": _choice(
+        _type(Select, "criterion"),
         "mse",
         "Each block of x and w mapped to 6 or 4, whichever errs less by this criterion (bound 256); null: to 6 (bound 448).",
         _four_over_six,
+        none=True,
     ),
     "amax_percentile": Knob(
         Annotated[float, Field(gt=0, le=1)] | None,
@@ -197,9 +203,7 @@ KNOBS = {
         "Fraction of the run, at its end, in bf16. Never moves the learning rate.",
         _cooldown,
     ),
-    "cooldown_slots": Knob(
-        Literal["all", "forward", "backward"], "all, forward, backward", "forward", "Which products the cooldown changes.", _cooldown_slots
-    ),
+    "cooldown_slots": _choice(_type(Phase, "slots"), "forward", "Which products the cooldown changes.", _cooldown_slots),
     "skip_first": Knob(_Count, "0, 1, 2, ...", 1, "Transformer blocks at the input kept in bf16.", _skip("first")),
     "skip_last": Knob(_Count, "0, 1, 2, ...", 1, "Transformer blocks at the output kept in bf16.", _skip("last")),
 }

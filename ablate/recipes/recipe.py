@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
+from ablate.numerics.choices import DTYPES, GEMM_OUTPUTS
 from ablate.numerics.spec import Hadamard, Quant, Spec, argument, tag
 from ablate.recipes.layers import Layer, Match, blocks_in, select
 
@@ -21,7 +22,7 @@ TOKEN_AXES = {"fprop.x": 0, "dgrad.g": 0, "wgrad.g": 1, "wgrad.x": 1}
 DIRECTIONS = {"all": ("fprop", "dgrad", "wgrad"), "forward": ("fprop",), "backward": ("dgrad", "wgrad")}
 FORWARD_COPY = {"dgrad.w": "fprop.w", "wgrad.x": "fprop.x"}
 """The backward operands that the forward pass quantised already, and where."""
-GemmOutput = Literal["bf16_out", "fp32_out"]
+GemmOutput = Literal[tuple(GEMM_OUTPUTS)]
 
 
 class Product(Spec):
@@ -83,7 +84,7 @@ class Wgrad(Product):
 
     g: Quant | None = None
     x: Quant | None = None
-    dw: Literal["bf16", "fp32"] = "bf16"
+    dw: Literal[tuple(DTYPES)] = "bf16"
 
 
 class Products(Spec):
@@ -122,8 +123,8 @@ class Products(Spec):
         """The operands that have a quantiser, by name."""
         return ((name, self.slot(name)) for name in SLOTS if self.slot(name) is not None)
 
-    def high_precision(self, slots: Literal["all", "forward", "backward"] = "all") -> "Products":
-        """The same without quantisation in some directions. Nothing is requantised from a forward copy that is not quantised."""
+    def high_precision(self, slots: str = "all") -> "Products":
+        """The same without quantisation in one of DIRECTIONS. Nothing is requantised from a forward copy that is not quantised."""
         return self.replaced(slots, Products())
 
     def replaced(self, slots: str, other: "Products") -> "Products":
@@ -253,7 +254,7 @@ class Phase(Spec):
     """From `start` to the end of the run, the products of `slots` otherwise. Precision only, never the learning rate."""
 
     start: Annotated[str, AfterValidator(_when)]
-    slots: Literal["all", "forward", "backward"] = "all"
+    slots: Literal[tuple(DIRECTIONS)] = "all"
     use: Products | None = None
     """What the quantised layers then use; null: high precision."""
 
@@ -328,7 +329,7 @@ class QRamping(Spec):
 class Weights(Spec):
     """What is done about the master weights of quantised layers."""
 
-    master: Literal["fp32", "bf16"] = "fp32"
+    master: Literal[tuple(DTYPES)] = "fp32"
     """Type that the optimizer keeps all weights in; bf16 rounds to nearest after every step."""
     osci_reset: OsciReset | None = None
     q_ema: QEma | None = None
@@ -338,7 +339,7 @@ class Weights(Spec):
 class Recipe(Products):
     """A complete recipe. `dtype` is the type of activations and of operands that are not quantised."""
 
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Literal[tuple(DTYPES)] = "bf16"
     layers: Layers = Layers()
     weights: Weights = Weights()
     schedule: tuple[Phase, ...] = Field((), strict=False)

@@ -289,14 +289,14 @@ class _Means:
     """The mean of each stochastically rounded operand over draws, and how far it is from the operand itself."""
 
     def __init__(self, layer: EmulatedLinear, tensors: dict[str, Tensor]) -> None:
-        from ablate.numerics.hadamard import DRAWN
+        from ablate.numerics.choices import SIGNS
         from ablate.numerics.quantize import draws
 
         self.layer, self.tensors = layer, tensors
         self.slots = [
             slot
             for slot, quant in layer.products.quantised()
-            if draws(quant) and not ((rotation := self._rotation(slot)) and rotation.signs in DRAWN)
+            if draws(quant) and not ((rotation := self._rotation(slot)) and SIGNS[rotation.signs].drawn)
         ]
         self.sums: dict[str, Tensor] = {}
         self.curves: dict[str, dict[int, float]] = {slot: {} for slot in self.slots}

@@ -11,7 +11,7 @@ from torch import Tensor
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Transform
-from ablate.numerics.transform import MXFP8
+from ablate.numerics.transform import CHANNEL_FORMATS
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.recipe import DIRECTIONS, Dgrad, Fprop, Wgrad
 
@@ -66,7 +66,7 @@ def parts(x: np.ndarray, transform: Transform) -> tuple[np.ndarray, list[tuple[n
         kept[:, top] = rest[:, top]
         kept = bf16(kept)
         rest = rest - kept
-        taken.append((kept, MXFP8 if transform.channels_in == "mxfp8" else None))
+        taken.append((kept, CHANNEL_FORMATS[transform.channels_in]))
     if transform.clamp:
         magnitudes = np.sort(np.abs(rest), axis=None)
         limit = magnitudes[math.ceil(round(transform.clamp * magnitudes.size, 9)) - 1]

@@ -1,7 +1,6 @@
 """Number formats, over the registries: every code, against tables written out, bit fields, and torch's own types."""
 
 import math
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,11 +8,8 @@ import torch
 from oracles import grids
 
 from ablate.numerics.formats import ELEMENTS, SCALES
-from ablate.numerics.spec import ELEMENT_BITS, SCALE_MAX, Quant
+from ablate.numerics.spec import Quant
 from ablate.recipes.recipe import Fprop
-
-SMALL_SCALES = ("e4m3", "ue5m3", "e8m0")
-"""Scale formats whose values can be enumerated; the others are torch's dtypes."""
 
 
 def codes_of(dtype: torch.dtype) -> np.ndarray:
@@ -45,8 +41,19 @@ class TestElements:
                 np.testing.assert_array_equal(ELEMENTS[name].step(torch.from_numpy(sign * y).float()).numpy(), steps)
 
     def test_its_bits_are_what_its_codes_and_a_sign_take(self, name):
-        assert ELEMENT_BITS[name] == 1 + math.ceil(math.log2(len(grids.named(name))))
-        assert Quant(element=name).four_bits == (ELEMENT_BITS[name] == 4)
+        bits = 1 + math.ceil(math.log2(len(grids.named(name))))
+        assert ELEMENTS[name].bits == bits
+        assert Quant(element=name).four_bits == (bits == 4)
+        assert Fprop(x=Quant(element=name), w=Quant()).fp4 == (bits == 4)
+
+    def test_its_facts_are_those_of_its_values(self, name):
+        values, element = grids.named(name), ELEMENTS[name]
+        fractions = np.frexp(values[values > 0])[0]  # at most 8 bits: exact in fp64
+        needed = next(bits for bits in range(1, 9) if (fractions * 2**bits % 1 == 0).all())
+        assert element.significant == needed
+        assert element.top_power == max(power for power in 2.0 ** np.arange(-20, 20) if power in values)
+        if element.dtype and element.bits == 8:
+            np.testing.assert_array_equal(values, codes_of(getattr(torch, element.dtype)))
 
     def test_step_changes_no_input(self, name):
         y = torch.linspace(-8, 8, 33)
@@ -55,34 +62,20 @@ class TestElements:
         assert torch.equal(y, before)
 
 
-def test_every_element_has_a_width_and_none_is_counted_as_four_bits_by_default(monkeypatch):
-    assert set(ELEMENT_BITS) == set(ELEMENTS) == set(get_args(Quant.model_fields["element"].annotation))
-    operand = Quant.model_construct(**dict(Quant()) | {"element": "e2m3"})  # a format that comes later
-    with pytest.raises(KeyError):
-        _ = operand.four_bits
-    monkeypatch.setitem(ELEMENT_BITS, "e2m3", 6)
-    assert not operand.four_bits
-    assert not Fprop.model_construct(x=operand, w=Quant(), hadamard=None).fp4
-
-
-def test_four_bit_formats_have_eight_magnitudes_and_the_others_as_many_as_torchs_types():
-    assert {name: len(grids.named(name)) for name in ELEMENTS} == {"e2m1": 8, "e1m2": 8, "int4": 8, "e3m0": 8, "e4m3": 127, "e5m2": 124}
-    for name, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2), ("e8m0", torch.float8_e8m0fnu)):
-        np.testing.assert_array_equal(grids.named(name), codes_of(dtype))
-
-
 @pytest.mark.parametrize("name", SCALES)
-def test_the_largest_scale_is_the_one_that_the_spec_checks_bounds_against(name):
-    assert SCALES[name].max == SCALE_MAX[name]
-    if name in SMALL_SCALES:
-        assert grids.named(name)[-1] == SCALE_MAX[name]
-    else:
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
-        assert torch.finfo(dtype).max == SCALE_MAX[name]
-
-
-def test_every_scale_format_is_in_the_spec_and_the_other_way_round():
-    assert SCALES.keys() == SCALE_MAX.keys()
+def test_a_scale_formats_facts_are_those_of_its_values(name):
+    scale = SCALES[name]
+    if scale.bits >= 16:
+        assert torch.finfo(getattr(torch, scale.dtype)).max == scale.max
+        assert torch.finfo(getattr(torch, scale.dtype)).smallest_normal == 2.0**scale.emin
+        assert torch.finfo(getattr(torch, scale.dtype)).bits == scale.bits
+        return
+    values = grids.named(name)
+    assert values[-1] == scale.max
+    assert (values[0] == 0) == scale.zero
+    assert len(values) <= 2**scale.bits
+    if scale.dtype:
+        np.testing.assert_array_equal(values, codes_of(getattr(torch, scale.dtype)))
 
 
 def test_ue5m3_reserves_its_top_exponent_as_its_paper_does():

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import te
 
-from ablate.numerics.hadamard import DRAWN, SIGNS, TE_SIGNS, rotate
+from ablate.numerics import choices
+from ablate.numerics.hadamard import SIGNS, TE_SIGNS, rotate
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Hadamard, Quant
@@ -66,7 +67,7 @@ class TestSigns:
         same = torch.equal(signs_of(spec), signs_of(spec, *CHANGES[changed]))
         assert same == (changed not in FOLLOWS[signs])
 
-    @pytest.mark.parametrize("signs", sorted(DRAWN))
+    @pytest.mark.parametrize("signs", [word for word, signs in choices.SIGNS.items() if signs.drawn])
     def test_drawn_signs_are_fair_and_independent(self, signs):
         drawn = torch.stack([signs_of(Hadamard(size=128, signs=signs), Clock(seed)) for seed in range(200)])
         assert abs(drawn.mean()) < 4 / 160  # four standard errors of 25,600 signs
@@ -109,7 +110,7 @@ def test_drawn_signs_need_a_clock_and_the_others_none():
     x = torch.ones(2, 16)
     for signs in SIGNS:
         spec = Hadamard(signs=signs)
-        if signs in DRAWN:
+        if choices.SIGNS[signs].drawn:
             with pytest.raises(ValueError, match="clock"):
                 quantize(x, Quant(), rotation=spec)
         else:

@@ -9,16 +9,12 @@ import torch
 from oracles import grids
 from pydantic import ValidationError
 
-from ablate.numerics.estimators import ESTIMATORS
-from ablate.numerics.formats import ELEMENTS, SCALES
-from ablate.numerics.hadamard import SIGNS
+from ablate.numerics.formats import SCALES
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
-from ablate.numerics.rounding import ROUNDINGS, SCALE_ROUNDINGS
-from ablate.numerics.scaling import BLOCK_STATISTICS, STATISTICS
-from ablate.numerics.select import CANDIDATES, CRITERIA
-from ablate.numerics.spec import SCALE_MAX, BlockScale, Dge, Hadamard, Outer, Quant, Range, Select, Transform, argument, tag
-from ablate.numerics.transform import CHANNEL_FORMATS
+from ablate.numerics.rounding import SCALE_ROUNDINGS
+from ablate.numerics.select import CANDIDATES
+from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Select, Transform, argument
 
 E8M0 = BlockScale(format="e8m0")
 DRAWN_SCALE = BlockScale(rounding="stochastic")
@@ -160,31 +156,6 @@ def test_the_ends_of_intervals_belong_to_them():
     assert Quant(rounding="ms_eden", outer=Outer(bound=256.0))
 
 
-CHOICES = {
-    "element": (Quant, "element", ELEMENTS.keys()),
-    "rounding": (Quant, "rounding", ROUNDINGS.keys() | {"ms_eden"}),
-    "scale format": (BlockScale, "format", SCALES.keys()),
-    "scale rounding": (BlockScale, "rounding", SCALE_ROUNDINGS.keys()),
-    "candidates": (Select, "among", CANDIDATES.keys()),
-    "criterion": (Select, "criterion", CRITERIA.keys()),
-    "signs": (Hadamard, "signs", SIGNS.keys()),
-    "channels in": (Transform, "channels_in", CHANNEL_FORMATS.keys()),
-}
-
-
-@pytest.mark.parametrize("name", CHOICES)
-def test_the_words_of_a_field_are_the_entries_of_its_registry(name):
-    kind, field, entries = CHOICES[name]
-    assert set(get_args(kind.model_fields[field].annotation)) == set(entries)
-
-
-def test_tagged_words_and_estimators_are_the_entries_of_their_registries():
-    written = {"amax": "amax", "percentile": "percentile:0.5", "delayed": "delayed:2", "hold": "hold:2", "static": "static:2"}
-    assert {tag(Outer(statistic=word).statistic) for word in written.values()} == STATISTICS.keys()
-    assert {tag(Range(statistic=word).statistic) for word in ("amax", "rms:1", "std:1")} == BLOCK_STATISTICS.keys()
-    assert {"clip_mask", Dge.__name__.lower()} == ESTIMATORS.keys()
-
-
 def consistent() -> list[Quant]:
     """Every combination of the choices that the spec accepts, one outer statistic for all."""
     names = ("element", "block", "rounding")
@@ -244,7 +215,7 @@ def test_a_spec_survives_json():
 
 
 def test_a_product_needs_fp32_operands_exactly_where_code_times_scale_needs_more_than_eight_bits():
-    for format in SCALE_MAX:
+    for format in SCALES:
         assert Quant(scale=BlockScale(format=format), outer=None).wide == (format in ("bf16", "fp32"))
     assert Quant(outer=Outer(granularity="block:128")).wide
     assert not Quant(outer=Outer(granularity="row")).wide

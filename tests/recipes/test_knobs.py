@@ -1,30 +1,28 @@
 """Short knobs: each sets paths that exist, values it accepts give valid recipes, and the nvfp4 preset is its own knobs' values."""
 
+from typing import Literal, get_args, get_origin
+
 import pytest
 from pydantic import ValidationError
 
 from ablate.arms import Base, KnobError
+from ablate.numerics.choices import STATISTICS
+from ablate.numerics.formats import ELEMENTS
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe, Turn
 from ablate.recipes.layers import located
 from ablate.recipes.recipe import Phase, Run
+from ablate.surface import json_schema
 
 NVFP4 = PRESETS["nvfp4"]()
 GRADIENTS, WEIGHTS = {"dgrad.g", "wgrad.g"}, {"fprop.w", "dgrad.w"}
-VALUES = {
+VALUES = {name: list(get_args(knob.type)) for name, knob in KNOBS.items() if get_origin(knob.type) is Literal} | {
     "rht": [True, False],
-    "rht_size": [4, 8, 16, 32, 64, 128],
-    "rht_signs": ["none", "fixed", "per_layer", "per_step", "per_call"],
     "sr": [True, False],
-    "sr_bits": [8, 16, 24],
     "sr_headroom": [1.0, 1.0625, 2.0],
     "weights_2d": [True, False],
-    "block": ["1x8", "1x16", "1x32", "1x64", "1x128"],
-    "element": ["e2m1", "e1m2", "int4", "e3m0", "e4m3", "e5m2"],
-    "scale_format": ["e4m3", "ue5m3", "e8m0", "bf16", "fp32"],
     "four_over_six": ["mse", "mae", "absmax", None],
     "amax_percentile": [0.999, 1.0, None],
     "cooldown": [0.0, 0.1, 0.15, 1.0],
-    "cooldown_slots": ["all", "forward", "backward"],
     "skip_first": [0, 2],
     "skip_last": [0, 2],
 }
@@ -336,3 +334,18 @@ def test_rules_that_quantise_count_where_every_block_is_kept():
     assert [recipe.decided(decider) for decider in recipe.layers.deciders(layers).values()] == [None, PRESETS["mxfp8"]().products] * 2
     idle = [{"match": "*.mlp.*", "use": None}]
     assert "nothing is quantised" in refused({"skip_last": 2, "recipe.layers.rules": idle})["skip_last"]
+
+
+def test_a_mistyped_word_is_refused_with_all_that_would_be_right_and_the_nearest():
+    wrong = refused({"element": "e2ml", "recipe.fprop.x.outer.statistic": "percentil:0.9"})
+    assert all(repr(word) in wrong["element"] for word in ELEMENTS)
+    assert wrong["element"].endswith("; 'e2m1' is the nearest")
+    assert all(entry.form in wrong["recipe.fprop.x.outer.statistic"] for entry in STATISTICS.values())
+    assert wrong["recipe.fprop.x.outer.statistic"].endswith("; 'percentile' is the nearest")
+    assert "is the nearest" not in refused({"element": "fp64"})["element"]
+
+
+@pytest.mark.parametrize("name", [name for name, knob in KNOBS.items() if get_origin(knob.type) is Literal])
+def test_the_schema_lists_a_knobs_words(name):
+    listed, _ = json_schema()["properties"]["ablate"]["properties"][name]["anyOf"]
+    assert listed["items"]["enum"] == VALUES[name]
