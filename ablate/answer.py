@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ablate.attribution import Effect, Grid, extra_tokens, grid, interactions, main_effects, shares
-from ablate.headline import amount, headline, of_arms, of_knobs
+from ablate.headline import headline, of_arms, of_best, of_knobs
 from ablate.inference import FEWEST_RANKED, wilcoxon
 from ablate.ledger import Ledger
 from ablate.metric_names import parse
 from ablate.page import Code, Gallery, Part, Section, Table, Text, section
 from ablate.phases import never_began
-from ablate.published import replications
+from ablate.published import agreement_notes, agreement_text, replications
 from ablate.records import frame
 from ablate.results import (
     ArmSummary,
@@ -39,9 +39,12 @@ from ablate.results import (
 from ablate.stats import FEWEST_DISTINCT, Verdict, deviation_range, holm, paired_difference
 from ablate.store import Store
 from ablate.surface import Metric
+from ablate.verdict_text import needed_text, verdict_notes, verdict_text
 from ablate.workloads import unit
 
 MOST_ARMS, MOST_CONTRASTS, MOST_PICTURES = 40, 60, 12
+_AGREEMENTS = {"agrees": "better", "disagrees": "worse", "differs": "worse"}
+"""Class of a row that has a verdict on a published figure, by its kind."""
 _LOSSES = ("train/loss", "val/loss", "val/loss_bf16")
 
 
@@ -159,13 +162,8 @@ class Answer:
     def _nothing(self) -> str:
         searched = [arm for arm in self.shown if arm.role == "searched" and arm.values and not arm.pruned]
         if searched:
-            best = searched[0]
-            unit = self.unit
-            gap = "" if best.gap is None or not best.gap.pairs else f", {amount(best.gap, unit)} from {best.baseline}"
-            return (
-                f"The best of {len(searched)} arms is {best.name}, {self.metric.name} {number(best.mean)}{gap}. It was chosen by this"
-                " number: exploratory, until it is run again on fresh seeds (search: {confirm: 5})."
-            )
+            again = next((arm for arm in self.arms if arm.role == "confirmed"), None)
+            return of_best(searched, again, self.metric.name, self.unit)
         if any(arm.diverged for arm in self.arms) and not any(arm.values for arm in self.arms):
             return "Every run diverged: no arm has a finite value to compare."
         if self.one_seed:
@@ -218,21 +216,22 @@ class Answer:
                 "arm": arm.name,
                 metric.name: (number(arm.mean), arm.mean) if arm.values else "-",
                 "gap to baseline": "" if arm.gap is None else (interval(arm.gap), arm.gap.mean),
+                **_verdict(arm.verdict),
                 "in percent": _percent(arm, values.get(arm.baseline)),
                 "tokens to match": tokens.get(arm.name, ""),
-                "p (Holm)": "" if arm.role == "searched" else _p(arm.judged.p),
+                "p (Holm)": "" if arm.role == "searched" else _p(arm.verdict.p),
                 "seeds": (f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}", len(arm.values)),
                 "SQNR dB": "" if math.isnan(arm.sqnr_db) else (f"{arm.sqnr_db:.1f}", arm.sqnr_db),
                 "tokens/s": "" if math.isnan(arm.tokens_per_s) else (f"{arm.tokens_per_s:,.0f}", arm.tokens_per_s),
                 "memory": "" if math.isnan(arm.memory) else (f"{arm.memory / 1e6:,.0f} MB", arm.memory),
-                "verdict": arm.verdict,
             }
             for arm in arms
         ]
         left = f" {len(self.arms) - len(arms):,} more arms, none of them better." if len(arms) < len(self.arms) else ""
         how = arms[0].interval if arms else "interval"
         caption = f"Gaps are arm minus baseline; ± is a {how}, paired by seed.{left} {emulated(self.ledger)}"
-        return Table(f"effects-{metric.name.replace('/', '-')}", rows, caption.rstrip(), [arm.colour for arm in arms])
+        notes = [verdict_notes(arm.verdict) for arm in arms]
+        return Table(f"effects-{metric.name.replace('/', '-')}", rows, caption.rstrip(), [arm.colour for arm in arms], notes)
 
     def _extra_tokens(self, arms: Sequence[ArmSummary], metric: Metric) -> dict[str, tuple[str, float]]:
         """By arm, how many more tokens it needs to be where its baseline ends; none where the metric is no curve that falls."""
@@ -260,13 +259,14 @@ class Answer:
                 "turned to": contrast.change,
                 "with": contrast.held,
                 "effect": (interval(contrast.effect), contrast.effect.mean),
-                "p (Holm)": _p(contrast.judged.p),
-                "verdict": contrast.verdict,
+                **_verdict(contrast.verdict),
+                "p (Holm)": _p(contrast.verdict.p),
             }
             for contrast in self.contrasts
         ]
         caption = "Two arms that differ in one knob, all else held; the value named first minus the other, paired by seed."
-        return Table("contrasts", rows, caption, [contrast.judged.word for contrast in self.contrasts])
+        verdicts = [contrast.verdict for contrast in self.contrasts]
+        return Table("contrasts", rows, caption, [verdict.kind for verdict in verdicts], [verdict_notes(verdict) for verdict in verdicts])
 
     def averages(self) -> Table | None:
         """Main effects and interactions of a grid."""
@@ -278,12 +278,14 @@ class Answer:
         mains = [effect for effect, _ in self.main_effects]
         known = {(effect.knobs, effect.change) for effect in mains}
         mains += [effect for effect in main_effects(self.grid) if (effect.knobs, effect.change) not in known]
-        rows = [_average(effect, judged.get(id(effect))) for effect in (*mains, *depends)]
-        classes = [judged[id(effect)].word if id(effect) in judged else "" for effect in (*mains, *depends)]
+        verdicts = [judged.get(id(effect)) for effect in (*mains, *depends)]
+        rows = [_average(effect, verdict) for effect, verdict in zip((*mains, *depends), verdicts, strict=True)]
+        classes = [verdict.kind if verdict else "" for verdict in verdicts]
+        notes = [verdict_notes(verdict) if verdict else [] for verdict in verdicts]
         left = self.grid.left_out
         without = f" Seeds {', '.join(map(str, left))} are left out: not every arm finished them." if left else ""
         caption = "A knob's effect on average over the others, the value named first minus the other. p (Holm) holds for all main effects"
-        return Table("factors", rows, f"{caption} together, and for all interactions together.{without}", classes)
+        return Table("factors", rows, f"{caption} together, and for all interactions together.{without}", classes, notes)
 
     def components(self) -> Table | None:
         """Leave-one-out and Shapley shares of a grid of components."""
@@ -305,18 +307,19 @@ class Answer:
             if arm.gap is None or not arm.gap.tells:
                 continue
             low, high = deviation_range(arm.gap)
-            needed = arm.judged.needed
             rows.append(
                 {
                     "arm": arm.name,
                     "seeds": (str(arm.gap.pairs), arm.gap.pairs),
                     "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
                     "80 % range of the spread": f"{number(low)} to {number(high)}",
-                    "seeds in all for a verdict": "" if needed is None else str(needed).removesuffix(" seeds in all"),
+                    "seeds needed": needed_text(arm.verdict.needed),
                 }
             )
-        named = any(row["seeds in all for a verdict"] for row in rows)
-        caption = "Seeds in all: for an 80 % chance of a verdict, by the rule that verdicts follow; in brackets, if the spread is at"
+        named = any(row["seeds needed"] for row in rows)
+        caption = (
+            "Seeds needed: in all, for an 80 % chance of a verdict, by the rule that verdicts follow; in brackets, if the spread is at"
+        )
         without = "Without metric.min_effect no number of seeds is named: an effect may be as small as one likes."
         without = "" if all(arm.margin for arm in self.shown if arm.gap) else without
         return Table("power", rows, f"{caption} either end of its range." if named else without) if rows else None
@@ -325,11 +328,11 @@ class Answer:
         """The same gaps by other tests: equivalence, ranks. What cannot be said with so few seeds is not."""
         baselines = {arm.name: arm.values for arm in self.arms}
         compared = [arm for arm in self.shown if arm.gap is not None and arm.gap.pairs > 1 and arm.baseline in baselines]
-        family = [arm for arm in self.arms if arm.role != "searched" and arm.judged.word != "none" and arm.gap.tells]
+        family = [arm for arm in self.arms if arm.role != "searched" and arm.verdict.kind != "unjudged" and arm.gap.tells]
         ranked = holm([_wilcoxon(arm.values, baselines[arm.baseline]) for arm in family])
         by_name = {arm.name: p for arm, p in zip(family, ranked, strict=True)}
         rows = [
-            {"arm": arm.name, "equivalence, p (Holm)": _p(arm.judged.p_equivalence), "Wilcoxon, p (Holm)": _p(by_name.get(arm.name))}
+            {"arm": arm.name, "equivalence, p (Holm)": _p(arm.verdict.p_equivalence), "Wilcoxon, p (Holm)": _p(by_name.get(arm.name))}
             for arm in compared
         ]
         few = any(arm.gap.pairs < FEWEST_RANKED for arm in compared)
@@ -382,14 +385,15 @@ class Answer:
                 "metric": line.metric,
                 "published": line.published if line.figure.amount is None else (line.published, line.figure.amount),
                 "measured": (line.found, line.measured.mean) if line.measured.pairs else "",
-                "verdict": line.verdict,
+                "verdict": agreement_text(line, short=True),
                 "source": line.figure.source,
             }
             for line in lines
         ]
         caption = "Of two arms the direction is judged, by the interval; a model of another size need not show an effect of the same size."
         caption = caption if any(line.figure.against for line in lines) else ""
-        return Table("published", rows, caption, ["diverged" if line.diverged else "" for line in lines]) if rows else None
+        classes = ["diverged" if line.diverged else _AGREEMENTS.get(line.verdict.kind, "") for line in lines]
+        return Table("published", rows, caption, classes, [agreement_notes(line) for line in lines]) if rows else None
 
     def emulation(self) -> Text | None:
         """What speed and memory are not, where formats were emulated."""
@@ -461,9 +465,14 @@ def _average(effect: Effect, verdict: Verdict | None) -> dict[str, Any]:
         "knob": " x ".join(effect.knobs),
         "turned to": effect.change,
         "effect": (interval(effect.effect), effect.effect.mean),
+        **(_verdict(verdict) if verdict else {}),
         "p (Holm)": _p(verdict and verdict.p),
-        "verdict": verdict.text if verdict else "",
     }
+
+
+def _verdict(verdict: Verdict) -> dict[str, str]:
+    """Cells of a verdict."""
+    return {"verdict": verdict_text(verdict, short=True), "seeds needed": needed_text(verdict.needed)}
 
 
 def _wilcoxon(arm: dict[int, float], baseline: dict[int, float]) -> float:

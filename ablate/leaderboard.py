@@ -11,10 +11,10 @@ import sqlite3
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -24,10 +24,13 @@ from ablate.cli import Json, Profile, State, alone, console, duration
 from ablate.control import folders, refusal
 from ablate.ledger import Ledger
 from ablate.place import find
-from ablate.plain_text import markdown_cell, one_line
+from ablate.plain_text import footnotes, markdown_cell, one_line
 from ablate.recipes import PRESETS, Recipe
 from ablate.workloads import WORKLOADS
 from ablate.yamlfile import InputError, display
+
+if TYPE_CHECKING:
+    from ablate.stats import Verdict  # SciPy: `ablate plan` does without
 
 _DIGITS = 8
 _MOST_ALONE = 2
@@ -54,7 +57,7 @@ class Entry:
     gap: float | None
     low: float | None
     high: float | None
-    verdict: str
+    verdict: "Verdict"
     seeds: int
     seconds: float
     """What its trials took a worker, those too that another sweep had run."""
@@ -88,7 +91,7 @@ def leaderboard(
         print(line, file=sys.stderr)
     chosen = [entry for entry in found if (workload or "") in entry.workload and metric in (None, entry.metric)]
     if as_json:
-        print(json.dumps([asdict(entry) for entry in chosen], indent=1))
+        print(json.dumps([_document(entry) for entry in chosen], indent=1))
     elif not chosen:
         raise InputError([_nothing(found, workload, metric)])
     elif markdown:
@@ -114,6 +117,13 @@ def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
     words = _words({entry.task: (entry.workload, tasks[entry.task]) for entry in found})
     found = [replace(entry, workload=words[entry.task]) for entry in found]
     return sorted(found, key=lambda entry: entry.place), unreadable
+
+
+def _document(entry: Entry) -> dict[str, Any]:
+    """Return an entry as JSON has it."""
+    from ablate.verdict_text import verdict_document
+
+    return {key: value for key, value in vars(entry).items() if key != "verdict"} | {"verdict": verdict_document(entry.verdict)}
 
 
 def _line(error: Exception) -> str:
@@ -268,16 +278,27 @@ def _nothing(found: list[Entry], workload: str | None, metric: str | None) -> st
 
 # Drawing
 
-_COLUMNS = ("arm", "against", "mean", "gap", "seeds", "verdict", "cost", "commit", "sweep")
-_RIGHT = ("mean", "gap", "seeds", "cost")
+_COLUMNS = ("arm", "against", "mean", "gap", "seeds", "verdict", "needed", "cost", "commit", "sweep")
+_RIGHT = ("mean", "gap", "seeds", "needed", "cost")
 
 
-def _cells(entry: Entry) -> list[str]:
+def _cells(group: list[Entry]) -> tuple[list[list[str]], list[str]]:
+    """Return the cells of each entry of one table, and the notes under it."""
+    from ablate.verdict_text import verdict_notes
+
+    marks, notes = footnotes([verdict_notes(entry.verdict) for entry in group])
+    return [_row(entry, mark) for entry, mark in zip(group, marks, strict=True)], notes
+
+
+def _row(entry: Entry, mark: str) -> list[str]:
     from ablate.results import number
+    from ablate.verdict_text import needed_text, verdict_text
 
     mean = "-" if entry.mean is None else number(entry.mean)
     cost = duration(entry.seconds)
-    return [entry.arm, entry.against, mean, entry.shown, str(entry.seeds), entry.verdict, cost, entry.commit or "-", entry.sweep]
+    verdict = verdict_text(entry.verdict, short=True) + mark
+    needed = needed_text(entry.verdict.needed)
+    return [entry.arm, entry.against, mean, entry.shown, str(entry.seeds), verdict, needed, cost, entry.commit or "-", entry.sweep]
 
 
 def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
@@ -309,9 +330,10 @@ def _print(entries: list[Entry]) -> None:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         for name in _COLUMNS:
             table.add_column(name, justify="right" if name in _RIGHT else "left")
-        for entry in group:
-            table.add_row(*(Text(one_line(cell)) for cell in _cells(entry)))
-        screen.print(Text(title, "bold"), table, "")
+        rows, notes = _cells(group)
+        for row in rows:
+            table.add_row(*(Text(one_line(cell)) for cell in row))
+        screen.print(Text(title, "bold"), table, *(Text(note, "dim") for note in notes), "")
     screen.print(Text("A gap is to its own baseline, on its own seeds: those of different sweeps were not measured side by side.", "dim"))
 
 
@@ -319,8 +341,9 @@ def _markdown(entries: list[Entry]) -> Iterator[str]:
     for title, group in _groups(entries).items():
         yield from (f"### {title}", "", f"| {' | '.join(_COLUMNS)} |")
         yield f"|{'|'.join('---:' if name in _RIGHT else '---' for name in _COLUMNS)}|"
-        yield from (f"| {' | '.join(markdown_cell(cell) for cell in _cells(entry))} |" for entry in group)
-        yield ""
+        rows, notes = _cells(group)
+        yield from (f"| {' | '.join(markdown_cell(cell) for cell in row)} |" for row in rows)
+        yield from ("", *(f"{note}  " for note in notes), *([""] if notes else []))
 
 
 if __name__ == "__main__":

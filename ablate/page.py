@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ablate.plain_text import csv_cell, markdown_cell, printable
+from ablate.plain_text import csv_cell, footnotes, markdown_cell, printable
 
 
 class Part(Protocol):
@@ -28,6 +28,8 @@ class Part(Protocol):
         """Write the data behind it, and its pictures, into the folder."""
 
 
+VERDICT = "verdict"
+"""Column of a table that its rows' classes colour and that has the marks of their notes."""
 _CLASSES = ("better", "worse", "equivalent", "undecided", "diverged", "baseline")
 """Classes of rows that the style sheet knows."""
 
@@ -81,7 +83,9 @@ class Table:
     rows: Sequence[Mapping[str, Any]]
     caption: str = ""
     classes: Sequence[str] = ()
-    """A row's class, which gives it its colour; empty for none."""
+    """A row's class, which colours its verdict; empty for none."""
+    notes: Sequence[Sequence[str]] = ()
+    """Notes on each row: numbered under the table, their marks behind the row's verdict; a column of their own in the CSV."""
 
     @property
     def empty(self) -> bool:
@@ -98,32 +102,44 @@ class Table:
         """A table whose rows can be sorted."""
         right = {name for name in self.columns if any(isinstance(row.get(name), tuple) for row in self.rows)}
         head = "".join(f'<th{_right(name, right)}><button type="button">{_inline(name)}</button></th>' for name in self.columns)
-        cells = ["".join(self._cell(row, name, right) for name in self.columns) for row in self.rows]
+        marks, notes = footnotes(self.notes)
+        cells = [
+            "".join(self._cell(row, name, right, mark) for name in self.columns)
+            for row, mark in itertools.zip_longest(self.rows, marks, fillvalue="")
+        ]
         body = "\n".join(f"<tr{_class(name)}>{inside}</tr>" for name, inside in itertools.zip_longest(self.classes, cells))
-        caption = f"<caption>{_inline(self.caption)}</caption>" if self.caption else ""
+        caption = "<br>".join(_inline(line) for line in (*notes, self.caption) if line)
+        caption = f"<caption>{caption}</caption>" if caption else ""
         return (
             f'<div class="scroll"><table class="sortable" id="table-{self.name}">{caption}<thead><tr>{head}</tr></thead>'
             f"\n<tbody>\n{body}\n</tbody></table></div>"
         )
 
-    def _cell(self, row: Mapping[str, Any], name: str, right: set[str]) -> str:
+    def _cell(self, row: Mapping[str, Any], name: str, right: set[str], mark: str) -> str:
         value = row.get(name)
         key = f' data-sort="{value[1]!r}"' if isinstance(value, tuple) and math.isfinite(value[1]) else ""
-        return f"<td{_right(name, right)}{key}>{_inline(_text(value))}</td>"
+        kind = _right(name, right) or (' class="verdict"' if name == VERDICT else "")
+        return f"<td{kind}{key}>{_inline(_text(value) + (mark if name == VERDICT else ''))}</td>"
 
     def markdown(self) -> str:
         """A pipe table."""
-        lines = [self.columns, ["---"] * len(self.columns), *([_text(row.get(name)) for name in self.columns] for row in self.rows)]
+        marks, notes = footnotes(self.notes)
+        lines = [self.columns, ["---"] * len(self.columns)]
+        for row, mark in itertools.zip_longest(self.rows, marks, fillvalue=""):
+            lines.append([_text(row.get(name)) + (mark if name == VERDICT else "") for name in self.columns])
         table = "\n".join(f"| {' | '.join(markdown_cell(cell) for cell in line)} |" for line in lines)
-        return f"{table}\n\n{self.caption}" if self.caption else table
+        return "\n\n".join(filter(None, [table, "  \n".join(notes), self.caption]))
 
     def save(self, folder: Path) -> None:
-        """The numbers, where there are any, else the texts, as CSV."""
+        """The texts of the cells as CSV."""
         folder.mkdir(parents=True, exist_ok=True)
+        names = [*self.columns, *(["notes"] if any(self.notes) else [])]
         with (folder / f"{self.name}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow([csv_cell(name) for name in self.columns])
-            writer.writerows([csv_cell(_text(row.get(name))) for name in self.columns] for row in self.rows)
+            writer.writerow([csv_cell(name) for name in names])
+            for row, notes in itertools.zip_longest(self.rows, self.notes, fillvalue=()):
+                texts = [*(_text(row.get(name)) for name in self.columns), "; ".join(notes)]
+                writer.writerow([csv_cell(text) for text in texts[: len(names)]])
 
 
 @dataclass(frozen=True)

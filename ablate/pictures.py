@@ -16,6 +16,7 @@ from ablate.points import Point, outcome, over, reports, verdict, warm
 from ablate.redact import redact
 from ablate.results import gap
 from ablate.search import REPEATS, Study
+from ablate.verdict_text import verdict_text
 
 
 class Mirror:
@@ -223,7 +224,7 @@ class Pictures:
         if found is None or not found[0].pairs:
             return {}
         interval = {"interval": [found[0].low, found[0].high]} if found[0].has_interval else {}
-        return {"gap": found[0].mean, **interval, "verdict": found[1]}
+        return {"gap": found[0].mean, **interval, "verdict": verdict_text(found[1])}
 
     def _pages(self, runs: Iterable[str | None]) -> dict[str, Any]:
         pages = self._mirror.pages(runs) if self._mirror else []

@@ -7,11 +7,13 @@ altogether by `cli.console`.
 
 import re
 import unicodedata
+from collections.abc import Sequence
 
 _JOINERS = "\u200c\u200d"
 """Characters of Persian, of Indian scripts and of emoji, without a shape of their own."""
 _HIDDEN = ("Cc", "Cs", "Cf", "Zl", "Zp")
 """Unicode categories that a terminal obeys or leaves out: controls, half pairs, formats (which turn the order of text), line breaks."""
+_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
 
 
@@ -33,6 +35,12 @@ def _hidden(character: str) -> bool:
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
+    """Number the notes on a table's rows, equal ones once. Return each row's marks (`¹ ³`), and the notes behind their marks."""
+    numbers = {note: str(number).translate(_RAISED) for number, note in enumerate(dict.fromkeys(n for row in rows for n in row), 1)}
+    return [" ".join(numbers[note] for note in row) for row in rows], [f"{mark} {note}" for note, mark in numbers.items()]
 
 
 def csv_cell(value: object) -> object:

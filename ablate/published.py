@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ablate.ledger import Ledger
 from ablate.results import (
-    NOTHING_LEARNED,
     ArmSummary,
     interval,
     interval_of,
@@ -15,10 +15,28 @@ from ablate.results import (
     nothing_learned,
     percents,
     summaries,
-    with_losses,
 )
 from ablate.stats import ALPHA, Difference, equivalence, holm, p_value, paired_difference
 from ablate.surface import Metric, Published
+from ablate.verdict_text import NOT_JUDGED, REASONS, diverged_text
+
+Detail = Literal["negligible", "within", "smaller", "larger"]
+"""Size of what was measured: too small to matter, or beside the published size."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A verdict on a published figure: does the measured one agree with it? `agreement_text` turns it into words."""
+
+    kind: Literal["agrees", "disagrees", "differs", "unresolved", "unjudged"]
+    """Of one arm's figure "agrees" or "differs"; of two arms' "agrees", "disagrees" or "unresolved"."""
+    reason: Literal["not_measured", "one_pair", "few_values", "equal_counts", "nothing_learned", "no_share"] | None = None
+    """Set if and only if the kind is "unjudged"."""
+    detail: Detail | None = None
+    tolerance: float | None = None
+    """Share of the published figure within which it agrees, if it is one arm's and not 0."""
+    apart: float | None = None
+    """Distance from the published figure as a share of it, if it is one arm's and not 0."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +46,7 @@ class Replication:
     figure: Published
     measured: Difference
     """The mean over seeds with its interval: of the arm alone, of the arm minus the other, or of that as a share of the other."""
-    verdict: str
+    verdict: Agreement
     margin: float | None = None
     """The smallest difference that matters, in the unit of `measured`."""
     diverged: tuple[int, ...] = ()
@@ -79,7 +97,7 @@ def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replica
     effects = holm([p_value(line.measured) if its else math.nan for line, its in zip(lines, judged, strict=True)])
     likenesses = holm([equivalence(line.measured, line.margin) if its else math.nan for line, its in zip(lines, judged, strict=True)])
     return [
-        replace(line, verdict=with_losses(_same_way(line, p, same), line.diverged, line.given)) if two else line
+        replace(line, verdict=_same_way(line, p, same)) if two else line
         for line, two, p, same in zip(lines, of_two, effects, likenesses, strict=True)
     ]
 
@@ -90,7 +108,8 @@ def _replication(ledger: Ledger, figure: Published, metric: Metric, arms: Iterab
     learned = not nothing_learned([arm for arm in arms if arm.name in (figure.arm, figure.against)])
     if figure.against is None:
         measured = paired_difference(values, dict.fromkeys(values, 0.0), how)
-        return Replication(figure, measured, _alike(figure, measured) if learned else NOTHING_LEARNED, learned=learned)
+        verdict = _alike(figure, measured) if learned else Agreement("unjudged", "nothing_learned")
+        return Replication(figure, measured, verdict, learned=learned)
     other = _measured(ledger, figure, figure.against)
     level = mean_of(list(other.values()))
     margin = metric.margin(level)
@@ -102,7 +121,8 @@ def _replication(ledger: Ledger, figure: Published, metric: Metric, arms: Iterab
     measured = replace(paired_difference(values, other, how), whole=whole)
     members = [member for member in ledger.members() if member["name"] in (figure.arm, figure.against)]
     diverged = tuple(sorted({member["seed"] for member in members if member["status"] == "diverged"}))
-    return Replication(figure, measured, "", margin, diverged, len({member["seed"] for member in members}), learned, unshared)
+    given = len({member["seed"] for member in members})
+    return Replication(figure, measured, Agreement("unjudged", "not_measured"), margin, diverged, given, learned, unshared)
 
 
 def _measured(ledger: Ledger, figure: Published, arm: str) -> dict[int, float]:
@@ -117,19 +137,19 @@ def _measured(ledger: Ledger, figure: Published, arm: str) -> dict[int, float]:
     return found
 
 
-def _alike(figure: Published, measured: Difference) -> str:
-    """Whether a figure of one arm is what was measured, within its tolerance."""
+def _alike(figure: Published, measured: Difference) -> Agreement:
+    """Compare a figure of one arm with what was measured, within its tolerance."""
     if not measured.pairs:
-        return "not measured"
+        return Agreement("unjudged", "not_measured")
     tolerance = 0.02 if figure.tolerance is None else figure.tolerance
     apart = measured.mean - figure.amount
     if abs(apart) <= tolerance * abs(figure.amount):
-        return f"agrees within {tolerance:.0%}" if figure.amount else "agrees"
-    return f"differs by {apart / abs(figure.amount):+.1%}" if figure.amount else "differs"
+        return Agreement("agrees", tolerance=tolerance if figure.amount else None)
+    return Agreement("differs", apart=apart / abs(figure.amount) if figure.amount else None)
 
 
-def _same_way(line: Replication, p: float, same: float) -> str:
-    """The verdict on a published difference: the direction decides, after Holm's correction; the size is said beside it.
+def _same_way(line: Replication, p: float, same: float) -> Agreement:
+    """Compare a published difference with the measured one: the direction decides, after Holm's correction; the size is a detail.
 
     `p` is of no effect, `same` of one that matters. A published difference is contradicted by one the other way, and by one too
     small to matter; a published equality only by a difference that is resolved. Models of other sizes need not share the size of an
@@ -137,33 +157,83 @@ def _same_way(line: Replication, p: float, same: float) -> str:
     """
     figure, measured = line.figure, line.measured
     if not line.learned:
-        return NOTHING_LEARNED
+        return Agreement("unjudged", "nothing_learned")
     if line.unshared:
-        return f"no verdict: {figure.metric} of {figure.against} is 0, so the difference is no share of it"
+        return Agreement("unjudged", "no_share")
     if measured.pairs < 2:
-        return "one seed: no interval" if measured.pairs else "not measured"
+        return Agreement("unjudged", "one_pair" if measured.pairs else "not_measured")
     if measured.same and measured.whole:
-        return f"equal counts on {measured.pairs} seeds"
+        return Agreement("unjudged", "equal_counts")
     if not measured.tells and not measured.same:
-        return "too few distinct values"
-    found = int(math.copysign(1, measured.mean)) if p < ALPHA else 0
+        return Agreement("unjudged", "few_values")
+    sign = int(math.copysign(1, measured.mean)) if p < ALPHA else 0
     none = measured.same or same < ALPHA
     if figure.sign == 0:
-        return "agrees" if none else "disagrees" if found else "not resolved"
-    if found == figure.sign:
-        return "agrees (too small to matter here)" if none else f"agrees{_size(figure, measured)}"
-    if found:
-        return "disagrees"
-    return "disagrees: no difference that matters here" if none else f"not resolved{_size(figure, measured)}"
+        return Agreement("agrees" if none else "disagrees" if sign else "unresolved")
+    if sign == figure.sign:
+        return Agreement("agrees", detail="negligible" if none else _size(figure, measured))
+    if sign:
+        return Agreement("disagrees")
+    return Agreement("disagrees", detail="negligible") if none else Agreement("unresolved", detail=_size(figure, measured))
 
 
-def _size(figure: Published, measured: Difference) -> str:
-    """What the interval says of the published size, in brackets behind a verdict on the direction; nothing of an ordering."""
+def _size(figure: Published, measured: Difference) -> Detail | None:
+    """Compare the published size with the interval; None if an ordering was published."""
     if figure.amount is None:
-        return ""
+        return None
     if measured.low <= figure.amount <= measured.high:
-        return " (the published size lies within the interval)"
-    return f" ({'smaller' if abs(measured.mean) < abs(figure.amount) else 'larger'} here than published)"
+        return "within"
+    return "smaller" if abs(measured.mean) < abs(figure.amount) else "larger"
+
+
+# In words
+
+_KINDS = {"unresolved": "not resolved", "unjudged": NOT_JUDGED}
+_DETAILS = {
+    "negligible": "too small to matter here",
+    "within": "the published size lies within the interval",
+    "smaller": "smaller here than published",
+    "larger": "larger here than published",
+}
+
+
+def agreement_text(line: Replication, short: bool = False) -> str:
+    """Return the verdict on a published figure in words: all of it in a line, or the word for a table's column."""
+    verdict = line.verdict
+    word = "not measured" if verdict.reason == "not_measured" else _KINDS.get(verdict.kind, verdict.kind)
+    lost = diverged_text(len(line.diverged), line.given)
+    if lost and len(line.diverged) == line.given:
+        return "diverged" if short else lost
+    if short:
+        return f"diverged; {word}" if lost else word
+    details = _details(line)
+    text = f"{word} ({'; '.join(details)})" if details else word
+    return f"{lost}; on the others: {text}" if lost else text
+
+
+def agreement_notes(line: Replication) -> list[str]:
+    """Return what the short form leaves out: footnotes of a table."""
+    lost = diverged_text(len(line.diverged), line.given)
+    if lost and len(line.diverged) == line.given:
+        return [lost]
+    return ([f"{lost}: the verdict is on the others"] if lost else []) + _details(line)
+
+
+def _details(line: Replication) -> list[str]:
+    verdict, figure = line.verdict, line.figure
+    details = []
+    if verdict.reason == "no_share":
+        details.append(f"{figure.metric} of {figure.against} is 0, so the difference is no share of it")
+    elif verdict.reason in REASONS:
+        count = line.measured.distinct if verdict.reason == "few_values" else line.measured.pairs
+        details.append(REASONS[verdict.reason].format(count=count or line.measured.pairs))
+    if verdict.detail:
+        details.append(_DETAILS[verdict.detail])
+    if verdict.tolerance is not None:
+        details.append(f"within {verdict.tolerance:.0%}")
+    if verdict.apart is not None:
+        details.append(f"by {verdict.apart:+.1%}")
+    return details
 
 
 def _signed(figure: Published, value: float) -> str:

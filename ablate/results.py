@@ -12,15 +12,14 @@ from typing import Any
 from ablate.arms import CONFIRM, label
 from ablate.ledger import OVER, Ledger, Role
 from ablate.metric_names import FIRST_NONFINITE, parse
-from ablate.stats import UNJUDGED, Difference, Interval, Verdict, judge, paired_difference
+from ablate.stats import Difference, Interval, Verdict, judge, paired_difference
 from ablate.store import Damaged, Store
 from ablate.surface import Metric, Published
 from ablate.workloads import context_free
 
 LOSS = "val/loss"
 _SQNR = "sqnr_db"
-NOTHING_LEARNED = "no answer: nothing was learned"
-UNLEARNED = Verdict("none", NOTHING_LEARNED)
+UNLEARNED = Verdict("unjudged", "nothing_learned")
 """Verdict on a comparison in which no arm learned anything."""
 _MOST_NAMED = 8
 """Arms that a sentence names."""
@@ -42,8 +41,8 @@ class ArmSummary:
     """The smallest gap that matters, in the metric's unit."""
     interval: Interval
     """How its comparisons are made."""
-    verdict: str
-    """Corrected for all arms that are judged beside it, with what else must be said of the arm."""
+    verdict: Verdict
+    """Corrected for all arms that are judged beside it, with everything about the arm that qualifies it."""
     role: Role
     sqnr_db: float
     tokens_per_s: float
@@ -58,8 +57,6 @@ class ArmSummary:
     """Seeds that were given up by the pruner: they are not run again."""
     reason: str = ""
     """Why a refused arm cannot be run; empty where its ledger does not say."""
-    judged: Verdict = UNJUDGED
-    """The verdict as data."""
     context_free: float | None = None
     """The loss of a model that ignores its input, where the workload knows one and the metric is of validation or training."""
     loss: float = math.nan
@@ -77,7 +74,7 @@ class ArmSummary:
             return "baseline" if self.is_baseline and not self.pruned else ""
         if self.diverged:
             return "diverged"
-        return "" if self.judged.word == "none" or (self.role == "searched" and self.judged.decided) else self.judged.word
+        return "" if self.verdict.kind == "unjudged" or self.verdict.exploratory else self.verdict.kind
 
     @property
     def seeds(self) -> int:
@@ -108,11 +105,10 @@ class Contrast:
     change: str
     held: str
     effect: Difference
-    verdict: str
-    margin: float | None = None
+    margin: float | None
     """The smallest effect that matters, in the metric's unit."""
-    judged: Verdict = UNJUDGED
-    """The verdict as data, corrected for all contrasts of its table."""
+    verdict: Verdict
+    """Corrected for all contrasts of its table."""
 
 
 def open_ledger(state: Path, sweep: str) -> Ledger:
@@ -154,7 +150,7 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
     found = _summaries(ledger, metric)
     searched, others = ([arm for arm in found if (arm.role == "searched") == of_search] for of_search in (True, False))
     judged = _judged(searched, found, metric) | _judged(others, found, metric)
-    return [replace(arm, judged=its, verdict=_spoken(arm, its)) if (its := judged.get(arm.name)) else arm for arm in found]
+    return [replace(arm, verdict=_qualified(arm, its)) if (its := judged.get(arm.name)) else arm for arm in found]
 
 
 def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
@@ -212,23 +208,27 @@ def _judged(arms: Collection[ArmSummary], everything: Iterable[ArmSummary], metr
     return dict(zip([arm.name for arm in compared], judge_learned(pairs, metric, plan, unseen), strict=True))
 
 
-def _spoken(arm: ArmSummary, judged: Verdict) -> str:
-    """An arm's verdict in words.
+def _qualified(arm: ArmSummary, verdict: Verdict) -> Verdict:
+    """Return the verdict with everything about the arm that qualifies it.
 
-    In a search, what was seen in arms chosen by the same numbers is no result, and what was seen on fresh seeds says so. A verdict on
-    the seeds that are left speaks for them alone: that an arm diverged on others is the first thing to be said of it.
+    What was seen in arms that a search chose by the same numbers is no result, and a verdict on the seeds that did not diverge is on
+    them alone.
     """
-    text = judged.text
-    if arm.role == "searched" and judged.decided:
-        text = f"{text} (exploratory)"
-    elif arm.role == "confirmed" and arm.gap.pairs > 1:
-        text = f"{text} (on {arm.gap.pairs} fresh seeds)"
-    if not arm.learned and judged is not UNLEARNED:
-        text = f"{text}; learned nothing, its loss is above {arm.context_free:.2f}"
-    return with_losses(text, arm.diverged, arm.seeds)
+    return replace(
+        verdict,
+        exploratory=arm.role == "searched" and verdict.decided,
+        fresh_seeds=arm.gap.pairs if arm.role == "confirmed" and arm.gap.pairs > 1 else 0,
+        reference=None if arm.learned or verdict.reason == "nothing_learned" else arm.context_free,
+        **_losses(arm.diverged, arm.seeds),
+    )
 
 
-def gap(ledger: Ledger, arm: int) -> tuple[Difference, str] | None:
+def _losses(diverged: Collection[int], seeds: int) -> dict[str, int]:
+    """Return the fields of a verdict on an arm that was given so many seeds and diverged on these."""
+    return {"diverged": len(diverged), "seeds": seeds} if diverged else {}
+
+
+def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
     """One arm's gap by the main metric, and its verdict, where its baseline is over too; None otherwise, and for a baseline.
 
     The verdict stands whatever the arms come to that are not over: they count as comparisons without a result. If all are over, it is that
@@ -258,7 +258,7 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, str] | None:
             [_summary(rows, number, group, lasts, {}, {}, values, *how) for number, group in groups.items()], ledger, groups, metric
         )
         judged = _judged([its], [its, base], metric, len(family) - 1)
-    return its.gap, _spoken(its, judged[its.name]) if its.name in judged else its.verdict
+    return its.gap, _qualified(its, judged[its.name]) if its.name in judged else its.verdict
 
 
 def _with_references(arms: list[ArmSummary], ledger: Ledger, members: Mapping[int, list[Any]], metric: Metric) -> list[ArmSummary]:
@@ -292,7 +292,7 @@ def _summary(arms, number, members, lasts, speeds, peaks, values, metric: Metric
         gap=gap,
         margin=margin,
         interval=interval,
-        verdict=with_losses(unjudged, diverged if gap is not None else (), len(members)),
+        verdict=Verdict("unjudged", unjudged, **_losses(diverged if gap is not None else (), len(members))),
         role=role,
         sqnr_db=mean_of([v for trial in done for k, v in lasts[trial].items() if parse(k).metric == _SQNR]),
         tokens_per_s=_rate([speeds.get(trial, math.nan) for trial in done]),
@@ -331,14 +331,6 @@ def _role(arm: Any, searches: bool, members: int) -> Role:
     return "confirmed" if arm["name"].startswith(CONFIRM) else "baseline"
 
 
-def with_losses(said: str, diverged: Collection[int], given: int) -> str:
-    """A verdict, behind the seeds on which the arm diverged."""
-    if not diverged:
-        return said
-    lost = f"diverged on {len(diverged)} of {counted(given, 'seed')}"
-    return lost if len(diverged) == given else f"{lost}; on the others: {said}"
-
-
 def _rate(rates: list[float]) -> float:
     """The rate of several trials that do equal work: all their work over all their time. NaN values are left out."""
     known = [rate for rate in rates if rate > 0]
@@ -361,8 +353,8 @@ def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, s
     """
     metric = metric or metric_of(ledger)
     arms = summaries(ledger, metric)
-    grown = [arm for arm in arms if arm.gap and 0 < arm.gap.pairs == arm.seeds and arm.judged is not UNLEARNED]
-    return [(arm.name, arm.baseline) for arm in grown if not arm.judged.decided]
+    grown = [arm for arm in arms if arm.gap and 0 < arm.gap.pairs == arm.seeds and arm.verdict.reason != "nothing_learned"]
+    return [(arm.name, arm.baseline) for arm in grown if not arm.verdict.decided]
 
 
 def winner(ledger: Ledger, metric: Metric | None = None, infeasible: Collection[str] = ()) -> str | None:
@@ -401,10 +393,11 @@ def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -
     switches = {knob for knob in {knob for knob, _, _ in pairs} if is_switch(arms, knob)}
     found = [_contrast(arms[first], arms[second], knob, knob in switches) for knob, first, second in pairs]
     compared = [
-        (contrast.effect, contrast.margin, (arms[first], arms[second])) for contrast, (_, first, second) in zip(found, pairs, strict=True)
+        (contrast["effect"], contrast["margin"], (arms[first], arms[second]))
+        for contrast, (_, first, second) in zip(found, pairs, strict=True)
     ]
-    judged = judge_learned(compared, metric)
-    return [replace(contrast, judged=its, verdict=its.text) for contrast, its in zip(found, judged, strict=True)]
+    verdicts = judge_learned(compared, metric)
+    return [Contrast(**contrast, verdict=verdict) for contrast, verdict in zip(found, verdicts, strict=True)]
 
 
 def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:
@@ -427,13 +420,16 @@ def is_switch(arms: Iterable[ArmSummary], knob: str) -> bool:
     return all(type(arm.knobs[knob]) is bool for arm in arms if arm.role == "listed" and knob in arm.knobs)
 
 
-def _contrast(first: ArmSummary, second: ArmSummary, knob: str, switch: bool) -> Contrast:
-    """Compare two arms in the ledger's order, without a verdict. `switch`: false is the reference, wherever it is listed."""
+def _contrast(first: ArmSummary, second: ArmSummary, knob: str, switch: bool) -> dict[str, Any]:
+    """Return the fields of the contrast of two arms in the ledger's order, but for its verdict.
+
+    `switch`: false is the reference, wherever it is listed.
+    """
     arm, reference = (first, second) if switch and not second.knobs[knob] else (second, first)
     effect = paired_difference(arm.values, reference.values, arm.interval)
     held = label({k: v for k, v in arm.knobs.items() if k != knob})
     change = f"{json.dumps(arm.knobs[knob])} instead of {json.dumps(reference.knobs[knob])}"
-    return Contrast(knob, change, held, effect, "", reference.margin)
+    return {"knob": knob, "change": change, "held": held, "effect": effect, "margin": reference.margin}
 
 
 def foremost(arms: list[ArmSummary], metric: Metric, most: int) -> list[ArmSummary]:
@@ -489,9 +485,11 @@ def reading(arms: list[ArmSummary]) -> str:
     said = [f"Gaps and effects are paired {over}; ± is a {how}, each on its own; verdicts are after Holm's correction over their table."]
     if how.kind == "sequence":
         said.append("It holds at every look, however often seeds are added.")
-    open_ = [arm for arm in arms if arm.judged.word == "undecided"]
-    if any(arm.judged.needed for arm in open_):
-        said.append("Seeds in all: for an 80 % chance of a verdict; in brackets, if the deviation is at either end of its 80 % range.")
+    open_ = [arm for arm in arms if arm.verdict.kind == "undecided"]
+    if any(arm.verdict.needed for arm in open_):
+        said.append(
+            "Seeds needed: in all, for an 80 % chance of a verdict; in brackets, if the deviation is at either end of its 80 % range."
+        )
     elif open_ and any(arm.margin is None for arm in open_):
         said.append("Without metric.min_effect no number of seeds is named: an effect may be as small as one likes.")
     roles = {arm.role for arm in arms}

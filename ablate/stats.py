@@ -9,7 +9,7 @@ assumptions and the measured error rates.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -192,87 +192,95 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 # Verdicts
 
-Word = Literal["better", "worse", "equivalent", "same", "undecided", "none"]
+Kind = Literal["better", "worse", "equivalent", "same", "undecided", "unjudged"]
+Reason = Literal["no_pair", "one_pair", "few_values", "equal_counts", "nothing_learned", "baseline", "refused", "pruned"]
+"""Why there is no verdict."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One comparison's verdict among all that stand in its table."""
+    """One comparison's verdict among all of its table, with everything that qualifies it, as data.
 
-    word: Word
-    said: str
-    """In words, but for the seeds that it needs."""
+    `verdict_text` turns it into words. Verdicts on arms are those of `judge` with the last five fields filled in.
+    """
+
+    kind: Kind
+    reason: Reason | None = None
+    """Set if and only if the kind is "unjudged"."""
     p: float = math.nan
     """Of no effect, after Holm's correction."""
     p_equivalence: float = math.nan
     """Of an effect of min_effect or more, after Holm's correction."""
+    alone: Kind | None = None
+    """Kind before Holm's correction, if the correction made an undecided verdict of it."""
+    count: int = 0
+    """Pairs of seeds; the number of distinct differences if they are too few."""
     planned: "tuple[Difference, float | None, float, float] | None" = None
-    """What the seeds for a verdict follow from, where it is undecided: the arguments of `seeds_needed`."""
+    """Arguments of `seeds_needed`, if it is undecided and seeds are planned."""
+    exploratory: bool = False
+    """True if the arm was chosen by the numbers that are compared: a search's proposal."""
+    fresh_seeds: int = 0
+    """Pairs of seeds that took no part in choosing a search's winner; 0 for all other arms."""
+    reference: float | None = None
+    """Loss of a model that ignores its input, if the arm's mean loss is no better and its baseline's is."""
+    diverged: int = 0
+    """Seeds on which the arm diverged. The verdict is on the others."""
+    seeds: int = 0
+    """Seeds that an arm with diverged seeds was given."""
 
     @cached_property
     def needed(self) -> "Needed | None":
-        """Seeds for a verdict, where it is undecided and the effect that matters is known."""
+        """Seeds for a verdict, if it is undecided and the effect that matters is known."""
         return seeds_needed(*self.planned) if self.planned else None
 
     @property
-    def text(self) -> str:
-        """The verdict in words, with the seeds that it needs."""
-        return f"{self.said}; {self.needed}" if self.needed else self.said
-
-    @property
     def decided(self) -> bool:
-        """True where no further seed is needed."""
-        return self.word in ("better", "worse", "equivalent", "same")
-
-
-UNJUDGED = Verdict("none", "")
-"""Of what is compared with nothing."""
+        """True if no further seed is needed."""
+        return self.kind in ("better", "worse", "equivalent", "same")
 
 
 def judge(compared: Sequence[tuple[Difference, float | None]], minimize: bool, plan: bool = True, among: int = 1) -> list[Verdict]:
-    """The verdicts on differences that stand in one table, each with its margin, corrected by Holm over all of them.
+    """Return the verdicts on differences that stand in one table, each with its margin, corrected by Holm over all of them.
 
-    `plan`: name the seeds that an undecided one needs. `among`: comparisons of the table, where that are more than are given here.
+    `plan`: name the seeds that an undecided one needs. `among`: comparisons of the table, if they are more than are given here.
     """
     unseen = [1.0] * (among - len(compared))
     effects = holm([*(p_value(difference) for difference, _ in compared), *unseen])
     likenesses = holm([*(equivalence(difference, margin) for difference, margin in compared), *unseen])
-    open_effects, open_likenesses = (max(1, sum(p >= ALPHA for p in found)) for found in (effects, likenesses))
+    open_effects, open_likenesses = (max(1, sum(p >= ALPHA for p in corrected)) for corrected in (effects, likenesses))
     verdicts = []
     for (difference, margin), p, same in zip(compared, effects, likenesses):  # noqa: B905 - the unseen have p-values alone
-        word, text = _verdict(difference, minimize, p, same)
-        planned = None
-        if word == "undecided":
-            planned = (difference, margin, open_effects, open_likenesses) if plan else None
-            alone = _verdict(difference, minimize, p_value(difference), equivalence(difference, margin))[0]
-            text += f" ({alone} alone, not after Holm's correction)" if alone != "undecided" else ""
-        verdicts.append(Verdict(word, text, p, same, planned))
+        verdict = replace(_verdict(difference, minimize, p, same), p=p, p_equivalence=same)
+        if verdict.kind == "undecided":
+            alone = _verdict(difference, minimize, p_value(difference), equivalence(difference, margin)).kind
+            verdict = replace(
+                verdict,
+                alone=alone if alone != "undecided" else None,
+                planned=(difference, margin, open_effects, open_likenesses) if plan else None,
+            )
+        verdicts.append(verdict)
     return verdicts
 
 
-def _verdict(difference: Difference, minimize: bool, p: float, same: float) -> tuple[Word, str]:
-    if difference.pairs < 2:
-        return "none", "one seed: no interval" if difference.pairs else "no pair of finished seeds"
+def _verdict(difference: Difference, minimize: bool, p: float, same: float) -> Verdict:
+    """Return the verdict that follows from these p-values, without them."""
+    pairs = difference.pairs
+    if pairs < 2:
+        return Verdict("unjudged", "one_pair" if pairs else "no_pair", count=pairs)
     if difference.same:
         # Equal losses come from equal bits. Equal counts may differ on the next seed.
-        return ("none", f"equal counts on {difference.pairs} seeds") if difference.whole else ("same", "the same numbers")
+        return Verdict("unjudged", "equal_counts", count=pairs) if difference.whole else Verdict("same", count=pairs)
     if not difference.tells:
-        return "none", f"too few distinct values: {difference.distinct or difference.pairs}, a verdict takes {FEWEST_DISTINCT}"
+        return Verdict("unjudged", "few_values", count=difference.distinct or pairs)
     if same < ALPHA:
-        return "equivalent", "equivalent"
+        return Verdict("equivalent", count=pairs)
     if p < ALPHA:
-        word: Word = "better" if (difference.mean < 0) == minimize else "worse"
-        return word, word
-    return "undecided", "undecided"
-
-
-def verdict(difference: Difference, minimize: bool, min_effect: float | None) -> str:
-    """The verdict on the only comparison of its table."""
-    return judge([(difference, min_effect)], minimize)[0].text
+        return Verdict("better" if (difference.mean < 0) == minimize else "worse", count=pairs)
+    return Verdict("undecided", count=pairs)
 
 
 def decided(difference: Difference, min_effect: float | None) -> bool:
-    """True where the only comparison of a table needs no more seeds."""
+    """Return True if the only comparison of a table needs no more seeds."""
     return judge([(difference, min_effect)], True, plan=False)[0].decided
 
 
@@ -296,11 +304,6 @@ class Needed:
     low: int | None
     high: int | None
     """The same if the deviation is known to lie at the 10th and the 90th percentile of what the seeds so far leave open."""
-
-    def __str__(self) -> str:
-        if self.count is None:
-            return f"more than {MOST_SEEDS} seeds in all"
-        return f"{self.count} ({self.low} to {self.high or f'over {MOST_SEEDS}'}) seeds in all"
 
 
 def seeds_needed(

@@ -342,8 +342,8 @@ def _answer(experiment: Experiment, place: Place, screen: Console) -> None:
         if experiment.search:
             sign = 1 if metric.direction == "minimize" else -1
             arms.sort(key=lambda arm: (arm.baseline is not None, not arm.values, sign * arm.mean))
-        screen.print(summary_table(arms, metric), "")
-        table = contrast_table(contrasts(arms, metric, MOST_CONTRASTS))
+        screen.print(summary_table(arms, metric, screen.width), "")
+        table = contrast_table(contrasts(arms, metric, MOST_CONTRASTS), screen.width)
         if table:
             screen.print(table, "")
     if experiment.published:

@@ -107,7 +107,7 @@ def promise(scenario: Scenario, experiments: int) -> dict[str, int]:
         judged = judge([(difference(line, interval), 1.0) for line in values], True)
         decided += sum(verdict.decided for verdict in judged)
         for place, verdict in enumerate(judged):
-            if verdict.word != "undecided":
+            if verdict.kind != "undecided":
                 continue
             needed = seeds_needed(*verdict.planned, ranged=False)
             if needed is None or needed.count is None:
@@ -125,7 +125,7 @@ def headline(scenario: Scenario, experiments: int) -> dict[str, int]:
     false = uncorrected = 0
     for _ in range(experiments):
         found = [difference(line, interval) for line in arms(random, scenario, scenario.pairs)]
-        false += any(verdict.word in ("better", "worse") for verdict in judge([(one, 1.0) for one in found], True, plan=False))
+        false += any(verdict.kind in ("better", "worse") for verdict in judge([(one, 1.0) for one in found], True, plan=False))
         uncorrected += any(one.low > 0 or one.high < 0 for one in found)
     return {"sweeps": experiments, "false": false, "uncorrected": uncorrected}
 
@@ -142,7 +142,7 @@ def growth(scenario: Scenario, experiments: int) -> dict[str, int]:
             if not grown:
                 break
             have = [n + 3 * (arm in grown) for arm, n in enumerate(have)]
-        false += any(verdict.word in ("better", "worse") for verdict in judged)
+        false += any(verdict.kind in ("better", "worse") for verdict in judged)
     return {"sweeps": experiments, "false": false}
 
 
@@ -159,7 +159,7 @@ def counts(scenario: Scenario, experiments: int) -> dict[str, int]:
     false = zero_width = 0
     for _ in range(experiments):
         found = difference(np.subtract(*random.poisson(scenario.deviation, (2, scenario.pairs)).astype(float)), Interval())
-        false += judge([(found, None)], True, plan=False)[0].word in ("better", "worse")
+        false += judge([(found, None)], True, plan=False)[0].kind in ("better", "worse")
         zero_width += found.deviation == 0 and found.mean != 0
     return {"experiments": experiments, "false": false, "zero_width": zero_width}
 

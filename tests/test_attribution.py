@@ -10,7 +10,7 @@ from pandas import DataFrame
 
 from ablate.attribution import extra_tokens, front, grid, interactions, main_effects, shares
 from ablate.results import ArmSummary
-from ablate.stats import Interval, paired_difference
+from ablate.stats import Interval, Verdict, paired_difference
 
 LEVELS = {"rht": [True, False], "sr": [True, False], "block": ["1x16", "1x32", "1x64"]}
 
@@ -20,7 +20,7 @@ def arm(name: str, knobs: dict, values: dict[int, float], baseline: str | None =
     missing = tuple(seed for seed in given if seed not in values)
     gap = paired_difference(values, dict.fromkeys(values, 0.0)) if baseline else None
     measured = {"sqnr_db": math.nan, "tokens_per_s": math.nan, "memory": math.nan, "nans": 0, "diverged": (), "missing": missing}
-    return ArmSummary(name, baseline, knobs, values, given, gap, None, Interval(), "", "listed", **measured)
+    return ArmSummary(name, baseline, knobs, values, given, gap, None, Interval(), Verdict("unjudged", "baseline"), "listed", **measured)
 
 
 def whole(levels: dict, seeds: int, seed: int = 0) -> list[ArmSummary]:

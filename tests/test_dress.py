@@ -17,6 +17,7 @@ from ablate.points import Point
 from ablate.results import interval, metric_of, open_ledger, summaries
 from ablate.search import Shelf, Study, dashboard, decorate, importances
 from ablate.store import Store, Tally, line
+from ablate.verdict_text import verdict_text
 
 KNOBS = {"cooldown": {"uniform": [0.0, 1.0]}, "workload.batch": {"int": [1, 9]}, "rht": [True, False]}
 
@@ -54,7 +55,7 @@ def test_every_point_says_what_the_table_says_of_its_arm(state):
     book.close()
     for trial in trials(state, "first"):
         facts, arm = trial.user_attrs, arms[trial.user_attrs["arm"]]
-        assert (facts["gap"], facts["verdict"]) == (arm.gap.mean, arm.verdict)
+        assert (facts["gap"], facts["verdict"]) == (arm.gap.mean, verdict_text(arm.verdict))
         assert "interval" not in facts  # of two seeds
 
 
@@ -113,7 +114,7 @@ def test_a_study_gets_a_note_each_arm_its_own_and_the_gaps_as_a_picture(copied):
     for trial in study.trials:
         note = get_note_from_system_attrs(attrs, trial._trial_id)["body"]
         arm = arms[trial.user_attrs["arm"]]
-        assert note == f"**{arm.name}**: {interval(arm.gap)} against bf16 over 2 seeds: {arm.verdict}"
+        assert note == f"**{arm.name}**: {interval(arm.gap)} against bf16 over 2 seeds: {verdict_text(arm.verdict)}"
     (figure,) = get_plotly_graph_objects(attrs).values()
     (points,) = json.loads(figure)["data"]
     assert points["y"] == sorted(points["y"], key=lambda name: -arms[name].gap.mean)

@@ -57,6 +57,22 @@ def test_a_table_is_saved_as_csv(tmp_path):
     assert len(rows) == 4
 
 
+def test_notes_are_numbered_under_the_table_equal_ones_once_and_the_csv_has_them_by_row(tmp_path):
+    table = Table("t", ROWS, "Said below.", notes=[["a <note>", "b"], [], ["b"]])
+    cells = Cells(table.html())
+    assert [row[-1] for row in cells.rows[1:]] == ["worse¹ ²", "better (on 3 fresh seeds)", "baseline²"]
+    assert "<caption>¹ a &lt;note&gt;<br>² b<br>Said below.</caption>" in table.html()
+    assert table.markdown().splitlines()[-4:] == ["¹ a <note>  ", "² b", "", "Said below."]
+    table.save(tmp_path)
+    rows = list(csv.reader((tmp_path / "t.csv").read_text().splitlines()))
+    assert [row[-2:] for row in rows] == [
+        ["verdict", "notes"],
+        ["worse", "a <note>; b"],
+        ["better (on 3 fresh seeds)", ""],
+        ["baseline", "b"],
+    ]
+
+
 def test_a_section_of_nothing_is_nothing_and_parts_that_are_not_there_are_left_out():
     assert (section("Title", None, []).html(), section("Title", None).markdown()) == ("", "")
     found = section("Title", None, Text("one & two"), [Text("three")])

@@ -6,6 +6,7 @@ import math
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from rich.console import Console
 from ablate.attribution import grid, main_effects
 from ablate.ledger import Ledger
 from ablate.markdown_summary import summary_markdown
-from ablate.published import replications
+from ablate.published import Agreement, agreement_notes, agreement_text, replications
 from ablate.records import frame
 from ablate.results import (
     CONFIRM,
@@ -77,10 +78,10 @@ def book(tmp_path):
 
 def test_a_summary_is_the_last_value_by_seed_and_the_paired_gap(book):
     base, full, _, better, _ = summaries(book)
-    assert (base.baseline, base.gap, base.verdict, base.values) == (None, None, "baseline", LOSSES["bf16"])
+    assert (base.baseline, base.gap, base.verdict.reason, base.values) == (None, None, "baseline", LOSSES["bf16"])
     assert full.gap == paired_difference(LOSSES["rht=true sr=true"], LOSSES["bf16"])
     assert full.mean == pytest.approx(math.fsum(LOSSES["rht=true sr=true"].values()) / 3)
-    assert better.verdict == "better"
+    assert better.verdict.kind == "better"
     assert (base.sqnr_db, base.tokens_per_s) == (21.0, 100.0)
 
 
@@ -100,7 +101,7 @@ def test_seeds_without_a_finite_value_are_left_out_and_counted(book):
     last = summaries(book)[-1]
     assert last.values == {0: 3.0}
     assert (last.missing, last.diverged) == ((2,), ())
-    assert (last.gap.pairs, last.verdict) == (1, "one seed: no interval")
+    assert (last.gap.pairs, last.verdict.reason) == (1, "one_pair")
 
 
 def test_a_diverged_seed_is_counted_and_is_no_value(book):
@@ -109,7 +110,8 @@ def test_a_diverged_seed_is_counted_and_is_no_value(book):
     book.record(trial, [{"step": 3, "time": 0.0, "metrics": {"train/loss": math.nan, "nan/first_step": 3.0, "val/loss": 3.0}}])
     book.settle(trial, "diverged", "at step 3")
     wild = summaries(book)[-1]
-    assert (wild.values, wild.diverged, wild.missing, wild.nans, wild.verdict) == ({}, (0,), (), 1, "diverged on 1 of 1 seed")
+    assert (wild.values, wild.diverged, wild.missing, wild.nans) == ({}, (0,), (), 1)
+    assert (wild.verdict.kind, wild.verdict.diverged, wild.verdict.seeds) == ("unjudged", 1, 1)
     assert math.isnan(wild.mean)
 
 
@@ -122,13 +124,13 @@ def test_a_contrast_is_every_two_arms_that_differ_in_one_knob(book):
         ("sr", "true instead of false", "rht=false"),
     ]
     assert found[0].effect == paired_difference(LOSSES["rht=true sr=true"], LOSSES["rht=false sr=true"])
-    assert found[0].judged.word == "none"  # two of the three differences are the same
+    assert found[0].verdict.reason == "few_values"  # two of the three differences are the same
 
 
 @pytest.mark.parametrize(("direction", "expected"), [("minimize", "better"), ("maximize", "worse")])
 def test_what_is_better_follows_the_metrics_direction(direction, expected, book):
     book.describe(metric=f'{{"name": "val/loss", "direction": "{direction}"}}')
-    assert summaries(book)[3].verdict == expected
+    assert summaries(book)[3].verdict.kind == expected
 
 
 def test_the_frame_has_a_row_a_record_and_a_column_a_knob(book):
@@ -143,9 +145,10 @@ def test_the_frame_has_a_row_a_record_and_a_column_a_knob(book):
 def test_the_markdown_is_the_question_and_a_line_an_arm(book):
     text = summary_markdown(book).splitlines()
     assert text[0] == "**Does it?**"
-    assert text[4] == "| bf16 | 3.1000 | baseline | 3 | baseline |"
-    assert len(text) == 4 + len(LOSSES)
-    assert "| rht=false sr=true | 3.0000 | -0.1000 ±0.0248 | 3 | better |" in text
+    assert text[4] == "| bf16 | 3.1000 | baseline | 3 | baseline |  |"
+    assert "| rht=false sr=true | 3.0000 | -0.1000 ±0.0248 | 3 | better |  |" in text
+    assert text[5 + 3].endswith("| 1 | not judged² |  |")
+    assert text[4 + len(LOSSES) :] == ["", "¹ too few distinct values: 1, a verdict takes 3  ", "² one seed: no interval  "]
 
 
 def test_an_interval_is_written_only_where_there_is_one():
@@ -168,41 +171,44 @@ def figure(value: float, **fields) -> Published:
 @pytest.mark.parametrize(
     ("value", "fields", "verdict"),
     [
-        (3.1, {}, "agrees within 2%"),
-        (3.15, {}, "agrees within 2%"),
-        (3.0, {}, "differs by +3.3%"),
-        (3.0, {"tolerance": 0.05}, "agrees within 5%"),
-        (9.0, {"step": 1}, "agrees within 2%"),
-        (9.0, {"step": 3}, "not measured"),
-        (0.0, {}, "differs"),
+        (3.1, {}, Agreement("agrees", tolerance=0.02)),
+        (3.15, {}, Agreement("agrees", tolerance=0.02)),
+        (3.0, {}, Agreement("differs", apart=0.1 / 3)),
+        (3.0, {"tolerance": 0.05}, Agreement("agrees", tolerance=0.05)),
+        (9.0, {"step": 1}, Agreement("agrees", tolerance=0.02)),
+        (9.0, {"step": 3}, Agreement("unjudged", "not_measured")),
+        (0.0, {}, Agreement("differs")),
     ],
 )
 def test_a_published_figure_stands_beside_the_mean_over_seeds(book, value, fields, verdict):
     (line,) = replications(book, [figure(value, **fields)])
-    assert line.verdict == verdict
-    if verdict != "not measured":
+    apart = line.verdict.apart
+    assert replace(line.verdict, apart=None) == replace(verdict, apart=None)
+    assert apart == (None if verdict.apart is None else pytest.approx(verdict.apart))
+    if verdict.kind != "unjudged":
         assert line.measured.mean == pytest.approx(9.0 if "step" in fields else 3.1)
 
 
 # What "rht=true sr=true" has over bf16: .01, .02, .01, so +.0133 with an interval from -.0010 to +.0277; rht=false sr=true is lower by
 # .1, .09, .11; by hand, with t(2) = 4.303.
 UP, DOWN = "rht=true sr=true", "rht=false sr=true"
+CONTRADICTED = Agreement("disagrees", detail="negligible")
 CLAIMS = {
-    "the same direction": (DOWN, "lower", "agrees"),
-    "the other direction": (DOWN, "higher", "disagrees"),
-    "a difference where none was published": (DOWN, "no difference", "disagrees"),
-    "an interval that holds zero": (UP, "higher", "not resolved"),
-    "an interval too wide for none": (UP, "no difference", "not resolved"),
-    "the same size": (DOWN, -0.11, "agrees (the published size lies within the interval)"),
-    "another size": (DOWN, -0.01, "agrees (larger here than published)"),
-    "a size with the other sign": (DOWN, 0.01, "disagrees"),
-    "a size beyond an interval that holds zero": (UP, 0.05, "not resolved (smaller here than published)"),
-    "a size within an interval that holds zero": (UP, 0.02, "not resolved (the published size lies within the interval)"),
-    "nothing, as a number": (DOWN, 0.0, "disagrees"),
-    "a share": (DOWN, "-3.2%", "agrees (the published size lies within the interval)"),
-    "a share of another size": (DOWN, "-32 %", "agrees (smaller here than published)"),
-    "one pair": ("rht=false sr=false", "lower", "one seed: no interval"),
-    "an arm that was not run": ("nobody", "lower", "not measured"),
+    "the same direction": (DOWN, "lower", Agreement("agrees")),
+    "the other direction": (DOWN, "higher", Agreement("disagrees")),
+    "a difference where none was published": (DOWN, "no difference", Agreement("disagrees")),
+    "an interval that holds zero": (UP, "higher", Agreement("unresolved")),
+    "an interval too wide for none": (UP, "no difference", Agreement("unresolved")),
+    "the same size": (DOWN, -0.11, Agreement("agrees", detail="within")),
+    "another size": (DOWN, -0.01, Agreement("agrees", detail="larger")),
+    "a size with the other sign": (DOWN, 0.01, Agreement("disagrees")),
+    "a size beyond an interval that holds zero": (UP, 0.05, Agreement("unresolved", detail="smaller")),
+    "a size within an interval that holds zero": (UP, 0.02, Agreement("unresolved", detail="within")),
+    "nothing, as a number": (DOWN, 0.0, Agreement("disagrees")),
+    "a share": (DOWN, "-3.2%", Agreement("agrees", detail="within")),
+    "a share of another size": (DOWN, "-32 %", Agreement("agrees", detail="smaller")),
+    "one pair": ("rht=false sr=false", "lower", Agreement("unjudged", "one_pair")),
+    "an arm that was not run": ("nobody", "lower", Agreement("unjudged", "not_measured")),
 }
 
 
@@ -214,14 +220,19 @@ def test_a_published_difference_is_judged_by_its_direction_and_its_size_is_said_
 
 
 @pytest.mark.parametrize(
-    ("lost", "verdict"), [((3,), "diverged on 1 of 4 seeds; on the others: agrees"), ((0, 1, 2, 3), "diverged on 4 of 4 seeds")]
+    ("lost", "short", "long"),
+    [
+        ((3,), "diverged; agrees", "diverged on 1 of 4 seeds; on the others: agrees"),
+        ((0, 1, 2, 3), "diverged", "diverged on 4 of 4 seeds"),
+    ],
 )
-def test_that_an_arm_diverged_is_the_first_thing_said_of_a_published_difference(book, lost, verdict):
+def test_that_an_arm_diverged_is_the_first_thing_said_of_a_published_difference(book, lost, short, long):
     arm = add(book, "shaky", 1, {seed: loss for seed, loss in {0: 2.8, 1: 2.91, 2: 3.005}.items() if seed not in lost})
     for seed in lost:
         book.settle(book.add_member(arm, seed, f"shaky/lost {seed}", "{}"), "diverged")
     (line,) = replications(book, [Published(arm="shaky", against="bf16", metric="val/loss", value="lower", source="a paper")])
-    assert line.verdict == verdict
+    assert (agreement_text(line, short=True), agreement_text(line)) == (short, long)
+    assert [note.partition(":")[0] for note in agreement_notes(line)] == [long.partition(";")[0]]
 
 
 @pytest.mark.parametrize("value", ["lower", "no difference", -1.0, "-10%"])
@@ -230,13 +241,14 @@ def test_equal_counts_neither_agree_nor_disagree_with_a_published_difference(boo
     add(book, "counted", None, counts)
     add(book, "counted too", 6, counts)
     (line,) = replications(book, [Published(arm="counted too", against="counted", metric="val/loss", value=value, source="a")])
-    assert line.verdict == "equal counts on 2 seeds"
+    assert line.verdict == Agreement("unjudged", "equal_counts")
+    assert agreement_text(line) == "not judged (equal counts on 2 seeds)"
 
 
 def test_the_same_losses_are_no_difference_as_a_share_either(book):
     add(book, "again", 1, LOSSES["bf16"])
     figures = [Published(arm="again", against="bf16", metric="val/loss", value=value, source="a") for value in ("-1%", "0%")]
-    assert [line.verdict for line in replications(book, figures)] == ["disagrees: no difference that matters here", "agrees"]
+    assert [line.verdict for line in replications(book, figures)] == [CONTRADICTED, Agreement("agrees")]
 
 
 @pytest.mark.parametrize("zeros", [{0: 0.0, 1: 0.0, 2: 0.0}, {0: -1.0, 1: 0.0, 2: 1.0}])
@@ -244,18 +256,19 @@ def test_of_a_baseline_of_zero_there_is_no_share(book, zeros):
     add(book, "zero", None, zeros)
     add(book, "more", 6, {0: 1.0, 1: 2.0, 2: 4.0})
     (line,) = replications(book, [Published(arm="more", against="zero", metric="val/loss", value="-1.0%", source="a")])
-    assert line.verdict == "no verdict: val/loss of zero is 0, so the difference is no share of it"
+    assert line.verdict == Agreement("unjudged", "no_share")
+    assert agreement_text(line) == "not judged (val/loss of zero is 0, so the difference is no share of it)"
 
 
 def test_what_is_too_small_to_matter_is_no_difference_and_contradicts_one(book):
     book.describe(metric='{"name": "val/loss", "min_effect": 0.05}')
     higher, none = (Published(arm=UP, against="bf16", metric="val/loss", value=value, source="a") for value in ("higher", "no difference"))
-    assert [line.verdict for line in replications(book, [higher, none])] == ["disagrees: no difference that matters here", "agrees"]
+    assert [line.verdict for line in replications(book, [higher, none])] == [CONTRADICTED, Agreement("agrees")]
     shares = [
         Published(arm=arm, against="bf16", metric="val/loss", value=value, source="a") for arm, value in ((UP, "+0.4%"), (DOWN, "0%"))
     ]
     # .05 of 3.1 is 1.6 %: -.03 to .9 % lies within, -3.9 to -2.5 % does not
-    assert [line.verdict for line in replications(book, shares)] == ["disagrees: no difference that matters here", "disagrees"]
+    assert [line.verdict for line in replications(book, shares)] == [CONTRADICTED, Agreement("disagrees")]
 
 
 def test_a_difference_the_same_way_that_is_too_small_to_matter_says_so(book):
@@ -263,8 +276,8 @@ def test_a_difference_the_same_way_that_is_too_small_to_matter_says_so(book):
     figures = [
         Published(arm=DOWN, against="bf16", metric="val/loss", value=value, source="a") for value in ("lower", -0.3, "no difference")
     ]
-    said = ["agrees (too small to matter here)", "agrees (too small to matter here)", "agrees"]
-    assert [line.verdict for line in replications(book, figures)] == said
+    small = Agreement("agrees", detail="negligible")
+    assert [line.verdict for line in replications(book, figures)] == [small, small, Agreement("agrees")]
 
 
 def test_a_published_difference_is_shown_with_its_sign_its_unit_and_the_measured_interval(book):
@@ -275,7 +288,7 @@ def test_a_published_difference_is_shown_with_its_sign_its_unit_and_the_measured
     assert [line.found for line in lines] == ["-0.1000 ±0.0248", "-0.1000 ±0.0248", "-3.22 ±0.7 %", "3.1 ±0.25"]
     assert {line.subject for line in lines} == {f"{DOWN} minus bf16", "bf16"}
     drawn = screen(replication_table(lines))
-    assert all(word in drawn for word in ("rht=false sr=true minus bf16", "-3.22 ±0.7 %", "agrees (larger here than published)"))
+    assert all(word in drawn for word in ("rht=false sr=true minus bf16", "-3.22 ±0.7 %", "agrees¹", "¹ larger here than published"))
 
 
 def test_memory_is_the_most_of_a_trial_and_a_gpus_own_where_there_is_one(tmp_path):
@@ -310,7 +323,8 @@ def screen(*parts) -> str:
 
 def test_a_figure_of_an_arm_that_was_not_run_is_not_measured(book):
     (line,) = replications(book, [figure(3.1).model_copy(update={"arm": "nobody"})])
-    assert line.verdict == "not measured"
+    assert line.verdict == Agreement("unjudged", "not_measured")
+    assert agreement_text(line) == agreement_text(line, short=True) == "not measured"
 
 
 def test_arms_can_be_summarised_by_any_metric(book):
@@ -408,6 +422,20 @@ def shown(arms: list, metric: Metric) -> list[list[str]]:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(summary_table(arms, metric))
     return [line.split("  ") for line in console.export_text().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+def test_a_table_of_verdicts_leaves_columns_out_rather_than_wrap_a_cell(width, book):
+    """Every arm is one line; what went is said. Notes stand under the table in lines of their own."""
+    arms = summaries(book)
+    console = Console(width=width, file=io.StringIO())
+    console.print(summary_table(arms, metric_of(book), width))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert [line.split("  ")[0] for line in lines[2 : 2 + len(LOSSES)]] == list(LOSSES)
+    assert "² one seed: no interval" in lines
+    assert ("tokens/s" in lines[0] + lines[1]) == (width >= 100)
+    assert any("in a wider terminal" in line for line in lines) == (width < 100)
 
 
 # Seeds that grow
@@ -546,7 +574,7 @@ def test_growth_ends_with_every_arm_decided_or_at_the_most_and_ends_the_same_whe
     assert all(arm.seeds == 12 or decided(arm.gap, 0.005) for arm in arms[1:])
     assert all(sorted(arm.values) == list(range(arm.seeds)) for arm in arms)
     assert 3 < counts[0]["far"] < counts[0]["none"] == 12 == counts[0]["bf16"]
-    assert arms[1].verdict == "worse"
+    assert arms[1].verdict.kind == "worse"
 
 
 def test_growth_of_a_sweep_that_was_really_run_extends_the_undecided_arms_and_their_baseline(tmp_path):
@@ -609,11 +637,12 @@ def test_what_a_search_saw_is_exploratory_and_its_colour_is_kept_for_results(gro
     for search in ("", "tpe"):
         grown.describe(search=search)
         arms = summaries(grown)
-        colours[search] = {str(cell): str(cell.style) for cell in summary_table(arms, metric_of(grown)).columns[-1].cells}
+        (column,) = [column for column in summary_table(arms, metric_of(grown)).columns if column.header == "verdict"]
+        colours[search] = dict(zip([arm.name for arm in arms], [str(cell.style) for cell in column.cells], strict=True))
     assert [arm.role for arm in arms] == ["baseline", *["searched"] * 4]
-    assert [arm.verdict for arm in arms[2:4]] == ["worse (exploratory)", "the same numbers (exploratory)"]
-    assert arms[1].verdict == "undecided"  # of a proposal no seeds are planned
-    assert (colours[""]["worse"], colours["tpe"]["worse (exploratory)"]) == ("red", "")
+    assert [(arm.verdict.kind, arm.verdict.exploratory) for arm in arms[2:4]] == [("worse", True), ("same", True)]
+    assert (arms[1].verdict.kind, arms[1].verdict.needed) == ("undecided", None)  # of a proposal no seeds are planned
+    assert (colours[""]["clear"], colours["tpe"]["clear"]) == ("red", "")
     assert "run it again on new seeds before believing its gap" in reading(arms)
 
 
@@ -687,7 +716,7 @@ def test_a_winner_run_again_has_a_line_with_the_gap_of_the_fresh_seeds_alone(stu
     assert confirmed.values == losses["winner"]
     assert confirmed.gap == paired_difference(losses["winner"], losses[next(arm for arm in losses if arm != "winner")])
     assert before.gap.pairs == 2  # untouched by its baseline's new seeds
-    assert confirmed.verdict.endswith(" (on 3 fresh seeds)")
+    assert confirmed.verdict.fresh_seeds == 3
     assert winner(studied) == name
     assert fresh_seeds(studied, 3) == seeds  # the same when the sweep goes on
     assert "is the search's best arm on seeds that took no part in choosing it" in reading(list(arms.values()))

@@ -185,9 +185,10 @@ def test_a_proposed_arm_that_cannot_be_run_is_refused_with_its_reason_and_is_no_
         arms = summaries(book)
         (refused,) = [arm for arm in arms if arm.role == "refused"]
         assert refused.knobs == {"skip_first": 1, "skip_last": 1}
-        assert (refused.verdict, refused.seeds, refused.missing) == ("refused", 0, ())
+        assert (refused.verdict.reason, refused.seeds, refused.missing) == ("refused", 0, ())
         assert "keeps all 2 blocks" in refused.reason
-        assert [arm.name for arm in arms if arm.verdict == "baseline"] == ["bf16"] == [arm.name for arm in arms if arm.role == "baseline"]
+        assert [arm.name for arm in arms if arm.verdict.reason == "baseline"] == ["bf16"]
+        assert [arm.name for arm in arms if arm.role == "baseline"] == ["bf16"]
         answer = Answer(book)
         assert answer.shown[0].role == "baseline"
         assert answer.shown[-1].role == "refused"
@@ -211,7 +212,7 @@ def test_pruned_arms_are_said_to_be_pruned_and_nothing_of_them_is_missing(tmp_pa
         arms = {arm.name: arm for arm in summaries(book)}
         assert {name for name, arm in arms.items() if arm.pruned} == pruned
         for name in pruned:
-            assert (arms[name].verdict, arms[name].missing) == ("pruned", ())
+            assert (arms[name].verdict.reason, arms[name].missing) == ("pruned", ())
         assert not any(arm.missing for arm in arms.values())
         texts = [part.text for part in Answer(book).losses()]
         assert not any("Half done" in text or "is missing" in text for text in texts)

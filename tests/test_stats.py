@@ -1,12 +1,29 @@
 """Differences against scipy and by hand, intervals that cover what they say, and verdicts that say no more than that."""
 
+import json
 import math
+from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from ablate.stats import Difference, Interval, decided, equivalence, judge, p_value, paired_difference, seeds_needed, verdict
+from ablate.stats import (
+    Difference,
+    Interval,
+    Kind,
+    Needed,
+    Reason,
+    Verdict,
+    decided,
+    equivalence,
+    judge,
+    p_value,
+    paired_difference,
+    seeds_needed,
+)
+from ablate.verdict_text import needed_text, verdict_document, verdict_notes, verdict_text
 
 T, SEQUENCE = Interval(), Interval("sequence")
 PLAIN_NORMAL = stats.norm(0, 1.8)
@@ -60,13 +77,15 @@ def test_pairing_shrinks_the_interval_where_seeds_dominate():
 def test_one_pair_has_a_difference_and_no_interval():
     found = paired_difference({0: 1.5}, {0: 1.0})
     assert (found.mean, found.pairs, found.has_interval) == (0.5, 1, False)
-    assert verdict(found, True, 0.1) == "one seed: no interval"
+    (judged,) = judge([(found, 0.1)], True)
+    assert (judged.kind, judged.reason, judged.count) == ("unjudged", "one_pair", 1)
 
 
 def test_no_pair_has_nothing():
     found = paired_difference({0: 1.5}, {1: 1.0})
     assert (found.pairs, found.has_interval) == (0, False)
-    assert verdict(found, True, None) == "no pair of finished seeds"
+    (judged,) = judge([(found, None)], True)
+    assert (judged.kind, judged.reason, judged.count) == ("unjudged", "no_pair", 0)
 
 
 @pytest.mark.parametrize("kind", ["t", "split:4", "sequence"])
@@ -82,14 +101,18 @@ def test_fewer_than_three_distinct_differences_have_no_interval_no_p_and_no_verd
     assert math.isnan(p_value(found))
     assert math.isnan(equivalence(found, 100.0))
     (judged,) = judge([(found, 100.0)], True)
-    assert (judged.word, judged.decided, judged.needed) == ("none", False, None)
+    assert (judged.kind, judged.reason, judged.decided, judged.needed) == ("unjudged", "few_values", False, None)
+    assert judged.count == len({round(value, 9) for value in differences})
 
 
 def test_equal_losses_are_the_same_numbers_and_equal_counts_are_no_verdict():
     """Losses agree to the last bit only where the runs do; a count may differ on the next seed."""
     losses, counts = {0: 3.01, 1: 3.02, 2: 3.05}, {0: 0.0, 1: 0.0, 2: 4.0}
     found = [judge([(paired_difference(values, values), 0.1)], True)[0] for values in (losses, counts)]
-    assert [(verdict.word, verdict.decided) for verdict in found] == [("same", True), ("none", False)]
+    assert [(verdict.kind, verdict.reason, verdict.decided) for verdict in found] == [
+        ("same", None, True),
+        ("unjudged", "equal_counts", False),
+    ]
 
 
 def test_only_seeds_that_both_finished_with_a_finite_value_are_paired():
@@ -133,7 +156,7 @@ def test_a_sequence_bounds_nothing_where_no_data_of_so_few_pairs_could_reach_20(
     assert SEQUENCE.half_width(pairs) == math.inf > SEQUENCE.half_width(4)
     found = paired_difference(by_seed([0.1, 0.11, 0.12][:pairs]), by_seed(np.zeros(pairs)), SEQUENCE)
     assert (found.low, found.high, found.has_interval) == (-math.inf, math.inf, False)
-    assert judge([(found, 0.02)], True)[0].word == "undecided"
+    assert judge([(found, 0.02)], True)[0].kind == "undecided"
     assert not decided(found, 0.02)
 
 
@@ -206,13 +229,13 @@ def between(low: float, high: float) -> Difference:
     ],
 )
 def test_a_verdict_is_what_the_interval_allows(low, high, minimize, min_effect, expected):
-    assert verdict(between(low, high), minimize, min_effect) == expected
+    assert judge([(between(low, high), min_effect)], minimize)[0].kind == expected
 
 
 @pytest.mark.parametrize("minimize", [True, False])
 @pytest.mark.parametrize(("low", "high", "min_effect"), [(-0.01, 0.01, None), (-0.01, 0.004, 0.005), (-0.02, 0.001, None)])
 def test_an_interval_that_holds_zero_and_more_is_undecided(low, high, minimize, min_effect):
-    assert judge([(between(low, high), min_effect)], minimize)[0].word == "undecided"
+    assert judge([(between(low, high), min_effect)], minimize)[0].kind == "undecided"
 
 
 # Seeds for a verdict
@@ -227,7 +250,7 @@ def seen(pairs: int, mean: float, deviation: float, interval: Interval = T) -> D
 @pytest.mark.parametrize("margin", [None, 0.0])
 def test_without_an_effect_that_matters_no_number_of_seeds_is_named(margin):
     assert seeds_needed(seen(5, 0.1, 1.0), margin) is None
-    assert not any(character.isdigit() for character in verdict(seen(5, 0.1, 1.0), True, margin))
+    assert judge([(seen(5, 0.1, 1.0), margin)], True)[0].needed is None
 
 
 def test_the_number_of_seeds_follows_from_ratios_and_grows_with_spread_with_caution_and_with_company():
@@ -238,7 +261,7 @@ def test_the_number_of_seeds_follows_from_ratios_and_grows_with_spread_with_caut
     assert all(seeds_needed(other, 1.0).count > needed.count for other in others)
     assert seeds_needed(seen(5, 0.3, 1.5), 1.0, 8, 8).count > needed.count
     assert seeds_needed(seen(5, 0.3, 30.0), 1.0).count is None
-    assert verdict(seen(5, 0.3, 1.5), True, 1.0) == f"undecided; {needed.count} ({needed.low} to {needed.high}) seeds in all"
+    assert judge([(seen(5, 0.3, 1.5), 1.0)], True)[0].needed == needed
 
 
 @pytest.mark.parametrize("interval", [T, Interval("split", 4), SEQUENCE], ids=str)
@@ -265,7 +288,7 @@ def test_eight_arms_without_an_effect_give_a_false_verdict_in_one_table_of_twent
     for _ in range(1500):
         values = random.normal(0, 2, (9, 4))
         found = [paired_difference(by_seed(arm), by_seed(values[8])) for arm in values[:8]]
-        false += any(judged.word in ("better", "worse") for judged in judge([(one, 1.0) for one in found], True, plan=False))
+        false += any(judged.kind in ("better", "worse") for judged in judge([(one, 1.0) for one in found], True, plan=False))
         alone += any(one.low > 0 or one.high < 0 for one in found)
     assert false / 1500 <= 0.05 + 3 * 0.0056
     assert alone / 1500 > 0.2
@@ -278,10 +301,10 @@ def test_both_kinds_of_verdict_are_corrected():
         deviation = 0.02 * math.sqrt(5) / stats.t.ppf(0.975, 4)
         margin = 0.02 * edge / 4 + 1e-6 if alone == "equivalent" else 1e-3
         line, dull = seen(5, mean, deviation), seen(5, 0.0, 1.0)
-        assert judge([(line, margin)], True)[0].word == alone
+        assert judge([(line, margin)], True)[0].kind == alone
         among = judge([(line, margin), *[(dull, margin)] * 7], True)[0]
-        assert among.word == "undecided"
-        assert alone in among.said
+        assert among.kind == "undecided"
+        assert among.alone == alone
 
 
 SIMULATED = 4000
@@ -293,7 +316,7 @@ def share_of(said: str, effect: float, pairs: int, margin: float) -> float:
     random, found = np.random.default_rng(pairs), 0
     for _ in range(SIMULATED):
         seeds, noise = random.normal(3, 0.02, pairs), random.normal(effect, 0.006, pairs)
-        found += judge([(paired_difference(by_seed(seeds + noise), by_seed(seeds)), margin)], True)[0].word == said
+        found += judge([(paired_difference(by_seed(seeds + noise), by_seed(seeds)), margin)], True)[0].kind == said
     return found / SIMULATED
 
 
@@ -306,3 +329,94 @@ def test_an_arm_like_its_baseline_is_called_better_or_worse_in_one_comparison_of
 @pytest.mark.parametrize("pairs", [3, 5, 8])
 def test_an_arm_that_is_as_bad_as_matters_is_called_equivalent_in_one_comparison_of_forty_at_most(pairs):
     assert share_of("equivalent", 0.01, pairs, 0.01) <= 0.025 + 3 * 0.0025
+
+
+# In words
+
+
+UNDECIDED = judge([(seen(5, 0.3, 1.5), 1.0)], True)[0]
+NEEDED = f"{UNDECIDED.needed.count} ({UNDECIDED.needed.low} to {UNDECIDED.needed.high})"
+WORDS = {
+    "better": (Verdict("better"), "better", [], "better"),
+    "the same": (Verdict("same"), "same", ["the same numbers on every seed"], "the same numbers"),
+    "undecided": (UNDECIDED, "undecided", [], f"undecided; {NEEDED} seeds in all"),
+    "not after Holm": (
+        replace(UNDECIDED, alone="worse"),
+        "undecided",
+        ["worse alone, not after Holm's correction"],
+        f"undecided (worse alone, not after Holm's correction); {NEEDED} seeds in all",
+    ),
+    "exploratory": (
+        Verdict("worse", exploratory=True),
+        "worse",
+        ["exploratory: chosen by these numbers"],
+        "worse (exploratory: chosen by these numbers)",
+    ),
+    "fresh": (Verdict("worse", fresh_seeds=3), "worse", ["on 3 fresh seeds"], "worse (on 3 fresh seeds)"),
+    "nothing learned": (
+        Verdict("worse", reference=3.149),
+        "worse",
+        ["learned nothing, its loss is above 3.15"],
+        "worse (learned nothing, its loss is above 3.15)",
+    ),
+    "some diverged": (
+        Verdict("worse", diverged=1, seeds=4),
+        "diverged; worse",
+        ["diverged on 1 of 4 seeds: the verdict is on the others"],
+        "diverged on 1 of 4 seeds; on the others: worse",
+    ),
+    "all diverged": (
+        Verdict("unjudged", "no_pair", diverged=1, seeds=1),
+        "diverged",
+        ["diverged on 1 of 1 seed"],
+        "diverged on 1 of 1 seed",
+    ),
+    "no pair": (Verdict("unjudged", "no_pair"), "not judged", ["no pair of finished seeds"], "no pair of finished seeds"),
+    "one pair": (Verdict("unjudged", "one_pair", count=1), "not judged", ["one seed: no interval"], "one seed: no interval"),
+    "few": (
+        Verdict("unjudged", "few_values", count=2),
+        "not judged",
+        ["too few distinct values: 2, a verdict takes 3"],
+        "too few distinct values: 2, a verdict takes 3",
+    ),
+    "counts": (Verdict("unjudged", "equal_counts", count=3), "not judged", ["equal counts on 3 seeds"], "equal counts on 3 seeds"),
+    "none learned": (
+        Verdict("unjudged", "nothing_learned"),
+        "not judged",
+        ["no answer: nothing was learned"],
+        "no answer: nothing was learned",
+    ),
+    "a baseline": (Verdict("unjudged", "baseline"), "baseline", [], "baseline"),
+    "refused": (Verdict("unjudged", "refused"), "refused", [], "refused"),
+    "pruned": (Verdict("unjudged", "pruned"), "pruned", [], "pruned"),
+}
+"""By case: the verdict, its word in a table, its footnotes, and all of it in a line."""
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_a_verdict_is_a_word_with_notes_in_a_table_and_all_of_it_in_a_line(case):
+    verdict, short, notes, long = WORDS[case]
+    assert (verdict_text(verdict, short=True), verdict_notes(verdict), verdict_text(verdict)) == (short, notes, long)
+    document = json.loads(json.dumps(verdict_document(verdict), allow_nan=False))
+    assert (document["kind"], document["reason"], document["text"]) == (verdict.kind, verdict.reason, long)
+
+
+def test_every_kind_and_reason_has_its_words():
+    verdicts = [verdict for verdict, *_ in WORDS.values()]
+    assert {verdict.kind for verdict in verdicts} == {*get_args(Kind)} - {"equivalent"}  # which is its own word, as better is
+    assert {verdict.reason for verdict in verdicts} == {None, *get_args(Reason)}
+
+
+@pytest.mark.parametrize(
+    ("needed", "ranged", "shown"),
+    [
+        (None, True, ""),
+        (Needed(8, 4, 66), True, "8 (4 to 66)"),
+        (Needed(8, 4, 66), False, "8"),
+        (Needed(80, 40, None), True, "80 (40 to over 200)"),
+        (Needed(None, None, None), True, "over 200"),
+        (Needed(None, 150, None), False, "over 200"),
+    ],
+)
+def test_the_seeds_needed_are_shown_with_their_range_where_there_is_room(needed, ranged, shown):
+    assert needed_text(needed, ranged) == shown

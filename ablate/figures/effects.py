@@ -35,8 +35,9 @@ from ablate.figures.style import (
     stem,
 )
 from ablate.results import ArmSummary, Contrast, foremost
-from ablate.stats import UNJUDGED, Difference, Verdict
+from ablate.stats import Difference, Verdict
 from ablate.surface import Metric, Published
+from ablate.verdict_text import verdict_text
 
 _MOST_PANELS = 9
 _MOST_WORDS = 8
@@ -56,7 +57,7 @@ class _Line(NamedTuple):
     name: str
     difference: Difference
     margin: float | None
-    judged: Verdict
+    verdict: Verdict
 
 
 @house
@@ -68,10 +69,10 @@ def forest(arms: list[ArmSummary], metric: Metric) -> Picture | None:
         return None
     question = f"How far is each arm from its baseline in {metric.name}?"
     axis = f"{metric.name}: arm minus baseline, paired, {compared[0].interval}\n({better(metric.direction == 'minimize')})"
-    # In a search, what was chosen by these numbers is no result.
-    lines = [_Line(arm.name, arm.gap, arm.margin, UNJUDGED if arm.role == "searched" else arm.judged) for arm in compared]
+    lines = [_Line(arm.name, arm.gap, arm.margin, arm.verdict) for arm in compared]
     data = pd.DataFrame(
-        {"arm": arm.name, "baseline": arm.baseline, **_numbers(arm.gap, arm.margin), "verdict": arm.verdict} for arm in compared
+        {"arm": arm.name, "baseline": arm.baseline, **_numbers(arm.gap, arm.margin), "verdict": verdict_text(arm.verdict)}
+        for arm in compared
     )
     return _forest(stem("forest", metric.name), question, axis, lines, data, metric, best_of(len(best), len(arms)))
 
@@ -86,9 +87,10 @@ def contrast_forest(contrasts: list[Contrast], metric: Metric) -> Picture | None
     shown = [contrast for contrast in measured if id(contrast) in largest]
     question = f"What does turning one knob do to {metric.name}?"
     axis = f"{metric.name}: first value minus the other, paired, {shown[0].effect.interval}\n({better(metric.direction == 'minimize')})"
-    lines = [_Line(f"{c.knob}: {c.change}" + (f" (with {c.held})" if c.held else ""), c.effect, c.margin, c.judged) for c in shown]
+    lines = [_Line(f"{c.knob}: {c.change}" + (f" (with {c.held})" if c.held else ""), c.effect, c.margin, c.verdict) for c in shown]
     data = pd.DataFrame(
-        {"knob": c.knob, "change": c.change, "held": c.held, **_numbers(c.effect, c.margin, "effect"), "verdict": c.verdict} for c in shown
+        {"knob": c.knob, "change": c.change, "held": c.held, **_numbers(c.effect, c.margin, "effect"), "verdict": verdict_text(c.verdict)}
+        for c in shown
     )
     said = "" if len(shown) == len(measured) else f"The {len(shown)} largest of {len(measured):,} effects."
     return _forest(stem("contrast_forest", metric.name), question, axis, lines, data, metric, said)
@@ -110,7 +112,7 @@ def _forest(name: str, question: str, axis: str, lines: list[_Line], data: pd.Da
     for row, line in enumerate(lines):
         if line.margin:
             axes.barh(row, 2 * line.margin, 1, -line.margin, color="0.93", zorder=0.5)
-        seen.append({"same": "equivalent"}.get(line.judged.word, line.judged.word if line.judged.decided else "not decided"))
+        seen.append(_standing(line.verdict))
         colour, marker, filled = _STANDINGS[seen[-1]]
         half = line.difference.high - line.difference.mean if line.difference.has_interval else None
         axes.errorbar(line.difference.mean, row, xerr=half, fmt=marker, color=colour, fillstyle=filled, capsize=4, markersize=6)
@@ -120,6 +122,13 @@ def _forest(name: str, question: str, axis: str, lines: list[_Line], data: pd.Da
     handles = [Line2D([], [], color=_STANDINGS[s][0], marker=_STANDINGS[s][1], fillstyle=_STANDINGS[s][2], linestyle="") for s in present]
     legend(body, handles, present, "lower center")
     return finished(name, question, body, data)
+
+
+def _standing(verdict: Verdict) -> str:
+    """Return the standing that a forest draws. An arm that a search chose by these numbers has no result, hence none."""
+    if not verdict.decided or verdict.exploratory:
+        return "not decided"
+    return "equivalent" if verdict.kind == "same" else verdict.kind
 
 
 @house

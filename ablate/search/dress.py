@@ -19,6 +19,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from ablate.results import ArmSummary, interval
 from ablate.search.journal import REPEATS, WARM
 from ablate.surface import Metric
+from ablate.verdict_text import verdict_text
 
 _FEWEST = 8
 """Finished arms below which an importance is noise."""
@@ -96,9 +97,10 @@ def _digest(text: str) -> str:
 
 def _of(arm: ArmSummary, facts: dict[str, Any]) -> str:
     """An arm's note: its verdict, and where its runs are."""
-    said = f"**{arm.name}**: {arm.verdict}"
+    said = f"**{arm.name}**: {verdict_text(arm.verdict)}"
     if arm.gap is not None and arm.gap.pairs:
-        said = f"**{arm.name}**: {interval(arm.gap)} against {arm.baseline} over {arm.gap.pairs} seeds: {arm.verdict}"
+        gap = f"{interval(arm.gap)} against {arm.baseline} over {arm.gap.pairs} seeds"
+        said = f"**{arm.name}**: {gap}: {verdict_text(arm.verdict)}"
     pages = facts.get("mlflow", [])
     seeds = facts.get("seeds", [])
     links = [f"[seed {seed}]({page})" for seed, page in zip(seeds, pages, strict=False)]
@@ -120,7 +122,7 @@ def _forest(arms: list[ArmSummary], metric: Metric) -> Any:
             error_x={"type": "data", "array": [width if math.isfinite(width) else 0 for width in half]},
             mode="markers",
             marker={"size": 9, "color": "#0173b2"},
-            hovertext=[arm.verdict for arm in shown],
+            hovertext=[verdict_text(arm.verdict) for arm in shown],
         )
     )
     figure.add_vline(0, line_color="#595959")
