@@ -12,15 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ablate.arms import CONFIRM, Arm, KnobError, label
+from ablate.arms import Arm, KnobError, label
 from ablate.data.facts import KINDS, facts
 from ablate.edits import edits, versions_alone
 from ablate.estimate import Clock, Load, Timed
 from ablate.experiment import Experiment
 from ablate.forks import Family, note, wanted_elsewhere
-from ablate.ledger import DATA, FINISHED, Ledger, Role
+from ablate.ledger import DATA, FINISHED, Ledger
 from ablate.ledger_integrity import strays, tally
 from ablate.points import infeasible, inside
+from ablate.roles import CONFIRM, Role, role_of
 from ablate.store import Busy, Damaged, Store
 from ablate.trial import TrialSpec
 from ablate.verify import doubted
@@ -101,9 +102,10 @@ class Agenda:
             if not accept:
                 self._refuse_other_versions(before)
         new = {(member["name"], member["seed"]): member for member in self.ledger.members()}
-        repeated = {point["name"] for point in self.ledger.points() if point["repeats"]}  # once arms of their own
+        gone = {point["name"] for point in self.ledger.points() if point["repeats"]}  # once arms of their own
+        gone |= {name for (name, _), row in before.items() if role_of(row, bool(self.experiment.search), 1) == "confirmed"}
         seeds = not self.experiment.growth and not self.experiment.search  # which have seeds beside the file's
-        return edits(before, new, repeated, seeds)
+        return edits(before, new, gone, seeds)
 
     def want(self, arm: Arm, optuna: int | None = None, seeds: Iterable[int] | None = None, role: Role | None = None) -> int:
         """Put an arm with its seeds into the ledger; adopt what is finished, queue what is not. Returns the arm's number.

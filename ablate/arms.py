@@ -29,9 +29,6 @@ _LONGEST_VALUE = 40
 _WORD, _RESERVED = re.compile(r"(?!-?\d+(\.\d+)?$)[\w.:-]+"), ("true", "false", "null")
 """Strings that need no quotes."""
 
-CONFIRM = "confirm: "
-"""Name prefix of the arm that reruns a search's winner on fresh seeds; no arm of a file may have it."""
-
 
 @dataclass(frozen=True)
 class Arm:

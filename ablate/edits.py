@@ -8,8 +8,6 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ablate.arms import CONFIRM
-
 _VERSIONS = {"numerics_version", "workload_version"}
 _CONTENTS = ("workload", "data", "recipe")
 """Keys of a spec that a file decides. The others change with the code and the machine."""
@@ -44,14 +42,14 @@ def redefinition(names: Collection[str]) -> str:
     return f"the file or its data changed: {arms}: {listed}; earlier results are kept, but not shown under the name"
 
 
-def edits(before: Members, now: Members, repeated: Collection[str] = (), seeds: bool = True) -> list[str]:
+def edits(before: Members, now: Members, without: Collection[str] = (), seeds: bool = True) -> list[str]:
     """Return a sentence on arms and seeds that are wanted anew or no longer, and one on redefined arms, each if there are any.
 
-    `repeated`: names of proposed points that repeat an arm; `seeds`: whether the file alone says which seeds there are.
+    `without`: names of earlier arms that no file wants, such as a winner run again; `seeds`: whether the file alone says which seeds there are.
     """
     if not before:
         return []
-    earlier = {name for name, _ in before if not name.startswith(CONFIRM)} - set(repeated)
+    earlier = {name for name, _ in before} - set(without)
     changes = {"arm": ({name for name, _ in now}, earlier)}
     if seeds:
         changes["seed"] = ({seed for _, seed in now}, {seed for _, seed in before})

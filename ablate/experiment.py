@@ -10,11 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ablate.arms import CONFIRM, Arm, Base, KnobError, reason
+from ablate.arms import Arm, Base, KnobError, reason
 from ablate.choice import Choice, check, choose, misfit
 from ablate.numerics.spec import Spec
 from ablate.phases import unreached
 from ablate.recipes import PRESETS, Recipe
+from ablate.roles import CONFIRM
 from ablate.search_checks import check_search
 from ablate.space import Dimension, conditions, grid, refuse_twins, size, space, spell_out, values_at
 from ablate.surface import (

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from ablate.arms import CONFIRM
 from ablate.attribution import Effect
 from ablate.results import ArmSummary, counted, interval, number
+from ablate.roles import CONFIRM
 from ablate.stats import FEWEST_DISTINCT, Difference, Verdict
 from ablate.verdict_text import diverged_text, needed_text
 

@@ -11,21 +11,18 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ablate import databases, ledger_schema
 from ablate.ledger_schema import seal
 from ablate.metric_names import Name, parse
+from ablate.roles import Role
 
 FINISHED = ("done", "diverged")
 """Statuses of a trial that need never run again."""
 
 OVER = (*FINISHED, "failed", "oom", "pruned", "stopped")
 """Statuses of a trial that does not run any more, for now."""
-
-Role = Literal["baseline", "listed", "searched", "refused", "confirmed"]
-"""What an arm is to its sweep: added as a baseline, named by the file, proposed by a sampler, proposed but impossible to
-run, or a search's winner run again."""
 
 DATA = "data:"
 """How the key of a fact begins that says, as JSON, what the data of this fingerprint are."""

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ablate.arms import CONFIRM, Arm, KnobError
+from ablate.arms import Arm, KnobError
 from ablate.cli import Device, Profile, State, alone, console, duration
 from ablate.edits import redefined, redefinition
 from ablate.estimate import Load, Pace, time_left, unproposed
@@ -24,6 +24,7 @@ from ablate.place import Place, find
 from ablate.plain_text import one_line
 from ablate.recipe import placements
 from ablate.recipes.recipe import Layers
+from ablate.roles import role_of
 from ablate.space import conditions
 from ablate.store import Store
 from ablate.trial import TrialSpec
@@ -161,7 +162,7 @@ def _add_recorded(known: _Known, experiment: Experiment, ledger: Ledger, store: 
     wanted = {"engine": experiment.engine, "device": device}
     named = {arm.name for arm in experiment.arms}
     for arm in ledger.arms():
-        known.confirmed |= arm["name"].startswith(CONFIRM)
+        known.confirmed |= role_of(arm, True, 1) == "confirmed"
         first = experiment.seeds if arm["name"] in named else ()
         own = [row for row in members.get(arm["name"], []) if row["seed"] not in first]
         if same and all(_over(row, wanted, store, known.pruned) for row in own):

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ablate.arms import CONFIRM, label
-from ablate.ledger import OVER, Ledger, Role
+from ablate.arms import label
+from ablate.ledger import OVER, Ledger
 from ablate.metric_names import FIRST_NONFINITE, parse
+from ablate.roles import CONFIRM, Role, role_of
 from ablate.stats import Difference, Interval, Verdict, judge, paired_difference
 from ablate.store import Damaged, Store
 from ablate.surface import Metric, Published
@@ -241,7 +242,7 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
     if not others or any(member["status"] not in OVER for member in others):
         return None
     metric, rows, searches = metric_of(ledger), {row["arm"]: row for row in ledger.arms()}, bool(ledger.fact("search"))
-    roles = {number: _role(row, searches, 1) for number, row in rows.items() if row["baseline"] is not None}
+    roles = {number: role_of(row, searches, 1) for number, row in rows.items() if row["baseline"] is not None}
     family = [number for number, role in roles.items() if (role == "searched") == (roles[arm] == "searched")]
     if roles[arm] != "searched":
         arms = dict(zip(rows, _summaries(ledger, metric), strict=True))
@@ -280,7 +281,7 @@ def _summary(arms, number, members, lasts, speeds, peaks, values, metric: Metric
     gap = None if baseline is None else paired_difference(values[number], values[baseline], interval)
     done = [member["trial"] for member in members if member["status"] == "done"]
     diverged, pruned = _seeds(members, "diverged"), _seeds(members, "pruned")
-    role = _role(arm, searches, len(members))
+    role = role_of(arm, searches, len(members))
     margin = metric.margin(mean_of(list(values[number if baseline is None else baseline].values())))
     unjudged = "refused" if role == "refused" else "pruned" if pruned else "baseline"
     return ArmSummary(
@@ -318,17 +319,6 @@ def dropped(arms: Iterable[ArmSummary]) -> Iterator[str]:
 
 def _seeds(members: list[Any], status: str) -> tuple[int, ...]:
     return tuple(member["seed"] for member in members if member["status"] == status)
-
-
-def _role(arm: Any, searches: bool, members: int) -> Role:
-    """Return the role of an arm with so many members; inferred if its ledger, of an earlier version, has none."""
-    if arm["role"]:
-        return arm["role"]
-    if not searches:
-        return "listed"
-    if arm["optuna"] is not None:
-        return "searched" if members or arm["baseline"] is not None else "refused"
-    return "confirmed" if arm["name"].startswith(CONFIRM) else "baseline"
 
 
 def _rate(rates: list[float]) -> float:

@@ -83,6 +83,7 @@ FLOORS = {
         "ledger",
         "ledger_schema",
         "ledger_integrity",
+        "roles",
         "store",
         "data",
         "provenance",
@@ -96,7 +97,7 @@ FLOORS = {
 """A file imports only from lower floors. A folder is one inhabitant, whose files may import each other."""
 
 ALLOWED = {
-    "ledger": {"databases", "ledger_schema", "metric_names"},
+    "ledger": {"databases", "ledger_schema", "metric_names", "roles"},
     "ledger_integrity": {"ledger", "ledger_schema", "store"},  # of the store, the digest of records, which both hold
     "data": {"numerics.spec", "numerics.philox", "store", "redact"},  # a frozen description's words, counter-based bits, locks
     "train": {"hyperparameters", "checkpoints", "optimizers", "stability", "parallel"},
@@ -113,7 +114,6 @@ ALLOWED = {
     "controller": {"pictures"},
     "points": {"surface", "space", "experiment"},
     "search": {"space", "experiment", "points", "surface", "results", "verdict_text"},
-    "edits": {"arms"},
     "agenda": {"experiment", "arms", "edits", "estimate", "forks", "points", "results", "verify"},
     "estimate": {"experiment", "arms", "space"},
     "forks": {"surface"},
@@ -123,7 +123,7 @@ ALLOWED = {
     "inference": {"stats"},
     "verdict_text": {"stats"},
     "published": {"results", "stats", "surface", "verdict_text"},
-    "headline": {"arms", "results", "stats", "attribution", "verdict_text"},
+    "headline": {"results", "stats", "attribution", "verdict_text"},
     "markdown_summary": {"results", "verdict_text"},
     "attribution": {"results", "stats"},
     "figures": {"surface", "results", "records", "stats", "attribution", "verdict_text"},

@@ -19,7 +19,6 @@ from ablate.markdown_summary import summary_markdown
 from ablate.published import Agreement, agreement_notes, agreement_text, replications
 from ablate.records import frame
 from ablate.results import (
-    CONFIRM,
     contrasts,
     emulated,
     foremost,
@@ -33,6 +32,7 @@ from ablate.results import (
     undecided,
     winner,
 )
+from ablate.roles import CONFIRM
 from ablate.stats import Difference, Interval, decided, paired_difference
 from ablate.store import Store
 from ablate.surface import Growth, Metric, Published

@@ -15,6 +15,7 @@ from ablate.experiment import load
 from ablate.leaderboard import collect
 from ablate.ledger import Ledger
 from ablate.results import contrasts, metric_of, summaries
+from ablate.roles import role_of
 from ablate.tracking import runs
 
 IDLE = {"workload": {"idle": {"steps": 3}}, "ablate": None}
@@ -249,3 +250,18 @@ def test_a_ledger_of_an_earlier_version_goes_on(tmp_path):
     outcome, news = sweep(experiment, tmp_path)
     assert (outcome.status, outcome.ran, rows(tmp_path)) == ("done", 0, points)
     assert not any("edited" in line for line in news)
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "optuna", "searches", "expected"),
+    [
+        ("listed", "confirm: a", None, True, "listed"),
+        (None, "confirm: a", None, True, "confirmed"),
+        (None, "confirm: a", None, False, "listed"),
+        (None, "a", None, True, "baseline"),
+        (None, "0: a", 0, True, "refused"),
+    ],
+)
+def test_a_role_that_the_ledger_has_counts_and_a_name_only_where_it_has_none(role, name, optuna, searches, expected):
+    row = {"role": role, "name": name, "optuna": optuna, "baseline": None}
+    assert role_of(row, searches, 0) == expected
