@@ -36,7 +36,7 @@ from ablate.results import (
     reading,
     summaries,
 )
-from ablate.stats import FEWEST_DISTINCT, Verdict, deviation_range, holm, paired_difference
+from ablate.stats import FEWEST_DISTINCT, MOST_SEEDS, Verdict, deviation_range, holm, paired_difference
 from ablate.store import Store
 from ablate.surface import Metric
 from ablate.verdict_text import needed_text, verdict_notes, verdict_text
@@ -313,7 +313,7 @@ class Answer:
                     "seeds": (str(arm.gap.pairs), arm.gap.pairs),
                     "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
                     "80 % range of the spread": f"{number(low)} to {number(high)}",
-                    "seeds needed": needed_text(arm.verdict.needed),
+                    "seeds needed": _verdict(arm.verdict)["seeds needed"],
                 }
             )
         named = any(row["seeds needed"] for row in rows)
@@ -470,9 +470,11 @@ def _average(effect: Effect, verdict: Verdict | None) -> dict[str, Any]:
     }
 
 
-def _verdict(verdict: Verdict) -> dict[str, str]:
+def _verdict(verdict: Verdict) -> dict[str, Any]:
     """Cells of a verdict."""
-    return {"verdict": verdict_text(verdict, short=True), "seeds needed": needed_text(verdict.needed)}
+    needed = verdict.needed
+    seeds = needed and (needed_text(needed), needed.count or MOST_SEEDS + 1)
+    return {"verdict": verdict_text(verdict, short=True), "seeds needed": seeds}
 
 
 def _wilcoxon(arm: dict[int, float], baseline: dict[int, float]) -> float:

@@ -136,7 +136,7 @@ def test_the_seeds_for_a_verdict_are_the_same_number_everywhere(book):
     needed = answer.arms[1].verdict.needed
     assert 4 < needed.low < needed.count < needed.high
     (row,) = answer.power().rows
-    assert row["seeds needed"] == answer.effects().rows[1]["seeds needed"] == needed_text(needed)
+    assert row["seeds needed"] == answer.effects().rows[1]["seeds needed"] == (needed_text(needed), needed.count)
     assert all(needed_text(needed) in text for text in (answer.verdict(), summary_markdown(book)))
 
 
