@@ -21,6 +21,7 @@ from ablate.ledger import Ledger
 from ablate.messages import Ended, Event, Events, Message, Notice, TrialRequest, Waiting
 from ablate.metric_names import ENDINGS
 from ablate.plain_text import one_line
+from ablate.points import GivenUp
 from ablate.store import Store, full
 
 _WAIT_SECONDS = 0.2
@@ -375,9 +376,9 @@ class Controller:
 
     def _prune(self, executor: Executor, trial: int) -> None:
         """End what the pruner gives up after what this trial has shown, but for trials that other arms want, too."""
-        for arm, reason in self.pictures.judge(trial).items():
+        for arm, decision in self.pictures.judge(trial).items():
             own = self.ledger.own_trials(arm)
-            self._end_trials(executor, lambda work, own=own: work.trial in own, "pruned", reason)
+            self._end_trials(executor, lambda work, own=own: work.trial in own, "pruned", decision.reason)
 
     # What is heard
 
@@ -457,8 +458,9 @@ class Controller:
         self.agenda.settle(running.trial, status, reason)
         self.pictures.settled(running.trial)
         lines = "".join(f"\n    {line}" for line in log.splitlines())
+        shown = str(GivenUp.parse(reason) or reason) if status == "pruned" else reason
         said = "" if reason.startswith(status) else f"{status}: "
-        self._say(f"{running.name} seed={running.seed}: {said}{reason}{lines}")
+        self._say(f"{running.name} seed={running.seed}: {said}{shown}{lines}")
 
     def _warn(self, running: Running, events: Sequence[Event]) -> None:
         """Tell the first thing that a trial's guard did, and its first alarms, and that there are more."""

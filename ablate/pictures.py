@@ -12,7 +12,7 @@ from ablate.databases import path_of
 from ablate.experiment import Experiment
 from ablate.ledger import Ledger
 from ablate.markdown_summary import summary_markdown
-from ablate.points import Point, outcome, over, reports, verdict, warm
+from ablate.points import GivenUp, Point, outcome, over, reports, warm
 from ablate.redact import redact
 from ablate.results import gap
 from ablate.search import REPEATS, Study
@@ -174,8 +174,8 @@ class Pictures:
         self.refresh(final=True)
         return behind
 
-    def judge(self, trial: int) -> dict[int, str]:
-        """Tell the pruner what the arms that want a trial have shown by now; those to be given up, and why."""
+    def judge(self, trial: int) -> dict[int, GivenUp]:
+        """Report to the pruner what the arms that want a trial have shown by now. Return those to be given up, by the arm's number."""
         given_up = {}
         for arm in self._ledger.arms_of(trial) if self._experiment.prunes else ():
             members = self._ledger.members(arm)
@@ -186,7 +186,7 @@ class Pictures:
                 self.study.report(number, step, value)
             step = self.study.given_up_at(number)
             if step is not None:
-                given_up[arm] = verdict(self._experiment.search.pruner, step)
+                given_up[arm] = GivenUp(self._experiment.search.pruner, step)
         return given_up
 
     def _point(self, arm: Any) -> Point:

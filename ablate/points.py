@@ -2,9 +2,8 @@
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +114,38 @@ def infeasible(ledger: Ledger, experiment: Experiment) -> set[str]:
     return {name for name, members in ended.items() if any(excess > 0 for excess in outcome(ledger, members, experiment).violations)}
 
 
-def verdict(pruner: str, step: int) -> str:
-    """Why an arm's trials were ended, as the ledger keeps it."""
-    return f"given up by {pruner} at {step}"
+@dataclass(frozen=True)
+class GivenUp:
+    """Decision of a pruner to end an arm: the last report that it judged by. A pruned trial's reason in the ledger, as JSON."""
+
+    pruner: str
+    step: int
+    """Training step of the rung, or the seed's place among the seeds."""
+
+    @property
+    def reason(self) -> str:
+        """Text that the ledger keeps."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, reason: str | None) -> "GivenUp | None":
+        """Read a pruned trial's reason; ledgers of earlier versions have a sentence. None if it is neither."""
+        match (reason or "").split():
+            case ["given", "up", "by", pruner, "at", step] if step.isdecimal():
+                return cls(pruner, int(step))
+        try:
+            return cls(**json.loads(reason or ""))
+        except (ValueError, TypeError):
+            return None
+
+    def __str__(self) -> str:
+        """Return the decision in words, for a line of news."""
+        return f"given up by {self.pruner} at {self.step}"
 
 
 def _given_up_at(member: Any) -> float:
-    found = re.fullmatch(r"given up by \w+ at (\d+)", member["reason"] or "")
-    return int(found[1]) if found else math.inf
+    decision = GivenUp.parse(member["reason"])
+    return decision.step if decision else math.inf
 
 
 def _shown(ledger: Ledger, members: Iterable[Any], experiment: Experiment) -> dict[int, float]:

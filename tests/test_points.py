@@ -11,7 +11,7 @@ from test_search import trials
 from ablate.experiment import load
 from ablate.ledger import Ledger
 from ablate.pictures import Pictures
-from ablate.points import outcome, over, reports, violations, warm
+from ablate.points import GivenUp, outcome, over, reports, violations, warm
 from ablate.surface import Constraint
 from ablate.yamlfile import InputError
 
@@ -112,8 +112,9 @@ def shown(pictures: Pictures) -> list[tuple]:
     return [(t.state.name, t.intermediate_values, t.values, t.user_attrs) for t in pictures.study.study.get_trials()]
 
 
+@pytest.mark.parametrize("of", ["this version", "an earlier version"])
 @pytest.mark.parametrize(("pruner", "at"), [("asha", 2), ("wilcoxon", 3)])
-def test_an_arm_that_is_given_up_is_so_in_the_ledger_in_the_study_and_in_a_study_drawn_again(pruner, at, tmp_path, book):
+def test_an_arm_that_is_given_up_is_so_in_the_ledger_in_the_study_and_in_a_study_drawn_again(pruner, at, of, tmp_path, book):
     search = {"trials": 3, "sampler": "random", "pruner": pruner} | ({"rungs": [2, 4]} if pruner == "asha" else {})
     experiment = tiny(tmp_path, shape={"steps": 8}, seeds=5, **SEARCH | {"search": search})
     pictures = Pictures(experiment, book, tmp_path, tmp_path, None, True)
@@ -126,11 +127,11 @@ def test_an_arm_that_is_given_up_is_so_in_the_ledger_in_the_study_and_in_a_study
     worse = [member(book, seed, "done", point=point, val_loss={2: 2.0, 4: 2.0 + seed, 8: 2.0 + seed}) for seed in range(4)]
     worse.append(member(book, 4, "pending", point=point))
     (arm,) = book.arms_of(worse[0])
-    why = f"given up by {pruner} at {at}"
-    assert pictures.judge(worse[0]) == {arm: why}
-    assert pictures.judge(worse[0]) == {arm: why}
+    decision = GivenUp(pruner, at)
+    assert pictures.judge(worse[0]) == {arm: decision}
+    assert pictures.judge(worse[0]) == {arm: decision}
     for trial in worse if pruner == "asha" else worse[4:]:
-        book.settle(trial, "pruned", why)
+        book.settle(trial, "pruned", decision.reason if of == "this version" else f"given up by {pruner} at {at}")
     pictures.due(arm)
     pictures.refresh()
     told = {2: 2.0} if pruner == "asha" else {0: 2.0, 1: 3.0, 2: 4.0, 3: 5.0}
@@ -140,6 +141,17 @@ def test_an_arm_that_is_given_up_is_so_in_the_ledger_in_the_study_and_in_a_study
     again.refresh()
     assert shown(again) == shown(pictures)
     assert again.judge(worse[0]) == {}
+
+
+@pytest.mark.parametrize("reason", [GivenUp("asha", 12).reason, "given up by asha at 12"])
+def test_a_pruners_decision_is_read_as_it_was_made_from_ledgers_of_this_version_and_of_earlier_ones(reason):
+    assert GivenUp.parse(reason) == GivenUp("asha", 12)
+    assert str(GivenUp.parse(reason)) == "given up by asha at 12"
+
+
+@pytest.mark.parametrize("reason", [None, "", "stopped by hand", "given up by asha at step 12", "[]", "{}", '{"pruner": "asha"}', "3"])
+def test_another_reason_is_no_decision_of_a_pruner(reason):
+    assert GivenUp.parse(reason) is None
 
 
 # Earlier sweeps
