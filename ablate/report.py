@@ -39,6 +39,8 @@ NOTEBOOKS = {
     "numerics_walkthrough": "How does the recipe compute, step by step?",
 }
 """By name, what each answers; files in `analysis/`."""
+ABOUT = "index.json"
+"""File of a report that has its question, its first sentence and what it shows as data, for `ablate ui`."""
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "microsoft-edge")
 _SECONDS = 600
 """Longer than any of them takes by far: a kernel that hangs is ended."""
@@ -129,6 +131,8 @@ def make(
     out: Path | None = None,
 ) -> Report:
     """Run the notebooks of a sweep and write its report; InputError where there is no such sweep, ReportError where one fails."""
+    from ablate.answer import Answer  # pandas
+
     ours = os.access(state, os.W_OK) or not state.exists()
     if not (ours or out):
         raise InputError([f"{state}: nothing can be written there; name a folder for the report with --out"])
@@ -147,7 +151,7 @@ def make(
             raise InputError([f"{name}: no report is made of numbers that are not what was recorded", *map(str, verified.mismatches)])
         chosen = list(notebooks or _fitting(ledger))
         said = verified.sentence if verified else "read from MLflow: not verified against the trials' records"
-        heading = _Heading(ledger.fact("question") or name, _about(ledger, name, said), _stamp(ledger))
+        heading = _Heading(ledger.fact("question") or name, _about(ledger, name, said), _stamp(ledger), Answer(ledger).verdict())
         with ThreadPoolExecutor(1) as thread:
             dressed = (
                 None if fetch or not ours else thread.submit(_dress, state, name, folder)
@@ -164,13 +168,13 @@ def make(
 
 def is_current(state: Path, name: str) -> bool:
     """Whether the report that is there shows all that the sweep's ledger holds."""
-    page = state / "reports" / name / "index.html"
-    if not page.exists():
+    about = state / "reports" / name / ABOUT
+    if not about.exists():
         return False
     ledger = Ledger(state / "sweeps" / name / "ledger.db", readonly=True)
     stamp = _stamp(ledger)
     ledger.close()
-    return f'content="{stamp}"' in page.read_text(encoding="utf-8")
+    return json.loads(about.read_text(encoding="utf-8"))["stamp"] == stamp
 
 
 def _stamp(ledger: Ledger) -> str:
@@ -203,6 +207,8 @@ class _Heading:
     title: str
     about: str = ""
     stamp: str = ""
+    answer: str = ""
+    """First sentence of the report."""
 
 
 def _write(folder: Path, state: Path, name: str, notebooks: Sequence[str], heading: _Heading, pdf: bool) -> Report:
@@ -218,6 +224,8 @@ def _write(folder: Path, state: Path, name: str, notebooks: Sequence[str], headi
             its = heading if number == 0 else replace(heading, title=f"{NOTEBOOKS[word]} {heading.title}")
             (made / names[number]).write_text(_html(notebook, its, others), encoding="utf-8")
             (made / names[number]).with_suffix(".md").write_text(_markdown(notebook, its), encoding="utf-8")
+        about = {"question": heading.title, "answer": heading.answer, "about": heading.about, "stamp": heading.stamp}
+        (made / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
         if pdf:
             _print(made / "index.html")
         _replace(folder, made)

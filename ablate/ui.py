@@ -7,6 +7,7 @@ is written by its sweep alone.
 
 import html
 import ipaddress
+import json
 import os
 import re
 import signal
@@ -387,18 +388,18 @@ def _item(state: Path, folder: Path) -> str:
     if (report / "index.html").exists():
         forests = sorted(report.glob("figures/forest-*.png"))[:1]
         pictures = "".join(_picture(f"{where}/figures/{quote(path.name)}", f"{where}/index.html") for path in forests)
-        return f'<li><a href="{where}/index.html"><b>{name}</b></a><br>{question}{_answer(report / "index.md")}<br>{pictures}</li>'
+        return f'<li><a href="{where}/index.html"><b>{name}</b></a><br>{question}{_answer(report / "index.json")}<br>{pictures}</li>'
     pictures = "".join(_picture(f"{where}/{quote(path.name)}", f"{where}/{quote(path.name)}") for path in sorted(report.glob("*.png")))
     rest = pictures or "<small>no report, no pictures</small>"
     return f"<li><b>{name}</b><br>{question}<br>{rest}</li>"
 
 
-def _answer(markdown: Path) -> str:
-    """What a report says first: its answer, then of which runs it is, and when."""
-    said = markdown.read_text() if markdown.exists() else ""
-    answer, facts = (re.search(pattern, said, re.MULTILINE) for pattern in (r"^\*\*(.+)\*\*$", r"^\*([^*].+)\*$"))
-    lines = [f"<p>{html.escape(answer[1])}</p>"] if answer else []
-    return "".join(lines + ([f"<small>{html.escape(facts[1])}</small>"] if facts else []))
+def _answer(file: Path) -> str:
+    """Return the answer of a report, then its runs and its date; empty for a report of an earlier version, which has no such file."""
+    if not file.exists():
+        return ""
+    about = json.loads(file.read_text(encoding="utf-8"))
+    return f"<p>{html.escape(about['answer'])}</p><small>{html.escape(about['about'])}</small>"
 
 
 def _picture(source: str, leads_to: str) -> str:

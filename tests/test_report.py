@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import closing
 
 import nbformat
 import numpy as np
@@ -11,9 +12,11 @@ from commands_for_tests import here
 from experiments_for_tests import ablate, sweep, tiny, write
 
 from ablate import report
+from ablate.answer import Answer
 from ablate.data.montage import montage
 from ablate.ledger import Ledger
 from ablate.report import NOTEBOOKS, ReportError, analysis, is_current, make
+from ablate.results import open_ledger
 from ablate.yamlfile import InputError
 
 SEARCH = {
@@ -81,6 +84,15 @@ def test_it_is_the_same_twice_apart_from_its_date(state, made):
     assert contents() == before
     assert len(before) > 20
     assert is_current(state, "grid")
+    about = json.loads(text_of(made.folder / "index.json"))
+    assert about["question"] == "Does it matter?"
+    with closing(open_ledger(state, "grid")) as book:
+        assert about["answer"] == Answer(book).verdict()
+    assert about["answer"] in text_of(made.folder / "index.md")
+    assert f"*{about['about']}*" in text_of(made.folder / "index.md")
+    (made.folder / "index.json").rename(made.folder / "aside.json")
+    assert not is_current(state, "grid")  # a report of an earlier version
+    (made.folder / "aside.json").rename(made.folder / "index.json")
 
 
 def test_pictures_tables_and_markdown_lie_beside(made):

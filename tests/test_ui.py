@@ -1,5 +1,6 @@
 """`ablate ui`: three addresses that answer, an end that leaves nothing behind however it comes, and one sentence where there is nothing."""
 
+import json
 import re
 import shutil
 import signal
@@ -31,7 +32,8 @@ def state(tmp_path_factory):
         sweep(tiny(folder, name, **keys), folder, f"sqlite:///{folder / 'mlflow.db'}")
     (folder / "reports" / "first" / "figures").mkdir(parents=True)
     (folder / "reports" / "first" / "index.html").write_text("<p>the report</p>")
-    (folder / "reports" / "first" / "index.md").write_text("# It?\n\n*ablate, experiment first: 15 runs*\n\n**a <b> is worse, +0.01**\n")
+    about = {"answer": "a <b> is worse, +0.01", "about": "ablate, experiment first: 15 runs"}
+    (folder / "reports" / "first" / "index.json").write_text(json.dumps(about))
     (folder / "reports" / "first" / "figures" / "forest-loss.png").write_bytes(b"png")
     (folder / "reports" / "second").mkdir(parents=True)
     (folder / "reports" / "second" / "gap.png").write_bytes(b"png")
@@ -208,6 +210,13 @@ def test_the_list_says_each_reports_answer_and_shows_its_gaps(state):
     assert "<p>a &lt;b&gt; is worse, +0.01</p>" in page
     assert "<small>ablate, experiment first: 15 runs</small>" in page
     assert '<a href="first/index.html"><img src="first/figures/forest-loss.png"' in page
+
+
+def test_a_report_of_an_earlier_version_is_listed_without_its_answer(state, tmp_path):
+    shutil.copytree(state, tmp_path / "copy")
+    (tmp_path / "copy" / "reports" / "first" / "index.json").unlink()
+    page = index(tmp_path / "copy")
+    assert '<a href="first/index.html"><b>first</b></a><br>Does &lt;it&gt; matter?<br>' in page
 
 
 def test_a_ledger_that_cannot_be_read_is_listed_with_why(state, tmp_path):
