@@ -7,7 +7,6 @@ It starts nothing, waits for nothing, and never writes the ledger.
 import fcntl
 import json
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from typing import Any
 from ablate.databases import open_readonly
 from ablate.ledger import Ledger
 from ablate.ledger_integrity import flaw
+from ablate.lock_holder import Holder
 from ablate.store import write
 from ablate.yamlfile import InputError, nearest
 
@@ -42,33 +42,30 @@ def changed(folder: Path) -> float:
 # Who runs it
 
 
-def holder(folder: Path) -> str | None:
-    """Who runs the sweep, `pid 123 on host`; None where nobody does. It never gets into a controller's way.
+def holder(folder: Path) -> Holder | None:
+    """Return the process that runs the sweep; None if none does. It never gets into a controller's way.
 
     A lock that names a dead process of this machine is not tried, so that a controller that starts at that moment finds it free.
     """
     try:
         with (folder / "lock").open() as file:
-            text = file.read()
-            if _dead(text):
+            found = Holder.parse(file.read())
+            if found is None or _dead(found):
                 return None
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None
     except BlockingIOError:
-        return text
+        return found
     return None
 
 
-def _dead(holder: str) -> bool:
-    """Whether the process that a lock names is known to be gone."""
-    found = re.match(r"pid (\d+) on (\S+)", holder)
-    if not found:
-        return True
-    if found[2] != os.uname().nodename:
+def _dead(holder: Holder) -> bool:
+    """Return True if the process that a lock names is known to be gone."""
+    if holder.host != os.uname().nodename:
         return False
     try:
-        os.kill(int(found[1]), 0)
+        os.kill(holder.pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:  # somebody else's

@@ -45,7 +45,8 @@ def redefinition(names: Collection[str]) -> str:
 def edits(before: Members, now: Members, without: Collection[str] = (), seeds: bool = True) -> list[str]:
     """Return a sentence on arms and seeds that are wanted anew or no longer, and one on redefined arms, each if there are any.
 
-    `without`: names of earlier arms that no file wants, such as a winner run again; `seeds`: whether the file alone says which seeds there are.
+    `without`: names of earlier arms that no file wants, such as a winner run again; `seeds`:
+    whether the file alone says which seeds there are.
     """
     if not before:
         return []

@@ -43,7 +43,7 @@ def rebuild(
         with lock(folder / "lock", wait=False):
             _rebuild(experiment, file, folder, place.state, place.device, force)
     except Busy as busy:
-        raise InputError([f"{file}: another process ({busy.holder}) runs this sweep"]) from None
+        raise InputError([f"{file}: another process ({busy}) runs this sweep"]) from None
 
 
 def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str, force: bool) -> None:

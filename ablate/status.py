@@ -19,6 +19,7 @@ from rich.text import Text
 from ablate.cli import DONE, FAILED, Json, Profile, State, Sweeps, alone, console, duration
 from ablate.control import changed, damage, folders, holder, refusal
 from ablate.ledger import Ledger
+from ablate.lock_holder import Holder
 from ablate.place import find
 from ablate.plain_text import one_line
 from ablate.store import Store
@@ -174,7 +175,8 @@ def _all(known: Iterable[Path], state: Path) -> list[Status]:
 
 def read(folder: Path, store: Store) -> Status:
     """One sweep's status, from its ledger and its lock."""
-    who = holder(folder)
+    found = holder(folder)
+    who = found and str(found)
     try:
         ledger = Ledger(folder / "ledger.db", readonly=True)
         try:
@@ -219,8 +221,9 @@ def _flight(ledger: Ledger, store: Store, member: Any, attempt: Any, now: float)
 
 
 def _where(lock: Path) -> str:
-    """Who holds the trial, as its lock says."""
-    return lock.read_text().partition(",")[0] if lock.exists() else ""
+    """Return the process that holds the trial, as its lock says."""
+    found = Holder.parse(lock.read_text()) if lock.exists() else None
+    return found.process if found else ""
 
 
 def _pace(ledger: Ledger, trial: int, started: float) -> tuple[int, float, float | None]:

@@ -28,6 +28,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from ablate.lock_holder import Holder
+
 _RECORD = struct.Struct("<qdd")
 _FOOTER = struct.Struct("<II8s")
 _MAGIC = b"ablate-1"
@@ -321,7 +323,7 @@ class Store:
 
         Gives a function: whether this attempt still holds it. One that lost touch with the file system, and wakes up, does not.
         """
-        with lock(self.folder(trial) / "lock", wait, f", attempt {attempt}") as held:
+        with lock(self.folder(trial) / "lock", wait, attempt) as held:
             yield held
 
 
@@ -462,15 +464,14 @@ def full(error: BaseException | None, folder: Path | None = None) -> bool:
 
 
 class Busy(Exception):
-    """Another process holds the lock; `holder` says which, as far as it is known."""
+    """Another process holds the lock; its text says which, as far as it is known."""
 
-    def __init__(self, holder: str) -> None:
-        super().__init__(holder)
-        self.holder = holder
+    def __init__(self, holder: Holder | None) -> None:
+        super().__init__(str(holder or "unknown"))
 
 
 @contextmanager
-def lock(path: Path, wait: bool = True, note: str = "") -> Iterator[Callable[[], bool]]:
+def lock(path: Path, wait: bool = True, attempt: int | None = None) -> Iterator[Callable[[], bool]]:
     """Hold the lock file `path`, which names its holder; while another process does, wait, or raise Busy at once.
 
     Gives a function: whether the file still names this holder.
@@ -481,8 +482,8 @@ def lock(path: Path, wait: bool = True, note: str = "") -> Iterator[Callable[[],
             fcntl.flock(file, fcntl.LOCK_EX)
         elif not _taken(file):
             file.seek(0)
-            raise Busy(file.read().strip() or "unknown")
-        holder = f"pid {os.getpid()} on {os.uname().nodename}{note}"
+            raise Busy(Holder.parse(file.read()))
+        holder = Holder.this_process(attempt).content
         file.truncate(0)
         file.write(holder)
         file.flush()

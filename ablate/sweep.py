@@ -135,7 +135,7 @@ def sweep(
             starting(f"reading what is done; if trials are missing, torch, a check of the numerics{workers_too}")
             raise typer.Exit(_Run(experiment, place, hook, report).run(wishes, [notes] if notes else []))
     except Busy as busy:
-        raise _busy(file, busy.holder) from None
+        raise _busy(file, str(busy)) from None
 
 
 def _busy(file: Path, who: str) -> InputError:
@@ -289,7 +289,7 @@ def _detach(file: Path, folder: Path, place: Place, wishes: Wishes, report: bool
     """Start the same sweep in a session of its own, and see it begin; the exit status of one that ended at once."""
     who = holder(folder)
     if who:
-        raise _busy(file, who)
+        raise _busy(file, str(who))
     folder.mkdir(parents=True, exist_ok=True)
     written = folder / "console.txt"
     with written.open("w") as output:
@@ -301,7 +301,7 @@ def _detach(file: Path, folder: Path, place: Place, wishes: Wishes, report: bool
             start_new_session=True,
             env=os.environ | place.environment(),
         )
-    while process.poll() is None and not (holder(folder) or "").startswith(f"pid {process.pid} "):
+    while process.poll() is None and not ((who := holder(folder)) and who.pid == process.pid):
         time.sleep(0.05)
     if process.returncode is not None:
         print(written.read_text(), end="", file=sys.stderr if process.returncode == BAD_INPUT else sys.stdout)

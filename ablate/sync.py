@@ -76,7 +76,7 @@ def _all(known: list[Path], named: bool, place: Place, rebuild: bool, timeout: f
             status = FAILED
             continue
         except Busy as busy:
-            said = f"{folder.name}: runs ({busy.holder}), and ships by itself"
+            said = f"{folder.name}: runs ({busy}), and ships by itself"
             if named:
                 raise InputError([said]) from None
             screen.print(said, soft_wrap=True, markup=False)

@@ -253,7 +253,7 @@ def run(
         try:
             held = stack.enter_context(store.claim(spec.id, attempt, wait=False))
         except Busy as busy:
-            yield Waiting(busy.holder)
+            yield Waiting(str(busy))
             held = stack.enter_context(store.claim(spec.id, attempt))
         finished = _replayed(spec, store)
         if finished is not None:

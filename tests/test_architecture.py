@@ -84,6 +84,7 @@ FLOORS = {
         "ledger_schema",
         "ledger_integrity",
         "roles",
+        "lock_holder",
         "store",
         "data",
         "provenance",
@@ -98,6 +99,7 @@ FLOORS = {
 
 ALLOWED = {
     "ledger": {"databases", "ledger_schema", "metric_names", "roles"},
+    "store": {"lock_holder"},
     "ledger_integrity": {"ledger", "ledger_schema", "store"},  # of the store, the digest of records, which both hold
     "data": {"numerics.spec", "numerics.philox", "store", "redact"},  # a frozen description's words, counter-based bits, locks
     "train": {"hyperparameters", "checkpoints", "optimizers", "stability", "parallel"},

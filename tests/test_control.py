@@ -12,6 +12,7 @@ from experiments_for_tests import sweep, tiny
 from test_store import HOLD
 
 from ablate.control import check, damage, folders, give, holder, take
+from ablate.lock_holder import Holder
 from ablate.store import lock
 from ablate.yamlfile import InputError
 
@@ -73,7 +74,7 @@ def test_who_holds_the_lock_is_named_and_not_disturbed(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE)
     assert process.stdout.readline()
     said = (tmp_path / "lock").read_text()
-    assert holder(tmp_path) == said == f"pid {process.pid} on {os.uname().nodename}"
+    assert holder(tmp_path) == Holder.parse(said) == Holder(process.pid, os.uname().nodename)
     assert (tmp_path / "lock").read_text() == said
     process.kill()
     process.communicate()
@@ -82,7 +83,28 @@ def test_who_holds_the_lock_is_named_and_not_disturbed(tmp_path):
 
 
 def test_a_lock_that_names_a_process_that_does_not_hold_it_is_nobodys(tmp_path):
-    (tmp_path / "lock").write_text(f"pid {os.getpid()} on {os.uname().nodename}")
+    (tmp_path / "lock").write_text(Holder.this_process().content)
+    assert holder(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "expected", "words"),
+    [
+        (Holder(12, "node-1").content, Holder(12, "node-1"), "pid 12 on node-1"),
+        (Holder(12, "node-1", 3).content, Holder(12, "node-1", 3), "pid 12 on node-1, attempt 3"),
+        ("pid 12 on node-1", Holder(12, "node-1"), "pid 12 on node-1"),
+        ("pid 12 on node-1, attempt 3", Holder(12, "node-1", 3), "pid 12 on node-1, attempt 3"),
+    ],
+)
+def test_a_lock_file_is_read_as_it_was_written_by_this_version_and_by_earlier_ones(content, expected, words):
+    assert Holder.parse(content) == expected
+    assert str(Holder.parse(content)) == words
+
+
+@pytest.mark.parametrize("content", ["", "pid", '{"pid": 1', "pid x on y", "3", "[1]", "{}", '{"pid": "1", "host": "y"}'])
+def test_what_is_no_lock_file_names_nobody(content, tmp_path):
+    assert Holder.parse(content) is None
+    (tmp_path / "lock").write_text(content)
     assert holder(tmp_path) is None
 
 
@@ -90,7 +112,7 @@ def test_asking_who_runs_a_sweep_never_keeps_one_from_starting(tmp_path):
     """The lock of a process that is dead is never taken, not even for a moment."""
     process = subprocess.Popen(["true"])
     process.wait()
-    (tmp_path / "lock").write_text(f"pid {process.pid} on {os.uname().nodename}")
+    (tmp_path / "lock").write_text(Holder(process.pid, os.uname().nodename).content)
     over = threading.Event()
 
     def ask() -> None:
@@ -103,7 +125,7 @@ def test_asking_who_runs_a_sweep_never_keeps_one_from_starting(tmp_path):
         for _ in range(300):
             with lock(tmp_path / "lock", wait=False):
                 pass
-            (tmp_path / "lock").write_text(f"pid {process.pid} on {os.uname().nodename}")
+            (tmp_path / "lock").write_text(Holder(process.pid, os.uname().nodename).content)
     finally:
         over.set()
         asker.join()

@@ -27,7 +27,7 @@ def started():
 
 
 def pid_of(state) -> int:
-    return int(holder(state / "sweeps" / "tiny").split()[1])
+    return holder(state / "sweeps" / "tiny").pid
 
 
 def console(state) -> str:

@@ -49,7 +49,7 @@ class Mirror:
         try:
             self._held = self._stack.enter_context(self.store.claim(self.trial, self.attempt, wait=False))
         except Busy as busy:
-            return busy.holder
+            return str(busy)
         return None
 
     def finished(self) -> list[Message]:
