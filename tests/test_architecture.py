@@ -358,3 +358,59 @@ def test_a_global_draw_would_be_seen(line):
 )
 def test_an_explicit_draw_is_none(line):
     assert global_draws(line) == []
+
+
+# --- regular expressions ---------------------------------------------------------------------------------------------------
+
+PATTERNS = {
+    "arms": ["a value that YAML writes without quotes"],
+    "data.documents": ["where documents of foreign files may be cut: lines", "... words"],
+    "data.tokenisers": ["the hub's rule for a name"],
+    "databases": ["octal escapes of the kernel's mounts table"],
+    "doctor": ["characters that a file name does not keep"],
+    "engines.emulated": ["blocks in the module names of other libraries' models"],
+    "engines.hardware": ["the driver's version in /proc", "a library's version: has it a number?", "... its leading numbers"],
+    "figures.style": [
+        "SVG's metadata, which holds a date",
+        "ids within an SVG",
+        "characters that an id does not keep",
+        "where a long name may be broken",
+    ],
+    "figures.tables": ["metrics by a figure's pattern", "the names of that pattern's groups", "a metric's name, escaped, as a pattern"],
+    "models.causal": ["reads of a config in other libraries' code", "... the field's name, escaped", "... and again"],
+    "page": [
+        "the longest fence in a quoted file",
+        "characters that a file name does not keep",
+        "Markdown's bold",
+        "Markdown's code",
+    ],
+    "peaks": ["GPU names, as the driver spells them"],
+    "place": ["$NAME in a user's profile"],
+    "plain_text": ["spreadsheet formulas in a user's text", "tags in a user's text"],
+    "rebuild": ["identities in the bytes of a damaged database"],
+    "recipes.recipe": ["a phase's start, as a user writes it"],
+    "redact": ["passwords in an address", "... in its query"],
+    "search.shelf": ["attributes that Optuna's dashboard names by trial", "paths of that dashboard's requests"],
+    "surface": ["a share or a number, as a user writes it"],
+    "tracking.door": ["why a connection failed, in urllib3's message"],
+    "ui": ["the Host header of a request"],
+    "workloads.tensors": ["a distribution's parameters, as a user writes them"],
+}
+"""Every use of `re`, by file: what it reads. No sentence of this package is among them: what one file says to another is data."""
+
+
+def patterns(text: str) -> int:
+    """How often a file's text calls a function of `re`."""
+    calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return sum(isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id == "re" for call in calls)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_regular_expression_is_listed_with_what_it_reads(path):
+    assert patterns(path.read_text()) == len(PATTERNS.get(name_of(path), ()))
+    assert not {module for module in imports(path) if module.startswith("re.")}, "call functions of `re` by its name, to be counted"
+
+
+def test_the_list_of_regular_expressions_has_no_file_that_is_gone():
+    assert PATTERNS.keys() <= {name_of(path) for path in FILES}
+    assert patterns("import re\nre.compile('a').match(re.escape('b'))") == 2
