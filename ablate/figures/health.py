@@ -154,7 +154,7 @@ def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) ->
         found = tables.chosen(table, lambda name: name.family == "nan")
     lines = [(arm.name, seed, _state(arm, seed)) for arm in arms for seed in sorted(arm.given)]
     ends = found[found["metric"] == FIRST_NONFINITE].set_index(["arm", "seed"])["value"].rename("diverged_at_step").astype(float)
-    counts = found[found["metric"].isin(_COUNTED)].pivot_table("value", ["arm", "seed"], "metric", "sum", observed=True)
+    counts = _run_counts(found[found["metric"].isin(_COUNTED)])
     kinds = [kind for kind in _COUNTED if kind in counts]
     data = pd.DataFrame(lines, columns=["arm", "seed", "state"]).join(ends, on=["arm", "seed"]).join(counts[kinds], on=["arm", "seed"])
     data = data.fillna(dict.fromkeys(kinds, 0.0))
@@ -173,6 +173,13 @@ def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) ->
     handles = [Patch(facecolor=_STATE_COLOURS[_STATES.index(state)], edgecolor="0.6") for state in present]
     legend(body, handles, present, "lower left")
     return finished("divergence", question, body, data)
+
+
+def _run_counts(found: pd.DataFrame) -> pd.DataFrame:
+    """Return each run's counts: of those that every record states so far, the last; of those of an interval, the sum."""
+    so_far = found["metric"].map(lambda text: parse(text).is_total).astype(bool)
+    rows = pd.concat([found[~so_far], tables.last(found[so_far])]) if so_far.any() else found
+    return rows.pivot_table("value", ["arm", "seed"], "metric", "sum", observed=True)
 
 
 def _state(arm: ArmSummary, seed: int) -> str:

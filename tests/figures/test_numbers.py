@@ -115,6 +115,20 @@ def test_divergence_tells_each_run_its_end(book):
     assert list(without["state"]) == list(data["state"])
 
 
+def test_counts_of_an_interval_add_up_and_counts_so_far_do_not(tmp_path):
+    """The training loop resets nan/loss with each record, and counts nan/activation from the run's first step on."""
+    ledger = made_up.Ledger(tmp_path / "counts" / "ledger.db")
+    ledger.describe(metric=made_up.LOSS.model_dump_json())
+    arm = ledger.add_arm("a", {}, None, None)
+    for seed in (0, 1):
+        so_far = [{"nan/loss": 2.0, "nan/activation": 5.0 * step, "val/loss": 1.0} for step in (1, 2, 3)]
+        made_up.member(ledger, arm, seed, list(zip((1, 2, 3), so_far, strict=True)))
+    data = figures.divergence(results.summaries(ledger), frame(ledger)).data
+    assert list(data["nan/loss"]) == [6, 6]
+    assert list(data["nan/activation"]) == [15, 15]
+    ledger.close()
+
+
 def test_a_run_that_ended_without_a_finite_value_is_told_from_one_that_did(book):
     metric = Metric(name="quant/fprop.x/rel_mse")  # the baseline quantises nothing
     data = figures.divergence(results.summaries(book, metric)).data
