@@ -1,18 +1,85 @@
-"""The guard of a training run: which steps count as diverging, and what becomes of them."""
+"""The guard of a training run: which steps count as diverging, and what is done about them.
+
+The guard judges every step before its update is applied, from the step's loss and gradient norm. A verdict is data: its kind,
+the quantity that diverged and by how much, and what changes for the rest of the run. `str(verdict)` is the sentence that trials
+store with a record and that controller and reports show; no code reads it back.
+"""
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
 from ablate.engines.emulated import Engine
 from ablate.hyperparameters import Training
 
-Verdict = Literal["step", "skip", "stop"]
+
+@dataclass(frozen=True)
+class Cause:
+    """The quantity of a step that diverged."""
+
+    quantity: Literal["loss", "gradient norm"]
+    value: float
+    median: float | None = None
+    """Running median that the value is too many times of; None for a value that is not finite."""
+    window: int = 0
+    """Steps of that median."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The value over the running median."""
+        return None if self.median is None else self.value / self.median
+
+    def __str__(self) -> str:
+        if self.ratio is None:
+            return "the loss is not finite" if self.quantity == "loss" else "the gradient is not finite"
+        return f"{self.quantity} {self.value:.4g} is {self.ratio:.3g} times the median of {self.window} steps"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that hold for the rest of the run after a fallback; None and () for those that the fallback leaves alone."""
+
+    lr: float | None = None
+    """Factor of the learning rate."""
+    clip: float | None = None
+    precision: str | None = None
+    slots: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [] if self.lr is None else [f"learning rate times {self.lr:.3g}"]
+        parts += [] if self.clip is None else [f"clip {self.clip:.3g}"]
+        parts += [f"{', '.join(self.slots)} of {', '.join(self.layers)} in {self.precision}"] if self.precision else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Decision on one step: apply its update, skip it, or end the run."""
+
+    kind: Literal["step", "skip", "stop"]
+    cause: Cause | None = None
+    """None for a step that does not diverge."""
+    interventions: int = 0
+    """Steps skipped in the run so far, this one included. A run that ends with some has reached `guard.limit`."""
+    change: Change | None = None
+
+    def __str__(self) -> str:
+        if self.cause is None:
+            return ""
+        if self.kind == "stop":
+            return f"{self.cause}, after {self.interventions} interventions (guard.limit)" if self.interventions else str(self.cause)
+        changed = str(self.change or "")
+        return f"{self.cause}; step skipped" + (f"; from here on {changed}" if changed else "")
+
+
+STEP = Verdict("step")
 
 
 class Watch:
-    """Judges every step before it is taken, and remembers what was done."""
+    """Judges every step before its update, and counts interventions."""
 
     def __init__(self, config: Training, engine: Engine) -> None:
         self._guard, self._clip, self._engine = config.guard, config.clip, engine
@@ -33,44 +100,46 @@ class Watch:
         """The largest gradient norm."""
         return math.inf if self._clip is None else self._clip * self._guard.fallback.clip**self.fallbacks
 
-    def judge(self, loss: float, norm: float) -> tuple[Verdict, str | None]:
-        """What is to be done with a step of this loss and gradient norm, and why, where it diverges."""
-        why = self._trouble(loss, norm)
-        if why is None:
+    def judge(self, loss: float, norm: float) -> Verdict:
+        """Decide on a step of this loss and gradient norm, and carry out the fallback of one that is skipped."""
+        cause = self._cause(loss, norm)
+        if cause is None:
             self._losses.append(loss)
             self._norms.append(norm)
-            return "step", None
-        if self._guard.policy == "stop":
-            return "stop", why
-        if self.skipped == self._guard.limit:
-            return "stop", f"{why}, after {self.skipped} interventions (guard.limit)"
+            return STEP
+        if self._guard.policy == "stop" or self.skipped == self._guard.limit:
+            return Verdict("stop", cause, self.skipped)
         self.skipped += 1
-        return "skip", f"{why}; step skipped{self._fall_back()}"
+        return Verdict("skip", cause, self.skipped, self._fall_back() if self._guard.policy == "fallback" else None)
 
-    def _trouble(self, loss: float, norm: float) -> str | None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            return "the loss is not finite" if not math.isfinite(loss) else "the gradient is not finite"
-        for what, value, past, most in (
+    def _cause(self, loss: float, norm: float) -> Cause | None:
+        """Return what diverges in a step; None for nothing."""
+        if not math.isfinite(loss):
+            return Cause("loss", loss)
+        if not math.isfinite(norm):
+            return Cause("gradient norm", norm)
+        for quantity, value, past, limit in (
             ("loss", loss, self._losses, self._guard.loss),
             ("gradient norm", norm, self._norms, self._guard.norm),
         ):
-            if most and len(past) == past.maxlen and value > most * median(past):
-                return f"{what} {value:.4g} is {value / median(past):.3g} times the median of {past.maxlen} steps"
+            if limit and len(past) == past.maxlen and value > limit * median(past):
+                return Cause(quantity, value, median(past), past.maxlen)
         return None
 
-    def _fall_back(self) -> str:
-        if self._guard.policy != "fallback":
-            return ""
+    def _fall_back(self) -> Change:
         self.fallbacks += 1
-        self._losses.clear()  # what comes is to be measured by itself, and given as many steps to recover
+        self._losses.clear()  # later steps are compared with each other alone, and have as many steps to recover
         self._norms.clear()
         fallback = self._guard.fallback
-        words = [f"learning rate times {self.lr:.3g}"] if fallback.lr < 1 else []
-        words += [f"clip {self.clip:.3g}"] if fallback.clip < 1 and self._clip is not None else []
         if fallback.precision:
             self._engine.fall_back(fallback.layers, fallback.safer)
-            words.append(f"{', '.join(fallback.slots)} of {', '.join(fallback.layers)} in {fallback.precision}")
-        return f"; from here on {', '.join(words)}" if words else ""
+        return Change(
+            lr=self.lr if fallback.lr < 1 else None,
+            clip=self.clip if fallback.clip < 1 and self._clip is not None else None,
+            precision=fallback.precision,
+            slots=fallback.slots if fallback.precision else (),
+            layers=fallback.layers if fallback.precision else (),
+        )
 
     def metrics(self) -> dict[str, float]:
         """Where steps may be skipped, how many were; and what the learning rate is multiplied by, where that may change."""

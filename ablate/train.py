@@ -22,7 +22,7 @@ from ablate.numerics.spec import Spec
 from ablate.optimizers import optimizer
 from ablate.parallel import Part, clip, world
 from ablate.recipes.recipe import Recipe, Run
-from ablate.stability import Watch
+from ablate.stability import Verdict, Watch
 
 
 class Record(NamedTuple):
@@ -30,8 +30,8 @@ class Record(NamedTuple):
 
     step: int
     metrics: dict[str, float]
-    events: tuple[str, ...] = ()
-    """What the guard did in this step, and why, in words."""
+    verdict: Verdict | None = None
+    """The guard's decision on this step, if it diverged."""
 
 
 class Telemetry(Spec):
@@ -192,22 +192,22 @@ class _Loop:
         look = Look(step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine))
         start = time.perf_counter()
         loss, norm = self.world.told(self._gradient_of(step, look))
-        verdict, why = self.watch.judge(loss, norm)
-        if verdict == "step":
+        verdict = self.watch.judge(loss, norm)
+        if verdict.kind == "step":
             self._update(step, look)
         seconds = time.perf_counter() - start - look.seconds
         self.meter.add(loss, norm, seconds, look.errors or look.shadow)
         self.spent += seconds
         engine.observe(self.world.told(look.metrics) if engine.recipe.triggers else look.metrics, step)
-        return self._record(step + 1, recipe, look.metrics, verdict == "stop", why)
+        return self._record(step + 1, recipe, look.metrics, verdict)
 
-    def _record(self, done: int, recipe: Recipe, metrics: dict[str, float], stopped: bool, why: str | None) -> Record | None:
-        config = self.config
+    def _record(self, done: int, recipe: Recipe, metrics: dict[str, float], verdict: Verdict) -> Record | None:
+        config, stopped, diverges = self.config, verdict.kind == "stop", verdict.cause is not None
         budget = config.time_budget is not None and self.world.told(self.spent >= config.time_budget)
         self.over = stopped or budget or done == config.steps
         evaluates = not stopped and (self.over or done % config.eval_every == 0)
         finite = self.meter.finite
-        closes = evaluates or why or self.over or done % self.telemetry.log == 0
+        closes = evaluates or diverges or self.over or done % self.telemetry.log == 0
         if metrics or closes:
             metrics |= self.meter.metrics(done, self.over) if closes else self.meter.latest(done)
             metrics |= memory(self.device) | self._seen(done) | self.watch.metrics()
@@ -219,7 +219,7 @@ class _Loop:
             metrics["flops/fp4_share"] = self.run.engine.fp4_share()
         if stopped:
             metrics[GUARD_STOPPED if finite else FIRST_NONFINITE] = float(done)
-        return Record(done, metrics, (why,) if why else ()) if metrics else None
+        return Record(done, metrics, verdict if diverges else None) if metrics else None
 
     def _seen(self, done: int) -> dict[str, float]:
         """What the engine has counted so far."""

@@ -329,8 +329,8 @@ def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoint
     told = False
     for record in spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry), checkpoints):
         event = {"step": record.step, "time": time.time(), "metrics": record.metrics}
-        if record.events:
-            event["events"] = list(record.events)
+        if record.verdict:
+            event["events"] = [str(record.verdict)]
         if raised := alerts(record.metrics, ALARMS):
             event["alarms"] = [str(alert) for alert in raised]
         if checkpoints.resumed and not told:

@@ -10,15 +10,15 @@ from pydantic import ValidationError
 
 from ablate.checkpoints import Checkpoints
 from ablate.hyperparameters import Fallback, Guard
+from ablate.metric_names import parse
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import SLOTS, QEma, Run, Weights
-from ablate.stability import Watch
+from ablate.stability import Cause, Change, Verdict, Watch
 from ablate.train import Prepared, Telemetry, train
 from ablate.workloads.gpt import Gpt
 
 NVFP4 = PRESETS["nvfp4"]()
 OFTEN = Telemetry(every=10**6, shadow=10**6, log=1, checkpoint=0)
-OWN = ("throughput/", "memory/")
 
 
 def gpt(folder, guard: Guard, **fields) -> Gpt:
@@ -43,7 +43,49 @@ def judged(guard: Guard, series: list[tuple[float, float]], clip: float | None =
             pass
 
     watch = Watch(Gpt(guard=guard, clip=clip), Engine())
-    return [watch.judge(*pair)[0] for pair in series]
+    return [watch.judge(*pair).kind for pair in series]
+
+
+def test_a_verdict_has_the_quantity_its_value_and_what_it_is_compared_with():
+    class Engine:
+        def fall_back(self, *what):
+            pass
+
+    fallback = Fallback(lr=0.5, clip=0.1, precision="bf16", slots=("wgrad.*",), layers=("blocks.0.*",))
+    guard = Guard(policy="fallback", loss=1.5, norm=4.0, window=4, limit=2, fallback=fallback)
+    watch = Watch(Gpt(guard=guard, clip=2.0), Engine())
+    series = [*[(2.0, 1.0)] * 4, (2.0, 5.0), *[(2.0, 1.0)] * 4, (4.0, 1.0), (1.0, math.inf)]
+    found = [verdict for pair in series if (verdict := watch.judge(*pair)).cause]
+    first, second = (Change(0.5**n, 2.0 * 0.1**n, "bf16", ("wgrad.*",), ("blocks.0.*",)) for n in (1, 2))
+    assert found == [
+        Verdict("skip", Cause("gradient norm", 5.0, 1.0, 4), 1, first),
+        Verdict("skip", Cause("loss", 4.0, 2.0, 4), 2, second),
+        Verdict("stop", Cause("gradient norm", math.inf), 2),
+    ]
+    assert [verdict.cause.ratio for verdict in found] == [5.0, 2.0, None]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "sentence"),
+    [
+        (Verdict("step"), ""),
+        (Verdict("stop", Cause("loss", math.nan)), "the loss is not finite"),
+        (
+            Verdict("stop", Cause("gradient norm", math.inf), 20),
+            "the gradient is not finite, after 20 interventions (guard.limit)",
+        ),
+        (
+            Verdict("skip", Cause("loss", 4.0, 2.0, 32), 1, Change()),
+            "loss 4 is 2 times the median of 32 steps; step skipped",
+        ),
+        (
+            Verdict("skip", Cause("loss", math.inf), 2, Change(0.25, 0.02, "fp8", ("wgrad.*", "dgrad.g"), ("blocks.0.*",))),
+            "the loss is not finite; step skipped; from here on learning rate times 0.25, clip 0.02, wgrad.*, dgrad.g of blocks.0.* in fp8",
+        ),
+    ],
+)
+def test_a_verdict_is_stored_as_the_sentence_that_earlier_versions_stored(verdict, sentence):
+    assert str(verdict) == sentence
 
 
 @pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.inf)])
@@ -79,7 +121,9 @@ def test_a_skipped_step_leaves_weights_and_moments_as_they_were(tmp_path):
     for record in records:
         seen.append({name: value.clone() for name, value in run.model.state_dict().items()})
         if record.step == 4:
-            assert record.events == ("the loss is not finite; step skipped",)
+            assert (record.verdict.kind, record.verdict.cause.quantity, record.verdict.interventions) == ("skip", "loss", 1)
+            assert math.isnan(record.verdict.cause.value)
+            assert record.verdict.cause.ratio is record.verdict.change is None
             assert record.metrics["nan/steps_skipped"] == 1
             assert record.metrics["nan/loss"] == 1
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(seen)]
@@ -92,7 +136,8 @@ def test_a_run_that_is_stopped_by_a_spike_says_so_and_ends(tmp_path):
     assert (last.step, last.metrics["guard/stopped"]) == (7, 7)
     assert "nan/first_step" not in last.metrics
     assert "val/loss" not in last.metrics
-    assert last.events[0].startswith("loss ")
+    assert (last.verdict.kind, last.verdict.cause.quantity, last.verdict.cause.window) == ("stop", "loss", 4)
+    assert last.verdict.cause.ratio == pytest.approx(3, rel=0.1)  # the loss falls little in six steps
 
 
 def test_falling_back_changes_rate_clip_and_precision_and_goes_on(tmp_path):
@@ -100,8 +145,11 @@ def test_falling_back_changes_rate_clip_and_precision_and_goes_on(tmp_path):
     run, records = spoiled(gpt(tmp_path, Guard(policy="fallback", fallback=fallback), clip=2.0), {2: math.nan, 5: math.nan})
     found = list(records)
     assert len(found) == 12
-    expected = "the loss is not finite; step skipped; from here on learning rate times 0.25, clip 0.02, "
-    assert found[5].events == (expected + "wgrad.*, dgrad.g of blocks.0.* in fp8",)
+    assert [record.step for record in found if record.verdict] == [3, 6]
+    changes = [found[index].verdict.change for index in (2, 5)]
+    assert [change.lr for change in changes] == [0.5, 0.25]
+    assert [change.clip for change in changes] == pytest.approx([0.2, 0.02])
+    assert all((c.precision, c.slots, c.layers) == ("fp8", fallback.slots, fallback.layers) for c in changes)
     assert [record.metrics["guard/lr"] for record in found] == [1.0] * 2 + [0.5] * 3 + [0.25] * 7
     fp8 = PRESETS["fp8_current"]()
     for name, layer in run.engine.layers.items():
@@ -130,16 +178,17 @@ def test_an_interrupted_run_goes_on_with_what_its_guard_remembers(tmp_path):
     bad = {2: math.nan, 7: 3.0}
 
     def told(records):
-        return [(r.step, r.events, {name: repr(value) for name, value in r.metrics.items() if not name.startswith(OWN)}) for r in records]
+        own = [{name: repr(value) for name, value in r.metrics.items() if not parse(name).of_machine} for r in records]
+        return [(r.step, repr(r.verdict), metrics) for r, metrics in zip(records, own, strict=True)]
 
-    whole = told(spoiled(gpt(tmp_path, guard), bad)[1])
-    assert sum(bool(events) for _, events, _ in whole) == 2
+    whole = told(list(spoiled(gpt(tmp_path, guard), bad)[1]))
+    assert [step for step, verdict, _ in whole if verdict != "None"] == [3, 8]
     for at in (4, 8):
         first = spoiled(gpt(tmp_path, guard), bad, Checkpoints(tmp_path / f"{at}.pt", "trial", 0))[1]
         taken = [next(first) for _ in range(at + 1)]
         first.close()
         again = Checkpoints(tmp_path / f"{at}.pt", "trial", 0)
-        assert told(taken[:at]) + told(spoiled(gpt(tmp_path, guard), bad, again)[1]) == whole
+        assert told(taken[:at]) + told(list(spoiled(gpt(tmp_path, guard), bad, again)[1])) == whole
         assert again.resumed == at
 
 
