@@ -20,7 +20,7 @@ from ablate.experiment import Experiment
 from ablate.forks import Family, note, wanted_elsewhere
 from ablate.ledger import DATA, FINISHED, Ledger
 from ablate.ledger_integrity import strays, tally
-from ablate.points import infeasible, inside
+from ablate.points import infeasible, inside, verdict
 from ablate.roles import CONFIRM, Role, role_of
 from ablate.store import Busy, Damaged, Store
 from ablate.trial import TrialSpec
@@ -397,6 +397,13 @@ class Agenda:
         for work in dropped:
             self.clock.count(work.load, -work.part)
         return dropped
+
+    def give_up(self, arm: int, step: int) -> None:
+        """Settle the waiting trials of an arm that its pruner gave up before its ledger was lost, with the records of their folders."""
+        own, reason = self.ledger.own_trials(arm), verdict(self.experiment.search.pruner, step)
+        for work in self.drop(lambda work: work.trial in own):
+            self.ledger.record(work.trial, self.store.events(work.spec.id, strict=False))
+            self.settle(work.trial, "pruned", reason)
 
     def seconds_left(self, running: Iterable[Timed], slots: int, confirmed: bool) -> float:
         """Seconds until all is over that waits, runs or may still be proposed."""

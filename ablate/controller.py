@@ -179,12 +179,18 @@ class Controller:
                 self._interrupted()
             self.ledger.close()
 
-    def adopt(self, points: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    def adopt(self, points: Sequence[Mapping[str, Any]] = (), given_up: Mapping[int, int] = {}) -> list[str]:
         """Only take over what the trial folders have, running nothing; returns what is worth a line. The ledger is closed then.
 
-        `points`: what a search had proposed, for a ledger that does not know it any more.
+        `points`: what a search had proposed, and `given_up`: the step at which its pruner gave up which of them, for a
+        ledger that does not have either any more. Without the latter the points would run again, and what follows from
+        them (more seeds, a winner that is confirmed) would be missing until they had.
         """
         self._want(points)
+        for point in self.ledger.points():
+            if point["optuna"] in given_up:
+                self.agenda.give_up(point["arm"], given_up[point["optuna"]])
+        self._extend()
         self.ledger.close()
         return self._news + self.agenda.news
 

@@ -65,8 +65,8 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         screen.print(f"The ledger was put aside ({found}); it is kept as {kept}.", soft_wrap=True, markup=False)
     else:
         facts = {}
-    points = _points(experiment, folder / "optuna.log")
-    news = Controller(experiment, state, device, _nothing_runs, None).adopt(points)
+    points, given_up = _points(experiment, folder / "optuna.log")
+    news = Controller(experiment, state, device, _nothing_runs, None).adopt(points, given_up)
     ledger = Ledger(path)
     ledger.describe(**facts)
     # MLflow's run of a trial that goes on, or begins anew, may show records that only the old ledger had.
@@ -97,13 +97,13 @@ def _nothing_runs() -> Any:
     raise AssertionError("a rebuild runs nothing")
 
 
-def _points(experiment: Experiment, journal: Path) -> list[dict[str, Any]]:
-    """What a search had proposed, as its study knows."""
+def _points(experiment: Experiment, journal: Path) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    """The points that a search had proposed, and the steps at which its pruner gave points up, as its study has them."""
     if not experiment.search:
-        return []
-    from ablate.search import points  # Optuna takes half a second
+        return [], {}
+    from ablate.search import given_up, points  # Optuna takes half a second
 
-    return points(journal, experiment.name)
+    return points(journal, experiment.name), given_up(journal, experiment.name) if experiment.prunes else {}
 
 
 def _identity(kept: Path) -> dict[str, str]:

@@ -115,6 +115,28 @@ def test_a_search_without_its_journal_says_that_its_points_are_lost(tmp_path):
     assert "the points of the search" in done.stdout.partition("Lost: ")[2]
 
 
+PRUNED = {
+    "ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "workload.lr": {"uniform": [1e-4, 3.0], "log": True}},
+    "search": {"trials": 8, "sampler": "random", "seed": 1, "rungs": [2, 4], "confirm": 2},
+}
+
+
+@pytest.mark.parametrize(("pruner", "seeds"), [("median", 1), ("asha", 2)])
+def test_a_rebuilt_search_has_its_pruned_arms_and_its_confirmed_winner_at_once(pruner, seeds, tmp_path):
+    keys = PRUNED | {"search": PRUNED["search"] | {"pruner": pruner}, "seeds": seeds}
+    experiment, state = tiny(tmp_path, shape={"steps": 6, "eval_every": 2}, **keys), tmp_path / "state"
+    sweep(experiment, state)
+    before = content(state)
+    statuses = [status for *_, status, _ in before["members"]]
+    assert "pruned" in statuses
+    assert any(name.startswith("confirm: ") for name, *_ in before["arms"])
+    done = here("rebuild", tmp_path / "tiny.yaml", "--state", state, "--force")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert content(state) == before
+    assert sweep(experiment, state)[0].ran == 0
+    assert content(state) == before
+
+
 def test_points_are_read_from_a_journal_that_is_torn_and_none_from_what_is_none(tmp_path):
     sweep(tiny(tmp_path, **SEARCH), tmp_path)
     journal = tmp_path / "sweeps" / "tiny" / "optuna.log"

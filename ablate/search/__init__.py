@@ -4,7 +4,7 @@
 """
 
 from ablate.search.dress import decorate, importances
-from ablate.search.journal import REPEATS, points, shown
+from ablate.search.journal import REPEATS, given_up, points, shown
 from ablate.search.shelf import Shelf, dashboard
 from ablate.search.study import ENDED, PRUNERS, SAMPLERS, Study
 
@@ -17,6 +17,7 @@ __all__ = [
     "Study",
     "dashboard",
     "decorate",
+    "given_up",
     "importances",
     "points",
     "shown",

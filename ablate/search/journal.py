@@ -9,6 +9,7 @@ from typing import Any
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
 
 WARM = "warm"
 """The fact of a trial that is an arm of an earlier sweep: which."""
@@ -71,14 +72,24 @@ def decode(value: Any) -> Any:
 
 def points(journal: Path, name: str) -> list[dict[str, Any]]:
     """The knobs of a sweep's own points in its journal, by number; none where it is gone, or what it holds cannot be read."""
+    return [{knob: decode(value) for knob, value in trial.params.items()} for trial in _own(journal, name)]
+
+
+def given_up(journal: Path, name: str) -> dict[int, int]:
+    """The step of the last report of each of a sweep's own points that its pruner gave up, by number."""
+    trials = enumerate(_own(journal, name))
+    return {number: max(trial.intermediate_values, default=0) for number, trial in trials if trial.state == TrialState.PRUNED}
+
+
+def _own(journal: Path, name: str) -> list[FrozenTrial]:
+    """The trials of a sweep's study without those of earlier sweeps; none if the journal is gone or holds no such study."""
     if not journal.exists():
         return []
     try:
         study = optuna.load_study(storage=JournalStorage(Journal(journal)), study_name=name)
     except (KeyError, ValueError):  # no study of this name, or no journal
         return []
-    trials = [trial for trial in study.get_trials(deepcopy=False) if WARM not in trial.user_attrs]
-    return [{knob: decode(value) for knob, value in trial.params.items()} for trial in trials]
+    return [trial for trial in study.get_trials(deepcopy=False) if WARM not in trial.user_attrs]
 
 
 def shown(journal: Path) -> list[tuple[str, float | None]]:
