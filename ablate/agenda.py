@@ -142,11 +142,15 @@ class Agenda:
 
         Those of a trial that was given up, and is not told again, are read from its events.
         """
-        if not self.ledger.recorded(trial):
+        over, kept = self._status[trial] == "pruned", self.ledger.records_seal(trial)
+        if not self.ledger.recorded(trial) and not (over and kept):
+            return
+        if over and kept and self._digest(trial) == kept:  # the ledger is sound, whatever became of the files
             return
         events = list(self.store.events(trial_id, strict=False))
-        if strays(self.ledger, trial, events):
-            self.ledger.renew(trial, events if self._status[trial] == "pruned" else ())
+        if (over and kept) or strays(self.ledger, trial, events):
+            self.ledger.renew(trial, events if over else ())
+            self._seal(trial)
             if (folder := self.store.folder(trial_id)).exists():
                 self.news.append(f"trial {trial_id}: the ledger held records that are not in {folder}; they are read again from there")
 
@@ -265,6 +269,7 @@ class Agenda:
                 agrees = self._agrees(trial, result)
             if not agrees:
                 self.ledger.renew(trial, events)
+                self._seal(trial)
                 if finished:
                     folder = self.store.folder(trial_id)
                     self.news.append(f"trial {trial_id}: its records in the ledger were damaged; read again from {folder}")
@@ -274,12 +279,27 @@ class Agenda:
             self.settle(trial, result["status"], result["reason"], result["seconds"], reused)
 
     def _agrees(self, trial: int, result: Mapping[str, Any]) -> bool:
-        """Return True where the ledger's records of a trial are those that its result was committed with, as far as the result says."""
+        """Return True if the ledger's records of a trial are those that its result was committed with, and those that were sealed.
+
+        A result of an earlier version does not say; records without a seal get one if they agree.
+        """
+        digest, kept = self._digest(trial), self.ledger.records_seal(trial)
+        agrees = digest is not None and digest == result.get("records", {}).get("sha256", digest) and kept in (None, digest)
+        if agrees and kept is None:
+            self.ledger.seal_records(trial, digest)
+        return agrees
+
+    def _digest(self, trial: int) -> str | None:
+        """Return the digest of a trial's records in the ledger, None if one cannot be read."""
         try:
-            found = tally(self.ledger, trial).sealed()
+            return tally(self.ledger, trial).sealed()["sha256"]
         except ValueError:
-            return False
-        return result.get("records", found) == found
+            return None
+
+    def _seal(self, trial: int) -> None:
+        """Have the ledger keep the digest of a trial's records, unless it has one of them already."""
+        if self.ledger.records_seal(trial) is None and (digest := self._digest(trial)):
+            self.ledger.seal_records(trial, digest)
 
     def confirm_records(self, trial: int, trial_id: str, result: Mapping[str, Any]) -> str | None:
         """Compare what was heard of a trial that has just finished with its result; returns why it has to run again, None where not."""
@@ -288,6 +308,7 @@ class Agenda:
             return None
         try:
             self.ledger.renew(trial, self.store.proven(trial_id, result))
+            self._seal(trial)
         except Damaged as error:
             self.store.retire(trial_id)
             return str(error)
@@ -357,8 +378,9 @@ class Agenda:
         return attempt
 
     def settle(self, trial: int, status: str, reason: str | None = None, seconds: float | None = None, reused: bool = False) -> None:
-        """Set a trial's status."""
+        """Set a trial's status, for one that does not run any more, and seal its records."""
         self.ledger.settle(trial, status, reason, seconds, reused)
+        self._seal(trial)
         self._note(trial, status)
 
     def _note(self, trial: int, status: str) -> None:

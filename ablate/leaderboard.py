@@ -23,6 +23,8 @@ from rich.text import Text
 from ablate.cli import Json, Profile, State, alone, console, duration
 from ablate.control import folders, refusal
 from ablate.ledger import Ledger
+from ablate.ledger_integrity import flaw
+from ablate.ledger_schema import has_table
 from ablate.place import find
 from ablate.plain_text import footnotes, markdown_cell, one_line
 from ablate.recipes import PRESETS, Recipe
@@ -107,7 +109,10 @@ def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
     for folder in known:
         try:
             with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
-                found += _entries(ledger, tasks)
+                if has_table(ledger.db, "members") and (why := flaw(ledger)):
+                    unreadable.append(f"left out: {refusal(folder, why, f'{folder.name}.yaml')}")
+                else:
+                    found += _entries(ledger, tasks)
         except sqlite3.OperationalError as error:
             unreadable.append(f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({error})")
         except sqlite3.DatabaseError as error:

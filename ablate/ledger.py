@@ -13,8 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ablate import databases, ledger_schema
-from ablate.ledger_schema import seal
+from ablate import databases, ledger_schema, ledger_seals
 from ablate.metric_names import Name, parse
 from ablate.roles import Role
 
@@ -27,8 +26,6 @@ OVER = (*FINISHED, "failed", "oom", "pruned", "stopped")
 DATA = "data:"
 """How the key of a fact begins that says, as JSON, what the data of this fingerprint are."""
 
-_FILES = "files:"
-"""Prefix of a seal that is the signature of a trial's files when their content was last compared with its result."""
 _DISCARDED = "mlflow_discarded"
 """Fact: [trial's id, milliseconds, member's key or ""] as a JSON list: runs of MLflow that began before then are to be removed."""
 _WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
@@ -95,7 +92,6 @@ class Ledger:
         """Set facts about the sweep."""
         with self._atomic():
             self.db.executemany("INSERT OR REPLACE INTO sweep VALUES (?, ?)", facts.items())
-            self.db.executemany("INSERT OR REPLACE INTO seals VALUES (?, ?)", [(f"fact:{key}", seal(facts[key])) for key in facts])
 
     def fact(self, key: str) -> str | None:
         """A fact about the sweep, None where it was never set."""
@@ -160,8 +156,6 @@ class Ledger:
             "INSERT INTO members (arm, seed, trial) VALUES (?1, ?2, ?3) ON CONFLICT (arm, seed) DO UPDATE SET trial = ?3, wanted = 1",
             (arm, seed, trial),
         )
-        (identity,) = self.identities("members.arm = ? AND seed = ?", arm, seed)
-        self.db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?)", (f"member:{arm}:{seed}", seal(json.dumps(identity))))
         return trial
 
     def _redraw(self, which: str, *words: Any) -> None:
@@ -172,14 +166,6 @@ class Ledger:
             self._replaced += [(row["id"], key_of(row)) for row in rows]
         members = [(row["arm"], row["seed"]) for row in rows]
         self.db.executemany("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE arm = ? AND seed = ?", members)
-
-    def identities(self, which: str = "wanted AND arms.place IS NOT NULL", *words: Any) -> list[list[Any]]:
-        """List what each member is: its arm's number, name, knobs and baseline, its seed, its trial's id and spec."""
-        query = (
-            "SELECT members.arm, arms.name, arms.knobs, base.name, seed, trials.id, trials.spec FROM members"
-            " JOIN arms USING (arm) JOIN trials USING (trial) LEFT JOIN arms AS base ON base.arm = arms.baseline"
-        )
-        return [list(row) for row in self.db.execute(f"{query} WHERE {which}", words)]
 
     def arms(self) -> list[sqlite3.Row]:
         """The arms that are wanted, in order. Points that repeat an arm are none."""
@@ -333,6 +319,7 @@ class Ledger:
         What was read of this ledger before is of another edition.
         """
         self.db.execute("INSERT OR REPLACE INTO sweep VALUES ('edition', lower(hex(randomblob(16))))")
+        ledger_seals.seal_records(self.db, trial, None)
         for table in ("records", "events"):
             self.db.execute(f"DELETE FROM {table} WHERE trial = ?", (trial,))
         self.discard([(self.trial(trial)["id"], "")])
@@ -364,8 +351,17 @@ class Ledger:
             for name, value in event["metrics"].items()
         ]
         with self._atomic():
+            ledger_seals.seal_records(self.db, trial, None)
             self.db.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
             self.db.executemany("INSERT OR IGNORE INTO events VALUES (?, ?, ?)", told)
+
+    def seal_records(self, trial: int, digest: str) -> None:
+        """Keep the digest of all that is recorded of a trial, which any further record of it removes."""
+        ledger_seals.seal_records(self.db, trial, digest)
+
+    def records_seal(self, trial: int) -> str | None:
+        """Return the digest that a trial's records had when it last ended; None while it runs, or if an earlier version wrote them."""
+        return ledger_seals.records_seal(self.db, trial)
 
     def _name(self, text: str) -> int:
         if text not in self._names:
@@ -461,10 +457,10 @@ class Ledger:
     def files_seen(self, trial_id: str, signature: str | None = None) -> str | None:
         """The signature of a trial's files when their content was last compared with its result; set where one is given."""
         if signature is not None:
-            self.db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?)", (_FILES + trial_id, signature))
+            self.db.execute("INSERT OR REPLACE INTO compared VALUES (?, ?)", (trial_id, signature))
             return signature
-        row = self.db.execute("SELECT seal FROM seals WHERE what = ?", (_FILES + trial_id,)).fetchone()
-        return row and row["seal"]
+        row = self.db.execute("SELECT signature FROM compared WHERE id = ?", (trial_id,)).fetchone()
+        return row and row["signature"]
 
     # Projections
 

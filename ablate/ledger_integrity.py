@@ -1,7 +1,6 @@
-"""Check that a ledger still holds what was written into it: records by number and digest, facts, arms and members by seals.
+"""Check that a ledger still holds what was written into it: records by number and digest, rows of all other tables by their seals.
 
-A bad disk, a copy or an edit by hand can change a cell while SQLite still finds the file sound. Read-only: the callers (verify.py,
-agenda.py, control.py) decide what to do about a difference.
+Read-only: the callers (verify.py, agenda.py, control.py) decide what to do about a difference.
 """
 
 import json
@@ -14,7 +13,8 @@ from operator import itemgetter
 from typing import Any
 
 from ablate.ledger import Ledger
-from ablate.ledger_schema import has_table, seal
+from ablate.ledger_schema import has_table, missing_columns
+from ablate.ledger_seals import difference, is_sealed
 from ablate.store import Tally
 
 
@@ -46,25 +46,30 @@ def strays(ledger: Ledger, trial: int, events: Iterable[Mapping[str, Any]]) -> b
 
 
 def flaw(ledger: Ledger) -> str | None:
-    """What is not as it was written among the facts, arms and members, in words; None where all is. Records: `tally`."""
+    """Describe the first row that is not as it was written, by table and row; return None where all are. Records: `tally`.
+
+    A ledger of an earlier version has no seals: only cells that cannot be read, or refer to nothing, are noticed.
+    """
     try:
-        found = ledger.identities()
-        for _, name, knobs, _, seed, _, spec in found:
-            if not (isinstance(json.loads(knobs), dict) and json.loads(spec)["workload"] and isinstance(seed, int)):
-                return f"arm {name!r}: a cell does not hold what its column is for"
-        if ledger.db.execute("SELECT 1 FROM members WHERE wanted AND trial NOT IN (SELECT trial FROM trials)").fetchone():
-            return "a member is of no trial"
+        if is_sealed(ledger.db):
+            table, row, change = difference(ledger.db) or ("", "", "")
+            return f"table {table}, row {row}: {change}" if table else None
+        return _unreadable(ledger)
     except (ValueError, TypeError, KeyError, sqlite3.OperationalError) as error:
         return f"a cell cannot be read: {error}"
-    if not has_table(ledger.db, "seals"):  # of an earlier version
-        return None
-    seals = {row["what"]: row["seal"] for row in ledger.db.execute("SELECT * FROM seals")}
-    for identity in found:
-        arm, name, _, _, seed, *_ = identity
-        own = seal(json.dumps(identity))
-        if seals.get(f"member:{arm}:{seed}", own) != own:
-            return f"arm {name!r}, seed {seed}: not what was written"
-    for row in ledger.db.execute("SELECT key, value FROM sweep"):
-        if seals.get(f"fact:{row['key']}", seal(row["value"])) != seal(row["value"]):
-            return f"fact {row['key']!r}: not what was written"
+
+
+def _unreadable(ledger: Ledger) -> str | None:
+    members = ledger.db.execute(
+        "SELECT members.arm, seed, knobs, spec FROM members LEFT JOIN arms USING (arm) LEFT JOIN trials USING (trial) WHERE wanted"
+    )
+    for arm, seed, knobs, spec in members:
+        if knobs is None or spec is None:
+            return f"table members, row {arm}/{seed}: of no arm or trial"
+        if not (isinstance(json.loads(knobs), dict) and json.loads(spec)["workload"] and isinstance(seed, int)):
+            return f"table members, row {arm}/{seed}: a cell does not hold what its column is for"
+    for column in ("baseline", *({"repeats"} - missing_columns(ledger.db))):
+        query = f"SELECT arm FROM arms WHERE place IS NOT NULL AND {column} NOT IN (SELECT arm FROM arms)"
+        if row := ledger.db.execute(f"{query} OR {column} = arm").fetchone():
+            return f"table arms, row {row[0]}: its {column} is no other arm"
     return None

@@ -1,7 +1,8 @@
 """The tables of a sweep's ledger, and the columns and tables that ledgers of earlier versions lack. What they mean: ledger.py."""
 
-import hashlib
 import sqlite3
+
+from ablate import ledger_seals
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sweep (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -24,7 +25,7 @@ CREATE TABLE IF NOT EXISTS records (
     trial INTEGER, name INTEGER, step INTEGER, value REAL, time REAL, PRIMARY KEY (trial, name, step)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (trial INTEGER, step INTEGER, text TEXT, PRIMARY KEY (trial, step, text)) WITHOUT ROWID;
 INSERT OR IGNORE INTO sweep VALUES ('edition', lower(hex(randomblob(16))));
-CREATE TABLE IF NOT EXISTS seals (what TEXT PRIMARY KEY, seal TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS compared (id TEXT PRIMARY KEY, signature TEXT NOT NULL) WITHOUT ROWID;
 """
 _LATER = {"role": "TEXT", "repeats": "INTEGER REFERENCES arms", "reason": "TEXT"}
 """Columns of `arms` that ledgers of earlier versions lack: the arm's role, the arm that a repeated point of a search
@@ -32,11 +33,13 @@ repeats, and why a point cannot be run."""
 
 
 def create(db: sqlite3.Connection) -> None:
-    """Make the tables, and the columns that an earlier version's ledger lacks. What is there already stays."""
+    """Make the tables, and the columns and seals that an earlier version's ledger lacks. What is there already stays."""
     db.executescript(_SCHEMA)
+    db.execute("DROP TABLE IF EXISTS seals")  # an earlier version's, of facts and members alone
     for column in missing_columns(db):
         db.execute(f"ALTER TABLE arms ADD COLUMN {column} {_LATER[column]}")
     db.execute("CREATE INDEX IF NOT EXISTS repeats_of_an_arm ON arms (repeats) WHERE repeats IS NOT NULL")
+    ledger_seals.install(db)
 
 
 def missing_columns(db: sqlite3.Connection) -> set[str]:
@@ -47,8 +50,3 @@ def missing_columns(db: sqlite3.Connection) -> set[str]:
 def has_table(db: sqlite3.Connection, name: str) -> bool:
     """Return False for a table that an earlier version's ledger, opened read-only, does not have."""
     return bool(db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone())
-
-
-def seal(content: str | None) -> str:
-    """Return the digest of a fact or a member that table `seals` keeps, 16 hex digits."""
-    return hashlib.sha256((content or "").encode()).hexdigest()[:16]

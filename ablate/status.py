@@ -147,7 +147,7 @@ def _compared(folder: Path, state: Path) -> Verified:
     except (sqlite3.DatabaseError, InputError) as error:
         why = str(error).removeprefix(f"{path}: ")
     remedy = f"`ablate rebuild {folder.name}.yaml` makes it again from the trial folders"
-    return Verified(0, 0, 0, 0, (Mismatch("", str(path), f"{path}: {why}", remedy),))
+    return Verified(0, 0, 0, 0, False, (Mismatch("", str(path), f"{path}: {why}", remedy),))
 
 
 def _watch(screen: Console, state: Path, sweeps: list[str] | None) -> None:

@@ -1,4 +1,4 @@
-"""Comparison of a sweep's ledger with its trial folders: each finished trial's records by number and digest, its result, its arm.
+"""Comparison of a sweep's ledger with its own seals and with its trial folders: rows, records, results.
 
 A trial whose result was committed by an earlier version has no digest. Its last step and, where one attempt ran it, its records are
 compared, and it counts as unverified. Nothing is written.
@@ -10,6 +10,7 @@ from typing import Any
 
 from ablate.ledger import FINISHED, Ledger
 from ablate.ledger_integrity import flaw, strays, tally
+from ablate.ledger_seals import is_sealed
 from ablate.store import Damaged, Store
 
 
@@ -36,6 +37,8 @@ class Verified:
     """Of an earlier version, without a digest."""
     absent: int
     """Without a folder to compare with."""
+    unsealed: bool
+    """The ledger, of an earlier version, has no seals that its rows could be compared with."""
     mismatches: tuple[Mismatch, ...]
 
     @property
@@ -43,38 +46,48 @@ class Verified:
         """What was verified, for a reader."""
         told = f"{self.verified} of {self.trials} trials verified against their records"
         told += f"; {self.unverified} from an earlier version unverified" if self.unverified else ""
-        return told + (f"; {self.absent} without a folder unverified" if self.absent else "")
+        told += f"; {self.absent} without a folder unverified" if self.absent else ""
+        return f"{told}; its ledger, of an earlier version, has no seals: arms and settings unverified" if self.unsealed else told
 
 
 def verify(ledger: Ledger, store: Store) -> Verified:
-    """Compare all finished trials that the sweep wants."""
-    members: dict[int, Mapping[str, Any]] = {}
+    """Compare all rows of the ledger with their seals, all records with theirs, and all finished trials with their folders."""
     again = f"`ablate rebuild {ledger.name}.yaml` makes it again from the trial folders"
-    mismatches = [Mismatch("", str(ledger.path), f"{ledger.path}: {why}", again) for why in (flaw(ledger),) if why]
-    if not mismatches:
-        members = {row["trial"]: row for row in ledger.wanted_trials() if row["status"] in FINISHED}
-    counts = {"verified": 0, "unverified": 0, "absent": 0}
-    for row in members.values():
-        kind, found = _compare(ledger, store, row, again)
-        mismatches += found
-        if not found:
+    why = flaw(ledger)
+    mismatches = [Mismatch("", str(ledger.path), f"{ledger.path}: {why}", again)] if why else []
+    trials = [] if why else ledger.wanted_trials()
+    counts = dict.fromkeys(("verified", "unverified", "absent"), 0)
+    for row in trials:
+        kind, differences = _compare(ledger, store, row, again)
+        mismatches += differences
+        if kind and not differences:
             counts[kind] += 1
-    return Verified(len(members), **counts, mismatches=tuple(mismatches))
+    finished = sum(row["status"] in FINISHED for row in trials)
+    return Verified(finished, **counts, unsealed=not is_sealed(ledger.db), mismatches=tuple(mismatches))
 
 
 def _compare(ledger: Ledger, store: Store, row: Mapping[str, Any], again: str) -> tuple[str, list[Mismatch]]:
-    trial = row["id"]
+    """Return how far a trial was compared ("" for one that is not finished), and its mismatches."""
+    trial, kind, wrong = row["id"], "", []
     try:
-        result = store.result(trial)
-        if result is None:
-            return "absent", []
-        events = store.proven(trial, result)
-        doubted(ledger, store, row, result, events)
+        if row["status"] in FINISHED:
+            result = store.result(trial)
+            kind = "absent" if result is None else "verified" if "records" in result else "unverified"
+            if result is not None:
+                doubted(ledger, store, row, result, store.proven(trial, result))
+                wrong += _differs(store, row, result)
     except Damaged as error:
         rerun = f"`ablate rebuild {ledger.name}.yaml` puts its folder aside, and the next run of the sweep runs it again"
-        return "", [Mismatch(trial, str(error.path), str(error), rerun)]
-    kind = "verified" if "records" in result else "unverified"
-    return kind, [Mismatch(trial, str(ledger.path), f"{ledger.path}: {why}", again) for why in _differs(ledger, store, row, result)]
+        return kind, [Mismatch(trial, str(error.path), str(error), rerun)]
+    try:
+        digest = tally(ledger, row["trial"]).sealed()["sha256"]
+        if digest != (ledger.records_seal(row["trial"]) or digest):
+            wrong.append("table records: its records are not what was written")
+        elif kind in ("verified", "unverified") and digest != result.get("records", {}).get("sha256", digest):
+            wrong.append(f"its records are not those in {store.folder(trial)}")
+    except ValueError as error:
+        wrong.append(str(error))
+    return kind, [Mismatch(trial, str(ledger.path), f"{ledger.path}: {why}", again) for why in wrong]
 
 
 def doubted(ledger: Ledger, store: Store, row: Mapping[str, Any], result: Mapping[str, Any], events: list[dict[str, Any]]) -> None:
@@ -84,15 +97,8 @@ def doubted(ledger: Ledger, store: Store, row: Mapping[str, Any], result: Mappin
         raise Damaged(store.folder(row["id"]), why)
 
 
-def _differs(ledger: Ledger, store: Store, row: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:
-    """What the ledger says otherwise than the trial's folder."""
+def _differs(store: Store, row: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:
+    """Say what the ledger's row of a trial has otherwise than its result."""
     for key in ("status", "reason", "seconds"):
         if row[key] != result[key]:
             yield f"its {key} is {row[key]!r}, and {result[key]!r} in {store.folder(row['id']) / 'result.json'}"
-    try:
-        found = tally(ledger, row["trial"]).sealed()
-    except ValueError as error:
-        yield str(error)
-        return
-    if found != result.get("records", found):
-        yield f"its records are not those in {store.folder(row['id'])}"

@@ -82,6 +82,7 @@ FLOORS = {
         "metric_names",
         "ledger",
         "ledger_schema",
+        "ledger_seals",
         "ledger_integrity",
         "roles",
         "lock_holder",
@@ -98,9 +99,10 @@ FLOORS = {
 """A file imports only from lower floors. A folder is one inhabitant, whose files may import each other."""
 
 ALLOWED = {
-    "ledger": {"databases", "ledger_schema", "metric_names", "roles"},
+    "ledger": {"databases", "ledger_schema", "ledger_seals", "metric_names", "roles"},
     "store": {"lock_holder"},
-    "ledger_integrity": {"ledger", "ledger_schema", "store"},  # of the store, the digest of records, which both hold
+    "ledger_schema": {"ledger_seals"},
+    "ledger_integrity": {"ledger", "ledger_schema", "ledger_seals", "store"},  # of the store, the digest of records, which both hold
     "data": {"numerics.spec", "numerics.philox", "store", "redact"},  # a frozen description's words, counter-based bits, locks
     "train": {"hyperparameters", "checkpoints", "optimizers", "stability", "parallel"},
     "layout": {"hyperparameters"},

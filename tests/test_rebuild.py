@@ -264,7 +264,7 @@ def test_what_earlier_versions_finished_is_read_and_said_to_be_unverified(once, 
     for path in state.glob("trials/*/events-*.jsonl"):
         path.write_text("".join(line.rpartition(', "crc"')[0] + "}\n" for line in path.read_text().splitlines()))
     with contextlib.closing(sqlite3.connect(state / "sweeps" / "tiny" / "ledger.db")) as db:
-        db.execute("DROP TABLE seals")
+        db.execute("DROP TABLE row_seals")
         db.commit()
     told = here("status", "--verify", "--json", "--state", state)
     (found,) = json.loads(told.stdout)

@@ -1,0 +1,128 @@
+"""Seals: a digest of each row of a ledger's small tables, kept by SQLite in the statement that writes the row.
+
+A bad disk, a copy or an edit by hand can change, add or remove a row while SQLite still finds the file sound. The writer's connection
+therefore has temporary triggers: each row that it inserts, updates or deletes has its seal written or removed in the same transaction.
+Whoever writes without them leaves a row that differs from its seal, a row without a seal, or a seal without a row:
+
+    writer = Ledger(path);                  writer.describe(metric="val/loss")         # row and seal
+    other = sqlite3.connect(path);          other.execute("DELETE FROM sweep")         # seals remain
+    difference(Ledger(path, readonly=True).db)   # -> ("sweep", "edition", "is gone")
+
+Records are too many for a seal each: a trial that does not run has one seal of all its records (part `records`). Columns that only say
+what MLflow has been sent (`members.mlflow`, `shipped`, `closed`) have none: `ablate sync --rebuild` sends everything again. A seal
+detects damage, not intent: whoever can write the file can write its seals.
+"""
+
+import hashlib
+import json
+import sqlite3
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The columns of a table that are sealed; the first `keys` of them name a row."""
+
+    columns: tuple[str, ...]
+    keys: int = 1
+
+    def key(self, row: str = "") -> str:
+        """Return an SQL expression for a row's name: its key columns, joined by a slash."""
+        return " || '/' || ".join(f"{row}{column}" for column in self.columns[: self.keys])
+
+    @property
+    def digest(self) -> str:
+        """Return an SQL expression for a row's seal."""
+        return f"row_digest({', '.join(self.columns)})"
+
+
+SEALED = {
+    "sweep": _Table(("key", "value")),
+    "arms": _Table(("arm", "name", "knobs", "baseline", "optuna", "place", "role", "repeats", "reason")),
+    "trials": _Table(("trial", "id", "spec", "status", "reason", "seconds", "reused")),
+    "members": _Table(("arm", "seed", "trial", "wanted"), keys=2),
+    "attempts": _Table(("trial", "attempt", "started", "ended", "outcome", "reason"), keys=2),
+    "names": _Table(("name", "text")),
+}
+"""Sealed columns by table. Other columns here make every seal of earlier ledgers wrong: give `row_seals` another name then."""
+
+RECORDS = "records"
+"""Part of the seals that each cover all records of one trial."""
+
+
+def _row_digest(*cells: object) -> str:
+    return hashlib.blake2b(repr(cells).encode(), digest_size=8).hexdigest()
+
+
+def install(db: sqlite3.Connection) -> None:
+    """Have a writer's connection seal what it writes, and seal all rows of a ledger that has no seals yet."""
+    _define(db)
+    if not is_sealed(db):
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("CREATE TABLE IF NOT EXISTS row_seals (part TEXT, key TEXT, seal TEXT, PRIMARY KEY (part, key)) WITHOUT ROWID")
+        for name, table in SEALED.items():
+            db.execute(f"INSERT OR IGNORE INTO row_seals SELECT '{name}', {table.key()}, {table.digest} FROM {name}")
+        db.execute("COMMIT")
+    for name, table in SEALED.items():
+        # No conflict clause in the bodies: SQLite replaces it with that of the statement that fires the trigger.
+        drop = f"DELETE FROM row_seals WHERE part = '{name}' AND key = CAST({{}} AS TEXT);"
+        same = " AND ".join(f"{column} = NEW.{column}" for column in table.columns[: table.keys])
+        add = f"INSERT INTO row_seals SELECT '{name}', {table.key()}, {table.digest} FROM {name} WHERE {same};"
+        old, new = drop.format(table.key("OLD.")), drop.format(table.key("NEW."))
+        for event, body in (
+            ("INSERT", new + add),
+            (f"UPDATE OF {', '.join(table.columns)}", old + new + add),
+            ("DELETE", old),
+        ):
+            db.execute(f"CREATE TEMP TRIGGER seal_{name}_{event.split()[0]} AFTER {event} ON main.{name} BEGIN {body} END")
+
+
+def _define(db: sqlite3.Connection) -> None:
+    db.create_function("row_digest", -1, _row_digest, deterministic=True)
+
+
+def is_sealed(db: sqlite3.Connection) -> bool:
+    """Return False for a ledger of an earlier version that was only read since."""
+    return bool(db.execute("SELECT 1 FROM sqlite_master WHERE name = 'row_seals'").fetchone())
+
+
+def difference(db: sqlite3.Connection) -> tuple[str, str, str] | None:
+    """Return table, row and what became of it, for the first row that differs from its seal; None where none does.
+
+    Raises sqlite3.OperationalError where a cell cannot be read at all. The ledger must have seals.
+    """
+    _define(db)
+    for name, table in SEALED.items():
+        rows = f"(SELECT CAST({table.key()} AS TEXT) AS key, {table.digest} AS seal FROM {name})"
+        row = db.execute(
+            f"SELECT rows.key, seals.seal IS NULL FROM {rows} AS rows LEFT JOIN row_seals AS seals"
+            " ON part = ? AND seals.key = rows.key WHERE seals.seal IS NOT rows.seal LIMIT 1",
+            (name,),
+        ).fetchone()
+        if row:
+            return name, str(row[0]), "was not written by a sweep" if row[1] else "is not what was written"
+        row = db.execute(
+            f"SELECT key FROM row_seals WHERE part = ? AND key NOT IN (SELECT CAST({table.key()} AS TEXT) FROM {name}"
+            f" WHERE {table.key()} IS NOT NULL) LIMIT 1",
+            (name,),
+        ).fetchone()
+        if row:
+            return name, str(row[0]), "is gone"
+    stray = "part NOT IN (SELECT value FROM json_each(?)) AND (part != ? OR key NOT IN (SELECT CAST(trial AS TEXT) FROM trials))"
+    row = db.execute(f"SELECT part, key FROM row_seals WHERE {stray} LIMIT 1", (json.dumps([*SEALED]), RECORDS)).fetchone()
+    return ("row_seals", f"{row[0]} {row[1]}", "is not what was written") if row else None
+
+
+def seal_records(db: sqlite3.Connection, trial: int, digest: str | None) -> None:
+    """Set the seal of a trial's records; None removes it, since records are about to change."""
+    db.execute("DELETE FROM row_seals WHERE part = ? AND key = ?", (RECORDS, str(trial)))
+    if digest is not None:
+        db.execute("INSERT INTO row_seals VALUES (?, ?, ?)", (RECORDS, str(trial), digest))
+
+
+def records_seal(db: sqlite3.Connection, trial: int) -> str | None:
+    """Return the seal of a trial's records, None where it has none: it runs, or an earlier version wrote it."""
+    if not is_sealed(db):
+        return None
+    row = db.execute("SELECT seal FROM row_seals WHERE part = ? AND key = ?", (RECORDS, str(trial))).fetchone()
+    return row[0] if row else None
