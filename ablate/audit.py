@@ -1,5 +1,6 @@
 """What must be true of a sweep when it is over, whatever happened on the way. Reads only, and believes no word of the code that wrote:
-files and tables are compared with an undisturbed run's, and MLflow is asked through its REST interface.
+files and tables are compared with an undisturbed run's, and MLflow is asked through its REST interface. Its SQL is its own for that
+reason: a wrong query of the ledger would hide what it got wrong.
 """
 
 import itertools

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ablate.databases import open_readonly
+from ablate.databases import open_readonly, quick_check
 from ablate.ledger import Ledger
 from ablate.ledger_integrity import flaw
 from ablate.lock_holder import Holder
@@ -83,14 +83,14 @@ def damage(path: Path) -> str | None:
     try:
         db = open_readonly(path)
         try:
-            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            found = quick_check(db)
         finally:
             db.close()
     except sqlite3.OperationalError as error:
         raise InputError([f"{path}: cannot be read: {error}"]) from None
     except sqlite3.DatabaseError as error:
         return str(error)
-    return _flaw(path) if found == "ok" else " ".join(found.removeprefix("*** in database main ***").split())
+    return found or _flaw(path)
 
 
 def _flaw(path: Path) -> str | None:

@@ -53,6 +53,17 @@ def open_readonly(path: Path, seconds: float = 60.0) -> sqlite3.Connection:
     return sqlite3.connect(readonly_uri(path), uri=True, isolation_level=None, timeout=seconds)
 
 
+def tables(db: sqlite3.Connection) -> set[str]:
+    """Return the names of a database's tables."""
+    return {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+
+def quick_check(db: sqlite3.Connection) -> str | None:
+    """Return the first thing that SQLite finds wrong with a database's pages, None where they are sound."""
+    problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    return None if problem == "ok" else " ".join(problem.removeprefix("*** in database main ***").split())
+
+
 def url(path: Path) -> str:
     """Return the address of a database for SQLAlchemy and MLflow: `sqlite:///` and the path, which has `%` and `?` escaped.
 

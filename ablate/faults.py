@@ -29,7 +29,7 @@ from rich.table import Table
 
 from ablate import audit
 from ablate.audit import Finding
-from ablate.databases import url
+from ablate.databases import tables, url
 from ablate.injections import CHECKPOINT, FAULTS, HARMS, KINDS, MIGRATION, Fault
 from ablate.processes import Server, Sweep, mlflow, postgres, postgres_programs, trials_in
 from ablate.yamlfile import InputError
@@ -428,7 +428,7 @@ def _tables(paths: list[Path]) -> int:
     """Tables that MLflow's database has, as far as it can be read."""
     for path in paths:
         with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
-            return db.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]
+            return len(tables(db))
     return 0
 
 

@@ -1,15 +1,18 @@
 """What the fault benchmark does to a sweep: signals to its processes, and corruption of its files (flipped bits, lost ends)."""
 
+import math
 import os
 import signal
 import sqlite3
 import struct
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from ablate.ledger_damage import overwrite, stored_values
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,14 @@ def _remove(path: Path, rng: np.random.Generator) -> str:
 
 def _value(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
     """Flip a bit of one value in the ledger, which stays a sound SQLite file."""
-    with closing(sqlite3.connect(folder / "ledger.db", isolation_level=None)) as db, suppress(sqlite3.DatabaseError):
-        rows = db.execute("SELECT trial, name, step, value FROM records WHERE value IS NOT NULL ORDER BY 1, 2, 3").fetchall()
-        if not rows:
-            return None
-        trial, name, step, value = rows[int(rng.integers(len(rows)))]
-        bit = int(rng.integers(63))  # not the sign of a zero, which SQLite does not keep
-        (number,) = struct.unpack("<Q", struct.pack("<d", value))
-        (other,) = struct.unpack("<d", struct.pack("<Q", number ^ 1 << bit))
-        db.execute("UPDATE records SET value = ? WHERE trial = ? AND name = ? AND step = ?", (other, trial, name, step))
-        return f"ledger.db: bit {bit} of trial {trial}'s value at step {step}: {value!r} -> {other!r}"
+    path = folder / "ledger.db"
+    with suppress(sqlite3.DatabaseError):
+        if rows := stored_values(path):
+            row, bit = rows[int(rng.integers(len(rows)))], int(rng.integers(63))  # not the sign of a zero, which SQLite does not keep
+            (number,) = struct.unpack("<Q", struct.pack("<d", row.value))
+            (other,) = struct.unpack("<d", struct.pack("<Q", number ^ 1 << bit))
+            overwrite(path, row, other)
+            return f"ledger.db: bit {bit} of trial {row.trial}'s value at step {row.step}: {row.value!r} -> {other!r}"
     return None
 
 
@@ -76,11 +77,9 @@ def _cell(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
     """Flip a bit of the ledger's file, in or beside a value that is stored there."""
     path = folder / "ledger.db"
     with suppress(sqlite3.DatabaseError):
-        with closing(sqlite3.connect(path, isolation_level=None)) as db:
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            rows = db.execute("SELECT value FROM records WHERE value != round(value) ORDER BY trial, name, step").fetchall()
+        rows = [row.value for row in stored_values(path) if math.isfinite(row.value) and not row.value.is_integer()]
         content = path.read_bytes()
-        place = content.find(struct.pack(">d", rows[int(rng.integers(len(rows)))][0])) if rows else -1
+        place = content.find(struct.pack(">d", rows[int(rng.integers(len(rows)))])) if rows else -1
         return _flip(path, rng, place - 12, place + 16) if place > 0 else None
     return None
 

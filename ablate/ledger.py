@@ -167,6 +167,10 @@ class Ledger:
         members = [(row["arm"], row["seed"]) for row in rows]
         self.db.executemany("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE arm = ? AND seed = ?", members)
 
+    def move_arm(self, arm: int, place: int) -> None:
+        """Put an arm at this place in the order of those that are wanted."""
+        self.db.execute("UPDATE arms SET place = ? WHERE arm = ?", (place, arm))
+
     def arms(self) -> list[sqlite3.Row]:
         """The arms that are wanted, in order. Points that repeat an arm are none."""
         wanted = "place IS NOT NULL AND repeats IS NULL"

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from ablate.ledger import Ledger
+from ablate.ledger_progress import moments, outcomes
 
 _MARK = "ABLATE_FAULT_SUITE"
 """In the environment of everything that comes of a sweep's command: how its processes are told from all others."""
@@ -195,24 +196,24 @@ class Sweep:
 
     def records(self) -> int:
         """How many moments its ledger has records of."""
-        return self._query("SELECT count(*) FROM (SELECT DISTINCT trial, step FROM records)")[0][0]
+        return self._ask(moments, 0)
 
     def unshipped(self) -> int:
         """Members that MLflow does not show wholly."""
-        return self._query("SELECT count(*) FROM members WHERE wanted AND NOT closed")[0][0]
+        return self._ask(Ledger.unshipped, 0)
 
     def outcomes(self) -> dict[str, int]:
         """How many attempts ended in which way."""
-        return dict(map(tuple, self._query("SELECT outcome, count(*) FROM attempts GROUP BY outcome")))
+        return self._ask(outcomes, {})
 
-    def _query(self, statement: str) -> list[Any]:
+    def _ask(self, question: Callable[[Ledger], Any], otherwise: Any) -> Any:
         with suppress(sqlite3.DatabaseError):  # there is none yet, no table in it, or it was damaged
             book = Ledger(self.folder / "ledger.db", readonly=True)
             try:
-                return book.db.execute(statement).fetchall()
+                return question(book)
             finally:
                 book.close()
-        return [(0,)]
+        return otherwise
 
     def gone(self, seconds: float) -> list[str]:
         """Wait until all its processes are; those that are not, in words, ended here. Ray's agents are left to themselves."""

@@ -17,6 +17,7 @@ from ablate.control import damage, put_aside
 from ablate.controller import Controller
 from ablate.experiment import Experiment, load
 from ablate.ledger import FINISHED, Ledger
+from ablate.ledger_progress import record_count
 from ablate.place import find
 from ablate.store import Busy, Store, lock
 from ablate.verify import verify
@@ -116,7 +117,7 @@ def _identity(kept: Path) -> dict[str, str]:
 def _came_back(ledger: Ledger, experiment: Experiment, points: list[dict[str, Any]]) -> list[str]:
     trials = {member["trial"]: member["status"] for member in ledger.members()}
     counts = Counter(trials.values())
-    records = ledger.db.execute("SELECT count(*) FROM records").fetchone()[0]
+    records = record_count(ledger)
     finished = ", ".join(f"{number} {status}" for status, number in counts.items() if status != "pending") or "none finished"
     proposed = f", {len(points)} points of the search" if experiment.search else ""
     waiting = counts["pending"]

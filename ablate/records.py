@@ -18,18 +18,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from adbc_driver_sqlite import dbapi
 
-from ablate.databases import readonly_uri
 from ablate.ledger import FINISHED, Ledger
+from ablate.ledger_arrow import record_table
 from ablate.metric_names import parse
 from ablate.workloads import WORKLOADS
 
 _WORTH_KEEPING = 1_000_000
 """Fewer rows than this are read from the ledger as fast as from a file."""
-_BUSY_MS = 60_000
-_NAN = "-1.7976931348623157e308"
-"""What stands for NULL on the way: a column that begins with NULLs would be taken for one of integers."""
 _FIRST = ("sweep", "arm", "baseline", "seed", "trial", "status", "step", "tokens", "metric", "value")
 
 
@@ -126,7 +122,7 @@ def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
             rows = rows.set_column(place, column, _renumbered(rows[column], numbers))
         kept.append(rows)
         known |= set(trials.values())
-    new = _query(ledger, sorted(wanted.keys() - known), names)
+    new = record_table(ledger.path, sorted(wanted.keys() - known), names)
     if everything and edition and new.num_rows >= _WORTH_KEEPING:
         finished = {trial: row["id"] for trial, row in wanted.items() if row["status"] in FINISHED and trial not in known}
         with suppress(OSError):  # a state folder that cannot be written is read again the next time
@@ -142,18 +138,6 @@ def _numbers(written: bytes, now: Mapping[str, int]) -> dict[int, int]:
 def _renumbered(column: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.ChunkedArray:
     places = pc.index_in(column, value_set=pa.array(list(numbers), pa.int64()))
     return pc.take(pa.array(list(numbers.values()), pa.int64()), places)
-
-
-def _query(ledger: Ledger, trials: Sequence[int], names: Sequence[int]) -> pa.Table:
-    inside = [f"{column} IN ({','.join(map(str, numbers))})" for column, numbers in (("trial", trials), ("name", names))]
-    query = f"SELECT trial, name, step, ifnull(value, {_NAN}) AS value FROM records WHERE {' AND '.join(inside)}"
-    with dbapi.connect(readonly_uri(ledger.path)) as connection, connection.cursor() as cursor:
-        cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": "65536"})
-        cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")  # with a rollback journal a writer holds readers up
-        cursor.execute(query)
-        rows = cursor.fetch_arrow_table()
-    values = rows["value"].cast(pa.float64())
-    return rows.set_column(3, "value", pc.if_else(pc.equal(values, float(_NAN)), float("nan"), values))
 
 
 def _keep(folder: Path, edition: str, rows: pa.Table, trials: Mapping[int, str], names: Mapping[int, str]) -> None:

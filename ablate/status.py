@@ -1,6 +1,7 @@
 """`ablate status`: what every sweep is doing, read from its ledger and its lock. Changes nothing, blocks nothing, imports no torch."""
 
 import json
+import math
 import sqlite3
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from rich.text import Text
 from ablate.cli import DONE, FAILED, Json, Profile, State, Sweeps, alone, console, duration
 from ablate.control import changed, damage, folders, holder, refusal
 from ablate.ledger import Ledger
+from ablate.ledger_progress import Attempt, last_attempt, pace, running_attempts
 from ablate.lock_holder import Holder
 from ablate.place import find
 from ablate.plain_text import one_line
@@ -29,8 +31,6 @@ from ablate.workloads import WORKLOADS
 from ablate.yamlfile import InputError
 
 _REFRESH_SECONDS = 2.0
-_PACE_RECORDS = 10
-"""How many of a trial's last records its speed is taken from."""
 _LOG_LINES = 5
 _MOST_FAILURES = 5
 _MOST_RUNNING = 64
@@ -192,7 +192,7 @@ def read(folder: Path, store: Store) -> Status:
 def _read(folder: Path, ledger: Ledger, store: Store, who: str | None) -> Status:
     now = time.time()
     members = {member["trial"]: member for member in reversed(ledger.members())}
-    attempts = {row["trial"]: row for row in ledger.db.execute("SELECT * FROM attempts WHERE ended IS NULL")} if who else {}
+    attempts = running_attempts(ledger) if who else {}
     flights = [_flight(ledger, store, member, attempts[trial], now) for trial, member in members.items() if trial in attempts]
     failed = [member for member in members.values() if member["status"] in ("failed", "oom", "stopped")]
     counts = Counter(member["status"] for member in members.values())
@@ -209,15 +209,17 @@ def _read(folder: Path, ledger: Ledger, store: Store, who: str | None) -> Status
     )
 
 
-def _flight(ledger: Ledger, store: Store, member: Any, attempt: Any, now: float) -> Flight:
+def _flight(ledger: Ledger, store: Store, member: Any, attempt: Attempt, now: float) -> Flight:
     ((workload, config),) = json.loads(member["spec"])["workload"].items()
     steps = WORKLOADS[workload].model_validate_json(json.dumps(config)).steps
-    step, last, pace = _pace(ledger, member["trial"], attempt["started"])
-    tokens = _last_value(ledger, member["trial"], "throughput/tokens_per_s")
-    left = (steps - step) / pace if pace else None
-    silent = max(0.0, now - max(last, attempt["started"]))
+    its = pace(ledger, member["trial"], attempt.started)
+    last = ledger.last_record(member["trial"], "throughput/tokens_per_s")
+    tokens = None if last is None or math.isnan(last[1]) else last[1]
+    left = (steps - its.step) / its.steps_per_s if its.steps_per_s else None
+    silent = max(0.0, now - max(its.moment, attempt.started))
     where = _where(store.folder(member["id"]) / "lock")
-    return Flight(member["name"], member["seed"], member["id"], attempt["attempt"], where, step, steps, pace, tokens, silent, left)
+    names = member["name"], member["seed"], member["id"]
+    return Flight(*names, attempt.attempt, where, its.step, steps, its.steps_per_s, tokens, silent, left)
 
 
 def _where(lock: Path) -> str:
@@ -226,28 +228,8 @@ def _where(lock: Path) -> str:
     return found.process if found else ""
 
 
-def _pace(ledger: Ledger, trial: int, started: float) -> tuple[int, float, float | None]:
-    """The last step that a trial recorded, when that was, and steps per second over its last records of this attempt."""
-    # One look into the index a name: a trial's records are ordered by name, then step.
-    query = "SELECT name, (SELECT max(step) FROM records WHERE trial = ? AND records.name = names.name) AS step FROM names"
-    name, step = max(ledger.db.execute(query, (trial,)), key=lambda row: -1 if row["step"] is None else row["step"], default=(0, None))
-    if step is None:
-        return 0, 0.0, None
-    query = "SELECT step, time FROM records WHERE trial = ? AND name = ? AND time >= ? ORDER BY step DESC LIMIT ?"
-    recent = [tuple(row) for row in ledger.db.execute(query, (trial, name, started, _PACE_RECORDS))]
-    if len(recent) < 2 or recent[0][1] <= recent[-1][1]:
-        return step, recent[0][1] if recent else 0.0, None
-    return step, recent[0][1], (recent[0][0] - recent[-1][0]) / (recent[0][1] - recent[-1][1])
-
-
-def _last_value(ledger: Ledger, trial: int, name: str) -> float | None:
-    query = "SELECT value FROM records JOIN names USING (name) WHERE trial = ? AND text = ? ORDER BY step DESC LIMIT 1"
-    row = ledger.db.execute(query, (trial, name)).fetchone()
-    return row and row["value"]
-
-
 def _failure(ledger: Ledger, store: Store, member: Any) -> Failure:
-    attempt = ledger.db.execute("SELECT max(attempt) FROM attempts WHERE trial = ?", (member["trial"],)).fetchone()[0]
+    attempt = last_attempt(ledger, member["trial"])
     reason = member["reason"] or ""
     log = store.log_tail(member["id"], attempt or 1, _LOG_LINES + 1).splitlines() if member["status"] != "stopped" else []
     kept = log[:-1] if log and log[-1] == reason else log[-_LOG_LINES:]  # most reasons are the last line

@@ -1,6 +1,7 @@
 """The house: imports point down, foreign libraries have one home, files stay short, planning is instant, randomness is an argument."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -83,6 +84,9 @@ FLOORS = {
         "ledger",
         "ledger_schema",
         "ledger_seals",
+        "ledger_progress",
+        "ledger_arrow",
+        "ledger_damage",
         "ledger_integrity",
         "roles",
         "lock_holder",
@@ -102,6 +106,8 @@ ALLOWED = {
     "ledger": {"databases", "ledger_schema", "ledger_seals", "metric_names", "roles"},
     "store": {"lock_holder"},
     "ledger_schema": {"ledger_seals"},
+    "ledger_progress": {"ledger"},
+    "ledger_arrow": {"databases"},
     "ledger_integrity": {"ledger", "ledger_schema", "ledger_seals", "store"},  # of the store, the digest of records, which both hold
     "data": {"numerics.spec", "numerics.philox", "store", "redact"},  # a frozen description's words, counter-based bits, locks
     "train": {"hyperparameters", "checkpoints", "optimizers", "stability", "parallel"},
@@ -173,6 +179,24 @@ HOMES = {
     "PIL",
 }
 """Foreign libraries that at most one file, or folder, imports, so that changing them touches one place."""
+
+SQL = {
+    "ledger",
+    "ledger_arrow",
+    "ledger_damage",
+    "ledger_integrity",
+    "ledger_progress",
+    "ledger_schema",
+    "ledger_seals",
+    "databases",  # any SQLite file: its pages, its tables, its journal
+    "tracking.database",  # MLflow's own
+    "audit",  # compares what was written with queries of its own, independent of the code that wrote
+}
+"""Files that may contain SQL: everybody else asks the ledger, and gets its rows."""
+_STATEMENT = re.compile(
+    r"\b(SELECT [^.]+|DELETE FROM \w+|INSERT (OR \w+ )?INTO \w+|UPDATE \w+ SET|PRAGMA \w+"
+    r"|(CREATE|ALTER|DROP) (TEMP )?(TABLE|INDEX|TRIGGER))\b"
+)
 
 INSTANT = ("ablate.recipes", "ablate.workloads", "ablate.plan", "ablate.experiment", "ablate.data", "ablate.engines")
 HEAVY = ("torch", "ray", "mlflow", "optuna", "transformers", "datasets", "huggingface_hub", "sklearn")
@@ -254,6 +278,32 @@ def test_an_import_that_points_up_would_be_seen():
 def test_a_foreign_library_has_one_home(library):
     homes = {name_of(path).partition(".")[0] for path in FILES if any(module.partition(".")[0] == library for module in imports(path))}
     assert len(homes) <= 1, f"{library} is imported by {homes}"
+
+
+def sql(source: str) -> set[int]:
+    """Lines of a file that hold an SQL statement, or hand one to a database."""
+    lines = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _STATEMENT.search(node.value):
+            lines.add(node.lineno)
+        call = node.func if isinstance(node, ast.Call) else None
+        if isinstance(call, ast.Attribute) and call.attr in ("execute", "executemany", "executescript"):
+            asks_figure = [ast.unparse(argument) for argument in node.args] == ["figure"]  # matplotlib's layout engines
+            lines |= set() if asks_figure else {node.lineno}
+    return lines
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_sql_stands_in_the_ledgers_files(path):
+    lines = sql(path.read_text())
+    assert bool(lines) == (name_of(path) in SQL), sorted(lines)
+
+
+@pytest.mark.parametrize(
+    "source", ["db.execute(query)", "query = 'SELECT a FROM b'", "ledger.db.executemany(f'UPDATE {table} SET a = ?', rows)"]
+)
+def test_sql_would_be_seen(source):
+    assert sql(source) == {1}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

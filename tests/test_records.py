@@ -82,8 +82,8 @@ def test_what_is_remembered_is_what_the_ledger_says(book, monkeypatch, tmp_path)
     book.record(running, [{"step": 15, "time": 0.0, "metrics": {"val/loss": 6.0}}])
     book.settle(running, "done")
     asked = []
-    query = records._query
-    monkeypatch.setattr(records, "_query", lambda *words: asked.append(words[1]) or query(*words))
+    query = records.record_table
+    monkeypatch.setattr(records, "record_table", lambda *words: asked.append(words[1]) or query(*words))
     after = frame(book)
     assert asked == [[running]]  # the finished ones are not read again
     assert rows(after) == expected(book)

@@ -8,11 +8,12 @@ Call `prepare` with `lock_path` locked, and before a client is made: two process
 """
 
 import os
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 from ablate.control import damage, put_aside
-from ablate.databases import open_readonly, path_of, url
+from ablate.databases import open_readonly, path_of, tables, url
 from ablate.yamlfile import InputError
 
 _TABLES = {"alembic_version", "experiments", "runs", "metrics", "params", "tags"}
@@ -25,14 +26,20 @@ def lock_path(uri: str, state: Path) -> Path:
     return state / "mlflow.lock" if path is None else path.with_suffix(".lock")
 
 
+def revision(db: sqlite3.Connection) -> str | None:
+    """Return the revision that MLflow's tables are of. sqlite3.OperationalError for a database that is not MLflow's."""
+    row = db.execute("SELECT version_num FROM alembic_version").fetchone()
+    return row and row[0]
+
+
 def half_made(path: Path) -> bool:
     """Return True if a file is a database of MLflow's whose first migration did not end. sqlite3.DatabaseError for another file."""
     if not path.exists() or not path.stat().st_size:
         return False
     with closing(open_readonly(path)) as db:
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        held = (table for table in ("experiments", "runs") if table in tables)
-        return bool(tables & _TABLES) and not any(db.execute(f"SELECT 1 FROM {table}").fetchone() for table in held)
+        found = tables(db)
+        held = (table for table in ("experiments", "runs") if table in found)
+        return bool(found & _TABLES) and not any(db.execute(f"SELECT 1 FROM {table}").fetchone() for table in held)
 
 
 def unusable(path: Path) -> str | None:

@@ -21,6 +21,7 @@ from typing import Any
 from ablate import surface
 from ablate.databases import path_of, set_journal
 from ablate.ledger import DATA, Ledger, key_of
+from ablate.ledger_progress import unshipped_records
 from ablate.redact import redact
 from ablate.store import Store, lock
 from ablate.tracking import database, runs
@@ -49,10 +50,7 @@ class Shipped:
 def behind(ledger: Ledger) -> int:
     """How many records MLflow does not have, of those that it is to show."""
     metrics = json.loads(ledger.fact("metrics") or "[]")
-    names = [row["name"] for row in ledger.db.execute("SELECT * FROM names") if runs.shown(row["text"], metrics)]
-    open_ = ledger.db.execute("SELECT trial, shipped FROM members WHERE wanted AND NOT closed").fetchall()
-    query = "SELECT count(*) FROM records WHERE trial = ? AND name = ? AND step > ?"
-    return sum(ledger.db.execute(query, (row["trial"], name, row["shipped"])).fetchone()[0] for row in open_ for name in names)
+    return unshipped_records(ledger, lambda name: runs.shown(name, metrics))
 
 
 class Projector:

@@ -19,6 +19,7 @@ from ablate.databases import open_readonly, path_of
 from ablate.ledger import Ledger
 from ablate.metric_names import GAP, parse
 from ablate.redact import redact
+from ablate.tracking.database import revision
 from ablate.tracking.door import plainly
 from ablate.yamlfile import InputError, nearest
 
@@ -79,7 +80,7 @@ def look(uri: str) -> None:
         raise InputError([f"{path}: no such file"])
     db = open_readonly(path, _LOOK_SECONDS)
     try:
-        db.execute("SELECT version_num FROM alembic_version").fetchone()
+        revision(db)
     except sqlite3.DatabaseError as error:
         why = "is no database of MLflow's" if "no such table" in str(error) else f"cannot be read: {error}"
         raise InputError([f"{path}: {why}"]) from None
@@ -159,7 +160,7 @@ def _fill(book: Ledger, client: Any, sweep: _Sweep) -> None:
             number = book.add_arm(arm["name"], arm["knobs"], against, arm["optuna"], role, reason=reason)
             numbers[arm["name"]] = number
         for place, arm in enumerate(sweep.arms):
-            book.db.execute("UPDATE arms SET place = ? WHERE arm = ?", (place, numbers[arm["name"]]))
+            book.move_arm(numbers[arm["name"]], place)
         wanted = [(arm["name"], seed, trial) for arm in sweep.arms for seed, trial in arm["trials"].items()]
         read = pool.map(lambda key: _read(client, sweep.runs[key]) if key in sweep.runs else ("{}", []), wanted)
         for (name, seed, trial), (spec, events) in zip(wanted, read, strict=True):
