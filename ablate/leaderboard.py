@@ -283,8 +283,8 @@ def _nothing(found: list[Entry], workload: str | None, metric: str | None) -> st
 
 # Drawing
 
-_COLUMNS = ("arm", "against", "mean", "gap", "seeds", "verdict", "needed", "cost", "commit", "sweep")
-_RIGHT = ("mean", "gap", "seeds", "needed", "cost")
+_COLUMNS = ("arm", "against", "mean", "gap", "seeds", "verdict", "seeds needed", "cost", "commit", "sweep")
+_RIGHT = ("mean", "gap", "seeds", "seeds needed", "cost")
 
 
 def _cells(group: list[Entry]) -> tuple[list[list[str]], list[str]]:
@@ -332,13 +332,15 @@ def _better(entry: Entry) -> str:
 def _print(entries: list[Entry]) -> None:
     screen = console()
     for title, group in _groups(entries).items():
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for name in _COLUMNS:
-            table.add_column(name, justify="right" if name in _RIGHT else "left")
         rows, notes = _cells(group)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        shown = [place for place in range(len(_COLUMNS)) if any(row[place] for row in rows)]
+        for place in shown:
+            table.add_column(_COLUMNS[place], justify="right" if _COLUMNS[place] in _RIGHT else "left")
         for row in rows:
-            table.add_row(*(Text(one_line(cell)) for cell in row))
-        screen.print(Text(title, "bold"), table, *(Text(note, "dim") for note in notes), "")
+            table.add_row(*(Text(one_line(row[place])) for place in shown))
+        for part in (Text(title, "bold"), table, *(Text(note, "dim") for note in notes), ""):
+            screen.print(part)
     screen.print(Text("A gap is to its own baseline, on its own seeds: those of different sweeps were not measured side by side.", "dim"))
 
 
