@@ -42,10 +42,10 @@ class Format:
 
     def step(self, y: Tensor) -> Tensor:
         """The distance between the two neighbours of each value (fp32, any shape): a power of two, so dividing by it is exact."""
-        from torch import float32, int32
+        import torch
 
-        exponent = (y.view(int32) & 0x7F800000).clamp_(min=(self.emin + 127) << 23)
-        return exponent.sub_(self.mantissa << 23).view(float32)
+        exponent = (y.view(torch.int32) & 0x7F800000).clamp_(min=(self.emin + 127) << 23)
+        return exponent.sub_(self.mantissa << 23).view(torch.float32)
 
 
 ELEMENTS = {
