@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ablate.alarms import Alarm
 from ablate.metric_names import each_layer
-from ablate.numerics.spec import SCALE_MAX
+from ablate.numerics.formats import SCALES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ def scale_clipped_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of block scales that should have been larger than their format allows."""
     if operand.block_scale is None:
         return 0.0
-    top = SCALE_MAX[operand.quant.scale.format]
+    top = SCALES[operand.quant.scale.format].max
     reach = top * _largest_element(operand) / operand.divisor
     reach *= 1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1)
     too_large = _block_amaxes(operand, seen) > reach * (1 + 2**-4)  # half a step of E4M3 above is still nearest
@@ -73,7 +73,7 @@ def scale_saturated_frac(operand: Operand, seen: Census) -> float:
     scale, quant = operand.block_scale, operand.quant
     if scale is None:
         return 0.0
-    return _fraction(scale >= min(quant.outer.bound if quant.outer else math.inf, SCALE_MAX[quant.scale.format]))
+    return _fraction(scale >= min(quant.outer.bound if quant.outer else math.inf, SCALES[quant.scale.format].max))
 
 
 def clipped_frac(operand: Operand, seen: Census) -> float:
