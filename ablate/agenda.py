@@ -258,7 +258,7 @@ class Agenda:
         Files that were compared before are read again only where their sizes or times have changed.
         """
         row, signature = self.ledger.trial(trial), self.store.signature(trial_id)
-        finished = row["status"] in FINISHED
+        finished = row.finished
         agrees = finished and self._agrees(trial, result)
         if not agrees or self.ledger.files_seen(trial_id) != signature:
             events = self.store.proven(trial_id, result)
@@ -274,8 +274,8 @@ class Agenda:
                     folder = self.store.folder(trial_id)
                     self.news.append(f"trial {trial_id}: its records in the ledger were damaged; read again from {folder}")
             self.ledger.files_seen(trial_id, signature)
-        if (row["status"], row["reason"], row["seconds"]) != (result["status"], result["reason"], result["seconds"]):
-            reused = bool(row["reused"]) if finished else True
+        if (row.status, row.reason, row.seconds) != (result["status"], result["reason"], result["seconds"]):
+            reused = row.reused if finished else True
             self.settle(trial, result["status"], result["reason"], result["seconds"], reused)
 
     def _agrees(self, trial: int, result: Mapping[str, Any]) -> bool:

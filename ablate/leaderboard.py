@@ -143,7 +143,7 @@ def _entries(ledger: Ledger, tasks: dict[str, dict[str, Any]]) -> Iterator[Entry
     members: dict[str, list[Any]] = {}
     for member in ledger.members():
         members.setdefault(member["name"], []).append(member)
-    seconds = {trial["trial"]: trial["seconds"] or 0.0 for trial in ledger.wanted_trials()}
+    seconds = {trial.trial: trial.seconds or 0.0 for trial in ledger.wanted_trials()}
     for arm in summaries(ledger):
         if arm.gap is None or not members.get(arm.name) or not members.get(arm.baseline):
             continue

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,31 @@ DATA = "data:"
 _DISCARDED = "mlflow_discarded"
 """Fact: [trial's id, milliseconds, member's key or ""] as a JSON list: runs of MLflow that began before then are to be removed."""
 _WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A row of table `trials`: one workload, one recipe, one seed, one engine, whichever members it belongs to."""
+
+    trial: int
+    id: str
+    spec: str
+    """The resolved spec, as JSON."""
+    status: str
+    reason: str | None
+    seconds: float | None
+    reused: bool
+    """An earlier sweep ran it."""
+
+    @classmethod
+    def of(cls, row: sqlite3.Row) -> "Trial":
+        """Return the trial of a row that has these columns."""
+        return cls(*(row[field.name] for field in fields(cls)[:-1]), reused=bool(row["reused"]))
+
+    @property
+    def finished(self) -> bool:
+        """True for a trial that need never run again."""
+        return self.status in FINISHED
 
 
 def key_of(member: Mapping[str, Any]) -> str:
@@ -250,9 +276,10 @@ class Ledger:
         )
         return [row["arm"] for row in self.db.execute(query, (trial,))]
 
-    def wanted_trials(self) -> list[sqlite3.Row]:
-        """Every trial that is wanted, once."""
-        return self.db.execute(f"SELECT * FROM trials WHERE trial IN ({_WANTED}) ORDER BY trial").fetchall()
+    def wanted_trials(self) -> list[Trial]:
+        """Return every trial that is wanted, once."""
+        rows = self.db.execute(f"SELECT * FROM trials WHERE trial IN ({_WANTED}) ORDER BY trial")
+        return [Trial.of(row) for row in rows]
 
     def unfinished(self) -> bool:
         """Return True while the sweep has trials to run, or may still want more of them."""
@@ -276,9 +303,9 @@ class Ledger:
             (now, outcome, reason, trial, attempt),
         )
 
-    def trial(self, trial: int) -> sqlite3.Row:
-        """A trial's row."""
-        return self.db.execute("SELECT * FROM trials WHERE trial = ?", (trial,)).fetchone()
+    def trial(self, trial: int) -> Trial:
+        """Return a trial's row."""
+        return Trial.of(self.db.execute("SELECT * FROM trials WHERE trial = ?", (trial,)).fetchone())
 
     def status(self, trial: int) -> str:
         """A trial's status: pending, running, done, diverged or failed."""
@@ -326,7 +353,7 @@ class Ledger:
         ledger_seals.seal_records(self.db, trial, None)
         for table in ("records", "events"):
             self.db.execute(f"DELETE FROM {table} WHERE trial = ?", (trial,))
-        self.discard([(self.trial(trial)["id"], "")])
+        self.discard([(self.trial(trial).id, "")])
         self.db.execute("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE trial = ?", (trial,))
 
     def discard(self, runs: Iterable[tuple[str, str]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ablate.ledger import FINISHED, Ledger
+from ablate.ledger import Ledger, Trial
 from ablate.ledger_integrity import flaw, strays, tally
 from ablate.ledger_seals import is_sealed
 from ablate.store import Damaged, Store
@@ -62,15 +62,15 @@ def verify(ledger: Ledger, store: Store) -> Verified:
         mismatches += differences
         if kind and not differences:
             counts[kind] += 1
-    finished = sum(row["status"] in FINISHED for row in trials)
+    finished = sum(row.finished for row in trials)
     return Verified(finished, **counts, unsealed=not is_sealed(ledger.db), mismatches=tuple(mismatches))
 
 
-def _compare(ledger: Ledger, store: Store, row: Mapping[str, Any], again: str) -> tuple[str, list[Mismatch]]:
+def _compare(ledger: Ledger, store: Store, row: Trial, again: str) -> tuple[str, list[Mismatch]]:
     """Return how far a trial was compared ("" for one that is not finished), and its mismatches."""
-    trial, kind, wrong = row["id"], "", []
+    trial, kind, wrong = row.id, "", []
     try:
-        if row["status"] in FINISHED:
+        if row.finished:
             result = store.result(trial)
             kind = "absent" if result is None else "verified" if "records" in result else "unverified"
             if result is not None:
@@ -80,8 +80,8 @@ def _compare(ledger: Ledger, store: Store, row: Mapping[str, Any], again: str) -
         rerun = f"`ablate rebuild {ledger.name}.yaml` puts its folder aside, and the next run of the sweep runs it again"
         return kind, [Mismatch(trial, str(error.path), str(error), rerun)]
     try:
-        digest = tally(ledger, row["trial"]).sealed()["sha256"]
-        if digest != (ledger.records_seal(row["trial"]) or digest):
+        digest = tally(ledger, row.trial).sealed()["sha256"]
+        if digest != (ledger.records_seal(row.trial) or digest):
             wrong.append("table records: its records are not what was written")
         elif kind in ("verified", "unverified") and digest != result.get("records", {}).get("sha256", digest):
             wrong.append(f"its records are not those in {store.folder(trial)}")
@@ -90,15 +90,15 @@ def _compare(ledger: Ledger, store: Store, row: Mapping[str, Any], again: str) -
     return kind, [Mismatch(trial, str(ledger.path), f"{ledger.path}: {why}", again) for why in wrong]
 
 
-def doubted(ledger: Ledger, store: Store, row: Mapping[str, Any], result: Mapping[str, Any], events: list[dict[str, Any]]) -> None:
+def doubted(ledger: Ledger, store: Store, row: Trial, result: Mapping[str, Any], events: list[dict[str, Any]]) -> None:
     """Damaged where a trial of an earlier version, which one attempt ran, is in the ledger with other records than in its folder."""
-    if "records" not in result and store.attempts(row["id"]) == 1 and strays(ledger, row["trial"], events):
+    if "records" not in result and store.attempts(row.id) == 1 and strays(ledger, row.trial, events):
         why = f"its records are not those in {ledger.path}, and its result, of an earlier version, does not say which are right"
-        raise Damaged(store.folder(row["id"]), why)
+        raise Damaged(store.folder(row.id), why)
 
 
-def _differs(store: Store, row: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:
+def _differs(store: Store, row: Trial, result: Mapping[str, Any]) -> Iterator[str]:
     """Say what the ledger's row of a trial has otherwise than its result."""
     for key in ("status", "reason", "seconds"):
-        if row[key] != result[key]:
-            yield f"its {key} is {row[key]!r}, and {result[key]!r} in {store.folder(row['id']) / 'result.json'}"
+        if getattr(row, key) != result[key]:
+            yield f"its {key} is {getattr(row, key)!r}, and {result[key]!r} in {store.folder(row.id) / 'result.json'}"

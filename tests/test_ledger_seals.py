@@ -36,7 +36,7 @@ def searched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("searched")
     sweep(tiny(folder, shape=SHAPE, **SEARCH), folder / "state")
     with closing(Ledger(folder / "state/sweeps/tiny/ledger.db")) as book:  # a guard's intervention, which none of these trials has
-        *_, trial = (row["trial"] for row in book.wanted_trials() if row["status"] == "pruned")
+        *_, trial = (row.trial for row in book.wanted_trials() if row.status == "pruned")
         book.record(trial, [{"step": 2, "time": 0.5, "metrics": {}, "events": ["lr halved"]}])
         book.seal_records(trial, tally(book, trial).sealed()["sha256"])
     return folder
@@ -192,17 +192,17 @@ def test_a_ledger_without_seals_is_read_counts_as_unverified_and_is_sealed_by_th
 def test_a_pruned_trials_records_are_kept_where_its_file_is_damaged_and_read_again_where_the_ledger_is(what, copied, searched):
     state, path = copied
     with closing(ledger(state)) as book:
-        pruned = next(row for row in book.wanted_trials() if row["status"] == "pruned")
-        before = tally(book, pruned["trial"]).sealed()
+        pruned = next(row for row in book.wanted_trials() if row.status == "pruned")
+        before = tally(book, pruned.trial).sealed()
     assert before["count"]
     if what == "file":
-        (file,) = (state / "trials" / pruned["id"]).glob("events-*.jsonl")
+        (file,) = (state / "trials" / pruned.id).glob("events-*.jsonl")
         file.write_bytes(file.read_bytes().replace(b"{", b"[", 1))
     else:
         with closing(sqlite3.connect(path, isolation_level=None)) as db:
-            db.execute("DELETE FROM records WHERE trial = ? AND step = 1", (pruned["trial"],))
-        assert any("table records" in line and pruned["id"] in line for line in why(state, path))
+            db.execute("DELETE FROM records WHERE trial = ? AND step = 1", (pruned.trial,))
+        assert any("table records" in line and pruned.id in line for line in why(state, path))
     assert sweep(tiny(state.parent, shape=SHAPE, **SEARCH), state)[0].ran == 0
     with closing(ledger(state)) as book:
-        assert tally(book, pruned["trial"]).sealed() == before
+        assert tally(book, pruned.trial).sealed() == before
     assert why(state, path) == []

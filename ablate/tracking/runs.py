@@ -173,7 +173,7 @@ def description(ledger: Ledger) -> str:
                 }
                 for arm in ledger.arms()
             ],
-            "trials": {row["id"]: {"reason": row["reason"], "seconds": row["seconds"]} for row in ledger.wanted_trials()},
+            "trials": {row.id: {"reason": row.reason, "seconds": row.seconds} for row in ledger.wanted_trials()},
         },
         indent=1,
     )
