@@ -29,6 +29,7 @@ env:
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 schema: $(VENV)/.installed
 	$(BIN)/ablate schema > experiments/schema.json

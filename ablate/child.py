@@ -32,8 +32,9 @@ def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
         tune_process()
         rehearse()
         provenance.environment()  # asks the file system for every version: once for all trials
-    for line in iter(sys.stdin.buffer.raw.readline, b""):
-        send(sys.stdout.buffer, _serve(line, parse))
+    with open(0, "rb", buffering=0, closefd=False) as requests:  # a buffer would be forked with what it holds
+        for line in iter(requests.readline, b""):
+            send(sys.stdout.buffer, _serve(line, parse))
     os._exit(0)  # at once: torch takes a second to be torn down
 
 

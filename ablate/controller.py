@@ -8,8 +8,9 @@ import math
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -57,6 +58,8 @@ class Running:
     started: float
     steps: int
     estimate: float
+    request: TrialRequest
+    work: Work
     begun: int = 0
     """The step that it went on from."""
     step: int = 0
@@ -65,8 +68,6 @@ class Running:
     """Whether its first alarm was told."""
     guarded: bool = False
     """Whether the first intervention of its guard was."""
-    request: TrialRequest | None = None
-    work: Work | None = None
     ending: tuple[str, str] | None = None
     """Status and reason that it gets once it is over, where it was told to stop."""
 
@@ -84,11 +85,14 @@ class Progress:
     seconds_left: float
 
 
+Status = Literal["done", "failed", "budget", "stopped", "disk"]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run of the sweep ended; `why` where that needs words."""
 
-    status: Literal["done", "failed", "budget", "stopped", "disk"]
+    status: Status
     ran: int
     reused: int
     failed: int
@@ -146,7 +150,7 @@ class Controller:
     def run(self) -> Iterator[Progress | Outcome]:
         """Do what is missing. Ctrl-C, or closing the generator, leaves everything resumable."""
         executor = None
-        status = "killed"
+        status: Status | Literal["killed"] = "killed"
         try:
             self._want()
             yield self._progress()
@@ -258,14 +262,14 @@ class Controller:
         used = self._slot_seconds + sum(now - running.started for running in self._running.values())
         return budget.cost is not None and self.wishes.price is not None and used / 3600 * self.wishes.price >= budget.cost
 
-    def _status(self) -> Literal["done", "failed", "budget", "stopped", "disk"]:
+    def _status(self) -> Status:
         if self._halt:
             return self._halt[0]
         if self.agenda or self.agenda.asks_left > 0:
             return "budget"
         return "failed" if self._failures() else "done"
 
-    def _outcome(self, status: str) -> Outcome:
+    def _outcome(self, status: Status) -> Outcome:
         why = self._halt[1] if self._halt else ""
         if status == "budget":
             left = f"{self.agenda.count['pending']} trials are not run"
@@ -342,15 +346,7 @@ class Controller:
         )
         estimate = work.part * self.agenda.clock.pace.seconds(work.load)
         self._running[work.spec.id] = Running(
-            one_line(work.arm.name),
-            work.seed,
-            work.trial,
-            attempt,
-            time.time(),
-            work.arm.config.steps,
-            estimate,
-            request=request,
-            work=work,
+            one_line(work.arm.name), work.seed, work.trial, attempt, time.time(), work.spec.config.steps, estimate, request, work
         )
         executor.submit(request)
 
@@ -365,10 +361,9 @@ class Controller:
             elif order["stop"] == "sweep":
                 self._halt = "stopped", "Stopped as ordered. Nothing is lost: the same command goes on."
                 self._end_trials(executor, lambda work: True, "stopped", "stopped by hand")
-            elif order["stop"] == "arm":
-                self._end_trials(executor, lambda work, name=order["name"]: work.arm.name == name, "stopped", "its arm was stopped by hand")
             else:
-                self._end_trials(executor, lambda work, trial=order["id"]: work.spec.id == trial, "stopped", "stopped by hand")
+                reason = "its arm was stopped by hand" if order["stop"] == "arm" else "stopped by hand"
+                self._end_trials(executor, partial(_ordered, order), "stopped", reason)
 
     def _end_trials(self, executor: Executor, meant: Callable[[Work], bool], status: str, reason: str) -> None:
         """End the trials in flight that are meant; those that wait are not run. All keep what they recorded."""
@@ -384,7 +379,7 @@ class Controller:
         """End what the pruner gives up after what this trial has shown, but for trials that other arms want, too."""
         for arm, decision in self.pictures.judge(trial).items():
             own = self.ledger.own_trials(arm)
-            self._end_trials(executor, lambda work, own=own: work.trial in own, "pruned", decision.reason)
+            self._end_trials(executor, partial(_among, own), "pruned", decision.reason)
 
     # What is heard
 
@@ -419,7 +414,8 @@ class Controller:
                 self.store.commit(trial_id, end.result)
             if why := self.agenda.confirm_records(running.trial, trial_id, end.result):
                 end = Ended("failed", why)
-        outcome, reason = end.status, end.reason
+        outcome: str = end.status
+        reason = end.reason
         if running.ending and end.result is None:
             outcome, reason = running.ending
         self.ledger.end_attempt(running.trial, running.attempt, time.time(), outcome, reason)
@@ -459,14 +455,14 @@ class Controller:
             return
         self._give_up(running, "failed", end.reason, end.log)
 
-    def _give_up(self, running: Running, status: str, reason: str, log: str) -> None:
+    def _give_up(self, running: Running, status: str, reason: str | None, log: str) -> None:
         """A trial without a result, not to be tried again in this run."""
         self.agenda.settle(running.trial, status, reason)
         self.pictures.settled(running.trial)
         lines = "".join(f"\n    {line}" for line in log.splitlines())
-        shown = str(GivenUp.parse(reason) or reason) if status == "pruned" else reason
-        said = "" if reason.startswith(status) else f"{status}: "
-        self._say(f"{running.name} seed={running.seed}: {said}{shown}{lines}")
+        shown = str(GivenUp.parse(reason) or reason) if status == "pruned" and reason else reason
+        why = status if not shown else shown if shown.startswith(status) else f"{status}: {shown}"
+        self._say(f"{running.name} seed={running.seed}: {why}{lines}")
 
     def _warn(self, running: Running, events: Sequence[Event]) -> None:
         """Tell the first thing that a trial's guard did, and its first alarms, and that there are more."""
@@ -500,3 +496,12 @@ class Controller:
         done = total - count["pending"] - count["running"]
         left = self.agenda.seconds_left(self._running.values(), self._slots, self._confirmed)
         return Progress(done, total, self._failures(), tuple(self._running.values()), news, trouble, left)
+
+
+def _ordered(order: Mapping[str, Any], work: Work) -> bool:
+    """Return True if an order to stop an arm or a trial is about this work."""
+    return work.arm.name == order["name"] if order["stop"] == "arm" else work.spec.id == order["id"]
+
+
+def _among(trials: Container[int], work: Work) -> bool:
+    return work.trial in trials

@@ -44,7 +44,7 @@ def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # a rank says itself why it ends
-    own = {"start_method": "fork", "max_restarts": 0, "run_id": request.id, "shutdown_timeout": _END_SECONDS}
+    own: dict[str, Any] = {"start_method": "fork", "max_restarts": 0, "run_id": request.id, "shutdown_timeout": _END_SECONDS}
     with tempfile.TemporaryDirectory(prefix="ablate-ranks-") as folder:
         meeting = None if request.gang else f"{folder}/ranks"
         place = _across(request.gang) if request.gang else _here(request.ranks, f"{folder}/launcher")

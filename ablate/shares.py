@@ -123,10 +123,10 @@ def _share_rest(places: dict[str, list[Place]], claims: Mapping[str, Claim]) -> 
         peers = [name for name in claims if claims[name].priority == level and places[name]]
         while peers:
             name = min(peers, key=lambda name: len(places[name]) * claims[name].size)
-            place = fit(claims[name], free) if len(places[name]) < claims[name].wants else None
-            if place:
-                places[name].append(place)
-                _take(place, claims[name], free)
+            another = fit(claims[name], free) if len(places[name]) < claims[name].wants else None
+            if another:
+                places[name].append(another)
+                _take(another, claims[name], free)
             else:
                 peers.remove(name)
 

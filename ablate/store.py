@@ -25,8 +25,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from ablate.lock_holder import Holder
 
@@ -396,7 +397,7 @@ def synced(path: Path) -> None:
 # Checkpoints: any content, and a footer that says what it is and what its bytes were
 
 
-def seal(file: BinaryIO, about: Mapping[str, Any]) -> None:
+def seal(file: BufferedRandom, about: Mapping[str, Any]) -> None:
     """Append the footer to a checkpoint that was just written: `about`, its size and its SHA-256."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -113,6 +113,7 @@ class Supervisor:
         child, killed = self._ask(request), _kernel_kills()
         watch, hung, died = Watch(request.patience), None, None
         hears = not (request.gang and request.gang.node)  # of a gang, the first node's ranks alone tell anything
+        assert child.stdout
         for received, over in _batches(child.stdout.fileno()):
             exited = next((message for message in received if isinstance(message, Exited)), None)
             for message in received:
@@ -146,6 +147,7 @@ class Supervisor:
     def _ask(self, request: TrialRequest) -> subprocess.Popen[bytes]:
         """Give the request to the child, or to a new one where that has died since it was last heard."""
         child = self._warm()
+        assert child.stdin
         try:
             child.stdin.write(request.line())
         except BrokenPipeError:
@@ -156,6 +158,9 @@ class Supervisor:
     def _bury(self) -> None:
         """Let go of a child whose pipe is closed. It is dying: `poll` may not tell for a while yet, and would have it asked again."""
         child, self._child = self._child, None
+        assert child
+        assert child.stdin
+        assert child.stdout
         child.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             child.wait(_GRACE_SECONDS)  # a lifeline ends what hangs on it; it may not be killed before
@@ -166,8 +171,8 @@ class Supervisor:
     def _warm(self) -> subprocess.Popen[bytes]:
         """The child, started where it is not there. Its standard input is its lifeline: it ends when this process does."""
         if self._child is None or self._child.poll() is not None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-            self._child = subprocess.Popen(self._command, **pipes, start_new_session=True)
+            pipe = subprocess.PIPE
+            self._child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
         return self._child
 
     def warm(self) -> None:
@@ -280,7 +285,7 @@ def _end(request: TrialRequest, exited: Exited | None, hung: str | None, starved
     return Ended("failed", last or f"exit status {end.status}", log=log, disk_full=end.status == NO_SPACE)
 
 
-def run_inline(request: TrialRequest) -> Iterator[Message]:
+def run_inline(request: TrialRequest) -> Generator[Message, None, None]:
     """Yield the same messages from a trial run in this very process: for debuggers and tests. Exceptions pass through."""
     spec, store = TrialSpec.parse(request.spec), Store(Path(request.root))
     try:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,10 @@ class TrialSpec(Spec):
     """
 
     workload: str
-    config: Spec
+    if TYPE_CHECKING:
+        config: Any  # of a class in WORKLOADS; what all of them must have is tests/workloads/test_contract.py
+    else:
+        config: Spec
     recipe: Recipe
     seed: int
     engine: str
@@ -61,7 +64,7 @@ class TrialSpec(Spec):
             return ()
         run = Run(self.config.steps, self.config.tokens_per_step, self.config.decay_start)
         told = {"schedule"} if not self.recipe.triggers else set()
-        starts = {bisect_left(range(run.steps), True, key=lambda step, p=phase: p.active(step, run)) for phase in self.recipe.schedule}
+        starts = {bisect_left(range(run.steps), True, key=partial(phase.active, run=run)) for phase in self.recipe.schedule}
         found: list[tuple[int, str]] = []
         for start in sorted({0} | {start for start in starts if start < run.steps}):
             recipe = to_json(self.recipe.at(start, run).canonical(told)).decode()
@@ -279,7 +282,8 @@ def _run(
     for torn in (*folder.glob("*.json.*"), *folder.glob("*.pt.*")):  # by an attempt that was killed while it wrote
         torn.unlink()
     write(folder / "spec.json", spec.content)
-    started, event, facts = time.time(), None, spec.config.summary()  # before hours are spent: it reads the data
+    started, facts = time.time(), spec.config.summary()  # before hours are spent: it reads the data
+    event: dict[str, Any] = {}
     with closing(Journal(store, spec.id, attempt)) as journal:
         from ablate.checkpoints import Checkpoints  # torch: only where a trial runs
 

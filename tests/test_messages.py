@@ -29,7 +29,7 @@ from ablate.messages import (
 )
 from ablate.supervisor import Supervisor
 
-EVENT = {"step": 3, "time": 1732300000.25, "metrics": {"train/loss": 5.5, "grad": math.inf}, "events": ["skipped \u2014 one"]}
+EVENT = {"step": 3, "time": 1732300000.25, "metrics": {"train/loss": 5.5, "grad": math.inf}, "events": ["skipped \u2014 one", "exited"]}
 SAMPLES = [
     Started(71),
     Events((EVENT, EVENT | {"step": 4, "resumed": 2})),

@@ -140,13 +140,13 @@ class Mirror:
             temporary = path.with_name(f"{path.name}.{os.getpid()}")
             _receive(worker, name, temporary)
             temporary.replace(path)
-        if end.result is not None:
+        if (result := end.result) is not None:
             try:
-                self.store.proven(self.trial, end.result)
+                self.store.proven(self.trial, result)
             except Damaged as error:
                 end = Ended("failed", str(error))
             else:
-                self.store.commit(self.trial, end.result)
+                self.store.commit(self.trial, result)
                 (self.store.root / self._own).unlink(missing_ok=True)
         worker.clear()
         return end

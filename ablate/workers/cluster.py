@@ -93,12 +93,12 @@ def connect(address: str | None, workers: int | None) -> Any:
     import ray
 
     at_end = signal.getsignal(signal.SIGTERM)
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
             ray.init(address=address, **quiet)
         else:
-            local = {"include_dashboard": False, "_node_ip_address": _LOOPBACK, "object_store_memory": _OBJECT_STORE_BYTES}
+            local: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": _LOOPBACK, "object_store_memory": _OBJECT_STORE_BYTES}
             _private_token()
             with _loopback(ray):
                 ray.init(address="local", num_cpus=workers or os.cpu_count(), **_temporary(), **local, **quiet)
@@ -144,7 +144,7 @@ def _private_token() -> None:
         return
 
 
-def _temporary() -> dict[str, str]:
+def _temporary() -> dict[str, Any]:
     """Ray's temporary folder, where its sockets lie; nothing if its own choice is short enough."""
     short = short_for_sockets(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "")
     return {"_temp_dir": str(short / "ray")} if short else {}

@@ -69,6 +69,7 @@ class Crew:
     def _hire(self, number: int, node: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+        where: Any
         if self._group:
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
         else:

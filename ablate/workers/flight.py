@@ -104,7 +104,7 @@ class Flight:
 
     # The course
 
-    def _run(self, nonce: str) -> Iterator[Waits]:
+    def _run(self, nonce: str) -> Generator[Waits, None, None]:
         facts = yield from self._places(nonce)
         if not facts:
             self.broken = True  # it may still wait for its places
@@ -113,7 +113,7 @@ class Flight:
         self.sees, self.compiled = (all(fact[what] for fact in facts) for what in ("sees", "compiled"))
         if not self.sees:
             self._mirror = Mirror(self.request)
-            yield from self._claimed()
+            yield from self._claimed(self._mirror)
             if finished := self._mirror.finished():
                 self._out += finished
                 return
@@ -157,10 +157,10 @@ class Flight:
                 raise Unusable(node, f"node {fact['address']} {why}")
         return facts
 
-    def _claimed(self) -> Iterator[Waits]:
+    def _claimed(self, mirror: Mirror) -> Iterator[Waits]:
         """Wait until the trial is this attempt's."""
         told = False
-        while (holder := self._mirror.claim()) and not self._stopped:
+        while (holder := mirror.claim()) and not self._stopped:
             if not told:
                 self._out.append(Waiting(holder))
                 told = True
@@ -175,7 +175,8 @@ class Flight:
 
     def _listen(self) -> Iterator[Waits]:
         """Pass on what the first actor says, until all have ended."""
-        left, fetching, due = {}, None, 0.0
+        left: Left = {}
+        fetching, due = None, 0.0
         while len(self._ended) < len(self.crew.actors):
             for ref in [ref for ref in self._asked if ref in self._ready]:
                 number = self._asked[ref]
@@ -193,7 +194,7 @@ class Flight:
                 else:
                     self._asked[self.crew.actors[number].hear.remote()] = number
             if self._mirror and 0 not in self._ended:
-                fetching, due = self._fetch(left, fetching, due)
+                fetching, due = self._fetch(self._mirror, left, fetching, due)
             if self._last_word and time.monotonic() > self._last_word:
                 self.broken = True  # who has not ended by now is ended with its actor
                 break
@@ -221,22 +222,22 @@ class Flight:
                 return False
         return True
 
-    def _fetch(self, left: Left, fetching: Future | None, due: float) -> tuple[Future | None, float]:
+    def _fetch(self, mirror: Mirror, left: Left, fetching: Future | None, due: float) -> tuple[Future | None, float]:
         """Have what the trial leaves brought here now and then: at once what others wait for, its own in measure."""
         if fetching and not fetching.done():
             return fetching, due
         if fetching:
             fetching.result()
-        names, now = self._mirror.wanted(left), time.monotonic()
+        names, now = mirror.wanted(left), time.monotonic()
         names = [name for name in names if now >= due or name.startswith("checkpoints/")]
         if not names:
             return None, due
         pause = max(_LEAST_FETCH_SECONDS, self.request.telemetry.get("checkpoint", 60.0) / 2)
-        return self._courier.submit(self._timed_fetch, names), now + max(pause, _COURIER_SHARE * self._took)
+        return self._courier.submit(self._timed_fetch, mirror, names), now + max(pause, _COURIER_SHARE * self._took)
 
-    def _timed_fetch(self, names: list[str]) -> None:
+    def _timed_fetch(self, mirror: Mirror, names: list[str]) -> None:
         began = time.monotonic()
-        self._mirror.fetch(self._far(0), names)
+        mirror.fetch(self._far(0), names)
         self._took = time.monotonic() - began
 
     # Its end

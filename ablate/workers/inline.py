@@ -1,6 +1,6 @@
 """Trials one by one in this process, without Ray: for debuggers and tests."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from ablate.messages import Ended, Message, TrialRequest
 from ablate.supervisor import run_inline
@@ -15,7 +15,7 @@ class Inline:
         from ablate.child import tune_process
 
         tune_process()
-        self._running: dict[str, Iterator[Message]] = {}
+        self._running: dict[str, Generator[Message, None, None]] = {}
         self._stopped: list[str] = []
 
     def submit(self, request: TrialRequest) -> None:

@@ -68,7 +68,7 @@ class Pool:
         except ClusterError:
             ray.shutdown()
             raise
-        if not address and exposed(self._head.address):
+        if self._head and not address and exposed(self._head.address):
             self._tell("exposed", f"Ray listens on all network interfaces of this machine ({self._head.address}); its token protects it")
         if address:
             known = {
@@ -209,7 +209,8 @@ class Pool:
 
     def wait(self, seconds: float) -> list[Answer]:
         """Messages that arrived, waiting at most this long for the first. A dead worker is a message too."""
-        deadline, ready = time.monotonic() + seconds, set()
+        deadline = time.monotonic() + seconds
+        ready: set[Any] = set()
         try:
             while True:
                 waits = self._pump(ready)

@@ -21,7 +21,7 @@ from ablate.workloads.idle import Idle
 from ablate.workloads.mae import Mae
 from ablate.workloads.tensors import Tensors
 
-WORKLOADS = {"gpt": Gpt, "mae": Mae, "finetune": Finetune, "tensors": Tensors, "idle": Idle}
+WORKLOADS: dict[str, type[Any]] = {"gpt": Gpt, "mae": Mae, "finetune": Finetune, "tensors": Tensors, "idle": Idle}
 
 
 def unit(spec: str, metric: str) -> str:
