@@ -165,3 +165,15 @@ class TestToward:
         toward(y, target, ELEMENTS[element])
         assert torch.equal(y, before[0])
         assert torch.equal(target, before[1])
+
+
+DOWN, UP = [0, 0.5, 1, 1.5, 2, 3, 4], [0.5, 1, 1.5, 2, 3, 4, 6]
+TIES = {"nearest": [0, 1, 1, 2, 2, 4, 4], "away": UP, "stochastic": DOWN, "floor": DOWN, "ceil": UP}
+"""What each rounding makes of the points halfway between E2M1's neighbours, drawing 128 of 256. A new rounding needs a line."""
+
+
+def test_every_rounding_says_what_becomes_of_a_tie():
+    assert TIES.keys() == SCALE_ROUNDINGS.keys()
+    y = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    for name, rounded in SCALE_ROUNDINGS.items():
+        assert rounded(y, ELEMENTS["e2m1"], torch.full_like(y, 128.0), 8).tolist() == TIES[name]
