@@ -18,8 +18,9 @@ from ablate.edits import edits, versions_alone
 from ablate.estimate import Clock, Load, Timed
 from ablate.experiment import Experiment
 from ablate.forks import Family, note, wanted_elsewhere
-from ablate.ledger import DATA, FINISHED, Ledger
+from ablate.ledger import DATA, Ledger
 from ablate.ledger_integrity import strays, tally
+from ablate.ledger_rows import FINISHED
 from ablate.points import infeasible, inside, verdict
 from ablate.roles import CONFIRM, Role, role_of
 from ablate.store import Busy, Damaged, Store

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlencode
 
-from ablate.ledger import FINISHED, Ledger
+from ablate.ledger import Ledger
+from ablate.ledger_rows import FINISHED
 from ablate.metric_names import parse
 from ablate.store import Damaged, Store, parsed
 

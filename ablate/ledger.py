@@ -10,19 +10,13 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ablate import databases, ledger_schema, ledger_seals
+from ablate.ledger_rows import FINISHED, Trial, key_of
 from ablate.metric_names import Name, parse
 from ablate.roles import Role
-
-FINISHED = ("done", "diverged")
-"""Statuses of a trial that need never run again."""
-
-OVER = (*FINISHED, "failed", "oom", "pruned", "stopped")
-"""Statuses of a trial that does not run any more, for now."""
 
 DATA = "data:"
 """How the key of a fact begins that says, as JSON, what the data of this fingerprint are."""
@@ -30,36 +24,6 @@ DATA = "data:"
 _DISCARDED = "mlflow_discarded"
 """Fact: [trial's id, milliseconds, member's key or ""] as a JSON list: runs of MLflow that began before then are to be removed."""
 _WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A row of table `trials`: one workload, one recipe, one seed, one engine, whichever members it belongs to."""
-
-    trial: int
-    id: str
-    spec: str
-    """The resolved spec, as JSON."""
-    status: str
-    reason: str | None
-    seconds: float | None
-    reused: bool
-    """An earlier sweep ran it."""
-
-    @classmethod
-    def of(cls, row: sqlite3.Row) -> "Trial":
-        """Return the trial of a row that has these columns."""
-        return cls(*(row[field.name] for field in fields(cls)[:-1]), reused=bool(row["reused"]))
-
-    @property
-    def finished(self) -> bool:
-        """True for a trial that need never run again."""
-        return self.status in FINISHED
-
-
-def key_of(member: Mapping[str, Any]) -> str:
-    """Return the key by which a member's run in MLflow is found again."""
-    return f"{member['arm']}/{member['seed']}"
 
 
 class Ledger:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ablate.experiment import Experiment
-from ablate.ledger import OVER, Ledger
+from ablate.ledger import Ledger
+from ablate.ledger_rows import OVER
 from ablate.space import Dimension
 from ablate.surface import Constraint, Metric
 from ablate.yamlfile import InputError, nearest

@@ -16,8 +16,9 @@ from ablate.cli import Device, Profile, State, alone, console
 from ablate.control import damage, put_aside
 from ablate.controller import Controller
 from ablate.experiment import Experiment, load
-from ablate.ledger import FINISHED, Ledger
+from ablate.ledger import Ledger
 from ablate.ledger_progress import record_count
+from ablate.ledger_rows import FINISHED
 from ablate.place import find
 from ablate.store import Busy, Store, lock
 from ablate.verify import verify

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ablate.ledger import FINISHED, Ledger
+from ablate.ledger import Ledger
 from ablate.ledger_arrow import record_table
+from ablate.ledger_rows import FINISHED
 from ablate.metric_names import parse
 from ablate.workloads import WORKLOADS
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ablate.arms import label
-from ablate.ledger import OVER, Ledger
+from ablate.ledger import Ledger
+from ablate.ledger_rows import OVER
 from ablate.metric_names import FIRST_NONFINITE, parse
 from ablate.roles import CONFIRM, Role, role_of
 from ablate.stats import Difference, Interval, Verdict, judge, paired_difference

@@ -83,6 +83,7 @@ FLOORS = {
         "metric_names",
         "ledger",
         "ledger_schema",
+        "ledger_rows",
         "ledger_seals",
         "ledger_progress",
         "ledger_arrow",
@@ -103,7 +104,7 @@ FLOORS = {
 """A file imports only from lower floors. A folder is one inhabitant, whose files may import each other."""
 
 ALLOWED = {
-    "ledger": {"databases", "ledger_schema", "ledger_seals", "metric_names", "roles"},
+    "ledger": {"databases", "ledger_rows", "ledger_schema", "ledger_seals", "metric_names", "roles"},
     "store": {"lock_holder"},
     "ledger_schema": {"ledger_seals"},
     "ledger_progress": {"ledger"},

@@ -20,8 +20,9 @@ from typing import Any
 
 from ablate import surface
 from ablate.databases import path_of, set_journal
-from ablate.ledger import DATA, Ledger, key_of
+from ablate.ledger import DATA, Ledger
 from ablate.ledger_progress import unshipped_records
+from ablate.ledger_rows import key_of
 from ablate.redact import redact
 from ablate.store import Store, lock
 from ablate.tracking import database, runs

@@ -11,7 +11,8 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ablate.ledger import Ledger, key_of
+from ablate.ledger import Ledger
+from ablate.ledger_rows import key_of
 from ablate.metric_names import GAP, Name, parse
 from ablate.redact import redact
 from ablate.store import Store
