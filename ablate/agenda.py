@@ -21,7 +21,7 @@ from ablate.forks import Family, note, wanted_elsewhere
 from ablate.ledger import DATA, Ledger
 from ablate.ledger_integrity import strays, tally
 from ablate.ledger_rows import FINISHED
-from ablate.points import infeasible, inside, verdict
+from ablate.points import GivenUp, infeasible, inside
 from ablate.roles import CONFIRM, Role, role_of
 from ablate.store import Busy, Damaged, Store
 from ablate.trial import TrialSpec
@@ -423,7 +423,7 @@ class Agenda:
 
     def give_up(self, arm: int, step: int) -> None:
         """Settle the waiting trials of an arm that its pruner gave up before its ledger was lost, with the records of their folders."""
-        own, reason = self.ledger.own_trials(arm), verdict(self.experiment.search.pruner, step)
+        own, reason = self.ledger.own_trials(arm), GivenUp(self.experiment.search.pruner, step).reason
         for work in self.drop(lambda work: work.trial in own):
             self.ledger.record(work.trial, self.store.events(work.spec.id, strict=False))
             self.settle(work.trial, "pruned", reason)
