@@ -15,18 +15,19 @@ from typing import Any
 from ablate.arms import Arm, KnobError, label
 from ablate.data.facts import KINDS, facts
 from ablate.edits import edits, versions_alone
+from ablate.errors import InputError
 from ablate.estimate import Clock, Load, Timed
 from ablate.experiment import Experiment
+from ablate.files import Busy, Damaged
 from ablate.forks import Family, note, wanted_elsewhere
 from ablate.ledger import DATA, Ledger
 from ablate.ledger_integrity import strays, tally
 from ablate.ledger_rows import FINISHED
 from ablate.points import GivenUp, infeasible, inside
 from ablate.roles import CONFIRM, Role, role_of
-from ablate.store import Busy, Damaged, Store
-from ablate.trial import TrialSpec
+from ablate.store import Store
+from ablate.trial_spec import TrialSpec
 from ablate.verify import doubted
-from ablate.yamlfile import InputError
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from ablate.inference import FEWEST_RANKED, wilcoxon
 from ablate.ledger import Ledger
 from ablate.metric_names import parse
 from ablate.page import Code, Gallery, Part, Section, Table, Text, section
-from ablate.phases import never_began
 from ablate.published import agreement_notes, agreement_text, replications
 from ablate.records import frame
 from ablate.results import (
@@ -39,6 +38,7 @@ from ablate.results import (
 from ablate.stats import FEWEST_DISTINCT, MOST_SEEDS, Verdict, deviation_range, holm, paired_difference
 from ablate.store import Store
 from ablate.surface import Metric
+from ablate.unmet_phases import never_began
 from ablate.verdict_text import needed_text, verdict_notes, verdict_text
 from ablate.workloads import unit
 
@@ -100,12 +100,10 @@ class Answer:
         """What the main metric is counted in; nothing where that has no name."""
         return next((unit(member["spec"], self.metric.name) for member in self.ledger.members()), "")
 
-    @cached_property
-    def importance(self) -> dict[str, float]:
-        """By knob, the share of the main metric's variance over the search that it explains (fANOVA); none from a few arms."""
-        from ablate.search import importances  # Optuna: only for a search
-
-        return importances(self.ledger.path.parent / "optuna.log", self.ledger.name)
+    @property
+    def journal(self) -> Path:
+        """The journal of the sweep's study."""
+        return self.ledger.path.parent / "optuna.log"
 
     def records(self, *metrics: str) -> Any:
         """The tidy frame of these metrics, or patterns of them."""
@@ -340,9 +338,9 @@ class Answer:
         needs = f" Wilcoxon's test needs {FEWEST_RANKED} pairs: with fewer its two-sided p cannot fall below 5 %."
         return Table("checks", rows, caption + (needs if few else "")) if rows else None
 
-    def importances(self) -> Text | None:
-        """What fANOVA says, and what it does not."""
-        if not self.importance:
+    def importances(self, shares: Mapping[str, float]) -> Text | None:
+        """Say what knobs' shares of the variance mean (fANOVA), and what they do not. None without shares."""
+        if not shares:
             return None
         return Text(
             "Shares of the variance over the arms that were tried (fANOVA): where the sampler looked, not how large an effect is. A knob"

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, Tag, ValidationError
 
 from ablate.data import located
+from ablate.errors import nearest
 from ablate.hyperparameters import Training
 from ablate.numerics.spec import NEAR, Spec
 from ablate.phases import length, never_begins, shortest_cooldown
@@ -23,7 +24,7 @@ from ablate.recipes.layers import select
 from ablate.recipes.recipe import Layers
 from ablate.workloads import WORKLOADS
 from ablate.workloads.knobs import WORKLOAD_KNOBS
-from ablate.yamlfile import display, nearest
+from ablate.yamlfile import display
 
 _LONGEST_VALUE = 40
 _WORD, _RESERVED = re.compile(r"(?!-?\d+(\.\d+)?$)[\w.:-]+"), ("true", "false", "null")

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlencode
 
+from ablate.files import Damaged
 from ablate.ledger import Ledger
 from ablate.ledger_rows import FINISHED
 from ablate.metric_names import parse
-from ablate.store import Damaged, Store, parsed
+from ablate.store import Store, parsed
 
 _PAGE = 25_000
 Records = dict[tuple[int, str], float]

@@ -17,9 +17,9 @@ from rich.table import Table
 from ablate import linears, measure
 from ablate.cli import console, run, starting
 from ablate.engines.hardware import this_machine
+from ablate.errors import InputError, nearest
 from ablate.numerics.choices import DTYPES
 from ablate.recipes import PRESETS
-from ablate.yamlfile import InputError, nearest
 
 app = typer.Typer(help="How fast quantisers, layers and training steps are on this machine.", no_args_is_help=True)
 

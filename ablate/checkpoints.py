@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ablate.checkpoint_footer import CHECKPOINT_VERSION, seal, unsealed
 from ablate.engines.emulated import Engine
+from ablate.files import Damaged
 from ablate.parallel import gathered, placed, placed_optimizer, world
-from ablate.store import CHECKPOINT_VERSION, Damaged, seal, unsealed
 
 
 class Journal(Protocol):

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ablate import provenance
+from ablate.files import full
 from ablate.messages import Exited, MalformedMessage, Started, TrialRequest, message_of, send
 from ablate.rank import IMPORTS, SHARDING, launch
-from ablate.store import Store, full
-from ablate.trial import NO_SPACE, TrialSpec, exit_status, run
+from ablate.store import Store
+from ablate.trial import NO_SPACE, exit_status, run
+from ablate.trial_spec import TrialSpec
 
 _POLL_SECONDS = 0.5
 

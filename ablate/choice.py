@@ -8,10 +8,10 @@ from ablate.arms import Arm
 from ablate.engines import AUTO, ENGINES, proof
 from ablate.engines.hardware import EMULATE, NAMES, Machine, Refusal, refusal, stray_switch, this_machine
 from ablate.engines.te_mapping import MULTIPLE, families, recipe_refusals, refusals, variants
+from ablate.errors import nearest
 from ablate.hyperparameters import Training
 from ablate.layout import Layout
 from ablate.recipes.recipe import Products
-from ablate.yamlfile import nearest
 
 NATIVE = "transformer_engine"
 UNPROVEN = f"Transformer Engine's kernels have not been compared with it here; `{proof.COMMAND}` does that"

@@ -14,9 +14,8 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from ablate.plain_text import printable
-from ablate.private import ensure_home
-from ablate.yamlfile import InputError
+from ablate.errors import InputError, printable
+from ablate.files import ensure_home
 
 DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 

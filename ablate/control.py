@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ablate.databases import open_readonly, quick_check
+from ablate.errors import InputError, nearest
+from ablate.files import Holder, write
 from ablate.ledger import Ledger
 from ablate.ledger_integrity import flaw
-from ablate.lock_holder import Holder
-from ablate.store import write
-from ablate.yamlfile import InputError, nearest
 
 
 def folders(state: Path, words: Iterable[str] | None) -> list[Path]:

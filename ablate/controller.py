@@ -17,13 +17,14 @@ from typing import Any, Literal, Protocol
 from ablate import control, provenance
 from ablate.agenda import Agenda, Work
 from ablate.arms import KnobError
+from ablate.errors import one_line
 from ablate.experiment import Experiment
+from ablate.files import full
 from ablate.ledger import Ledger
 from ablate.messages import Ended, Event, Events, Message, Notice, TrialRequest, Waiting
 from ablate.metric_names import ENDINGS
-from ablate.plain_text import one_line
 from ablate.points import GivenUp
-from ablate.store import Store, full
+from ablate.store import Store
 
 _WAIT_SECONDS = 0.2
 _MLFLOW_GRACE_SECONDS = 30.0

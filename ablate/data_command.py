@@ -15,7 +15,7 @@ from ablate.cli import console
 from ablate.data import jobs, open_corpus, open_images, prepared, shards
 from ablate.data.documents import named
 from ablate.data.tokenisers import FILE, checked, open_tokeniser
-from ablate.yamlfile import InputError
+from ablate.errors import InputError
 
 app = typer.Typer(help="Prepare text for training, or look at data.", no_args_is_help=True)
 

@@ -21,8 +21,8 @@ from rich.text import Text
 from ablate.cli import DONE, FAILED, console, duration, run, starting
 from ablate.engines import ENGINES, proof
 from ablate.engines.hardware import Machine, this_machine
+from ablate.errors import InputError, nearest
 from ablate.numerics.spec import VERSION
-from ablate.yamlfile import InputError, nearest
 
 if TYPE_CHECKING:
     from ablate.parity import Comparison

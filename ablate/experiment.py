@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from ablate.arms import Arm, Base, KnobError, reason
 from ablate.choice import Choice, check, choose, misfit
+from ablate.errors import InputError, nearest
 from ablate.numerics.spec import Spec
 from ablate.phases import unreached
 from ablate.recipes import PRESETS, Recipe
@@ -31,9 +32,9 @@ from ablate.surface import (
     Search,
     TelemetryKeys,
 )
-from ablate.trial import TrialSpec
+from ablate.trial_spec import TrialSpec
 from ablate.workloads import WORKLOADS
-from ablate.yamlfile import Document, InputError, nearest, read
+from ablate.yamlfile import Document, read
 
 _LONGEST_NAME = 200
 """Bytes: file systems take 255, and files named after a sweep have suffixes."""

@@ -30,9 +30,9 @@ from rich.table import Table
 from ablate import audit
 from ablate.audit import Finding
 from ablate.databases import tables, url
+from ablate.errors import InputError
 from ablate.injections import CHECKPOINT, FAULTS, HARMS, KINDS, MIGRATION, Fault
 from ablate.processes import Server, Sweep, mlflow, postgres, postgres_programs, trials_in
-from ablate.yamlfile import InputError
 
 CHECKPOINT_SECONDS = 0.2
 PATIENCE_SECONDS = 5

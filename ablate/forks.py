@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ablate.ledger import Ledger
 from ablate.surface import TelemetryKeys
-from ablate.trial import TrialSpec
+from ablate.trial_spec import TrialSpec
 
 
 def note(telemetry: TelemetryKeys) -> str:

@@ -22,14 +22,15 @@ from rich.text import Text
 
 from ablate.cli import Json, Profile, State, alone, console, duration
 from ablate.control import folders, refusal
+from ablate.errors import InputError, one_line
 from ablate.ledger import Ledger
 from ablate.ledger_integrity import flaw
 from ablate.ledger_schema import has_table
 from ablate.place import find
-from ablate.plain_text import footnotes, markdown_cell, one_line
+from ablate.plain_text import footnotes, markdown_cell
 from ablate.recipes import PRESETS, Recipe
 from ablate.workloads import WORKLOADS
-from ablate.yamlfile import InputError, display
+from ablate.yamlfile import display
 
 if TYPE_CHECKING:
     from ablate.stats import Verdict  # SciPy: `ablate plan` does without

@@ -13,8 +13,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from ablate.redact import passwords, redact
-from ablate.yamlfile import InputError
+from ablate.errors import InputError, passwords, redact
 
 _POST_SECONDS = 10.0
 _COMMAND_SECONDS = 60.0

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ablate.plain_text import csv_cell, footnotes, markdown_cell, printable
+from ablate.errors import printable
+from ablate.plain_text import csv_cell, footnotes, markdown_cell
 
 
 class Part(Protocol):

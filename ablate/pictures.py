@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ablate.databases import path_of
+from ablate.errors import redact
 from ablate.experiment import Experiment
 from ablate.ledger import Ledger
 from ablate.markdown_summary import summary_markdown
 from ablate.points import GivenUp, Point, outcome, over, reports, warm
-from ablate.redact import redact
 from ablate.results import gap
 from ablate.search import REPEATS, Study
 from ablate.verdict_text import verdict_text

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ablate.databases import url
-from ablate.private import make_folder
-from ablate.redact import passwords, redact
-from ablate.yamlfile import InputError, nearest
+from ablate.errors import InputError, nearest, passwords, redact
+from ablate.files import make_folder
 
 FILE = "ablate.toml"
 ENVIRONMENT = {

@@ -6,35 +6,12 @@ altogether by `cli.console`.
 """
 
 import re
-import unicodedata
 from collections.abc import Sequence
 
-_JOINERS = "\u200c\u200d"
-"""Characters of Persian, of Indian scripts and of emoji, without a shape of their own."""
-_HIDDEN = ("Cc", "Cs", "Cf", "Zl", "Zp")
-"""Unicode categories that a terminal obeys or leaves out: controls, half pairs, formats (which turn the order of text), line breaks."""
+from ablate.errors import one_line
+
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
-
-
-def printable(text: str) -> str:
-    """Return the text with hidden characters shown as Python escapes (`\\x1b`). Line breaks stay."""
-    if text.isprintable():
-        return text
-    return "".join(_escaped(character) if _hidden(character) else character for character in text)
-
-
-def one_line(text: str) -> str:
-    """Return the text as `printable` does, line breaks shown as escapes, too: for a name within a line or a table."""
-    return printable(text).replace("\n", r"\n")
-
-
-def _hidden(character: str) -> bool:
-    return character != "\n" and character not in _JOINERS and unicodedata.category(character) in _HIDDEN
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:

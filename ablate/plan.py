@@ -16,18 +16,18 @@ from rich.text import Text
 from ablate.arms import Arm, KnobError
 from ablate.cli import Device, Profile, State, alone, console, duration
 from ablate.edits import redefined, redefinition
+from ablate.errors import one_line
 from ablate.estimate import Load, Pace, time_left, unproposed
 from ablate.experiment import Experiment, load
 from ablate.forks import Family, note
 from ablate.ledger import Ledger
 from ablate.place import Place, find
-from ablate.plain_text import one_line
 from ablate.recipe import placements
 from ablate.recipes.recipe import Layers
 from ablate.roles import role_of
 from ablate.space import conditions
 from ablate.store import Store
-from ablate.trial import TrialSpec
+from ablate.trial_spec import TrialSpec
 from ablate.workloads.finetune import Finetune
 from ablate.workloads.text import outlined
 from ablate.yamlfile import display

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ablate.errors import InputError, nearest
 from ablate.experiment import Experiment
 from ablate.ledger import Ledger
 from ablate.ledger_rows import OVER
 from ablate.space import Dimension
 from ablate.surface import Constraint, Metric
-from ablate.yamlfile import InputError, nearest
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 from ablate.layout import Layout
 from ablate.messages import GangPart, RankDied, TrialRequest, message_of, send
 from ablate.store import Store
-from ablate.trial import TrialSpec, exit_status, run, within_memory
+from ablate.trial import exit_status, run, within_memory
+from ablate.trial_spec import TrialSpec
 
 IMPORTS = ("torch.distributed.launcher.api", "ablate.parallel")
 """What takes long to import, once for all trials."""

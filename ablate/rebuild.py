@@ -15,14 +15,15 @@ import typer
 from ablate.cli import Device, Profile, State, alone, console
 from ablate.control import damage, put_aside
 from ablate.controller import Controller
+from ablate.errors import InputError
 from ablate.experiment import Experiment, load
+from ablate.files import Busy, lock
 from ablate.ledger import Ledger
 from ablate.ledger_progress import record_count
 from ablate.ledger_rows import FINISHED
 from ablate.place import find
-from ablate.store import Busy, Store, lock
+from ablate.store import Store
 from ablate.verify import verify
-from ablate.yamlfile import InputError
 
 _IDENTITY = re.compile(rb"id([0-9a-f]{32})")
 """How the sweep's identity lies in the ledger's file. Nothing else has it, and by it the sweep's runs are found again in MLflow."""

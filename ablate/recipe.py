@@ -11,13 +11,14 @@ from rich.text import Text
 
 from ablate.arms import Base, KnobError
 from ablate.cli import console
+from ablate.errors import InputError, nearest
 from ablate.numerics.choices import CANDIDATES, GEMM_OUTPUTS
 from ablate.numerics.spec import Quant
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import Layer, select
 from ablate.recipes.recipe import Product, Products, Wgrad
 from ablate.workloads.knobs import WORKLOAD_KNOBS
-from ablate.yamlfile import InputError, nearest, scalar
+from ablate.yamlfile import scalar
 
 app = typer.Typer(help="Look at recipes: one as a table, or two beside each other.", no_args_is_help=True)
 

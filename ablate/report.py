@@ -24,12 +24,12 @@ from ablate import __version__
 from ablate.cli import DONE, FAILED, Mlflow, Profile, State, alone, console, starting
 from ablate.control import check
 from ablate.databases import path_of
+from ablate.errors import InputError, nearest
+from ablate.files import short_for_sockets
 from ablate.ledger import Ledger
 from ablate.place import find
-from ablate.private import short_for_sockets
 from ablate.store import Store
 from ablate.verify import verify
-from ablate.yamlfile import InputError, nearest
 
 NOTEBOOKS = {
     "ablation": "Does it matter, and by how much?",

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ablate.arms import label
+from ablate.files import Damaged
 from ablate.ledger import Ledger
 from ablate.ledger_rows import OVER
 from ablate.metric_names import FIRST_NONFINITE, parse
 from ablate.roles import CONFIRM, Role, role_of
 from ablate.stats import Difference, Interval, Verdict, judge, paired_difference
-from ablate.store import Damaged, Store
+from ablate.store import Store
 from ablate.surface import Metric, Published
 from ablate.workloads import context_free
 

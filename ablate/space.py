@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ablate.errors import nearest
 from ablate.surface import ExperimentFile
 from ablate.workloads.knobs import WORKLOAD_KNOBS
-from ablate.yamlfile import Document, display, nearest
+from ablate.yamlfile import Document, display
 
 _KINDS = ("uniform", "int", "choice")
 

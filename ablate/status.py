@@ -19,16 +19,15 @@ from rich.text import Text
 
 from ablate.cli import DONE, FAILED, Json, Profile, State, Sweeps, alone, console, duration
 from ablate.control import changed, damage, folders, holder, refusal
+from ablate.errors import InputError, one_line
+from ablate.files import Holder
 from ablate.ledger import Ledger
 from ablate.ledger_progress import Attempt, last_attempt, pace, running_attempts
-from ablate.lock_holder import Holder
 from ablate.place import find
-from ablate.plain_text import one_line
 from ablate.store import Store
 from ablate.tracking import behind
 from ablate.verify import Mismatch, Verified, verify
 from ablate.workloads import WORKLOADS
-from ablate.yamlfile import InputError
 
 _REFRESH_SECONDS = 2.0
 _LOG_LINES = 5

@@ -8,9 +8,9 @@ import typer
 
 from ablate.cli import Profile, State, alone, console
 from ablate.control import folders, give, holder
+from ablate.errors import InputError, nearest
 from ablate.ledger import Ledger
 from ablate.place import find
-from ablate.yamlfile import InputError, nearest
 
 _TAKEN_SECONDS = 15.0
 """A controller looks for orders a few times a second, but for when it starts, or waits for a file system."""

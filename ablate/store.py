@@ -12,40 +12,24 @@ Nothing here is trusted because it is there. `result.json` has a digest of itsel
 line of events and each checkpoint has a checksum of its own. Whatever does not match raises `Damaged`, which names the file.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import math
-import os
 import shutil
 import struct
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import BufferedRandom
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any
 
-from ablate.lock_holder import Holder
+from ablate.checkpoint_footer import CHECKPOINT_VERSION, read_footer
+from ablate.files import Damaged, lock, read_json, synced, write
 
 _RECORD = struct.Struct("<qdd")
-_FOOTER = struct.Struct("<II8s")
-_MAGIC = b"ablate-1"
-CHECKPOINT_VERSION = 4
-"""Of the content of checkpoints; those of another version are not read."""
 _CRC = b', "crc": "'
 _OF_A_RESULT = {"status", "reason", "seconds", "started", "steps"}
-
-
-class Damaged(ValueError):
-    """A file that is not what was written into it; the message is a sentence that names it."""
-
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path}: {why}")
-        self.path = path
 
 
 class Tally:
@@ -205,7 +189,7 @@ class Store:
         """Return the step of the trial's own checkpoint, 0 if there is none that it can go on from. Reads the footer alone."""
         path = self.folder(trial) / "checkpoint.pt"
         with suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
-            about = _footer(file, path)
+            about = read_footer(file, path)
             if (about["version"], about["trial"]) == (CHECKPOINT_VERSION, trial):
                 return int(about["step"])
         return 0
@@ -362,142 +346,3 @@ def _counted(sealed: Mapping[str, Any]) -> str:
 def _number(path: Path) -> int:
     """The attempt that a file belongs to."""
     return int(path.stem.partition("-")[2])
-
-
-def write(path: Path, content: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one: temporary file, fsync, rename."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    with temporary.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file that `write` wrote. Damaged where it is none."""
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise Damaged(path, f"torn or damaged: {error}") from None
-    if not isinstance(content, dict):
-        raise Damaged(path, "damaged: it is no JSON object")
-    return content
-
-
-def synced(path: Path) -> None:
-    """Have the disk keep what was written to a file, or into a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# Checkpoints: any content, and a footer that says what it is and what its bytes were
-
-
-def seal(file: BufferedRandom, about: Mapping[str, Any]) -> None:
-    """Append the footer to a checkpoint that was just written: `about`, its size and its SHA-256."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    text = json.dumps({**about, "size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}).encode()
-    file.seek(0, os.SEEK_END)
-    file.write(text + _FOOTER.pack(len(text), zlib.crc32(text), _MAGIC))
-
-
-def unsealed(path: Path) -> dict[str, Any]:
-    """What a checkpoint's footer says. Damaged where its bytes are not those that were written, or where it has no footer."""
-    with path.open("rb") as file:
-        about = _footer(file, path)
-        digest, rest = hashlib.sha256(), about["size"]
-        file.seek(0)
-        while rest and (piece := file.read(min(rest, 1 << 24))):
-            digest.update(piece)
-            rest -= len(piece)
-    if digest.hexdigest() != about["sha256"]:
-        raise Damaged(path, "damaged: its bytes are not those that were written")
-    return about
-
-
-def _footer(file: BinaryIO, path: Path) -> dict[str, Any]:
-    """Return the footer of a checkpoint, whose content is not read. Damaged if there is none, or if it is not of a file of this size."""
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - _FOOTER.size))
-    footer = file.read()
-    if len(footer) < _FOOTER.size or not footer.endswith(_MAGIC):
-        raise Damaged(path, "without a digest: cut short, damaged, or of an earlier version")
-    length, crc, _ = _FOOTER.unpack(footer)
-    file.seek(max(0, end - _FOOTER.size - length))
-    text = file.read(length)
-    if zlib.crc32(text) != crc:
-        raise Damaged(path, "damaged: its footer is not what was written")
-    about = json.loads(text)
-    if about["size"] + length + _FOOTER.size != end:
-        raise Damaged(path, "damaged: its bytes are not those that were written")
-    return about
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The disk is full, the user's quota is used up, a file would exceed the largest size allowed."""
-_FULL_WORDS = ("disk is full", "PytorchStreamWriter failed writing")
-"""Words of SQLite and torch for the same, whose errors have no number."""
-
-
-def full(error: BaseException | None, folder: Path | None = None) -> bool:
-    """Return True if an error, or one that it came from, says that nothing more can be written: in a file, in SQLite, in torch.
-
-    SQLite does not tell a quota that is used up from a broken disk: with `folder`, a file that is written there decides.
-    """
-    if folder and getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR"):
-        try:
-            with tempfile.TemporaryFile(dir=folder) as probe:
-                probe.write(bytes(1 << 20))
-                probe.flush()
-                os.fsync(probe.fileno())
-        except OSError as refusal:
-            error = refusal
-    while error is not None:
-        if (isinstance(error, OSError) and error.errno in _FULL) or any(words in str(error) for words in _FULL_WORDS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-class Busy(Exception):
-    """Another process holds the lock; its text says which, as far as it is known."""
-
-    def __init__(self, holder: Holder | None) -> None:
-        super().__init__(str(holder or "unknown"))
-
-
-@contextmanager
-def lock(path: Path, wait: bool = True, attempt: int | None = None) -> Iterator[Callable[[], bool]]:
-    """Hold the lock file `path`, which names its holder; while another process does, wait, or raise Busy at once.
-
-    Gives a function: whether the file still names this holder.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
-        if wait:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        elif not _taken(file):
-            file.seek(0)
-            raise Busy(Holder.parse(file.read()))
-        holder = Holder.this_process(attempt).content
-        file.truncate(0)
-        file.write(holder)
-        file.flush()
-        yield lambda: path.exists() and path.read_text() == holder
-
-
-def _taken(file: TextIO) -> bool:
-    """Whether the lock could be had without waiting for its holder; who only asks whether it is held has it for an instant."""
-    for _ in range(5):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.01)
-        else:
-            return True
-    return False

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from ablate.files import Damaged
 from ablate.messages import (
     Ended,
     Events,
@@ -34,8 +35,9 @@ from ablate.messages import (
     message_of,
     parse_line,
 )
-from ablate.store import Damaged, Store
-from ablate.trial import NO_SPACE, OUT_OF_MEMORY, OutOfMemory, TrialSpec, run
+from ablate.store import Store
+from ablate.trial import NO_SPACE, OUT_OF_MEMORY, OutOfMemory, run
+from ablate.trial_spec import TrialSpec
 
 COMMAND = (sys.executable, "-m", "ablate.child")
 """The warm process: reads requests, and prints the messages of their trials."""

@@ -36,16 +36,15 @@ from ablate.cli import (
 from ablate.control import check, holder
 from ablate.controller import Controller, Outcome, Wishes
 from ablate.databases import network_file_system
+from ablate.errors import InputError, redact
 from ablate.experiment import Experiment, load
+from ablate.files import Busy, lock
 from ablate.notify import Hook
-from ablate.phases import never_began
 from ablate.place import Place, find, writable
 from ablate.plan import remarks, show
-from ablate.redact import redact
-from ablate.store import Busy, lock
 from ablate.surface import Resources
 from ablate.tracking import knock
-from ablate.yamlfile import InputError
+from ablate.unmet_phases import never_began
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
 _WHERE = "Where"

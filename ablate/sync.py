@@ -11,13 +11,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 from ablate.cli import DONE, FAILED, Mlflow, Profile, State, Sweeps, alone, console, heed_sigterm, interruption
 from ablate.control import check, damage, folders, holder, put_aside
 from ablate.databases import path_of
+from ablate.errors import InputError, redact
+from ablate.files import Busy, lock
 from ablate.ledger import Ledger
 from ablate.ledger_rows import FINISHED
 from ablate.place import Place, find
-from ablate.redact import redact
-from ablate.store import Busy, lock
 from ablate.tracking import behind, knock, unusable
-from ablate.yamlfile import InputError
 
 _LOOK_SECONDS = 0.25
 

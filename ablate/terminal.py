@@ -13,7 +13,8 @@ from rich.text import Text
 
 from ablate.cli import duration
 from ablate.controller import Progress
-from ablate.plain_text import footnotes, one_line
+from ablate.errors import one_line
+from ablate.plain_text import footnotes
 from ablate.published import Replication, agreement_notes, agreement_text
 from ablate.results import ArmSummary, Contrast, foremost, interval, number
 from ablate.stats import Verdict

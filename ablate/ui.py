@@ -39,11 +39,10 @@ from rich.text import Text
 from ablate.cli import DONE, Mlflow, Profile, State, alone, console
 from ablate.control import changed, folders
 from ablate.databases import path_of
+from ablate.errors import InputError, redact
 from ablate.ledger import Ledger
 from ablate.place import Place, find
-from ablate.redact import redact
 from ablate.tracking import page
-from ablate.yamlfile import InputError
 
 HOST = "127.0.0.1"
 _USUAL = {"mlflow": 5000, "optuna": 8080, "reports": 8000}

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ablate.files import Damaged
 from ablate.ledger import Ledger
 from ablate.ledger_integrity import flaw, strays, tally
 from ablate.ledger_rows import Trial
 from ablate.ledger_seals import is_sealed
-from ablate.store import Damaged, Store
+from ablate.store import Store
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,10 @@ nested ones can unfold into gigabytes. So are tags other than those of plain val
 words, integers beyond 64 bits, and characters that no file or terminal takes. Every refusal names line and column.
 """
 
-import difflib
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,8 @@ from ruamel.yaml.events import (
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
+from ablate.errors import InputError, Problem, nearest, one_line
+
 _LARGEST_FILE = 1 << 20
 _DEEPEST = 64
 _LARGEST_INTEGER = (1 << 63) - 1
@@ -41,32 +41,9 @@ _TAGS = {
     MappingStartEvent: ("tag:yaml.org,2002:map",),
 }
 """Tags that say of a value what it is anyway."""
-_WORD = 100
-"""Characters of a word that are compared with others, which takes the square of their number."""
 _UNSHOWN = object()
 
 Path_ = tuple[str | int, ...]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a file, and where: `line` and `column` count from 1."""
-
-    file: str
-    line: int
-    column: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}: {self.message}"
-
-
-class InputError(Exception):
-    """What a user gave cannot be run: all problems at once. Ends a command with status 2."""
-
-    def __init__(self, problems: Sequence[Problem | str]) -> None:
-        super().__init__("\n".join(map(str, problems)))
-        self.problems = list(problems)
 
 
 @dataclass
@@ -141,29 +118,12 @@ def scalar(text: str) -> Any:
         return text
 
 
-def one_line(text: str) -> str:
-    """The text with line breaks and characters that do not print written as escapes."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
 def display(value: Any) -> str:
     """A value as YAML writes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def nearest(word: str, known: Iterable[str], count: int = 6) -> str:
-    """`'clip' is the nearest of clip, element, ...`: what a mistyped word may have meant."""
-    return _nearest(word, tuple(known), count)
-
-
-@lru_cache(maxsize=256)
-def _nearest(word: str, known: tuple[str, ...], count: int) -> str:
-    near = difflib.get_close_matches(word[:_WORD], known[:_MOST_NOTED], n=count, cutoff=0.0)
-    listed = ", ".join(near + ([f"... ({len(known)} in all)"] if len(known) > len(near) else []))
-    return f"{near[0]!r} is the nearest of {listed}" if near else "nothing can be set here"
 
 
 def read(path: Path) -> Document:

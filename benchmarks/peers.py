@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ablate import provenance
 from ablate.cli import console, run
-from ablate.yamlfile import InputError
+from ablate.errors import InputError
 
 app = typer.Typer(
     help="Ours beside the public libraries that emulate NVFP4 on a CPU: one run, interleaved rounds, medians, one thread.",

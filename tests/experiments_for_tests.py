@@ -14,12 +14,12 @@ import numpy as np
 import psutil
 
 from ablate.controller import Controller, Outcome
+from ablate.errors import InputError, Problem
 from ablate.experiment import Experiment, load
 from ablate.ledger import Ledger
 from ablate.messages import Events, Message, TrialRequest
 from ablate.supervisor import Supervisor
 from ablate.workers import Inline
-from ablate.yamlfile import InputError, Problem
 
 VOCAB = 64
 SHAPE = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 2, "steps": 4, "eval_every": 2, "eval_tokens": 64}

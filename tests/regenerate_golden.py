@@ -18,7 +18,7 @@ from conftest import write_shards
 from ablate.data import Shards
 from ablate.recipes import PRESETS, Recipe
 from ablate.train import Telemetry
-from ablate.trial import TrialSpec
+from ablate.trial_spec import TrialSpec
 from ablate.workloads.gpt import Gpt
 
 FOLDER = Path(__file__).parent / "golden"

@@ -16,6 +16,7 @@ from gates_for_tests import Gate
 
 from ablate import control, controller
 from ablate.controller import Controller, Outcome, Wishes
+from ablate.errors import InputError
 from ablate.ledger import Ledger
 from ablate.messages import Message, TrialRequest
 from ablate.numerics import spec as numerics
@@ -24,7 +25,6 @@ from ablate.supervisor import run_inline
 from ablate.trial import Superseded, run
 from ablate.verify import verify
 from ablate.workers import Inline
-from ablate.yamlfile import InputError
 
 OWN = ("throughput/", "memory/")
 

@@ -15,6 +15,7 @@ from experiments_for_tests import SHAPE, events_of, shards, tiny, until
 from gates_for_tests import Gate
 
 from ablate.arms import Base
+from ablate.checkpoint_footer import CHECKPOINT_VERSION, seal
 from ablate.checkpoints import Checkpoints
 from ablate.controller import Controller, Wishes
 from ablate.forks import Family
@@ -23,9 +24,10 @@ from ablate.messages import TrialRequest
 from ablate.plan import forecast
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Phase
-from ablate.store import CHECKPOINT_VERSION, Store, seal
+from ablate.store import Store
 from ablate.supervisor import Supervisor
-from ablate.trial import TrialSpec, run
+from ablate.trial import run
+from ablate.trial_spec import TrialSpec
 from ablate.workers import Inline
 from ablate.workloads.gpt import Gpt
 

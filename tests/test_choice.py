@@ -14,9 +14,9 @@ from ablate.arms import Base, KnobError
 from ablate.choice import UNPROVEN, Choice, choose
 from ablate.engines import hardware, proof
 from ablate.engines.hardware import Machine, this_machine
+from ablate.errors import InputError
 from ablate.experiment import load
 from ablate.layout import Layout
-from ablate.yamlfile import InputError
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
 BARE = Machine("2.20.2", native=True)

@@ -35,7 +35,7 @@ from test_experiment import EXPERIMENTS
 from test_search import trials
 
 from ablate import __version__
-from ablate.store import lock
+from ablate.files import lock
 from ablate.sweep import _reading
 
 RUN = """

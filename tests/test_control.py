@@ -12,9 +12,8 @@ from experiments_for_tests import sweep, tiny
 from test_store import HOLD
 
 from ablate.control import check, damage, folders, give, holder, take
-from ablate.lock_holder import Holder
-from ablate.store import lock
-from ablate.yamlfile import InputError
+from ablate.errors import InputError
+from ablate.files import Holder, lock
 
 
 def test_orders_are_taken_once_in_order_of_arrival(tmp_path):

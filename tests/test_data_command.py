@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from ablate.data import open_corpus
 from ablate.data.corpus import Prepared
 from ablate.data_command import app
-from ablate.yamlfile import InputError
+from ablate.errors import InputError
 
 TEXT = "".join(f"Line {n} of a text about nothing in particular.\n" for n in range(600))
 

@@ -13,10 +13,10 @@ from experiments_for_tests import ledger, problems, statuses, sweep, tiny, write
 
 from ablate import databases
 from ablate.control import damage
+from ablate.errors import InputError
 from ablate.ledger import Ledger
 from ablate.place import find
 from ablate.records import frame
-from ablate.yamlfile import InputError
 
 AWKWARD = ("a?b", "a#b", "a%b", "a%20b", "a b&c=d;e", "ü?mode=memory#%3F")
 LOCAL = "/dev/vda / ext4 rw 0 0\n"

@@ -13,7 +13,7 @@ from experiments_for_tests import ablate, environment, statuses, until, write
 from gates_for_tests import Gate
 
 from ablate.control import holder
-from ablate.store import lock
+from ablate.files import lock
 
 
 @pytest.fixture(scope="module")

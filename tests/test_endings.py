@@ -15,8 +15,8 @@ from commands_for_tests import INLINE, here
 from experiments_for_tests import end, environment, ledger, start, statuses, sweep, tiny, until, write
 
 from ablate.databases import open_readonly
+from ablate.files import full
 from ablate.messages import Ended, Exited, TrialRequest
-from ablate.store import full
 from ablate.supervisor import _end
 from ablate.trial import NO_SPACE
 

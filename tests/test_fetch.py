@@ -9,10 +9,10 @@ import pytest
 from experiments_for_tests import ledger, sweep, tiny
 from test_controller import WILD
 
+from ablate.errors import InputError
 from ablate.ledger import Ledger
 from ablate.results import contrasts, metric_of, summaries
 from ablate.tracking import fetch, shown
-from ablate.yamlfile import InputError
 
 pytestmark = [
     pytest.mark.services,

@@ -14,7 +14,7 @@ from ablate.data.corpus import HubText, Prepared, Text
 from ablate.data.images import Cifar10, Folder, HubImages
 from ablate.experiment import load
 from ablate.plan import remarks
-from ablate.trial import TrialSpec
+from ablate.trial_spec import TrialSpec
 from ablate.workloads.gpt import Gpt
 
 RELATIVE = {"train": "tokens/train.bin", "val": "tokens/val*.bin", "vocab": VOCAB}

@@ -8,11 +8,12 @@ from experiments_for_tests import ledger, problems, statuses, sweep, tiny
 
 from ablate.answer import Answer
 from ablate.arms import KnobError
+from ablate.errors import InputError
 from ablate.ledger import Ledger
-from ablate.phases import never_began, never_begins, shortest_cooldown
+from ablate.phases import never_begins, shortest_cooldown
 from ablate.recipe import resolve
 from ablate.recipes.recipe import Phase, Run
-from ablate.yamlfile import InputError
+from ablate.unmet_phases import never_began
 
 STEPS = {"steps": 20, "eval_every": 10}
 

@@ -3,9 +3,8 @@
 import pytest
 from experiments_for_tests import ablate
 
+from ablate.errors import InputError, passwords, redact
 from ablate.place import ENVIRONMENT, destination, find
-from ablate.redact import passwords, redact
-from ablate.yamlfile import InputError
 
 LAB = """
 [profile.lab]

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from ablate import page
 from ablate.cli import Screen
-from ablate.plain_text import csv_cell, markdown_cell, one_line, printable
+from ablate.errors import one_line, printable
+from ablate.plain_text import csv_cell, markdown_cell
 
 NASTY = (
     "[/]",

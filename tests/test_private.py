@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from experiments_for_tests import environment
 
+from ablate.errors import InputError
+from ablate.files import keep_file, make_folder, short_for_sockets, temporary_folder
 from ablate.place import find, writable
-from ablate.private import keep_file, make_folder, short_for_sockets, temporary_folder
 from ablate.ui import calls_us, own_names
-from ablate.yamlfile import InputError
 
 LISTENING = """
 import signal, psutil

@@ -13,8 +13,8 @@ from test_control import middle
 from test_tracking import runs
 
 from ablate.control import damage
+from ablate.files import lock
 from ablate.search import points
-from ablate.store import lock
 
 HARMS = {"text": lambda content: b"not a database" * 1000, "pages": middle, "half": lambda content: content[: len(content) // 2]}
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from experiments_for_tests import ablate
 
+from ablate.errors import InputError
 from ablate.recipe import differences, layers_of, placements, resolve, rest
 from ablate.recipes import PRESETS, SLOTS, Recipe
-from ablate.yamlfile import InputError
 
 
 def test_show_prints_three_products_with_six_operands_and_the_source():

@@ -15,7 +15,7 @@ import pytest
 from ablate.arms import Base
 from ablate.experiment import load
 from ablate.recipes import PRESETS, Recipe
-from ablate.trial import TrialSpec
+from ablate.trial_spec import TrialSpec
 from ablate.workloads.idle import Idle
 
 ROOT = Path(__file__).parent.parent

@@ -14,10 +14,10 @@ from experiments_for_tests import ablate, sweep, tiny, write
 from ablate import report
 from ablate.answer import Answer
 from ablate.data.montage import montage
+from ablate.errors import InputError
 from ablate.ledger import Ledger
 from ablate.report import NOTEBOOKS, ReportError, analysis, is_current, make
 from ablate.results import open_ledger
-from ablate.yamlfile import InputError
 
 SEARCH = {
     "ablate": {"workload.lr": {"uniform": [1e-4, 1e-2]}, "rht": [True, False]},

@@ -17,7 +17,8 @@ from ablate.controller import Controller
 from ablate.messages import Ended
 from ablate.metric_names import parse
 from ablate.store import Store
-from ablate.trial import TrialSpec, run
+from ablate.trial import run
+from ablate.trial_spec import TrialSpec
 from ablate.workers import Inline
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ import json, sys, time
 from pathlib import Path
 from ablate.control import take
 from ablate.experiment import load
-from ablate.store import lock
+from ablate.files import lock
 folder = Path(sys.argv[1])
 with lock(folder / "lock"):
     print("ready", flush=True)

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 from experiments_for_tests import until
 
+from ablate.files import Busy, Damaged, lock, write
 from ablate.ledger import Ledger
 from ablate.ledger_integrity import tally
-from ablate.store import Busy, Damaged, Store, Tally, line, lock, write
+from ablate.store import Store, Tally, line
 
 HOLD = """
-import sys, time; from pathlib import Path; from ablate.store import lock
+import sys, time; from pathlib import Path; from ablate.files import lock
 with lock(Path(sys.argv[1])):
     print(1, flush=True)
     time.sleep(60)

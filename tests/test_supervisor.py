@@ -20,7 +20,7 @@ from ablate.messages import Ended, Events, Exited, Message, TrialRequest, parse_
 from ablate.recipes import PRESETS
 from ablate.store import Store
 from ablate.supervisor import Supervisor, run_inline
-from ablate.trial import TrialSpec
+from ablate.trial_spec import TrialSpec
 from ablate.workloads.idle import Idle
 
 pytestmark = pytest.mark.slow
@@ -295,7 +295,7 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
 COUNTING = """
 import functools, json, os, pathlib, sys
 from ablate import child
-from ablate.trial import TrialSpec
+from ablate.trial_spec import TrialSpec
 
 def loads(text):
     with pathlib.Path(sys.argv[1]).open("a") as file: print(os.getpid(), len(text), file=file)

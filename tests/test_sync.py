@@ -17,7 +17,7 @@ from test_store import HOLD
 from test_tracking import histories, runs
 
 from ablate import controller
-from ablate.store import lock
+from ablate.files import lock
 from ablate.tracking import shown
 
 pytestmark = [

@@ -10,7 +10,8 @@ from ablate.numerics.spec import Hadamard, Outer, Quant
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.recipe import Fprop, Wgrad
 from ablate.store import Store
-from ablate.trial import TrialSpec, run
+from ablate.trial import run
+from ablate.trial_spec import TrialSpec
 from ablate.workloads import WORKLOADS
 from ablate.workloads.gpt import Gpt
 

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from ablate.yamlfile import InputError, Problem, nearest, parse, read
+from ablate.errors import InputError, Problem, nearest
+from ablate.yamlfile import parse, read
 
 
 def complaints(text: str) -> list[Problem | str]:

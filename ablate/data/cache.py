@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ablate.store import Busy, lock, write
+from ablate.files import Busy, lock, write
 
 VARIABLE = "ABLATE_CACHE"
 _BLOCK = 1 << 20

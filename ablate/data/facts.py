@@ -5,7 +5,7 @@ from typing import Any
 from ablate.data import hub
 from ablate.data.corpus import Corpus, HubText, Prepared, Shards, Source, Text, open_corpus
 from ablate.data.images import Cifar10, Cifar100, Folder, HubImages, ImageSet, ImageSource, open_images
-from ablate.redact import redact
+from ablate.errors import redact
 
 _IMAGES = (Cifar10, Cifar100, Folder, HubImages)
 _PLACE = {Shards: "train", Text: "text", Prepared: "prepared", Cifar10: "cifar10", Cifar100: "cifar100", Folder: "folder"}

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from ablate.data.cache import digest, key_of, remembered
-from ablate.redact import redact
+from ablate.errors import redact
 
 _EXTRA = "pip install 'ablate-fp4[hf]'"
 _SECONDS = 15.0

@@ -13,8 +13,8 @@ from ablate.data.documents import Piece
 from ablate.data.jobs import Job
 from ablate.data.shards import Tokens
 from ablate.data.tokenisers import FILE, Tokeniser, open_tokeniser
+from ablate.files import write
 from ablate.numerics.spec import Spec
-from ablate.store import write
 
 ABOUT = "data.json"
 _PIECES = 256

@@ -11,8 +11,8 @@ from typing import Any
 
 from ablate.data.cache import key_of, root
 from ablate.engines.hardware import PARTS, Machine, driver, installed
+from ablate.files import write
 from ablate.numerics.spec import VERSION
-from ablate.store import write
 
 PROTOCOL = 2
 """Raise by hand when a comparison looks at more, so that earlier ones no longer count."""

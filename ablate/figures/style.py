@@ -23,7 +23,8 @@ from matplotlib.image import AxesImage
 from matplotlib.legend import Legend
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 
-from ablate.plain_text import csv_cell, printable
+from ablate.errors import printable
+from ablate.plain_text import csv_cell
 
 MOST_ARMS = 40
 """Of a picture: more lines are not read, and take minutes to draw."""

@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ablate.data.cache import key_of, remembered
+from ablate.errors import one_line
 from ablate.models import library
 from ablate.models.source import Outline, Source, fingerprint
 from ablate.recipes.layers import Layer
-from ablate.yamlfile import one_line
 
 _MOST = {"layer": 1024, "block": 1024, "expert": 4096}
 """Largest numbers in fields of a configuration whose names have these words: a model is built of so many modules to be described."""

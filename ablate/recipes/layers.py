@@ -16,8 +16,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
+from ablate.errors import nearest
 from ablate.numerics.spec import Spec
-from ablate.yamlfile import nearest
 
 LISTS = ("blocks", "layers", "layer", "h")
 """Names of the module lists that hold a model's blocks; the first three also behind a prefix, such as `decoder_layers`."""

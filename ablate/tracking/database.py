@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ablate.control import damage, put_aside
 from ablate.databases import open_readonly, path_of, tables, url
-from ablate.yamlfile import InputError
+from ablate.errors import InputError
 
 _TABLES = {"alembic_version", "experiments", "runs", "metrics", "params", "tags"}
 """Tables by which a database is known as MLflow's; which of them are there depends on how far a migration came."""

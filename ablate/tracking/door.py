@@ -8,8 +8,7 @@ import urllib.error
 import urllib.request
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from ablate.redact import redact
-from ablate.yamlfile import InputError
+from ablate.errors import InputError, redact
 
 _USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 _REFUSED = (401, 403)

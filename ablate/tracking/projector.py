@@ -20,11 +20,12 @@ from typing import Any
 
 from ablate import surface
 from ablate.databases import path_of, set_journal
+from ablate.errors import redact
+from ablate.files import lock
 from ablate.ledger import DATA, Ledger
 from ablate.ledger_progress import unshipped_records
 from ablate.ledger_rows import key_of
-from ablate.redact import redact
-from ablate.store import Store, lock
+from ablate.store import Store
 from ablate.tracking import database, runs
 from ablate.tracking.door import plainly
 from ablate.workloads import unit

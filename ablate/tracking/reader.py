@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ablate.databases import open_readonly, path_of
+from ablate.errors import InputError, nearest, redact
 from ablate.ledger import Ledger
 from ablate.metric_names import GAP, parse
-from ablate.redact import redact
 from ablate.tracking.database import revision
 from ablate.tracking.door import plainly
-from ablate.yamlfile import InputError, nearest
 
 _LOOK_SECONDS = 5.0
 _RUNS_A_PAGE = 200

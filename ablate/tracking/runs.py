@@ -11,10 +11,10 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from ablate.errors import redact
 from ablate.ledger import Ledger
 from ablate.ledger_rows import key_of
 from ablate.metric_names import GAP, Name, parse
-from ablate.redact import redact
 from ablate.store import Store
 from ablate.workloads import context_free, unit
 

@@ -13,8 +13,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
 
+from ablate.checkpoint_footer import unsealed
+from ablate.files import Busy, Damaged, write
 from ablate.messages import Ended, Events, Forked, Message, TrialRequest
-from ablate.store import Busy, Damaged, Store, line, unsealed, write
+from ablate.store import Store, line
 from ablate.workers.actor import PIECE, Left
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ablate.private import keep_file, short_for_sockets
+from ablate.files import keep_file, short_for_sockets
 
 LOOK_SECONDS = 2.0
 _LOOPBACK = "127.0.0.1"

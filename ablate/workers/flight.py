@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ablate.files import full
 from ablate.messages import Ended, Message, TrialRequest, Waiting
-from ablate.store import full
 from ablate.workers.actor import Left, versions
 from ablate.workers.apart import Mirror
 from ablate.workers.cluster import skew, unusable

@@ -19,7 +19,7 @@ from sweeps import RECORDS, TINY, experiment, grid, ledger, rows, say, script, s
 
 from ablate import provenance
 from ablate.cli import console, run
-from ablate.yamlfile import InputError, nearest
+from ablate.errors import InputError, nearest
 
 WORKERS = 2
 EVERY_STEP = {"log": 1, "every": 1000, "shadow": 1000}

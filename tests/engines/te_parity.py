@@ -32,7 +32,8 @@ from ablate.parity.draws import stochastic_draws  # noqa: E402
 from ablate.parity.linears import exact_products  # noqa: E402
 from ablate.parity.training import short_training  # noqa: E402
 from ablate.store import Store  # noqa: E402
-from ablate.trial import TrialSpec, run  # noqa: E402
+from ablate.trial import run  # noqa: E402
+from ablate.trial_spec import TrialSpec  # noqa: E402
 from ablate.workloads import WORKLOADS  # noqa: E402
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))

@@ -18,7 +18,7 @@ from ablate.recipes import PRESETS, SLOTS, Recipe
 from ablate.recipes.recipe import Layers, Run
 from ablate.train import Prepared, Telemetry, train
 from ablate.transformer import Transformer, initialise
-from ablate.trial import TrialSpec
+from ablate.trial_spec import TrialSpec
 from ablate.workloads.gpt import Gpt
 
 NVFP4 = PRESETS["nvfp4"]()

@@ -16,7 +16,7 @@ from ablate.hyperparameters import FINAL
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import OsciReset, QEma, QRamping, Recipe, Weights
 from ablate.train import Record, Telemetry
-from ablate.trial import TrialSpec
+from ablate.trial_spec import TrialSpec
 from ablate.workloads import WORKLOADS
 from ablate.workloads.trained import Trained
 
@@ -77,7 +77,8 @@ def test_the_default_and_the_small_instance_have_no_problems(name, workload):
 
 def test_planning_it_loads_no_heavy_library(name):
     code = (
-        "import sys; from ablate.workloads import WORKLOADS, unit; from ablate.trial import TrialSpec; from ablate.recipes import PRESETS\n"
+        "import sys; from ablate.workloads import WORKLOADS, unit; from ablate.trial_spec import TrialSpec\n"
+        "from ablate.recipes import PRESETS\n"
         f"config = WORKLOADS[{name!r}]()\n"
         "list(config.problems()), config.cost(True), config.blocks, config.linear_layers, config.tokens_per_step\n"
         "config.recorded('val/loss')\n"

@@ -11,6 +11,7 @@ from experiments_for_tests import shards
 
 from ablate.checkpoints import Checkpoints
 from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.errors import InputError
 from ablate.experiment import load
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Layers, Rule, Run
@@ -18,7 +19,6 @@ from ablate.supervisor import Watch
 from ablate.train import Telemetry
 from ablate.workloads.finetune import Base, Finetune, Lora
 from ablate.workloads.gpt import Gpt
-from ablate.yamlfile import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 NVFP4 = PRESETS["nvfp4"]()

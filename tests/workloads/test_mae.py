@@ -16,7 +16,8 @@ from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Recipe, Run
 from ablate.store import Store
 from ablate.train import Telemetry
-from ablate.trial import TrialSpec, run
+from ablate.trial import run
+from ablate.trial_spec import TrialSpec
 from ablate.workloads.mae import Mae, Stack
 
 BF16 = PRESETS["bf16"]()
