@@ -212,10 +212,10 @@ def mutant(number: int, texts: list[str]) -> bytes:
 
 def run(first: int, count: int, seconds: float | None = None, megabytes: float | None = None, keep: Path | None = None) -> Tally:
     """Load and plan mutants `first` to `first + count - 1` in an empty folder. `keep`: where their files are left."""
+    from ablate.cli.plan import show
+    from ablate.cli.settings import find
     from ablate.errors import InputError, Problem
-    from ablate.experiment import load
-    from ablate.place import find
-    from ablate.plan import show
+    from ablate.experiment.load import load
 
     texts, tally = originals(), Tally()
     with _folder() as folder:
@@ -303,7 +303,7 @@ def _limit(seconds: float | None) -> Iterator[None]:
 
 
 def _tree(text: str) -> Any:
-    from ablate.yamlfile import parse
+    from ablate.experiment.yaml_document import parse
 
     return parse(text, "original").value
 

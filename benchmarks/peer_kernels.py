@@ -11,9 +11,9 @@ import torch
 from peer_entry import Entry
 from torch import Tensor
 
-from ablate import peers
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Quant
+from ablate.verification import peers
 
 Call = Callable[[], Any]
 NVFP4 = Quant()  # blocks of 1x16, E2M1, E4M3 scales, the tensor's amax, round to nearest

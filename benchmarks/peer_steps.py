@@ -13,10 +13,10 @@ from peer_entry import Entry
 from peer_kernels import FAKE, absent
 from torch import Tensor, nn
 
-from ablate import peers
 from ablate.recipes import PRESETS
-from ablate.train import Telemetry
-from ablate.workloads.gpt import Gpt
+from ablate.training.loop import Telemetry
+from ablate.training.workloads.gpt import Gpt
+from ablate.verification import peers
 
 NEVER = 10**6
 HADAMARD = "its Hadamard matrix put on the CPU from outside"

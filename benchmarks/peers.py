@@ -15,7 +15,7 @@ from peer_entry import WARM_UP, Entry, measure
 from rich.table import Table
 
 from ablate import provenance
-from ablate.cli import console, run
+from ablate.cli.common import console, run
 from ablate.errors import InputError
 
 app = typer.Typer(
@@ -101,7 +101,7 @@ def _quietly_on_one_thread() -> None:
     """As a trial of ours runs; and without the libraries' advice between the rows."""
     import torch
 
-    from ablate.child import tune_process
+    from ablate.execution.trial_process import tune_process
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -99,8 +99,8 @@ def transformer_engine_packages() -> list[str]:
 
 def incomplete() -> list[str]:
     """What this installation lacks, in words."""
+    from ablate.cli.report import NOTEBOOKS, analysis
     from ablate.numerics.kernels import cpu
-    from ablate.report import NOTEBOOKS, analysis
 
     missing = [] if cpu.build() else ["there are no compiled quantisers: see the warnings of the build"]
     return missing + [f"there is no {analysis() / name}.ipynb" for name in NOTEBOOKS if not (analysis() / f"{name}.ipynb").exists()]

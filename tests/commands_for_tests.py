@@ -11,7 +11,7 @@ from unittest import mock
 from experiments_for_tests import environment
 
 from ablate.__main__ import main
-from ablate.doctor import Checkup
+from ablate.cli.doctor import Checkup
 
 INLINE = ("--executor", "inline", "--mlflow", "none")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from ablate.processes import Server, free_port
+from ablate.verification.services import Server, free_port
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docker" / "compose.yaml"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ablate.data import Shards
+from ablate.training.data import Shards
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which every command under test would inherit

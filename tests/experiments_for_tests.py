@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from ablate.controller import Controller, Outcome
 from ablate.errors import InputError, Problem
-from ablate.experiment import Experiment, load
-from ablate.ledger import Ledger
-from ablate.messages import Events, Message, TrialRequest
-from ablate.supervisor import Supervisor
-from ablate.workers import Inline
+from ablate.execution.controller import Controller
+from ablate.execution.messages import Events, Message, TrialRequest
+from ablate.execution.progress import Outcome
+from ablate.execution.supervisor import Supervisor
+from ablate.execution.workers import Inline
+from ablate.experiment.load import Experiment, load
+from ablate.results.ledger import Ledger
 
 VOCAB = 64
 SHAPE = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 2, "steps": 4, "eval_every": 2, "eval_tokens": 64}
@@ -146,7 +147,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 PROGRAM = """
-import ablate.doctor
+import ablate.cli.doctor
 ablate.doctor.COMMAND = ("true",)
 from ablate.__main__ import main
 main()

@@ -22,23 +22,11 @@ from torch import Tensor
 from ablate.numerics.census import census
 from ablate.numerics.history import History
 from ablate.numerics.kernels import cpu
+from ablate.numerics.partition import Share
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Keep, Operand, quantize
 from ablate.numerics.scaling import BLOCK_STATISTICS, STATISTICS
-from ablate.numerics.share import Share
-from ablate.numerics.spec import (
-    BlockScale,
-    Dge,
-    Hadamard,
-    Outer,
-    Quant,
-    Range,
-    Select,
-    Spec,
-    Transform,
-    grain,
-    tag,
-)
+from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Select, Spec, Transform, grain, tag
 
 Draw = Callable[[Random], Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ablate.rank import SHARDING
+from ablate.execution.rank_process import SHARDING
 
 for module in SHARDING:  # by every rank otherwise
     importlib.import_module(module)

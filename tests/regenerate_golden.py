@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from conftest import write_shards
 
-from ablate.data import Shards
+from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS, Recipe
-from ablate.train import Telemetry
-from ablate.trial_spec import TrialSpec
-from ablate.workloads.gpt import Gpt
+from ablate.training.data import Shards
+from ablate.training.loop import Telemetry
+from ablate.training.workloads.gpt import Gpt
 
 FOLDER = Path(__file__).parent / "golden"
 TRACED = ("bf16", "nvfp4")

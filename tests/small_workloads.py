@@ -2,11 +2,11 @@
 
 from experiments_for_tests import SHAPE, shards
 
-from ablate.workloads.finetune import Finetune, Lora
-from ablate.workloads.gpt import Gpt
-from ablate.workloads.idle import Idle
-from ablate.workloads.mae import Mae, Stack
-from ablate.workloads.tensors import Tensors
+from ablate.training.workloads.finetune import Finetune, Lora
+from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.idle import Idle
+from ablate.training.workloads.mae import Mae, Stack
+from ablate.training.workloads.tensors import Tensors
 
 SMALL = {
     "gpt": lambda folder: Gpt(**(SHAPE | {"data": shards(folder), "steps": 8, "eval_every": 4, "accumulate": 2})),

@@ -14,17 +14,18 @@ import pytest
 from experiments_for_tests import Children, events_of, ledger, statuses, sweep, tiny, values
 from gates_for_tests import Gate
 
-from ablate import control, controller
-from ablate.controller import Controller, Outcome, Wishes
 from ablate.errors import InputError
-from ablate.ledger import Ledger
-from ablate.messages import Message, TrialRequest
+from ablate.execution import controller, sweep_control
+from ablate.execution.controller import Controller
+from ablate.execution.messages import Message, TrialRequest
+from ablate.execution.progress import Outcome, Wishes
+from ablate.execution.supervisor import run_inline
+from ablate.execution.trial_runner import Superseded, run
+from ablate.execution.workers import Inline
 from ablate.numerics import spec as numerics
-from ablate.store import Store
-from ablate.supervisor import run_inline
-from ablate.trial import Superseded, run
-from ablate.verify import verify
-from ablate.workers import Inline
+from ablate.results.ledger import Ledger
+from ablate.results.trial_store import Store
+from ablate.results.verify import verify
 
 OWN = ("throughput/", "memory/")
 
@@ -248,7 +249,7 @@ def ordered(state: Path, order: dict, connect, monkeypatch) -> tuple[Outcome, li
         news += step.news
         if not given and any(run.name == "rht=true" and run.step for run in step.running):
             given = True
-            control.give(running.folder, order(step) if callable(order) else order)
+            sweep_control.give(running.folder, order(step) if callable(order) else order)
         if any(": stopped" in line for line in step.news):
             gate.open()
     return outcome, news
@@ -282,7 +283,7 @@ def test_a_stopped_sweep_ends_and_the_same_command_goes_on(tmp_path, monkeypatch
 def test_an_order_to_a_controller_that_is_no_more_is_not_obeyed_by_the_next(tmp_path):
     experiment = tiny(tmp_path, seeds=1, budget={"trials": 1})
     sweep(experiment, tmp_path)
-    control.give(tmp_path / "sweeps" / "tiny", {"stop": "sweep"})
+    sweep_control.give(tmp_path / "sweeps" / "tiny", {"stop": "sweep"})
     assert sweep(tiny(tmp_path, seeds=1), tmp_path)[0].status == "done"
 
 

@@ -6,16 +6,16 @@ from collections import Counter
 
 import pytest
 
-from ablate.answer import Answer
-from ablate.figures import forest
-from ablate.ledger import Ledger
-from ablate.markdown_summary import summary_markdown
-from ablate.published import replications
-from ablate.results import UNLEARNED, gap, summaries, undecided
-from ablate.store import Store
-from ablate.surface import Metric, Published
-from ablate.terminal import summary_table
-from ablate.verdict_text import REASONS, needed_text
+from ablate.cli.live_view import summary_table
+from ablate.experiment.schema import Metric, Published
+from ablate.results.answer import Answer
+from ablate.results.figures import forest
+from ablate.results.ledger import Ledger
+from ablate.results.markdown_summary import summary_markdown
+from ablate.results.published import replications
+from ablate.results.summary import UNLEARNED, gap, summaries, undecided
+from ablate.results.trial_store import Store
+from ablate.results.verdict_text import REASONS, needed_text
 
 SPEC = json.dumps({"workload": {"gpt": {"batch": 2, "context": 16}}, "seed": 0, "data": "abc"})
 BASE = {0: 3.00, 1: 3.10, 2: 3.20, 3: 3.05}
@@ -176,7 +176,7 @@ def test_wilcoxons_p_is_corrected_over_all_arms_and_not_over_those_shown(book, m
     for place in range(3):
         add(book, f"lower {place}", {seed: loss - 0.1 - 0.01 * place - 0.001 * seed for seed, loss in base.items()})
     add(book, "shift", {seed: loss - 5.0 for seed, loss in base.items()})
-    monkeypatch.setattr("ablate.answer.MOST_ARMS", 2)
+    monkeypatch.setattr("ablate.results.answer.MOST_ARMS", 2)
     rows = {row["arm"]: row["Wilcoxon, p (Holm)"] for row in Answer(book).checks().rows}
     assert rows == {"lower 2": ("0.023", pytest.approx(3 * 2 / 2**8)), "shift": ""}
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from experiments_for_tests import ablate
 
-from ablate import linears, peers
 from ablate.engines.hardware import Machine
-from ablate.linears import NATIVE, Shape, multiplied, refused, shapes_of
-from ablate.measure import GROUPS, medians, profile, stretches
-from ablate.peaks import GPUS, known, share
 from ablate.recipes import PRESETS
+from ablate.verification import linear_layers, peers
+from ablate.verification.gpu_peaks import GPUS, known, share
+from ablate.verification.linear_layers import NATIVE, Shape, multiplied, refused, shapes_of
+from ablate.verification.timing import GROUPS, medians, profile, stretches
 
 ENGINES = Path(__file__).parent / "engines"
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
@@ -81,7 +81,7 @@ def test_the_yardstick_is_as_large_as_this_machine_multiplies_in_a_short_time():
             asked.append(size)
             return 2 * size**3 / speed
 
-        assert linears.side("cpu", seconds) == side
+        assert linear_layers.side("cpu", seconds) == side
         assert max(asked) <= side
 
 
@@ -89,7 +89,7 @@ def test_the_yardsticks_product_is_the_one_that_layers_compute(monkeypatch):
     """Not `a @ b`, which takes a hundred times as long on a CPU without bf16 instructions."""
     seen = []
     monkeypatch.setattr("ablate.numerics.product.linear", lambda x, w: seen.append(x.shape))
-    linears.matmul(64, "cpu")(lambda: None)
+    linear_layers.matmul(64, "cpu")(lambda: None)
     assert seen == [(64, 64)]
 
 
@@ -160,7 +160,7 @@ def test_a_line_of_a_layer_that_is_half_fp4_by_hand():
     assert flops == pytest.approx(0.2749e12, rel=1e-3)
     seconds = (2 * flops / 9e15, 2 * flops / 2.25e15 / 0.75)
     assert seconds == pytest.approx((61.08e-6, 325.8e-6), rel=1e-3)
-    found = linears.line(Shape("a", 8192, 4096, 4096), "p", forward, NATIVE, seconds, b200, ("TFLOP/s", 1e12))
+    found = linear_layers.line(Shape("a", 8192, 4096, 4096), "p", forward, NATIVE, seconds, b200, ("TFLOP/s", 1e12))
     assert found["multiplies"] == {"fprop": "fp4", "dgrad": "bf16", "wgrad": "bf16"}
     assert (found["forward of peak"], found["backward of peak"]) == pytest.approx((0.5, 0.75))
     assert (found["forward TFLOP/s"], found["backward TFLOP/s"]) == pytest.approx((4500, 1687.5))

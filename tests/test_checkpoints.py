@@ -14,22 +14,23 @@ import torch
 from experiments_for_tests import SHAPE, events_of, shards, tiny, until
 from gates_for_tests import Gate
 
-from ablate.arms import Base
-from ablate.checkpoint_footer import CHECKPOINT_VERSION, seal
-from ablate.checkpoints import Checkpoints
-from ablate.controller import Controller, Wishes
-from ablate.forks import Family
-from ablate.ledger import Ledger
-from ablate.messages import TrialRequest
-from ablate.plan import forecast
+from ablate.cli.plan import forecast
+from ablate.execution.controller import Controller
+from ablate.execution.messages import TrialRequest
+from ablate.execution.progress import Wishes
+from ablate.execution.shared_prefixes import Family
+from ablate.execution.supervisor import Supervisor
+from ablate.execution.trial_runner import run
+from ablate.execution.workers import Inline
+from ablate.experiment.arms import Base
+from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Phase
-from ablate.store import Store
-from ablate.supervisor import Supervisor
-from ablate.trial import run
-from ablate.trial_spec import TrialSpec
-from ablate.workers import Inline
-from ablate.workloads.gpt import Gpt
+from ablate.results.ledger import Ledger
+from ablate.results.trial_store import Store
+from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, seal
+from ablate.training.checkpoints import Checkpoints
+from ablate.training.workloads.gpt import Gpt
 
 STEPS = 8
 OWN = ("throughput/", "memory/")

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 from experiments_for_tests import ablate
 
-from ablate import choice
-from ablate.arms import Base, KnobError
-from ablate.choice import UNPROVEN, Choice, choose
-from ablate.engines import hardware, proof
+from ablate.engines import hardware, parity_record
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError
-from ablate.experiment import load
-from ablate.layout import Layout
+from ablate.experiment import engine_selection
+from ablate.experiment.arms import Base, KnobError
+from ablate.experiment.engine_selection import UNPROVEN, Choice, choose
+from ablate.experiment.load import load
+from ablate.training.rank_layout import Layout
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
 BARE = Machine("2.20.2", native=True)
@@ -52,7 +52,7 @@ ALL = {"nvfp4": "agrees", "mxfp8": "agrees", "fp8": "agrees"}
 
 
 def compared(machine=B200, families=ALL, fast=False, **other) -> dict:
-    return {"compared": proof.subject(machine) | other, "families": families, "fast": fast, "verdict": "agrees"}
+    return {"compared": parity_record.subject(machine) | other, "families": families, "fast": fast, "verdict": "agrees"}
 
 
 def auto(*presets, machine=B200) -> Choice:
@@ -60,8 +60,8 @@ def auto(*presets, machine=B200) -> Choice:
 
 
 def test_auto_takes_te_where_a_comparison_on_such_a_machine_found_that_it_agrees():
-    assert proof.agreed(B200) == set()
-    path = proof.keep(compared(), B200)
+    assert parity_record.agreed(B200) == set()
+    path = parity_record.keep(compared(), B200)
     assert json.loads(path.read_text())["compared"]["capability"] == "10.0"
     assert auto("nvfp4", "mxfp8", "fp8_current") == Choice("transformer_engine")
     assert auto("nvfp4", "ue5m3").why.startswith("arm 'ue5m3': fprop.x.scale")  # what TE cannot compute stays a reason
@@ -69,7 +69,7 @@ def test_auto_takes_te_where_a_comparison_on_such_a_machine_found_that_it_agrees
 
 
 def test_a_family_that_was_off_or_was_not_compared_is_left_to_the_emulator():
-    proof.keep(compared(families={"fp8": "agrees", "mxfp8": "off"}), B200)
+    parity_record.keep(compared(families={"fp8": "agrees", "mxfp8": "off"}), B200)
     assert auto("fp8_current").engine == "transformer_engine"
     assert auto("mxfp8").why == (
         "the comparison that is kept here does not vouch for MXFP8 in Transformer Engine; see `ablate doctor --engine transformer_engine`"
@@ -79,34 +79,34 @@ def test_a_family_that_was_off_or_was_not_compared_is_left_to_the_emulator():
 
 
 def test_a_comparison_on_another_gpu_of_another_version_or_a_quick_one_does_not_count(monkeypatch):
-    proof.keep(compared(fast=True), B200)
+    parity_record.keep(compared(fast=True), B200)
     assert auto("nvfp4") == Choice("emulated", UNPROVEN)
-    proof.keep(compared(), B200)
+    parity_record.keep(compared(), B200)
     others = [replace(B200, capability=(10, 3)), replace(B200, version="2.21.0"), H100]
-    assert [proof.agreed(machine) for machine in (B200, *others)] == [set(ALL), set(), set(), set()]
+    assert [parity_record.agreed(machine) for machine in (B200, *others)] == [set(ALL), set(), set(), set()]
     for name in ("VERSION", "PROTOCOL"):
         with monkeypatch.context() as changed:
-            changed.setattr(proof, name, 99)
+            changed.setattr(parity_record, name, 99)
             assert auto("nvfp4") == Choice("emulated", UNPROVEN)
     with monkeypatch.context() as changed:
         changed.setenv("NVTE_ENABLE_CUTEDSL_BACKEND", "1")  # other kernels
         assert auto("nvfp4") == Choice("emulated", UNPROVEN)
     assert auto("nvfp4") == Choice("transformer_engine")
-    monkeypatch.setattr(proof, "installed", lambda package: "9.9")  # another torch, or another native part
+    monkeypatch.setattr(parity_record, "installed", lambda package: "9.9")  # another torch, or another native part
     assert auto("nvfp4") == Choice("emulated", UNPROVEN)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"compared": 1, "fast": false}', "null"])
 def test_half_a_file_or_another_one_in_its_place_counts_for_nothing(content):
-    path = proof.keep(compared(), B200)
+    path = parity_record.keep(compared(), B200)
     path.write_text(content)
     assert auto("nvfp4") == Choice("emulated", UNPROVEN)
 
 
 def test_a_copy_of_another_machines_file_counts_for_nothing():
-    proof.place(B200).parent.mkdir(parents=True, exist_ok=True)
-    proof.place(B200).write_text(json.dumps(compared(capability="10.3")))
-    assert proof.agreed(B200) == set()
+    parity_record.place(B200).parent.mkdir(parents=True, exist_ok=True)
+    parity_record.place(B200).write_text(json.dumps(compared(capability="10.3")))
+    assert parity_record.agreed(B200) == set()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_cpu_and_operands_looked_into_are_not_for_it():
 
 
 def test_ranks_that_it_cannot_lay_out_leave_the_emulator_to_do_so():
-    proof.keep(compared(), B200)
+    parity_record.keep(compared(), B200)
     own, shared = arms("nvfp4", accumulate=2), arms("nvfp4", batch=4)
     assert choose("auto", own, "cuda", layout=Layout(2), machine=B200) == Choice("transformer_engine")
     assert "keeps whole weights" in choose("auto", own, "cuda", layout=Layout(2, sharded=True), machine=B200).why
@@ -186,7 +186,7 @@ def test_ranks_that_it_cannot_lay_out_leave_the_emulator_to_do_so():
 
 
 def test_a_switch_that_changes_its_numbers_is_refused_before_anything_runs(monkeypatch):
-    proof.keep(compared(), B200)
+    parity_record.keep(compared(), B200)
     monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
     said = "NVTE_USE_FAST_MATH is set here and changes Transformer Engine's numbers"
     assert said in auto("nvfp4").why
@@ -226,7 +226,7 @@ def test_the_sizes_of_every_workloads_products_are_known_before_it_runs(workload
 def test_what_a_guard_falls_back_to_has_to_run_here_too():
     falls_back = arms("nvfp4", guard={"policy": "fallback", "fallback": {"precision": "fp8", "slots": ["fprop.*", "dgrad.*"]}})
     assert choose("transformer_engine", falls_back, "cuda", machine=B200).engine == "transformer_engine"
-    proof.keep(compared(families={"nvfp4": "agrees"}), B200)
+    parity_record.keep(compared(families={"nvfp4": "agrees"}), B200)
     assert choose("auto", falls_back, "cuda", machine=B200).why.startswith("the comparison that is kept here does not vouch for FP8 in")
 
 
@@ -240,7 +240,7 @@ FILE = "schema: 1\nquestion: Is it?\nworkload: {gpt: {steps: 3}}\nablate: {rht: 
 def test_the_engine_is_in_every_trial_and_so_in_its_id(tmp_path, monkeypatch):
     (tmp_path / "x.yaml").write_text(FILE)
     (tmp_path / "native.yaml").write_text(f"{FILE}engine: transformer_engine\n")
-    monkeypatch.setattr(choice, "this_machine", lambda: B200)
+    monkeypatch.setattr(engine_selection, "this_machine", lambda: B200)
     here, there = load(tmp_path / "x.yaml", "cuda"), load(tmp_path / "native.yaml", "cuda")
     specs = [experiment.spec(experiment.arms[0], 0, "cuda") for experiment in (here, there)]
     assert [spec.engine for spec in specs] == ["emulated", "transformer_engine"]
@@ -262,11 +262,11 @@ def searched(folder, engine: str, knobs: str, recipe: str = "nvfp4"):
 
 
 def test_a_search_runs_on_it_where_every_value_of_its_knobs_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "this_machine", lambda: B200)
+    monkeypatch.setattr(engine_selection, "this_machine", lambda: B200)
     fine = "rht: [true, false], weights_2d: [true, false], cooldown: {uniform: [0, 0.5]}"
     assert searched(tmp_path, "transformer_engine", fine).engine == "transformer_engine"
     assert searched(tmp_path, "auto", fine).engine_why == UNPROVEN
-    proof.keep(compared(), B200)
+    parity_record.keep(compared(), B200)
     assert searched(tmp_path, "auto", fine).engine == "transformer_engine"
     other = "rht: [true, false], sr_bits: [8, 16]"
     assert "Transformer Engine draws a number of bits of its own" in searched(tmp_path, "auto", other).engine_why
@@ -276,7 +276,7 @@ def test_a_search_runs_on_it_where_every_value_of_its_knobs_does(tmp_path, monke
 
 def test_a_combination_that_it_cannot_compute_is_refused_when_it_is_drawn(tmp_path, monkeypatch):
     """Each of the two values alone is fine: rows need weights in blocks of 1x16."""
-    monkeypatch.setattr(choice, "this_machine", lambda: B200)
+    monkeypatch.setattr(engine_selection, "this_machine", lambda: B200)
     rows, weights = "recipe.fprop.x.outer.granularity", "recipe.fprop.w.block"
     found = searched(tmp_path, "transformer_engine", f"{rows}: [tensor, row], {weights}: [1x16, 16x16]", "fp4_all_the_way")
     found.propose({rows: "row", weights: "1x16"})

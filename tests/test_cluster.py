@@ -16,7 +16,8 @@ from clusters_for_tests import OPEN, blocker, can_hide, end_family, head, node, 
 from experiments_for_tests import ablate, end, environment, shards, statuses, sweep, tiny, until, words_of, write
 from gates_for_tests import Gate, customised
 
-from ablate import audit, numerics
+from ablate import numerics
+from ablate.verification import audit
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,9 +42,10 @@ NOT_FOR_WORKERS = (
 SWEEP = """
 import sys
 from pathlib import Path
-from ablate.controller import Controller, Outcome
-from ablate.experiment import load
-from ablate.workers import ClusterError, Pool
+from ablate.execution.controller import Controller
+from ablate.execution.progress import Outcome
+from ablate.experiment.load import load
+from ablate.execution.workers import ClusterError, Pool
 address, path, state, most, *sizes = sys.argv[1:]
 for ranks in map(int, sizes):
     try:
@@ -105,7 +107,7 @@ def files(state: Path) -> dict[str, set[str]]:
 def computes(node: subprocess.Popen) -> bool:
     """Whether a trial runs on the node: its warm process has a child."""
     family = psutil.Process(node.pid).children(recursive=True)
-    return sum("ablate.child" in words_of(process) for process in family) > 1
+    return sum("ablate.execution.trial_process" in words_of(process) for process in family) > 1
 
 
 # Nodes that do not see the state folder
@@ -210,8 +212,8 @@ WITHOUT = {
 }
 CONNECT = """
 import os, sys
-from ablate.workers import ClusterError
-from ablate.workers.cluster import connect
+from ablate.execution.workers import ClusterError
+from ablate.execution.workers.cluster import connect
 try:
     connect(sys.argv[1], None)
 except ClusterError as error:

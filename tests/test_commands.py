@@ -35,8 +35,8 @@ from test_experiment import EXPERIMENTS
 from test_search import trials
 
 from ablate import __version__
+from ablate.cli.sweep import _reading
 from ablate.files import lock
-from ablate.sweep import _reading
 
 RUN = """
 import sys
@@ -378,7 +378,9 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
 
     until(halfway)
     members = psutil.Process(driver.pid).children(recursive=True)
-    family = [member for member in members if "ablate.child" in words_of(member) or "ray::Actor" in " ".join(words_of(member))]
+    family = [
+        member for member in members if "ablate.execution.trial_process" in words_of(member) or "ray::Actor" in " ".join(words_of(member))
+    ]
     driver.send_signal(signal.SIGKILL)
     end(driver)
     assert len(family) >= 5  # two workers, two warm processes, one or two trials

@@ -21,9 +21,10 @@ from commands_for_tests import here
 from experiments_for_tests import SHAPE, environment, shards, statuses, sweep, until, values
 from gates_for_tests import Gate
 
-from ablate import audit, controller
-from ablate.experiment import load
-from ablate.processes import Server, free_port, postgres, postgres_programs, trials_in
+from ablate.execution import controller
+from ablate.experiment.load import load
+from ablate.verification import audit
+from ablate.verification.services import Server, free_port, postgres, postgres_programs, trials_in
 
 MISSING = [
     what

@@ -11,8 +11,8 @@ import pytest
 from experiments_for_tests import sweep, tiny
 from test_store import HOLD
 
-from ablate.control import check, damage, folders, give, holder, take
 from ablate.errors import InputError
+from ablate.execution.sweep_control import check, damage, folders, give, holder, take
 from ablate.files import Holder, lock
 
 

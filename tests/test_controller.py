@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from experiments_for_tests import TOO_LARGE, Children, ledger, shards, statuses, sweep, tiny, values
 
-from ablate.controller import Controller, Outcome
-from ablate.ledger import Ledger
-from ablate.results import open_ledger, summaries
-from ablate.store import Store
-from ablate.workers import Inline
+from ablate.execution.controller import Controller
+from ablate.execution.progress import Outcome
+from ablate.execution.workers import Inline
+from ablate.results.ledger import Ledger
+from ablate.results.summary import open_ledger, summaries
+from ablate.results.trial_store import Store
 
 WILD = {"good": {"rht": True}, "wild": {"workload.lr": 1e30, "workload.clip": None, "workload.warmup": 0.0}}
 

@@ -7,10 +7,10 @@ import pytest
 from experiments_for_tests import ablate
 from typer.testing import CliRunner
 
-from ablate.data import open_corpus
-from ablate.data.corpus import Prepared
-from ablate.data_command import app
+from ablate.cli.data import app
 from ablate.errors import InputError
+from ablate.training.data import open_corpus
+from ablate.training.data.corpus import Prepared
 
 TEXT = "".join(f"Line {n} of a text about nothing in particular.\n" for n in range(600))
 

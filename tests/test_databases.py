@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from experiments_for_tests import ledger, problems, statuses, sweep, tiny, write
 
-from ablate import databases
-from ablate.control import damage
+from ablate.cli.settings import find
 from ablate.errors import InputError
-from ablate.ledger import Ledger
-from ablate.place import find
-from ablate.records import frame
+from ablate.execution.sweep_control import damage
+from ablate.results import databases
+from ablate.results.ledger import Ledger
+from ablate.results.records import frame
 
 AWKWARD = ("a?b", "a#b", "a%b", "a%20b", "a b&c=d;e", "ü?mode=memory#%3F")
 LOCAL = "/dev/vda / ext4 rw 0 0\n"
@@ -155,7 +155,7 @@ def test_a_ledger_on_a_network_file_system_has_a_rollback_journal_and_works(tmp_
 def test_what_a_killed_writer_left_in_a_rollback_journal_is_undone_for_readers(tmp_path):
     path = tmp_path / "ledger.db"
     code = (
-        "import os, sys; from pathlib import Path; from ablate.ledger import Ledger\n"
+        "import os, sys; from pathlib import Path; from ablate.results.ledger import Ledger\n"
         "book = Ledger(Path(sys.argv[1]), mounts='server:/x / nfs4 rw 0 0')\n"
         "book.describe(question='before', filler='x' * 100_000)\n"
         "book.db.execute('PRAGMA cache_spill = 1'); book.db.execute('PRAGMA cache_size = 1')\n"
@@ -172,15 +172,15 @@ def test_what_a_killed_writer_left_in_a_rollback_journal_is_undone_for_readers(t
 
 
 def test_a_state_folder_whose_files_cannot_be_locked_is_refused(tmp_path, monkeypatch):
-    from ablate import place
+    from ablate.cli import settings
 
-    place.writable(tmp_path)
+    settings.writable(tmp_path)
     assert not list(tmp_path.iterdir())
 
     def refuses(file, operation):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(place.fcntl, "flock", refuses)  # as Lustre does where it is mounted without -o flock
+    monkeypatch.setattr(settings.fcntl, "flock", refuses)  # as Lustre does where it is mounted without -o flock
     with pytest.raises(InputError, match="cannot be locked"):
-        place.writable(tmp_path)
+        settings.writable(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from commands_for_tests import INLINE, here
 from experiments_for_tests import ablate, environment, statuses, until, write
 from gates_for_tests import Gate
 
-from ablate.control import holder
+from ablate.execution.sweep_control import holder
 from ablate.files import lock
 
 
@@ -129,8 +129,8 @@ HASTY = """
 import time
 import mlflow.store.db.utils
 from ablate.__main__ import main
-from ablate.doctor import Checkup
-from ablate.tracking.projector import Projector
+from ablate.cli.doctor import Checkup
+from ablate.execution.tracking.projector import Projector
 Checkup.start = Checkup.passed = lambda self: None
 mlflow.store.db.utils.MAX_RETRY_COUNT = 0
 finish = Projector.finish

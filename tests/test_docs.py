@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from experiments_for_tests import problems
 
-from ablate.experiment import load
-from ablate.surface import json_schema
+from ablate.experiment.load import load
+from ablate.experiment.schema import json_schema
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))

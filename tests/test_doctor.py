@@ -13,12 +13,13 @@ import pytest
 import torch
 from experiments_for_tests import ablate, end, environment, gone, statuses, until, words_of, write
 
-from ablate import checks, doctor, machine, peers
-from ablate.checks import CHECKS
+from ablate.cli import doctor
 from ablate.numerics import hadamard, philox, product, quantize, rounding, scaling, stored
 from ablate.numerics.kernels import cpu
 from ablate.recipes.recipe import Phase
-from ablate.rows import Row
+from ablate.verification import checks, machine, peers
+from ablate.verification.check_result import Row
+from ablate.verification.checks import CHECKS
 
 QUICK = [check for check in CHECKS if check.only != "full"]
 
@@ -245,18 +246,18 @@ SICK = """
 import typer, ablate.numerics.hadamard as hadamard
 butterflies = hadamard.butterflies
 hadamard.butterflies = lambda z: butterflies(z) * 0.9
-from ablate.doctor import doctor
+from ablate.cli.doctor import doctor
 typer.run(doctor)
 """
 HUNG = """
-import threading, typer, ablate.checks as checks
+import threading, typer, ablate.verification.checks as checks
 checks.CHECKS = (checks.Check("Hung", lambda: threading.Event().wait() or ()),)
-from ablate.doctor import doctor
+from ablate.cli.doctor import doctor
 typer.run(doctor)
 """
 WITH = """
 import sys
-import ablate.doctor
+import ablate.cli.doctor
 ablate.doctor.COMMAND = {command!r}
 from ablate.__main__ import main
 main()

@@ -11,13 +11,13 @@ from experiments_for_tests import ledger, sweep, tiny
 from optuna.storages import JournalStorage
 from test_search import trials
 
-from ablate.ledger import Ledger
-from ablate.pictures import Pictures
-from ablate.points import Point
-from ablate.results import interval, metric_of, open_ledger, summaries
-from ablate.search import Shelf, Study, dashboard, decorate, importances
-from ablate.store import Store, Tally, line
-from ablate.verdict_text import verdict_text
+from ablate.execution.projections import Pictures
+from ablate.execution.search import Shelf, Study, dashboard, decorate, importances
+from ablate.execution.study_points import Point
+from ablate.results.ledger import Ledger
+from ablate.results.summary import interval, metric_of, open_ledger, summaries
+from ablate.results.trial_store import Store, Tally, line
+from ablate.results.verdict_text import verdict_text
 
 KNOBS = {"cooldown": {"uniform": [0.0, 1.0]}, "workload.batch": {"int": [1, 9]}, "rht": [True, False]}
 
@@ -167,7 +167,7 @@ def test_where_there_is_no_study_nothing_is_made(content, tmp_path):
 
 
 def metric_of_nothing():
-    from ablate.surface import Metric
+    from ablate.experiment.schema import Metric
 
     return Metric()
 

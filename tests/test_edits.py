@@ -7,11 +7,11 @@ import pytest
 from commands_for_tests import here
 from experiments_for_tests import ledger, sweep, tiny, write
 
-from ablate.edits import redefined
-from ablate.ledger import Ledger
-from ablate.plan import forecast
-from ablate.records import frame
-from ablate.results import summaries
+from ablate.cli.plan import forecast
+from ablate.experiment.edits import redefined
+from ablate.results.ledger import Ledger
+from ablate.results.records import frame
+from ablate.results.summary import summaries
 
 KEYS = {"ablate": None, "seeds": 2}
 ARMS = {"a": {"rht": False}, "b": {"sr": False}, "c": {"skip_first": 0, "four_over_six": "mse"}}

@@ -14,11 +14,11 @@ import pytest
 from commands_for_tests import INLINE, here
 from experiments_for_tests import end, environment, ledger, start, statuses, sweep, tiny, until, write
 
-from ablate.databases import open_readonly
+from ablate.execution.messages import Ended, Exited, TrialRequest
+from ablate.execution.supervisor import _end
+from ablate.execution.trial_runner import NO_SPACE
 from ablate.files import full
-from ablate.messages import Ended, Exited, TrialRequest
-from ablate.supervisor import _end
-from ablate.trial import NO_SPACE
+from ablate.results.databases import open_readonly
 
 SLOW = {"workload": {"idle": {"steps": 1000, "seconds": 0.05}}, "seeds": 1}
 FAST = {"workload": {"idle": {"steps": 4}}, "seeds": 1}
@@ -62,7 +62,7 @@ def test_other_errors_are_no_full_disk(tmp_path):
 
 LIMITED = """
 import os, resource, sys
-from ablate.trial import exit_status
+from ablate.execution.trial_runner import exit_status
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 sys.stderr = open(sys.argv[1] + ".log", "w")  # as full as the other
 sys.stderr.write("x" * 4096); sys.stderr.flush()
@@ -116,7 +116,7 @@ def test_a_trial_that_could_write_no_more_is_run_again_and_ends_the_sweep_for_no
 HOMELESS = """
 import os, pwd, sys
 from pathlib import Path
-from ablate.cli import run
+from ablate.cli.common import run
 os.setgid(54321)
 os.setuid(54321)
 run(lambda: print(Path.home()))

@@ -8,12 +8,12 @@ import pytest
 from commands_for_tests import here
 from experiments_for_tests import sweep, tiny, write
 
-from ablate import status
-from ablate.controller import Controller
-from ablate.estimate import Load, Pace, time_left, trial_left, unproposed
-from ablate.plan import forecast
-from ablate.store import Store
-from ablate.workers import Inline
+from ablate.cli import status
+from ablate.cli.plan import forecast
+from ablate.execution.controller import Controller
+from ablate.execution.estimate import Load, Pace, time_left, trial_left, unproposed
+from ablate.execution.workers import Inline
+from ablate.results.trial_store import Store
 
 IDLE = {"workload": {"idle": {"steps": 3}}, "seeds": 2}
 RANGE = {"uniform": [0.0, 1.0]}

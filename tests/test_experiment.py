@@ -11,12 +11,12 @@ from experiments_for_tests import SHAPE, VOCAB, content, problems, shards, tiny,
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
-from ablate.arms import CONFIRM, KnobError
-from ablate.experiment import load
+from ablate.experiment.arms import CONFIRM, KnobError
+from ablate.experiment.load import load
+from ablate.experiment.schema import json_schema
+from ablate.experiment.search_space import refuse_twins
+from ablate.experiment.yaml_document import Document
 from ablate.recipes import PRESETS
-from ablate.space import refuse_twins
-from ablate.surface import json_schema
-from ablate.yamlfile import Document
 
 EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").rglob("*.yaml"))
 GOOD = """

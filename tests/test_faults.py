@@ -30,18 +30,19 @@ import pytest
 from experiments_for_tests import ablate, end, environment, gone, ledger, start, statuses, sweep, tiny, until, words_of, write
 from gates_for_tests import Gate
 
-from ablate import audit, controller
-from ablate.control import damage, put_aside
-from ablate.faults import deck
-from ablate.forks import Family
-from ablate.injections import CHECKPOINT, FAULTS, HARMS, KINDS
-from ablate.metric_names import parse
-from ablate.processes import mlflow, trials_in
-from ablate.store import Store
-from ablate.tracking import projector
-from ablate.trial import run
-from ablate.verify import verify
-from ablate.workers import Inline, Pool
+from ablate.execution import controller
+from ablate.execution.shared_prefixes import Family
+from ablate.execution.sweep_control import damage, put_aside
+from ablate.execution.tracking import projector
+from ablate.execution.trial_runner import run
+from ablate.execution.workers import Inline, Pool
+from ablate.results.trial_store import Store
+from ablate.results.verify import verify
+from ablate.training.metric_names import parse
+from ablate.verification import audit
+from ablate.verification.fault_injection import deck
+from ablate.verification.injections import CHECKPOINT, FAULTS, HARMS, KINDS
+from ablate.verification.services import mlflow, trials_in
 
 # Trials that go on from each other's states
 
@@ -284,7 +285,11 @@ def test_a_lost_head_of_ray_ends_the_command_with_status_130_and_the_same_comman
         driver = start(*words, **gate.environment)
         until(lambda driver=driver: trials_in(psutil.Process(driver.pid)) and list(state.glob("trials/*/events-*.jsonl")), 60)
         (victim,) = [process for process in psutil.Process(driver.pid).children(recursive=True) if process.name() == part]
-        family = [process for process in psutil.Process(driver.pid).children(recursive=True) if "ablate.child" in words_of(process)]
+        family = [
+            process
+            for process in psutil.Process(driver.pid).children(recursive=True)
+            if "ablate.execution.trial_process" in words_of(process)
+        ]
         victim.kill()
         output, _ = driver.communicate(timeout=300)
         assert driver.returncode == 130, output

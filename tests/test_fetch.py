@@ -10,9 +10,9 @@ from experiments_for_tests import ledger, sweep, tiny
 from test_controller import WILD
 
 from ablate.errors import InputError
-from ablate.ledger import Ledger
-from ablate.results import contrasts, metric_of, summaries
-from ablate.tracking import fetch, shown
+from ablate.execution.tracking import fetch, shown
+from ablate.results.ledger import Ledger
+from ablate.results.summary import contrasts, metric_of, summaries
 
 pytestmark = [
     pytest.mark.services,
@@ -134,7 +134,7 @@ def test_a_store_of_an_older_mlflow_is_told_with_what_brings_it_up_to_date(store
 
 
 def test_a_locked_store_is_told(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("ablate.tracking.reader._LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("ablate.execution.tracking.reader._LOOK_SECONDS", 0.2)
     locked = copy(store, tmp_path / "locked.db")
     with contextlib.closing(sqlite3.connect(tmp_path / "locked.db", isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode = DELETE")  # or readers would not wait for writers

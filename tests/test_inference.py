@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ablate.inference import wilcoxon
-from ablate.stats import Interval, equivalence, holm, p_value, paired_difference
+from ablate.results.inference import wilcoxon
+from ablate.results.paired_stats import Interval, equivalence, holm, p_value, paired_difference
 
 
 def by_seed(values) -> dict[int, float]:

@@ -8,11 +8,11 @@ import pytest
 from commands_for_tests import here
 from experiments_for_tests import ablate, ledger, shards, sweep, tiny
 
-from ablate.control import folders
-from ablate.leaderboard import collect
-from ablate.ledger import Ledger
-from ablate.results import summaries
-from ablate.verdict_text import verdict_document
+from ablate.cli.leaderboard import collect
+from ablate.execution.sweep_control import folders
+from ablate.results.ledger import Ledger
+from ablate.results.summary import summaries
+from ablate.results.verdict_text import verdict_document
 
 MAXIMIZE = {"name": "throughput/tokens_per_s", "direction": "maximize"}
 

@@ -6,7 +6,7 @@ import sqlite3
 
 import pytest
 
-from ablate.ledger import Ledger
+from ablate.results.ledger import Ledger
 
 
 @pytest.fixture

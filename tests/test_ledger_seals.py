@@ -11,12 +11,12 @@ from commands_for_tests import here
 from experiments_for_tests import ledger, sweep, tiny
 from test_rebuild import content
 
-from ablate.control import damage
-from ablate.ledger import Ledger
-from ablate.ledger_integrity import flaw, tally
-from ablate.ledger_seals import SEALED, difference
-from ablate.store import Store
-from ablate.verify import verify
+from ablate.execution.sweep_control import damage
+from ablate.results.ledger import Ledger
+from ablate.results.ledger_integrity import flaw, tally
+from ablate.results.ledger_seals import SEALED, difference
+from ablate.results.trial_store import Store
+from ablate.results.verify import verify
 
 SEARCH = {
     "ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "workload.lr": {"uniform": [1e-4, 3.0], "log": True}},

@@ -9,13 +9,13 @@ import pytest
 from experiments_for_tests import SHAPE, VOCAB, problems, shards, tiny, write
 from PIL import Image
 
-from ablate.data import located
-from ablate.data.corpus import HubText, Prepared, Text
-from ablate.data.images import Cifar10, Folder, HubImages
-from ablate.experiment import load
-from ablate.plan import remarks
-from ablate.trial_spec import TrialSpec
-from ablate.workloads.gpt import Gpt
+from ablate.cli.plan import remarks
+from ablate.experiment.load import load
+from ablate.experiment.trial_spec import TrialSpec
+from ablate.training.data import located
+from ablate.training.data.corpus import HubText, Prepared, Text
+from ablate.training.data.images import Cifar10, Folder, HubImages
+from ablate.training.workloads.gpt import Gpt
 
 RELATIVE = {"train": "tokens/train.bin", "val": "tokens/val*.bin", "vocab": VOCAB}
 

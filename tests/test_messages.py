@@ -10,7 +10,7 @@ import typing
 
 import pytest
 
-from ablate.messages import (
+from ablate.execution.messages import (
     Ended,
     Events,
     Exited,
@@ -27,7 +27,7 @@ from ablate.messages import (
     parse_line,
     send,
 )
-from ablate.supervisor import Supervisor
+from ablate.execution.supervisor import Supervisor
 
 EVENT = {"step": 3, "time": 1732300000.25, "metrics": {"train/loss": 5.5, "grad": math.inf}, "events": ["skipped \u2014 one", "exited"]}
 SAMPLES = [

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ablate import metric_names
-from ablate.ledger import Ledger
-from ablate.metric_names import ENDINGS, Name, parse
-from ablate.operand_metrics import OPERAND_METRICS
+from ablate.execution.tracking.runs import gap_in
 from ablate.recipes.recipe import SLOTS
-from ablate.tracking.runs import gap_in
-from ablate.workloads import WORKLOADS
-from ablate.workloads.gpt import Gpt
+from ablate.results.ledger import Ledger
+from ablate.training import metric_names
+from ablate.training.metric_names import ENDINGS, Name, parse
+from ablate.training.operand_metrics import OPERAND_METRICS
+from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.gpt import Gpt
 
 ROOT = Path(metric_names.__file__).parent
 FAMILIES = {

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from ablate.alarms import alerts
-from ablate.metric_names import parse
-from ablate.metrics import ALARMS, SlotErrors, gradient_noise, oscillation, quantisation
 from ablate.numerics.census import census
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Outer, Quant, Range
-from ablate.operand_metrics import OPERAND_METRICS
+from ablate.training.alarms import alerts
+from ablate.training.metric_names import parse
+from ablate.training.metrics import ALARMS, SlotErrors, gradient_noise, oscillation, quantisation
+from ablate.training.operand_metrics import OPERAND_METRICS
 
 ROOM = Range(headroom=17 / 16)
 

@@ -12,8 +12,8 @@ import pytest
 from commands_for_tests import here
 from experiments_for_tests import environment, sweep, tiny, until
 
-from ablate.databases import path_of, url
-from ablate.tracking import database
+from ablate.execution.tracking import database
+from ablate.results.databases import path_of, url
 
 pytestmark = [
     pytest.mark.services,

@@ -10,11 +10,11 @@ from commands_for_tests import INLINE, here
 from experiments_for_tests import TOO_LARGE, end, start, statuses, until, write
 from gates_for_tests import Gate
 
-from ablate import notify
 from ablate.errors import InputError
-from ablate.markdown_summary import summary_markdown
-from ablate.notify import Hook
-from ablate.results import open_ledger
+from ablate.execution import notify
+from ablate.execution.notify import Hook
+from ablate.results.markdown_summary import summary_markdown
+from ablate.results.summary import open_ledger
 
 KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))"
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from test_train import NVFP4, converted, facts, gpt, losses, train
 
-from ablate.data import open_corpus
-from ablate.data.batches import training_batch
 from ablate.numerics.philox import Clock
-from ablate.optimizers import optimizer as build_optimizer
 from ablate.recipes import PRESETS
+from ablate.training.data import open_corpus
+from ablate.training.data.batches import training_batch
+from ablate.training.optimizers import optimizer as build_optimizer
 
 EAGER = """
 import sys
@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, "tests")
 from conftest import write_shards
 from ablate.recipes import PRESETS
-from ablate.train import Telemetry
-from ablate.workloads.gpt import Gpt
+from ablate.training.loop import Telemetry
+from ablate.training.workloads.gpt import Gpt
 shape = dict(layers=1, width=32, heads=1, context=16, batch=1, steps=2, eval_tokens=16, eval_batch=1, clip=1.0)
 config = Gpt(data=write_shards(Path(sys.argv[1]), 2000, 400), optimizer=sys.argv[2], **shape)
 list(config.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry(every=1, log=1)))

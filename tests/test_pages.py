@@ -10,10 +10,10 @@ import pytest
 from experiments_for_tests import end, start, sweep, tiny, until
 from test_ui import addresses
 
-from ablate.markdown_summary import summary_markdown
-from ablate.report import make
-from ablate.results import metric_of, open_ledger, summaries
-from ablate.search import decorate
+from ablate.cli.report import make
+from ablate.execution.search import decorate
+from ablate.results.markdown_summary import summary_markdown
+from ablate.results.summary import metric_of, open_ledger, summaries
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = [

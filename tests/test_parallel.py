@@ -12,17 +12,17 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from ranks_for_tests import in_ranks
 
-from ablate import parallel
-from ablate.checkpoints import Checkpoints
 from ablate.engines.ranks import packs, whole
-from ablate.hyperparameters import Training
-from ablate.layout import Layout
-from ablate.numerics.share import Share
+from ablate.numerics.partition import Share
 from ablate.numerics.spec import Hadamard, Outer, Quant, Transform
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Fprop, OsciReset, Phase, Products, Recipe, Weights, Wgrad
-from ablate.train import Telemetry, _Loop
-from ablate.workloads.gpt import Gpt
+from ablate.training import distributed
+from ablate.training.checkpoints import Checkpoints
+from ablate.training.hyperparameters import Training
+from ablate.training.loop import Telemetry, _Loop
+from ablate.training.rank_layout import Layout
+from ablate.training.workloads.gpt import Gpt
 
 SIZE = {"layers": 2, "width": 64, "heads": 2, "context": 32, "steps": 4, "eval_every": 4, "eval_tokens": 192, "eval_batch": 2, "lr": 1e-3}
 SHARED = {"batch": 1, "accumulate": 4}
@@ -45,12 +45,12 @@ def variants() -> dict[str, Recipe]:
     }
 
 
-def be(sharded: bool) -> parallel.World:
+def be(sharded: bool) -> distributed.World:
     """Be a rank of the group that a test forked this process into, if it did."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    parallel._world = parallel.World(Layout(ranks, sharded and ranks > 1), rank, "cpu")
-    parallel._world.begun = True
-    return parallel._world
+    distributed._world = distributed.World(Layout(ranks, sharded and ranks > 1), rank, "cpu")
+    distributed._world.begun = True
+    return distributed._world
 
 
 def records(recipe: Recipe, sharded: bool = False, checkpoints: Checkpoints | None = None, **shape: Any) -> list[tuple[int, dict]]:

@@ -13,14 +13,15 @@ import pytest
 import torch
 from experiments_for_tests import ablate
 
-from ablate import parity, peers, provenance
+from ablate import provenance
 from ablate.engines import hardware
 from ablate.engines.hardware import Machine
 from ablate.engines.te_mapping import recipe_refusals
-from ablate.figures.parity import overlay
-from ablate.parity.bench import Bench, recipes, to_nearest
-from ablate.parity.training import ENDS, TWINS, Curves, Otherwise, twins
 from ablate.recipes import PRESETS
+from ablate.results.figures.parity import overlay
+from ablate.verification import parity, peers
+from ablate.verification.parity.bench import Bench, recipes, to_nearest
+from ablate.verification.parity.training import ENDS, TWINS, Curves, Otherwise, twins
 
 HERE = Path(__file__).parent / "engines"
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
@@ -258,7 +259,7 @@ def test_another_order_adds_the_same_terms():
 
 
 def test_a_twin_is_its_layer_but_for_last_bits():
-    from ablate.parity.linears import _computed, _sample, pair
+    from ablate.verification.parity.linears import _computed, _sample, pair
 
     sample = _sample((64, 512, 96), 3, torch.device("cpu"))
     for preset in ("nvfp4", "mxfp8", "fp8_current"):

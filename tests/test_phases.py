@@ -6,14 +6,14 @@ from contextlib import closing
 import pytest
 from experiments_for_tests import ledger, problems, statuses, sweep, tiny
 
-from ablate.answer import Answer
-from ablate.arms import KnobError
+from ablate.cli.recipe import resolve
 from ablate.errors import InputError
-from ablate.ledger import Ledger
-from ablate.phases import never_begins, shortest_cooldown
-from ablate.recipe import resolve
+from ablate.experiment.arms import KnobError
+from ablate.experiment.phases import never_begins, shortest_cooldown
 from ablate.recipes.recipe import Phase, Run
-from ablate.unmet_phases import never_began
+from ablate.results.answer import Answer
+from ablate.results.ledger import Ledger
+from ablate.results.unmet_phases import never_began
 
 STEPS = {"steps": 20, "eval_every": 10}
 

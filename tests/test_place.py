@@ -3,8 +3,8 @@
 import pytest
 from experiments_for_tests import ablate
 
+from ablate.cli.settings import ENVIRONMENT, destination, find
 from ablate.errors import InputError, passwords, redact
-from ablate.place import ENVIRONMENT, destination, find
 
 LAB = """
 [profile.lab]

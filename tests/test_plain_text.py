@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.table import Table
 
-from ablate import page
-from ablate.cli import Screen
+from ablate.cli.common import Screen
 from ablate.errors import one_line, printable
-from ablate.plain_text import csv_cell, markdown_cell
+from ablate.results import page
+from ablate.results.plain_text import csv_cell, markdown_cell
 
 NASTY = (
     "[/]",
@@ -86,8 +86,8 @@ def test_every_command_prints_what_users_name_as_it_is(state, words):
 
 def test_a_failure_is_told_as_it_is(tmp_path):
     """The live view, a line of news, and the reason that an exception gave."""
-    from ablate.controller import Progress, Running
-    from ablate.terminal import View
+    from ablate.cli.live_view import View
+    from ablate.execution.progress import Progress, Running
 
     for terminal in (False, True):
         out = io.StringIO()
@@ -154,7 +154,7 @@ def test_a_formula_gets_an_apostrophe_and_a_number_does_not(value, cell):
 def test_tables_and_pictures_are_written_without_formulas(tmp_path):
     import pandas as pd
 
-    from ablate.figures.style import Figure, Picture
+    from ablate.results.figures.style import Figure, Picture
 
     page.Table("table", [{"arm": name, "gap": ("-0.01", -0.01)} for name in NASTY]).save(tmp_path)
     Picture("picture", "?", Figure(), pd.DataFrame({"arm": pd.Categorical(NASTY), "value": -1.5})).save(tmp_path)

@@ -5,10 +5,10 @@ import torch
 from commands_for_tests import here
 from experiments_for_tests import shards, tiny, write
 
-from ablate.experiment import Experiment
-from ablate.models.causal import build, outlined
-from ablate.plan import policies, remarks
-from ablate.train import Telemetry
+from ablate.cli.plan import policies, remarks
+from ablate.experiment.load import Experiment
+from ablate.training.loop import Telemetry
+from ablate.training.models.causal import build, outlined
 
 QWEN = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 QWEN |= {"intermediate_size": 64, "head_dim": 16}

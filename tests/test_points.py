@@ -9,11 +9,11 @@ from experiments_for_tests import ablate, ledger, sweep, tiny, write
 from test_search import trials
 
 from ablate.errors import InputError
-from ablate.experiment import load
-from ablate.ledger import Ledger
-from ablate.pictures import Pictures
-from ablate.points import GivenUp, outcome, over, reports, violations, warm
-from ablate.surface import Constraint
+from ablate.execution.projections import Pictures
+from ablate.execution.study_points import GivenUp, outcome, over, reports, violations, warm
+from ablate.experiment.load import load
+from ablate.experiment.schema import Constraint
+from ablate.results.ledger import Ledger
 
 LIMITS = (Constraint(metric="a", at_most=2.0), Constraint(metric="b", at_least=1.0))
 

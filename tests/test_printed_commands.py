@@ -53,7 +53,7 @@ OTHERS = {
     "kill $(jobs": "part of the SLURM script: test_cluster.py",
     "make": "below",
     "pip install": "needs a package index: test_wheel.py",
-    'python -c "from ablate.child import *; tune_process(); rehearse()"': "below",
+    'python -c "from ablate.execution.trial_process import *; tune_process(); rehearse()"': "below",
     "python benchmarks/platform_costs.py": "test_platform.py",
     "python benchmarks/peers.py": "below",
     "python benchmarks/fuzz_yaml.py": "test_fuzz.py",

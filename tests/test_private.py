@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from experiments_for_tests import environment
 
+from ablate.cli.settings import find, writable
+from ablate.cli.ui import calls_us, own_names
 from ablate.errors import InputError
 from ablate.files import keep_file, make_folder, short_for_sockets, temporary_folder
-from ablate.place import find, writable
-from ablate.ui import calls_us, own_names
 
 LISTENING = """
 import signal, psutil
-from ablate.workers import Pool
+from ablate.execution.workers import Pool
 pool = Pool(None, 1, 0)
 pool.wanted = 1
 assert pool.slots == 1

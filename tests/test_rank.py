@@ -15,12 +15,12 @@ from experiments_for_tests import TOO_LARGE, events_of, gone, shards, shut, tiny
 from gates_for_tests import Gate
 from test_supervisor import HOLD, steps
 
-from ablate import rank
-from ablate.messages import GangPart, Message, TrialRequest
-from ablate.processes import free_port
-from ablate.store import Store
-from ablate.supervisor import Supervisor
-from ablate.workers import flight
+from ablate.execution import rank_process
+from ablate.execution.messages import GangPart, Message, TrialRequest
+from ablate.execution.supervisor import Supervisor
+from ablate.execution.workers import flight
+from ablate.results.trial_store import Store
+from ablate.verification.services import free_port
 
 pytestmark = pytest.mark.slow
 SHAPE = {"accumulate": 2, "width": 64, "context": 32}
@@ -135,7 +135,7 @@ def test_supervisors_on_two_nodes_compute_one_trial_and_either_ends_it(superviso
 
 def test_a_rank_whose_peer_on_another_node_is_gone_ends_while_the_pool_still_waits_for_it():
     """Or its actor would be ended instead, and the gang's next attempt would find no warm process."""
-    assert 2 * rank._PEER_SECONDS < flight._LAST_WORD_SECONDS
+    assert 2 * rank_process._PEER_SECONDS < flight._LAST_WORD_SECONDS
 
 
 def test_the_base_of_a_fine_tuning_is_trained_by_one_rank(supervisor, tmp_path, cache):

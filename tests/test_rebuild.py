@@ -12,9 +12,9 @@ from experiments_for_tests import ablate, ledger, statuses, sweep, tiny, values,
 from test_control import middle
 from test_tracking import runs
 
-from ablate.control import damage
+from ablate.execution.search import points
+from ablate.execution.sweep_control import damage
 from ablate.files import lock
-from ablate.search import points
 
 HARMS = {"text": lambda content: b"not a database" * 1000, "pages": middle, "half": lambda content: content[: len(content) // 2]}
 

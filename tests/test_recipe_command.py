@@ -5,8 +5,8 @@ import json
 import pytest
 from experiments_for_tests import ablate
 
+from ablate.cli.recipe import differences, layers_of, placements, resolve, rest
 from ablate.errors import InputError
-from ablate.recipe import differences, layers_of, placements, resolve, rest
 from ablate.recipes import PRESETS, SLOTS, Recipe
 
 
@@ -19,7 +19,7 @@ def test_show_prints_three_products_with_six_operands_and_the_source():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_shown_and_its_json_is_itself(name, capsys):
-    from ablate.recipe import show
+    from ablate.cli.recipe import show
 
     show(name, None, False)
     shown = capsys.readouterr().out

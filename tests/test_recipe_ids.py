@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ablate.arms import Base
-from ablate.experiment import load
+from ablate.experiment.arms import Base
+from ablate.experiment.load import load
+from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS, Recipe
-from ablate.trial_spec import TrialSpec
-from ablate.workloads.idle import Idle
+from ablate.training.workloads.idle import Idle
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "recipe_ids.json"

@@ -7,9 +7,9 @@ import pytest
 from commands_for_tests import here
 from experiments_for_tests import sweep, tiny, write
 
-from ablate import records
-from ablate.ledger import Ledger
-from ablate.records import frame, tokens_per_step
+from ablate.results import records
+from ablate.results.ledger import Ledger
+from ablate.results.records import frame, tokens_per_step
 
 SPEC = '{"workload": {"gpt": {"batch": 2, "context": 16, "accumulate": 3}}, "seed": 0}'
 

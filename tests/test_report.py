@@ -11,13 +11,13 @@ import pytest
 from commands_for_tests import here
 from experiments_for_tests import ablate, sweep, tiny, write
 
-from ablate import report
-from ablate.answer import Answer
-from ablate.data.montage import montage
+from ablate.cli import report
+from ablate.cli.report import NOTEBOOKS, ReportError, analysis, is_current, make
 from ablate.errors import InputError
-from ablate.ledger import Ledger
-from ablate.report import NOTEBOOKS, ReportError, analysis, is_current, make
-from ablate.results import open_ledger
+from ablate.results.answer import Answer
+from ablate.results.ledger import Ledger
+from ablate.results.summary import open_ledger
+from ablate.training.data.montage import montage
 
 SEARCH = {
     "ablate": {"workload.lr": {"uniform": [1e-4, 1e-2]}, "rht": [True, False]},

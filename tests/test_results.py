@@ -13,12 +13,16 @@ import pytest
 from experiments_for_tests import sweep, tiny
 from rich.console import Console
 
-from ablate.attribution import grid, main_effects
-from ablate.ledger import Ledger
-from ablate.markdown_summary import summary_markdown
-from ablate.published import Agreement, agreement_notes, agreement_text, replications
-from ablate.records import frame
-from ablate.results import (
+from ablate.cli.live_view import replication_table, summary_table
+from ablate.experiment.roles import CONFIRM
+from ablate.experiment.schema import Growth, Metric, Published
+from ablate.results.attribution import grid, main_effects
+from ablate.results.ledger import Ledger
+from ablate.results.markdown_summary import summary_markdown
+from ablate.results.paired_stats import Difference, Interval, decided, paired_difference
+from ablate.results.published import Agreement, agreement_notes, agreement_text, replications
+from ablate.results.records import frame
+from ablate.results.summary import (
     contrasts,
     emulated,
     foremost,
@@ -32,11 +36,7 @@ from ablate.results import (
     undecided,
     winner,
 )
-from ablate.roles import CONFIRM
-from ablate.stats import Difference, Interval, decided, paired_difference
-from ablate.store import Store
-from ablate.surface import Growth, Metric, Published
-from ablate.terminal import replication_table, summary_table
+from ablate.results.trial_store import Store
 
 LOSSES = {
     "bf16": {0: 3.00, 1: 3.10, 2: 3.20},

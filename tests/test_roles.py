@@ -10,13 +10,13 @@ from commands_for_tests import here
 from experiments_for_tests import ledger, statuses, sweep, tiny, values, write
 from test_search import trials
 
-from ablate.answer import Answer
-from ablate.experiment import load
-from ablate.leaderboard import collect
-from ablate.ledger import Ledger
-from ablate.results import contrasts, metric_of, summaries
-from ablate.roles import role_of
-from ablate.tracking import runs
+from ablate.cli.leaderboard import collect
+from ablate.execution.tracking import runs
+from ablate.experiment.load import load
+from ablate.experiment.roles import role_of
+from ablate.results.answer import Answer
+from ablate.results.ledger import Ledger
+from ablate.results.summary import contrasts, metric_of, summaries
 
 IDLE = {"workload": {"idle": {"steps": 3}}, "ablate": None}
 

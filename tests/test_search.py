@@ -14,10 +14,10 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from ablate.experiment import load
-from ablate.points import Point
-from ablate.search import ENDED, PRUNERS, SAMPLERS, Study
-from ablate.surface import SEVERAL, Search
+from ablate.execution.search import ENDED, PRUNERS, SAMPLERS, Study
+from ablate.execution.study_points import Point
+from ablate.experiment.load import load
+from ablate.experiment.schema import SEVERAL, Search
 
 MIXED = {
     "workload.lr": {"uniform": [1e-4, 1e-1], "log": True},

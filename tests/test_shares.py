@@ -2,7 +2,7 @@
 
 import pytest
 
-from ablate.shares import FORGET_SECONDS, LESSER, Claim, Shares, fit
+from ablate.execution.cluster_shares import FORGET_SECONDS, LESSER, Claim, Shares, fit
 
 CASES = {
     "one sweep gets all it wants": ([("a", 0, 8)], 8, {"a": 8}),

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from ablate import figures
-from ablate.answer import Answer
-from ablate.attribution import grid, main_effects
-from ablate.headline import of_knobs
-from ablate.ledger import Ledger
-from ablate.results import contrasts, metric_of, summaries
-from ablate.terminal import contrast_table
+from ablate.cli.live_view import contrast_table
+from ablate.results import figures
+from ablate.results.answer import Answer
+from ablate.results.attribution import grid, main_effects
+from ablate.results.headline import of_knobs
+from ablate.results.ledger import Ledger
+from ablate.results.summary import contrasts, metric_of, summaries
 
 LISTS = {
     "false first": [False, True],

@@ -8,14 +8,14 @@ import torch
 from experiments_for_tests import SHAPE, shards
 from pydantic import ValidationError
 
-from ablate.checkpoints import Checkpoints
-from ablate.hyperparameters import Fallback, Guard
-from ablate.metric_names import parse
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import SLOTS, QEma, Run, Weights
-from ablate.stability import Cause, Change, Verdict, Watch
-from ablate.train import Prepared, Telemetry, train
-from ablate.workloads.gpt import Gpt
+from ablate.training.checkpoints import Checkpoints
+from ablate.training.guard import Cause, Change, Verdict, Watch
+from ablate.training.hyperparameters import Fallback, Guard
+from ablate.training.loop import Prepared, Telemetry, train
+from ablate.training.metric_names import parse
+from ablate.training.workloads.gpt import Gpt
 
 NVFP4 = PRESETS["nvfp4"]()
 OFTEN = Telemetry(every=10**6, shadow=10**6, log=1, checkpoint=0)

@@ -13,13 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from ablate.controller import Controller
-from ablate.messages import Ended
-from ablate.metric_names import parse
-from ablate.store import Store
-from ablate.trial import run
-from ablate.trial_spec import TrialSpec
-from ablate.workers import Inline
+from ablate.execution.controller import Controller
+from ablate.execution.messages import Ended
+from ablate.execution.trial_runner import run
+from ablate.execution.workers import Inline
+from ablate.experiment.trial_spec import TrialSpec
+from ablate.results.trial_store import Store
+from ablate.training.metric_names import parse
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from ablate.stats import (
+from ablate.results.paired_stats import (
     Difference,
     Interval,
     Kind,
@@ -23,7 +23,7 @@ from ablate.stats import (
     paired_difference,
     seeds_needed,
 )
-from ablate.verdict_text import needed_text, verdict_document, verdict_notes, verdict_text
+from ablate.results.verdict_text import needed_text, verdict_document, verdict_notes, verdict_text
 
 T, SEQUENCE = Interval(), Interval("sequence")
 PLAIN_NORMAL = stats.norm(0, 1.8)

@@ -18,11 +18,11 @@ from experiments_for_tests import TOO_LARGE, Children, end, environment, start, 
 from test_commands import modules
 from test_control import middle
 
-from ablate import status as verb
-from ablate.ledger import Ledger
-from ablate.status import read
-from ablate.store import Store
-from ablate.tracking import behind
+from ablate.cli import status as verb
+from ablate.cli.status import read
+from ablate.execution.tracking import behind
+from ablate.results.ledger import Ledger
+from ablate.results.trial_store import Store
 
 STEPS = 6000
 

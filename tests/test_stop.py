@@ -10,14 +10,14 @@ from commands_for_tests import INLINE, here
 from experiments_for_tests import end, environment, ledger, start, statuses, sweep, tiny, until, values, write
 from test_store import HOLD
 
-from ablate.control import take
-from ablate.experiment import load
+from ablate.execution.sweep_control import take
+from ablate.experiment.load import load
 
 TAKE = """
 import json, sys, time
 from pathlib import Path
-from ablate.control import take
-from ablate.experiment import load
+from ablate.execution.sweep_control import take
+from ablate.experiment.load import load
 from ablate.files import lock
 folder = Path(sys.argv[1])
 with lock(folder / "lock"):

@@ -16,9 +16,9 @@ import pytest
 from experiments_for_tests import until
 
 from ablate.files import Busy, Damaged, lock, write
-from ablate.ledger import Ledger
-from ablate.ledger_integrity import tally
-from ablate.store import Store, Tally, line
+from ablate.results.ledger import Ledger
+from ablate.results.ledger_integrity import tally
+from ablate.results.trial_store import Store, Tally, line
 
 HOLD = """
 import sys, time; from pathlib import Path; from ablate.files import lock
@@ -27,7 +27,7 @@ with lock(Path(sys.argv[1])):
     time.sleep(60)
 """
 COMMIT = """
-import sys; from pathlib import Path; from ablate.store import Store
+import sys; from pathlib import Path; from ablate.results.trial_store import Store
 store, n = Store(Path(sys.argv[1])), 0
 while True:
     n += 1

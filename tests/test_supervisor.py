@@ -15,20 +15,20 @@ import pytest
 from experiments_for_tests import TOO_LARGE, environment, events_of, gone, shut, tiny, until
 from gates_for_tests import customised
 
-from ablate import supervisor as supervisors
-from ablate.messages import Ended, Events, Exited, Message, TrialRequest, parse_line
+from ablate.execution import supervisor as supervisors
+from ablate.execution.messages import Ended, Events, Exited, Message, TrialRequest, parse_line
+from ablate.execution.supervisor import Supervisor, run_inline
+from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
-from ablate.store import Store
-from ablate.supervisor import Supervisor, run_inline
-from ablate.trial_spec import TrialSpec
-from ablate.workloads.idle import Idle
+from ablate.results.trial_store import Store
+from ablate.training.workloads.idle import Idle
 
 pytestmark = pytest.mark.slow
 LONG = {"steps": 100_000, "eval_every": 100_000}
 HOLD = """
 import sys
-from ablate.messages import TrialRequest
-from ablate.supervisor import Supervisor
+from ablate.execution.messages import TrialRequest
+from ablate.execution.supervisor import Supervisor
 for message in Supervisor().run(TrialRequest.parse(sys.argv[1])): print(message, flush=True)
 """
 
@@ -229,7 +229,7 @@ sys.meta_path.insert(0, Slow())
 
 def test_a_child_that_still_warms_up_ends_with_its_supervisor_too(tmp_path):
     slow = environment(**customised(tmp_path / "slow", WARMS_UP))
-    child = subprocess.Popen([sys.executable, "-m", "ablate.child"], stdin=subprocess.PIPE, bufsize=0, env=slow)
+    child = subprocess.Popen([sys.executable, "-m", "ablate.execution.trial_process"], stdin=subprocess.PIPE, bufsize=0, env=slow)
     child.stdin.close()
     assert child.wait(60) == 1
 
@@ -249,7 +249,7 @@ def test_closing_ends_the_child_and_the_trial_in_it(tmp_path):
 IMPORTING = """
 import os, sys, threading
 from ablate import child
-from ablate.workloads.idle import Idle
+from ablate.training.workloads.idle import Idle
 
 records = Idle.records
 
@@ -295,7 +295,7 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
 COUNTING = """
 import functools, json, os, pathlib, sys
 from ablate import child
-from ablate.trial_spec import TrialSpec
+from ablate.experiment.trial_spec import TrialSpec
 
 def loads(text):
     with pathlib.Path(sys.argv[1]).open("a") as file: print(os.getpid(), len(text), file=file)
@@ -318,7 +318,7 @@ def test_the_spec_is_parsed_once_in_the_process_that_computes_the_trial(tmp_path
 
 def test_a_line_that_is_no_request_is_refused_and_the_next_is_served(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-    with subprocess.Popen([sys.executable, "-m", "ablate.child"], **pipes) as child:
+    with subprocess.Popen([sys.executable, "-m", "ablate.execution.trial_process"], **pipes) as child:
         child.stdin.write(b'{"spec": 3}\n' + request(tmp_path).line())
         received = map(parse_line, filter(None, map(bytes.strip, child.stdout)))
         ends = [next(message for message in received if isinstance(message, Exited)) for _ in range(2)]

@@ -16,9 +16,9 @@ from test_stop import process
 from test_store import HOLD
 from test_tracking import histories, runs
 
-from ablate import controller
+from ablate.execution import controller
+from ablate.execution.tracking import shown
 from ablate.files import lock
-from ablate.tracking import shown
 
 pytestmark = [
     pytest.mark.services,

@@ -9,12 +9,12 @@ import pytest
 from experiments_for_tests import Children, ledger, statuses, sweep, tiny, until
 from test_controller import WILD
 
-from ablate import controller
-from ablate.controller import Controller
-from ablate.ledger import Ledger
-from ablate.pictures import Mirror
-from ablate.tracking import log_report
-from ablate.workers import Inline
+from ablate.execution import controller
+from ablate.execution.controller import Controller
+from ablate.execution.projections import Mirror
+from ablate.execution.tracking import log_report
+from ablate.execution.workers import Inline
+from ablate.results.ledger import Ledger
 
 pytestmark = [
     pytest.mark.services,
@@ -292,8 +292,8 @@ def test_what_a_dead_driver_could_not_note_is_not_drawn_twice(lost, client, stor
 def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(store, tmp_path):
     from test_search import told
 
-    from ablate.pictures import Pictures
-    from ablate.tracking import Shipped
+    from ablate.execution.projections import Pictures
+    from ablate.execution.tracking import Shipped
 
     arms = 30
     listed = {f"arm {n}": {"cooldown": n / 100} for n in range(arms)}
@@ -322,9 +322,9 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
 
 
 def test_nothing_is_drawn_where_everything_is(client, drawn, store, monkeypatch):
-    import ablate.tracking
+    import ablate.execution.tracking
 
-    monkeypatch.setattr(ablate.tracking, "Projector", None)
+    monkeypatch.setattr(ablate.execution.tracking, "Projector", None)
     outcome, _ = sweep(tiny(drawn, "drawn"), drawn, store)
     assert outcome.ran == 0
 

@@ -10,19 +10,19 @@ import torch
 from pydantic import ValidationError
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ablate.data import open_corpus
-from ablate.data.batches import training_batch
 from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import DTYPES
-from ablate.hyperparameters import Training
 from ablate.numerics.philox import Clock
-from ablate.parallel import Part, world
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.recipe import OsciReset, Phase, QEma, QRamping, Run, Weights
-from ablate.train import Meter, Prepared, Record, Telemetry, evaluate
-from ablate.train import train as loop
-from ablate.transformer import Transformer, initialise
-from ablate.workloads.gpt import Gpt
+from ablate.training.data import open_corpus
+from ablate.training.data.batches import training_batch
+from ablate.training.distributed import Part, world
+from ablate.training.hyperparameters import Training
+from ablate.training.loop import Meter, Prepared, Record, Telemetry, evaluate
+from ablate.training.loop import train as loop
+from ablate.training.models.transformer import Transformer, initialise
+from ablate.training.workloads.gpt import Gpt
 
 NVFP4 = PRESETS["nvfp4"]()
 OFTEN = Telemetry(every=1, shadow=1, log=1)
@@ -174,7 +174,7 @@ def waiting(shards, monkeypatch, ratios: list[float], every: int, telemetry: Tel
         measured.append(clock.step)
         return {"grad/noise_ratio": ratios[clock.step]}
 
-    monkeypatch.setattr("ablate.train.gradient_noise", noise)
+    monkeypatch.setattr("ablate.training.loop.gradient_noise", noise)
     before = engine.at
 
     def at(step, run):

@@ -5,15 +5,15 @@ import json
 import pytest
 from experiments_for_tests import SHAPE, shards
 
+from ablate.execution.trial_runner import run
+from ablate.experiment.trial_spec import TrialSpec
 from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Hadamard, Outer, Quant
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.recipe import Fprop, Wgrad
-from ablate.store import Store
-from ablate.trial import run
-from ablate.trial_spec import TrialSpec
-from ablate.workloads import WORKLOADS
-from ablate.workloads.gpt import Gpt
+from ablate.results.trial_store import Store
+from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.gpt import Gpt
 
 TELEMETRY = {"every": 2, "log": 1}
 

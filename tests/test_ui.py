@@ -15,7 +15,7 @@ import pytest
 from commands_for_tests import here
 from experiments_for_tests import end, gone, start, sweep, tiny, until
 
-from ablate.ui import index
+from ablate.cli.ui import index
 
 pytestmark = [
     pytest.mark.services,
@@ -239,7 +239,7 @@ time.sleep(600)
 def test_a_command_and_its_children_end_with_their_lifeline(how):
     holder = f"""
 import subprocess, sys, time
-line = subprocess.Popen([sys.executable, "-m", "ablate.lifeline", sys.executable, "-c", {FAMILY!r}], stdin=subprocess.PIPE)
+line = subprocess.Popen([sys.executable, "-m", "ablate.execution.process_guard", sys.executable, "-c", {FAMILY!r}], stdin=subprocess.PIPE)
 sys.stdin.readline()
 line.stdin.close() if {how!r} == "closed" else line.terminate()
 time.sleep(600)
@@ -256,7 +256,7 @@ time.sleep(600)
 
 
 def test_a_command_that_ends_by_itself_ends_the_wait_with_its_status():
-    command = [sys.executable, "-m", "ablate.lifeline", sys.executable, "-c", "raise SystemExit(7)"]
+    command = [sys.executable, "-m", "ablate.execution.process_guard", sys.executable, "-c", "raise SystemExit(7)"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         assert process.wait(20) == 7
@@ -266,7 +266,7 @@ def test_a_command_that_ends_by_itself_ends_the_wait_with_its_status():
 
 def test_a_command_that_does_not_listen_is_killed():
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    command = [sys.executable, "-m", "ablate.lifeline", sys.executable, "-c", stubborn]
+    command = [sys.executable, "-m", "ablate.execution.process_guard", sys.executable, "-c", stubborn]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
     rest = family(process)

@@ -5,7 +5,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ablate.report import NOTEBOOKS
+from ablate.cli.report import NOTEBOOKS
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,13 +14,13 @@ import pytest
 from experiments_for_tests import events_of, until, words_of
 from test_supervisor import request
 
-from ablate.messages import Ended
-from ablate.store import Store
-from ablate.supervisor import Supervisor, run_inline
-from ablate.workers import Pool
-from ablate.workers import pool as pools
-from ablate.workers.actor import Actor
-from ablate.workers.pool import unseated
+from ablate.execution.messages import Ended
+from ablate.execution.supervisor import Supervisor, run_inline
+from ablate.execution.workers import Pool
+from ablate.execution.workers import pool as pools
+from ablate.execution.workers.actor import Actor
+from ablate.execution.workers.pool import unseated
+from ablate.results.trial_store import Store
 
 pytestmark = [
     pytest.mark.slow,
@@ -111,8 +111,8 @@ def test_who_listens_before_the_trial_starts_hears_it_at_once(tmp_path, monkeypa
 
 HOLD = """
 import sys, time
-from ablate.workers import Pool
-from ablate.workers import pool as pools
+from ablate.execution.workers import Pool
+from ablate.execution.workers import pool as pools
 pool = Pool(sys.argv[1], None, 0, priority=int(sys.argv[2]))
 print("slots", flush=True)
 last = None

@@ -7,9 +7,9 @@ import pytest
 from experiments_for_tests import SHAPE, problems, tiny, write
 
 from ablate.recipes import KNOBS
-from ablate.workloads import WORKLOADS
-from ablate.workloads.gpt import Gpt
-from ablate.workloads.knobs import WORKLOAD_KNOBS
+from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 VALUES = {name: (Gpt.model_fields[name].default if name in Gpt.model_fields else None) for name in WORKLOAD_KNOBS} | SHAPE
 OF_GPT = [name for name in WORKLOAD_KNOBS if name in Gpt.model_fields]

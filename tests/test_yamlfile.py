@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ablate.errors import InputError, Problem, nearest
-from ablate.yamlfile import parse, read
+from ablate.experiment.yaml_document import parse, read
 
 
 def complaints(text: str) -> list[Problem | str]:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ablate.numerics.partition import Share, gather
 from ablate.numerics.product import first_order
 from ablate.numerics.quantize import Operand, draws
-from ablate.numerics.share import Share, gather
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.numerics.stored import gather_packed, refuse, store_one
 from ablate.recipes.recipe import TOKEN_AXES

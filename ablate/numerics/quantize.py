@@ -16,11 +16,11 @@ from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import cpu, cuda
+from ablate.numerics.partition import Share
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.rounding import ROUNDINGS, toward
 from ablate.numerics.scaling import block_amax, block_scales, block_statistic, element_scales, encode_scale, outer_statistic, round_scale
 from ablate.numerics.select import Candidate, select
-from ablate.numerics.share import Share
 from ablate.numerics.spec import Hadamard, Outer, Quant, argument, tag
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS, SCALES, Format
 from ablate.numerics.history import History
+from ablate.numerics.partition import Share
 from ablate.numerics.philox import Clock
 from ablate.numerics.rounding import SCALE_ROUNDINGS
-from ablate.numerics.share import Share
 from ablate.numerics.spec import BlockScale, Outer, Quant, argument, tag
 
 FLT_MAX = torch.finfo(torch.float32).max

@@ -11,17 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from ablate.numerics.choices import (
-    BLOCK_STATISTICS,
-    BLOCKS,
-    CANDIDATES,
-    CHANNELS,
-    CRITERIA,
-    ROUNDINGS,
-    SIGNS,
-    STATISTICS,
-    Statistic,
-)
+from ablate.numerics.choices import BLOCK_STATISTICS, BLOCKS, CANDIDATES, CHANNELS, CRITERIA, ROUNDINGS, SIGNS, STATISTICS, Statistic
 from ablate.numerics.formats import ELEMENTS, SCALES
 
 VERSION = 3

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ablate.numerics.partition import Share
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand, draws, pad, quantize
-from ablate.numerics.share import Share
 from ablate.numerics.spec import Hadamard, Quant
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

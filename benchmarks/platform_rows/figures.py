@@ -18,7 +18,7 @@ from rich.table import Table
 from sweeps import RECORDS, TINY, experiment, grid, ledger, rows, say, script, search, store, sweep
 
 from ablate import provenance
-from ablate.cli import console, run
+from ablate.cli.common import console, run
 from ablate.errors import InputError, nearest
 
 WORKERS = 2

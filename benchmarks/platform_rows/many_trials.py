@@ -15,10 +15,11 @@ from typing import Any
 
 from sweeps import grid, say
 
-from ablate.controller import Controller, Outcome
-from ablate.experiment import load
-from ablate.messages import Ended, Message, TrialRequest
-from ablate.supervisor import run_inline
+from ablate.execution.controller import Controller
+from ablate.execution.messages import Ended, Message, TrialRequest
+from ablate.execution.progress import Outcome
+from ablate.execution.supervisor import run_inline
+from ablate.experiment.load import load
 
 
 class Slots:

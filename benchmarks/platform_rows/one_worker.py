@@ -16,7 +16,7 @@ from typing import Any
 
 from sweeps import TINY, experiment, ledger
 
-from ablate.messages import Message, TrialRequest
+from ablate.execution.messages import Message, TrialRequest
 
 STEPS = 400
 TRAP = "import os\nopen(os.environ['ABLATE_TRAP'], 'a').write(f'{os.getpid()}\\n')\nraise ImportError('MLflow in a trial process')\n"
@@ -28,7 +28,7 @@ class Worker:
     slots = 1
 
     def __init__(self) -> None:
-        from ablate.supervisor import Supervisor
+        from ablate.execution.supervisor import Supervisor
 
         self.supervisor, self.trial, self.messages = Supervisor(), "", None
 
@@ -62,8 +62,9 @@ def main(folder: Path, mlflow: str | None, every: float, kill: bool) -> dict[str
     """Processor time of the trials' processes, imports of MLflow in them, and for each trial killed the steps it did twice."""
     import_module("mlflow")  # before the trap is set, which only processes started from here on find
 
-    from ablate.controller import Controller, Outcome
-    from ablate.experiment import load
+    from ablate.execution.controller import Controller
+    from ablate.execution.progress import Outcome
+    from ablate.experiment.load import load
 
     trap, log = folder / "trap" / "mlflow", folder / "trapped.txt"
     trap.mkdir(parents=True)

@@ -6,9 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-from ablate.ledger import Ledger
-from ablate.records import frame
-from ablate.report import make
+from ablate.cli.report import make
+from ablate.results.ledger import Ledger
+from ablate.results.records import frame
 
 STEPS = range(10, 1001, 10)
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")

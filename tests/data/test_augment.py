@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from ablate.data import Augment, ImageSet, RandAugment, augment, open_images
-from ablate.data.augment import OPERATIONS, drawn, image_batch, validation_images, validation_places
-from ablate.data.batches import training_batch
-from ablate.data.corpus import Corpus
+from ablate.training.data import Augment, ImageSet, RandAugment, augment, open_images
+from ablate.training.data.augment import OPERATIONS, drawn, image_batch, validation_images, validation_places
+from ablate.training.data.batches import training_batch
+from ablate.training.data.corpus import Corpus
 
 PLAIN = Augment(normalise=False)
 ALL = Augment(crop_padding=4, flip=0.5, randaugment=RandAugment(), brightness=0.4, contrast=0.4, saturation=0.4)

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from ablate.data.cache import growing, kept
+from ablate.cache import growing, kept
 
 pytestmark = pytest.mark.usefixtures("cache")
-HELD = "import sys, time; from ablate.data import cache; cache.kept('k', 'a', lambda folder: (print('made', flush=True), sys.stdin.read()))"
+HELD = "import sys, time; from ablate.cache import kept; kept('k', 'a', lambda folder: (print('made', flush=True), sys.stdin.read()))"
 
 
 def fill(folder):
@@ -34,7 +34,7 @@ def test_what_is_left_halfway_is_not_there_and_is_made_anew(cache):
 
 
 def test_whoever_waits_for_another_process_hears_that_it_goes_on(monkeypatch):
-    monkeypatch.setattr("ablate.data.cache._POLL_SECONDS", 0.02)
+    monkeypatch.setattr("ablate.cache._POLL_SECONDS", 0.02)
     with subprocess.Popen([sys.executable, "-c", HELD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "made\n"
         waiting = growing("k", "a", lambda _: pytest.fail("the other makes it"))

@@ -5,10 +5,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from ablate.data import Shards, open_corpus
-from ablate.data.batches import training_batch, validation_batches
-from ablate.data.corpus import Corpus
-from ablate.workloads.gpt import Gpt
+from ablate.training.data import Shards, open_corpus
+from ablate.training.data.batches import training_batch, validation_batches
+from ablate.training.data.corpus import Corpus
+from ablate.training.workloads.gpt import Gpt
 
 
 def counting(train: int = 1000, val: int = 300) -> Corpus:

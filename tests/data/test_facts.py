@@ -5,10 +5,10 @@ import json
 import pytest
 from conftest import write_shards
 
-from ablate.data import facts as module
-from ablate.data.corpus import HubText, Text
-from ablate.data.facts import facts
-from ablate.data.images import Folder
+from ablate.training.data import facts as module
+from ablate.training.data.corpus import HubText, Text
+from ablate.training.data.facts import facts
+from ablate.training.data.images import Folder
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -53,7 +53,7 @@ def test_a_password_in_a_place_is_not_told(monkeypatch):
 
 
 def images():
-    from ablate.data import open_images
+    from ablate.training.data import open_images
 
     return open_images("digits")
 

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
-from ablate.data import ImageSource, open_images, places
-from ablate.data.cifar import unpickle
-from ablate.data.images import Cifar10, Cifar100, Folder, HubImages
-from ablate.workloads.mae import Mae
+from ablate.training.data import ImageSource, open_images, places
+from ablate.training.data.cifar import unpickle
+from ablate.training.data.images import Cifar10, Cifar100, Folder, HubImages
+from ablate.training.workloads.mae import Mae
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -241,7 +241,7 @@ def test_what_was_decoded_is_kept_and_a_changed_file_is_seen(tmp_path, cache):
     before = open_images(Folder(folder=str(tmp_path), size=8))
     assert len(list((cache / "images").glob("*/train.npy"))) == 1
     pictures(tmp_path, 1, seed=77)
-    from ablate.data.images import _folder
+    from ablate.training.data.images import _folder
 
     _folder.cache_clear()
     after = open_images(Folder(folder=str(tmp_path), size=8))
@@ -355,6 +355,6 @@ def test_a_source_survives_json_and_names_its_places():
 
 
 def test_opening_images_imports_neither_torch_nor_scikit_learn():
-    code = "import sys; from ablate.data import open_images; open_images('digits'); open_images('photos'); print(*sys.modules)"
+    code = "import sys; from ablate.training.data import open_images; open_images('digits'); open_images('photos'); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "sklearn", "datasets", "transformers"} & set(loaded)

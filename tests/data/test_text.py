@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from ablate.data import Shards, documents, open_corpus, places, prepared
-from ablate.data import cache as cache_module
-from ablate.data.corpus import HubText, Prepared, Source, Text
-from ablate.data.jobs import of_files
-from ablate.data.tokenisers import SEPARATOR, open_tokeniser
+from ablate import cache as cache_module
+from ablate.training.data import Shards, documents, open_corpus, places, prepared
+from ablate.training.data.corpus import HubText, Prepared, Source, Text
+from ablate.training.data.jobs import of_files
+from ablate.training.data.tokenisers import SEPARATOR, open_tokeniser
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -110,7 +110,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path):
 
 def test_a_tokeniser_is_the_same_bytes_for_the_same_text_whatever_the_threads(tmp_path):
     path = stories(tmp_path)
-    code = f"""from ablate.data import documents as d, tokenisers as t
+    code = f"""from ablate.training.data import documents as d, tokenisers as t
 print(t.open_tokeniser("bpe:600", lambda: d.pieces([d.Path({str(path)!r})], "text", 300)).json)"""
     runs = [
         subprocess.run(
@@ -199,7 +199,7 @@ def test_shards_are_in_llm_cs_layout_and_read_as_one_text(tmp_path):
 def test_a_window_across_files_is_a_batch(tmp_path):
     import torch
 
-    from ablate.data.batches import training_batch
+    from ablate.training.data.batches import training_batch
 
     made(tmp_path / "whole", stories(tmp_path))
     made(tmp_path / "parts", stories(tmp_path), shard_tokens=50)
@@ -303,14 +303,14 @@ def test_a_file_is_read_again_when_it_may_have_changed_and_only_then(tmp_path, m
 def test_two_processes_at_once_make_it_once_and_agree(tmp_path, cache):
     path = stories(tmp_path)
     code = f"""
-import time, ablate.data.prepared as p
+import time, ablate.training.data.prepared as p
 make = p.prepare
 def counted(*words):
     open({str(tmp_path / "made")!r}, "a").write("x")
     time.sleep(1)  # until the others are there
     return make(*words)
 p.prepare = counted
-from ablate.data.corpus import Text, open_corpus
+from ablate.training.data.corpus import Text, open_corpus
 print(open_corpus(Text(text={str(path)!r}, tokenizer="bpe:600")).fingerprint)"""
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     told = {run.communicate(timeout=300)[0] for run in runs}
@@ -420,7 +420,7 @@ def test_a_hub_that_cannot_be_reached_is_told_in_one_sentence_with_what_there_is
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_commit_is_asked_for_once(tmp_path, monkeypatch):
-    from ablate.data import hub
+    from ablate.training.data import hub
 
     pytest.importorskip("huggingface_hub")
     asked = []
@@ -443,7 +443,7 @@ def test_nothing_reaches_a_network_unless_a_dataset_is_named(tmp_path):
 import socket, sys
 def refuse(*words): raise SystemExit(f"a connection to {{words}}")
 socket.socket.connect = socket.getaddrinfo = refuse
-from ablate.data.corpus import Text, open_corpus
+from ablate.training.data.corpus import Text, open_corpus
 open_corpus("stdlib"); open_corpus(Text(text={str(path)!r}, tokenizer="bpe:300"))
 print(*sys.modules)"""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -484,7 +484,7 @@ def test_a_source_survives_json_and_names_its_places():
 
 
 def test_a_part_of_a_source_is_a_knob_and_a_mistyped_one_is_told_with_the_nearest(tmp_path):
-    from ablate.arms import Base, KnobError
+    from ablate.experiment.arms import Base, KnobError
 
     path = str(stories(tmp_path))
     base = Base("gpt", {"data": {"text": path}}, "bf16")

@@ -16,23 +16,23 @@ from torch import Tensor, nn
 warnings.simplefilter("ignore")  # TE's, of a machine without its native part
 TE = te_double.install()
 
-from ablate import choice  # noqa: E402
-from ablate.arms import Arm, Base  # noqa: E402
-from ablate.checkpoints import Checkpoints  # noqa: E402
 from ablate.engines import transformer_engine as native  # noqa: E402
 from ablate.engines.emulated_layer import EmulatedLinear  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
 from ablate.engines.te_mapping import Builtin, recipe_refusals, te_recipe  # noqa: E402
+from ablate.experiment import engine_selection  # noqa: E402
+from ablate.experiment.arms import Arm, Base  # noqa: E402
 from ablate.numerics.philox import Clock  # noqa: E402
 from ablate.numerics.scaling import encode_scale  # noqa: E402
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select  # noqa: E402
 from ablate.recipes import PRESETS  # noqa: E402
 from ablate.recipes.recipe import Dgrad, Fprop, Layers, Phase, Products, Recipe, Wgrad  # noqa: E402
-from ablate.train import Telemetry  # noqa: E402
-from ablate.workloads import WORKLOADS  # noqa: E402
+from ablate.training.checkpoints import Checkpoints  # noqa: E402
+from ablate.training.loop import Telemetry  # noqa: E402
+from ablate.training.workloads import WORKLOADS  # noqa: E402
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
-native.this_machine = choice.this_machine = lambda: B200
+native.this_machine = engine_selection.this_machine = lambda: B200
 
 
 def nvfp4(**knobs) -> Recipe:
@@ -178,10 +178,10 @@ def others() -> dict[str, dict[str, list[dict[str, float]]]]:
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for name, (workload, fields) in OTHERS.items():
         config = WORKLOADS[workload].model_validate_json(json.dumps(fields))
-        for engine, recipe in (("emulated", nvfp4()), (choice.NATIVE, nvfp4()), ("bf16", PRESETS["bf16"]())):
+        for engine, recipe in (("emulated", nvfp4()), (engine_selection.NATIVE, nvfp4()), ("bf16", PRESETS["bf16"]())):
             arm = Arm(name, {}, config, recipe)
-            if engine == choice.NATIVE:
-                choice.choose(engine, [arm], "cuda", machine=B200)
+            if engine == engine_selection.NATIVE:
+                engine_selection.choose(engine, [arm], "cuda", machine=B200)
             records = config.records(recipe, 0, "emulated" if engine == "bf16" else engine, "cpu", Telemetry(log=1))
             kept = [{key: value for key, value in record.metrics.items() if "loss" in key or key == "guard/lr"} for record in records]
             found.setdefault(name, {})[engine] = kept

@@ -20,24 +20,26 @@ import typer  # noqa: E402
 from transformer_engine.pytorch.custom_recipes import reference_nvfp4  # noqa: E402
 from transformer_engine.pytorch.tensor import nvfp4_tensor  # noqa: E402
 
-from ablate import choice, doctor, parity  # noqa: E402
-from ablate.arms import Base  # noqa: E402
-from ablate.engines import proof, te_casts  # noqa: E402
+from ablate.cli import doctor  # noqa: E402
+from ablate.engines import parity_record, te_casts  # noqa: E402
 from ablate.engines import transformer_engine as native  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
 from ablate.engines.te_mapping import Format  # noqa: E402
-from ablate.parity.bench import Bench  # noqa: E402
-from ablate.parity.casts import exact_casts  # noqa: E402
-from ablate.parity.draws import stochastic_draws  # noqa: E402
-from ablate.parity.linears import exact_products  # noqa: E402
-from ablate.parity.training import short_training  # noqa: E402
-from ablate.store import Store  # noqa: E402
-from ablate.trial import run  # noqa: E402
-from ablate.trial_spec import TrialSpec  # noqa: E402
-from ablate.workloads import WORKLOADS  # noqa: E402
+from ablate.execution.trial_runner import run  # noqa: E402
+from ablate.experiment import engine_selection  # noqa: E402
+from ablate.experiment.arms import Base  # noqa: E402
+from ablate.experiment.trial_spec import TrialSpec  # noqa: E402
+from ablate.results.trial_store import Store  # noqa: E402
+from ablate.training.workloads import WORKLOADS  # noqa: E402
+from ablate.verification import parity  # noqa: E402
+from ablate.verification.parity.bench import Bench  # noqa: E402
+from ablate.verification.parity.casts import exact_casts  # noqa: E402
+from ablate.verification.parity.draws import stochastic_draws  # noqa: E402
+from ablate.verification.parity.linears import exact_products  # noqa: E402
+from ablate.verification.parity.training import short_training  # noqa: E402
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
-native.this_machine = choice.this_machine = parity.this_machine = doctor.this_machine = lambda: B200
+native.this_machine = engine_selection.this_machine = parity.this_machine = doctor.this_machine = lambda: B200
 native.seed = lambda device, number: te_double.DRAWN.manual_seed(number)
 SMALL = Bench(
     ("nvfp4", "mxfp8", "fp8"),
@@ -222,13 +224,13 @@ def commanded(*words: str) -> dict[str, object]:
             application(["--engine", "transformer_engine", *words])
         except SystemExit as end:
             status = end.code
-    return {"status": status, "said": said.getvalue(), "kept": proof.place(B200).exists(), "files": sorted(os.listdir())}
+    return {"status": status, "said": said.getvalue(), "kept": parity_record.place(B200).exists(), "files": sorted(os.listdir())}
 
 
 def chosen() -> dict[str, object]:
     """What `auto` takes for arms of each family on this made-up machine."""
     arms = [Base("gpt", {}, "nvfp4").arm({"recipe": preset}) for preset in ("bf16", "nvfp4", "mxfp8", "fp8_current")]
-    return vars(choice.choose("auto", arms, "cuda", machine=B200))
+    return vars(engine_selection.choose("auto", arms, "cuda", machine=B200))
 
 
 def whole() -> dict[str, object]:

@@ -5,11 +5,11 @@ import shutil
 import pytest
 import torch
 
-from ablate.arms import Base, KnobError
 from ablate.engines import compiled
+from ablate.experiment.arms import Base, KnobError
 from ablate.recipes import PRESETS, Recipe
-from ablate.train import Telemetry
-from ablate.workloads.gpt import Gpt
+from ablate.training.loop import Telemetry
+from ablate.training.workloads.gpt import Gpt
 
 CONFIG = Gpt(layers=1, width=32, heads=2, context=32, batch=2, steps=6, warmup=0, eval_every=3, eval_tokens=64, eval_batch=2)
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler here")

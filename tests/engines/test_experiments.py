@@ -6,12 +6,12 @@ from unittest import mock
 import pytest
 import torch
 
-from ablate.experiment import load
+from ablate.experiment.load import load
 from ablate.numerics.kernels import cpu
 from ablate.numerics.quantize import Operand
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import Run
-from ablate.workloads.gpt import Gpt
+from ablate.training.workloads.gpt import Gpt
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").rglob("*.yaml"))
 SHAPE = Gpt(layers=2, width=64, heads=2, context=32, batch=2, steps=10, eval_tokens=64, eval_batch=2)

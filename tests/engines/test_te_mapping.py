@@ -2,18 +2,7 @@
 
 import pytest
 
-from ablate.engines.te_mapping import (
-    TENSORS,
-    Builtin,
-    Copies,
-    Custom,
-    Format,
-    families,
-    recipe_refusals,
-    refusals,
-    te_recipe,
-    variants,
-)
+from ablate.engines.te_mapping import TENSORS, Builtin, Copies, Custom, Format, families, recipe_refusals, refusals, te_recipe, variants
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select
 from ablate.recipes import KNOBS, PRESETS
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Phase, Products, Wgrad
@@ -103,7 +92,7 @@ def test_a_preset_that_it_does_not_compute_is_refused_with_the_field(preset):
     ],
 )
 def test_the_short_knobs_of_nvfp4_are_arguments_of_its_recipe(knobs, option, value):
-    from ablate.arms import Base
+    from ablate.experiment.arms import Base
 
     recipe = Base("gpt", {}, "nvfp4").arm(knobs).recipe
     *_, last = map(te_recipe, variants(recipe))

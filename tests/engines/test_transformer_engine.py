@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from ablate import peers
 from ablate.engines import transformer_engine as native
 from ablate.engines.hardware import Machine
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import SLOTS, Run
+from ablate.verification import peers
 
 HERE = Path(__file__).parent
 SHAPES = 50

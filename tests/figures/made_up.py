@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ablate.ledger import Ledger
-from ablate.surface import Metric
+from ablate.experiment.schema import Metric
+from ablate.results.ledger import Ledger
 
 LOSS = Metric(name="val/loss", min_effect=0.01)
 SPEED = Metric(name="throughput/tokens_per_s", direction="maximize")

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from ablate.figures import decay, dots
-from ablate.ledger import Ledger
-from ablate.records import frame
-from ablate.results import summaries
-from ablate.surface import Metric, Published
+from ablate.experiment.schema import Metric, Published
+from ablate.results.figures import decay, dots
+from ablate.results.ledger import Ledger
+from ablate.results.records import frame
+from ablate.results.summary import summaries
 
 ERROR, MEAN = Metric(name="quant/fprop.x/rel_mse"), Metric(name="mean/dgrad.g/rel_mse")
 PUBLISHED = [

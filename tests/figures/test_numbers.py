@@ -10,10 +10,10 @@ from made_up import LOSS
 from matplotlib.lines import Line2D
 from scipy import stats
 
-from ablate import figures, results
-from ablate.attribution import grid
-from ablate.records import frame
-from ablate.surface import Metric
+from ablate.experiment.schema import Metric
+from ablate.results import figures, summary
+from ablate.results.attribution import grid
+from ablate.results.records import frame
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_curves_are_means_over_seeds_between_the_smallest_and_the_largest(book):
 
 def test_a_forest_shows_gaps_with_intervals_and_what_does_not_matter(book):
     known = losses(book)
-    picture = figures.forest(results.summaries(book), LOSS)
+    picture = figures.forest(summary.summaries(book), LOSS)
     for line in picture.data.itertuples():
         arm, base = known[line.arm], known[line.baseline]
         apart = [arm[seed][1000] - base[seed][1000] for seed in arm if 1000 in arm[seed]]
@@ -78,14 +78,14 @@ def test_a_forest_shows_gaps_with_intervals_and_what_does_not_matter(book):
 
 
 def test_a_margin_in_percent_is_drawn_at_its_baseline(book):
-    arms = results.summaries(book, metric := Metric(min_effect="1%"))
+    arms = summary.summaries(book, metric := Metric(min_effect="1%"))
     level = next(arm for arm in arms if arm.name == "bf16").mean
-    for picture in (figures.forest(arms, metric), figures.contrast_forest(results.contrasts(arms, metric), metric)):
+    for picture in (figures.forest(arms, metric), figures.contrast_forest(summary.contrasts(arms, metric), metric)):
         assert max(picture.data["margin"]) == pytest.approx(0.01 * level, rel=0.05)
 
 
 def test_contrasts_are_drawn_as_they_are_told(book):
-    effects = results.contrasts(results.summaries(book), LOSS)
+    effects = summary.contrasts(summary.summaries(book), LOSS)
     data = figures.contrast_forest(effects, LOSS).data
     assert list(data["effect"]) == [effect.effect.mean for effect in effects]
     assert list(data["knob"]) == ["rht", "rht", "sr", "sr"]
@@ -94,7 +94,7 @@ def test_contrasts_are_drawn_as_they_are_told(book):
 def test_an_interaction_shows_the_mean_of_every_cell(book):
     known = losses(book)
     whole = [seed for seed in range(3) if all(1000 in known[arm][seed] for arm in known)]
-    data = figures.interaction(grid(results.summaries(book)), LOSS).data
+    data = figures.interaction(grid(summary.summaries(book)), LOSS).data
     assert len(data) == 4
     for line in data.itertuples():
         arm = f"{line.knob}={line.level} {line.other_knob}={line.other_level}"
@@ -103,7 +103,7 @@ def test_an_interaction_shows_the_mean_of_every_cell(book):
 
 
 def test_divergence_tells_each_run_its_end(book):
-    data = figures.divergence(results.summaries(book), frame(book)).data
+    data = figures.divergence(summary.summaries(book), frame(book)).data
     state = {(line.arm, line.seed): line.state for line in data.itertuples()}
     assert state.pop(("rht=false sr=false", 2)) == "diverged"
     assert state.pop(("rht=false sr=true", 2)) == "missing"
@@ -111,7 +111,7 @@ def test_divergence_tells_each_run_its_end(book):
     lost = data[data["state"] == "diverged"].iloc[0]
     assert (lost["diverged_at_step"], lost["nan/loss"], lost["nan/grad"]) == (600, 3, 12)
     assert data["diverged_at_step"].notna().sum() == 1
-    without = figures.divergence(results.summaries(book)).data
+    without = figures.divergence(summary.summaries(book)).data
     assert list(without["state"]) == list(data["state"])
 
 
@@ -123,7 +123,7 @@ def test_counts_of_an_interval_add_up_and_counts_so_far_do_not(tmp_path):
     for seed in (0, 1):
         so_far = [{"nan/loss": 2.0, "nan/activation": 5.0 * step, "val/loss": 1.0} for step in (1, 2, 3)]
         made_up.member(ledger, arm, seed, list(zip((1, 2, 3), so_far, strict=True)))
-    data = figures.divergence(results.summaries(ledger), frame(ledger)).data
+    data = figures.divergence(summary.summaries(ledger), frame(ledger)).data
     assert list(data["nan/loss"]) == [6, 6]
     assert list(data["nan/activation"]) == [15, 15]
     ledger.close()
@@ -131,7 +131,7 @@ def test_counts_of_an_interval_add_up_and_counts_so_far_do_not(tmp_path):
 
 def test_a_run_that_ended_without_a_finite_value_is_told_from_one_that_did(book):
     metric = Metric(name="quant/fprop.x/rel_mse")  # the baseline quantises nothing
-    data = figures.divergence(results.summaries(book, metric)).data
+    data = figures.divergence(summary.summaries(book, metric)).data
     assert set(data.loc[data["arm"] == "bf16", "state"]) == {"done, value not finite"}
 
 
@@ -152,7 +152,7 @@ def test_slots_and_layers_are_means_over_seeds_and_arms(book):
 
 def test_the_best_so_far_never_gets_worse_and_lost_arms_have_a_place(tmp_path):
     ledger = made_up.search(tmp_path)
-    arms = results.summaries(ledger)
+    arms = summary.summaries(ledger)
     data = figures.history(arms, LOSS).data
     finite = [value for value in data["value"] if math.isfinite(value)]
     assert len(finite) < len(data) == 24
@@ -164,7 +164,7 @@ def test_the_best_so_far_never_gets_worse_and_lost_arms_have_a_place(tmp_path):
 
 def test_a_front_is_what_no_other_beats(tmp_path):
     ledger = made_up.search(tmp_path)
-    both = {metric: results.summaries(ledger, metric) for metric in (LOSS, made_up.SPEED)}
+    both = {metric: summary.summaries(ledger, metric) for metric in (LOSS, made_up.SPEED)}
     data = figures.objectives(both).data
     for line in data.itertuples(index=False):
         beaten = ((data[LOSS.name] <= line[1]) & (data[made_up.SPEED.name] >= line[2]) & (data["arm"] != line.arm)).any()
@@ -174,7 +174,7 @@ def test_a_front_is_what_no_other_beats(tmp_path):
 
 def test_parallel_axes_put_each_value_at_its_height(tmp_path):
     ledger = made_up.search(tmp_path)
-    picture = figures.parallel(results.summaries(ledger), LOSS)
+    picture = figures.parallel(summary.summaries(ledger), LOSS)
     rates = picture.data["workload.lr"].astype(float)
     best = max((line for line in picture.figure.axes[0].lines if len(line.get_xdata()) == 5), key=Line2D.get_linewidth)
     low, high = math.log(rates.min()), math.log(rates.max())

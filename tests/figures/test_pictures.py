@@ -13,26 +13,26 @@ from made_up import LOSS, SPEED
 from matplotlib import pyplot as plt
 from matplotlib.collections import FillBetweenPolyCollection
 
-from ablate import figures, results
-from ablate.attribution import grid
-from ablate.figures import Picture
-from ablate.ledger import Ledger
-from ablate.records import frame
-from ablate.surface import Metric
+from ablate.experiment.schema import Metric
+from ablate.results import figures, summary
+from ablate.results.attribution import grid
+from ablate.results.figures import Picture
+from ablate.results.ledger import Ledger
+from ablate.results.records import frame
 
 
 class Sweep:
     """What figures are drawn from."""
 
     def __init__(self, ledger: Ledger, metric: Metric = LOSS) -> None:
-        self.metric, self.arms, self.table = metric, results.summaries(ledger, metric), frame(ledger)
-        self.speeds = results.summaries(ledger, SPEED)
+        self.metric, self.arms, self.table = metric, summary.summaries(ledger, metric), frame(ledger)
+        self.speeds = summary.summaries(ledger, SPEED)
         ledger.close()
 
 
 FROM_A_SWEEP = {
     "forest": lambda of: figures.forest(of.arms, of.metric),
-    "contrast_forest": lambda of: figures.contrast_forest(results.contrasts(of.arms, of.metric), of.metric),
+    "contrast_forest": lambda of: figures.contrast_forest(summary.contrasts(of.arms, of.metric), of.metric),
     "dots": lambda of: figures.dots(of.arms, of.metric),
     "interaction": lambda of: figures.interaction(grid(of.arms), of.metric),
     "seed_spread": lambda of: figures.seed_spread(of.arms, of.metric),
@@ -271,7 +271,7 @@ def test_of_a_thousand_arms_the_best_forty_are_drawn_and_that_is_said(name, thou
 @pytest.mark.parametrize("name", sorted({"slot_layers", "contrast_forest"} | OF_A_SEARCH))
 def test_what_names_no_arm_draws_a_thousand(name, thousand):
     if name == "contrast_forest":
-        effects = results.contrasts([replace(arm, role="listed") for arm in thousand.arms[:60]], LOSS)
+        effects = summary.contrasts([replace(arm, role="listed") for arm in thousand.arms[:60]], LOSS)
         picture = figures.contrast_forest(effects, LOSS)
         assert len(picture.data) == 40
     else:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ablate.models import causal
 from ablate.numerics.philox import Clock
 from ablate.recipes.layers import blocks_in
+from ablate.training.models import causal
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}

@@ -8,9 +8,12 @@ import torch
 from PIL import Image
 from small_workloads import SMALL
 
-from ablate.data import open_images
-from ablate.data.montage import montage
-from ablate.models.masked import (
+from ablate.numerics.philox import Clock
+from ablate.recipes import PRESETS
+from ablate.training.data import open_images
+from ablate.training.data.montage import montage
+from ablate.training.loop import Telemetry
+from ablate.training.models.masked import (
     Reconstruction,
     autoencoder,
     batches,
@@ -24,10 +27,7 @@ from ablate.models.masked import (
     unpatchify,
     validation,
 )
-from ablate.numerics.philox import Clock
-from ablate.recipes import PRESETS
-from ablate.train import Telemetry
-from ablate.workloads.mae import Mae
+from ablate.training.workloads.mae import Mae
 
 CPU = torch.device("cpu")
 

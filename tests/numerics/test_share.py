@@ -7,9 +7,9 @@ from test_stored import STORABLE, same, tensor
 from torch import Tensor
 
 from ablate.numerics.history import History
+from ablate.numerics.partition import Share
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
-from ablate.numerics.share import Share
 from ablate.numerics.spec import Hadamard, Outer, Quant
 from ablate.numerics.stored import gather_packed, store_one
 from ablate.recipes import PRESETS

@@ -5,13 +5,13 @@ from typing import Literal, get_args, get_origin
 import pytest
 from pydantic import ValidationError
 
-from ablate.arms import Base, KnobError
+from ablate.experiment.arms import Base, KnobError
+from ablate.experiment.schema import json_schema
 from ablate.numerics.choices import STATISTICS
 from ablate.numerics.formats import ELEMENTS
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe, Turn
 from ablate.recipes.layers import located
 from ablate.recipes.recipe import Phase, Run
-from ablate.surface import json_schema
 
 NVFP4 = PRESETS["nvfp4"]()
 GRADIENTS, WEIGHTS = {"dgrad.g", "wgrad.g"}, {"fprop.w", "dgrad.w"}

@@ -8,18 +8,18 @@ import pytest
 import torch
 from experiments_for_tests import SHAPE
 
-from ablate.data import open_corpus
-from ablate.data.batches import training_batch
 from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import DTYPES
+from ablate.experiment.trial_spec import TrialSpec
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import Dge, Hadamard
 from ablate.recipes import PRESETS, SLOTS, Recipe
 from ablate.recipes.recipe import Layers, Run
-from ablate.train import Prepared, Telemetry, train
-from ablate.transformer import Transformer, initialise
-from ablate.trial_spec import TrialSpec
-from ablate.workloads.gpt import Gpt
+from ablate.training.data import open_corpus
+from ablate.training.data.batches import training_batch
+from ablate.training.loop import Prepared, Telemetry, train
+from ablate.training.models.transformer import Transformer, initialise
+from ablate.training.workloads.gpt import Gpt
 
 NVFP4 = PRESETS["nvfp4"]()
 BASELINES = ("bf16", "fp32", "mxfp8", "mxfp4")

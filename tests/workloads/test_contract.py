@@ -11,14 +11,14 @@ import pytest
 import torch
 from small_workloads import SMALL
 
-from ablate.checkpoints import Checkpoints
-from ablate.hyperparameters import FINAL
+from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import OsciReset, QEma, QRamping, Recipe, Weights
-from ablate.train import Record, Telemetry
-from ablate.trial_spec import TrialSpec
-from ablate.workloads import WORKLOADS
-from ablate.workloads.trained import Trained
+from ablate.training.checkpoints import Checkpoints
+from ablate.training.hyperparameters import FINAL
+from ablate.training.loop import Record, Telemetry
+from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.trained import Trained
 
 TRAINED = [name for name, workload in WORKLOADS.items() if issubclass(workload, Trained)]
 OFTEN = Telemetry(every=3, shadow=4, log=1)
@@ -77,7 +77,7 @@ def test_the_default_and_the_small_instance_have_no_problems(name, workload):
 
 def test_planning_it_loads_no_heavy_library(name):
     code = (
-        "import sys; from ablate.workloads import WORKLOADS, unit; from ablate.trial_spec import TrialSpec\n"
+        "import sys; from ablate.training.workloads import WORKLOADS, unit; from ablate.experiment.trial_spec import TrialSpec\n"
         "from ablate.recipes import PRESETS\n"
         f"config = WORKLOADS[{name!r}]()\n"
         "list(config.problems()), config.cost(True), config.blocks, config.linear_layers, config.tokens_per_step\n"

@@ -9,16 +9,16 @@ import pytest
 import torch
 from experiments_for_tests import shards
 
-from ablate.checkpoints import Checkpoints
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.errors import InputError
-from ablate.experiment import load
+from ablate.execution.supervisor import Watch
+from ablate.experiment.load import load
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Layers, Rule, Run
-from ablate.supervisor import Watch
-from ablate.train import Telemetry
-from ablate.workloads.finetune import Base, Finetune, Lora
-from ablate.workloads.gpt import Gpt
+from ablate.training.checkpoints import Checkpoints
+from ablate.training.loop import Telemetry
+from ablate.training.workloads.finetune import Base, Finetune, Lora
+from ablate.training.workloads.gpt import Gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 NVFP4 = PRESETS["nvfp4"]()
@@ -163,14 +163,14 @@ def test_a_base_is_trained_once_and_is_better_than_none(tmp_path, monkeypatch):
 def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterwards(tmp_path, monkeypatch):
     """Without a word for 10 times the patience it would be taken for hung: see supervisor.Watch, which hears these."""
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("ablate.workloads.finetune._BEAT_SECONDS", 0.0)
+    monkeypatch.setattr("ablate.training.workloads.finetune._BEAT_SECONDS", 0.0)
     workload = tune(tmp_path, base=Base(steps=6, lr=1e-2, data=shards(tmp_path)))
     first = run(workload)
     assert first[:6] == [(0, {})] * 6  # one a step
     assert first[6:] == run(workload)
     assert first[6][0] == 1
     now = 0.0
-    monkeypatch.setattr("ablate.supervisor.time", SimpleNamespace(time=time.time, monotonic=lambda: now))
+    monkeypatch.setattr("ablate.execution.supervisor.time", SimpleNamespace(time=time.time, monotonic=lambda: now))
     heard = Watch(patience=1.0)
     for _ in range(4):
         now += 9.0

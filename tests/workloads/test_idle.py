@@ -7,9 +7,9 @@ import time
 import pytest
 
 from ablate.recipes import PRESETS
-from ablate.train import Telemetry
-from ablate.workloads import WORKLOADS
-from ablate.workloads.idle import Idle
+from ablate.training.loop import Telemetry
+from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.idle import Idle
 
 
 def losses(recipe: str = "nvfp4", seed: int = 0, **fields) -> list[float]:
@@ -63,7 +63,7 @@ def test_how_long_it_sleeps_is_not_identity():
 
 
 def test_describing_it_imports_no_torch():
-    code = "import sys; from ablate.workloads import WORKLOADS; WORKLOADS['idle']().identity(); print('torch' in sys.modules)"
+    code = "import sys; from ablate.training.workloads import WORKLOADS; WORKLOADS['idle']().identity(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -11,14 +11,14 @@ from PIL import Image
 from pydantic import ValidationError
 from small_workloads import SMALL
 
-from ablate.checkpoints import Checkpoints
+from ablate.execution.trial_runner import run
+from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Recipe, Run
-from ablate.store import Store
-from ablate.train import Telemetry
-from ablate.trial import run
-from ablate.trial_spec import TrialSpec
-from ablate.workloads.mae import Mae, Stack
+from ablate.results.trial_store import Store
+from ablate.training.checkpoints import Checkpoints
+from ablate.training.loop import Telemetry
+from ablate.training.workloads.mae import Mae, Stack
 
 BF16 = PRESETS["bf16"]()
 
@@ -176,7 +176,7 @@ def test_a_constant_image_has_a_finite_loss_where_pixels_are_normalised(tmp_path
 
 def test_describing_it_imports_neither_torch_nor_transformers():
     code = (
-        "import sys; from ablate.workloads.mae import Mae; m = Mae();"
+        "import sys; from ablate.training.workloads.mae import Mae; m = Mae();"
         " list(m.problems()), m.identity(), m.fingerprint(), m.cost(True), m.linears;"
         " print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )

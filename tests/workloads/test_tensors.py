@@ -8,9 +8,9 @@ import torch
 from pydantic import ValidationError
 
 from ablate.recipes import PRESETS
-from ablate.train import Telemetry
-from ablate.workloads import WORKLOADS
-from ablate.workloads.tensors import DISTRIBUTIONS, Tensors, draw
+from ablate.training.loop import Telemetry
+from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.tensors import DISTRIBUTIONS, Tensors, draw
 
 SMALL = {"tokens": 64, "inputs": 48, "outputs": 80}
 TINY_RUN = {

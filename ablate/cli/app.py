@@ -1,0 +1,78 @@
+"""The `ablate` command: its verbs, one a file, and the short ones that print what is built in."""
+
+import json
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ablate import __version__
+from ablate.cli import bench, data, recipe
+from ablate.cli.common import Device, Mlflow, Profile, State, console, run
+from ablate.cli.doctor import doctor
+from ablate.cli.leaderboard import leaderboard
+from ablate.cli.plan import plan
+from ablate.cli.rebuild import rebuild
+from ablate.cli.report import report
+from ablate.cli.settings import find
+from ablate.cli.status import status
+from ablate.cli.stop import stop, workers
+from ablate.cli.sweep import sweep
+from ablate.cli.sync import sync
+from ablate.cli.ui import ui
+from ablate.experiment.schema import json_schema
+from ablate.recipes import KNOBS
+from ablate.training.workloads.knobs import WORKLOAD_KNOBS
+
+app = typer.Typer(
+    help="Does this part of my low-precision training recipe matter, for my model, and by how much?",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_SWEEPS, _WORDS, _MACHINE = "Sweeps", "Recipes and files", "This machine"
+for verb in (sweep, plan, report, status, ui, leaderboard, stop, workers, sync, rebuild):
+    app.command(rich_help_panel=_SWEEPS)(verb)
+app.add_typer(recipe.app, name="recipe", rich_help_panel=_WORDS)
+app.add_typer(data.app, name="data", rich_help_panel=_WORDS)
+app.command(rich_help_panel=_MACHINE)(doctor)
+app.add_typer(bench.app, name="bench", rich_help_panel=_MACHINE)
+
+
+@app.command(rich_help_panel=_WORDS)
+def schema() -> None:
+    """Print the JSON Schema of an experiment file, for editors."""
+    print(json.dumps(json_schema(), indent=2))
+
+
+@app.command(rich_help_panel=_WORDS)
+def knobs() -> None:
+    """Print the table of short knobs, as Markdown."""
+    print("| knob | values | what it turns | full paths |\n|---|---|---|---|")
+    for name, knob in KNOBS.items():
+        paths = "<br>".join(f"`recipe.{path}`" for path in knob.shown())
+        print(f"| `{name}` | {knob.values} | {knob.help} | {paths} |")
+    for name, text in WORKLOAD_KNOBS.items():
+        print(f"| `{name}` | those of the field | {text} | `workload.{name}` |")
+
+
+@app.command(rich_help_panel=_MACHINE)
+def place(state: State = None, profile: Profile = None, device: Device = None, mlflow: Mlflow = None) -> None:
+    """Print where things are, and what says so: a flag, the environment, a profile, or nothing."""
+    found = find(profile, state=state, device=device, mlflow=mlflow)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for key, value in found.shown().items():
+        table.add_row(key, Text(value, overflow="fold"), Text(found.origins[key], "dim"))
+    console().print(table)
+
+
+@app.command(rich_help_panel=_MACHINE)
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main() -> None:
+    """The command line."""
+    run(app)

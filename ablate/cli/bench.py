@@ -1,0 +1,383 @@
+"""`ablate bench`: how fast quantisers, layers, training steps and the start of a trial are here. Medians, interleaved, on one thread."""
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+
+from ablate.cli.common import console, starting
+from ablate.engines.hardware import this_machine
+from ablate.errors import InputError, nearest
+from ablate.numerics.choices import DTYPES
+from ablate.recipes import PRESETS
+from ablate.verification import linear_layers, timing
+
+app = typer.Typer(help="How fast quantisers, layers and training steps are on this machine.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the figures into this file, too.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")]
+Names = Annotated[list[str] | None, typer.Argument(metavar="[PRESET]...", help="Presets beside bf16; default fp32 and nvfp4.")]
+Line = dict[str, Any]
+
+FORMS = {"ms": "{:.3g}", "step ms": "{:.1f}", "forward ms": "{:.3g}", "backward ms": "{:.3g}", "tokens/s": "{:,.0f}"}
+FORMS |= {"Melem/s": "{:,.0f}", "of memcpy": "{:.2f}", "of bf16": "{:.2f}", "of fp32": "{:.2f}"}
+FORMS |= {"peak MiB": "{:,.0f}", "joules": "{:.2f}"} | dict.fromkeys((*timing.GROUPS, "rest"), "{:.0%}")
+FORMS |= {f"{way} {unit}": "{:,.0f}" for way in ("forward", "backward") for unit in ("GFLOP/s", "TFLOP/s")}
+FORMS |= {f"{way} of peak": "{:.0%}" for way in ("forward", "backward")}
+"""How columns are written."""
+
+
+@app.command()
+def kernels(
+    shapes: Annotated[list[str] | None, typer.Argument(metavar="[ROWSxCOLUMNS]...", help="Default 1024x1024.")] = None,
+    rounds: Rounds = 15,
+    builds: Annotated[bool, typer.Option("--builds", help="Every compiled build that this CPU runs, not its best alone.")] = False,
+    as_json: AsJson = False,
+    png: Png = None,
+) -> None:
+    """Quantise a tensor every way: million elements a second, amax included, and speed over that of a copy of the same bytes."""
+    starting("importing torch, then timing the quantisers", unless=as_json)
+    import torch
+
+    sizes = [_size(text, 2) for text in shapes or ["1024x1024"]]
+    _check(png)
+    timing.one_thread()
+    found = []
+    for (rows, columns), dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):
+        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+        work = {
+            (back_end, name): partial(_with_build, build, partial(call, x))
+            for (back_end, build), (name, call) in itertools.product(_back_ends(builds).items(), _operations(x).items())
+        }
+        seconds = timing.medians(work | {"copy": partial(torch.empty_like(x).copy_, x)}, rounds, least=0.01)
+        about = {"shape": f"{rows}x{columns}", "dtype": str(dtype).removeprefix("torch.")}
+        for back_end, name in work:
+            spent = seconds[back_end, name]
+            speed = {"ms": 1000 * spent, "Melem/s": x.numel() / spent / 1e6, "of memcpy": seconds["copy"] / spent}
+            found.append({"operation": name, **about, "back end": back_end, **speed})
+    _draw(png, "bars", found, "Melem/s", "operation", "back end")
+    _show(found, as_json)
+
+
+@app.command()
+def step(
+    presets: Names = None,
+    layers: Annotated[int, typer.Option(min=1)] = 6,
+    width: Annotated[int, typer.Option(min=64)] = 256,
+    tokens: Annotated[int, typer.Option(min=128)] = 2048,
+    rounds: Rounds = 9,
+    compiled: Annotated[bool, typer.Option("--compile", help="Each preset with compile: true, too; half a minute more.")] = False,
+    trace: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a profiler trace of each preset's step here.")] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: AsJson = False,
+    png: Png = None,
+) -> None:
+    """One training step of a gpt in each preset: time, tokens a second, where the time goes, and the peak of its tensors.
+
+    Quantised presets come twice: as they are, products in bf16_out, and with every product in fp32_out.
+    """
+    names = _presets(presets or ["fp32", "nvfp4"])
+    starting("importing torch, then timing training steps", unless=as_json)
+    _device(device)
+    _check(png)
+    timing.one_thread()
+    recipes = _in_both_modes(names)
+    steppers = {name: _stepper(recipe, layers, width, tokens, device) for name, recipe in recipes.items()}
+    if compiled:
+        whole = {name: recipe for name, recipe in recipes.items() if recipe.products.backward_needs is None}
+        steppers |= {f"{name}, compiled": _stepper(recipe, layers, width, tokens, device, True) for name, recipe in whole.items()}
+    seconds = timing.medians(steppers, rounds)
+    if trace:
+        trace.mkdir(parents=True, exist_ok=True)
+    found = []
+    for name, call in steppers.items():
+        shares = timing.profile(call, trace and trace / f"{name.replace(', ', '-')}.json")
+        line = {"preset": name, "step ms": 1000 * seconds[name], "tokens/s": tokens / seconds[name]}
+        line |= {f"of {base}": seconds[name] / seconds[base] for base in ("bf16", "fp32") if base in seconds}
+        line |= {"peak MiB": shares.pop("peak") / 2**20, **shares}
+        energy = timing.joules(call)
+        found.append(line if energy is None else line | {"joules": energy})
+    _draw(png, "shares", found, "step ms", "preset", (*timing.GROUPS, "rest"))
+    _show(found, as_json)
+
+
+@app.command()
+def linear(
+    presets: Annotated[
+        list[str] | None, typer.Argument(metavar="[PRESET]...", help="Presets beside bf16; default nvfp4, mxfp8 and fp8_current.")
+    ] = None,
+    shapes: Annotated[list[str] | None, typer.Option("--shape", metavar="TOKENSxINxOUT", help="A layer; repeatable.")] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help=f"The four layers of a block of {', '.join(linear_layers.MODELS)}; repeatable.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=16, help="Of a model's layers; default 512 on a CPU, 8192 on a GPU.")] = None,
+    engine: Annotated[
+        Literal["auto", "emulated", "transformer_engine"], typer.Option(help="auto: Transformer Engine where preset and machine allow.")
+    ] = "auto",
+    weights: Annotated[Literal[tuple(DTYPES)], typer.Option(help="fp32, as trained, is cast to bf16 in every pass.")] = "fp32",
+    wide: Annotated[bool, typer.Option("--fp32-out", help="Quantised presets with every product in fp32_out, too.")] = False,
+    rounds: Rounds = 5,
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU where there is one.")] = None,
+    as_json: AsJson = False,
+    png: Png = None,
+) -> None:
+    """Forward and backward of one linear layer in each preset, at the shapes of language models: time, speed, share of the peak.
+
+    Default shapes: 2048 tokens through a square layer of 1024 and one of 2048, and the wide half of an MLP of 4096. Shares are of the
+    GPU's dense peak of the format that is multiplied, by NVIDIA's datasheet; on CPUs and other GPUs of torch's own bf16 product.
+    """
+    names = _presets(presets or ["nvfp4", "mxfp8", "fp8_current"])
+    starting("importing torch, then timing layers", unless=as_json)
+    device = _device(device)
+    sizes = _layers(shapes, models, tokens, device)
+    _check(png)
+    recipes = _in_both_modes(names) if wide else {name: PRESETS[name]() for name in names}
+    chosen = _engines(engine, recipes, sizes, device)
+    timing.one_thread()
+    stick, found = linear_layers.yardstick(device), []
+    clock, least, unit = (timing.Events(), 0.02, ("TFLOP/s", 1e12)) if device == "cuda" else (timing.Wall(), 0.0, ("GFLOP/s", 1e9))
+    beside = {}
+    if not stick.peaks:
+        side = linear_layers.side(device, lambda side: sum(timing.stretches({None: linear_layers.matmul(side, device)}, 1, clock)[None]))
+        stick = stick._replace(said=linear_layers.measured_yardstick(side, device))
+        beside = {None: linear_layers.matmul(side, device)}
+    for shape in sizes:
+        seconds = timing.stretches(linear_layers.passes(chosen, shape, device, weights) | beside, rounds, clock, least)
+        peaks = stick.peaks or linear_layers.measured(2 * side**3 / seconds[None][0])
+        for name, (recipe, by) in chosen.items():
+            told = linear_layers.line(shape, name, recipe, by, seconds[name], peaks, unit)
+            found.append(told | {"of bf16": sum(seconds[name]) / sum(seconds["bf16"])})
+    _draw(png, "speeds", found, unit[0], f"Lines: {stick.said}.")
+    if as_json:
+        about = {"machine": linear_layers.machine(device), "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", "weights": weights}
+        print(json.dumps(about | {"of peak": stick.said, "lines": found}, indent=1))
+        return
+    hidden = {"multiplies", "forward peak", "backward peak"} | ({"size"} if all(one.name == one.size for one in sizes) else set())
+    _show([{name: value for name, value in told.items() if name not in hidden} for told in found], as_json=False)
+    tops = [told["forward peak"] for told in found if told["preset"] == "bf16"]
+    figure = f": {min(tops):,.0f} to {max(tops):,.0f} {unit[0]}" if not stick.peaks else ""
+    console().print(f"Of peak: a share of {stick.said}{figure}.", soft_wrap=True, markup=False)
+
+
+@app.command()
+def start(rounds: Rounds = 9, as_json: AsJson = False) -> None:
+    """How long a trial on a warm worker takes from its fork to its first step: a gpt of the default size."""
+    starting("importing torch, then timing the start of trials", unless=as_json)
+    from ablate.execution.trial_process import rehearse
+    from ablate.training.workloads.gpt import Gpt
+
+    timing.one_thread()
+    rehearse()
+    measured = sorted(_forked(lambda: Gpt().prepare(PRESETS["nvfp4"](), 0, "cpu")) for _ in range(rounds))
+    _show([{"what": "fork to first step", "ms": 1000 * measured[rounds // 2]}], as_json)
+
+
+@app.command()
+def faults(
+    count: Annotated[int, typer.Option("--faults", min=1, help="How many are made.")] = 100,
+    seed: Annotated[int, typer.Option(help="Which, and when.")] = 0,
+    state: Annotated[Path | None, typer.Option(help="A new folder for the sweeps, and the evidence; default: one that goes.")] = None,
+    without: Annotated[list[str] | None, typer.Option(metavar="KIND", help="A kind to leave out; repeatable.")] = None,
+) -> None:
+    """Kill everything that can be killed, and corrupt files, at random moments of small real sweeps; then audit every record.
+
+    Controller, workers, trials, Ray, an MLflow server and a PostgreSQL of our own, on this machine; events, checkpoints, results and
+    ledgers. Exit status 1 if something was lost, done twice, or differs in silence.
+    """
+    from ablate.verification import fault_injection
+    from ablate.verification.injections import KINDS
+
+    if wrong := [f"--without {name}: no such kind; {nearest(name, KINDS)}" for name in without or () if name not in KINDS]:
+        raise InputError(wrong)
+    starting("Ray, MLflow and PostgreSQL for the sweeps that are killed")
+    raise typer.Exit(int(not fault_injection.told(state, count, seed, [name for name in KINDS if name not in (without or ())], console())))
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------------
+
+
+def _operations(x: Any) -> dict[str, Callable[[Any], Any]]:
+    import torch
+
+    from ablate.numerics.philox import Clock
+    from ablate.numerics.quantize import quantize
+    from ablate.numerics.spec import Hadamard, Outer, Quant
+
+    nearest, square, rotation = Quant(), Quant(block="16x16"), Hadamard()
+    given = Quant(outer=Outer(statistic=f"static:{x.abs().max().item()}"))
+    drawn = partial(quantize, quant=Quant(rounding="stochastic"), clock=Clock(0))
+    found = {
+        "rows, nearest": lambda x: quantize(x, nearest),
+        "rows, nearest, amax given": lambda x: quantize(x, given),
+        "rows, stochastic": lambda x: drawn(x),
+        "columns, nearest": lambda x: quantize(x.t(), nearest),
+        "columns, stochastic": lambda x: drawn(x.t()),
+        "16x16, nearest": lambda x: quantize(x, square),
+    }
+    if x.dtype == torch.bfloat16:  # what is rotated is bf16
+        found |= {
+            "columns, rotated, nearest": lambda x: quantize(x.t(), nearest, rotation=rotation),
+            "columns, rotated, stochastic": lambda x: drawn(x.t(), rotation=rotation),
+        }
+    return found
+
+
+def _back_ends(every: bool) -> dict[str, Any]:
+    """The build that runs here, the others that could, and None for the reference, by name."""
+    from ablate.numerics.kernels import cpu
+
+    mine = cpu.level()
+    levels = list(cpu.LEVELS.values())
+    others = [*levels[levels.index(mine) + 1 :], "portable"] if mine in levels else []
+    return {name: cpu.load(cpu.path(name)) for name in (mine, *(others if every else []))} | {"reference": None}
+
+
+def _with_build(build: Any, call: Callable[[], Any]) -> None:
+    from ablate.numerics.kernels import cpu
+
+    before, cpu.build = cpu.build, lambda: build
+    try:
+        call()
+    finally:
+        cpu.build = before
+
+
+def _in_both_modes(names: list[str]) -> dict[str, Any]:
+    """The presets' recipes, and those that quantise with every product in fp32_out, too."""
+    recipes = {name: PRESETS[name]() for name in names}
+    return recipes | {f"{name}, fp32_out": _fp32_out(recipe) for name, recipe in recipes.items() if not recipe.products.plain}
+
+
+def _fp32_out(recipe: Any) -> Any:
+    """The recipe with the accumulators of all products kept."""
+    names = {"fprop": "gemm", "dgrad": "gemm", "wgrad": "dw"}
+    wide = {"gemm": "fp32_out", "dw": "fp32"}
+    return recipe.model_copy(update={n: getattr(recipe, n).model_copy(update={f: wide[f]}) for n, f in names.items()})
+
+
+def _stepper(recipe: Any, layers: int, width: int, tokens: int, device: str, compile: bool = False) -> Callable[[], Any]:
+    """Training steps, one a call, with no telemetry and no evaluation."""
+    from ablate.training.loop import Telemetry
+    from ablate.training.workloads.gpt import Gpt
+
+    never = 10**6
+    shape = {"layers": layers, "width": width, "heads": width // 64, "context": 128, "batch": tokens // 128}
+    config = Gpt(**shape, steps=never, eval_every=never, warmup=0, decay="none", compile=compile)
+    steps: Iterator[Any] = config.train(config.prepare(recipe, 0, device), Telemetry(every=never, log=1, shadow=never))
+    return partial(next, steps)
+
+
+def _forked(call: Callable[[], Any]) -> float:
+    """Seconds from here to the end of `call` in a forked child."""
+    read, write = os.pipe()
+    began = time.perf_counter()
+    if not (pid := os.fork()):
+        try:
+            call()
+            os.write(write, repr(time.perf_counter() - began).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        took = float(answer.read())
+    os.waitpid(pid, 0)
+    return took
+
+
+# --- asked and shown -------------------------------------------------------------------------------------------------------
+
+
+def _device(asked: str | None) -> str:
+    """The class of device that is meant; refused where there is none of it."""
+    import torch
+
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise InputError(["--device cuda: torch sees no GPU with CUDA here; use --device cpu"])
+    return asked or ("cuda" if there else "cpu")
+
+
+def _layers(shapes: list[str] | None, models: list[str] | None, tokens: int | None, device: str) -> list[linear_layers.Shape]:
+    """The layers that are meant, by size or as those of a model."""
+    wrong = [
+        f"--model {name}: no such model; {nearest(name, linear_layers.MODELS)}" for name in models or () if name not in linear_layers.MODELS
+    ]
+    if tokens and not models:
+        wrong.append("--tokens counts those of a --model; a --shape has its own")
+    if wrong:
+        raise InputError(wrong)
+    texts = shapes if shapes or models else ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"]
+    found = [linear_layers.Shape(text, *_size(text, 3)) for text in texts or ()]
+    return found + [shape for name in models or () for shape in linear_layers.shapes_of(name, tokens or linear_layers.TOKENS[device])]
+
+
+def _engines(asked: str, recipes: dict[str, Any], shapes: list[linear_layers.Shape], device: str) -> dict[str, tuple[Any, str]]:
+    """Each recipe with the engine that computes it. Refused where one was asked for that cannot; `auto` says why it took the emulator."""
+    here = this_machine()
+    reasons = {name: linear_layers.refused(recipe, shapes, device, here) for name, recipe in recipes.items()} if asked != "emulated" else {}
+    told: dict[Any, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason:
+            told.setdefault(reason, []).append(name)
+    if asked == linear_layers.NATIVE and told:
+        raise InputError([f"--engine {asked}: {', '.join(names)}: {reason}" for reason, names in told.items()])
+    for reason, names in told.items():
+        print(f"{', '.join(names)}: emulated, since {reason.why}", file=sys.stderr)
+    native = {name for name in recipes if name in reasons and not reasons[name]}
+    by = {name: linear_layers.NATIVE if name in native else linear_layers.EMULATED for name in recipes}
+    return {name: (recipe, linear_layers.PLAIN if recipe.plain else by[name]) for name, recipe in recipes.items()}
+
+
+def _presets(names: list[str]) -> list[str]:
+    wrong = [f"{name}: no such preset; {nearest(name, PRESETS)}" for name in names if name not in PRESETS]
+    if wrong:
+        raise InputError(wrong)
+    return list(dict.fromkeys(("bf16", *names)))
+
+
+def _size(text: str, dimensions: int) -> tuple[int, ...]:
+    parts = text.split("x")
+    if len(parts) != dimensions or not all(part.isdecimal() and int(part) >= 16 for part in parts):
+        raise InputError([f"{text}: not a shape; it takes {dimensions} numbers of 16 or more, as in {'x'.join(['1024'] * dimensions)}"])
+    return tuple(map(int, parts))
+
+
+def _check(png: Path | None) -> None:
+    """Before anything is measured, which takes minutes."""
+    if png and (png.is_dir() or not png.absolute().parent.is_dir()):
+        raise InputError([f"--png {png}: it must name a file in a folder that exists"])
+
+
+def _draw(png: Path | None, how: str, found: list[Line], *axes: Any) -> None:
+    if png:
+        from ablate.results import figures
+
+        getattr(figures, how)(found, *axes).write(png)
+
+
+def _show(found: list[Line], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in found[0]:
+        table.add_column(name, justify="right" if name in FORMS else "left")
+    for line in found:
+        table.add_row(*(_written(name, value) for name, value in line.items()))
+    console().print(table)
+
+
+def _written(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return FORMS[name].format(value) if name in FORMS else str(value)

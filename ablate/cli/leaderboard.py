@@ -1,0 +1,354 @@
+"""`ablate leaderboard`: every arm of every sweep of a state folder, by what was measured on what, the best gap first. Reads only.
+
+Gaps are ranked among each other only if they were measured against the same baseline: the same workload in every field that changes
+a number, the same content of the data, the same recipe, engine and class of device. Such a group is called a task.
+"""
+
+import hashlib
+import json
+import math
+import sqlite3
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ablate.cli.common import Json, Profile, State, console, duration
+from ablate.cli.settings import find
+from ablate.errors import InputError, one_line
+from ablate.execution.sweep_control import folders, refusal
+from ablate.experiment.yaml_document import display
+from ablate.recipes import PRESETS, Recipe
+from ablate.results.ledger import Ledger
+from ablate.results.ledger_integrity import flaw
+from ablate.results.ledger_schema import has_table
+from ablate.results.plain_text import footnotes, markdown_cell
+from ablate.training.workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from ablate.results.paired_stats import Verdict  # SciPy: `ablate plan` does without
+
+_DIGITS = 8
+_MOST_ALONE = 2
+"""Tables of one arm that a sweep may have."""
+_MOST_WORDS, _LONGEST_WORD = 6, 40
+"""What a title says of a task beside its workload's name and size."""
+_SIZES = ("layers", "width", "steps")
+"""What tells a workload from a larger one of its kind, in a word each."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An arm of a sweep, beside its baseline."""
+
+    workload: str
+    """In words: name and size, and what distinguishes its task from others of that name and size."""
+    task: str
+    """A hash of what the baseline computes, whatever its seed."""
+    metric: str
+    minimize: bool
+    arm: str
+    against: str
+    mean: float | None
+    gap: float | None
+    low: float | None
+    high: float | None
+    verdict: "Verdict"
+    seeds: int
+    seconds: float
+    """What its trials took a worker, those too that another sweep had run."""
+    commit: str
+    sweep: str
+    shown: str
+    """The gap with its interval, in words."""
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Where it stands: among those of its task and metric, by its gap; last where there is none."""
+        sign = 1 if self.minimize else -1
+        return self.workload, self.task, self.metric, self.gap is None, sign * (self.gap or 0.0), self.arm, self.sweep
+
+
+def leaderboard(
+    workload: Annotated[str | None, typer.Option(help="Only workloads whose name contains this: gpt, 4x128, ...")] = None,
+    metric: Annotated[str | None, typer.Option(help="Only sweeps that compare by this metric.")] = None,
+    as_json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print it as a Markdown table.")] = False,
+    state: State = None,
+    profile: Profile = None,
+) -> None:
+    """List every arm of every sweep with its gap to its baseline: by workload and metric, the best first. Baselines are not listed."""
+    place = find(profile, state=state)
+    known = folders(place.state, None)
+    if not known:
+        raise InputError([f"{place.state}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment"])
+    found, unreadable = collect(known)
+    for line in unreadable:
+        print(line, file=sys.stderr)
+    chosen = [entry for entry in found if (workload or "") in entry.workload and metric in (None, entry.metric)]
+    if as_json:
+        print(json.dumps([_document(entry) for entry in chosen], indent=1))
+    elif not chosen:
+        raise InputError([_nothing(found, workload, metric)])
+    elif markdown:
+        print("\n".join(_markdown(chosen)))
+    else:
+        _print(chosen)
+
+
+def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
+    """Every arm that is compared with another, in order; and of each ledger that cannot be read why, in a line."""
+    found, unreadable = [], []
+    tasks: dict[str, dict[str, Any]] = {}
+    for folder in known:
+        try:
+            with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
+                if has_table(ledger.db, "members") and (why := flaw(ledger)):
+                    unreadable.append(f"left out: {refusal(folder, why, f'{folder.name}.yaml')}")
+                else:
+                    found += _entries(ledger, tasks)
+        except sqlite3.OperationalError as error:
+            unreadable.append(f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({error})")
+        except sqlite3.DatabaseError as error:
+            unreadable.append(f"left out: {refusal(folder, str(error), f'{folder.name}.yaml')}")
+        except (KeyError, ValueError) as error:  # tables like ours, with something else in them
+            unreadable.append(f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({type(error).__name__}: {_line(error)})")
+    words = _words({entry.task: (entry.workload, tasks[entry.task]) for entry in found})
+    found = [replace(entry, workload=words[entry.task]) for entry in found]
+    return sorted(found, key=lambda entry: entry.place), unreadable
+
+
+def _document(entry: Entry) -> dict[str, Any]:
+    """Return an entry as JSON has it."""
+    from ablate.results.verdict_text import verdict_document
+
+    return {key: value for key, value in vars(entry).items() if key != "verdict"} | {"verdict": verdict_document(entry.verdict)}
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _entries(ledger: Ledger, tasks: dict[str, dict[str, Any]]) -> Iterator[Entry]:
+    """Every compared arm of a sweep; what each one's task is goes into `tasks`."""
+    from ablate.results.summary import interval, metric_of, summaries  # SciPy: `ablate plan` does without
+
+    metric, commit, name = metric_of(ledger), _commit(ledger), ledger.name
+    members: dict[str, list[Any]] = {}
+    for member in ledger.members():
+        members.setdefault(member["name"], []).append(member)
+    seconds = {trial.trial: trial.seconds or 0.0 for trial in ledger.wanted_trials()}
+    for arm in summaries(ledger):
+        if arm.gap is None or not members.get(arm.name) or not members.get(arm.baseline):
+            continue
+        spec = json.loads(members[arm.baseline][0]["spec"])
+        recipe, facts = _recipe(json.dumps(spec["recipe"])), _facts(spec, arm.baseline)
+        content = {key: value for key, value in facts.items() if key != "data"} | {"against": recipe}  # wherever the data lie
+        task = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+        tasks[task] = facts
+        yield Entry(
+            workload=_workload(spec),
+            task=task,
+            metric=metric.name,
+            minimize=metric.direction == "minimize",
+            arm=arm.name,
+            against=arm.baseline,
+            mean=_finite(arm.mean),
+            gap=_finite(arm.gap.mean),
+            low=_finite(arm.gap.low),
+            high=_finite(arm.gap.high),
+            verdict=arm.verdict,
+            seeds=arm.gap.pairs,
+            seconds=math.fsum(seconds[member["trial"]] for member in members[arm.name]),
+            commit=commit,
+            sweep=name,
+            shown=interval(arm.gap),
+        )
+
+
+def _finite(value: float) -> float | None:
+    """A number that JSON has."""
+    return value if math.isfinite(value) else None
+
+
+def _commit(ledger: Ledger) -> str:
+    """The commit that the sweep last ran at; `+` where something was not committed."""
+    commit = json.loads(ledger.fact("provenance.json") or "{}").get("commit") or ""
+    return commit[:_DIGITS] + ("+" if commit and ledger.fact("uncommitted.diff") else "")
+
+
+def _workload(spec: Mapping[str, Any]) -> str:
+    """`gpt 4x128, 300 steps`: a workload's name, and its size where it has one."""
+    ((name, config),) = spec["workload"].items()
+    model = config.get("model")
+    if model and "steps" in config:
+        return f"{name} {model if isinstance(model, str) else model.get('model_type', 'model')}, {config['steps']} steps"
+    if not all(key in config for key in _SIZES):
+        return name
+    layers, width, steps = (config[key] for key in _SIZES)
+    return f"{name} {layers}x{width}, {steps} steps"
+
+
+def _facts(spec: Mapping[str, Any], against: str) -> dict[str, Any]:
+    """What a baseline computes, whatever its seed, by the path of each field; the recipe by its preset's name, or its arm's."""
+    ((name, config),) = spec["workload"].items()
+    fields = {key: value for key, value in _identity(name, json.dumps(config)).items() if key != "data"}
+    recipe = _recipe(json.dumps(spec["recipe"]))
+    preset = next((preset for preset, content in _presets().items() if content == recipe), against)
+    about = {"data": _source(config.get("data")), "data content": spec["data"], "against": preset}
+    about |= {"engine": spec["engine"], "device": spec["device"]}
+    versions = {f"{kind} version": spec.get(f"{kind}_version") for kind in ("workload", "numerics")}
+    return dict(_flat(fields)) | about | versions
+
+
+def _source(data: Any) -> str:
+    """Data by the name that they were given, or by that of the first file or folder."""
+    return data if isinstance(data, str) or not data else Path(str(next(iter(data.values())))).name
+
+
+@cache
+def _identity(workload: str, config: str) -> dict[str, Any]:
+    """The fields that change a number; all of a workload that today's code does not know so."""
+    try:
+        return WORKLOADS[workload].model_validate_json(config).identity()
+    except (KeyError, ValueError):
+        return json.loads(config)
+
+
+@cache
+def _recipe(content: str) -> dict[str, Any]:
+    """A recipe with all fields of today; of another version as it stands."""
+    try:
+        return Recipe.model_validate_json(content).model_dump(mode="json")
+    except ValueError:
+        return json.loads(content)
+
+
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    return {name: make().model_dump(mode="json") for name, make in PRESETS.items()}
+
+
+def _flat(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _words(tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
+    """Each task's name and size, and in which fields it differs from others of that name and size; no two read the same."""
+    alike: dict[str, list[str]] = {}
+    for task, (size, _) in tasks.items():
+        alike.setdefault(size, []).append(task)
+    titles = {}
+    for size, group in alike.items():
+        for task, said in zip(group, _differences([tasks[task][1] for task in group]), strict=True):
+            shown = said[:_MOST_WORDS] + ([f"and {len(said) - _MOST_WORDS} more fields"] if said[_MOST_WORDS:] else [])
+            titles[task] = ", ".join((size, *shown))
+    counts = [*titles.values()]
+    return {task: title if counts.count(title) == 1 else f"{title} ({task})" for task, title in titles.items()}
+
+
+def _differences(group: list[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """For each task of a group the fields that others of the group have otherwise."""
+    keys = dict.fromkeys(key for facts in group for key in facts)
+    values = {key: {_word(facts.get(key)) for facts in group} for key in keys}
+    keys = [key for key in keys if len(values[key]) > 1]
+    if "data" in keys and len(values["data"]) == len(values["data content"]):
+        keys.remove("data content")  # the name says it
+    for facts in group:
+        yield [f"{key} {_word(facts[key])}" if key in facts else f"{key} default" for key in keys]
+
+
+def _word(value: Any) -> str:
+    text = value if isinstance(value, str) else display(value)
+    return text if len(text) <= _LONGEST_WORD else f"{text[:_LONGEST_WORD]}..."
+
+
+def _nothing(found: list[Entry], workload: str | None, metric: str | None) -> str:
+    if not found:
+        return "no arm has been compared with a baseline yet"
+    asked = " and ".join(f"{key} {value!r}" for key, value in (("workload", workload), ("metric", metric)) if value)
+    there = sorted({f"{entry.workload} by {entry.metric}" for entry in found})
+    return f"nothing was compared for {asked}; there is {'; '.join(there)}"
+
+
+# Drawing
+
+_COLUMNS = ("arm", "against", "mean", "gap", "seeds", "verdict", "seeds needed", "cost", "commit", "sweep")
+_RIGHT = ("mean", "gap", "seeds", "seeds needed", "cost")
+
+
+def _cells(group: list[Entry]) -> tuple[list[list[str]], list[str]]:
+    """Return the cells of each entry of one table, and the notes under it."""
+    from ablate.results.verdict_text import verdict_notes
+
+    marks, notes = footnotes([verdict_notes(entry.verdict) for entry in group])
+    return [_row(entry, mark) for entry, mark in zip(group, marks, strict=True)], notes
+
+
+def _row(entry: Entry, mark: str) -> list[str]:
+    from ablate.results.summary import number
+    from ablate.results.verdict_text import needed_text, verdict_text
+
+    mean = "-" if entry.mean is None else number(entry.mean)
+    cost = duration(entry.seconds)
+    verdict = verdict_text(entry.verdict, short=True) + mark
+    needed = needed_text(entry.verdict.needed)
+    return [entry.arm, entry.against, mean, entry.shown, str(entry.seeds), verdict, needed, cost, entry.commit or "-", entry.sweep]
+
+
+def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
+    """Entries by the title of their table: a task and a metric.
+
+    A search that turns the workload has a task for each point. Its arms that are alone in their task are listed in one
+    table, by name, and the title says that they are not ranked.
+    """
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(f"{entry.workload}: {_better(entry)}", []).append(entry)
+    alone: dict[str, list[str]] = {}
+    for title, (entry, *others) in groups.items():
+        if not others:
+            alone.setdefault(f"{entry.sweep}: {_better(entry)}, each arm on a workload of its own: not ranked", []).append(title)
+    for title, titles in alone.items():
+        if len(titles) > _MOST_ALONE:
+            groups[title] = sorted((groups.pop(each)[0] for each in titles), key=lambda entry: entry.arm)
+    return groups
+
+
+def _better(entry: Entry) -> str:
+    return f"{entry.metric} ({'lower' if entry.minimize else 'higher'} is better)"
+
+
+def _print(entries: list[Entry]) -> None:
+    screen = console()
+    for title, group in _groups(entries).items():
+        rows, notes = _cells(group)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        shown = [place for place in range(len(_COLUMNS)) if any(row[place] for row in rows)]
+        for place in shown:
+            table.add_column(_COLUMNS[place], justify="right" if _COLUMNS[place] in _RIGHT else "left")
+        for row in rows:
+            table.add_row(*(Text(one_line(row[place])) for place in shown))
+        for part in (Text(title, "bold"), table, *(Text(note, "dim") for note in notes), ""):
+            screen.print(part)
+    screen.print(Text("A gap is to its own baseline, on its own seeds: those of different sweeps were not measured side by side.", "dim"))
+
+
+def _markdown(entries: list[Entry]) -> Iterator[str]:
+    for title, group in _groups(entries).items():
+        yield from (f"### {title}", "", f"| {' | '.join(_COLUMNS)} |")
+        yield f"|{'|'.join('---:' if name in _RIGHT else '---' for name in _COLUMNS)}|"
+        rows, notes = _cells(group)
+        yield from (f"| {' | '.join(markdown_cell(cell) for cell in row)} |" for row in rows)
+        yield from ("", *(f"{note}  " for note in notes), *([""] if notes else []))

@@ -1,0 +1,226 @@
+"""`ablate recipe show nvfp4`, `ablate recipe diff nvfp4 quartet2`: a recipe as three products with six operands. Torch-free."""
+
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ablate.cli.common import console
+from ablate.errors import InputError, nearest
+from ablate.experiment.arms import Base, KnobError
+from ablate.experiment.yaml_document import scalar
+from ablate.numerics.choices import CANDIDATES, GEMM_OUTPUTS
+from ablate.numerics.spec import Quant
+from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
+from ablate.recipes.layers import Layer, select
+from ablate.recipes.recipe import Product, Products, Wgrad
+from ablate.training.workloads.knobs import WORKLOAD_KNOBS
+
+app = typer.Typer(help="Look at recipes: one as a table, or two beside each other.", no_args_is_help=True)
+
+HEADER = ("operand", "element", "block", "block scale", "outer scale", "rounding", "and")
+EQUATIONS = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
+Set = Annotated[list[str] | None, typer.Option("--set", help="Turn a knob or a full path first: rht=false, recipe.fprop.x.block=1x32.")]
+
+
+@app.command()
+def show(
+    preset: Annotated[str, typer.Argument(help="A preset.")],
+    turn: Set = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The canonical JSON instead.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="A folder with config.json, or a name on the Hugging Face hub: count its layers by layer policy.")
+    ] = None,
+) -> None:
+    """Print a recipe: its three products with their six operands, then where and when it differs from that."""
+    recipe = resolve(preset, turn or [])
+    placed = () if model is None else tuple(placements(recipe, layers_of(model, recipe)))
+    if as_json:
+        print(recipe.model_dump_json(indent=2))
+        return
+    screen = console()
+    screen.print(Text(preset, style="bold"), Text(inspect.getdoc(PRESETS[preset])), "", sep="\n")
+    rows = {slot: (slot, *_cells(recipe.slot(slot), recipe.dtype)) for slot in SLOTS}
+    widths = [max(len(cells[column]) for cells in (HEADER, *rows.values()) if column < len(cells)) for column in range(len(HEADER))]
+    for product, equation in EQUATIONS.items():
+        screen.print(Text(f"{equation}   {outline(getattr(recipe, product))}", style="cyan"))
+        table = _table()
+        for name, width in zip(HEADER, widths, strict=True):
+            table.add_column(Text(name, style="dim"), min_width=width)
+        for operand in getattr(recipe, product).operands:
+            table.add_row(*rows[f"{product}.{operand}"])
+        screen.print(table, "")
+    for line in rest(recipe):
+        screen.print(Text(line))
+    if placed:
+        screen.print("", Text(f"in {model}"), *(Text(f"  {line}") for line in placed), sep="\n")
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(help="A preset.")],
+    second: Annotated[str, typer.Argument(help="Another.")],
+) -> None:
+    """Print what differs between two presets, path by path."""
+    found = list(differences(*(resolve(name, []).model_dump(mode="json") for name in (first, second))))
+    screen = console()
+    if not found:
+        screen.print(f"{first} and {second} are the same recipe.")
+        return
+    table = _table("recipe.", first, second)
+    for path, one, other in found:
+        table.add_row(path, Text(one), Text(other))
+    screen.print(table)
+
+
+def resolve(preset: str, turned: list[str]) -> Recipe:
+    """A preset with knobs turned (`knob=value`); InputError with every reason where that cannot be."""
+    if preset not in PRESETS:
+        raise InputError([f"{preset}: no such preset; {nearest(preset, PRESETS)}"])
+    pairs = [text.partition("=") for text in turned]
+    known = f"knobs are {', '.join(KNOBS)}, or recipe.<path>"
+    unfinished = [f"--set {knob}: write knob=value; {known}" for knob, equals, _ in pairs if not equals]
+    if unfinished:
+        raise InputError(unfinished)
+    outside = [
+        f"--set {knob}: a recipe has no workload and is one preset; {known}"
+        for knob, *_ in pairs
+        if knob == "recipe" or knob in WORKLOAD_KNOBS or knob.startswith("workload.")
+    ]
+    if outside:
+        raise InputError(outside)
+    try:
+        return Base("gpt", {}, preset).recipe({knob: scalar(value) for knob, _, value in pairs})
+    except KnobError as error:
+        raise InputError([f"--set {knob}: {why}" for knob, why in error.reasons]) from None
+
+
+def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
+    """Return the linear layers of a model of transformers; InputError if it cannot be described, or if a rule selects none of them."""
+    from ablate.training.models.described import outline
+
+    try:
+        layers = outline(model).layers
+    except (OSError, ValueError) as error:
+        raise InputError([f"--model {model}: {error}"]) from None
+    idle = [(number, select(rule.match, layers).reason) for number, rule in enumerate(recipe.layers.rules)]
+    if reasons := [f"recipe.layers.rules.{number}.match: {reason}" for number, reason in idle if reason]:
+        raise InputError(reasons)
+    return layers
+
+
+# --- in words --------------------------------------------------------------------------------------------------------------
+
+
+def _cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:
+    if quant is None:
+        return (dtype,)
+    return (quant.element, quant.block or "-", block_scale(quant), outer_scale(quant), rounding(quant), ", ".join(extras(quant)))
+
+
+def block_scale(quant: Quant) -> str:
+    """`e4m3`, `e8m0 floor`, ..."""
+    if quant.scale is None:
+        return "none"
+    how = "" if quant.scale.rounding == "nearest" else f" {quant.scale.rounding}"
+    return f"{quant.scale.format}{how}{'' if quant.scale.zero == 'zero' else f', zero as {quant.scale.zero}'}"
+
+
+def outer_scale(quant: Quant) -> str:
+    """`tensor amax / 448`, `none`, ..."""
+    outer = quant.outer
+    if outer is None:
+        return "none"
+    return f"{outer.granularity} {outer.statistic}{'' if quant.scale is None else f' to {outer.bound:g}'}"
+
+
+def rounding(quant: Quant) -> str:
+    """`nearest`, `stochastic, 8 bits`, ..."""
+    return f"stochastic, {quant.bits} bits" if quant.rounding == "stochastic" else quant.rounding
+
+
+def extras(quant: Quant) -> Iterator[str]:
+    """Everything else that a quantiser does, in few words."""
+    if quant.select:
+        yield f"{CANDIDATES[quant.select.among]} by {quant.select.criterion}"
+    place = quant.range
+    if place.statistic != "amax":
+        yield f"range {place.statistic}"
+    for name, value, usual in (("to", place.map_to, None), ("headroom", place.headroom, 1), ("prescale", place.prescale, 1)):
+        if value != usual:
+            yield f"{name} {value:.4g}"
+    if quant.source == "forward":
+        yield "from the forward copy"
+    if quant.transform:
+        changed = quant.transform.model_dump(exclude_defaults=True)
+        yield "takes out " + ", ".join(f"{key} {value}" if value is not True else key for key, value in changed.items())
+    if quant.estimator:
+        yield quant.estimator if isinstance(quant.estimator, str) else f"DGE k={quant.estimator.k:g}"
+
+
+def outline(product: Product) -> str:
+    """Whether a product is rotated, and what leaves it."""
+    hadamard = product.hadamard
+    turned = "not rotated" if hadamard is None else f"both operands rotated by {hadamard.size}, signs {hadamard.signs}"
+    return f"{turned}; {f'dw in {product.dw}' if isinstance(product, Wgrad) else GEMM_OUTPUTS[product.gemm][1]}"
+
+
+def rest(recipe: Recipe) -> Iterator[str]:
+    """Where, when and what else: one line for each that is not as usual."""
+    for number, rule in enumerate(recipe.layers.rules):
+        yield f"layers.rules.{number}, {rule.match}: {used(rule.use)}"
+    for name in ("layers", "weights"):
+        spec, usual = getattr(recipe, name), type(getattr(recipe, name))()
+        changed = (field for field in type(spec).model_fields if field != "rules" and getattr(spec, field) != getattr(usual, field))
+        yield from (f"{name}.{field}: {_word(spec.model_dump(mode='json')[field])}" for field in changed)
+    for phase in recipe.schedule:
+        yield f"from {phase.start} on, {phase.slots} products: {used(phase.use)}"
+
+
+def used(products: Products | None) -> str:
+    """`high precision`, or the element of each quantised operand."""
+    if products is None or products.plain:
+        return "high precision"
+    return ", ".join(f"{slot} {quant.element}" for slot, quant in products.quantised())
+
+
+def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
+    """Return one line for each part of a recipe that decides about some layers of a model: how many, and what they use."""
+    counts = recipe.layers.model_dump(exclude={"rules"}, exclude_defaults=True)
+    for decider, products, selected in recipe.placements(layers):
+        if isinstance(decider, int):
+            what = f"layers.rules.{decider}, {recipe.layers.rules[decider].match}"
+        else:
+            what = "the recipe's own products" if decider == "own" else ", ".join(f"layers.{name} {n:g}" for name, n in counts.items())
+        yield f"{what}: {len(selected)} of {len(layers)} layers" + ("" if decider == "own" else f", {used(products)}")
+
+
+def differences(one: dict[str, Any], other: dict[str, Any], path: str = "") -> Iterator[tuple[str, str, str]]:
+    """(path, value, other value) of what differs between two dumps; what is off on one side is one line."""
+    for key in one:
+        here, a, b = f"{path}{key}", one[key], other[key]
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from differences(a, b, f"{here}.")
+        elif a != b:
+            yield here, _word(a), _word(b)
+
+
+def _word(value: Any) -> str:
+    """A value in few words: `off`, `size 128, signs per_step`; a quantiser as its element and block."""
+    if value is None:
+        return "off"
+    if isinstance(value, dict):
+        shown = {key: value[key] for key in ("element", "block", "rounding")} if "element" in value else value
+        return ", ".join(f"{key} {_word(inner)}" for key, inner in shown.items() if inner is not None)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name)
+    return table

@@ -1,0 +1,308 @@
+"""Which arms to run next, and the study that shows it.
+
+One loop serves grids and searches: a grid's points are queued, a sampler is asked for the rest. The study is a picture of the
+ledger: its journal can be deleted at any time and is then drawn again.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import JournalStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from ablate.execution.search.journal import WARM, Journal, decode, encode
+from ablate.execution.study_points import Point
+from ablate.experiment.load import Experiment
+from ablate.experiment.search_space import Dimension
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+ARM = "arm"
+"""The one parameter of a study whose experiment lists its arms by name."""
+ENDED = "neither diverged nor out of memory"
+"""The constraint that every arm has."""
+
+POPULATION = 10
+"""Of NSGA-II: searches here propose tens of arms, not thousands."""
+
+_MOST_CHOICES = 100
+
+SAMPLERS = {
+    "tpe": lambda seed: optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=8),
+    "random": lambda seed: optuna.samplers.RandomSampler(seed=seed),
+    "gp": lambda seed: optuna.samplers.GPSampler(seed=seed, n_startup_trials=8),
+    "cmaes": lambda seed: optuna.samplers.CmaEsSampler(seed=seed),
+    "nsga2": lambda seed: optuna.samplers.NSGAIISampler(seed=seed, population_size=POPULATION),
+}
+
+
+def _factor(rungs: Sequence[int]) -> int:
+    """How many times as far each rung is as the one before: of so many arms, one goes on."""
+    return rungs[1] // rungs[0] if rungs[1:] else 3
+
+
+PRUNERS = {
+    "median": lambda rungs: optuna.pruners.MedianPruner(n_startup_trials=0, n_min_trials=5),
+    "asha": lambda rungs: optuna.pruners.SuccessiveHalvingPruner(min_resource=rungs[0], reduction_factor=_factor(rungs)),
+    # One bracket a rung: it takes the whole logarithm of max over min, which rounding may put just below.
+    "hyperband": lambda rungs: optuna.pruners.HyperbandPruner(
+        min_resource=rungs[0], max_resource=rungs[-1] + 1, reduction_factor=_factor(rungs)
+    ),
+    "wilcoxon": lambda rungs: optuna.pruners.WilcoxonPruner(p_threshold=0.1),
+}
+
+
+def distribution(dimension: Dimension) -> BaseDistribution:
+    """A knob's range as Optuna writes it."""
+    if dimension.kind == "uniform":
+        return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
+    if dimension.kind == "int":
+        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
+    return CategoricalDistribution([encode(choice) for choice in dimension.choices])
+
+
+def _shown(dimension: Dimension) -> Dimension | None:
+    """How a grid's list of values stands in its study, of which nothing is drawn: a long one as a range, or not at all, since the
+    journal repeats the categories in every trial."""
+    values = dimension.choices
+    if len(values) <= _MOST_CHOICES:
+        return dimension
+    if not all(type(value) in (int, float) for value in values):
+        return None
+    return Dimension("int" if all(type(value) is int for value in values) else "uniform", low=min(values), high=max(values))
+
+
+class Study:
+    """One sweep's Optuna study, in a journal file beside the ledger. Use it from one thread, holding the sweep's lock.
+
+    Points are counted from 0 in the order of the ledger. Optuna's own numbers come after those of the `warm` points, arms of earlier
+    sweeps that the sampler knows from the start; they are no arms of this sweep, and prune nothing.
+    """
+
+    def __init__(self, journal: Path, experiment: Experiment, points: Sequence[Point], warm: Sequence[Point] = ()) -> None:
+        self._journal, self._experiment, self._warm = journal, experiment, warm
+        names = tuple(arm.name for arm in experiment.arms if arm.name not in experiment.added)
+        space = experiment.space or {ARM: Dimension("choice", names)}
+        shown = space if experiment.search else {knob: _shown(dimension) for knob, dimension in space.items()}
+        self.distributions = {knob: distribution(dimension) for knob, dimension in shown.items() if dimension}
+        self._constraints = [*(constraint.words for constraint in experiment.constraints), ENDED]
+        self._given_up: dict[int, int] = {}
+        self.study = self._open()
+        if not self._agrees(points):
+            journal.unlink()
+            self.study = self._open()
+        self._equip(len(points))
+        for point in warm[len(self._trials()) :]:
+            self._add_warm(point)
+        known = len(self._trials()) - len(warm)
+        for number, point in enumerate(points):
+            if number >= known:
+                self.add(point)
+            else:
+                for step in sorted(point.reports):
+                    self.report(number, step, point.reports[step])
+
+    def _open(self) -> optuna.Study:
+        """The journal's study, or a new one; `create_study` keeps the directions of one that is there."""
+        objectives = self._experiment.objectives
+        self._storage = JournalStorage(Journal(self._journal))
+        study = optuna.create_study(
+            storage=self._storage,
+            study_name=self._experiment.name,
+            directions=[metric.direction for metric in objectives],
+            load_if_exists=True,
+        )
+        study.set_user_attr("question", self._experiment.question)
+        with _quiet():
+            study.set_metric_names([metric.name for metric in objectives])
+        self._id = self._storage.get_study_id_from_name(self._experiment.name)
+        return study
+
+    def _equip(self, points: int) -> None:
+        """Give the study its sampler and its pruner."""
+        search = self._experiment.search
+        # A sampler made again with the same seed would propose the same points again: the trials so far are part of its seed.
+        seed = (search.seed * 1_000_003 + points) % 2**32 if search else 0
+        with _quiet():
+            self.study.sampler = SAMPLERS[search.sampler if search else "random"](seed)
+            prunes = self._experiment.prunes
+            self.study.pruner = PRUNERS[search.pruner](search.rungs) if prunes else optuna.pruners.NopPruner()
+
+    # The journal and the ledger
+
+    def _agrees(self, points: Sequence[Point]) -> bool:
+        """Whether what the journal holds is true of the ledger's points, as far as it goes."""
+        trials, warm = self._trials(), len(self._warm)
+        directions = [direction.name.lower() for direction in self.study.directions]
+        return (
+            directions == [metric.direction for metric in self._experiment.objectives]
+            and len(trials) <= warm + len(points)
+            and all(map(self._same_warm, trials, self._warm))
+            and all(map(self._same, trials[warm:], points))
+        )
+
+    def _same(self, trial: FrozenTrial, point: Point) -> bool:
+        reported = trial.intermediate_values.items() <= point.reports.items() or not self._experiment.prunes
+        if not self._same_place(trial, point) or not reported or WARM in trial.user_attrs:
+            return False
+        match trial.state:
+            case TrialState.RUNNING:
+                return not point.refused
+            case TrialState.FAIL:
+                return point.refused or (point.values is not None and any(map(math.isnan, point.values)))
+            case TrialState.PRUNED:
+                return point.pruned
+            case TrialState.COMPLETE:
+                return self._same_end(trial, point)
+        return False
+
+    def _same_warm(self, trial: FrozenTrial, point: Point) -> bool:
+        return self._same_place(trial, point) and self._same_end(trial, point) and trial.user_attrs.get(WARM) == point.name
+
+    def _same_place(self, trial: FrozenTrial, point: Point) -> bool:
+        params, distributions = self._params(point)
+        return trial.params == params and trial.distributions == distributions
+
+    def _same_end(self, trial: FrozenTrial, point: Point) -> bool:
+        values = None if point.values is None else list(point.values)
+        compared = "gap" not in trial.user_attrs or point.compared.items() <= trial.user_attrs.items()
+        return trial.values == values and trial.constraints == self._broken(point.violations) and compared
+
+    def _broken(self, violations: Sequence[float]) -> dict[str, float]:
+        return dict(zip(self._constraints, violations, strict=True)) if violations else {}
+
+    def _params(self, point: Point) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+        """A point's parameters in today's ranges; a range is widened, and a knob left out, where the point is older than the range."""
+        params, distributions = {}, {}
+        for knob, known in self.distributions.items():
+            if knob != ARM and knob not in point.knobs:
+                continue
+            value = point.name if knob == ARM else encode(point.knobs[knob])
+            if isinstance(known, FloatDistribution | IntDistribution):
+                known = type(known)(min(known.low, value), max(known.high, value), log=known.log)
+            elif not any(type(value) is type(choice) and value == choice for choice in known.choices):
+                continue
+            params[knob], distributions[knob] = value, known
+        return params, distributions
+
+    def _trials(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False)
+
+    def _trial(self, number: int) -> int:
+        """A point's trial, as the storage knows it."""
+        return self._storage.get_trial_id_from_study_id_trial_number(self._id, len(self._warm) + number)
+
+    # Points
+
+    def ask(self) -> tuple[int, dict[str, Any]]:
+        """A new point: its number in the study and its knobs, those alone that exist beside the others."""
+        knobs: dict[str, Any] = {}
+        with _quiet():
+            trial = self.study.ask()
+            for knob, dimension in self._experiment.space.items():
+                if dimension.applies(knobs):
+                    knobs[knob] = decode(_suggest(trial, knob, self.distributions[knob]))
+        return trial.number - len(self._warm), knobs
+
+    def add(self, point: Point) -> None:
+        """Add a given point, the next number, with what it reported. Nothing is decided again: the ledger says what came of it."""
+        state = TrialState.FAIL if point.refused else TrialState.RUNNING
+        self._add(point, state, user_attrs={"arm": point.name})
+        number = len(self._trials()) - len(self._warm) - 1
+        for step in sorted(point.reports):
+            self.report(number, step, point.reports[step])
+            self._given_up.pop(number, None)
+
+    def _add_warm(self, point: Point) -> None:
+        facts = {"values": list(point.values), "constraints": self._broken(point.violations)}
+        self._add(point, TrialState.COMPLETE, user_attrs={"arm": point.name, WARM: point.name}, **facts)
+
+    def _add(self, point: Point, state: TrialState, **facts: Any) -> None:
+        params, distributions = self._params(point)
+        generation = {}
+        if isinstance(self.study.sampler, optuna.samplers.NSGAIISampler):  # without one it would not be among the parents
+            generation = {self.study.sampler._get_generation_key(): len(self._trials()) // POPULATION}
+        self.study.add_trial(create_trial(state=state, params=params, distributions=distributions, system_attrs=generation, **facts))
+
+    def running(self) -> list[int]:
+        """Numbers of the points that were not yet told."""
+        trials = self._trials()[len(self._warm) :]
+        return [number for number, trial in enumerate(trials) if trial.state == TrialState.RUNNING]
+
+    def refuse(self, number: int, why: str) -> None:
+        """Settle a proposed point that cannot be run."""
+        self._storage.set_trial_user_attr(self._trial(number), "refused", why)
+        self._settle(number, TrialState.FAIL)
+
+    def report(self, number: int, step: int, value: float) -> None:
+        """Tell the pruner how a point does at a rung, or with the seed at this place; it decides at once. A second time tells nothing."""
+        trial = self._trial(number)
+        known = self._storage.get_trial(trial)
+        if self.prunes(number) or known.state.is_finished() or step in known.intermediate_values:
+            return
+        self._storage.set_trial_intermediate_value(trial, step, value)
+        with _quiet():
+            if self.study.pruner.prune(self.study, self._storage.get_trial(trial)):
+                self._given_up[number] = step
+
+    def prunes(self, number: int) -> bool:
+        """Whether a point's last report was so bad that it is not worth going on; it hears no more then."""
+        return number in self._given_up
+
+    def given_up_at(self, number: int) -> int | None:
+        """The step of that report, None where there is none."""
+        return self._given_up.get(number)
+
+    def tell(
+        self,
+        number: int,
+        values: Sequence[float],
+        steps: Mapping[int, float],
+        facts: Mapping[str, Any],
+        violations: Sequence[float] = (),
+        pruned: bool = False,
+    ) -> None:
+        """Settle a point: the mean of each objective (a NaN fails it), the main metric by step, facts (arm, seeds, MLflow runs), and by
+        how much it breaks each constraint, the last of which is ENDED. A pruned point has no values.
+
+        Where there is a pruner, a point's intermediate values are its reports, and `steps` are left out.
+        """
+        trial = self._trial(number)  # of the storage, since to make an optuna.Trial is to ask the sampler
+        known = self._storage.get_trial(trial)  # told by a driver that died before it could tell the rest
+        for key, fact in facts.items():
+            self._storage.set_trial_user_attr(trial, key, fact)
+        for key, excess in self._broken(violations).items():
+            if key not in known.constraints:
+                optuna.Trial(self.study, trial).set_constraint(key, excess)
+        if not self._experiment.prunes and len(values) == 1:
+            for step in sorted(steps.keys() - known.intermediate_values.keys()):
+                self._storage.set_trial_intermediate_value(trial, step, steps[step])
+        failed = any(map(math.isnan, values))
+        state = TrialState.PRUNED if pruned else TrialState.FAIL if failed else TrialState.COMPLETE
+        self._settle(number, state, values if state == TrialState.COMPLETE else None)
+
+    def _settle(self, number: int, state: TrialState, values: Sequence[float] | None = None) -> None:
+        with _quiet():
+            self.study.tell(len(self._warm) + number, values, state)
+
+
+def _suggest(trial: optuna.Trial, knob: str, known: BaseDistribution) -> Any:
+    if isinstance(known, CategoricalDistribution):
+        return trial.suggest_categorical(knob, known.choices)
+    suggest = trial.suggest_int if isinstance(known, IntDistribution) else trial.suggest_float
+    return suggest(knob, known.low, known.high, log=known.log)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Use what Optuna calls experimental, and let it meet infinite values and constraints it cannot use, without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield

@@ -1,0 +1,102 @@
+"""Trials that begin alike: how long they stay alike, so that what they share runs once."""
+
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+from ablate.experiment.schema import TelemetryKeys
+from ablate.experiment.trial_spec import TrialSpec
+from ablate.results.ledger import Ledger
+
+
+def note(telemetry: TelemetryKeys) -> str:
+    """What a shared state depends on beside the trial's history: how often the records before it were made."""
+    return f"-{telemetry.every}-{telemetry.shadow}-{telemetry.log}"
+
+
+class Family:
+    """All trials of a sweep, by what they have in common from the start.
+
+    `note` ends the name of every state that they share: what else a state depends on, such as how often it is recorded.
+    """
+
+    def __init__(self, specs: Iterable[TrialSpec] = (), note: str = "") -> None:
+        self._note = note
+        self._groups: dict[str, dict[str, TrialSpec]] = defaultdict(dict)
+        self.resumed: dict[str, int] = {}
+        """Steps of the trials' own checkpoints, by id; of trials without one, none."""
+        for spec in specs:
+            self.add(spec)
+
+    def add(self, spec: TrialSpec, resumed: int = 0) -> None:
+        """Count a trial in, if it can be forked at all. `resumed`: the step of its own checkpoint, 0 if it has none."""
+        if spec.segments:
+            self._groups[spec.history(1)].setdefault(spec.id, spec)
+            if resumed:
+                self.resumed[spec.id] = resumed
+
+    def __iter__(self) -> Iterator[TrialSpec]:
+        return (spec for group in self._groups.values() for spec in group.values())
+
+    def points(self, spec: TrialSpec) -> list[tuple[int, str]]:
+        """Where `spec` parts from others: steps after which its state is theirs too, furthest first, and the name of that state."""
+        if not spec.segments:
+            return []
+        others = (other for name, other in self._groups[spec.history(1)].items() if name != spec.id)
+        steps = sorted({spec.alike(other) for other in others} - {spec.config.steps}, reverse=True)
+        return [(step, self._name(spec, step)) for step in steps]
+
+    def steps(self, run: Collection[str] | None = None, left: Collection[str] = ()) -> dict[str, int]:
+        """Steps that each trial in `run` computes, by id, if they run in the order in which they were added; None: all trials.
+
+        `left`: names of the states that earlier runs left in the store.
+        """
+        computed: dict[str, int] = {}
+        for group in self._groups.values():
+            before: list[str] = []
+            for spec in group.values() if run is None else [spec for name, spec in group.items() if name in run]:
+                computed[spec.id] = self.computed(spec, before, left)
+                before.append(spec.id)
+        return computed
+
+    def computed(self, spec: TrialSpec, before: Iterable[str], left: Collection[str] = ()) -> int:
+        """Steps that a trial computes after those in `before` (ids) have run.
+
+        It goes on from its own checkpoint, or from the furthest state at which it parts from another trial of the family if a
+        trial in `before`, or an earlier run, left that state; whichever is further. A trial that goes on from its own checkpoint
+        leaves no state before it. No state is left after the last step: trials that are equal to the end share what lies before
+        the last place where a third one parts from them, and each computes the rest itself.
+        """
+        if not spec.segments:
+            return spec.config.steps
+        group = self._groups[spec.history(1)]
+        alike = {name: spec.alike(other) for name, other in group.items() if name != spec.id}
+        runs = {(self.resumed.get(name, 0), alike[name]) for name in before if name in alike}
+        parts = set(alike.values()) - {spec.config.steps}
+        left_by_runs = (step for step in parts if any(first < step <= last for first, last in runs))
+        start = max((*left_by_runs, *(step for step in parts if self._is_left(spec, step, left))), default=0)
+        return spec.config.steps - max(start, self.resumed.get(spec.id, 0))
+
+    def _is_left(self, spec: TrialSpec, step: int, left: Collection[str]) -> bool:
+        return bool(left) and self._name(spec, step) in left
+
+    def _name(self, spec: TrialSpec, step: int) -> str:
+        return f"{spec.history(step)}{self._note}"
+
+
+def wanted_elsewhere(state: Path, sweep: str) -> set[str] | None:
+    """Names of the shared states that unfinished sweeps other than `sweep` want; None if one of them does not say."""
+    names: set[str] = set()
+    for path in state.glob("sweeps/*/ledger.db"):
+        if path.parent.name == sweep:
+            continue
+        try:
+            with closing(Ledger(path, readonly=True)) as other:
+                if other.unfinished():
+                    names |= set(json.loads(other.fact("shared") or "null"))
+        except (sqlite3.Error, TypeError):  # damaged, just begun, or of an earlier version
+            return None
+    return names

@@ -1,0 +1,188 @@
+"""A sweep back from MLflow, where MLflow is all there is: arms, members, statuses, the records that it was shown, facts.
+
+What MLflow was never told stays away: per-layer series, attempts, which of two equal records came first.
+"""
+
+import json
+import math
+import os
+import sqlite3
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ablate.errors import InputError, nearest, redact
+from ablate.execution.tracking.database import revision
+from ablate.execution.tracking.door import plainly
+from ablate.results.databases import open_readonly, path_of
+from ablate.results.ledger import Ledger
+from ablate.training.metric_names import GAP, parse
+
+_LOOK_SECONDS = 5.0
+_RUNS_A_PAGE = 200
+_AT_ONCE = 4
+
+
+def fetch(uri: str, sweep: str, path: Path) -> Ledger:
+    """Make a ledger at `path` of the experiment of this name, and open it. InputError where there is a file, no such experiment, or
+    an MLflow that cannot be read: in one sentence."""
+    if path.exists():
+        raise InputError([f"{path}: is there already; nothing was fetched"])
+    with told(uri):
+        look(uri)
+        from mlflow import MlflowClient
+
+        client = MlflowClient(uri)
+        parent, members = _runs(client, uri, sweep)
+        described = json.loads(_artifact(client, parent, "sweep.json") or "null")
+        if described is None:
+            raise InputError(
+                [f"{redact(uri)}: {sweep} has no sweep.json: `ablate sync {sweep} --rebuild`, where it was run, draws it again"]
+            )
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished.unlink(missing_ok=True)
+        book = Ledger(unfinished)
+        _fill(book, client, _Sweep(described, parent, members))
+        book.close()
+        unfinished.rename(path)
+    return Ledger(path)
+
+
+@contextmanager
+def told(uri: str) -> Iterator[None]:
+    """What keeps MLflow from being used, in one sentence and without a password."""
+    from alembic.util.exc import CommandError
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (OSError, MlflowException, SQLAlchemyError, CommandError) as error:  # requests' are OSErrors
+        first = plainly(error) or next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        hint = f"; `{Path(sys.executable).parent / 'mlflow'} db upgrade` brings it up to date" if "out-of-date" in first else ""
+        raise InputError(
+            [redact(f"{redact(uri)}: MLflow cannot be used there: {first.partition(' Take a backup')[0]}{hint}", uri)]
+        ) from error
+
+
+def look(uri: str) -> None:
+    """Whether a SQLite store can be opened: MLflow would make one that is missing, and try for minutes to get at one that is locked."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    path = path_of(uri)
+    if path is None:
+        return
+    if not path.exists():
+        raise InputError([f"{path}: no such file"])
+    db = open_readonly(path, _LOOK_SECONDS)
+    try:
+        revision(db)
+    except sqlite3.DatabaseError as error:
+        why = "is no database of MLflow's" if "no such table" in str(error) else f"cannot be read: {error}"
+        raise InputError([f"{path}: {why}"]) from None
+    finally:
+        db.close()
+
+
+class _Sweep:
+    """A sweep as MLflow has it: what its run says, and the runs of its members."""
+
+    def __init__(self, described: Mapping[str, Any], parent: Any, runs: list[Any]) -> None:
+        self.facts = {key: value for key, value in described["facts"].items() if value is not None}
+        self.trials = described["trials"]
+        self.arms = described["arms"]
+        self.runs = {_key(run): run for run in sorted(runs, key=lambda run: run.info.start_time)}
+        """By arm, seed and trial; the latest, where there are several."""
+        if parent.info.status == "RUNNING":  # what was wanted since it began
+            self._add_new()
+
+    def _add_new(self) -> None:
+        known = {arm["name"]: arm for arm in self.arms}
+        for name, seed, trial in self.runs:
+            tags = self.runs[name, seed, trial].data.tags
+            optuna = tags.get("ablate.optuna_trial")
+            new = {"name": name, "knobs": json.loads(tags["ablate.knobs"]), "against": tags.get("ablate.against"), "trials": {}}
+            arm = known.setdefault(name, new | {"optuna": None if optuna is None else int(optuna)})
+            arm["trials"][seed] = trial
+        self.arms = list(known.values())
+
+
+def _key(run: Any) -> tuple[str, str, str]:
+    tags = run.data.tags
+    return tags["ablate.arm"], tags["ablate.seed"], tags["ablate.trial"]
+
+
+def _runs(client: Any, uri: str, sweep: str) -> tuple[Any, list[Any]]:
+    """The sweep's run, the latest where there are several, and those of its members."""
+    experiment = client.get_experiment_by_name(sweep)
+    if experiment is None:
+        names = sorted(found.name for found in client.search_experiments() if found.name != "Default")
+        hint = nearest(sweep, names) if names else "it has none"
+        raise InputError([f"{redact(uri)}: no experiment {sweep!r}; {hint}"])
+    parents = _search(client, experiment.experiment_id, "tags.`ablate.kind` = 'sweep'")
+    if not parents:
+        raise InputError([f"{redact(uri)}: {sweep} is no sweep: no run of it is tagged `ablate.kind` = sweep"])
+    parent = max(parents, key=lambda run: run.info.start_time)
+    return parent, _search(client, experiment.experiment_id, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+
+
+def _search(client: Any, experiment: str, wanted: str) -> list[Any]:
+    found, page = [], None
+    while True:
+        runs = client.search_runs([experiment], wanted, max_results=_RUNS_A_PAGE, page_token=page)
+        found, page = [*found, *runs], runs.token
+        if not page:
+            return found
+
+
+def _artifact(client: Any, run: Any, name: str) -> str | None:
+    """A text among a run's artifacts, None where it has none of this name."""
+    if not any(item.path == name for item in client.list_artifacts(run.info.run_id)):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        return Path(client.download_artifacts(run.info.run_id, name, folder)).read_text()
+
+
+# Into the ledger
+
+
+def _fill(book: Ledger, client: Any, sweep: _Sweep) -> None:
+    book.describe(**sweep.facts)
+    numbers: dict[str, int] = {}
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for arm in sorted(sweep.arms, key=lambda arm: arm["against"] is not None):  # a baseline has its number first
+            role, reason = arm.get("role"), arm.get("reason")  # an earlier version wrote neither
+            against = numbers.get(arm["against"])
+            number = book.add_arm(arm["name"], arm["knobs"], against, arm["optuna"], role, reason=reason)
+            numbers[arm["name"]] = number
+        for place, arm in enumerate(sweep.arms):
+            book.move_arm(numbers[arm["name"]], place)
+        wanted = [(arm["name"], seed, trial) for arm in sweep.arms for seed, trial in arm["trials"].items()]
+        read = pool.map(lambda key: _read(client, sweep.runs[key]) if key in sweep.runs else ("{}", []), wanted)
+        for (name, seed, trial), (spec, events) in zip(wanted, read, strict=True):
+            number = book.add_member(numbers[name], int(seed), trial, spec)
+            run = sweep.runs.get((name, seed, trial))
+            if run is not None:
+                known = sweep.trials.get(trial, {})
+                tags = run.data.tags
+                book.record(number, events)
+                book.settle(number, tags["ablate.status"], known.get("reason"), known.get("seconds"), tags["ablate.reused"] == "true")
+
+
+def _read(client: Any, run: Any) -> tuple[str, list[dict[str, Any]]]:
+    """A member's spec, as far as it was shipped, and its records."""
+    tags = run.data.tags
+    known = {"seed": int(tags["ablate.seed"]), "engine": tags["ablate.engine"], "device": tags["ablate.device"]}
+    spec = _artifact(client, run, "spec.json")
+    keys = [key for key in run.data.metrics if parse(key).family != GAP]
+    points = (point for key in keys for point in client.get_metric_history(run.info.run_id, key))
+    events = [{"step": point.step, "time": point.timestamp / 1000, "metrics": {point.key: _value(point.value)}} for point in points]
+    return spec or json.dumps(known), events
+
+
+def _value(value: float) -> float:
+    """MLflow's tables know no infinity: it is their largest number."""
+    return math.copysign(math.inf, value) if abs(value) >= sys.float_info.max else value

@@ -1,0 +1,198 @@
+"""What a run of MLflow's says of a member or a sweep: names, tags, params, colours, columns, and the gap. Words only, no MLflow.
+
+MLflow sorts params and columns by name and nothing else, so what a sweep turns is named `ablate.<knob>`: that comes before `arm`,
+which comes before whatever all arms share.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from ablate.errors import redact
+from ablate.results.ledger import Ledger
+from ablate.results.ledger_rows import key_of
+from ablate.results.trial_store import Store
+from ablate.training.metric_names import GAP, Name, parse
+from ablate.training.workloads import context_free, unit
+
+TURNED = "ablate."
+VIEW = "arms"
+"""The id of the saved view of a sweep's runs; `?viewStateShareKey=` opens it."""
+PAGES = "ABLATE_MLFLOW_PAGES"
+"""The environment's word for the server's address in a browser, where that is another than a sweep's: between containers it has a name
+that nobody else knows."""
+_FACTS = ("name", "question", "metric", "metrics", "interval", "search", "provenance.json")
+_COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#56b4e9", "#ece133", "#fbafe4")
+"""Safe for the colour-blind, as in our own pictures."""
+_BASELINE_COLOUR = "#595959"
+_MOST_COLUMNS = 12
+_MOST_OF_A_DIGEST = 36
+_MOST_OF_A_NAME = 100
+"""Characters of a dataset's name, which may be a long path."""
+_MOST_CHARACTERS = 5000
+"""Of an experiment's tag."""
+
+
+def shown(name: str, metrics: Collection[str]) -> bool:
+    """Return True for a metric that goes to MLflow: those that arms are compared by, and those of every run."""
+    return name in metrics or parse(name).for_tracker
+
+
+def page(server: str, experiment: str, run: str | None = None) -> str:
+    """Where a run's page is, or the saved view of all runs of an experiment. Without a password, and as browsers name the server."""
+    where = f"{redact(os.environ.get(PAGES) or server).rstrip('/')}/#/experiments/{experiment}"
+    return f"{where}/runs/{run}" if run else f"{where}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
+
+
+# A member
+
+
+def tags(member: Mapping[str, Any], sweep: str, parent: str | None, against: str | None) -> dict[str, str]:
+    """What a member's run is found and grouped by. `against` is its baseline's name, None where it is one."""
+    spec = json.loads(member["spec"])
+    found = {
+        "mlflow.parentRunId": parent,
+        "mlflow.runColor": _BASELINE_COLOUR if against is None else _COLOURS[member["arm"] % len(_COLOURS)],
+        "ablate.kind": "trial",
+        "ablate.sweep": sweep,
+        "ablate.arm": member["name"],
+        "ablate.seed": str(member["seed"]),
+        "ablate.knobs": member["knobs"],
+        "ablate.member": key_of(member),
+        "ablate.baseline": str(against is None).lower(),
+        "ablate.against": against,
+        "ablate.trial": member["id"],
+        "ablate.engine": spec["engine"],
+        "ablate.device": spec["device"],
+        "ablate.reused": str(bool(member["reused"])).lower(),
+        "ablate.status": member["status"],
+        "ablate.optuna_trial": None if member["optuna"] is None else str(member["optuna"]),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def params(member: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The knobs that were turned, then every resolved value by its path."""
+    spec, knobs = json.loads(member["spec"]), json.loads(member["knobs"])
+    for knob, value in knobs.items():
+        yield f"{TURNED}{knob}", _text(value)
+    yield "arm", member["name"]
+    yield "seed", str(spec["seed"])
+    ((workload, config),) = spec["workload"].items()
+    yield "workload", workload
+    yield "data", spec["data"]
+    yield from _flat("workload", config)
+    yield from _flat("recipe", spec["recipe"])
+
+
+def dataset(member: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, str]:
+    """What MLflow shows of a member's data: its Dataset's fields. `told`: what the ledger knows of them."""
+    name = told["name"] if len(told["name"]) <= _MOST_OF_A_NAME else f"{told['name'][:_MOST_OF_A_NAME]}..."
+    columns = [{"name": column, "type": kind, "required": True} for column, kind in told["columns"].items()]
+    data = json.loads(member["spec"])["data"]
+    return {
+        "name": name,
+        "digest": data if len(data) <= _MOST_OF_A_DIGEST else hashlib.sha256(data.encode()).hexdigest()[:_MOST_OF_A_DIGEST],
+        "source_type": told["type"],
+        "source": json.dumps(told["source"]),
+        "schema": json.dumps({"mlflow_colspec": columns}),
+        "profile": json.dumps(told["counts"]),
+    }
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{path}.{key}", inner)
+    else:
+        yield path, _text(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def gaps(ledger: Ledger, member: Mapping[str, Any], metric: str) -> Iterator[tuple[Mapping[str, Any], int, float, dict[str, float]]]:
+    """What can be said once this member is done: of itself against its baseline's member at the same seed, or, where it is a baseline,
+    of every member that is compared with it. (member, step, time, metrics), step and time being those of its last value.
+    """
+    for other in ledger.counterparts(member["arm"], member["seed"]):
+        compared, baseline = (member, other) if member["baseline"] == other["arm"] else (other, member)
+        last, reference = (ledger.last_record(one["trial"], metric) for one in (compared, baseline))
+        if last and reference and member["status"] == other["status"] == "done":
+            found = _gap(unit(member["spec"], metric), last[1], reference[1])
+            if found:
+                yield compared, last[0], last[2], found
+
+
+def _gap(counted: str, value: float, baseline: float) -> dict[str, float]:
+    """In nats where the metric is, as `absolute` else, and in percent."""
+    gap = value - baseline
+    if not math.isfinite(gap):
+        return {}
+    return {gap_in(counted): gap} | ({gap_in("pct"): 100 * gap / abs(baseline)} if baseline else {})
+
+
+def gap_in(unit: str) -> str:
+    """Name of a member's gap to its baseline in a unit; `absolute` for a metric whose unit has no name."""
+    return str(Name(GAP, None, None, unit or "absolute"))
+
+
+# A sweep
+
+
+def _context_free(ledger: Ledger) -> str:
+    """By arm, the loss of a model that ignores its input, from its first finished run: no record has it."""
+    store, found = Store(ledger.path.absolute().parents[2]), {}
+    for member in ledger.members():
+        if member["status"] == "done" and member["name"] not in found:
+            found[member["name"]] = context_free(store.result(member["id"]))
+    return json.dumps({name: loss for name, loss in found.items() if loss is not None})
+
+
+def description(ledger: Ledger) -> str:
+    """All that a sweep's runs do not say themselves, as JSON: from this and the runs its ledger is made again."""
+    arms = {arm["arm"]: arm["name"] for arm in ledger.arms()}
+    members: dict[int, dict[str, str]] = {}
+    for member in ledger.members():
+        members.setdefault(member["arm"], {})[str(member["seed"])] = member["id"]
+    return json.dumps(
+        {
+            "facts": {key: ledger.fact(key) for key in _FACTS} | {"context_free": _context_free(ledger)},
+            "arms": [
+                {
+                    "name": arm["name"],
+                    "knobs": json.loads(arm["knobs"]),
+                    "against": arms.get(arm["baseline"]),
+                    "optuna": arm["optuna"],
+                    "role": arm["role"],
+                    "reason": arm["reason"],
+                    "trials": members.get(arm["arm"], {}),
+                }
+                for arm in ledger.arms()
+            ],
+            "trials": {row.id: {"reason": row.reason, "seconds": row.seconds} for row in ledger.wanted_trials()},
+        },
+        indent=1,
+    )
+
+
+def view(knobs: Iterable[str], metric: str, metrics: Iterable[str], counted: str, minimize: bool, now_ms: int) -> str | None:
+    """The saved view of a sweep's runs as MLflow's pages keep it: no run but the members', what was turned, what came of it, the best
+    first. None where it would not fit."""
+    metrics = list(metrics)
+    columns = [f"params.`{TURNED}{knob}`" for knob in knobs][:_MOST_COLUMNS]
+    columns += ["tags.`ablate.status`", *(f"metrics.`{key}`" for key in (*metrics, gap_in(counted), gap_in("pct")))]
+    state = {
+        "searchFilter": "tags.`ablate.kind` = 'trial'",
+        "orderByKey": f"metrics.`{metric}`",
+        "orderByAsc": minimize,
+        "selectedColumns": columns,
+        "runsHiddenMode": "SHOW_ALL",
+        "chartsSearchFilter": f"^({'|'.join(dict.fromkeys((*metrics, 'train/loss')))})$",
+    }
+    found = json.dumps({"name": "Arms", "createdAt": now_ms, "updatedAt": now_ms, "state": json.dumps(state)})
+    return found if len(found) <= _MOST_CHARACTERS else None

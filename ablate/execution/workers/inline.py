@@ -1,0 +1,46 @@
+"""Trials one by one in this process, without Ray: for debuggers and tests."""
+
+from collections.abc import Generator
+
+from ablate.execution.messages import Ended, Message, TrialRequest
+from ablate.execution.supervisor import run_inline
+
+
+class Inline:
+    """The executor of `--executor inline`."""
+
+    slots = 1
+
+    def __init__(self) -> None:
+        from ablate.execution.trial_process import tune_process
+
+        tune_process()
+        self._running: dict[str, Generator[Message, None, None]] = {}
+        self._stopped: list[str] = []
+
+    def submit(self, request: TrialRequest) -> None:
+        """Take a trial; it advances only in `wait`."""
+        self._running[request.id] = run_inline(request)
+
+    def wait(self, seconds: float) -> list[tuple[str, Message]]:
+        """The next message of each trial taken."""
+        answers: list[tuple[str, Message]] = [(trial, Ended("failed", "stopped")) for trial in self._stopped]
+        self._stopped = []
+        for trial, messages in list(self._running.items()):
+            message = next(messages)
+            answers.append((trial, message))
+            if isinstance(message, Ended):
+                del self._running[trial]
+        return answers
+
+    def stop(self, trial: str) -> None:
+        """End a trial in flight; `wait` tells its end."""
+        self._running.pop(trial).close()
+        self._stopped.append(trial)
+
+    def resize(self, slots: int) -> None:
+        """One by one it stays."""
+
+    def close(self) -> None:
+        """Leave what is running."""
+        self._running.clear()

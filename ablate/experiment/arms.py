@@ -1,0 +1,275 @@
+"""Turning knobs: from a base and values for short names or full paths to one resolved workload and recipe, or every reason why not."""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, Tag, ValidationError
+
+from ablate.errors import nearest
+from ablate.experiment.phases import length, never_begins, shortest_cooldown
+from ablate.experiment.yaml_document import display
+from ablate.numerics.spec import NEAR, Spec
+from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
+from ablate.recipes.layers import select
+from ablate.recipes.recipe import Layers
+from ablate.training.data import located
+from ablate.training.hyperparameters import Training
+from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.knobs import WORKLOAD_KNOBS
+
+_LONGEST_VALUE = 40
+_WORD, _RESERVED = re.compile(r"(?!-?\d+(\.\d+)?$)[\w.:-]+"), ("true", "false", "null")
+"""Strings that need no quotes."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One point of an experiment: the knobs that were turned, what they resolve to, and the arm it is compared with."""
+
+    name: str
+    knobs: Mapping[str, Any]
+    config: Spec
+    recipe: Recipe
+    baseline: str | None = None
+
+    @property
+    def content(self) -> tuple[Spec, Recipe]:
+        """What makes two arms the same arm: fields that change no number make no other."""
+        fields = type(self.config).model_fields
+        same = {name: fields[name].default for name in getattr(self.config, "SAME_BITS", ())}
+        return self.config.model_copy(update=same), self.recipe
+
+
+class KnobError(ValueError):
+    """Knobs that cannot be turned so: (knob or None, reason) for each."""
+
+    def __init__(self, reasons: list[tuple[str | None, str]]) -> None:
+        super().__init__("; ".join(f"{knob}: {reason}" for knob, reason in reasons))
+        self.reasons = reasons
+
+
+@dataclass(frozen=True)
+class Base:
+    """What every arm starts from: a workload by name with the values given for it, and a preset."""
+
+    workload: str
+    values: Mapping[str, Any]
+    preset: str
+    folder: Path | None = None
+    """Where relative paths of data and models begin: the experiment file's folder; None: the working directory."""
+    strays: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
+    """Relative paths that were found in the working directory instead."""
+
+    @cached_property
+    def config(self) -> Spec:
+        """The workload as the file gives it, no knob turned."""
+        return self.arm({"recipe": "bf16"}).config
+
+    def arm(self, knobs: Mapping[str, Any], name: str | None = None, *, tried: bool = False) -> Arm:
+        """Build the arm with these knobs turned; KnobError with every reason if that is not possible.
+
+        `tried`: the values are ends of ranges, not proposals: a phase that they leave without a step is no mistake.
+        """
+        start, recipe, paths = self._turned(knobs)
+        config = paths.apply("workload", deepcopy(dict(self.values)), WORKLOADS[self.workload])
+        if config is not None and self.folder is not None:
+            config = located(config, self.folder, self.strays)
+        if config is not None and recipe is not None:
+            paths.reasons += _contradictions(config, recipe, paths)
+            if not tried and not paths.reasons:
+                paths.reasons += _never_begun(config, recipe, start, paths)
+        if paths.reasons:
+            raise KnobError(paths.reasons)
+        name = name if name is not None else label(knobs) or knobs.get("recipe", self.preset)
+        return Arm(name, dict(knobs), config, recipe)
+
+    def recipe(self, knobs: Mapping[str, Any]) -> Recipe:
+        """Build the preset with these knobs turned, for no workload; KnobError with every reason why not."""
+        _, recipe, paths = self._turned(knobs)
+        if paths.reasons:
+            raise KnobError(paths.reasons)
+        return recipe
+
+    def _turned(self, knobs: Mapping[str, Any]) -> tuple[Recipe, Recipe | None, "_Paths"]:
+        """Return the preset as it is and with the knobs turned; None, with the reasons in the paths, if it cannot be."""
+        preset = knobs.get("recipe", self.preset)
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise KnobError([("recipe", f"no such preset; {nearest(str(preset), PRESETS)}")])
+        start = PRESETS[preset]()
+        paths = _Paths([], Turn(start, {knob: value for knob, value in knobs.items() if knob in KNOBS}))
+        for knob, value in knobs.items():
+            paths.add(knob, value)
+        return start, paths.apply("recipe", start.model_dump(mode="json"), Recipe), paths
+
+
+class _Paths:
+    """Full paths to set, and which knob sets each."""
+
+    def __init__(self, reasons: list[tuple[str | None, str]], turn: Turn) -> None:
+        self.reasons, self.turn = reasons, turn
+        self.values: dict[str, Any] = {}
+        self.knobs: dict[str, str] = {}
+
+    def add(self, knob: str, value: Any) -> None:
+        for path, content in self._expand(knob, value):
+            rivals = (k for other, k in self.knobs.items() if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."))
+            rival = next((other for other in rivals if other != knob), None)
+            if rival:
+                self.reasons.append((knob, f"sets {path}, which {rival} sets too; keep one of them"))
+            else:
+                self.values[path], self.knobs[path] = content, knob
+
+    def _expand(self, knob: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if knob == "recipe":
+            return
+        if knob in KNOBS:
+            try:
+                paths = KNOBS[knob].paths(KNOBS[knob].check(value), self.turn)
+            except ValidationError as error:
+                self.reasons += [(knob, reason(problem)) for problem in error.errors()[:1]]
+            except ValueError as error:
+                self.reasons.append((knob, str(error)))
+            else:
+                yield from ((f"recipe.{path}", content) for path, content in paths.items())
+        elif knob.startswith(("recipe.", "workload.")):
+            yield knob, value
+        else:
+            known = [*KNOBS, *WORKLOAD_KNOBS, "recipe", "recipe.<path>", "workload.<field>"]
+            self.reasons.append((knob, f"no such knob; {nearest(knob, known)}"))
+
+    def apply(self, root: str, content: dict[str, Any], model: type[BaseModel]) -> Any:
+        """`model` from `content` with all paths under `root` set; None, with the reasons noted, where that fails."""
+        before = len(self.reasons)
+        for path, value in self.values.items():
+            if path.startswith(f"{root}."):
+                wrong = assign(content, path.split(".")[1:], value, model)
+                if wrong:
+                    self.reasons.append((self.knobs[path], wrong))
+        if len(self.reasons) > before:
+            return None
+        try:
+            return model.model_validate_json(json.dumps(content))
+        except ValidationError as error:
+            for problem in error.errors():
+                where = ".".join((root, *map(str, problem["loc"])))
+                self.reasons.append((self.knob_of(where) or where, reason(problem, model)))
+            return None
+
+    def knob_of(self, path: str) -> str | None:
+        """The knob that set `path` or something it is part of."""
+        return next((knob for known, knob in self.knobs.items() if f"{path}.".startswith(f"{known}.")), None)
+
+
+def assign(content: dict[str, Any], parts: list[str], value: Any, model: type[BaseModel]) -> str | None:
+    """Set one path of nested dictionaries shaped like `model`; returns why not, where it cannot be set."""
+    for depth, part in enumerate(parts):
+        if part not in model.model_fields:
+            return f"no such knob; {nearest(part, model.model_fields)}"
+        if depth == len(parts) - 1:
+            content[part] = value
+            return None
+        children = _models(model.model_fields[part].annotation).values()
+        if not children:
+            return f"{part} has no parts; set {'.'.join(parts[: depth + 1])} itself"
+        if content.get(part) is None and part in content:
+            return f"{'.'.join(parts[: depth + 1])} is off (null) in this arm, so it has no {parts[depth + 1]}"
+        content = content.setdefault(part, {})
+        if not isinstance(content, dict):
+            return f"{'.'.join(parts[: depth + 1])} is {display(content)} in this arm, which has no {parts[depth + 1]}"
+        wanted = {*content, parts[depth + 1]}
+        model = next((child for child in children if wanted <= set(child.model_fields)), next(iter(children)))
+    return None
+
+
+def _models(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The models that a field may hold, by the tag that stands in the place of an error in one; the first of those without a tag by ""."""
+    found: dict[str, type[BaseModel]] = {}
+    for candidate in (annotation, *get_args(annotation)):
+        tag = next((word.tag for word in getattr(candidate, "__metadata__", ()) if isinstance(word, Tag)), "")
+        kind = get_args(candidate)[0] if tag else candidate
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found.setdefault(tag, kind)
+    return found
+
+
+def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
+    problems = list(config.problems())
+    for name, why in problems:
+        yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
+    if problems:  # what follows asks for the layers of a model that may not be there
+        return
+    ruled = paths.knob_of("recipe.layers.rules") or "recipe.layers.rules"
+    layers = config.linear_layers if recipe.layers != Layers() else ()
+    for number, rule in enumerate(recipe.layers.rules):
+        if layers and (why := select(rule.match, layers).reason):
+            yield ruled, f"{number}.match: {why}"
+    if isinstance(config, Training):
+        for name, why in config.contradictions(recipe):
+            yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
+    placements = recipe.placements(layers)
+    if layers and not recipe.plain and not any(recipe.ever_quantises(placement.products) for placement in placements):
+        counted = paths.knob_of("recipe.layers.skip_last") or paths.knob_of("recipe.layers.skip_first") or "workload.layers"
+        knob = counted if any(placement.decider == "skipped" for placement in placements) else ruled
+        yield knob, f"keeps all {len(layers)} layers in {config.blocks} blocks in high precision: nothing is quantised, as in preset bf16"
+
+
+def _never_begun(config: Spec, recipe: Recipe, preset: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
+    """Phases that hold in no step of a run, but for those of the preset itself."""
+    knob = paths.knob_of("recipe.schedule")
+    for phase in (phase for phase in recipe.schedule if phase not in preset.schedule):
+        why = never_begins(phase, length(config))
+        if why and knob == "cooldown":
+            right = f"give {shortest_cooldown(config.steps)} or more, or 0 for none"
+            why = f"begins after the last of {config.steps} steps, so it never holds; {right}"
+        if why:
+            yield knob or "recipe.schedule", why
+
+
+def reason(problem: Mapping[str, Any], model: type[BaseModel] | None = None) -> str:
+    """One of pydantic's errors in the house's words."""
+    if problem["type"] == "extra_forbidden":
+        *parents, word = problem["loc"]
+        models = {"": model} if model else {}
+        for parent in (parent for parent in parents if not isinstance(parent, int)):
+            if parent in models:
+                models = {"": models[parent]}
+            else:
+                field = models[""].model_fields.get(parent) if "" in models else None
+                models = _models(field.annotation) if field else {}
+        return f"no such key; {nearest(str(word), _keys(models['']))}" if "" in models else "no such key"
+    if problem["type"] == "missing":
+        return "is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    near = []
+    if problem["type"] == "literal_error" and isinstance(problem["input"], str):
+        near = get_close_matches(problem["input"], re.findall("'(.*?)'", problem["ctx"]["expected"]), 1, NEAR)
+    return message[0].lower() + message[1:] + "".join(f"; {word!r} is the nearest" for word in near)
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def label(knobs: Mapping[str, Any]) -> str:
+    """A name that says which knobs were turned: `rht=true lr=0.001`; a preset by its own name alone."""
+
+    def word(knob: str, value: Any) -> str:
+        named = knob == "recipe" and isinstance(value, str)
+        return value if named else f"{knob.removeprefix('workload.')}={_short(value)}"
+
+    return " ".join(itertools.starmap(word, knobs.items()))
+
+
+def _short(value: Any) -> str:
+    """A value as YAML would write it; a long one cut, with a few digits of its hash, so that different values stay different."""
+    text = value if isinstance(value, str) and _WORD.fullmatch(value) and value not in _RESERVED else json.dumps(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}...{hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -1,0 +1,234 @@
+"""Whether a run was well: what quantising each operand lost, by slot and by layer, what rounded to zero, and who diverged."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, PercentFormatter
+
+from ablate.experiment.schema import Metric
+from ablate.recipes.recipe import SLOTS
+from ablate.results.figures import tables
+from ablate.results.figures.curves import draw_lines, name_lines
+from ablate.results.figures.style import (
+    COLOURS,
+    MOST_ARMS,
+    Picture,
+    best_of,
+    canvas,
+    finished,
+    heat,
+    house,
+    label,
+    legend,
+    marks,
+    name_column,
+    panels,
+    plain,
+)
+from ablate.results.summary import ArmSummary
+from ablate.training.metric_names import FIRST_NONFINITE, parse
+
+_SQNR = Metric(name="sqnr_db", direction="maximize")
+_MOST_COLUMNS = 60
+_MOST_NAMED = 28
+"""Rows of a panel that are all named; of more every so manyth."""
+_STATES = ("done", "done, value not finite", "diverged", "missing")
+_STATE_COLOURS = ("#dfe9e2", COLOURS[8], COLOURS[3], "white")
+_COUNTED = ("nan/loss", "nan/grad", "nan/activation", "nan/steps_skipped")
+
+
+@house
+def slot_errors(records: pd.DataFrame) -> Picture | None:
+    """Signal to quantisation noise of each operand slot over the run, mean over layers and seeds, a panel a slot. None where it was not
+    recorded."""
+    found = tables.errors_of_slots(records, {"sqnr_db"})
+    if found.empty:
+        return None
+    shown, total = tables.arms(found, _SQNR)
+    lines = tables.thinned(tables.over_seeds(found[found["arm"].isin(shown)], ["slot", "arm"]), ["slot", "arm"])
+    slots = in_order(lines["slot"])
+    question = "How much of each operand survives its quantisation?"
+    said = "Signal to quantisation noise in dB (more is better), mean over layers and seeds; bands: from the smallest to the largest seed."
+    columns = min(3, len(slots))
+    height = max(2.1 * -(-len(slots) // columns) + 0.3, 0.3 * len(shown) + 0.4)
+    body = canvas(question, 2.5 * columns + 2.6, height, said, best_of(len(shown), total))
+    for axes, slot in zip(panels(body, len(slots), columns, sharex=True, sharey=True), slots, strict=True):
+        draw_lines(axes, lines[lines["slot"] == slot], "step", marks(shown))
+        axes.set_title(slot)
+        axes.grid(axis="y")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    body.supxlabel("step", size="medium")
+    body.supylabel("SQNR, dB", size="medium")
+    name_lines(body, shown)
+    return finished("slot_errors", question, body, lines.rename(columns={"mean": "sqnr_db"}))
+
+
+@house
+def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
+    """SQNR of each layer over steps, a panel a slot: of one arm, or the mean over all; over seeds in any case. None where no layer was
+    recorded, or there is no such arm."""
+    found = table if arm is None else table[table["arm"] == arm]
+    names = {text: parse(text) for text in found["metric"].unique()}
+    per_layer = [text for text, name in names.items() if name.metric == "sqnr_db" and name.layer is not None]
+    found = found[found["metric"].isin(per_layer)]
+    means = found.groupby(["metric", "step"], observed=True)["value"].mean().dropna().reset_index(name="sqnr_db")
+    if means.empty:
+        return None
+    arms = found.loc[found["metric"].isin(set(means["metric"])), "arm"].unique()
+    for field in ("slot", "layer"):
+        means[field] = [getattr(names[text], field) for text in means["metric"]]
+    means = means.drop(columns="metric")
+    steps = np.unique(means["step"])
+    kept = steps[:: -(-len(steps) // _MOST_COLUMNS)]
+    means = means[means["step"].isin([*kept, steps[-1]])]
+    slots, layers = in_order(means["slot"]), sorted(dict.fromkeys(means["layer"]), key=_block)
+    means = means.assign(order=means["layer"].map(layers.index)).sort_values(["slot", "order", "step"])
+    means = means[["slot", "layer", "step", "sqnr_db"]]
+    whose = f"the mean over {len(arms)} arms" if len(arms) > 1 else arms[0]
+    question = "Which layers lose most to quantisation, and when?"
+    columns = min(3, len(slots))
+    tall = max(1.6, 0.17 * min(len(layers), 2 * _MOST_NAMED) + 0.5)
+    said = f"Of {whose}, mean over seeds: signal to quantisation noise, more is better. Grey: no value."
+    body = canvas(question, 2.3 * columns + 0.8 + name_column(layers), tall * -(-len(slots) // columns) + 0.4, said)
+    limits = np.percentile(means["sqnr_db"], [2, 98])  # one layer far from the rest would take all colours
+    drawn = panels(body, len(slots), columns, sharex=True, sharey=True)
+    for axes, slot in zip(drawn, slots, strict=True):
+        matrix = means[means["slot"] == slot].pivot(index="layer", columns="step", values="sqnr_db").reindex(layers)
+        matrix = matrix.reindex(columns=sorted(set(means["step"])))
+        image = heat(axes, matrix.to_numpy(), *limits)
+        axes.set_title(slot)
+        every = -(-len(layers) // _MOST_NAMED)
+        axes.set_yticks(range(0, len(layers), every), [label(layer) for layer in layers[::every]], size="small")
+        ticks = np.unique(np.linspace(0, matrix.shape[1] - 1, 4).astype(int))
+        axes.set_xticks(ticks, [f"{matrix.columns[tick]:g}" for tick in ticks], size="small")
+    body.supxlabel("step", size="medium")
+    body.colorbar(image, ax=drawn, label="SQNR, dB", extend="both").outline.set_visible(False)
+    return finished("slot_layers", question, body, means)
+
+
+@house
+def fractions(table: pd.DataFrame) -> Picture | None:
+    """The share of each operand's elements that rounded to zero, and that lay beyond the grid, over steps; mean over layers and seeds.
+    None where neither was recorded."""
+    found = tables.errors_of_slots(table, {"zero_frac", "saturated_frac"}, "what")
+    if found.empty:
+        return None
+    shown, total = tables.arms(found, Metric(name="zero_frac"))
+    by = ["what", "slot", "arm"]
+    lines = tables.thinned(tables.over_seeds(found[found["arm"].isin(shown)], by), by)
+    slots = in_order(lines["slot"])
+    kinds = [what for what in ("zero_frac", "saturated_frac") if what in set(lines["what"])]
+    question = "How much of each operand rounds to zero, or lies beyond the grid?"
+    said = "Share of elements, mean over layers and seeds; bands: from the smallest to the largest seed."
+    body = canvas(question, 1.75 * len(slots) + 3, max(2.1 * len(kinds) + 0.4, 0.3 * len(shown) + 0.4), said, best_of(len(shown), total))
+    grid = body.subplots(len(kinds), len(slots), squeeze=False, sharex=True, sharey="row")
+    for line, what in zip(grid, kinds, strict=True):
+        for axes, slot in zip(line, slots, strict=True):
+            draw_lines(axes, lines[(lines["what"] == what) & (lines["slot"] == slot)], "step", marks(shown))
+            axes.set_title(slot if what == kinds[0] else "")
+            axes.grid(axis="y")
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+        line[0].set_ylabel({"zero_frac": "rounded to zero", "saturated_frac": "beyond the grid"}[what])
+    body.supxlabel("step", size="medium")
+    name_lines(body, shown)
+    return finished("fractions", question, body, lines.rename(columns={"mean": "share"}))
+
+
+@house
+def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) -> Picture | None:
+    """Every run of every arm: done, diverged (with the step, where the frame tells it), or missing; and, from the frame, how many values
+    of each kind were not finite, summed over the run and over seeds. Of many arms those with most losses. None without a run.
+    """
+    total = len(arms)
+    losses = {arm.name: len(arm.given) - len(arm.values) for arm in arms}
+    worst = set(sorted(losses, key=lambda name: -losses[name])[:MOST_ARMS])
+    arms = [arm for arm in arms if arm.name in worst and arm.given]
+    if not arms:
+        return None
+    found = pd.DataFrame(columns=["arm", "seed", "metric", "value"])
+    if table is not None:
+        found = tables.chosen(table, lambda name: name.family == "nan")
+    lines = [(arm.name, seed, _state(arm, seed)) for arm in arms for seed in sorted(arm.given)]
+    ends = found[found["metric"] == FIRST_NONFINITE].set_index(["arm", "seed"])["value"].rename("diverged_at_step").astype(float)
+    counts = _run_counts(found[found["metric"].isin(_COUNTED)])
+    kinds = [kind for kind in _COUNTED if kind in counts]
+    data = pd.DataFrame(lines, columns=["arm", "seed", "state"]).join(ends, on=["arm", "seed"]).join(counts[kinds], on=["arm", "seed"])
+    data = data.fillna(dict.fromkeys(kinds, 0.0))
+    seeds, names = sorted(set(data["seed"])), [arm.name for arm in arms]
+    question = "Which runs reached their end, and which diverged?"
+    fewer = "" if len(names) == total else f"The {len(names)} of {total:,} arms that lost most runs."
+    counted = "Right: values that were not finite, over all seeds." if kinds else ""
+    cells = max(1.6, min(0.55 * len(seeds), 7))
+    body = canvas(question, cells + 1.1 * len(kinds) + name_column(names) + 0.6, 0.34 * len(names) + 1.2, counted, fewer)
+    ratios = (cells, *([1.1 * len(kinds)] if kinds else []))
+    left, *right = body.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+    _runs(left, data, names, seeds)
+    for axes in right:
+        _counts(axes, data.groupby("arm", sort=False)[kinds].sum().to_numpy(), kinds)
+    present = [state for state in _STATES if state in set(data["state"])]
+    handles = [Patch(facecolor=_STATE_COLOURS[_STATES.index(state)], edgecolor="0.6") for state in present]
+    legend(body, handles, present, "lower left")
+    return finished("divergence", question, body, data)
+
+
+def _run_counts(found: pd.DataFrame) -> pd.DataFrame:
+    """Return each run's counts: of those that every record states so far, the last; of those of an interval, the sum."""
+    so_far = found["metric"].map(lambda text: parse(text).is_total).astype(bool)
+    rows = pd.concat([found[~so_far], tables.last(found[so_far])]) if so_far.any() else found
+    return rows.pivot_table("value", ["arm", "seed"], "metric", "sum", observed=True)
+
+
+def _state(arm: ArmSummary, seed: int) -> str:
+    if seed in arm.diverged:
+        return "diverged"
+    if seed in arm.missing:
+        return "missing"
+    return "done" if seed in arm.values else "done, value not finite"
+
+
+def _runs(axes, data: pd.DataFrame, names: list[str], seeds: list[int]) -> None:
+    """A cell a run, with a word in it, so that grey print tells them apart."""
+    states = np.full((len(names), len(seeds)), np.nan)
+    words = [["" for _ in seeds] for _ in names]
+    for line in data.itertuples():
+        row, column = names.index(line.arm), seeds.index(line.seed)
+        states[row, column] = _STATES.index(line.state)
+        step = f"{line.diverged_at_step:g}" if np.isfinite(line.diverged_at_step) else "×"
+        words[row][column] = {"diverged": step, "missing": "–", "done": "", "done, value not finite": "?"}[line.state]
+    heat(axes, states, -0.5, len(_STATES) - 0.5, words if len(seeds) <= 16 else None, ListedColormap(_STATE_COLOURS))
+    axes.set_yticks(range(len(names)), [label(name) for name in names])
+    every = -(-len(seeds) // 16)
+    axes.set_xticks(range(0, len(seeds), every), [str(seed) for seed in seeds[::every]])
+    axes.set_xlabel("seed (in a cell: the step at which it diverged)" if "diverged" in set(data["state"]) else "seed")
+    _lattice(axes, states.shape)
+
+
+def _counts(axes, matrix: np.ndarray, kinds: list[str]) -> None:
+    heat(axes, np.log1p(matrix), 0, 1.6 * max(np.log1p(matrix).max(), 1), [[f"{value:,.0f}" for value in line] for line in matrix], "Greys")
+    axes.set_yticks([])
+    axes.set_xticks(range(len(kinds)), [plain(parse(kind).metric).replace("_", "\n") for kind in kinds])
+    axes.set_xlabel("not finite")
+    _lattice(axes, matrix.shape)
+
+
+def _lattice(axes, shape: tuple[int, ...]) -> None:
+    """White lines between cells."""
+    axes.set_xticks(np.arange(shape[1] + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(shape[0] + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.5)
+    axes.tick_params(which="minor", length=0)
+    axes.set_axisbelow(False)
+
+
+def in_order(slots: Iterable[str]) -> list[str]:
+    """Slots as a layer meets them; what is none of ours comes last."""
+    return sorted(set(slots), key=lambda slot: (SLOTS.index(slot) if slot in SLOTS else len(SLOTS), slot))
+
+
+def _block(layer: str) -> list[int]:
+    """blocks.2 before blocks.10; within a block the order of the records is the layers'."""
+    return [int(part) for part in layer.split(".") if part.isdecimal()]

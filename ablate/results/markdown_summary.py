@@ -1,0 +1,31 @@
+"""A sweep's question and table as Markdown: the description of its run in MLflow, and of its report there."""
+
+from ablate.results.ledger import Ledger
+from ablate.results.plain_text import footnotes, markdown_cell
+from ablate.results.summary import foremost, interval, interval_of, metric_of, number, summaries
+from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
+
+_MOST_LINES = 40
+"""Of the description in MLflow, which holds 8,000 characters."""
+
+
+def summary_markdown(ledger: Ledger) -> str:
+    """The question and the table as Markdown: the description of the sweep's run in MLflow."""
+    metric = metric_of(ledger)
+    lines = [
+        f"**{ledger.fact('question')}**",
+        "",
+        f"| arm | {metric.name} | gap to baseline, {interval_of(ledger)} | seeds | verdict | seeds needed |",
+        "|---|---|---|---|---|---|",
+    ]
+    arms = summaries(ledger)
+    shown = foremost(arms, metric, _MOST_LINES)
+    marks, notes = footnotes([verdict_notes(arm.verdict) for arm in shown])
+    for arm, mark in zip(shown, marks, strict=True):
+        gap = "baseline" if arm.gap is None else interval(arm.gap)
+        verdict = f"{verdict_text(arm.verdict, short=True)}{mark} | {needed_text(arm.verdict.needed)}"
+        lines.append(f"| {markdown_cell(arm.name)} | {number(arm.mean)} | {gap} | {len(arm.values)} | {verdict} |")
+    lines += ["", *(f"{note}  " for note in notes)] if notes else []
+    if shown != arms:
+        lines += ["", f"and {len(arms) - len(shown):,} more arms, none of them better"]
+    return "\n".join(lines)

@@ -1,0 +1,231 @@
+"""Papers' figures and orderings beside what a sweep measured, each with a verdict on whether they agree."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ablate.experiment.schema import Metric, Published
+from ablate.results.ledger import Ledger
+from ablate.results.paired_stats import ALPHA, Difference, equivalence, holm, p_value, paired_difference
+from ablate.results.summary import ArmSummary, interval, interval_of, mean_of, metrics_of, nothing_learned, percents, summaries
+from ablate.results.verdict_text import NOT_JUDGED, REASONS, diverged_text
+
+Detail = Literal["negligible", "within", "smaller", "larger"]
+"""Size of what was measured: too small to matter, or beside the published size."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A verdict on a published figure: does the measured one agree with it? `agreement_text` turns it into words."""
+
+    kind: Literal["agrees", "disagrees", "differs", "unresolved", "unjudged"]
+    """Of one arm's figure "agrees" or "differs"; of two arms' "agrees", "disagrees" or "unresolved"."""
+    reason: Literal["not_measured", "one_pair", "few_values", "equal_counts", "nothing_learned", "no_share"] | None = None
+    """Set if and only if the kind is "unjudged"."""
+    detail: Detail | None = None
+    tolerance: float | None = None
+    """Share of the published figure within which it agrees, if it is one arm's and not 0."""
+    apart: float | None = None
+    """Distance from the published figure as a share of it, if it is one arm's and not 0."""
+
+
+@dataclass(frozen=True)
+class Replication:
+    """A published figure beside the measured one."""
+
+    figure: Published
+    measured: Difference
+    """The mean over seeds with its interval: of the arm alone, of the arm minus the other, or of that as a share of the other."""
+    verdict: Agreement
+    margin: float | None = None
+    """The smallest difference that matters, in the unit of `measured`."""
+    diverged: tuple[int, ...] = ()
+    given: int = 0
+    """Seeds that either arm was given, and those on which one diverged."""
+    learned: bool = True
+    """False if the loss of each of its arms is no better than that of a model that ignores its input: there is nothing to compare."""
+    unshared: bool = False
+    """True of a published share if the other arm's mean is 0, of which there is none."""
+
+    @property
+    def subject(self) -> str:
+        """The arm, or `arm minus other`."""
+        return self.figure.arm if self.figure.against is None else f"{self.figure.arm} minus {self.figure.against}"
+
+    @property
+    def metric(self) -> str:
+        """What is compared, and at which step."""
+        return self.figure.metric + ("" if self.figure.step is None else f" at {self.figure.step}")
+
+    @property
+    def published(self) -> str:
+        """What the paper says: a number with its unit, or an ordering."""
+        if self.figure.amount is None:
+            return self.figure.value
+        return f"{self.figure.amount:.4g}" if self.figure.against is None else _signed(self.figure, self.figure.amount)
+
+    @property
+    def found(self) -> str:
+        """What was measured, with its interval; `-` where nothing was."""
+        if not self.measured.pairs:
+            return "-"
+        half = self.measured.high - self.measured.mean
+        if self.figure.against is None:
+            return f"{self.measured.mean:.4g}" + (f" ±{half:.2g}" if self.measured.has_interval else "")
+        return percents(self.measured) if self.figure.relative else interval(self.measured)
+
+
+def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replication]:
+    """Every published figure beside what this sweep measured of it."""
+    metrics = {metric.name: metric for metric in metrics_of(ledger)}
+    figures = list(published)
+    metrics |= {figure.metric: Metric(name=figure.metric) for figure in figures if figure.metric not in metrics}
+    arms = {name: summaries(ledger, metrics[name]) for name in {figure.metric for figure in figures}}
+    lines = [_replication(ledger, figure, metrics[figure.metric], arms[figure.metric]) for figure in figures]
+    of_two = [line.figure.against is not None for line in lines]
+    judged = [two and line.learned and not line.unshared for line, two in zip(lines, of_two, strict=True)]
+    effects = holm([p_value(line.measured) if its else math.nan for line, its in zip(lines, judged, strict=True)])
+    likenesses = holm([equivalence(line.measured, line.margin) if its else math.nan for line, its in zip(lines, judged, strict=True)])
+    return [
+        replace(line, verdict=_same_way(line, p, same)) if two else line
+        for line, two, p, same in zip(lines, of_two, effects, likenesses, strict=True)
+    ]
+
+
+def _replication(ledger: Ledger, figure: Published, metric: Metric, arms: Iterable[ArmSummary]) -> Replication:
+    """A figure beside what was measured; that of two arms has no verdict yet."""
+    values, how = _measured(ledger, figure, figure.arm), interval_of(ledger)
+    learned = not nothing_learned([arm for arm in arms if arm.name in (figure.arm, figure.against)])
+    if figure.against is None:
+        measured = paired_difference(values, dict.fromkeys(values, 0.0), how)
+        verdict = _alike(figure, measured) if learned else Agreement("unjudged", "nothing_learned")
+        return Replication(figure, measured, verdict, learned=learned)
+    other = _measured(ledger, figure, figure.against)
+    level = mean_of(list(other.values()))
+    margin = metric.margin(level)
+    whole = paired_difference(values, other).whole  # of the values, not of their shares
+    unshared = figure.relative and level == 0
+    if figure.relative:
+        values = {seed: (value - other[seed]) / abs(other[seed]) for seed, value in values.items() if other.get(seed)}
+        other, margin = dict.fromkeys(values, 0.0), margin and margin / abs(level) if level else None
+    measured = replace(paired_difference(values, other, how), whole=whole)
+    members = [member for member in ledger.members() if member["name"] in (figure.arm, figure.against)]
+    diverged = tuple(sorted({member["seed"] for member in members if member["status"] == "diverged"}))
+    given = len({member["seed"] for member in members})
+    return Replication(figure, measured, Agreement("unjudged", "not_measured"), margin, diverged, given, learned, unshared)
+
+
+def _measured(ledger: Ledger, figure: Published, arm: str) -> dict[int, float]:
+    """The figure's metric by seed in one arm, at its step."""
+    found = {}
+    for member in ledger.members():
+        if member["name"] == arm and member["status"] == "done":
+            series = ledger.series(member["trial"], figure.metric)
+            step = max(series, default=0) if figure.step is None else figure.step
+            if math.isfinite(series.get(step, math.nan)):
+                found[member["seed"]] = series[step]
+    return found
+
+
+def _alike(figure: Published, measured: Difference) -> Agreement:
+    """Compare a figure of one arm with what was measured, within its tolerance."""
+    if not measured.pairs:
+        return Agreement("unjudged", "not_measured")
+    tolerance = 0.02 if figure.tolerance is None else figure.tolerance
+    apart = measured.mean - figure.amount
+    if abs(apart) <= tolerance * abs(figure.amount):
+        return Agreement("agrees", tolerance=tolerance if figure.amount else None)
+    return Agreement("differs", apart=apart / abs(figure.amount) if figure.amount else None)
+
+
+def _same_way(line: Replication, p: float, same: float) -> Agreement:
+    """Compare a published difference with the measured one: the direction decides, after Holm's correction; the size is a detail.
+
+    `p` is of no effect, `same` of one that matters. A published difference is contradicted by one the other way, and by one too
+    small to matter; a published equality only by a difference that is resolved. Models of other sizes need not share the size of an
+    effect, so that alone is no disagreement. Equal counts are neither, nor is anything if no arm learned.
+    """
+    figure, measured = line.figure, line.measured
+    if not line.learned:
+        return Agreement("unjudged", "nothing_learned")
+    if line.unshared:
+        return Agreement("unjudged", "no_share")
+    if measured.pairs < 2:
+        return Agreement("unjudged", "one_pair" if measured.pairs else "not_measured")
+    if measured.same and measured.whole:
+        return Agreement("unjudged", "equal_counts")
+    if not measured.tells and not measured.same:
+        return Agreement("unjudged", "few_values")
+    sign = int(math.copysign(1, measured.mean)) if p < ALPHA else 0
+    none = measured.same or same < ALPHA
+    if figure.sign == 0:
+        return Agreement("agrees" if none else "disagrees" if sign else "unresolved")
+    if sign == figure.sign:
+        return Agreement("agrees", detail="negligible" if none else _size(figure, measured))
+    if sign:
+        return Agreement("disagrees")
+    return Agreement("disagrees", detail="negligible") if none else Agreement("unresolved", detail=_size(figure, measured))
+
+
+def _size(figure: Published, measured: Difference) -> Detail | None:
+    """Compare the published size with the interval; None if an ordering was published."""
+    if figure.amount is None:
+        return None
+    if measured.low <= figure.amount <= measured.high:
+        return "within"
+    return "smaller" if abs(measured.mean) < abs(figure.amount) else "larger"
+
+
+# In words
+
+_KINDS = {"unresolved": "not resolved", "unjudged": NOT_JUDGED}
+_DETAILS = {
+    "negligible": "too small to matter here",
+    "within": "the published size lies within the interval",
+    "smaller": "smaller here than published",
+    "larger": "larger here than published",
+}
+
+
+def agreement_text(line: Replication, short: bool = False) -> str:
+    """Return the verdict on a published figure in words: all of it in a line, or the word for a table's column."""
+    verdict = line.verdict
+    word = "not measured" if verdict.reason == "not_measured" else _KINDS.get(verdict.kind, verdict.kind)
+    lost = diverged_text(len(line.diverged), line.given)
+    if lost and len(line.diverged) == line.given:
+        return "diverged" if short else lost
+    if short:
+        return f"diverged; {word}" if lost else word
+    details = _details(line)
+    text = f"{word} ({'; '.join(details)})" if details else word
+    return f"{lost}; on the others: {text}" if lost else text
+
+
+def agreement_notes(line: Replication) -> list[str]:
+    """Return what the short form leaves out: footnotes of a table."""
+    lost = diverged_text(len(line.diverged), line.given)
+    if lost and len(line.diverged) == line.given:
+        return [lost]
+    return ([f"{lost}: the verdict is on the others"] if lost else []) + _details(line)
+
+
+def _details(line: Replication) -> list[str]:
+    verdict, figure = line.verdict, line.figure
+    details = []
+    if verdict.reason == "no_share":
+        details.append(f"{figure.metric} of {figure.against} is 0, so the difference is no share of it")
+    elif verdict.reason in REASONS:
+        count = line.measured.distinct if verdict.reason == "few_values" else line.measured.pairs
+        details.append(REASONS[verdict.reason].format(count=count or line.measured.pairs))
+    if verdict.detail:
+        details.append(_DETAILS[verdict.detail])
+    if verdict.tolerance is not None:
+        details.append(f"within {verdict.tolerance:.0%}")
+    if verdict.apart is not None:
+        details.append(f"by {verdict.apart:+.1%}")
+    return details
+
+
+def _signed(figure: Published, value: float) -> str:
+    return f"{100 * value:+.3g} %" if figure.relative else f"{value:+.4g}"

@@ -1,0 +1,61 @@
+"""Alarms: limits on recorded metrics, beyond which something is wrong, and the alerts of one record.
+
+An alarm is an entry of a registry: `operand_metrics.OPERAND_METRICS` for what is measured of each operand of each layer,
+`metrics.ALARMS` for all. A trial stores the sentences of its alerts with the record; the controller prints the first one.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from ablate.training.metric_names import Name, parse
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Limit on the metrics whose name is like `pattern`, a glob on whole names: `quant/*/*/zero_frac` is of single layers."""
+
+    pattern: str
+    side: Literal["above", "below"]
+    """The side of the limit on which a value is wrong. The limit itself is right, and so is NaN."""
+    limit: float
+    message: str
+    """The cause, as a sentence without its place; `{}`, with any format, is the value."""
+
+    def trips(self, value: float) -> bool:
+        """Return True if the value is wrong."""
+        return value > self.limit if self.side == "above" else value < self.limit
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A value beyond an alarm's limit. `str` is the sentence, with layer and slot if the metric has them."""
+
+    alarm: Alarm
+    name: Name
+    value: float
+
+    def __str__(self) -> str:
+        place = " ".join(filter(None, (self.name.layer, self.name.slot)))
+        return self.alarm.message.format(self.value) + (f" in {place}" if place else "")
+
+
+def alerts(metrics: Mapping[str, float], alarms: Iterable[Alarm]) -> list[Alert]:
+    """Return the alerts of one record, in the order of the alarms: the worst layer of each slot stands for the slot."""
+    raised = []
+    for alarm in alarms:
+        worst: dict[str | None, Alert] = {}
+        for text, value in metrics.items():
+            if alarm.trips(value) and _matches(alarm.pattern, text):
+                name = parse(text)
+                other = worst.get(name.slot)
+                if other is None or (value > other.value if alarm.side == "above" else value < other.value):
+                    worst[name.slot] = Alert(alarm, name, value)
+        raised += worst.values()
+    return raised
+
+
+@lru_cache(1 << 17)
+def _matches(pattern: str, text: str) -> bool:
+    return parse(text).like([pattern])

@@ -1,0 +1,11 @@
+"""Where data come from: text as tokens, images as arrays, each with a fingerprint of its content. Opening them is torch-free.
+
+A corpus is two flat arrays of token ids and a vocabulary; an image set is uint8 arrays with classes. `batches` and `augment` make of
+them what a step sees, by counter from the seed.
+"""
+
+from ablate.training.data.corpus import Corpus, Shards, open_corpus
+from ablate.training.data.images import Augment, ImageSet, ImageSource, RandAugment, open_images
+from ablate.training.data.kinds import located, places
+
+__all__ = ["Augment", "Corpus", "ImageSet", "ImageSource", "RandAugment", "Shards", "located", "open_corpus", "open_images", "places"]

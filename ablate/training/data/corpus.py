@@ -1,0 +1,213 @@
+"""Text as tokens: the Python standard library's own source as bytes, token shards, text files, prepared folders, a hub's datasets."""
+
+import hashlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import AfterValidator, Field, Tag
+
+from ablate.cache import kept, root
+from ablate.numerics.spec import Spec
+from ablate.training.data import documents, jobs, prepared, shards
+from ablate.training.data.kinds import either
+from ablate.training.data.shards import Tokens
+from ablate.training.data.tokenisers import checked
+
+_EXCLUDED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3", "ensurepip", "turtledemo"}
+_VALIDATION_SHARE = 10
+_WORTH_TELLING = 1 << 25
+"""Bytes of text that take many seconds."""
+
+Tokenizer = Annotated[str, AfterValidator(checked)]
+"""`bytes`; `bpe:N`, trained on the text itself; the path of a tokenizer.json; the name of a model on the hub."""
+ValFraction = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Shards(Spec):
+    """Token files: llm.c's `.bin` (with a header) or nanoGPT's (raw ids). Paths may be globs."""
+
+    places: ClassVar[frozenset[str]] = frozenset({"train", "val"})
+    PATHS: ClassVar[tuple[str, ...]] = ("train", "val")
+    train: str
+    val: str
+    vocab: int = Field(gt=1, le=1 << 20)
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Type of the ids in files without a header."""
+    bytes_per_token: float | None = Field(None, gt=0)
+    """Bytes of text a token stands for on average; gives val/bits_per_byte where it is known."""
+
+
+class Text(Spec):
+    """Text files, JSON lines or Parquet; paths may be globs. Tokenised when first opened, and kept."""
+
+    places: ClassVar[frozenset[str]] = frozenset({"text", "val", "column", "tokenizer", "val_fraction"})
+    PATHS: ClassVar[tuple[str, ...]] = ("text", "val")
+    NAMES: ClassVar[tuple[str, ...]] = ("tokenizer",)
+    text: str
+    val: str | None = None
+    """null: a part of the text, whole documents, is held out."""
+    column: str = "text"
+    """Of the documents in JSON lines or Parquet."""
+    tokenizer: Tokenizer = "bytes"
+    val_fraction: ValFraction = 0.01
+
+
+class HubText(Spec):
+    """A dataset by its name on the Hugging Face hub, or a local folder in a layout that `datasets` reads. Streamed once, and kept."""
+
+    places: ClassVar[frozenset[str]] = frozenset(
+        {"dataset", "config", "split", "val_split", "revision", "column", "tokenizer", "tokens", "val_fraction"}
+    )
+    NAMES: ClassVar[tuple[str, ...]] = ("dataset", "tokenizer")
+    dataset: str
+    config: str | None = None
+    split: str = "train"
+    val_split: str | None = None
+    """null: a part of the documents is held out."""
+    revision: str | None = None
+    """A commit, tag or branch; null: the one that is the newest when the text is first fetched here."""
+    column: str = "text"
+    tokenizer: Tokenizer = "bytes"
+    tokens: int = Field(10_000_000, ge=1000)
+    """To train on, at most."""
+    val_fraction: ValFraction = 0.01
+
+
+class Prepared(Spec):
+    """A folder that `ablate data prepare` wrote."""
+
+    places: ClassVar[frozenset[str]] = frozenset({"prepared"})
+    PATHS: ClassVar[tuple[str, ...]] = ("prepared",)
+    prepared: str
+
+
+_KINDS = {"train": Shards, "text": Text, "dataset": HubText, "prepared": Prepared}
+Source = Annotated[
+    Annotated[Literal["stdlib", "prose"], Tag("word")]
+    | Annotated[Shards, Tag("train")]
+    | Annotated[Text, Tag("text")]
+    | Annotated[HubText, Tag("dataset")]
+    | Annotated[Prepared, Tag("prepared")],
+    either(("stdlib", "prose"), _KINDS),
+]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids as two flat integer arrays (memory-mapped where they are files)."""
+
+    train: Tokens
+    val: Tokens
+    vocab: int
+    fingerprint: str
+    bytes_per_token: float | None
+
+    def unigram_entropy(self) -> float:
+        """Nats per token of the validation text under the training text's token frequencies, add-one smoothed: what
+        a model that ignores context reaches. ValueError where an id is beyond the vocabulary."""
+        counts = np.bincount(self.train[: 1 << 24], minlength=self.vocab) + 1
+        validation = np.bincount(self.val[: 1 << 24], minlength=self.vocab)
+        largest = max(len(counts), len(validation)) - 1
+        if largest >= self.vocab:
+            raise ValueError(f"token id {largest} in the data is beyond the vocabulary of {self.vocab}")
+        return float(-(validation * np.log(counts / counts.sum())).sum() / validation.sum())
+
+
+def open_corpus(source: Source) -> Corpus:
+    """The corpus; OSError or ValueError in one sentence where a file cannot be read or holds too little."""
+    return _WORDS[source]() if isinstance(source, str) else _OPENED[type(source)](source)
+
+
+@cache
+def _stdlib() -> Corpus:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = sorted(_sources(root))
+    if not names:
+        raise ValueError(f"no source files of the standard library under {root}; use token shards: data: {{train: ..., val: ...}}")
+    digest, split = hashlib.sha256(), ([], [])
+    for name in names:
+        content = (root / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        split[hashlib.sha256(name.encode()).digest()[0] % _VALIDATION_SHARE == 0].append(content)
+    train, val = (np.frombuffer(b"".join(files), dtype=np.uint8) for files in split)
+    return Corpus(train, val, 256, digest.hexdigest()[:16], bytes_per_token=1.0)
+
+
+@cache
+def _prose() -> Corpus:
+    """What scikit-learn says of its data sets, 40 kB of English as bytes; the last tenth of every file validates."""
+    root = Path(importlib.util.find_spec("sklearn").submodule_search_locations[0]) / "datasets" / "descr"
+    digest, train, val = hashlib.sha256(), [], []
+    for path in sorted(root.glob("*.rst")):
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
+        held = len(content) // _VALIDATION_SHARE
+        train.append(content[:-held])
+        val.append(content[-held:])
+    if not train:
+        raise ValueError(f"no description of a data set under {root}; use data: stdlib, or text of yours")
+    parts = (np.frombuffer(b"".join(files), dtype=np.uint8) for files in (train, val))
+    return Corpus(*parts, 256, digest.hexdigest()[:16], bytes_per_token=1.0)
+
+
+def _sources(root: Path) -> Iterator[str]:
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in _EXCLUDED]
+        yield from ((Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py"))
+
+
+@cache
+def _shards(source: Shards) -> Corpus:
+    digest, arrays = hashlib.sha256(f"{source.vocab}".encode()), []
+    for pattern in (source.train, source.val):
+        parts = [shards.read(path, source.dtype) for path in documents.named([pattern])]
+        for part in parts:
+            shards.check_and_digest(part, source.vocab, digest)
+        arrays.append(shards.joined(parts))
+    return Corpus(*arrays, source.vocab, digest.hexdigest()[:16], source.bytes_per_token)
+
+
+@cache
+def _text(source: Text) -> Corpus:
+    job = jobs.of_files([source.text], source.val and [source.val], source.column, source.val_fraction, tokenizer=source.tokenizer)
+    return _made(job, f"the text {source.text}")
+
+
+@cache
+def _dataset(source: HubText) -> Corpus:
+    return _made(jobs.of_dataset(**source.model_dump()), f"dataset {source.dataset}")
+
+
+def _made(job: jobs.Job, name: str) -> Corpus:
+    """The corpus that is kept under the job's key, made where there is none yet. Says so when that takes a while."""
+    seen = 0
+
+    def progress(what: str, size: int) -> None:
+        nonlocal seen
+        if seen <= _WORTH_TELLING < seen + size:
+            print(f"{what} of {name}, once: what is made of it is kept in {root()}", file=sys.stderr, flush=True)
+        seen += size
+
+    return _folder(kept("corpora", job.key, lambda folder: prepared.prepare(folder, job.watched(progress))))
+
+
+@cache
+def _prepared(source: Prepared) -> Corpus:
+    return _folder(Path(source.prepared).expanduser())
+
+
+def _folder(folder: Path) -> Corpus:
+    told, train, val = prepared.read(folder)
+    return Corpus(train, val, told.vocab, told.fingerprint, told.bytes_per_token)
+
+
+_WORDS = {"stdlib": _stdlib, "prose": _prose}
+_OPENED: dict[type[Spec], Callable[[Any], Corpus]] = {Shards: _shards, Text: _text, HubText: _dataset, Prepared: _prepared}

@@ -1,0 +1,104 @@
+"""What is to be tokenised: text files, or a dataset; which documents validate, which a tokeniser is trained on."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ablate.cache import digest, key_of
+from ablate.training.data import documents, hub
+from ablate.training.data.documents import Piece
+from ablate.training.data.tokenisers import identity
+
+_VERSION = 1
+"""Raise by hand when the same text would give other tokens: what is kept of it is then made again."""
+_LONGEST, _SHORTEST = 1 << 16, 1 << 8
+"""Bytes of the pieces of a text file; in a short one they are as short as the part that validates."""
+_TRAINING_BYTES = 1 << 26
+"""Of the text, at its beginning, that a BPE is trained on at most: more changes few of its tokens, and takes memory."""
+_INSTEAD = (
+    "without a network there are `data: stdlib`, {text: files}, and {prepared: folder},"
+    " which `ablate data prepare hub:NAME --out folder` writes where there is one"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Text to be prepared, and how. `pieces` is gone through twice where a BPE is trained."""
+
+    pieces: Callable[[], Iterable[Piece]]
+    content: tuple[Any, ...]
+    """What identifies the text: the hash of files, or the commit of a dataset."""
+    source: dict[str, Any]
+    """What it is, in the words of whoever named it."""
+    tokenizer: str = "bytes"
+    val: Callable[[], Iterable[Piece]] | None = None
+    """None: whole documents of the text itself are held out."""
+    val_fraction: float = 0.01
+    shard_tokens: int = 100_000_000
+    tokens: int | None = None
+    """Training tokens after which it ends; None: with the text."""
+    progress: Callable[[str, int], None] = lambda what, size: None
+    """Told what is done, and the bytes of text of each step of that."""
+
+    def watched(self, progress: Callable[[str, int], None]) -> "Job":
+        """The same, telling this function how far it is."""
+        return replace(self, progress=progress)
+
+    @property
+    def key(self) -> str:
+        """The hash of all that determines what is made of it."""
+        fraction = self.val_fraction if self.val is None else None
+        return key_of(_VERSION, self.content, identity(self.tokenizer), fraction, self.shard_tokens, self.tokens)
+
+    def split(self) -> Iterator[tuple[bool, Piece]]:
+        """Whether each piece validates, and the piece: the next does where too small a part of the text so far does."""
+        if self.val is not None:
+            yield from ((True, piece) for piece in self.val())
+            yield from ((False, piece) for piece in self.pieces())
+            return
+        seen = held = 0
+        for piece in self.pieces():
+            out = held < self.val_fraction * seen
+            seen, held = seen + len(piece.content), held + len(piece.content) * out
+            yield out, piece
+
+    def training(self) -> Iterator[Piece]:
+        """What a BPE is trained on."""
+        left = min(_TRAINING_BYTES, 8 * self.tokens if self.tokens else _TRAINING_BYTES)
+        for held, piece in self.split():
+            if left <= 0:
+                return
+            if not held:
+                left -= len(piece.content)
+                self.progress("training the tokeniser", len(piece.content))
+                yield piece
+
+
+def of_files(patterns: list[str], val: list[str] | None, column: str, val_fraction: float, **how: Any) -> Job:
+    """Text files, JSON lines, Parquet, by paths or globs. OSError or ValueError where one is missing, or is no text."""
+    files, held = documents.matching(patterns), documents.matching(val or [])
+    size = sum(path.stat().st_size for path in files)
+    longest = _LONGEST if held else min(_LONGEST, max(_SHORTEST, int(val_fraction * size)))
+
+    def read(paths: list[Any]) -> Callable[[], Iterable[Piece]]:
+        return lambda: documents.pieces(paths, column, longest)
+
+    content = ("files", column, [[path.suffix for path in paths] for paths in (files, held)], digest(files), digest(held))
+    source = {"text": patterns} | ({"val": val} if val else {})
+    return Job(read(files), content, source, val=read(held) if held else None, val_fraction=val_fraction, **how)
+
+
+def of_dataset(dataset: str, config: str | None, split: str, val_split: str | None, revision: str | None, column: str, **how: Any) -> Job:
+    """A dataset of the hub, or in a local folder. OSError in one sentence where it cannot be reached."""
+    commit = hub.version(dataset, revision, _INSTEAD)
+
+    def read(part: str) -> Callable[[], Iterator[Piece]]:
+        def pieces() -> Iterator[Piece]:
+            for number, row in enumerate(hub.rows(dataset, config, part, commit)):
+                yield documents.document(row.get(column), f"dataset {dataset}, split {part}, row {number}", column, row)
+
+        return pieces
+
+    source = {"dataset": dataset, "config": config, "split": split, "val_split": val_split, "revision": commit, "column": column}
+    content = ("dataset", dataset, config, split, val_split, commit, column)
+    return Job(read(split), content, source, val=read(val_split) if val_split else None, **how)

@@ -1,0 +1,328 @@
+"""The training loop: a generator of records. It knows no tracker, no search and no file."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from ablate.engines.emulated import Engine
+from ablate.engines.ranks import whole
+from ablate.numerics.spec import Spec
+from ablate.recipes.recipe import Recipe, Run
+from ablate.training.checkpoints import Checkpoints, Standing
+from ablate.training.data.batches import Batch
+from ablate.training.distributed import Part, clip, world
+from ablate.training.guard import Verdict, Watch
+from ablate.training.hyperparameters import Training
+from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED
+from ablate.training.metrics import SlotErrors, gradient_noise, memory, oscillation
+from ablate.training.optimizers import optimizer
+
+
+class Record(NamedTuple):
+    """Metrics by name after `step` optimizer steps. `nan/first_step` or `guard/stopped` among them: the run diverged there and ends."""
+
+    step: int
+    metrics: dict[str, float]
+    verdict: Verdict | None = None
+    """The guard's decision on this step, if it diverged."""
+
+
+class Telemetry(Spec):
+    """How often what is measured; never part of a trial's identity, since it changes no bit of the training."""
+
+    every: int = Field(50, ge=1)
+    """Steps between measurements of quantisation error."""
+    shadow: int = Field(100, ge=1)
+    """Steps between comparisons of the gradient with the one that the same batch gives without quantisation."""
+    log: int = Field(10, ge=1)
+    """Steps between records of the training loss, which is the mean over them."""
+    checkpoint: float = Field(60.0, ge=0)
+    """Seconds between checkpoints; 0: after every step."""
+
+
+class Meter:
+    """What happened in an interval of steps: losses, gradient norms, non-finite values, time spent.
+
+    Intervals end at steps that an experiment's arms share (multiples of `log`, evaluations) and at events of the guard, not at
+    the steps that telemetry measures: a mean of one step among means of ten would be a spike. Measured steps are slower, since
+    telemetry works inside them, so rates count the other steps; in an interval that has no other, they count them.
+    """
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an interval."""
+        self.losses, self.norms, self.seconds = [], [], 0.0
+        self.unmeasured, self.unmeasured_seconds = 0, 0.0
+        self.recorded = 0
+        """How many of the interval's losses came before its last record of a measured step."""
+
+    def add(self, loss: float, norm: float, seconds: float, measured: bool = False) -> None:
+        """Add a step; `measured` if telemetry worked inside it."""
+        self.losses.append(loss)
+        self.norms.append(norm)
+        self.seconds += seconds
+        if not measured:
+            self.unmeasured += 1
+            self.unmeasured_seconds += seconds
+
+    @property
+    def finite(self) -> bool:
+        """Whether the last step's loss and gradient were."""
+        return math.isfinite(self.losses[-1]) and math.isfinite(self.norms[-1])
+
+    def state(self) -> dict[str, Any]:
+        """What a later attempt goes on from, within an interval."""
+        return {name: value for name, value in vars(self).items() if name != "tokens_per_step"}
+
+    def latest(self, step: int) -> dict[str, float]:
+        """The last step alone, for a record within an interval."""
+        self.recorded = len(self.losses)
+        return {"grad/norm": self.norms[-1], "tokens": float(step * self.tokens_per_step)}
+
+    def metrics(self, step: int, last: bool = False) -> dict[str, float]:
+        """Means over the interval, counts of non-finite values in it, and its throughput.
+
+        In the last record of a run, train/loss is the mean since the record before, of whatever kind: it is a result of the
+        trial, which the earlier versions that recorded measured steps as intervals computed so.
+        """
+        losses = self.losses[self.recorded if last and self.recorded < len(self.losses) else 0 :]
+        mixed = self.unmeasured == 0
+        count, seconds = (len(self.losses), self.seconds) if mixed else (self.unmeasured, self.unmeasured_seconds)
+        return {
+            "train/loss": math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan,
+            "grad/norm": self.norms[-1],
+            "nan/loss": float(sum(not math.isfinite(x) for x in self.losses)),
+            "nan/grad": float(sum(not math.isfinite(x) for x in self.norms)),
+            "tokens": float(step * self.tokens_per_step),
+            "throughput/step_ms": 1000 * seconds / count,
+            "throughput/tokens_per_s": count * self.tokens_per_step / seconds,
+        }
+
+
+class Prepared(NamedTuple):
+    """What is trained: a model with a recipe applied, and its data by (step, micro_batch)."""
+
+    model: nn.Module
+    engine: Engine
+    batch: Callable[[int, int], Batch]
+    validation: Sequence[Batch]
+    loss: Callable[..., Tensor] | None = None
+    """The mean loss of a batch; None: the model gives it itself."""
+
+
+def train(run: Prepared, config: Training, telemetry: Telemetry, checkpoints: Checkpoints | None = None) -> Iterator[Record]:
+    """Train for `config.steps` steps, or until its time budget is spent.
+
+    With `checkpoints`, goes on from the one that is there, and leaves one now and then, once the records before it were taken. Ends
+    early, after a record with `nan/first_step` or `guard/stopped`, where the guard stops it. Of several ranks, all train; rank 0 alone
+    has checkpoints, and its records count.
+    """
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be so, before its first product
+        torch.use_deterministic_algorithms(True)
+    loop, ranks = _Loop(run, config, telemetry), world()
+    first = loop.restore(ranks.told(checkpoints and checkpoints.take()))
+    for step in range(first, config.steps):
+        if step > first and any(wanted := ranks.told(checkpoints.wanted(step) if checkpoints else ())):
+            state = loop.state(step)
+            if checkpoints:
+                checkpoints.leave(step, state, wanted)
+        record = loop.step(step)
+        if record:
+            yield record
+        if loop.over:
+            return
+
+
+class _Loop:
+    """One training run: its optimizer, its guard, and what was seen since the last record."""
+
+    def __init__(self, run: Prepared, config: Training, telemetry: Telemetry) -> None:
+        self.run, self.config, self.telemetry = run, config, telemetry
+        self.loss = run.loss or run.model
+        self.parameters = [p for p in run.model.parameters() if p.requires_grad]
+        self.world = world()
+        self.part = Part(self.world, config, run.engine, self.parameters)
+        """What this rank does of every step."""
+        self.device = next(run.model.parameters()).device
+        self.optimizer = optimizer(run.model, config)
+        self.watch = Watch(config, run.engine)
+        self.meter = Meter(config.tokens_per_step)
+        self.plan = Run(config.steps, config.tokens_per_step, config.decay_start)
+        self.standing = Standing(run.model, self.optimizer, run.engine)
+        self.spent = 0.0
+        """Seconds in steps so far."""
+        self.over = False
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Everything that the steps after `step` of them depend on."""
+        more = {"meter": self.meter.state(), "guard": self.watch.state(), "spent": self.spent}
+        state = self.standing.state(step) | more
+        layers = state["engine"]["layers"].values()
+        for its, count in zip(layers, self.world.sums(*(its["nonfinite"] for its in layers)), strict=True):
+            its["nonfinite"] = int(count)
+        return state
+
+    def restore(self, state: dict[str, Any] | None) -> int:
+        """Go on from what `state` gave, if anything; returns the first step to be taken."""
+        if state is None:
+            return 0
+        vars(self.meter).update(state["meter"])
+        self.watch.restore(state["guard"])
+        self.spent = state["spent"]
+        if self.world.rank:  # what was counted on all ranks, rank 0 goes on counting
+            for its in state["engine"]["layers"].values():
+                its["nonfinite"] = 0
+        return self.standing.restore(state)
+
+    def step(self, step: int) -> Record | None:
+        """Take one step; what there is to record of it."""
+        engine, config, telemetry = self.run.engine, self.config, self.telemetry
+        recipe = engine.at(step, self.plan)
+        look = Look(step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine))
+        start = time.perf_counter()
+        loss, norm = self.world.told(self._gradient_of(step, look))
+        verdict = self.watch.judge(loss, norm)
+        if verdict.kind == "step":
+            self._update(step, look)
+        seconds = time.perf_counter() - start - look.seconds
+        self.meter.add(loss, norm, seconds, look.errors or look.shadow)
+        self.spent += seconds
+        engine.observe(self.world.told(look.metrics) if engine.recipe.triggers else look.metrics, step)
+        return self._record(step + 1, recipe, look.metrics, verdict)
+
+    def _record(self, done: int, recipe: Recipe, metrics: dict[str, float], verdict: Verdict) -> Record | None:
+        config, stopped, diverges = self.config, verdict.kind == "stop", verdict.cause is not None
+        budget = config.time_budget is not None and self.world.told(self.spent >= config.time_budget)
+        self.over = stopped or budget or done == config.steps
+        evaluates = not stopped and (self.over or done % config.eval_every == 0)
+        finite = self.meter.finite
+        closes = evaluates or diverges or self.over or done % self.telemetry.log == 0
+        if metrics or closes:
+            metrics |= self.meter.metrics(done, self.over) if closes else self.meter.latest(done)
+            metrics |= memory(self.device) | self._seen(done) | self.watch.metrics()
+        if closes:
+            self.meter.reset()
+        if evaluates:
+            metrics |= evaluate(self.run, recipe, self.part)
+        if self.over:
+            metrics["flops/fp4_share"] = self.run.engine.fp4_share()
+        if stopped:
+            metrics[GUARD_STOPPED if finite else FIRST_NONFINITE] = float(done)
+        return Record(done, metrics, verdict if diverges else None) if metrics else None
+
+    def _seen(self, done: int) -> dict[str, float]:
+        """What the engine has counted so far."""
+        found = {"nan/activation": self.world.sums(self.run.engine.nonfinite())[0]}
+        gathered, in_bf16 = self.run.engine.traffic()
+        if in_bf16:
+            found |= {"comm/gather_bytes": gathered / done, "comm/gather_saved": 1 - gathered / in_bf16}
+        return found
+
+    def _gradient_of(self, step: int, look: "Look") -> tuple[float, float]:
+        """Leave the step's gradient, clipped, in the parameters; returns its mean loss and the gradient's norm before clipping."""
+        engine, config = self.run.engine, self.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.lr_at(step) * self.watch.lr
+        engine.clock.stream, engine.clock.step = "training", step
+        reference = _timed(look, lambda: self._shadow(step)) if look.shadow else None
+        errors = SlotErrors() if look.errors else None
+        engine.listen(errors)
+        total = self._gradient(step)
+        engine.listen(None)
+        if reference:
+            look.metrics |= _timed(look, lambda: gradient_noise(self._gradients(), reference))
+        if errors:
+            look.metrics |= errors.metrics()
+        return total, clip(self.parameters, self.watch.clip)
+
+    def _update(self, step: int, look: "Look") -> None:
+        """The optimizer's step, and what the recipe does to weights around it."""
+        engine = self.run.engine
+        casts = _timed(look, engine.weight_casts) if look.errors else {}
+        engine.weights.before(self.optimizer, step, self.plan)
+        self.optimizer.step()
+        engine.weights.after(self.optimizer, step, self.plan)
+        if casts:
+            look.metrics |= _timed(look, lambda: oscillation(casts, engine.weight_casts()))
+
+    def _gradient(self, step: int) -> float:
+        """Leave the step's gradient in the parameters; returns the mean loss."""
+        self.optimizer.zero_grad()
+        total, part = 0.0, self.part
+        with self.run.engine.still_weights(), part.divided():
+            for micro_batch in part.micro_batches:
+                self.run.engine.clock.micro_batch = micro_batch
+                loss = self.loss(*part.of(self.run.batch(step, micro_batch))) / (self.config.accumulate * part.splits)
+                loss.backward()
+                total += loss.item()
+        return part.total(total, step)
+
+    def _shadow(self, step: int) -> list[Tensor]:
+        """The gradient that the same step has without quantisation."""
+        with self.run.engine.high_precision():
+            self._gradient(step)
+        return [gradient.clone() for gradient in self._gradients()]
+
+    def _gradients(self) -> list[Tensor]:
+        """Of all parameters that are trained; zeros of one that the loss does not depend on."""
+        return [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in self.parameters]
+
+
+def _shadows(recipe: Recipe, step: int, telemetry: Telemetry, engine: Engine) -> bool:
+    """Whether the gradient is compared in this step: for telemetry, or because the schedule waits for it."""
+    periods = (telemetry.shadow, *(trigger.every for trigger in engine.recipe.triggers - engine.tripped))
+    return not recipe.plain and any(step % period == 0 for period in periods)
+
+
+@dataclass
+class Look:
+    """What is measured in one step beside its loss, and what that took."""
+
+    errors: bool
+    """Quantisation errors and the oscillation of weights."""
+    shadow: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def _timed(look: Look, work: Callable[[], Any]) -> Any:
+    start = time.perf_counter()
+    result = work()
+    look.seconds += time.perf_counter() - start
+    return result
+
+
+@torch.no_grad()
+def evaluate(run: Prepared, recipe: Recipe, part: Part) -> dict[str, float]:
+    """`val/loss` in the precision now in force and `val/loss_bf16` with every layer in high precision, in the loss's own unit.
+
+    Ranks share out whole batches: the same numbers on any number of them.
+    """
+    run.engine.clock.stream = "evaluation"
+    run.model.eval()
+    own = high = _mean_loss(run, part)
+    if not recipe.plain:
+        with run.engine.high_precision():
+            high = _mean_loss(run, part)
+    run.model.train()
+    return {"val/loss": own, "val/loss_bf16": high}
+
+
+def _mean_loss(run: Prepared, part: Part) -> float:
+    losses = []
+    with run.engine.still_weights():
+        for number in part.shares(len(run.validation)):
+            run.engine.clock.micro_batch = number
+            losses.append((run.loss or run.model)(*run.validation[number]).item())
+    return math.fsum(part.in_order(losses, len(run.validation))) / len(run.validation)

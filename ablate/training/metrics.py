@@ -1,0 +1,99 @@
+"""Metrics of one training moment, by name: errors of operands, noise of gradients, oscillation of weights, memory.
+
+Functions of tensors; the training loop decides when they are measured. A metric of one operand of one layer has its function
+and its entry in operand_metrics.py.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import psutil
+import torch
+from torch import Tensor
+
+from ablate.numerics.census import census
+from ablate.numerics.quantize import Operand
+from ablate.training.alarms import Alarm
+from ablate.training.metric_names import Name
+from ablate.training.operand_metrics import OPERAND_METRICS
+
+
+def quantisation(operand: Operand) -> dict[str, float]:
+    """Return every metric of `OPERAND_METRICS` of an operand that kept its source; NaN for those that are undefined for it."""
+    seen = census(operand)
+    return {name: metric.measure(operand, seen) for name, metric in OPERAND_METRICS.items()}
+
+
+def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float]:
+    """The gradient beside the one that the same batch gives without quantisation: `grad/cosine_to_bf16`, and `grad/noise_ratio`,
+    the reference's norm over that of the difference (below sqrt(3), "FP4 All the Way" leaves FP4: arXiv 2505.19115)."""
+
+    def inner(a: Iterable[Tensor], b: Iterable[Tensor]) -> float:
+        return math.fsum(torch.vdot(x.double().flatten(), y.double().flatten()).item() for x, y in zip(a, b, strict=True))
+
+    norm, reference_norm = math.sqrt(inner(gradient, gradient)), math.sqrt(inner(reference, reference))
+    difference = [g - r for g, r in zip(gradient, reference, strict=True)]
+    noise = math.sqrt(inner(difference, difference))
+    if not all(0 < size < math.inf for size in (norm, reference_norm, noise)):
+        return {}
+    return {"grad/cosine_to_bf16": inner(gradient, reference) / (norm * reference_norm), "grad/noise_ratio": reference_norm / noise}
+
+
+Casts = Mapping[str, tuple[Tensor, Operand]]
+"""Weights and their quantised copies, by layer."""
+
+
+def oscillation(before: Casts, after: Casts) -> dict[str, float]:
+    """What one optimizer step did to quantised weights: `weights/flipped`, the share of elements whose code changed, and
+    `weights/oscillation`, sum |dQ(w)| over sum |dw|."""
+    flipped = elements = 0
+    way = quantised_way = 0.0
+    for name, (w, cast) in before.items():
+        new_w, new_cast = after[name]
+        flipped += (cast.codes != new_cast.codes).sum().item()
+        elements += cast.codes.numel()
+        way += (new_w - w).abs().sum(dtype=torch.float64).item()
+        quantised_way += (new_cast.dequantize() - cast.dequantize()).abs().sum(dtype=torch.float64).item()
+    return {"weights/flipped": flipped / elements} | ({"weights/oscillation": quantised_way / way} if way else {})
+
+
+ALARMS = (
+    *(metric.alarm for metric in OPERAND_METRICS.values() if metric.alarm),
+    Alarm(
+        "grad/noise_ratio",
+        "below",
+        math.sqrt(3),
+        "the gradient's norm is {:.2f} times its quantisation noise, below sqrt(3): FP4 may no longer help it",
+    ),
+)
+"""Alarms of every trial: those of operands, and those of metrics that this file measures."""
+
+
+class SlotErrors:
+    """Collects `quantisation` of every operand of a step: by layer, and averaged over layers for each slot."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], dict[str, float]] = {}
+
+    def __call__(self, layer: str, slot: str, operand: Operand) -> None:
+        self._seen[slot, layer] = quantisation(operand)
+
+    def metrics(self) -> dict[str, float]:
+        """`quant/<slot>/<layer>/<name>` for each layer and `quant/<slot>/<name>`, their mean over the layers where defined."""
+        result, by_slot = {}, defaultdict(list)
+        for (slot, layer), values in self._seen.items():
+            for name, value in values.items():
+                if not math.isnan(value):
+                    result[str(Name("quant", slot, layer, name))] = value
+                    by_slot[str(Name("quant", slot, None, name))].append(value)
+        return result | {name: math.fsum(values) / len(values) for name, values in by_slot.items()}
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Bytes: what the process holds, and on a GPU the peaks of the allocator."""
+    result = {"memory/rss": float(psutil.Process().memory_info().rss)}
+    if device.type == "cuda":
+        result["memory/peak_allocated"] = float(torch.cuda.max_memory_allocated(device))
+        result["memory/peak_reserved"] = float(torch.cuda.max_memory_reserved(device))
+    return result

@@ -1,0 +1,164 @@
+"""Metrics of one quantised operand: what telemetry records of every operand of every layer.
+
+An operand is a tensor on its way into a product: the source x (rotated, padded) and its quantised values q. The training loop
+measures all metrics of `OPERAND_METRICS` every `telemetry.every` steps and records each as `quant/<slot>/<layer>/<metric>`, and
+its mean over layers as `quant/<slot>/<metric>`. To add one, write a function of the operand and its census (sums and counts,
+made in one pass) and enter it at the foot of this file, with an alarm if some values of it are wrong; docs/extending.md has the
+steps. NaN means that the metric is undefined for this operand, and is not recorded.
+
+Importing this file does not import torch: plans read the names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ablate.numerics.formats import SCALES
+from ablate.training.alarms import Alarm
+from ablate.training.metric_names import each_layer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ablate.numerics.census import Census
+    from ablate.numerics.quantize import Operand
+
+
+def sqnr_db(operand: Operand, seen: Census) -> float:
+    """Return the signal to quantisation noise ratio in dB."""
+    return 10 * math.log10(seen.power / seen.error) if seen.power and seen.error else math.nan
+
+
+def rel_mse(operand: Operand, seen: Census) -> float:
+    """Return the squared error over the power of x."""
+    return seen.error / seen.power if seen.power else math.nan
+
+
+def cosine(operand: Operand, seen: Census) -> float:
+    """Return the cosine of x and q."""
+    both = math.sqrt(seen.power) * math.sqrt(seen.quantised_power)
+    return seen.inner / both if both else math.nan
+
+
+def magnitude(operand: Operand, seen: Census) -> float:
+    """Return <x, q> / <x, x>; 1 is unbiased."""
+    return seen.inner / seen.power if seen.power else math.nan
+
+
+def scale_clipped_frac(operand: Operand, seen: Census) -> float:
+    """Return the fraction of block scales that should have been larger than their format allows."""
+    if operand.block_scale is None:
+        return 0.0
+    top = SCALES[operand.quant.scale.format].max
+    reach = top * _largest_element(operand) / operand.divisor
+    reach *= 1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1)
+    too_large = _block_amaxes(operand, seen) > reach * (1 + 2**-4)  # half a step of E4M3 above is still nearest
+    return _fraction((operand.block_scale == top) & too_large)
+
+
+def scale_zero_frac(operand: Operand, seen: Census) -> float:
+    """Return the fraction of the blocks that are not zero whose scale is."""
+    if operand.block_scale is None:
+        return 0.0
+    filled = _block_amaxes(operand, seen) > 0
+    share = _fraction(filled)
+    return _fraction((operand.block_scale == 0) & filled) / share if share else 0.0
+
+
+def scale_saturated_frac(operand: Operand, seen: Census) -> float:
+    """Return the fraction of block scales at their bound."""
+    scale, quant = operand.block_scale, operand.quant
+    if scale is None:
+        return 0.0
+    return _fraction(scale >= min(quant.outer.bound if quant.outer else math.inf, SCALES[quant.scale.format].max))
+
+
+def clipped_frac(operand: Operand, seen: Census) -> float:
+    """Return the fraction of scaled elements that lie beyond the grid by over half its last step."""
+    return seen.clipped / seen.elements
+
+
+def zero_frac(operand: Operand, seen: Census) -> float:
+    """Return the fraction of elements that were not zero and are now."""
+    return seen.zeros / seen.elements
+
+
+def saturated_frac(operand: Operand, seen: Census) -> float:
+    """Return the fraction of scaled elements beyond the grid."""
+    return seen.saturated / seen.elements
+
+
+def blocks_saturated_frac(operand: Operand, seen: Census) -> float:
+    """Return the fraction of blocks with any scaled element beyond the grid."""
+    return _fraction(seen.block_scaled > _largest_element(operand))
+
+
+def crest(operand: Operand, seen: Census) -> float:
+    """Return the median over blocks of largest |x| over root mean square; blocks of zeros have none."""
+    if not seen.power:
+        return math.nan
+    return (seen.blocks / (seen.block_power / seen.block_elements).sqrt()).nanmedian().item()  # NaN for a block of zeros
+
+
+def kurtosis(operand: Operand, seen: Census) -> float:
+    """Return the kurtosis of x; 3 is Gaussian."""
+    return seen.elements * seen.fourth / seen.power**2 if seen.power else math.nan
+
+
+def mean_share(operand: Operand, seen: Census) -> float:
+    """Return the share of the power of x that lies in the means of its columns, each over the rows."""
+    return seen.mean_power / seen.power if seen.power else math.nan
+
+
+def _fraction(mask: Tensor) -> float:
+    return mask.count_nonzero().item() / mask.numel()
+
+
+def _block_amaxes(operand: Operand, seen: Census) -> Tensor:
+    return seen.blocks.view(operand.block_scale.shape)
+
+
+def _largest_element(operand: Operand) -> float:
+    from ablate.numerics.formats import ELEMENTS
+
+    return ELEMENTS[operand.quant.element].max
+
+
+@dataclass(frozen=True)
+class OperandMetric:
+    """A metric of one operand, and the limit beyond which its value in a single layer is wrong, if there is one."""
+
+    measure: Callable[[Operand, Census], float]
+    alarm: Alarm | None = None
+
+
+OPERAND_METRICS = {
+    "sqnr_db": OperandMetric(sqnr_db),
+    "rel_mse": OperandMetric(rel_mse),
+    "cosine": OperandMetric(cosine),
+    "magnitude": OperandMetric(magnitude),
+    "scale_clipped_frac": OperandMetric(
+        scale_clipped_frac,
+        Alarm(each_layer("scale_clipped_frac"), "above", 0.05, "the outer scale saturated {:.0%} of the blocks"),
+    ),
+    "scale_zero_frac": OperandMetric(
+        scale_zero_frac,
+        Alarm(each_layer("scale_zero_frac"), "above", 0.05, "{:.0%} of the block scales rounded to zero, and their blocks with them"),
+    ),
+    "scale_saturated_frac": OperandMetric(scale_saturated_frac),
+    "clipped_frac": OperandMetric(
+        clipped_frac,
+        Alarm(each_layer("clipped_frac"), "above", 0.10, "{:.0%} of the elements lay far beyond the grid"),
+    ),
+    "zero_frac": OperandMetric(zero_frac, Alarm(each_layer("zero_frac"), "above", 0.50, "{:.0%} of the elements rounded to zero")),
+    "saturated_frac": OperandMetric(saturated_frac),
+    "blocks_saturated_frac": OperandMetric(blocks_saturated_frac),
+    "crest": OperandMetric(crest),
+    "kurtosis": OperandMetric(kurtosis),
+    "mean_share": OperandMetric(mean_share),
+}
+"""Metrics of an operand by name. Alarms are checked in this order: causes (scales) stand before their effects (elements).
+Ordinary training in NVFP4 stays well below the limits (experiments/LOG.md)."""

@@ -1,0 +1,100 @@
+"""Optimizers, from torch, over one model's trainable parameters; and the type that their state is kept in."""
+
+from collections.abc import Callable, Iterable
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import nn
+
+from ablate.recipes.layers import block_of
+from ablate.training.hyperparameters import Training
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def _eager(kind: type) -> type:
+    """An optimizer of torch without the wrappers that keep torch.compile out, which nothing here puts around a step: at the first
+    call they import torch._dynamo, which takes as long as the rest of torch."""
+    plain = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")}
+    return type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(unwrap(kind.step))})
+
+
+_AdamW, _Muon, _Optimizer = map(_eager, (torch.optim.AdamW, torch.optim.Muon, torch.optim.Optimizer))
+
+
+def optimizer(model: nn.Module, config: Training) -> torch.optim.Optimizer:
+    """What `config` asks for, over all parameters that are trained."""
+    built = OPTIMIZERS[config.optimizer](model, config)
+    if config.optimizer_state == "bf16":
+        built.register_step_post_hook(_round_state)
+    return built
+
+
+def adamw(model: nn.Module, config: Training) -> torch.optim.Optimizer:
+    """AdamW, weight decay on matrices only."""
+    return _adamw((p for p in model.parameters() if p.requires_grad), config)
+
+
+def _adamw(parameters: Iterable[nn.Parameter], config: Training) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return _AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def muon(model: nn.Module, config: Training) -> torch.optim.Optimizer:
+    """Muon on the matrices inside blocks, AdamW on everything else (embeddings, head, norms), as its author advises.
+
+    Its update has AdamW's root mean square (`match_rms_adamw`, arXiv 2502.16982), so that one learning rate serves both.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hidden = [p for name, p in named if p.ndim == 2 and block_of(name) >= 0]
+    others = [p for name, p in named if not (p.ndim == 2 and block_of(name) >= 0)]
+    setting = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
+    return Joint([_Muon(hidden, **setting), *([_adamw(others, config)] if others else [])])
+
+
+class Joint(_Optimizer):
+    """Several optimizers, each over parameters of its own, as one."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.param_groups = [group for part in parts for group in part.param_groups]  # theirs, so that a rate set here is theirs
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """Every parameter's, whoever keeps it."""
+        return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """The base class starts with none; each part keeps its own."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One step of each."""
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Each part's, in order."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
+        for part, its in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(its)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def _round_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Round the moments to bf16, to nearest: the numbers that a bf16 state has, kept in fp32."""
+    for kept in optimizer.state.values():
+        for moment in (kept[name] for name in _MOMENTS if name in kept):
+            moment.copy_(moment.to(torch.bfloat16))
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon}

@@ -1,0 +1,94 @@
+"""How one trial's work is laid out over its ranks, and what cannot be. Torch-free, since plans ask.
+
+A step has `accumulate` micro-batches of `batch` sequences, and that stays so however many ranks there are: they share out the
+micro-batches, and, where there are fewer of those than ranks, the sequences of each. So a trial has the same numbers on any
+number of ranks, but for the order of additions, and the number of ranks is no part of what it is.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ablate.numerics.spec import Quant, grain, tag
+from ablate.recipes.recipe import SLOTS, TOKEN_AXES, Products, Recipe
+from ablate.training.hyperparameters import Training
+
+
+@dataclass(frozen=True)
+class Layout:
+    """So many ranks; `sharded`: each keeps a part of the parameters, their gradients and the optimizer's state (FSDP)."""
+
+    ranks: int = 1
+    sharded: bool = False
+
+    def groups(self, accumulate: int) -> int:
+        """Ranks, or groups of ranks, that take micro-batches of their own."""
+        return math.gcd(accumulate, self.ranks)
+
+    def splits(self, accumulate: int) -> int:
+        """Ranks that share the sequences of one micro-batch, and the amaxes of its operands."""
+        return self.ranks // self.groups(accumulate)
+
+    def misfits(self, config: Training, recipe: Recipe, engine: str) -> Iterator[str]:
+        """Why so many ranks cannot train this, each in words."""
+        splits = self.splits(config.accumulate)
+        if config.compile:
+            yield f"workload.compile compiles for one rank; leave it out, or use 1 instead of {self.ranks}"
+        if self.groups(config.accumulate) > 1 and (slot := _slot(recipe, lambda quant, _: _statistic(quant) == "hold")):
+            yield f"{slot}.outer.statistic hold takes the amax of the step's first micro-batch, which one rank sees; use accumulate 1"
+        if splits > 1:
+            yield from self._split_misfits(config, recipe, engine, splits)
+        if self.sharded:
+            yield from _sharding_misfits(config, recipe, engine)
+
+    def _split_misfits(self, config: Training, recipe: Recipe, engine: str, splits: int) -> Iterator[str]:
+        many = f"{self.ranks} ranks share the {config.accumulate} micro-batch{'es' * (config.accumulate > 1)} of a step, {splits} one each"
+        way_out = f"a workload.accumulate that is a multiple of {self.ranks} gives each rank micro-batches of its own"
+        if config.batch % splits:
+            yield f"{many}, and {splits} does not divide workload.batch {config.batch}; {way_out}"
+            return
+        if engine != "emulated":
+            yield f"{many}, so their amaxes would have to be reduced, which engine {engine} does not do; {way_out}"
+        if not config.divisible:
+            yield f"{many}, and the loss of this workload is of whole batches; {way_out}"
+        tokens = config.tokens_per_step // config.accumulate // splits
+        if slot := _slot(recipe, lambda quant, slot: quant.transform is not None and slot in TOKEN_AXES):
+            yield f"{many}, and {slot}.transform looks at the whole of one; {way_out}"
+        cut = _slot(recipe, lambda quant, slot: slot in TOKEN_AXES and tokens % grain(quant, None, TOKEN_AXES[slot]))
+        cut = cut or next((f"recipe.{name}.hadamard" for name, size in _rotations(recipe) if tokens % size), None)
+        if cut:
+            yield f"{many}, {tokens} tokens, which cuts a block of {cut}; {way_out}"
+
+
+def _sharding_misfits(config: Training, recipe: Recipe, engine: str) -> Iterator[str]:
+    if engine != "emulated":
+        yield f"sharded: engine {engine} keeps whole weights; leave sharded out"
+    if not config.shardable:
+        yield "sharded: this workload leaves a model or pictures, made by one rank of whole weights; leave sharded out"
+    if config.optimizer == "muon":
+        yield "sharded: optimizer muon orthogonalises whole matrices; use adamw, or leave sharded out"
+    for name in ("osci_reset", "q_ema", "q_ramping"):
+        if getattr(recipe.weights, name):
+            yield f"sharded: recipe.weights.{name} looks at whole weights; leave sharded out"
+
+
+def _everything(recipe: Recipe) -> list[Products]:
+    """Whatever products are in force somewhere, at some time."""
+    others = (*(rule.use for rule in recipe.layers.rules), *(phase.use for phase in recipe.schedule))
+    return [recipe.products, *(products for products in others if products is not None)]
+
+
+def _slot(recipe: Recipe, meant: Callable[[Quant, str], Any]) -> str | None:
+    """The first operand, as `recipe.fprop.x`, whose quantiser is meant: `meant(quant, slot)`."""
+    pairs = ((slot, products.slot(slot)) for products in _everything(recipe) for slot in SLOTS)
+    return next((f"recipe.{slot}" for slot, quant in pairs if quant is not None and meant(quant, slot)), None)
+
+
+def _rotations(recipe: Recipe) -> Iterator[tuple[str, int]]:
+    """The products whose contraction is over tokens, where they are rotated, and the size of that."""
+    return (("wgrad", products.wgrad.hadamard.size) for products in _everything(recipe) if products.wgrad.hadamard)
+
+
+def _statistic(quant: Quant) -> str | None:
+    return tag(quant.outer.statistic) if quant.outer else None

@@ -1,0 +1,267 @@
+"""Fine-tune a causal language model of `transformers`, all of it or low-rank adapters, with its linear layers under a recipe."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from ablate.cache import growing, kept, key_of
+from ablate.numerics.spec import Spec
+from ablate.recipes.layers import Layer
+from ablate.recipes.recipe import Products, Recipe, Wgrad
+from ablate.training.data import places
+from ablate.training.data.corpus import Source
+from ablate.training.hyperparameters import MOST_SEQUENCES, MOST_STEPS, MOST_WIDTH
+from ablate.training.metric_names import FIRST_NONFINITE
+from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.text import Architecture, Fields, Text, extents, misfits, outlined
+from ablate.training.workloads.trained import Subject
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ablate.numerics.philox import Clock
+    from ablate.training.checkpoints import Checkpoints
+    from ablate.training.loop import Prepared, Record, Telemetry
+
+_TINY = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_VERSION = 1
+"""Raise by hand when the same `Base` would give other weights: those that are kept are then made again."""
+_BEAT_SECONDS = 5.0
+"""How often a trial says that its base is still trained: far less than the patience of whoever listens."""
+
+
+class Lora(Spec):
+    """Low-rank adapters (arXiv 2106.09685): the model's own weights stay as they are, quantised by the recipe."""
+
+    rank: int = Field(8, ge=1, le=MOST_WIDTH)
+    alpha: float = Field(16.0, gt=0)
+    """The adapters' output is multiplied by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of the adapters' input, in training."""
+    targets: tuple[str, ...] = Field(("*",), strict=False, min_length=1)
+    """Globs on layers' names or the ends of them (`q_proj`, `mlp.*`); by default every layer that the recipe applies to."""
+
+
+class Base(Spec):
+    """A short pretraining in bf16 that gives a configuration weights worth fine-tuning, where no trained model is at hand."""
+
+    steps: int = Field(300, ge=1, le=MOST_STEPS)
+    data: Source = "stdlib"
+    batch: int = Field(4, ge=1, le=MOST_SEQUENCES)
+    lr: float = Field(3e-3, gt=0)
+    seed: int = 0
+
+
+class Finetune(Text):
+    """A model, whether all of it or adapters are trained, and the text."""
+
+    VERSION: ClassVar[int] = 1
+    METRICS: ClassVar[frozenset[str]] = Text.METRICS | {"val/perplexity"}
+    NAMES: ClassVar[tuple[str, ...]] = ("model",)
+
+    model: Architecture = Field(default_factory=lambda: Fields(_TINY))
+    """A folder as `transformers` saves it, or a name on the hub; or the fields of a configuration, `model_type` among them, whose
+    weights `base` trains first, or the seed draws."""
+    base: Base | None = None
+    lora: Lora | None = None
+    """null: every weight is trained."""
+    save: bool = False
+    """Leave the trained model, its adapters merged, in the trial's folder `model`, as `transformers` loads it."""
+    lr: float = Field(3e-4, gt=0)
+
+    @property
+    def linear_layers(self) -> tuple[Layer, ...]:
+        """The layers that a recipe applies to, by the model's own names."""
+        return outlined(self.model, self.corpus).layers
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """The context, of which every batch is a multiple, and the widths of the model."""
+        return extents(self.model, self)
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """What a worker imports once."""
+        return ("ablate.training.models.causal", *(["ablate.training.models.adapters"] if self.lora else []))
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(field, reason) for what cannot run."""
+        found = dict(super().problems())
+        if "data" not in found:
+            found |= dict(misfits(self.model, self))
+        if not {"data", "model"} & found.keys():
+            found |= dict(self._adapters())
+            if isinstance(self.model, str):
+                found |= dict(self._weights(Path(self.model).expanduser()))
+            elif self.base:
+                found |= {f"base.{field}": why for field, why in self._pretraining.problems()}
+        yield from found.items()
+
+    def _weights(self, folder: Path) -> Iterator[tuple[str, str]]:
+        if self.base:
+            yield "base", "is for a configuration without weights, and model names one that has its own; leave one of them out"
+        if folder.exists() and not any(path.suffix in (".safetensors", ".bin") for path in folder.glob("*")):
+            yield "model", f"{folder} holds no weights (.safetensors or .bin), as transformers' save_pretrained leaves them"
+
+    def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        """(field, reason) for what cannot run with this recipe."""
+        yield from super().contradictions(recipe)
+        rules = [name for name in ("osci_reset", "q_ema", "q_ramping") if getattr(recipe.weights, name)]
+        if self.lora and rules:
+            yield "lora", f"leaves quantised weights as they are, so weights.{rules[0]} has nothing to act on"
+
+    def computed(self, recipe: Recipe) -> Recipe:
+        """The recipe without what a run never computes: under adapters the layers' own weights are frozen, so they have no wgrad."""
+        if self.lora is None:
+            return recipe
+        rules = tuple(rule.model_copy(update={"use": rule.use and _frozen(rule.use)}) for rule in recipe.layers.rules)
+        phases = tuple(phase.model_copy(update={"use": phase.use and _frozen(phase.use)}) for phase in recipe.schedule)
+        layers = recipe.layers.model_copy(update={"rules": rules})
+        return _frozen(recipe).model_copy(update={"layers": layers, "schedule": phases})
+
+    def _adapters(self) -> Iterator[tuple[str, str]]:
+        if self.lora is None:
+            return
+        if find_spec("peft") is None:
+            yield "lora", "needs peft, which is not installed: pip install 'ablate-fp4[hf]'"
+            return
+        from ablate.training.models.described import matching
+
+        try:
+            matching(self.lora.targets, self.linears)
+        except ValueError as error:
+            yield "lora.targets", str(error)
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that determine the numbers: without places, whose content is in the fingerprint."""
+        found = super().identity()
+        if isinstance(self.model, str):
+            del found["model"]
+        if self.base:
+            known = places(self.base.data)
+            told = found["base"]["data"]
+            data = {name: value for name, value in told.items() if name not in known} if known else told
+            found["base"] = found["base"] | {"data": data}
+        return found
+
+    def fingerprint(self) -> str:
+        """What identifies the data's content, that of the base's, and a named model's weights."""
+        from ablate.training.models.source import fingerprint
+
+        parts = [super().fingerprint(), fingerprint(self.model), self._pretraining.fingerprint() if self.base else ""]
+        return "-".join(filter(None, parts))
+
+    def parameters(self) -> int:
+        """All of the model's weights."""
+        return outlined(self.model, self.corpus).parameters
+
+    def cost(self, quantised: bool) -> float:
+        """Rough seconds of one trial on one CPU core, without the base, which is trained once."""
+        elements = 16 * (self.parameters() * self.blocks / 12) ** 0.5  # a block has 12 n^2 weights and 16 n activations of a token
+        return self.seconds(self.parameters(), elements, self.blocks, quantised)
+
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Perplexity, and bits per byte where the data say how long a token is."""
+        told = {"val/perplexity": math.exp(metrics["val/loss"])} if metrics.get("val/loss", 1e3) < 700 else {}
+        return super().derived(metrics) | told
+
+    def records(
+        self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+    ) -> Iterator[Record]:
+        """Train, and yield a Record after every step that measured something. Before, while the base is trained, here or by another
+        trial, an empty one of step 0 now and then: a trial that says nothing for long is taken for hung."""
+        if self.base:
+            from ablate.training.distributed import alone
+            from ablate.training.loop import Record
+
+            told = time.monotonic()
+            with alone():  # by whichever rank comes first
+                for _ in growing("models", self._base_key(device), partial(self._pretrain, device)):
+                    if time.monotonic() - told >= _BEAT_SECONDS:
+                        told = time.monotonic()
+                        yield Record(0, {})
+        yield from super().records(recipe, seed, engine, device, telemetry, checkpoints)
+
+    def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
+        """The model with the weights that it starts from."""
+        from ablate.engines.emulated_layer import DTYPES
+        from ablate.training.models.causal import build, loss
+
+        model = self._start(clock, device) if self.base else build(self.model, self.corpus.vocab, clock.seed, device)
+        return Subject(model, *self.windows(clock.seed, device), partial(loss, clock, DTYPES[recipe.dtype]))
+
+    def dressed(self, subject: Subject, clock: Clock) -> Subject:
+        """The subject with adapters, where they are what is trained."""
+        if self.lora is None:
+            return subject
+        from ablate.training.models.adapters import adapt
+        from ablate.training.models.described import matching
+
+        lora = self.lora
+        names = matching(lora.targets, self.linears)
+        model = adapt(subject.model, names, lora.rank, lora.alpha, lora.dropout, clock.seed)
+        return subject._replace(model=model)
+
+    def leave(self, run: Prepared, folder: Path) -> None:
+        """The model, where it is to be saved."""
+        if self.save:
+            from ablate.training.models.adapters import save
+
+            save(run.model, folder.parent / "model")
+
+    @property
+    def _pretraining(self) -> Gpt:
+        vocab = outlined(self.model, self.corpus).vocab
+        shape = {"model": dict(self.model) | {"vocab_size": vocab}, "context": self.context}
+        return Gpt(**shape, steps=self.base.steps, batch=self.base.batch, lr=self.base.lr, data=self.base.data, eval_every=self.base.steps)
+
+    def _start(self, clock: Clock, device: torch.device) -> nn.Module:
+        """The base, read where it was trained before, by whichever process."""
+        from ablate.training.models.causal import build
+
+        folder = kept("models", self._base_key(device.type), lambda folder: deque(self._pretrain(device.type, folder), 0))
+        return build(str(folder), self.corpus.vocab, clock.seed, device)
+
+    def _base_key(self, device: str) -> str:
+        import torch
+
+        training = self._pretraining
+        return key_of("base", _VERSION, training.identity(), training.fingerprint(), self.base.seed, device, torch.__version__)
+
+    def _pretrain(self, device: str, folder: Path) -> Iterator[Record]:
+        """Train the base and leave it in a folder; yields its records, one a step."""
+        from ablate.recipes.presets import bf16
+        from ablate.training.loop import Telemetry
+        from ablate.training.models.adapters import save
+
+        config, never = self._pretraining, 10**9
+        run = config.prepare(bf16(), self.base.seed, device)
+        for record in config.train(run, Telemetry(every=never, log=1, shadow=never)):
+            if FIRST_NONFINITE in record.metrics:
+                raise FloatingPointError(f"the base diverges in its pretraining: {json.dumps(config.identity())}; lower base.lr")
+            yield record
+        save(run.model, folder)
+
+
+def _frozen(products: Products) -> Any:
+    """The same, a recipe or products alone, without wgrad's operands."""
+    return products.model_copy(update={"wgrad": Wgrad()})

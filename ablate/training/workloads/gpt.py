@@ -1,0 +1,154 @@
+"""Pretrain a decoder-only transformer on text. Torch is imported when it runs, so that planning stays instant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ablate.recipes.layers import Layer, located
+from ablate.recipes.recipe import Recipe
+from ablate.training.hyperparameters import MOST_LAYERS, MOST_WIDTH
+from ablate.training.workloads.text import Architecture, Text, extents, misfits, outlined
+from ablate.training.workloads.trained import Subject
+
+if TYPE_CHECKING:
+    import torch
+
+    from ablate.numerics.philox import Clock
+
+_LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+_AROUND = ("Transformer", "ModuleList", "Block", "Linear")
+_MLPS = {"swiglu": "SwiGLU", "relu2": "SquaredReLU"}
+_SHAPE = ("layers", "width", "heads", "kv_heads", "mlp", "hidden", "rope_theta")
+"""Fields that a model of `transformers` has no use for."""
+
+
+class Gpt(Text):
+    """Shape of the model, its data, and the training run."""
+
+    VERSION: ClassVar[int] = 1
+    LATER: ClassVar[frozenset[str]] = Text.LATER | {"model"}
+    NAMES: ClassVar[tuple[str, ...]] = ("model",)
+
+    model: Architecture | None = None
+    """A configuration of `transformers` in place of the model that the next fields shape: its fields with `model_type`, a folder with
+    config.json, or a name on the hub. Its weights are drawn from the seed."""
+    layers: int = Field(4, ge=1, le=MOST_LAYERS)
+    width: int = Field(128, ge=16, le=MOST_WIDTH)
+    heads: int = Field(4, ge=1, le=MOST_WIDTH)
+    kv_heads: int | None = Field(None, ge=1, le=MOST_WIDTH)
+    """Key and value heads shared by groups of query heads; null: as many as heads."""
+    mlp: Literal["swiglu", "relu2"] = "swiglu"
+    hidden: int | None = Field(None, ge=16, le=1 << 48)
+    """Width of the MLP; null: 8/3 of the width for swiglu (rounded up to 32), 4 for relu2."""
+    rope_theta: float = Field(10000.0, gt=1)
+
+    @property
+    def hidden_width(self) -> int:
+        """The MLP's width, resolved."""
+        if self.hidden is not None:
+            return self.hidden
+        return -(-8 * self.width // 96) * 32 if self.mlp == "swiglu" else 4 * self.width
+
+    @property
+    def linear_layers(self) -> tuple[Layer, ...]:
+        """The layers that a recipe applies to: those of the given model, or four in each block of this package's transformer."""
+        if self.model is not None:
+            return outlined(self.model, self.corpus).layers
+        kinds = {"attention": "Attention", "mlp": _MLPS[self.mlp]}
+        around = {name: {*_AROUND, kinds[name.partition(".")[0]]} for name in _LINEARS}
+        return located({f"blocks.{block}.{name}": classes for block in range(self.layers) for name, classes in around.items()})
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """What a worker imports once."""
+        return () if self.model is None else ("ablate.training.models.causal",)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(field, reason) for what cannot run."""
+        found = dict(super().problems())
+        if "data" not in found:
+            found |= dict(self._shaped_otherwise() if self.model is not None else self._misshapen())
+        yield from found.items()
+
+    def _shaped_otherwise(self) -> Iterator[tuple[str, str]]:
+        for name in (name for name in _SHAPE if getattr(self, name) != type(self).model_fields[name].default):
+            yield name, "has no effect on a model of transformers; set that configuration's own field under model"
+        yield from misfits(self.model, self)
+
+    def _misshapen(self) -> Iterator[tuple[str, str]]:
+        if self.width % self.heads:
+            yield "heads", f"{self.heads} does not divide width {self.width}"
+        elif self.width // self.heads % 2:
+            yield "heads", f"{self.heads} heads of width {self.width // self.heads}: rotary positions need an even head width"
+        if self.heads % (self.kv_heads or self.heads):
+            yield "kv_heads", f"{self.kv_heads} does not divide heads {self.heads}"
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """The context, of which every batch is a multiple, and the widths of the transformer."""
+        if self.model is not None:
+            return extents(self.model, self)
+        keys = (self.kv_heads or self.heads) * (self.width // self.heads)
+        widths = {"workload.width": self.width, "workload.hidden": self.hidden_width, "the width of workload.kv_heads": keys}
+        return {"workload.context": self.context} | widths
+
+    @property
+    def divisible(self) -> bool:
+        """Of this file's own transformer; one of `transformers` may drop out units, which are drawn for whole batches."""
+        return self.model is None
+
+    @property
+    def shardable(self) -> bool:
+        """It leaves nothing behind."""
+        return True
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that determine the numbers."""
+        found = super().identity()
+        other = (
+            () if self.model is None else (*_SHAPE, *(["model"] if isinstance(self.model, str) else []))
+        )  # a place: the fingerprint has it
+        return {name: value for name, value in found.items() if name not in other}
+
+    def fingerprint(self) -> str:
+        """What identifies the data's content, and a named model's configuration."""
+        if not isinstance(self.model, str):
+            return super().fingerprint()
+        from ablate.training.models.source import fingerprint
+
+        return f"{super().fingerprint()}-{fingerprint(self.model)}"
+
+    def parameters(self) -> int:
+        """Weights in the blocks' matrices; of a model of `transformers`, all of them."""
+        if self.model is not None:
+            return outlined(self.model, self.corpus).parameters
+        kv = (self.kv_heads or self.heads) * (self.width // self.heads)
+        up = (2 if self.mlp == "swiglu" else 1) * self.hidden_width
+        return self.layers * self.width * (2 * self.width + 2 * kv + up + self.hidden_width)
+
+    def cost(self, quantised: bool) -> float:
+        """Rough seconds of one trial on one CPU core."""
+        elements = self.layers * (8 * self.width + 3 * self.hidden_width)
+        if self.model is not None:  # of a block with 12 n^2 weights, 16 n
+            elements = 16 * (self.parameters() * self.blocks / 12) ** 0.5
+        return self.seconds(self.parameters(), elements, self.blocks, quantised)
+
+    def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
+        """The transformer and windows of the text."""
+        import torch
+
+        from ablate.engines.emulated_layer import DTYPES
+        from ablate.training.models.transformer import Transformer, initialise
+
+        if self.model is not None:
+            from ablate.training.models.causal import build, loss
+
+            model = build(self.model, self.corpus.vocab, clock.seed, device, weights=False)
+            return Subject(model, *self.windows(clock.seed, device), partial(loss, clock, DTYPES[recipe.dtype]))
+        with torch.device("meta"):
+            model = Transformer(self, self.corpus.vocab, DTYPES[recipe.dtype])
+        return Subject(initialise(model, clock.seed, device), *self.windows(clock.seed, device))

@@ -1,0 +1,250 @@
+"""Pretrain a vision transformer as a masked autoencoder (arXiv 2111.06377). Torch and transformers are imported when it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from ablate.numerics.spec import Spec
+from ablate.recipes.layers import Layer, located
+from ablate.recipes.recipe import Recipe
+from ablate.training.data import Augment, ImageSet, ImageSource, open_images, places
+from ablate.training.hyperparameters import METRICS, MOST_LAYERS, MOST_WIDTH
+from ablate.training.workloads.trained import Subject, Trained
+
+if TYPE_CHECKING:
+    import torch
+
+    from ablate.numerics.philox import Clock
+    from ablate.training.loop import Prepared
+
+_LINEARS = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj", "mlp.fc1", "mlp.fc2")
+_AROUND = ("ViTMAEForPreTraining", "ModuleList", "ViTMAELayer", "Linear")
+_SHOWN = 6
+"""Rows of the picture that a run leaves."""
+
+
+class Stack(Spec):
+    """A stack of transformer blocks."""
+
+    layers: int = Field(2, ge=1, le=MOST_LAYERS)
+    width: int = Field(64, ge=16, le=MOST_WIDTH)
+    heads: int = Field(2, ge=1, le=MOST_WIDTH)
+    hidden: int | None = Field(None, ge=16, le=1 << 48)
+    """Width of the MLP; null: 4 times the width."""
+
+    @property
+    def hidden_width(self) -> int:
+        """The MLP's width, resolved."""
+        return 4 * self.width if self.hidden is None else self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Weights in the blocks' matrices."""
+        return self.layers * self.width * (4 * self.width + 2 * self.hidden_width)
+
+    @property
+    def elements(self) -> int:
+        """Elements that one token's pass through the blocks makes."""
+        return self.layers * (10 * self.width + 2 * self.hidden_width)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(field, reason) for what cannot run."""
+        if self.width % 4:
+            yield "width", f"{self.width} is no multiple of 4: sine and cosine of row and column make up a position"
+        if self.width % self.heads:
+            yield "heads", f"{self.heads} does not divide width {self.width}"
+
+
+class Mae(Trained):
+    """Shape of encoder and decoder, the images and how much of them is masked, and the training run. Tokens are patches."""
+
+    VERSION: ClassVar[int] = 1
+    METRICS: ClassVar[frozenset[str]] = METRICS | {"val/explained"}
+    UNITS: ClassVar[dict[str, str]] = {}
+
+    data: ImageSource = "photos"
+    """`photos`: crops of 32x32 pixels; `digits`: 8x8, in grey. Or CIFAR, a folder, a dataset."""
+    augment: Augment = Augment(flip=0.5)
+    patch: int = Field(4, ge=1, le=1024)
+    """Pixels of a patch's side."""
+    mask_ratio: float = Field(0.75, gt=0, lt=1)
+    """Share of the patches that are masked, to the nearest whole patch."""
+    norm_pix: bool = False
+    """Predict each patch less its mean, over its deviation: losses are then of another unit."""
+    layers: int = Field(4, ge=1, le=MOST_LAYERS)
+    """Of the encoder, which sees the visible patches alone; so are the next three."""
+    width: int = Field(96, ge=16, le=MOST_WIDTH)
+    heads: int = Field(3, ge=1, le=MOST_WIDTH)
+    hidden: int | None = Field(None, ge=16, le=1 << 48)
+    """Width of the MLP; null: 4 times the width."""
+    decoder: Stack = Stack()
+    """What predicts the masked patches, and is thrown away afterwards. Its blocks are counted after the encoder's."""
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """What a worker imports once."""
+        return ("transformers.models.vit_mae.modeling_vit_mae",)
+
+    @property
+    def encoder(self) -> Stack:
+        """The encoder's blocks."""
+        return Stack(layers=self.layers, width=self.width, heads=self.heads, hidden=self.hidden)
+
+    @property
+    def hidden_width(self) -> int:
+        """The MLP's width in the encoder, resolved."""
+        return self.encoder.hidden_width
+
+    @property
+    def opened(self) -> ImageSet:
+        """The images; ValueError in one sentence where they cannot be read."""
+        try:
+            return open_images(self.data)
+        except OSError as error:
+            raise ValueError(f"cannot be read: {error}") from None
+
+    @property
+    def patches(self) -> int:
+        """Of an image."""
+        return (self.opened.shape[1] // self.patch) * (self.opened.shape[2] // self.patch)
+
+    @property
+    def visible(self) -> int:
+        """Patches of an image that are not masked."""
+        return self.patches - round(self.mask_ratio * self.patches)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Patches of all images of an optimizer step, masked or not."""
+        return self.batch * self.accumulate * self.patches
+
+    @property
+    def linear_layers(self) -> tuple[Layer, ...]:
+        """The layers that a recipe applies to: the encoder's, then the decoder's."""
+        stacks = (("vit.layers", "ViTMAEModel", self.layers), ("decoder.decoder_layers", "ViTMAEDecoder", self.decoder.layers))
+        kinds = {"attention": "ViTMAEAttention", "mlp": "ViTMAEMLP"}
+        return located(
+            {
+                f"{stack}.{block}.{name}": {*_AROUND, half, kinds[name.partition(".")[0]]}
+                for stack, half, count in stacks
+                for block in range(count)
+                for name in _LINEARS
+            }
+        )
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """The widths, and the tokens of every batch: in the encoder's layers those that are visible, each with a class token an image."""
+        count = max(1, min(self.eval_tokens // self.patches, len(self.opened.val)))
+        batches = {"workload.batch": self.batch, "workload.eval_batch": min(self.eval_batch, count)}
+        batches |= {"the images left for the last batch of workload.eval_tokens": rest} if (rest := count % self.eval_batch) else {}
+        widths = {
+            f"workload.{path}{name}": width
+            for path, stack in (("", self.encoder), ("decoder.", self.decoder))
+            for name, width in (("width", stack.width), ("hidden", stack.hidden_width))
+        }
+        tokens = {"visible patches": self.visible, "patches": self.patches}
+        return widths | {
+            f"{images} times {shown + 1} tokens, {what} and class,": number * (shown + 1)
+            for images, number in batches.items()
+            for what, shown in tokens.items()
+        }
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(field, reason) for what cannot run."""
+        if importlib.util.find_spec("transformers") is None:
+            yield "data", "the model is transformers', which is not installed: `pip install 'ablate-fp4[hf]'`"
+        yield from super().problems()
+        yield from self.encoder.problems()
+        yield from ((f"decoder.{field}", reason) for field, reason in self.decoder.problems())
+        try:
+            shape = self.opened.shape
+        except ValueError as error:
+            yield "data", str(error)
+        else:
+            yield from self._misfits(*shape)
+
+    def _misfits(self, channels: int, height: int, width: int) -> Iterator[tuple[str, str]]:
+        """What does not fit images of this shape."""
+        if height != width:
+            yield "data", f"are {width}x{height} pixels; the model takes square ones"
+        elif height % self.patch:
+            yield "patch", f"{self.patch} does not divide the side of the images, {height}"
+        elif not 0 < self.visible < self.patches:
+            rest = "none" if self.visible else "all"
+            yield "mask_ratio", f"{self.mask_ratio:g} masks {rest} of {self.patches} patches; at least one must be masked, and one visible"
+        if self.norm_pix and self.patch**2 * channels == 1:
+            yield "norm_pix", "a patch of one number has no deviation; take a larger patch"
+        if reason := self.augment.problem((channels, height, width)):
+            yield "augment", reason
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that determine the numbers: all but the places of the images, which their fingerprint stands for."""
+        found = super().identity()
+        if isinstance(found["data"], dict):
+            found["data"] = {name: value for name, value in found["data"].items() if name not in places(self.data)}
+        return found
+
+    def fingerprint(self) -> str:
+        """What identifies the images' content."""
+        return self.opened.fingerprint
+
+    def parameters(self) -> int:
+        """Weights in the blocks' matrices, of encoder and decoder."""
+        return self.encoder.parameters + self.decoder.parameters
+
+    def cost(self, quantised: bool) -> float:
+        """Rough seconds of one trial on one CPU core, as gpt's; the encoder sees the visible patches alone."""
+        evaluated = self.steps // self.eval_every * self.eval_tokens * (2 if quantised else 1)
+        images = (self.steps * self.tokens_per_step + evaluated / 3) / self.patches
+        passes = ((self.encoder, images * (self.visible + 1)), (self.decoder, images * (self.patches + 1)))
+        multiplied = sum(6 * stack.parameters * tokens for stack, tokens in passes)
+        elements = sum(stack.elements * tokens for stack, tokens in passes)
+        return multiplied / 200e9 + elements * (1e-8 if quantised else 5e-9) + 3e-3 * self.steps * self.blocks
+
+    def summary(self) -> dict[str, float]:
+        """What puts a loss in proportion: that of a blank guess, the mean of what is visible (under norm_pix the patch's own mean)."""
+        return {"data/blank_loss": _blank_loss(self)}
+
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The share of a blank guess's validation loss that is gone: 1 is a perfect reconstruction, 0 no better than a blank."""
+        blank = _blank_loss(self)  # 0 of images of one colour, which leave nothing to explain
+        return {"val/explained": 1 - metrics["val/loss"] / blank} if blank and "val/loss" in metrics else {}
+
+    def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
+        """Encoder and decoder, images, and masks that every arm of a seed shares."""
+        from ablate.training.models.masked import autoencoder, batches, loss
+
+        channels, side, _ = self.opened.shape
+        model = autoencoder(self, channels, side, clock.seed, device)
+        return Subject(model, *batches(self, self.opened, clock.seed, device), loss)
+
+    def leave(self, run: Prepared, folder: Path) -> None:
+        """`reconstruction.png`: validation images, what is visible of them, and what the model makes of that."""
+        from ablate.training.data.montage import montage
+        from ablate.training.models.masked import psnr, reconstructions
+
+        found = reconstructions(run.model, run.engine, self, self.opened, run.validation)
+        images = [triple for part in found for triple in zip(part.original, part.visible, part.reconstruction, strict=True)]
+        shown = [images[number * len(images) // _SHOWN] for number in range(_SHOWN)] if len(images) > _SHOWN else images
+        foot = f"{psnr(found, self.patch):.1f} dB over masked pixels of {len(images)} images"
+        folder.mkdir(exist_ok=True)
+        montage(
+            folder / "reconstruction.png",
+            ("original", f"visible, {self.visible} of {self.patches}", "reconstruction"),
+            [[image.numpy() for image in triple] for triple in shown],
+            foot,
+        )
+
+
+@cache
+def _blank_loss(config: Mae) -> float:
+    from ablate.training.models.masked import blank_loss
+
+    return blank_loss(config, config.opened)

@@ -1,0 +1,341 @@
+"""No model: tensors of a named distribution through one linear layer's quantisers and products. Shows what training hides.
+
+A captured distribution takes x, w and g from a layer of a short bf16 run of the gpt workload.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field
+
+from ablate.recipes.recipe import DIRECTIONS, SLOTS, Recipe
+from ablate.training.metric_names import Name, parse
+from ablate.training.operand_metrics import OPERAND_METRICS
+from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.modelless import Modelless
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ablate.engines.emulated_layer import EmulatedLinear
+    from ablate.numerics.philox import Clock
+    from ablate.numerics.quantize import Operand
+    from ablate.training.checkpoints import Checkpoints
+    from ablate.training.loop import Record, Telemetry
+
+DISTRIBUTIONS = {
+    "gaussian": (),
+    "laplace": (),
+    "student": (("degrees of freedom", 3),),
+    "outliers": (("fraction of elements", 0.001), ("factor", 50)),
+    "hot_channels": (("fraction of channels", 0.01), ("factor", 30)),
+    "hot_tokens": (("fraction of tokens", 0.0625), ("factor", 5)),
+    "stray_tokens": (("fraction of tokens", 0.0625), ("factor", 5)),
+    "mean": (("mean over deviation", 4),),
+    "captured": (),
+}
+"""Names and their arguments with defaults: `student:3`, `outliers:0.001:50`, ..."""
+
+
+def _distribution(value: str) -> str:
+    name, *numbers = value.split(":")
+    if name not in DISTRIBUTIONS:
+        raise ValueError(f"must be one of {', '.join(DISTRIBUTIONS)}, with its numbers behind colons (student:3)")
+    known = DISTRIBUTIONS[name]
+    if len(numbers) > len(known) or not all(re.fullmatch(r"\d+(\.\d+)?", number) for number in numbers):
+        wanted = ", ".join(f"{what} ({default:g})" for what, default in known) or "no numbers"
+        raise ValueError(f"{name} takes {wanted}")
+    return value
+
+
+Distribution = Annotated[str, AfterValidator(_distribution)]
+
+
+def gemm_metric(product: str, error: str) -> str:
+    """Name of an error of one of the three products."""
+    return str(Name("gemm", product, None, error))
+
+
+def _mean_metric(slot: str, figure: str) -> str:
+    return str(Name("mean", slot, None, figure))
+
+
+class Tensors(Modelless):
+    """x [tokens, inputs], w [outputs, inputs] and g [tokens, outputs], rounded to bf16; the seed draws them."""
+
+    VERSION: ClassVar[int] = 1
+    METRICS: ClassVar[frozenset[str]] = frozenset(
+        (
+            *(str(Name("quant", slot, None, error)) for slot in SLOTS for error in OPERAND_METRICS),
+            *(gemm_metric(product, error) for product in DIRECTIONS["all"] for error in ("rel_mse", "sqnr_db", "cosine")),
+            *(_mean_metric(slot, figure) for slot in SLOTS for figure in ("rel_mse", "slope")),
+            "weights/inconsistency",
+        )
+    )
+
+    tokens: int = Field(512, ge=1, le=1 << 20)
+    inputs: int = Field(512, ge=1, le=1 << 16)
+    outputs: int = Field(512, ge=1, le=1 << 16)
+    x: Distribution = "gaussian"
+    """Activations: gaussian, laplace, student:n, outliers:p:f, hot_channels:p:f, hot_tokens:p:f (the same tokens
+    in x and g), stray_tokens:p:f (other ones in each), mean:r or captured."""
+    w: Distribution = "gaussian"
+    g: Distribution = "gaussian"
+    """The output's gradient."""
+    draws: int = Field(1, ge=1, le=4096)
+    """Independent draws whose mean is measured at 1, 4, 16, ...: an unbiased rounding errs as 1 / draws."""
+    capture: Gpt = Gpt(layers=2, steps=60, lr=1e-3, eval_every=60, eval_tokens=128, eval_batch=1)
+    """The run that a captured distribution comes from; it sets the shapes."""
+    layer: str = "blocks.1.mlp.down"
+    """The layer of that run."""
+
+    @property
+    def steps(self) -> int:
+        """A step is a draw."""
+        return self.draws
+
+    def recorded(self, metric: str) -> range:
+        """None: it is over in seconds, so nothing is worth giving up."""
+        return range(0)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one draw quantises."""
+        return self.tokens
+
+    @property
+    def captured(self) -> bool:
+        """Whether a training run is needed."""
+        return "captured" in (self.x, self.w, self.g)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(field, reason) for what cannot run."""
+        if self.captured:
+            yield from ((f"capture.{field}", why) for field, why in self.capture.problems())
+            if self.layer not in self.capture.linears:
+                yield "layer", f"{self.layer} is no linear layer of the captured run; it has {', '.join(self.capture.linears)}"
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that determine the numbers; those of a captured run only where there is one."""
+        content = self.canonical({"capture", "layer"})
+        return content | ({"capture": self.capture.identity(), "layer": self.layer} if self.captured else {})
+
+    def fingerprint(self) -> str:
+        """What identifies the data's content: the captured run's corpus."""
+        return self.capture.fingerprint() if self.captured else "drawn"
+
+    def cost(self, quantised: bool) -> float:
+        """Rough seconds on one CPU core."""
+        elements = self.tokens * (self.inputs + self.outputs) + self.inputs * self.outputs
+        flops = 6 * self.tokens * self.inputs * self.outputs
+        training = self.capture.cost(quantised=False) if self.captured else 0
+        return 0.5 + training + elements * (1e-6 + 5e-8 * self.draws) + flops / 20e9
+
+    def records(
+        self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+    ) -> Iterator[Record]:
+        """A Record after 1, 4, 16, ... draws: everything after the first, the error of the mean after each. Seconds, so no checkpoints."""
+        import torch
+
+        from ablate.numerics.philox import Clock
+        from ablate.training.loop import Record
+        from ablate.training.metrics import SlotErrors
+
+        x, w, g = self.tensors(seed, torch.device(device))
+        clock = Clock(seed)
+        layer = layer_of(recipe, w, clock)
+        layer.probe = errors = SlotErrors()
+        products = products_of(layer, x, g)
+        layer.probe = None
+        metrics = _by_slot(errors.metrics()) | product_errors(products, x, w, g) | _inconsistency(layer, w)
+        means = _Means(layer, {"x": x, "w": w, "g": g})
+        for draw in range(self.draws):
+            clock.step = draw
+            means.add()
+            if _is_power_of_four(draw + 1) or draw + 1 == self.draws:
+                metrics |= means.errors(draw + 1)
+                if draw + 1 == self.draws:
+                    metrics |= means.slopes()
+                yield Record(draw + 1, metrics)
+                metrics = {}
+
+    def tensors(self, seed: int, device) -> tuple[Tensor, Tensor, Tensor]:
+        """x, w and g in bf16."""
+        captured = capture(self, seed, device) if self.captured else None
+        tokens, inputs, outputs = (self.tokens, self.inputs, self.outputs)
+        if captured:
+            (tokens, inputs), (outputs, _) = captured["x"].shape, captured["w"].shape
+        shapes = {"x": (tokens, inputs), "w": (outputs, inputs), "g": (tokens, outputs)}
+        made = []
+        for number, (name, shape) in enumerate(shapes.items()):
+            distribution = getattr(self, name)
+            made.append(captured[name] if distribution == "captured" else draw(distribution, shape, 3 * seed + number).to(device))
+        return tuple(made)
+
+
+def draw(distribution: str, shape: tuple[int, int], seed: int) -> Tensor:
+    """A tensor [tokens or outputs, channels] of a named distribution, bf16, on the CPU."""
+    import torch
+
+    name, *given = distribution.split(":")
+    numbers = [float(number) for number in given] + [float(default) for _, default in DISTRIBUTIONS[name][len(given) :]]
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(shape, generator=generator)
+    match name:
+        case "laplace":
+            z = z.sign() * -torch.log1p(-torch.rand(shape, generator=generator))
+        case "student":
+            powers = [torch.randn(shape, generator=generator).square() for _ in range(max(1, round(numbers[0])))]
+            z = z / (sum(powers) / len(powers)).sqrt()
+        case "outliers":
+            z = torch.where(torch.rand(shape, generator=generator) < numbers[0], z * numbers[1], z)
+        case "hot_channels" | "stray_tokens" | "hot_tokens":
+            dimension = 1 if name == "hot_channels" else 0
+            count = max(1, round(numbers[0] * shape[dimension]))
+            even = torch.arange(count) * shape[dimension] // count
+            hot = even if name == "hot_tokens" else torch.randperm(shape[dimension], generator=generator)[:count]
+            z.index_copy_(dimension, hot, z.index_select(dimension, hot) * numbers[1])
+        case "mean":
+            z = z + numbers[0] * torch.randn((1, shape[1]), generator=generator)
+    return z.to(torch.bfloat16)
+
+
+def capture(config: Tensors, seed: int, device) -> dict[str, Tensor]:
+    """x, w and g of one layer in the last step of a bf16 training run."""
+    import torch
+
+    from ablate.recipes.presets import bf16
+    from ablate.training.loop import Telemetry
+
+    seen: dict[str, Tensor] = {}
+
+    def forward(module, inputs, output) -> None:
+        if torch.is_grad_enabled():
+            seen["x"] = inputs[0].detach().flatten(0, -2).to(torch.bfloat16)
+
+    def backward(module, into, out) -> None:
+        seen["g"] = out[0].detach().flatten(0, -2).to(torch.bfloat16)
+
+    run = config.capture.prepare(bf16(), seed, str(device))
+    layer = run.model.get_submodule(config.layer)
+    hooks = [layer.register_forward_hook(forward), layer.register_full_backward_hook(backward)]
+    for _ in config.capture.train(run, Telemetry(every=10**9, log=10**9, shadow=10**9)):
+        pass
+    for hook in hooks:
+        hook.remove()
+    return seen | {"w": layer.weight.detach().to(torch.bfloat16)}
+
+
+def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
+    """A linear layer with the weight w [outputs, inputs] under a recipe."""
+    import torch
+
+    from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
+
+    linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(w.float())
+    layer = EmulatedLinear(linear, "tensors", clock, DTYPES[recipe.dtype])
+    layer.products = recipe.products
+    return layer
+
+
+def products_of(layer: EmulatedLinear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """Its three products: y, dx and dw, for the input x [tokens, inputs] and the output's gradient g [tokens, outputs]."""
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(g)
+    return {"fprop": y.detach(), "dgrad": leaf.grad, "wgrad": layer.weight.grad}
+
+
+def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor) -> dict[str, float]:
+    """Of the three products, against fp64 products of the same bf16 tensors."""
+    x64, w64, g64 = x.double(), w.double(), g.double()
+    exact = {"fprop": x64 @ w64.t(), "dgrad": g64 @ w64, "wgrad": g64.t() @ x64}
+    result = {}
+    for name, y in products.items():
+        true, y = exact[name], y.double()
+        power, error = true.square().sum().item(), (true - y).square().sum().item()
+        if power and error:
+            result[gemm_metric(name, "rel_mse")] = error / power
+            result[gemm_metric(name, "sqnr_db")] = 10 * math.log10(power / error)
+            result[gemm_metric(name, "cosine")] = ((true * y).sum() / math.sqrt(power * y.square().sum().item())).item()
+    return result
+
+
+def _inconsistency(layer: EmulatedLinear, w: Tensor) -> dict[str, float]:
+    """How far the forward's weights are from the backward's: sum (Q(w) - Q(w^T)^T)^2 / sum w^2, where both are quantised plainly."""
+    forward, backward = layer.products.fprop, layer.products.dgrad
+    if not (forward.w and backward.w) or forward.hadamard or backward.hadamard:
+        return {}
+    there = _values(layer.operand(w, "fprop.w", forward.w, None))[: w.shape[0], : w.shape[1]]
+    back = _values(layer.operand(w.t(), "dgrad.w", backward.w, None)).t()[: w.shape[0], : w.shape[1]]
+    return {"weights/inconsistency": ((there - back).double().square().sum() / w.double().square().sum()).item()}
+
+
+def _values(parts: list[Operand]) -> Tensor:
+    return sum(part.dequantize() for part in parts)
+
+
+def _by_slot(metrics: dict[str, float]) -> dict[str, float]:
+    """Without the single layer's name: its figures are the means over layers."""
+    return {name: value for name, value in metrics.items() if parse(name).layer is None}
+
+
+class _Means:
+    """The mean of each stochastically rounded operand over draws, and how far it is from the operand itself."""
+
+    def __init__(self, layer: EmulatedLinear, tensors: dict[str, Tensor]) -> None:
+        from ablate.numerics.choices import SIGNS
+        from ablate.numerics.quantize import draws
+
+        self.layer, self.tensors = layer, tensors
+        self.slots = [
+            slot
+            for slot, quant in layer.products.quantised()
+            if draws(quant) and not ((rotation := self._rotation(slot)) and SIGNS[rotation.signs].drawn)
+        ]
+        self.sums: dict[str, Tensor] = {}
+        self.curves: dict[str, dict[int, float]] = {slot: {} for slot in self.slots}
+
+    def _rotation(self, slot: str):
+        return getattr(self.layer.products, slot.partition(".")[0]).hadamard
+
+    def _tensor(self, slot: str) -> Tensor:
+        """The operand before it is rotated: contraction last."""
+        product, name = slot.split(".")
+        tensor = self.tensors[name]
+        return tensor.t() if product == "wgrad" or slot == "dgrad.w" else tensor
+
+    def add(self) -> None:
+        """One more draw, at the clock's step."""
+        for slot in self.slots:
+            parts = self.layer.operand(self._tensor(slot), slot, self.layer.products.slot(slot), self._rotation(slot))
+            values = _values(parts).double()
+            self.sums[slot] = values if slot not in self.sums else self.sums[slot] + values
+
+    def errors(self, draws: int) -> dict[str, float]:
+        """`mean/<slot>/rel_mse` after so many draws."""
+        result = {}
+        for slot, total in self.sums.items():
+            x = self.layer.rotated(self._tensor(slot), slot, self._rotation(slot)).double()
+            mean = total[: x.shape[0], : x.shape[1]] / draws
+            self.curves[slot][draws] = result[_mean_metric(slot, "rel_mse")] = ((x - mean).square().sum() / x.square().sum()).item()
+        return result
+
+    def slopes(self) -> dict[str, float]:
+        """`mean/<slot>/slope`: of log error over log draws, -1 where rounding is unbiased; from three numbers of draws or more."""
+        import numpy as np
+
+        curves = {slot: curve for slot, curve in self.curves.items() if len(curve) >= 3 and all(curve.values())}
+        return {
+            _mean_metric(slot, "slope"): float(np.polyfit(np.log(list(curve)), np.log(list(curve.values())), 1)[0])
+            for slot, curve in curves.items()
+        }
+
+
+def _is_power_of_four(n: int) -> bool:
+    return n & (n - 1) == 0 and n.bit_length() % 2 == 1

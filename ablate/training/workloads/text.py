@@ -1,0 +1,134 @@
+"""What workloads on text have in common: a corpus, windows of it, and what its tokens say of a loss."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field
+
+from ablate.training.data import Corpus, open_corpus, places
+from ablate.training.data.corpus import Source
+from ablate.training.hyperparameters import METRICS
+from ablate.training.workloads.trained import Trained
+
+if TYPE_CHECKING:
+    import torch
+
+    from ablate.training.data.batches import Batch
+    from ablate.training.models.source import Outline
+
+
+class Fields(dict):
+    """A configuration's fields: never changed, so that what holds it can be told from others by value."""
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self, sort_keys=True))
+
+
+Architecture = str | Annotated[dict[str, Any], AfterValidator(Fields)]
+"""A folder with config.json or a name on the hub; or the fields of a configuration of `transformers`, `model_type` among them."""
+
+
+class Text(Trained):
+    """Training on windows of a corpus."""
+
+    METRICS: ClassVar[frozenset[str]] = METRICS | {"val/bits_per_byte"}
+
+    data: Source = "stdlib"
+    """`stdlib`: the Python standard library's source as bytes; `prose`: 40 kB of English. Or your files, token shards, a dataset:
+    docs/data.md."""
+    context: int = Field(128, ge=2, le=1 << 24)
+    """Tokens in a sequence."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees."""
+        return self.batch * self.context * self.accumulate
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(field, reason) for what cannot run."""
+        yield from super().problems()
+        try:
+            corpus = self.corpus
+        except (OSError, ValueError) as error:
+            yield "data", f"cannot be read: {error}"
+            return
+        shortest = min(len(corpus.train), len(corpus.val))
+        if shortest <= self.context + 1:
+            yield "context", f"{self.context} is longer than the text: {shortest} tokens"
+
+    @property
+    def corpus(self) -> Corpus:
+        """The text as tokens."""
+        return open_corpus(self.data)
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that determine the numbers: all but the places of the data, which its fingerprint stands for."""
+        found = super().identity()
+        known = places(self.data)
+        return found | {"data": {name: value for name, value in found["data"].items() if name not in known}} if known else found
+
+    def fingerprint(self) -> str:
+        """What identifies the data's content."""
+        return self.corpus.fingerprint
+
+    def summary(self) -> dict[str, float]:
+        """Facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""
+        return {"data/unigram_entropy": self.corpus.unigram_entropy()}
+
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Bits per byte beside nats, where the data say how long a token is."""
+        if not self.corpus.bytes_per_token or "val/loss" not in metrics:
+            return {}
+        return {"val/bits_per_byte": metrics["val/loss"] / (math.log(2) * self.corpus.bytes_per_token)}
+
+    def windows(self, seed: int, device: torch.device) -> tuple[Callable[[int, int], Batch], list[Batch]]:
+        """Batches on a device: those of training by step and micro-batch, and those of validation."""
+        from ablate.training.data.batches import training_batch, validation_batches
+
+        corpus = self.corpus
+
+        def on_device(pair: Batch) -> Batch:
+            return tuple(tensor.to(device) for tensor in pair)
+
+        def batch(step: int, micro_batch: int) -> Batch:
+            return on_device(training_batch(corpus, seed, step, micro_batch, self.batch, self.context))
+
+        return batch, [on_device(pair) for pair in validation_batches(corpus, self.eval_tokens, self.eval_batch, self.context)]
+
+    def seconds(self, parameters: float, elements: float, blocks: int, quantised: bool) -> float:
+        """Rough seconds of one trial on one CPU core: 6 N T flops, a third of it for tokens that are only evaluated, passes over
+        `elements` activations of a token that quantisation multiplies, and what calling operators takes."""
+        evaluated = self.steps // self.eval_every * self.eval_tokens * (2 if quantised else 1)
+        tokens = self.steps * self.tokens_per_step + evaluated / 3
+        return 6 * parameters * tokens / 200e9 + elements * tokens * (1e-8 if quantised else 5e-9) + 2e-3 * self.steps * blocks
+
+
+def outlined(model: Architecture, corpus: Corpus) -> Outline:
+    """The model's outline. OSError or ValueError in one sentence."""
+    from ablate.training.models.described import outline
+
+    return outline(model, corpus.vocab)
+
+
+def extents(model: Architecture, config: Text) -> dict[str, int]:
+    """The context, of which every batch is a multiple, and all numbers of features of the quantised layers of a model of `transformers`."""
+    layers = outlined(model, config.corpus).features.items()
+    return {"workload.context": config.context} | {f"the model's {where}-features": count for where, count in layers}
+
+
+def misfits(model: Architecture, config: Text) -> Iterator[tuple[str, str]]:
+    """(field, reason) for what of a model of `transformers` cannot run on this text, which is there."""
+    vocab = config.corpus.vocab
+    try:
+        found = outlined(model, config.corpus)
+    except (OSError, ValueError) as error:
+        yield "model", str(error)
+        return
+    if found.vocab < vocab:
+        yield "model", f"knows {found.vocab} tokens, and the data's vocabulary has {vocab}: prepare them with its tokenizer"
+    if found.context and found.context < config.context:
+        yield "context", f"{config.context} is longer than the model's positions reach: {found.context}"

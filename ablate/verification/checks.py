@@ -1,0 +1,454 @@
+"""What `ablate doctor` checks: small functions that yield rows, in the order of CHECKS. They print nothing and repair nothing.
+
+Expectations come from elsewhere than the code they test: published figures, known answers, a definition written out in another way,
+NumPy or double precision. Whatever is random is drawn from a seed, so a row that is off stays off.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ablate.engines import emulated
+from ablate.numerics.formats import ELEMENTS
+from ablate.numerics.hadamard import rotate
+from ablate.numerics.kernels import cpu
+from ablate.numerics.philox import Clock, philox, random_bits, site
+from ablate.numerics.product import alpha, product
+from ablate.numerics.quantize import Operand, quantize
+from ablate.numerics.rounding import nearest, stochastic
+from ablate.numerics.scaling import block_scales, element_scales, encode_scale, round_scale
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
+from ablate.numerics.stored import MAGNITUDES, load, pack, store, unpack
+from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
+from ablate.recipes.recipe import Phase, Run
+from ablate.verification import machine, peers
+from ablate.verification.check_result import Check, Row, below, equal, near, normal, same
+
+# --- this machine ------------------------------------------------------------------------------------------------------------
+
+
+def hardware() -> Iterator[Row]:
+    """What is here; nothing of it is right or wrong."""
+    yield from (Row(*fact) for fact in machine.facts())
+
+
+def presets() -> Iterator[Row]:
+    """Every preset through a small layer, forward and backward, on the emulated engine."""
+    bad = [name for name, preset in PRESETS.items() if not _runs(preset())]
+    found = f"{len(PRESETS) - len(bad)} of {len(PRESETS)} presets" + (f", not {', '.join(bad)}" if bad else "")
+    yield Row("engine emulated runs", found, f"all {len(PRESETS)}", not bad)
+
+
+def _runs(recipe: Recipe) -> bool:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(32, 48))])})
+    layer_weight = normal(48, 32)
+    model["blocks"][0][0].load_state_dict({"weight": layer_weight, "bias": torch.zeros(48)})
+    emulated.convert(model, recipe, Clock(0)).at(0, Run(10))
+    x = normal(64, 32, 1).requires_grad_()
+    y = model["blocks"][0](x)
+    y.square().sum().backward()
+    return all(bool(z.isfinite().all()) for z in (y, x.grad, model["blocks"][0][0].weight.grad))
+
+
+# --- formats and rounding ----------------------------------------------------------------------------------------------------
+
+
+def ties() -> Iterator[Row]:
+    """Halfway points go to the even code, in both signs."""
+    y, e2m1 = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]), ELEMENTS["e2m1"]
+    for sign, what in ((1, "ties .25 .75 1.25 1.75 2.5 3.5 5"), (-1, "their negatives, negated")):
+        yield equal(what, " ".join(f"{sign * v + 0.0:g}" for v in nearest(y * sign, e2m1).tolist()), "0 1 1 2 2 4 4")
+    beyond = torch.tensor([6.01, 7.0, 1e30, math.inf, -7.0])
+    yield equal("beyond 6", " ".join(f"{v:g}" for v in nearest(beyond, e2m1).tolist()), "6 6 6 6 -6")
+    yield equal("fp32 subnormals are kept", f"{(torch.full((64,), 2.0**-140) * 1.0).amin().item():.3g}", f"{2.0**-140:.3g}")
+
+
+def grids() -> Iterator[Row]:
+    """Casts against a search through all codes, and against torch's own."""
+    y = torch.arange(-8192, 8193) / 1024
+    codes = torch.tensor(MAGNITUDES)
+    distance = (y.abs().unsqueeze(1) - codes).abs() * 4096 + torch.arange(8) % 2  # multiples of 4, and 1 more for an odd code
+    yield same("E2M1 to nearest, against a search", (nearest(y, ELEMENTS["e2m1"]), codes[distance.argmin(1)] * y.sign()))
+    scales = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
+    theirs = scales.clamp(max=448).to(torch.float8_e4m3fn).float()
+    yield same("E4M3 block scales, against torch", (round_scale(scales, BlockScale()), theirs))
+
+
+def draws() -> Iterator[Row]:
+    """Over all 256 values of 8 bits, the share that goes up is the position between the neighbours, cut to 1/256."""
+    position = torch.arange(1024).unsqueeze(1) / 1024
+    bits = torch.arange(256.0).expand(1024, 256)
+    for low, high in ((0.0, 0.5), (2.0, 3.0), (-4.0, -6.0)):
+        y = (low + position * (high - low)).expand(1024, 256)
+        rounded = stochastic(y.contiguous(), ELEMENTS["e2m1"], bits, 8)
+        up = torch.where((rounded == low) | (rounded == high), rounded == high, math.nan).sum(1)
+        yield same(f"share rounded from {low:g} to {high:g}", (up, torch.floor(256 * position[:, 0])))
+
+
+# --- two-level scaling -------------------------------------------------------------------------------------------------------
+
+
+def scaling() -> Iterator[Row]:
+    """Transformer Engine's order of operations, one fp32 rounding each, against NumPy."""
+    g = torch.Generator().manual_seed(2)
+    amax = (torch.randn(1 << 17, generator=g).abs() * 8).bfloat16().float().clamp(min=0.1)
+    block = (amax * torch.rand(1 << 17, generator=g)).bfloat16().float()
+    one, six, a, b = np.float32(1), np.float32(6), amax.numpy(), block.numpy()
+    outer = np.float32(2688) / a
+    scale = torch.from_numpy(b * (outer * (one / six))).clamp(max=448).to(torch.float8_e4m3fn).float()
+    ours = block_scales(block, encode_scale(amax, Quant()), Quant())
+    yield same("block scales, in the right order", (ours, scale))
+    with np.errstate(divide="ignore"):
+        factor = np.minimum(one / (scale.numpy() * (one / outer)), np.finfo(np.float32).max)
+    yield same("1 / (s (1 / S)) by true division", (element_scales(ours, encode_scale(amax, Quant())), torch.from_numpy(factor)))
+
+
+def awkward() -> Iterator[Row]:
+    """Zero tensors, blocks too small for their scale, and scales below E4M3's normal range."""
+    zero = quantize(torch.zeros(4, 32), Quant())
+    yield same("a tensor of zeros stays zero", (zero.dequantize(), torch.zeros(4, 32)))
+    x = torch.cat((torch.full((1, 16), 1e-6), torch.ones(1, 16)), dim=1)
+    small = quantize(x, Quant(), keep=True)
+    found = f"code {small.codes[0, 0]:g}, decoded {small.dequantize()[0, 0]:g}, neighbour {small.dequantize()[0, 16]:g}"
+    yield equal("a block whose scale rounds to zero", found, "code 6, decoded 0, neighbour 1")
+    steps = torch.arange(1, 8.0)
+    top = torch.cat((torch.tensor([2688.0]), steps * 6 / 512)).repeat_interleave(16).view(1, -1)
+    found = quantize(top, Quant()).block_scale.flatten()[1:] * 512
+    yield equal("subnormal block scales, times 2^9", " ".join(f"{v:g}" for v in found.tolist()), "1 2 3 4 5 6 7")
+    yield equal("the largest block scale", f"{quantize(normal(64, 64), Quant()).block_scale.amax().item():g}", "448")
+    order = torch.arange(1.0, 1001).view(10, 100).flip(1)
+    found = [quantize(order, Quant(outer=Outer(statistic=f"percentile:{p}"))).amax.item() for p in (0.07, 0.9985, 1.0)]
+    yield equal("percentiles .07, .9985, 1 of 1 ... 1000", " ".join(f"{v:g}" for v in found), "70 999 1000")
+
+
+def nonfinite() -> Iterator[Row]:
+    """A NaN or an infinity is always seen, also where the statistic looks away."""
+    for quant, name in ((Quant(), "amax"), (Quant(outer=Outer(statistic="percentile:0.5")), "median")):
+        seen = 0
+        for bad in (math.nan, math.inf, -math.inf):
+            x = normal(32, 64)
+            x[3, 5] = bad
+            seen += not quantize(x, quant).largest.isfinite()
+        clean = bool(quantize(normal(32, 64), quant).largest.isfinite())
+        alarm = "no" if clean else "a"
+        yield equal(f"NaN, Inf, -Inf under {name}", f"{seen} of 3 seen, {alarm} false alarm", "3 of 3 seen, no false alarm")
+
+
+def kernels() -> Iterator[Row]:
+    """What is compiled and the reference: the same operand, whoever computes it. Keeping what telemetry needs is the reference's."""
+    forms = {"nearest": Quant(), "stochastic": Quant(rounding="stochastic"), "16x16": Quant(block="16x16")}
+    pairs = []
+    for exponent in (0, -100, 100, -130):
+        x = (normal(48, 80, seed=exponent + 200) * 2.0**exponent).bfloat16()
+        for quant in forms.values():
+            for z, rotation in ((x, None), (x.t(), None), (x.t(), Hadamard() if quant.block == "1x16" else None)):
+                mine, theirs = (quantize(z, quant, rotation=rotation, clock=Clock(1), keep=keep) for keep in (False, True))
+                pairs += [(mine.values, theirs.values), (mine.block_scale, theirs.block_scale), (mine.amax, theirs.amax)]
+    yield same("compiled quantisers, against the reference" if cpu.build() else "no compiled quantisers: the reference, again", *pairs)
+
+
+# --- rotation and products ---------------------------------------------------------------------------------------------------
+
+
+def rotations() -> Iterator[Row]:
+    """R R^T = I, and H by its definition."""
+    r, c = np.indices((16, 16))
+    parity = np.vectorize(lambda n: n.bit_count() & 1)(r & c)
+    plain = rotate(torch.eye(16), Hadamard(signs="none"))
+    yield same("H16[r, c] = (-1)^popcount(r & c)", (4 * plain, torch.from_numpy(1 - 2 * parity)))
+    for sizes, limit in (((4, 16, 64), 0.0), ((8, 32, 128), 1e-6)):
+        worst = 0.0
+        for size in sizes:
+            turn = rotate(torch.eye(size), Hadamard(size=size)).double()
+            worst = max(worst, (turn @ turn.t() - torch.eye(size)).abs().max().item())
+        yield below(f"R Rᵀ - I for {', '.join(map(str, sizes))} points", worst, limit, "fp32")
+
+
+def copies() -> Iterator[Row]:
+    """With 16x16 blocks a weight and its transpose are the same numbers; with 1x16 blocks they are not."""
+    w = normal(512, 512).bfloat16()
+    there, back = (quantize(z, Quant(block="16x16")).dequantize() for z in (w, w.t()))
+    yield same("Q(W)ᵀ = Q(Wᵀ) with 16x16 blocks", (there.t(), back))
+    there, back = (quantize(z, Quant()).dequantize() for z in (w, w.t()))
+    yield near("Q(W)ᵀ and Q(Wᵀ) differ with 1x16, x 1e3", relative_error(there.t(), back), 17.0, 0.02, "the sample")
+
+
+def _operands() -> tuple[Operand, Operand]:
+    x, w = (normal(192, 1024, seed).bfloat16() for seed in (3, 4))
+    return quantize(3 * x, Quant(), keep=True), quantize(w / 30, Quant(block="16x16"), keep=True)
+
+
+def products() -> Iterator[Row]:
+    """Operands exact in bf16, alpha outside the product, one rounding: against double precision."""
+    a, b = _operands()
+    exact = [o.codes.view(o.values.shape[0], -1, 16).double() * _row_scales(o).unsqueeze(2).double() for o in (a, b)]
+    yield same("code x scale is exact in bf16", *((o.values, e.flatten(1)) for o, e in zip((a, b), exact, strict=True)))
+    factor = a.amax.double().item() * b.amax.double().item() / (36 * 448**2)
+    yield below("alpha = amax amax / (36 448²), error", abs(alpha(a, b).double().item() / factor - 1), 2.0**-23, "two roundings")
+    y = exact[0].flatten(1) @ exact[1].flatten(1).t() * factor
+    error = (product(a, b, torch.float32).double() - y).norm() / y.norm()
+    yield below("product in fp32, relative error", error.item(), 1e-6, "1024 fp32 additions")
+    differ = (product(a, b, torch.bfloat16) != y.to(torch.bfloat16)).double().mean().item()
+    yield below("product in bf16, outputs an ulp off", differ, 1e-3, "order of additions")
+
+
+def _row_scales(operand: Operand) -> Tensor:
+    return operand.block_scale[:, 0, :, 0].repeat_interleave(operand.quant.tile[0], 0)
+
+
+# --- randomness --------------------------------------------------------------------------------------------------------------
+
+KNOWN_ANSWERS = {
+    "zeros": ((0,) * 4, (0,) * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    "ones": ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    "digits of pi": (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+}
+"""Random123's vectors of Philox4x32-10: counter, key, result."""
+
+
+def known_answers() -> Iterator[Row]:
+    """The generator itself."""
+    for name, (counter, key, answer) in KNOWN_ANSWERS.items():
+        words = philox(torch.tensor(counter, dtype=torch.int64).view(4, 1), key).flatten().tolist()
+        yield equal(f"Philox4x32-10, {name}", " ".join(f"{word:08x}" for word in words), answer)
+
+
+def counters() -> Iterator[Row]:
+    """Bits depend on where and when, and on nothing else."""
+    here, cpu = Clock(1, step=5), torch.device("cpu")
+    bits = partial(random_bits, rows=64, columns=256, width=8, device=cpu)
+    first = bits(here, site("blocks.0.mlp.up", "wgrad.g"))
+    yield same("the same draw again", (bits(replace(here), site("blocks.0.mlp.up", "wgrad.g")), first))
+    elsewhere = {
+        "seed": bits(replace(here, seed=2), site("blocks.0.mlp.up", "wgrad.g")),
+        "stream": bits(replace(here, stream="evaluation"), site("blocks.0.mlp.up", "wgrad.g")),
+        "step": bits(replace(here, step=6), site("blocks.0.mlp.up", "wgrad.g")),
+        "micro-batch": bits(replace(here, micro_batch=1), site("blocks.0.mlp.up", "wgrad.g")),
+        "layer": bits(here, site("blocks.1.mlp.up", "wgrad.g")),
+        "slot": bits(here, site("blocks.0.mlp.up", "dgrad.g")),
+    }
+    shared = max((other == first).double().mean().item() for other in elsewhere.values())
+    yield near("bytes shared with another site or time", shared, 1 / 256, 0.5, "chance")
+    counts = torch.bincount(first.flatten().int(), minlength=256).double()
+    spread = (((counts - 64) ** 2).sum() / 64).item()
+    yield near("chi² of the 256 values of a byte", spread, 255, 0.35, "4 standard deviations")
+
+
+def threads() -> Iterator[Row]:
+    """One thread and two draw the same bits, and round alike."""
+    before, x = torch.get_num_threads(), normal(512, 1024)
+    quant = Quant(rounding="stochastic", range=ROOM)
+    try:
+        found = []
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append(quantize(x, quant, rotation=Hadamard(signs="per_step"), clock=Clock(7)).dequantize())
+    finally:
+        torch.set_num_threads(before)
+    yield same("stochastic, on 1 thread and on 2", tuple(found))
+
+
+def gpu_bits() -> Iterator[Row]:
+    """A GPU computes the bits that the processor computes."""
+    if not torch.cuda.is_available():
+        return
+    x = normal(512, 1024).bfloat16()
+    cases = {
+        "NVFP4 1x16": (Quant(), None),
+        "NVFP4 16x16": (Quant(block="16x16"), None),
+        "rotated, stochastic, with headroom": (Quant(rounding="stochastic", range=ROOM), Hadamard()),
+        "Four Over Six": (four_over_six("mse"), None),
+    }
+    for name, (quant, turn) in cases.items():
+        here, there = (quantize(z, quant, rotation=turn, clock=Clock(7)) for z in (x, x.cuda()))
+        yield same(f"{name}: processor and GPU", (here.values, there.values.cpu()), (here.block_scale, there.block_scale.cpu()))
+
+
+# --- schedules and stored tensors --------------------------------------------------------------------------------------------
+
+
+def schedules() -> Iterator[Row]:
+    """A phase starts in its step, not one sooner or later: what a recipe quantises there, and what it does not."""
+    run = Run(steps=100, tokens_per_step=512, decay=80)
+    cooldown = KNOBS["cooldown"].paths(0.1, Turn(PRESETS["nvfp4"]()))["schedule"][0]["start"]
+    starts = {"step:30": 30, "tokens:4096": 8, "fraction:0.07": 7, "fraction:0.29": 29, "decay": 80, cooldown: 90}
+    for start, step in starts.items():
+        recipe = PRESETS["nvfp4"]().model_copy(update={"schedule": (Phase(start=start),)})
+        plain = [n for n in range(run.steps) if recipe.at(n, run).plain]
+        found = f"{min(plain, default='never')} to {max(plain, default='never')}, {len(plain)} steps"
+        yield equal(f"bf16 from {start} of 100 steps", found, f"{step} to 99, {100 - step} steps")
+
+
+def stored() -> Iterator[Row]:
+    """Four bits a code and back, and a file and back."""
+    every = torch.tensor([sign * m for sign in (1.0, -1.0) for m in MAGNITUDES]).view(1, 16)
+    yield equal("the 16 codes, packed", bytes(pack(every)[0].tolist()).hex(" "), "10 32 54 76 98 ba dc fe")
+    yield same("unpacked again", (unpack(pack(every)), every))
+    x = normal(128, 256).bfloat16()
+    tensor = store(x, Quant(), Quant(rounding="stochastic"), rotation=Hadamard(), clock=Clock(3), where=(1, 2))
+    plain = quantize(x, Quant())
+    turned = quantize(x.t(), Quant(rounding="stochastic"), rotation=Hadamard(), clock=Clock(3), where=2)
+    with tempfile.TemporaryDirectory() as folder:
+        tensor.save(Path(folder) / "tensor.pt")
+        again = load(Path(folder) / "tensor.pt")
+    pairs = [(copy.operand().dequantize(), o.dequantize()) for t in (tensor, again) for copy, o in ((t.row, plain), (t.column, turned))]
+    yield same("both copies, stored, saved, loaded", *pairs)
+    yield equal("bits an element of one copy", f"{tensor.row.bits_per_element:.3f}", "4.501")
+
+
+# --- figures on standard normal data -----------------------------------------------------------------------------------------
+
+ROOM = Range(headroom=17 / 16)
+
+
+def four_over_six(criterion: str) -> Quant:
+    """With the bound that leaves the smaller scale room."""
+    return Quant(select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0))
+
+
+FIGURES = {
+    "NVFP4 1x16, to nearest": (Quant(), 9.05, 0.01),
+    "NVFP4 16x16, to nearest": (Quant(block="16x16"), 12.39, 0.01),
+    "NVFP4, stochastic, headroom 17/16": (Quant(rounding="stochastic", range=ROOM), 23.5, 0.01),
+    "NVFP4, stochastic, no headroom": (Quant(rounding="stochastic"), 18.8, 0.01),
+    "MXFP4 1x32, floor": (peers.mx("e2m1", "floor"), 13.2, 0.01),
+    "MXFP4 1x32, ceil": (peers.mx("e2m1", "ceil"), 13.3, 0.01),
+    "NVINT4 1x16": (Quant(element="int4"), 7.45, 0.01),
+    "Four Over Six MSE, bound 256": (four_over_six("mse"), 7.57, 0.01),
+    "Four Over Six MAE, bound 256": (four_over_six("mae"), 7.80, 0.01),
+    "MS-EDEN, rotated by 128": (Quant(rounding="ms_eden", outer=Outer(bound=256.0)), 9.72, 0.02),
+    "the best block scale, by search": (Quant(select=Select(among="search")), 6.60, 0.03),
+}
+"""A quantiser, its relative mean squared error in thousandths, and the tolerance at 4 million elements."""
+
+
+def relative_error(x: Tensor, estimate: Tensor) -> float:
+    """Sum of squared errors over sum of squares, in thousandths."""
+    return 1000 * ((estimate - x).double().square().sum() / x.double().square().sum()).item()
+
+
+def figures(side: int, slack: float) -> Iterator[Row]:
+    """The error of each quantiser on `side` x `side` normal numbers; `slack` is added to the tolerance."""
+    x = normal(side, side)
+    for name, (quant, figure, tolerance) in FIGURES.items():
+        turn = Hadamard(size=128, signs="per_step") if quant.rounding == "ms_eden" else None
+        operand = quantize(x, quant, rotation=turn, clock=Clock(0), keep=turn is not None)
+        error = relative_error(x if turn is None else operand.source, operand.dequantize())
+        yield near(name, error, figure, tolerance + slack)
+    operand = quantize(x, Quant(), keep=True)
+    above = (operand.scaled.abs().view(-1, 16).amax(1) > 6).double().mean().item()
+    yield near("blocks above 6 x scale, percent", 100 * above, 50.9, 0.01 + slack)
+
+
+MEANS = {1: 23.4, 4: 5.87, 16: 1.47, 64: 0.367, 256: 0.092}
+"""The error of the mean of N independent stochastic roundings with headroom: 1/N."""
+
+
+def errors_of_means(quant: Quant, x: Tensor, most: int) -> dict[int, float]:
+    """The error of the mean of N draws, for the N of MEANS up to `most`."""
+    total, errors = torch.zeros_like(x), {}
+    for n in range(1, most + 1):
+        total += quantize(x, quant, clock=Clock(1, step=n)).dequantize()
+        if n in MEANS:
+            errors[n] = relative_error(x, total / n)
+    return errors
+
+
+def unbiased(rows: int, most: int, tolerance: float) -> Iterator[Row]:
+    """Stochastic rounding with headroom errs by variance alone: the mean of N draws as 1/N."""
+    x = normal(rows, 1024)
+    errors = errors_of_means(Quant(rounding="stochastic", bits=24, range=ROOM), x, most)
+    for n, error in errors.items():
+        yield near(f"mean of {n} draws, 24 bits", error, MEANS[n], tolerance)
+    slope = np.polyfit(np.log(list(errors)), np.log(list(errors.values())), 1)[0]
+    yield near("slope of log error over log N", slope, -1, 0.01)
+
+
+def biased() -> Iterator[Row]:
+    """What keeps a mean from converging: bits that truncate, and blocks without headroom."""
+    x = normal(256, 1024)
+    truncated = errors_of_means(Quant(rounding="stochastic", range=ROOM), x, 256)[256]
+    yield near("mean of 256 draws, 8 bits", truncated, 0.092, 0.04, "truncation")
+    stalled = errors_of_means(Quant(rounding="stochastic", bits=24), x, 256)[256]
+    yield near("mean of 256 draws, no headroom, stalls", stalled, 0.173, 0.04, "the sample")
+
+
+# --- other people's code -----------------------------------------------------------------------------------------------------
+
+ORACLE = {"transformer_engine": "2.20.2"}
+"""Whose numbers the numerics follow to the bit, and in which version; the quick run compares with no other."""
+MOVED = (ImportError, AttributeError, KeyError, TypeError)
+
+
+def against(peer: str) -> Iterator[Row]:
+    """All that a public implementation computes as we do, where it is installed."""
+    if peers.version(peer) is None:
+        yield Row(peer, "not installed", peers.INSTALL[peer])
+        return
+    try:
+        found = peers.compare(peer)
+    except MOVED as error:
+        yield Row("compared", "nothing", f"its interface has moved: {type(error).__name__}: {error}")
+        return
+    for comparison in found:
+        measured = f"{comparison.mismatches:,} of {comparison.elements:,} differ"
+        expected = f"at most {100 * comparison.allowed:g} %: {comparison.why}" if comparison.allowed else "0 differ"
+        yield Row(comparison.what, measured, expected, comparison.agrees)
+
+
+def against_oracle(peer: str) -> Iterator[Row]:
+    """The same, where it is installed in the version that the numerics follow."""
+    if peers.version(peer) == ORACLE[peer]:
+        yield from against(peer)
+
+
+def heading(peer: str) -> str:
+    """Its name and version."""
+    found = peers.version(peer)
+    return f"Against {peer} {found}" if found else "Public implementations that are not installed"
+
+
+MACHINE, ROUNDING, SCALING = "This machine", "Formats and rounding", "Two-level scaling"
+ROTATION, RANDOM, TIME = "Rotation and products", "Randomness", "Schedules and stored tensors"
+ERRORS = "Relative squared error on 4 million standard normal numbers, x 1e3"
+FEW = "Relative squared error on 262,144 standard normal numbers, x 1e3 (so few move it by 1.5 %)"
+MEAN = "Stochastic rounding: squared error of the mean of N draws, x 1e3"
+
+CHECKS = (
+    Check(MACHINE, hardware),
+    Check(MACHINE, presets),
+    Check(ROUNDING, ties),
+    Check(ROUNDING, grids),
+    Check(ROUNDING, draws),
+    Check(SCALING, scaling),
+    Check(SCALING, awkward),
+    Check(SCALING, nonfinite),
+    Check(SCALING, kernels),
+    Check(ROTATION, rotations),
+    Check(ROTATION, copies),
+    Check(ROTATION, products),
+    Check(RANDOM, known_answers),
+    Check(RANDOM, counters),
+    Check(RANDOM, threads),
+    Check(RANDOM, gpu_bits, only="full"),
+    Check(TIME, schedules),
+    Check(TIME, stored),
+    Check(ERRORS, partial(figures, 2048, 0.0), only="full"),
+    Check(FEW, partial(figures, 512, 0.015), only="fast"),
+    Check(MEAN, partial(unbiased, 256, 256, 0.03), only="full"),
+    Check(MEAN, partial(unbiased, 64, 16, 0.03), only="fast"),
+    Check(MEAN, biased, only="full"),
+    *(Check(heading(peer), partial(against, peer), only="full") for peer in peers.PEERS),
+    *(Check(heading(peer), partial(against_oracle, peer), only="fast") for peer in ORACLE),
+)

@@ -1,0 +1,118 @@
+"""te.Linear beside the emulated layer, forward and backward, to nearest: apart by no more than fp32 additions in another order allow.
+
+Both round y, dx and dw to bf16 once, after sums of the same exact products, so that two numbers may differ by
+- what the order of K additions does: each rounds (a tensor core: cuts) off at most 2^-23 of the sum of all magnitudes,
+  M = sum |a| |b|, and there are two sums: 2 K 2^-23 M;
+- one step of bf16, 2^-7 of the value, where that lies on the other side of a boundary.
+The share of elements that are on the other side is at most the mean chance of it: what the order usually does, over the step. Of terms
+of either sign the sums on the way are 1 / sqrt(K) of M, so that usually it is 2 sqrt(K) 2^-23 M, even if every addition cuts the same way.
+FP8 on Hopper adds in TE's fast mode in fprop, which keeps 14 bits: 2^-13 for each 32 products in place of 2^-23 for each.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.te_mapping import Family, families
+from ablate.engines.transformer_engine import Draws, NativeLinear
+from ablate.numerics.philox import Clock
+from ablate.numerics.spec import Hadamard, Quant
+from ablate.recipes.recipe import Products
+from ablate.verification.check_result import Check, Row
+from ablate.verification.parity.bench import Bench, recipes
+
+STEP = 2.0**-7
+"""bf16's, of a value at the lower end of its binade."""
+
+
+class Sample(NamedTuple):
+    """One layer's weight [out, in], its input [tokens, in], and its output's gradient, bf16 values on the bench's device."""
+
+    w: Tensor
+    x: Tensor
+    dy: Tensor
+
+
+def exact_products(bench: Bench, family: Family) -> Iterator[Check]:
+    """Each recipe of a family: a row for y, dx and dw over all shapes."""
+    for its, name, products in recipes(bench.families):
+        if its == family:
+            yield Check("te.Linear, forward and backward", partial(_compared, bench, name, products), title=name)
+
+
+def _compared(bench: Bench, name: str, products: Products) -> Iterator[Row]:
+    worst, shares, limits, where = 0.0, [], [], ""
+    for number, shape in enumerate(bench.products):
+        sample = _sample(shape, number, bench.device)
+        ours, theirs = (_computed(layer, sample) for layer in pair(sample, products))
+        for what, (limit, usual) in reach(bench, sample, products).items():
+            a, b = ours[what].double(), theirs[what].double()
+            tolerance = STEP * torch.maximum(a.abs(), b.abs()) + limit
+            excess = float(((a - b).abs() / tolerance.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(torch.inf).max())
+            shares.append(float((a != b).double().mean()))
+            limits.append(float((usual / (STEP / 2 * a.abs()).clamp(min=1e-300)).clamp(max=1).mean()))
+            if excess > worst:
+                worst, where = excess, f"{what}, {' x '.join(map(str, shape))}"
+    crossed = [(share, limit) for share, limit in zip(shares, limits, strict=True) if share > limit]
+    share, limit = max(crossed or zip(shares, limits, strict=True))
+    said = f"{worst:.2g} of the tolerance ({where}), {100 * share:.2g} % differ" if where else "all alike"
+    yield Row(f"{name}: y, dx, dw", said, f"at most 1, and {100 * limit:.2g} %: the order of additions", worst <= 1 and not crossed)
+
+
+def pair(sample: Sample, products: Products) -> Iterator[EmulatedLinear]:
+    """The emulator's layer and TE's, of the same weight, each with its products in force."""
+    for kind in (EmulatedLinear, NativeLinear):
+        linear = nn.Linear(sample.w.shape[1], sample.w.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(sample.w.float())
+        clock = Clock(0)
+        layer = kind(linear, "blocks.0.a", clock, torch.bfloat16, *([Draws(clock)] if kind is NativeLinear else []))
+        layer.products = products
+        yield layer
+
+
+def _computed(layer: EmulatedLinear, sample: Sample) -> dict[str, Tensor]:
+    """Of a layer with delayed scaling, the second time: scaled by the amaxes that the first left."""
+    remembers = "fp8_delayed" in families([layer.products])
+    for step in range(1 + remembers):
+        layer.clock.step = step
+        layer.zero_grad()
+        x = sample.x.clone().requires_grad_()
+        y = layer(x)
+        y.backward(sample.dy)
+    return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}
+
+
+def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, tuple[Tensor, Tensor]]:
+    """How far the order of additions alone can move each element of y, dx and dw, and how far it usually does, fp64."""
+    layer = next(pair(sample, products))
+    sides = {
+        "y": ("fprop", ("x", sample.x), ("w", sample.w)),
+        "dx": ("dgrad", ("g", sample.dy), ("w", sample.w.t())),
+        "dw": ("wgrad", ("g", sample.dy.t()), ("x", sample.x.t())),
+    }
+    found = {}
+    for what, (name, *both) in sides.items():
+        spec = getattr(products, name)
+        a, b = (_magnitudes(layer, f"{name}.{operand}", getattr(spec, operand), spec.hadamard, z) for operand, z in both)
+        fast = bench.fast_sums and what == "y" and spec.x is not None and spec.x.scale is None
+        steps, cut = (-(-a.shape[1] // 32), 2.0**-13) if fast else (a.shape[1], 2.0**-23)
+        magnitudes = a @ b.t()
+        found[what] = 2 * steps * cut * magnitudes, 2 * steps**0.5 * cut * magnitudes
+    return found
+
+
+def _magnitudes(layer: EmulatedLinear, slot: str, quant: Quant | None, rotation: Hadamard | None, x: Tensor) -> Tensor:
+    return sum(part.dequantize() for part in layer.operand(x, slot, quant, rotation)).abs().double()
+
+
+def _sample(shape: tuple[int, int, int], seed: int, device: torch.device) -> Sample:
+    """Normal values, of a trained layer's size; every sixteenth token thirty times larger."""
+    tokens, inputs, outputs = shape
+    g = torch.Generator().manual_seed(seed)
+    w, x, dy = (torch.randn(size, generator=g) for size in ((outputs, inputs), (tokens, inputs), (tokens, outputs)))
+    x[::16] *= 30
+    return Sample(*(z.bfloat16().to(device) for z in (w * inputs**-0.5, x, dy * 1e-3)))
