@@ -219,7 +219,7 @@ def program(name):
         from ray.scripts.scripts import cli as found
     else:
         import typer
-        from ablate.__main__ import app
+        from ablate.cli.app import app
         found = typer.main.get_command(app)
     return found
 wrong = []

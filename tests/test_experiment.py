@@ -11,7 +11,8 @@ from experiments_for_tests import SHAPE, VOCAB, content, problems, shards, tiny,
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
-from ablate.experiment.arms import CONFIRM, KnobError
+from ablate.experiment.arms import KnobError
+from ablate.experiment.roles import CONFIRM
 from ablate.experiment.load import load
 from ablate.experiment.schema import json_schema
 from ablate.experiment.search_space import refuse_twins

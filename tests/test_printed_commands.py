@@ -13,7 +13,7 @@ import typer
 from commands_for_tests import here
 from experiments_for_tests import environment
 
-from ablate.__main__ import app
+from ablate.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,6 +58,8 @@ OTHERS = {
     "python benchmarks/peers.py": "below",
     "python benchmarks/fuzz_yaml.py": "test_fuzz.py",
     "python benchmarks/simulated_truth.py": "test_simulated_truth.py",
+    "python -m pytest": "is this suite",
+    "python tests/regenerate_golden.py": "recipes/test_ids.py",
     "python3 -m venv": "Python's own",
     "ray get-auth-token": "Ray's own, needs a cluster",
     "ray job submit": "needs a cluster: test_cluster.py; its ablate command is parsed here",

@@ -187,7 +187,7 @@ def test_a_proposed_arm_that_cannot_be_run_is_refused_with_its_reason_and_is_no_
         (refused,) = [arm for arm in arms if arm.role == "refused"]
         assert refused.knobs == {"skip_first": 1, "skip_last": 1}
         assert (refused.verdict.reason, refused.seeds, refused.missing) == ("refused", 0, ())
-        assert "keeps all 2 blocks" in refused.reason
+        assert "keeps all 8 layers in 2 blocks" in refused.reason
         assert [arm.name for arm in arms if arm.verdict.reason == "baseline"] == ["bf16"]
         assert [arm.name for arm in arms if arm.role == "baseline"] == ["bf16"]
         answer = Answer(book)

@@ -215,7 +215,7 @@ def test_a_combination_that_cannot_be_run_does_not_end_a_search(tmp_path):
     states = [trial.state.name for trial in trials(tmp_path)]
     assert set(states) == {"COMPLETE", "FAIL"}
     assert len(states) == 9
-    assert sum("cannot be run: skip_last: keeps all 3 blocks in high precision" in line for line in news) == states.count("FAIL")
+    assert sum("cannot be run: skip_last: keeps all 12 layers in 3 blocks in high precision" in line for line in news) == states.count("FAIL")
     again, _ = sweep(experiment, tmp_path)
     assert (again.status, again.ran, [trial.state.name for trial in trials(tmp_path)]) == ("done", 0, states)
 

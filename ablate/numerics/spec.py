@@ -71,7 +71,7 @@ def _drop_later(spec: Spec, data: dict[str, Any]) -> None:
             continue
         several = isinstance(value, tuple)
         for part, content in zip(value if several else (value,), data[name] if several else (data[name],), strict=True):
-            if isinstance(part, Spec):
+            if isinstance(part, Spec) and isinstance(content, dict):  # a layer rule may be written as one word
                 _drop_later(part, content)
 
 
