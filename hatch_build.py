@@ -15,7 +15,13 @@ from pathlib import Path
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("ablate/numerics/kernels")
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")  # no contraction: every rounding is specified
+FLAGS = (
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+)  # no contraction: every rounding is specified
 
 
 class Kernels(BuildHookInterface):
@@ -29,12 +35,28 @@ class Kernels(BuildHookInterface):
             build_data["force_include"]["analysis"] = "ablate/analysis"
         folder = Path(self.root) / FOLDER
         intel = platform.machine().lower() in ("x86_64", "amd64")
-        levels = {"portable": ("-mcpu=x86_64",), **{f"x86_64_v{n}": (f"-mcpu=x86_64_v{n}",) for n in (3, 4)}} if intel else {"portable": ()}
+        levels = (
+            {"portable": ("-mcpu=x86_64",), **{f"x86_64_v{n}": (f"-mcpu=x86_64_v{n}",) for n in (3, 4)}}
+            if intel
+            else {"portable": ()}
+        )
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
             for level, target in levels.items():
                 output = folder / f"nvfp4_{level}.so"
-                command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, *target, "-o", str(output), *map(str, sorted(folder.glob("*.c")))]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "ziglang",
+                    "cc",
+                    *FLAGS,
+                    *target,
+                    "-o",
+                    str(output),
+                    *map(str, sorted(folder.glob("*.c"))),
+                ]
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
                 if done.returncode:
-                    self.app.display_warning(f"{output.name} could not be compiled, the slow reference will run:\n{done.stderr}")
+                    self.app.display_warning(
+                        f"{output.name} could not be compiled, the slow reference will run:\n{done.stderr}"
+                    )

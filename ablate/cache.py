@@ -72,7 +72,9 @@ def _shelf(kind: str) -> Path:
     except OSError as error:
         why = str(error.strerror)
     if not os.access(folder, os.W_OK):
-        raise OSError(f"{folder}: what is made of data cannot be kept there ({why}); {VARIABLE} names another folder")
+        raise OSError(
+            f"{folder}: what is made of data cannot be kept there ({why}); {VARIABLE} names another folder"
+        )
     return folder
 
 
@@ -108,7 +110,12 @@ def key_of(*words: object) -> str:
 def digest(paths: Sequence[Path]) -> str:
     """32 hex digits of what stands in these files, in this order. They are read once, and again when a size or a time has changed."""
     stats = [path.stat() for path in paths]
-    key = key_of([(str(path.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for path, s in zip(paths, stats, strict=True)])
+    key = key_of(
+        [
+            (str(path.resolve()), s.st_size, s.st_mtime_ns, s.st_ino)
+            for path, s in zip(paths, stats, strict=True)
+        ]
+    )
     if time.time() - max((s.st_mtime for s in stats), default=0) < _SETTLED_SECONDS:
         return _digest(paths)
     return remembered(key, lambda: _digest(paths))

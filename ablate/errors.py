@@ -16,7 +16,10 @@ _JOINERS = "\u200c\u200d"
 """Characters of Persian, of Indian scripts and of emoji, without a shape of their own."""
 _HIDDEN = ("Cc", "Cs", "Cf", "Zl", "Zp")
 """Unicode categories that a terminal obeys or leaves out: controls, half pairs, formats (which turn the order of text), line breaks."""
-_PASSWORDS = (re.compile(r"(?<=://)([^:/@\s]*:)(\S*)(?=@)"), re.compile(r"([?&](?:password|passwd|token|secret)=)([^&\s]*)"))
+_PASSWORDS = (
+    re.compile(r"(?<=://)([^:/@\s]*:)(\S*)(?=@)"),
+    re.compile(r"([?&](?:password|passwd|token|secret)=)([^&\s]*)"),
+)
 _SHORTEST = 3
 """A password of fewer characters is not looked for outside an address: it would be found everywhere."""
 

@@ -72,7 +72,9 @@ def full(error: BaseException | None, folder: Path | None = None) -> bool:
         except OSError as refusal:
             error = refusal
     while error is not None:
-        if (isinstance(error, OSError) and error.errno in _FULL) or any(words in str(error) for words in _FULL_WORDS):
+        if (isinstance(error, OSError) and error.errno in _FULL) or any(
+            words in str(error) for words in _FULL_WORDS
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

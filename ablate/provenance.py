@@ -54,7 +54,10 @@ def _kernels() -> dict[str, str]:
 def _cpu_model() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def commit(folder: Path) -> tuple[str | None, str]:
@@ -65,6 +68,8 @@ def commit(folder: Path) -> tuple[str | None, str]:
 
 def _git(folder: Path, *words: str) -> str:
     try:
-        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, timeout=10, check=False).stdout
+        return subprocess.run(
+            ["git", "-C", folder, *words], capture_output=True, text=True, timeout=10, check=False
+        ).stdout
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""

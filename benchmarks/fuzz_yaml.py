@@ -62,9 +62,65 @@ arms:
 seeds: {start: 2, most: 8, by: sequence, step: 2}
 """
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 3, 16, 17, 10**4, 2**31, 2**32, 2**63 - 1, 2**63, -(2**63), 10**30, 10**400),
-    *(0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, "", " ", "true", "on", "-", "nan", "~", "bf16", "nvfp4", "rht", "stdlib", "prose", "..", "/"),
-    *("~nobody/x", "a/b", "a" * 300, "x" * 5000, "\x00", "a\nb", "\x1b[31m", "[/]", "\ud800", "é\U0001f600", "*", "**", "[", "{x}", "%s"),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        3,
+        16,
+        17,
+        10**4,
+        2**31,
+        2**32,
+        2**63 - 1,
+        2**63,
+        -(2**63),
+        10**30,
+        10**400,
+    ),
+    *(
+        0.0,
+        -0.0,
+        0.5,
+        1e-320,
+        1e308,
+        -1e308,
+        "",
+        " ",
+        "true",
+        "on",
+        "-",
+        "nan",
+        "~",
+        "bf16",
+        "nvfp4",
+        "rht",
+        "stdlib",
+        "prose",
+        "..",
+        "/",
+    ),
+    *(
+        "~nobody/x",
+        "a/b",
+        "a" * 300,
+        "x" * 5000,
+        "\x00",
+        "a\nb",
+        "\x1b[31m",
+        "[/]",
+        "\ud800",
+        "é\U0001f600",
+        "*",
+        "**",
+        "[",
+        "{x}",
+        "%s",
+    ),
     *(
         "bpe:99999999999",
         "bpe:300",
@@ -78,17 +134,63 @@ VALUES: tuple[Any, ...] = (
         "lower",
         "tokens.json",
     ),
-    *([], {}, [[]], [{}], {"a": 1}, {"a": {"b": {"c": [1, {"d": None}]}}}, [1, 1], [True, 1], [1.0, 1], [None, None]),
-    *({"uniform": [0, 1]}, {"int": [0, 10**18]}, {"choice": [1]}, {"choice": []}, {"uniform": [1, 0], "log": True}),
-    *({"uniform": [-1e308, 1e308]}, {"int": [1, 10**400]}, {"choice": [1, 2], "when": {"rht": True}}, list(range(400))),
-    *({"text": "words.txt"}, {"train": "*.bin", "val": "*.bin", "vocab": 50}, {"dataset": "a/b"}, {"prepared": "."}, {"cifar10": "."}),
+    *(
+        [],
+        {},
+        [[]],
+        [{}],
+        {"a": 1},
+        {"a": {"b": {"c": [1, {"d": None}]}}},
+        [1, 1],
+        [True, 1],
+        [1.0, 1],
+        [None, None],
+    ),
+    *(
+        {"uniform": [0, 1]},
+        {"int": [0, 10**18]},
+        {"choice": [1]},
+        {"choice": []},
+        {"uniform": [1, 0], "log": True},
+    ),
+    *(
+        {"uniform": [-1e308, 1e308]},
+        {"int": [1, 10**400]},
+        {"choice": [1, 2], "when": {"rht": True}},
+        list(range(400)),
+    ),
+    *(
+        {"text": "words.txt"},
+        {"train": "*.bin", "val": "*.bin", "vocab": 50},
+        {"dataset": "a/b"},
+        {"prepared": "."},
+        {"cifar10": "."},
+    ),
     *({"text": "words.txt", "tokenizer": "bpe:257"}, {"folder": ".", "size": 8}, {"dataset": "."}),
-    *({"model_type": "qwen3"}, {"model_type": {"a": 1}}, {"model_type": "gpt2", "n_layer": 2**31}, {"model_type": "llama", "to_dict": 5}),
-    *({"model_type": "qwen3", "num_hidden_layers": 2**31, "hidden_size": 64}, {"model_type": "gpt2", "n_embd": 10**9, "n_layer": 1}),
+    *(
+        {"model_type": "qwen3"},
+        {"model_type": {"a": 1}},
+        {"model_type": "gpt2", "n_layer": 2**31},
+        {"model_type": "llama", "to_dict": 5},
+    ),
+    *(
+        {"model_type": "qwen3", "num_hidden_layers": 2**31, "hidden_size": 64},
+        {"model_type": "gpt2", "n_embd": 10**9, "n_layer": 1},
+    ),
 )
 """Values of every type, of which hardly any fits where it is put."""
 SNIPPETS = (
-    *("!!set {a, b}", "!!bool x", "!!int x", "!!float x", "!!null x", "!!binary abc", "!!binary '=='", "!!timestamp 2020", "!!omap [a: 1]"),
+    *(
+        "!!set {a, b}",
+        "!!bool x",
+        "!!int x",
+        "!!float x",
+        "!!null x",
+        "!!binary abc",
+        "!!binary '=='",
+        "!!timestamp 2020",
+        "!!omap [a: 1]",
+    ),
     *(
         "!!timestamp 2020-01-01",
         "!!pairs [a: 1, a: 2]",
@@ -109,7 +211,18 @@ SNIPPETS = (
         "=",
         "<<",
     ),
-    *("{<<: {a: 1}}", "{<<: [1]}", "{<<: 3}", "&a [1, 2]", "&a {b: *a}", "*a", "[*a, *a]", "{? {a: 1} : 2}", "{? [a, b] : c}", "{: 1}"),
+    *(
+        "{<<: {a: 1}}",
+        "{<<: [1]}",
+        "{<<: 3}",
+        "&a [1, 2]",
+        "&a {b: *a}",
+        "*a",
+        "[*a, *a]",
+        "{? {a: 1} : 2}",
+        "{? [a, b] : c}",
+        "{: 1}",
+    ),
     *(
         "{null: 1}",
         "{1: 2, 1.0: 3}",
@@ -136,7 +249,21 @@ SNIPPETS = (
         ".inf",
         "-.inf",
     ),
-    *(".nan", "1e400", "-1e400", "9" * 5000, "[" * 70 + "]" * 70, "[" * 5000, "{a: " * 70, "%TAG ! x", "---", "...", "--- a", "# c", "\t"),
+    *(
+        ".nan",
+        "1e400",
+        "-1e400",
+        "9" * 5000,
+        "[" * 70 + "]" * 70,
+        "[" * 5000,
+        "{a: " * 70,
+        "%TAG ! x",
+        "---",
+        "...",
+        "--- a",
+        "# c",
+        "\t",
+    ),
     *(
         "@x",
         "`x`",
@@ -191,7 +318,11 @@ class Tally:
 
 def originals() -> list[str]:
     """The texts that are mutated: all shipped experiments, and two that have every other key."""
-    return [*(path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "experiments").rglob("*.yaml"))), SEARCH, SOURCES]
+    return [
+        *(path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "experiments").rglob("*.yaml"))),
+        SEARCH,
+        SOURCES,
+    ]
 
 
 def mutant(number: int, texts: list[str]) -> bytes:
@@ -205,12 +336,20 @@ def mutant(number: int, texts: list[str]) -> bytes:
         text = _written(tree, draw)
     else:
         for _ in range(draw.choice((1, 1, 2, 3))):
-            text = draw.choice((_snippet_as_value, _snippet_as_value, _snippet_anywhere, _lines, _number))(text, draw)
+            text = draw.choice((_snippet_as_value, _snippet_as_value, _snippet_anywhere, _lines, _number))(
+                text, draw
+            )
     content = text.encode("utf-8", "surrogatepass")
     return _bytes(content, draw) if draw.random() < 0.15 else content
 
 
-def run(first: int, count: int, seconds: float | None = None, megabytes: float | None = None, keep: Path | None = None) -> Tally:
+def run(
+    first: int,
+    count: int,
+    seconds: float | None = None,
+    megabytes: float | None = None,
+    keep: Path | None = None,
+) -> Tally:
     """Load and plan mutants `first` to `first + count - 1` in an empty folder. `keep`: where their files are left."""
     from ablate.cli.plan import show
     from ablate.cli.settings import find
@@ -246,21 +385,28 @@ def run(first: int, count: int, seconds: float | None = None, megabytes: float |
             except BaseException as error:
                 tally.defect(_described(error), number)
             took, grew = time.process_time() - started, _peak() - before
-            tally.slowest, tally.largest = max(tally.slowest, (took, number)), max(tally.largest, (grew, number))
+            tally.slowest, tally.largest = (
+                max(tally.slowest, (took, number)),
+                max(tally.largest, (grew, number)),
+            )
             if megabytes is not None and grew > megabytes:
                 tally.defect(f"memory: {grew:.0f} MB more", number)
     return tally
 
 
 def _described(error: BaseException) -> str:
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "ablate" in Path(frame.filename).parts]
+    ours = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "ablate" in Path(frame.filename).parts
+    ]
     where = f"{Path(ours[-1].filename).name}:{ours[-1].name}" if ours else "?"
     return f"{type(error).__name__} in {where}: {str(error)[:120]!r}"
 
 
 def _peak() -> float:
     """Megabytes of the largest resident set that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        1 << 20 if sys.platform == "darwin" else 1 << 10
+    )
 
 
 @contextmanager
@@ -313,7 +459,13 @@ def _spots(tree: Any) -> list[tuple[Any, Any]]:
     spots, waiting = [], [tree]
     while waiting:
         node = waiting.pop()
-        items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
+        items = (
+            list(node.items())
+            if isinstance(node, dict)
+            else list(enumerate(node))
+            if isinstance(node, list)
+            else []
+        )
         for key, value in items:
             spots.append((node, key))
             waiting.append(value)
@@ -361,7 +513,15 @@ def _names() -> list[str]:
             waiting.extend(node.values())
         elif isinstance(node, list):
             waiting.extend(node)
-    return [*found, "workload.steps", "workload.data", "recipe.wgrad.g.rounding", "recipe.layers.rules", "workload.model", "<<"]
+    return [
+        *found,
+        "workload.steps",
+        "workload.data",
+        "recipe.wgrad.g.rounding",
+        "recipe.layers.rules",
+        "workload.model",
+        "<<",
+    ]
 
 
 _NAMES: list[str] = []
@@ -382,7 +542,13 @@ def _rename(tree: Any, draw: random.Random) -> None:
         word = str(spot[1])
         at = draw.randrange(len(word) + 1)
         other = draw.choice(
-            (word[:at] + word[at + 1 :], word[:at] + "x" + word[at:], word.upper(), f"{word}.{word}", word.replace(".", ""))
+            (
+                word[:at] + word[at + 1 :],
+                word[:at] + "x" + word[at:],
+                word.upper(),
+                f"{word}.{word}",
+                word.replace(".", ""),
+            )
         )
         spot[0][other] = spot[0].pop(spot[1])
 
@@ -411,11 +577,21 @@ def _written(value: Any, draw: random.Random, depth: int = 0) -> str:
     if isinstance(value, Raw):
         return str(value)
     if isinstance(value, dict):
-        items = [(_written(str(key), draw, 9), _written(item, draw, depth + 1)) for key, item in value.items()]
-        return "".join(f"{k}: {v}\n" for k, v in items) if depth == 0 else "{" + ", ".join(f"{k}: {v}" for k, v in items) + "}"
+        items = [
+            (_written(str(key), draw, 9), _written(item, draw, depth + 1)) for key, item in value.items()
+        ]
+        return (
+            "".join(f"{k}: {v}\n" for k, v in items)
+            if depth == 0
+            else "{" + ", ".join(f"{k}: {v}" for k, v in items) + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(_written(item, draw, depth + 1) for item in value) + "]"
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./]*", value) and value not in ("true", "false", "null"):
+    if (
+        isinstance(value, str)
+        and re.fullmatch(r"[A-Za-z][\w./]*", value)
+        and value not in ("true", "false", "null")
+    ):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**300:
         return f"{'-' * (value < 0)}1{'0' * 400}"
@@ -452,7 +628,12 @@ def _lines(text: str, draw: random.Random) -> str:
     elif change == 3:
         lines[one] = " " * draw.choice((1, 2, 3)) + lines[one]
     elif change == 4:
-        lines[one] = draw.choice(("\ufeff", "\t", "---\n", "...\n", "%YAML 1.1\n---\n", "%YAML 9.9\n---\n", "? ", "- ")) + lines[one]
+        lines[one] = (
+            draw.choice(
+                ("\ufeff", "\t", "---\n", "...\n", "%YAML 1.1\n---\n", "%YAML 9.9\n---\n", "? ", "- ")
+            )
+            + lines[one]
+        )
     else:
         lines[one] = lines[one].rstrip("\n").lstrip(" ")
     return "".join(lines)
@@ -464,7 +645,22 @@ def _number(text: str, draw: random.Random) -> str:
     if not spots:
         return text
     spot = draw.choice(spots)
-    other = draw.choice(("0", "-1", "1", "3", "1.5", "2147483648", "9223372036854775807", "1" + "0" * 30, "1e308", "1e-320", ".5", "0x10"))
+    other = draw.choice(
+        (
+            "0",
+            "-1",
+            "1",
+            "3",
+            "1.5",
+            "2147483648",
+            "9223372036854775807",
+            "1" + "0" * 30,
+            "1e308",
+            "1e-320",
+            ".5",
+            "0x10",
+        )
+    )
     return text[: spot.start()] + other + text[spot.end() :]
 
 
@@ -474,7 +670,9 @@ def _bytes(content: bytes, draw: random.Random) -> bytes:
     if change == 0:
         return content[: draw.randrange(len(content) + 1)]
     if change == 1:
-        return content.decode("utf-8", "replace").encode(draw.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig")))
+        return content.decode("utf-8", "replace").encode(
+            draw.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig"))
+        )
     if change == 2:
         return content.replace(b"\n", draw.choice((b"\r", b"\r\n", b"\n\n", b"\x85", b"\xe2\x80\xa8")))
     found = bytearray(content)
@@ -488,15 +686,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--count", type=int, default=20_000, help="Mutants to try; default: 20000.")
     parser.add_argument("--first", type=int, default=0, help="Number of the first mutant; default: 0.")
-    parser.add_argument("--seconds", type=float, default=20.0, help="A mutant that takes more processor time is a defect; default: 20.")
-    parser.add_argument("--megabytes", type=float, default=200.0, help="A mutant that raises the peak memory more is one; default: 200.")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="A mutant that takes more processor time is a defect; default: 20.",
+    )
+    parser.add_argument(
+        "--megabytes",
+        type=float,
+        default=200.0,
+        help="A mutant that raises the peak memory more is one; default: 200.",
+    )
     parser.add_argument("--keep", type=Path, help="A folder in which the mutants are left.")
     asked = parser.parse_args()
     keep = asked.keep and asked.keep.resolve()
     if keep:
         keep.mkdir(parents=True, exist_ok=True)
     tally = run(asked.first, asked.count, asked.seconds, asked.megabytes, keep)
-    print(f"{asked.count} mutants from {asked.first}: {tally.loaded} loaded and planned, {tally.refused} refused with a place,")
+    print(
+        f"{asked.count} mutants from {asked.first}: {tally.loaded} loaded and planned, {tally.refused} refused with a place,"
+    )
     print(f"{sum(tally.defects.values())} defects; peak memory {_peak():.0f} MB")
     print(f"slowest: mutant {tally.slowest[1]}, {tally.slowest[0]:.2f} s of processor time")
     print(f"most memory: mutant {tally.largest[1]}, {tally.largest[0]:.0f} MB more")

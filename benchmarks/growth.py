@@ -44,7 +44,10 @@ def main() -> None:
     for name, (interval, looks) in DESIGNS.items():
         experiments = EXPERIMENTS if looks[-1] < 100 else EXPERIMENTS // 10
         nothing, small, large = (run(interval, looks, effect, experiments) for effect in (0, 0.004, 0.01))
-        print(f"| {name} | {nothing[0]:.1%} | {small[0]:.0%}, {small[1]:.1f} | {large[0]:.1%}, {large[1]:.1f} |", flush=True)
+        print(
+            f"| {name} | {nothing[0]:.1%} | {small[0]:.0%}, {small[1]:.1f} | {large[0]:.1%}, {large[1]:.1f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,9 @@ class Entry:
         self.call, self.seconds = None, []
 
 
-def measure(entries: list[Entry], rounds: int, after: Callable[[Entry, Any], None] | None = None, least: float = 0.0) -> None:
+def measure(
+    entries: list[Entry], rounds: int, after: Callable[[Entry, Any], None] | None = None, least: float = 0.0
+) -> None:
     """Time every entry in turn within each round, so that a change of the machine's speed meets all of them alike.
 
     What takes less than `least` seconds is repeated for that long: its data are then in cache, as in training. `after`, which is not

@@ -23,14 +23,51 @@ FAKE = "its fake quantiser needs CUDA"
 def entries() -> list[Entry]:
     """Ours first; every library that is known to offer this, whether or not it can run here."""
     return [
-        Entry("ablate", "to the operand of a product: code x block scale, exact in bf16; its fp32 factor apart", "", ours),
-        Entry("ablate, dequantised", "the same, then dequantize() to fp32, which is plain torch", "", ours_dequantised),
-        Entry("Transformer Engine", "its Python reference, rows only; decoded to fp32", "transformer_engine", transformer_engine),
-        Entry("torchao", "NVFP4Tensor.to_nvfp4 with a per-tensor scale; dequantize to fp32", "torchao", torchao),
-        Entry("torchao, compiled", "the same through torch.compile, as its documentation advises", "torchao", torchao_compiled),
-        Entry("compressed-tensors", "scheme NVFP4: dynamic scales, fake_quantize to fp32", "compressed-tensors", compressed),
-        Entry("fouroversix", "quantize_to_fp4 by static_6 (plain NVFP4), in PyTorch; dequantize to fp32", "fouroversix", fouroversix),
-        Entry("nvidia-modelopt", f"NVFP4QTensor: quantize, dequantize to fp32; {FAKE}", "nvidia-modelopt", modelopt),
+        Entry(
+            "ablate",
+            "to the operand of a product: code x block scale, exact in bf16; its fp32 factor apart",
+            "",
+            ours,
+        ),
+        Entry(
+            "ablate, dequantised",
+            "the same, then dequantize() to fp32, which is plain torch",
+            "",
+            ours_dequantised,
+        ),
+        Entry(
+            "Transformer Engine",
+            "its Python reference, rows only; decoded to fp32",
+            "transformer_engine",
+            transformer_engine,
+        ),
+        Entry(
+            "torchao", "NVFP4Tensor.to_nvfp4 with a per-tensor scale; dequantize to fp32", "torchao", torchao
+        ),
+        Entry(
+            "torchao, compiled",
+            "the same through torch.compile, as its documentation advises",
+            "torchao",
+            torchao_compiled,
+        ),
+        Entry(
+            "compressed-tensors",
+            "scheme NVFP4: dynamic scales, fake_quantize to fp32",
+            "compressed-tensors",
+            compressed,
+        ),
+        Entry(
+            "fouroversix",
+            "quantize_to_fp4 by static_6 (plain NVFP4), in PyTorch; dequantize to fp32",
+            "fouroversix",
+            fouroversix,
+        ),
+        Entry(
+            "nvidia-modelopt",
+            f"NVFP4QTensor: quantize, dequantize to fp32; {FAKE}",
+            "nvidia-modelopt",
+            modelopt,
+        ),
         *absent(),
     ]
 
@@ -38,7 +75,12 @@ def entries() -> list[Entry]:
 def absent() -> list[Entry]:
     """What is public, and cannot be measured on this kind of machine whatever is installed."""
     return [
-        Entry("microxcaling", "", "mx", why="not on PyPI; and its block scales are powers of two, so it computes MXFP4, not NVFP4"),
+        Entry(
+            "microxcaling",
+            "",
+            "mx",
+            why="not on PyPI; and its block scales are powers of two, so it computes MXFP4, not NVFP4",
+        ),
         Entry("Quartet II", "", "quartet2", why="not on PyPI; and its kernels are CUDA for Blackwell"),
     ]
 
@@ -58,11 +100,15 @@ def ours_dequantised(x: Tensor) -> Call:
 
 def transformer_engine(x: Tensor) -> Call:
     te = peers.te_reference()
-    quantizer = te.nvfp4.NVFP4QuantizerRef(dtype=te.formats.E2M1, rowwise=True, columnwise=False, quant_tile_shape=(1, 16))
+    quantizer = te.nvfp4.NVFP4QuantizerRef(
+        dtype=te.formats.E2M1, rowwise=True, columnwise=False, quant_tile_shape=(1, 16)
+    )
 
     def call() -> Tensor:
         q = quantizer.quantize(x)
-        return peers.te_values(q.data, q.scale) * (q.global_amax_row / 2688)  # it has no dequantize of its own
+        return peers.te_values(q.data, q.scale) * (
+            q.global_amax_row / 2688
+        )  # it has no dequantize of its own
 
     return call
 
@@ -71,7 +117,9 @@ def torchao(x: Tensor) -> Call:
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
     def call() -> Tensor:
-        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax())).dequantize(torch.float32)
+        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax())).dequantize(
+            torch.float32
+        )
 
     return call
 

@@ -33,19 +33,45 @@ def entries() -> list[Entry]:
             "",
             partial(ours, "nvfp4"),
         ),
-        Entry("ablate, nvfp4, compiled", "the same with compile: true, which fuses what surrounds the products", "", compiled),
+        Entry(
+            "ablate, nvfp4, compiled",
+            "the same with compile: true, which fuses what surrounds the products",
+            "",
+            compiled,
+        ),
         Entry("ablate, bf16", "baseline: nothing quantised", "", partial(ours, "bf16")),
         Entry("ablate, fp32", "baseline: nothing quantised", "", partial(ours, "fp32")),
-        Entry("fouroversix", f"FourOverSixLinear, static_6: the same recipe, products in fp32; {HADAMARD}", "fouroversix", fouroversix),
+        Entry(
+            "fouroversix",
+            f"FourOverSixLinear, static_6: the same recipe, products in fp32; {HADAMARD}",
+            "fouroversix",
+            fouroversix,
+        ),
         Entry(
             "Transformer Engine",
             "its Python reference, quantisers and custom_gemm: the same, but gradients to nearest; products in fp32, block by block",
             "transformer_engine",
             transformer_engine,
         ),
-        Entry("torchao", "NVFP4Linear of its NVFP4 training", "torchao", torchao, why="its kernels are Triton's and need a GPU"),
-        Entry("compressed-tensors", "", "compressed-tensors", why="no training linear: its fake quantisation passes no gradient"),
-        Entry("nvidia-modelopt", "", "nvidia-modelopt", why=f"no training linear: it quantises the forward product only; and {FAKE}"),
+        Entry(
+            "torchao",
+            "NVFP4Linear of its NVFP4 training",
+            "torchao",
+            torchao,
+            why="its kernels are Triton's and need a GPU",
+        ),
+        Entry(
+            "compressed-tensors",
+            "",
+            "compressed-tensors",
+            why="no training linear: its fake quantisation passes no gradient",
+        ),
+        Entry(
+            "nvidia-modelopt",
+            "",
+            "nvidia-modelopt",
+            why=f"no training linear: it quantises the forward product only; and {FAKE}",
+        ),
         *absent(),
     ]
 
@@ -55,7 +81,14 @@ def shape(layers: int, width: int, tokens: int) -> Gpt:
 
     Every dimension is a multiple of 128: torchao refuses others, and fouroversix fails on them when it quantises a transpose.
     """
-    size = {"layers": layers, "width": width, "heads": width // 64, "hidden": 3 * width, "context": 128, "batch": tokens // 128}
+    size = {
+        "layers": layers,
+        "width": width,
+        "heads": width // 64,
+        "hidden": 3 * width,
+        "context": 128,
+        "batch": tokens // 128,
+    }
     return Gpt(**size, warmup=0, decay="none", steps=NEVER, eval_every=NEVER)
 
 
@@ -107,7 +140,9 @@ def fouroversix(config: Gpt) -> Call:
     # As shipped, wgrad fails on a CPU: the back end builds its Hadamard matrix on "cuda", whatever the tensor is on.
     if not isinstance(backend.get_rht_matrix, partial):
         backend.get_rht_matrix = partial(backend.get_rht_matrix, device="cpu")
-    how = library.ModuleQuantizationConfig(scale_rule="static_6", keep_master_weights=True, weight_scale_2d=True)
+    how = library.ModuleQuantizationConfig(
+        scale_rule="static_6", keep_master_weights=True, weight_scale_2d=True
+    )
     return _stepper(config, "bf16", lambda linear: OneSequence(library.FourOverSixLinear(linear, how)))
 
 

@@ -24,8 +24,13 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,  # a bad argument is one plain sentence
 )
-Rounds = Annotated[int, typer.Option(min=1, help=f"Interleaved rounds; the median counts. {WARM_UP} more come first and do not.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, too.")]
+Rounds = Annotated[
+    int,
+    typer.Option(min=1, help=f"Interleaved rounds; the median counts. {WARM_UP} more come first and do not."),
+]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, too.")
+]
 
 SAME = 1e-6
 """Closer values have the same code and block scale: libraries fold the tensor scale in elsewhere, which moves the last bits of fp32."""
@@ -52,14 +57,38 @@ def kernels(
             entry.prepare(x)
         measure(found, rounds, least=0.02)
         for entry in filter(_measured, found):
-            entry.learned = {"other": _other(entry.first, exact(x)), "other_bf16": _other(entry.build(bf16)(), exact(bf16))}
+            entry.learned = {
+                "other": _other(entry.first, exact(x)),
+                "other_bf16": _other(entry.build(bf16)(), exact(bf16)),
+            }
     ours, dequantised = found[:2]
-    lines = [_line(entry, x.numel() / 1e6, "Melem/s", {"ours/theirs": ours, "dequantised/theirs": dequantised}) for entry in found]
-    _show(lines, {"ms": ".2f", "Melem/s": ",.0f", "ours/theirs": ".1f", "dequantised/theirs": ".1f", "other": ",", "other_bf16": ","})
+    lines = [
+        _line(entry, x.numel() / 1e6, "Melem/s", {"ours/theirs": ours, "dequantised/theirs": dequantised})
+        for entry in found
+    ]
+    _show(
+        lines,
+        {
+            "ms": ".2f",
+            "Melem/s": ",.0f",
+            "ours/theirs": ".1f",
+            "dequantised/theirs": ".1f",
+            "other": ",",
+            "other_bf16": ",",
+        },
+    )
     print(f"\nOne tensor, fp32 [{rows}, {columns}], N(0, 1); median of {rounds} rounds.")
-    print("ours/theirs: our speed over theirs, as an operand, and dequantised (deq.), which is like for like.")
-    print("other: how many values got another code or block scale than ours, of this tensor, and of its bf16 copy, which has exact ties.")
-    _write(file, {"command": "kernels", "rows": rows, "columns": columns, "dtype": "float32", "rounds": rounds}, lines)
+    print(
+        "ours/theirs: our speed over theirs, as an operand, and dequantised (deq.), which is like for like."
+    )
+    print(
+        "other: how many values got another code or block scale than ours, of this tensor, and of its bf16 copy, which has exact ties."
+    )
+    _write(
+        file,
+        {"command": "kernels", "rows": rows, "columns": columns, "dtype": "float32", "rounds": rounds},
+        lines,
+    )
 
 
 @app.command()
@@ -82,15 +111,29 @@ def step(
     measure(found, rounds, _keep_loss)
     lines = [_line(entry, tokens, "tokens/s", {"ours/theirs": found[0]}) for entry in found]
     _show(lines, {"ms": ",.0f", "tokens/s": ",.0f", "ours/theirs": ".2f", "loss": ".4f"})
-    given = {"layers": layers, "width": width, "hidden": config.hidden_width, "tokens": tokens, "rounds": rounds}
-    print(f"\nOne model, {', '.join(f'{name} {value}' for name, value in given.items())}; the same first weights and the same batches.")
-    print(f"ours/theirs: our speed (nvfp4) over theirs. loss: in step {rounds + WARM_UP + 1}, all at the full learning rate.")
+    given = {
+        "layers": layers,
+        "width": width,
+        "hidden": config.hidden_width,
+        "tokens": tokens,
+        "rounds": rounds,
+    }
+    print(
+        f"\nOne model, {', '.join(f'{name} {value}' for name, value in given.items())}; the same first weights and the same batches."
+    )
+    print(
+        f"ours/theirs: our speed (nvfp4) over theirs. loss: in step {rounds + WARM_UP + 1}, all at the full learning rate."
+    )
     _write(file, {"command": "step", **given}, lines)
 
 
 def _check(multiples: dict[str, tuple[int, int]], file: Path | None) -> None:
     """Before anything is measured, which takes minutes."""
-    wrong = [f"{name} {value}: not a multiple of {by}, which some libraries need" for name, (value, by) in multiples.items() if value % by]
+    wrong = [
+        f"{name} {value}: not a multiple of {by}, which some libraries need"
+        for name, (value, by) in multiples.items()
+        if value % by
+    ]
     if file and (file.is_dir() or not file.absolute().parent.is_dir()):
         wrong.append(f"--json {file}: it must name a file in a folder that exists")
     if wrong:
@@ -139,7 +182,11 @@ def _show(lines: list[dict[str, Any]], forms: dict[str, str]) -> None:
     table.add_column("library", no_wrap=True)
     table.add_column("version", no_wrap=True)
     for name in forms:
-        table.add_column(name.replace("_", ", ").replace("dequantised/theirs", "deq./theirs"), justify="right", no_wrap=True)
+        table.add_column(
+            name.replace("_", ", ").replace("dequantised/theirs", "deq./theirs"),
+            justify="right",
+            no_wrap=True,
+        )
     table.add_column("what it computes, fp32 in" if "other" in forms else "what it computes", ratio=1)
     for line in lines:
         cells = [format(line[name], form) if name in line else "-" for name, form in forms.items()]
@@ -151,7 +198,9 @@ def _show(lines: list[dict[str, Any]], forms: dict[str, str]) -> None:
 def _write(file: Path | None, given: dict[str, Any], lines: list[dict[str, Any]]) -> None:
     if file:
         machine = {name: value for name, value in provenance.environment().items() if name != "host"}
-        file.write_text(json.dumps({**given, "threads": 1, "machine": machine, "rows": lines}, indent=1) + "\n")
+        file.write_text(
+            json.dumps({**given, "threads": 1, "machine": machine, "rows": lines}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

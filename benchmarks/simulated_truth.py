@@ -57,11 +57,20 @@ def scenarios() -> Iterator[Scenario]:
         for pairs in STARTS:
             for deviation in DEVIATIONS:
                 yield from (Scenario("promise", interval, pairs, deviation, effect) for effect in EFFECTS)
-    yield from (Scenario("promise", interval, pairs, shape=shape) for interval in INTERVALS for pairs in STARTS for shape in PRIORS)
+    yield from (
+        Scenario("promise", interval, pairs, shape=shape)
+        for interval in INTERVALS
+        for pairs in STARTS
+        for shape in PRIORS
+    )
     for start in STARTS:  # four arms whose seeds are promised together
         yield from (Scenario("promise", "t", start, 2.0, effect, 4) for effect in EFFECTS)
     for interval in INTERVALS:
-        yield from (Scenario("headline", interval, pairs, deviation, arms=ARMS) for pairs in STARTS for deviation in (0.5, 2.0))
+        yield from (
+            Scenario("headline", interval, pairs, deviation, arms=ARMS)
+            for pairs in STARTS
+            for deviation in (0.5, 2.0)
+        )
     yield from (Scenario("growth", interval, 3, 1.0, arms=ARMS) for interval in INTERVALS[1:])
     for shape in ("normal", "lognormal", "t3", "outlier"):
         yield from (Scenario("coverage", "t", pairs, 1.0, shape=shape) for pairs in STARTS)
@@ -82,7 +91,9 @@ def draw(random: np.random.Generator, shape: str, size: tuple[int, ...]) -> np.n
 
 def difference(values: np.ndarray, interval: Interval) -> Difference:
     """The paired difference that these are."""
-    return paired_difference(dict(enumerate(values.tolist())), dict.fromkeys(range(len(values)), 0.0), interval)
+    return paired_difference(
+        dict(enumerate(values.tolist())), dict.fromkeys(range(len(values)), 0.0), interval
+    )
 
 
 def arms(random: np.random.Generator, scenario: Scenario, pairs: int) -> np.ndarray:
@@ -102,7 +113,11 @@ def promise(scenario: Scenario, experiments: int) -> dict[str, int]:
     made = kept = beyond = decided = seeds = 0
     for _ in range(experiments):
         if asked.shape in PRIORS:
-            scenario = replace(asked, effect=PRIORS[asked.shape](random), deviation=math.exp(random.uniform(math.log(0.5), math.log(4))))
+            scenario = replace(
+                asked,
+                effect=PRIORS[asked.shape](random),
+                deviation=math.exp(random.uniform(math.log(0.5), math.log(4))),
+            )
         values = arms(random, scenario, scenario.pairs)
         judged = judge([(difference(line, interval), 1.0) for line in values], True)
         decided += sum(verdict.decided for verdict in judged)
@@ -125,7 +140,10 @@ def headline(scenario: Scenario, experiments: int) -> dict[str, int]:
     false = uncorrected = 0
     for _ in range(experiments):
         found = [difference(line, interval) for line in arms(random, scenario, scenario.pairs)]
-        false += any(verdict.kind in ("better", "worse") for verdict in judge([(one, 1.0) for one in found], True, plan=False))
+        false += any(
+            verdict.kind in ("better", "worse")
+            for verdict in judge([(one, 1.0) for one in found], True, plan=False)
+        )
         uncorrected += any(one.low > 0 or one.high < 0 for one in found)
     return {"sweeps": experiments, "false": false, "uncorrected": uncorrected}
 
@@ -137,7 +155,9 @@ def growth(scenario: Scenario, experiments: int) -> dict[str, int]:
     for _ in range(experiments):
         values, have = arms(random, scenario, 12), [scenario.pairs] * scenario.arms
         while True:
-            judged = judge([(difference(values[arm, :n], interval), 1.0) for arm, n in enumerate(have)], True, plan=False)
+            judged = judge(
+                [(difference(values[arm, :n], interval), 1.0) for arm, n in enumerate(have)], True, plan=False
+            )
             grown = [arm for arm, verdict in enumerate(judged) if not verdict.decided and have[arm] < 12]
             if not grown:
                 break
@@ -149,7 +169,9 @@ def growth(scenario: Scenario, experiments: int) -> dict[str, int]:
 def coverage(scenario: Scenario, experiments: int) -> dict[str, int]:
     """How often the interval holds the true difference."""
     random, interval = scenario.random(), Interval.parse(scenario.interval)
-    found = [difference(line, interval) for line in draw(random, scenario.shape, (experiments, scenario.pairs))]
+    found = [
+        difference(line, interval) for line in draw(random, scenario.shape, (experiments, scenario.pairs))
+    ]
     return {"experiments": experiments, "covered": sum(one.low <= 0 <= one.high for one in found)}
 
 
@@ -158,7 +180,9 @@ def counts(scenario: Scenario, experiments: int) -> dict[str, int]:
     random = scenario.random()
     false = zero_width = 0
     for _ in range(experiments):
-        found = difference(np.subtract(*random.poisson(scenario.deviation, (2, scenario.pairs)).astype(float)), Interval())
+        found = difference(
+            np.subtract(*random.poisson(scenario.deviation, (2, scenario.pairs)).astype(float)), Interval()
+        )
         false += judge([(found, None)], True, plan=False)[0].kind in ("better", "worse")
         zero_width += found.deviation == 0 and found.mean != 0
     return {"experiments": experiments, "false": false, "zero_width": zero_width}
@@ -173,11 +197,15 @@ def run(cache: Path, experiments: int, kinds: set[str]) -> dict[str, dict[str, i
     """The results of every scenario, those in the cache taken from there; a line of progress on standard error."""
     known = json.loads(cache.read_text()) if cache.exists() else {}
     if known.setdefault("experiments", experiments) != experiments:
-        raise SystemExit(f"{cache}: made with --experiments {known['experiments']}, not {experiments}; name another --cache")
+        raise SystemExit(
+            f"{cache}: made with --experiments {known['experiments']}, not {experiments}; name another --cache"
+        )
     wanted = [scenario for scenario in scenarios() if scenario.kind in kinds]
     for number, scenario in enumerate(wanted, 1):
         if scenario.name not in known:
-            known[scenario.name] = KINDS[scenario.kind](scenario, max(1, round(experiments * SHARES[scenario.kind])))
+            known[scenario.name] = KINDS[scenario.kind](
+                scenario, max(1, round(experiments * SHARES[scenario.kind]))
+            )
             written = cache.with_suffix(".part")
             written.write_text(json.dumps(known, indent=0))
             written.replace(cache)
@@ -202,7 +230,9 @@ def kept(found: Mapping[str, Mapping[str, int]], **fixed: float | str) -> str:
     lines = [
         found[scenario.name]
         for scenario in scenarios()
-        if scenario.kind == "promise" and scenario.name in found and all(getattr(scenario, key) == value for key, value in fixed.items())
+        if scenario.kind == "promise"
+        and scenario.name in found
+        and all(getattr(scenario, key) == value for key, value in fixed.items())
     ]
     return share(sum(line["kept"] for line in lines), sum(line["made"] for line in lines))
 
@@ -217,9 +247,17 @@ def tables(found: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
         rows += [(f"deviation {deviation:g}", {"deviation": deviation}) for deviation in DEVIATIONS]
         rows += [(f"after {pairs} seeds", {"pairs": pairs}) for pairs in STARTS]
         for title, fixed in rows:
-            cells = (kept(found, **{"interval": interval, "arms": 1, "shape": "normal"} | fixed) for interval in INTERVALS)
+            cells = (
+                kept(found, **{"interval": interval, "arms": 1, "shape": "normal"} | fixed)
+                for interval in INTERVALS
+            )
             yield f"| {title} | {' | '.join(cells)} |"
-        yield from ("", "| four arms, t, deviation 2 | promises kept |", "|---|---|", f"| all | {kept(found, arms=4)} |")
+        yield from (
+            "",
+            "| four arms, t, deviation 2 | promises kept |",
+            "|---|---|",
+            f"| all | {kept(found, arms=4)} |",
+        )
         yield from (f"| effect {effect:g} | {kept(found, arms=4, effect=effect)} |" for effect in EFFECTS)
         yield ""
     by_kind = {
@@ -240,7 +278,11 @@ def _row(scenario: Scenario, got: Mapping[str, int]) -> str:
     if scenario.kind == "coverage":
         return f"| {scenario.shape} | {scenario.pairs} | {share(got['covered'], got['experiments'])} |"
     whole = got["experiments"] if scenario.kind == "counts" else got["sweeps"]
-    cells = [scenario.interval if scenario.kind != "counts" else "Poisson", scenario.pairs, f"{scenario.deviation:g}"]
+    cells = [
+        scenario.interval if scenario.kind != "counts" else "Poisson",
+        scenario.pairs,
+        f"{scenario.deviation:g}",
+    ]
     cells += [share(got[key], whole) for key in ("false", "uncorrected", "zero_width") if key in got]
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -248,11 +290,20 @@ def _row(scenario: Scenario, got: Mapping[str, int]) -> str:
 def main() -> None:
     """Run what the cache lacks, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--cache", type=Path, default=Path("simulated_truth.json"), help="Results so far. Default: %(default)s.")
-    parser.add_argument("--experiments", type=int, default=10_000, help="Experiments of a scenario of the cheapest kind.")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path("simulated_truth.json"),
+        help="Results so far. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--experiments", type=int, default=10_000, help="Experiments of a scenario of the cheapest kind."
+    )
     parser.add_argument("--kind", choices=KINDS, action="append", help="Only these tables; may be repeated.")
     given = parser.parse_args()
-    print(f"Simulated truth, alpha {ALPHA}; effects and deviations in units of min_effect; ± is a standard error.\n")
+    print(
+        f"Simulated truth, alpha {ALPHA}; effects and deviations in units of min_effect; ± is a standard error.\n"
+    )
     print("\n".join(tables(run(given.cache, given.experiments, set(given.kind or KINDS)))))
 
 

@@ -59,13 +59,21 @@ def read(path: str) -> dict[str, str]:
 def merged(path: str) -> dict[str, str]:
     """The project's pins, where the file has none of its own; a torch of its own has its own Triton."""
     theirs = read(path)
-    ours = {name: version for name, version in constraints().items() if not (theirs and BUILT_TOGETHER.fullmatch(name))}
+    ours = {
+        name: version
+        for name, version in constraints().items()
+        if not (theirs and BUILT_TOGETHER.fullmatch(name))
+    }
     return ours | theirs
 
 
 def unchanged(path: str) -> list[str]:
     """Packages of the file that are there in another version now, in words."""
-    return [f"{name} is {now}, and was {was}" for name, was in read(path).items() if (now := installed(name)) != was]
+    return [
+        f"{name} is {now}, and was {was}"
+        for name, was in read(path).items()
+        if (now := installed(name)) != was
+    ]
 
 
 def installed(name: str) -> str | None:
@@ -78,23 +86,37 @@ def installed(name: str) -> str | None:
 
 def too_old() -> list[str]:
     """Why the engine refuses the Transformer Engine that is here, in words."""
-    found, oldest = installed("transformer-engine"), re.search(r"OLDEST = \((\d+), (\d+)\)", _hardware()).groups()
+    found, oldest = (
+        installed("transformer-engine"),
+        re.search(r"OLDEST = \((\d+), (\d+)\)", _hardware()).groups(),
+    )
     if found is None:
         return ["Transformer Engine is not there"]
     number = tuple(map(int, re.match(r"(\d+)\.(\d+)", found).groups()))
-    return [f"Transformer Engine {found} is older than {'.'.join(oldest)}"] if number < tuple(map(int, oldest)) else []
+    return (
+        [f"Transformer Engine {found} is older than {'.'.join(oldest)}"]
+        if number < tuple(map(int, oldest))
+        else []
+    )
 
 
 def _hardware() -> str:
     """The engine's own file where it is there, which it is not before the package is copied: then the pin says what is new enough."""
     path = ROOT / "ablate/engines/hardware.py"
-    return path.read_text() if path.exists() else "OLDEST = ({}, {})".format(*constraints()["transformer-engine"].split(".")[:2])
+    return (
+        path.read_text()
+        if path.exists()
+        else "OLDEST = ({}, {})".format(*constraints()["transformer-engine"].split(".")[:2])
+    )
 
 
 def transformer_engine_packages() -> list[str]:
     """Its Python, its kernels for CUDA 13, and its extension of torch, which is compiled where it is installed."""
     pin = constraints()["transformer-engine"]
-    return [f"{name}=={pin}" for name in ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")]
+    return [
+        f"{name}=={pin}"
+        for name in ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
+    ]
 
 
 def incomplete() -> list[str]:
@@ -103,7 +125,11 @@ def incomplete() -> list[str]:
     from ablate.numerics.kernels import cpu
 
     missing = [] if cpu.build() else ["there are no compiled quantisers: see the warnings of the build"]
-    return missing + [f"there is no {analysis() / name}.ipynb" for name in NOTEBOOKS if not (analysis() / f"{name}.ipynb").exists()]
+    return missing + [
+        f"there is no {analysis() / name}.ipynb"
+        for name in NOTEBOOKS
+        if not (analysis() / f"{name}.ipynb").exists()
+    ]
 
 
 def main(verb: str, *words: str) -> None:
@@ -112,11 +138,19 @@ def main(verb: str, *words: str) -> None:
         case "requirements":
             print(*requirements(*words), sep="\n")
         case "kept" | "merged":
-            print(*(f"{name}=={version}" for name, version in (kept() if verb == "kept" else merged(*words)).items()), sep="\n")
+            print(
+                *(
+                    f"{name}=={version}"
+                    for name, version in (kept() if verb == "kept" else merged(*words)).items()
+                ),
+                sep="\n",
+            )
         case "transformer-engine-packages":
             print(*transformer_engine_packages())
         case "unchanged" | "transformer-engine" | "complete":
-            wrong = {"unchanged": unchanged, "transformer-engine": too_old, "complete": incomplete}[verb](*words)
+            wrong = {"unchanged": unchanged, "transformer-engine": too_old, "complete": incomplete}[verb](
+                *words
+            )
             sys.exit("\n".join(wrong) or 0)
         case _:
             sys.exit(__doc__)

@@ -23,7 +23,10 @@ _HIDDEN = 'mount -t tmpfs none "$1" && shift && exec "$@"'
 def can_hide() -> bool:
     """Whether this user may give a process a view of the file system of its own."""
     words = ["unshare", "-m", "sh", "-c", _HIDDEN, "sh", tempfile.gettempdir(), "true"]
-    return shutil.which("unshare") is not None and subprocess.run(words, capture_output=True, check=False).returncode == 0
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run(words, capture_output=True, check=False).returncode == 0
+    )
 
 
 def port() -> int:
@@ -44,7 +47,9 @@ def leave(process: subprocess.Popen) -> None:
 
 def end_family(process: subprocess.Popen, known: Iterable[psutil.Process] = ()) -> None:
     """Kill a process and all that came of it."""
-    family = [process, *psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
+    family = (
+        [process, *psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
+    )
     for member in (*family, *known):
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             member.kill()
@@ -52,17 +57,31 @@ def end_family(process: subprocess.Popen, known: Iterable[psutil.Process] = ()) 
 
 
 @contextlib.contextmanager
-def ray_start(words: str, hide: Path | None = None, before: str = "", **extra: str) -> Iterator[subprocess.Popen]:
+def ray_start(
+    words: str, hide: Path | None = None, before: str = "", **extra: str
+) -> Iterator[subprocess.Popen]:
     """`ray start WORDS --block` as a process. `hide`: a folder that is empty for it and its children; `before`: Python that runs first."""
     folder = Path(tempfile.mkdtemp(prefix="ah"))  # short, for the sake of socket paths
-    listed = ["ray", "start", "--block", "--node-ip-address", "127.0.0.1", "--object-store-memory", str(100 << 20), *_LEAN, *words.split()]
+    listed = [
+        "ray",
+        "start",
+        "--block",
+        "--node-ip-address",
+        "127.0.0.1",
+        "--object-store-memory",
+        str(100 << 20),
+        *_LEAN,
+        *words.split(),
+    ]
     listed += ["--temp-dir", str(folder), "--no-monitor"] if "--head" in listed else []
     code = f"{before}\nimport sys\nfrom ray.scripts.scripts import main\nsys.argv = {listed}\nmain()"
     command = [sys.executable, "-c", code]
     command = ["unshare", "-m", "sh", "-c", _HIDDEN, "sh", str(hide), *command] if hide else command
     said = folder / "output.txt"
     with said.open("w") as log:
-        process = subprocess.Popen(command, env=environment(**extra), stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment(**extra), stdout=log, stderr=log, start_new_session=True
+        )
     try:
         until(lambda: "Ray runtime started" in said.read_text() or process.poll() is not None)
         assert process.poll() is None, said.read_text()
@@ -81,7 +100,9 @@ def head(cpus: int = 0, words: str = "--include-dashboard false", **keys: str) -
 
 
 @contextlib.contextmanager
-def node(address: str, cpus: int = 1, hide: Path | None = None, before: str = "", **extra: str) -> Iterator[subprocess.Popen]:
+def node(
+    address: str, cpus: int = 1, hide: Path | None = None, before: str = "", **extra: str
+) -> Iterator[subprocess.Popen]:
     """A node of the cluster at an address."""
     with ray_start(f"--address {address} --num-cpus {cpus}", hide, before, **extra) as process:
         yield process

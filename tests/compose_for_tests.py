@@ -15,7 +15,9 @@ from ablate.verification.services import Server, free_port
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docker" / "compose.yaml"
-_VARIABLE = re.compile(r"\$(?:(?P<escaped>\$)|(?P<plain>\w+)|\{(?P<name>\w+)(?:(?P<how>:?[-?+])(?P<word>[^}]*))?\})")
+_VARIABLE = re.compile(
+    r"\$(?:(?P<escaped>\$)|(?P<plain>\w+)|\{(?P<name>\w+)(?:(?P<how>:?[-?+])(?P<word>[^}]*))?\})"
+)
 
 
 class Missing(Exception):
@@ -92,7 +94,10 @@ class Machine:
         self.services = filled(load(FILE.read_text()), environment)["services"]
         ports = {number: free_port() for number in (5432, 5000, 8080, 8000, 6379)}
         self.addresses = {"mlflow": f"http://127.0.0.1:{ports[5000]}", "ray": f"127.0.0.1:{ports[6379]}"}
-        self.addresses |= {"optuna": f"http://127.0.0.1:{ports[8080]}", "reports": f"http://127.0.0.1:{ports[8000]}"}
+        self.addresses |= {
+            "optuna": f"http://127.0.0.1:{ports[8080]}",
+            "reports": f"http://127.0.0.1:{ports[8000]}",
+        }
         self.port = ports[5432]
         for name in ("state", "artifacts", "work"):
             (folder / name).mkdir()
@@ -119,7 +124,10 @@ class Machine:
 
     def words(self, name: str, **more: int) -> list[str]:
         """A service's command line here. `more`: ports that two copies of it cannot share on one machine."""
-        replaced = [re.sub(r"\b6380\b", str(more.get("node", 6380)), self.here(word)) for word in command(self.services[name])]
+        replaced = [
+            re.sub(r"\b6380\b", str(more.get("node", 6380)), self.here(word))
+            for word in command(self.services[name])
+        ]
         if replaced[:2] == ["ray", "start"]:  # a container's own address is asked of its network
             replaced += ["--node-ip-address", "127.0.0.1", "--temp-dir", str(self.folder / "ray")]
         return replaced
@@ -130,14 +138,21 @@ class Machine:
         assert kind == "CMD"
         words = [re.sub(r"\b6380\b", str(more.get("node", 6380)), word) for word in words]
         environment = os.environ | self.environment(name)
-        return subprocess.run(words, env=environment, capture_output=True, timeout=60, check=False).returncode == 0
+        return (
+            subprocess.run(words, env=environment, capture_output=True, timeout=60, check=False).returncode
+            == 0
+        )
 
-    def start(self, name: str, log: str = "", extra: Mapping[str, str] = MappingProxyType({}), **more: int) -> Server:
+    def start(
+        self, name: str, log: str = "", extra: Mapping[str, str] = MappingProxyType({}), **more: int
+    ) -> Server:
         """The service as a process, `extra` in its environment; `ready` asks its health check."""
         path = self.folder / f"{log or name}.log"
         words, environment = self.words(name, **more), self.environment(name) | extra
         words[0] = next(
-            str(folder / words[0]) for folder in map(Path, environment["PATH"].split(os.pathsep)) if (folder / words[0]).exists()
+            str(folder / words[0])
+            for folder in map(Path, environment["PATH"].split(os.pathsep))
+            if (folder / words[0]).exists()
         )
         return Server(words, path, lambda: self.healthy(name, **more), **environment)
 

@@ -11,7 +11,9 @@ import torch
 from ablate.training.data import Shards
 
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which every command under test would inherit
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background job, which every command under test would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -27,7 +29,9 @@ def write_shards(folder: Path, train: int = 20_000, val: int = 4_000, vocab: int
     for i in range(train + val):
         state = (1103515245 * state + 12345) % 2**31
         draw = (state >> 16) % vocab
-        tokens[i] = (tokens[i - 1] + 1) % vocab if i and draw < vocab // 2 else draw  # half the text is predictable
+        tokens[i] = (
+            (tokens[i - 1] + 1) % vocab if i and draw < vocab // 2 else draw
+        )  # half the text is predictable
     tokens[:train].tofile(folder / "train.bin")
     tokens[train:].tofile(folder / "val.bin")
     return Shards(train=str(folder / "train.bin"), val=str(folder / "val.bin"), vocab=vocab)

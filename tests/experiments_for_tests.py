@@ -23,7 +23,16 @@ from ablate.experiment.load import Experiment, load
 from ablate.results.ledger import Ledger
 
 VOCAB = 64
-SHAPE = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 2, "steps": 4, "eval_every": 2, "eval_tokens": 64}
+SHAPE = {
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "context": 16,
+    "batch": 2,
+    "steps": 4,
+    "eval_every": 2,
+    "eval_tokens": 64,
+}
 TOO_LARGE = 1 << 44
 """A `hidden` that no machine can allocate: passes every check, and fails when the trial runs."""
 
@@ -41,7 +50,13 @@ def shards(folder: Path, tokens: int = 12_000) -> dict[str, Any]:
 def content(folder: Path, shape: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
     """A whole experiment as a mapping; `shape` changes the workload, a key of None leaves it out."""
     gpt = SHAPE | {"data": shards(folder)} | (shape or {})
-    base = {"schema": 1, "question": "Does it matter?", "workload": {"gpt": gpt}, "ablate": {"rht": [True, False]}, "seeds": 2}
+    base = {
+        "schema": 1,
+        "question": "Does it matter?",
+        "workload": {"gpt": gpt},
+        "ablate": {"rht": [True, False]},
+        "seeds": 2,
+    }
     return {key: value for key, value in (base | keys).items() if value is not None}
 
 
@@ -103,7 +118,9 @@ class Children:
         shut(self.supervisor)
 
 
-def sweep(experiment: Experiment, state: Path, mlflow: str | None = None, connect: Callable = Inline) -> tuple[Outcome, list[str]]:
+def sweep(
+    experiment: Experiment, state: Path, mlflow: str | None = None, connect: Callable = Inline
+) -> tuple[Outcome, list[str]]:
     """Run the sweep in this process; returns its outcome and what it said."""
     controller, news = Controller(experiment, state, "cpu", connect, mlflow), []
     for step in controller.run():
@@ -158,7 +175,9 @@ main()
 def ablate(*words: Any, timeout: float = 600, **extra: str) -> subprocess.CompletedProcess:
     """`ablate ...`, to its end."""
     command = [sys.executable, "-c", PROGRAM, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**extra), check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment(**extra), check=False
+    )
 
 
 def start(*words: Any, **extra: str) -> subprocess.Popen:

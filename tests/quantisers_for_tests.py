@@ -26,7 +26,19 @@ from ablate.numerics.partition import Share
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Keep, Operand, quantize
 from ablate.numerics.scaling import BLOCK_STATISTICS, STATISTICS
-from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Select, Spec, Transform, grain, tag
+from ablate.numerics.spec import (
+    BlockScale,
+    Dge,
+    Hadamard,
+    Outer,
+    Quant,
+    Range,
+    Select,
+    Spec,
+    Transform,
+    grain,
+    tag,
+)
 
 Draw = Callable[[Random], Any]
 
@@ -55,7 +67,9 @@ BOUNDS = (448.0, 448.0, 256.0, 100.0, 1.0, 0.01, 1e-30)
 
 def statistics(words: Mapping[str, Any], arguments: Mapping[str, Sequence[str]]) -> Draw:
     """Draw a statistic of a registry with one of its arguments. KeyError where a new one has none here."""
-    spelled = {word: [f"{word}:{argument}" for argument in arguments[word]] for word in words if word != "amax"}
+    spelled = {
+        word: [f"{word}:{argument}" for argument in arguments[word]] for word in words if word != "amax"
+    }
     spelled["amax"] = ["amax"]
     return lambda random: random.choice(spelled[random.choice(list(spelled))])
 
@@ -134,7 +148,11 @@ def reachable(spec: type[Spec]) -> set[type[Spec]]:
         one = waiting.pop()
         if isinstance(one, type) and issubclass(one, Spec):
             found.add(one)
-            waiting += [kind for its in one.model_fields.values() for kind in (its.annotation, *get_args(its.annotation))]
+            waiting += [
+                kind
+                for its in one.model_fields.values()
+                for kind in (its.annotation, *get_args(its.annotation))
+            ]
     return found
 
 
@@ -149,7 +167,9 @@ def instance(spec: type[Spec], random: Random) -> Spec:
     """Draw an instance of a class, each field at its default or, one time in three, drawn."""
     while True:
         fields = {
-            name: value_of(spec, name, random) for name, its in spec.model_fields.items() if random.random() < 0.3 or its.is_required()
+            name: value_of(spec, name, random)
+            for name, its in spec.model_fields.items()
+            if random.random() < 0.3 or its.is_required()
         }
         try:
             return spec(**fields)
@@ -162,7 +182,9 @@ def accepted_form(random: Random) -> Quant:
     block = random.choice(("1x16", "1x16", "1x16", "16x16"))
     rounding = "stochastic" if block == "1x16" and random.random() < 0.5 else "nearest"
     outer = Outer(statistic=FIELDS[Outer]["statistic"](random), bound=random.choice(BOUNDS))
-    return Quant(block=block, rounding=rounding, outer=outer, range=Range(headroom=random.choice((1.0, *HEADROOM))))
+    return Quant(
+        block=block, rounding=rounding, outer=outer, range=Range(headroom=random.choice((1.0, *HEADROOM)))
+    )
 
 
 def quantiser(random: Random) -> Quant:
@@ -172,14 +194,20 @@ def quantiser(random: Random) -> Quant:
         kind = random.random()
         if kind < 0.03:
             outer = Outer(bound=1.0, statistic=FIELDS[Outer]["statistic"](random))
-            return Quant(element=random.choice(literal_values(Quant, "element")), block=None, scale=None, outer=outer)
+            return Quant(
+                element=random.choice(literal_values(Quant, "element")), block=None, scale=None, outer=outer
+            )
         if kind < 0.06:
-            select = Select(**{name: random.choice(literal_values(Select, name)) for name in Select.model_fields})
+            select = Select(
+                **{name: random.choice(literal_values(Select, name)) for name in Select.model_fields}
+            )
             return Quant(select=select, outer=quant.outer)
         if kind < 0.25:
             names = random.sample(list(Quant.model_fields), random.choice((1, 1, 2, 3)))
             try:
-                quant = Quant.model_validate(dict(quant) | {name: value_of(Quant, name, random) for name in names})
+                quant = Quant.model_validate(
+                    dict(quant) | {name: value_of(Quant, name, random) for name in names}
+                )
             except ValidationError:
                 continue
         return quant
@@ -248,7 +276,11 @@ def contents(kind: str, rows: int, columns: int, random: Random) -> Tensor:
         )
     elif x.numel() and kind in ("one spike", "not finite"):
         place = random.randrange(rows), random.randrange(columns)
-        x[place] = random.choice((math.nan, math.inf, -math.inf)) if kind == "not finite" else random.choice((1e4, -1e8))
+        x[place] = (
+            random.choice((math.nan, math.inf, -math.inf))
+            if kind == "not finite"
+            else random.choice((1e4, -1e8))
+        )
     return x
 
 
@@ -315,7 +347,13 @@ def case(seed: int, number: int) -> Case:
     content = random.choice(CONTENTS[:-1]) if random.random() < 0.96 else CONTENTS[-1]
     rows, columns = shape(random)
     part = None
-    if random.random() < 0.06 and rotation is None and quant.transform is None and quant.outer and quant.outer.statistic == "amax":
+    if (
+        random.random() < 0.06
+        and rotation is None
+        and quant.transform is None
+        and quant.outer
+        and quant.outer.statistic == "amax"
+    ):
         part = random.randrange(2), random.randrange(2)
         rows, columns = (2 * grain(quant, None, axis) * random.choice((1, 2)) for axis in range(2))
     x = contents(content, rows, columns, random) * random.choice(FACTORS)
@@ -323,7 +361,9 @@ def case(seed: int, number: int) -> Case:
     stream = "evaluation" if random.random() < 0.2 else "training"
     steps = range(3) if quant.outer and tag(quant.outer.statistic) in ("delayed", "hold") else range(1)
     start, seed_word = random.randrange(10_000), random.getrandbits(40)
-    clocks = tuple(Clock(seed_word, stream if step else "training", start + step, random.randrange(4)) for step in steps)
+    clocks = tuple(
+        Clock(seed_word, stream if step else "training", start + step, random.randrange(4)) for step in steps
+    )
     factors = (1.0, *(random.choice((1.0, 0.5, 2.0)) for _ in clocks[1:]))
     return Case(
         number,
@@ -352,7 +392,9 @@ def runnable_builds() -> list[Path]:
     """The compiled builds that this CPU has the instructions for."""
     known = list(cpu.LEVELS.values())  # the best first
     runnable = {"portable", *(known[known.index(cpu.level()) :] if cpu.level() in known else ())}
-    return [path for path in sorted(cpu.FOLDER.glob("nvfp4_*.so")) if path.stem.removeprefix("nvfp4_") in runnable]
+    return [
+        path for path in sorted(cpu.FOLDER.glob("nvfp4_*.so")) if path.stem.removeprefix("nvfp4_") in runnable
+    ]
 
 
 # --- comparison ---------------------------------------------------------------------------------------------
@@ -379,7 +421,9 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     a, b = a.contiguous(), b.contiguous()
     if torch.equal(a.view(integer), b.view(integer)):
         return True
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(*(torch.where(z.isnan(), 0, z.view(integer)) for z in (a, b)))
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(
+        *(torch.where(z.isnan(), 0, z.view(integer)) for z in (a, b))
+    )
 
 
 class Half(Share):
@@ -405,7 +449,9 @@ def operands(one: Case, keep: Keep, history: History, whole: bool = False) -> It
         x = one.x * factor if factor != 1 else one.x
         share = half_of(x, one.part) if one.part and not whole else None
         options = {"clock": clock, "where": one.where, "product": one.product, "history": history}
-        yield quantize(share.own(x) if share else x, one.quant, rotation=one.rotation, keep=keep, share=share, **options)
+        yield quantize(
+            share.own(x) if share else x, one.quant, rotation=one.rotation, keep=keep, share=share, **options
+        )
 
 
 def part_of(z: Tensor | None, one: Case) -> Tensor | None:
@@ -455,7 +501,9 @@ class Coverage:
 def _count(values: dict[str, Counter], spec: Spec) -> None:
     for name in type(spec).model_fields:
         value = getattr(spec, name)
-        word = type(value).__name__ if isinstance(value, Spec) else tag(value) if name == "statistic" else value
+        word = (
+            type(value).__name__ if isinstance(value, Spec) else tag(value) if name == "statistic" else value
+        )
         values.setdefault(f"{type(spec).__name__}.{name}", Counter())[word] += 1
         if isinstance(value, Spec):
             _count(values, value)
@@ -469,7 +517,10 @@ def difference(one: Case, coverage: Coverage) -> str | None:
     histories = [History() for _ in range(3)]
     calls = _Calls()
     with calls:
-        trained, looked_at = (list(operands(one, keep, history)) for keep, history in zip((False, "source"), histories, strict=False))
+        trained, looked_at = (
+            list(operands(one, keep, history))
+            for keep, history in zip((False, "source"), histories, strict=False)
+        )
     coverage.add(one, calls.made)
     with reference_only():
         expected = list(operands(one, True, histories[2], whole=True))
@@ -486,7 +537,9 @@ def difference(one: Case, coverage: Coverage) -> str | None:
             return f"source, call {step + 1}"
         with reference_only():
             decoded = part_of(theirs.dequantize(), one)
-        coverage.decoded += mine.block_scale is not None and cpu.can_decode(mine.values, mine.block_scale, mine.amax)
+        coverage.decoded += mine.block_scale is not None and cpu.can_decode(
+            mine.values, mine.block_scale, mine.amax
+        )
         if not same(mine.dequantize(), decoded):
             return f"decoded operand, call {step + 1}"
         if kept.scaled is None and (name := _census_difference(kept, theirs, one)):
@@ -507,9 +560,16 @@ def _census_difference(mine: Operand, theirs: Operand, one: Case) -> str | None:
     for name in ("blocks", "block_scaled"):
         if not torch.equal(getattr(ours, name).flatten().double(), getattr(wanted, name).flatten().double()):
             return name
-    pairs = {name: torch.tensor([getattr(ours, name), getattr(wanted, name)], dtype=torch.float64) for name in ("power", "error", "inner")}
+    pairs = {
+        name: torch.tensor([getattr(ours, name), getattr(wanted, name)], dtype=torch.float64)
+        for name in ("power", "error", "inner")
+    }
     return next(
-        (name for name, (a, b) in pairs.items() if not torch.isclose(a, b, rtol=1e-9, atol=0.0, equal_nan=True)),
+        (
+            name
+            for name, (a, b) in pairs.items()
+            if not torch.isclose(a, b, rtol=1e-9, atol=0.0, equal_nan=True)
+        ),
         None,
     )
 

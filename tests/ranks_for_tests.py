@@ -35,7 +35,10 @@ def in_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]
             pipes.append(ours)
             processes.append(process)
         try:
-            return [_result(rank, pipe, process) for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True))]
+            return [
+                _result(rank, pipe, process)
+                for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True))
+            ]
         finally:
             for process in processes:
                 process.kill()

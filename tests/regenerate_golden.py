@@ -49,7 +49,9 @@ def losses(preset: str) -> list[float]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         workload = tiny(write_shards(Path(folder)))
-        records = list(workload.records(PRESETS[preset](), 1234, "emulated", "cpu", Telemetry(every=1000, log=1)))
+        records = list(
+            workload.records(PRESETS[preset](), 1234, "emulated", "cpu", Telemetry(every=1000, log=1))
+        )
     return [record.metrics["train/loss"] for record in records]
 
 
@@ -64,7 +66,12 @@ def comparable_losses(preset: str) -> list[float]:
     code = f"import regenerate_golden as golden; print(*(loss.hex() for loss in golden.losses({preset!r})))"
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return [float.fromhex(word) for word in done.stdout.split()]
 
@@ -72,7 +79,9 @@ def comparable_losses(preset: str) -> list[float]:
 def ids(recipe: Recipe, shards: Shards) -> dict[str, str]:
     """Return the ids of one trial of a recipe, by device class, and the name of its checkpoint after the last step."""
     cpu, cuda = (
-        TrialSpec(workload="gpt", config=tiny(shards), recipe=recipe, seed=1234, engine="emulated", device=device)
+        TrialSpec(
+            workload="gpt", config=tiny(shards), recipe=recipe, seed=1234, engine="emulated", device=device
+        )
         for device in ("cpu", "cuda")
     )
     return {"cpu": cpu.id, "cuda": cuda.id, "checkpoint": cpu.history(STEPS)}

@@ -9,7 +9,9 @@ from ablate.training.workloads.mae import Mae, Stack
 from ablate.training.workloads.tensors import Tensors
 
 SMALL = {
-    "gpt": lambda folder: Gpt(**(SHAPE | {"data": shards(folder), "steps": 8, "eval_every": 4, "accumulate": 2})),
+    "gpt": lambda folder: Gpt(
+        **(SHAPE | {"data": shards(folder), "steps": 8, "eval_every": 4, "accumulate": 2})
+    ),
     "mae": lambda folder: Mae(
         data="digits",
         patch=2,

@@ -40,7 +40,9 @@ def records(state: Path, name: str = "tiny") -> dict:
     """Everything recorded that two runs of one trial have in common, by arm and seed."""
     book = ledger(state, name)
     found = {
-        (m["name"], m["seed"]): {(step, key): value for step, key, value, _ in book.records(m["trial"]) if not key.startswith(OWN)}
+        (m["name"], m["seed"]): {
+            (step, key): value for step, key, value, _ in book.records(m["trial"]) if not key.startswith(OWN)
+        }
         for m in book.members()
     }
     book.close()
@@ -76,7 +78,9 @@ def test_who_goes_on_with_a_trial_that_another_began_loses_none_of_its_records(h
 
 def test_attempts_are_numbered_by_the_store_whoever_asks(tmp_path):
     store, numbers = Store(tmp_path), []
-    threads = [threading.Thread(target=lambda: numbers.extend(store.begin("t") for _ in range(50))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: numbers.extend(store.begin("t") for _ in range(50))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -89,7 +93,9 @@ def test_an_attempt_that_wakes_up_after_a_later_one_began_writes_nothing_more(tm
     spec = experiment.spec(experiment.arms[0], 0, "cpu")
     old = run(spec, store, store.begin(spec.id), {"log": 1})
     assert [next(old)["step"], next(old)["step"]] == [1, 2]
-    (store.folder(spec.id) / "lock").unlink()  # what a file system does that has lost sight of the old one's machine
+    (
+        store.folder(spec.id) / "lock"
+    ).unlink()  # what a file system does that has lost sight of the old one's machine
     new = list(run(spec, store, store.begin(spec.id), {"log": 1}))
     assert [event["step"] for event in new] == list(range(1, 9))
     with pytest.raises(Superseded, match=r"attempt 1 .* superseded by a later one"):
@@ -143,13 +149,18 @@ def test_an_unfinished_trials_records_in_the_ledger_are_those_of_its_events(tmp_
 
 
 def test_a_trial_that_went_on_from_the_state_of_one_that_is_put_aside_runs_again_too(tmp_path):
-    shape, keys = {"steps": 20, "eval_every": 5}, {"seeds": 1, "ablate": {"cooldown": [0, 0.25]}, "telemetry": {"log": 1}}
+    shape, keys = (
+        {"steps": 20, "eval_every": 5},
+        {"seeds": 1, "ablate": {"cooldown": [0, 0.25]}, "telemetry": {"log": 1}},
+    )
     experiment = tiny(tmp_path, "tiny", shape, **keys)
     sweep(experiment, tmp_path)
     before = records(tmp_path)
     (forked,) = tmp_path.glob("trials/*/trunk-1.json")
     trunk = tmp_path / "trials" / json.loads(forked.read_text())["trial"] / "events-1.jsonl"
-    trunk.write_bytes(b"".join(trunk.read_bytes().splitlines(keepends=True)[:-1]))  # beyond where the other went on
+    trunk.write_bytes(
+        b"".join(trunk.read_bytes().splitlines(keepends=True)[:-1])
+    )  # beyond where the other went on
     outcome, _ = sweep(experiment, tmp_path)
     assert (outcome.status, outcome.ran, outcome.reused) == ("done", 2, 1)
     assert records(tmp_path) == before
@@ -158,7 +169,9 @@ def test_a_trial_that_went_on_from_the_state_of_one_that_is_put_aside_runs_again
     book.close()
 
 
-def test_a_result_that_was_not_made_of_what_was_recorded_is_not_taken_and_the_trial_runs_again(tmp_path, monkeypatch):
+def test_a_result_that_was_not_made_of_what_was_recorded_is_not_taken_and_the_trial_runs_again(
+    tmp_path, monkeypatch
+):
     experiment, commit, spoiled = tiny(tmp_path, seeds=1, retry=1), Store.commit, []
 
     def spoil(store: Store, trial: str, result: dict) -> None:
@@ -206,7 +219,8 @@ def test_code_that_changed_in_the_middle_of_a_sweep_is_refused_until_it_is_accep
     monkeypatch.setattr(numerics, "VERSION", then + 1)
     changed = tiny(tmp_path)
     with pytest.raises(
-        InputError, match=rf"2 trials are done under numerics version {then}, now {then + 1}, and 6 would run: .*--accept-version"
+        InputError,
+        match=rf"2 trials are done under numerics version {then}, now {then + 1}, and 6 would run: .*--accept-version",
     ):
         sweep(changed, tmp_path)
     assert sorted(statuses(tmp_path).values()) == ["done"] * 2 + ["pending"] * 4  # as it was
@@ -214,7 +228,9 @@ def test_code_that_changed_in_the_middle_of_a_sweep_is_refused_until_it_is_accep
     assert (outcome.status, outcome.ran) == ("done", 6)
     assert sweep(changed, tmp_path)[0].ran == 0
     monkeypatch.setattr(numerics, "VERSION", then)
-    assert wished(tiny(tmp_path), tmp_path, accept_version=True)[0].ran == 4  # what was done at first is still there
+    assert (
+        wished(tiny(tmp_path), tmp_path, accept_version=True)[0].ran == 4
+    )  # what was done at first is still there
 
 
 def test_a_budget_of_cost_ends_a_run(tmp_path):
@@ -229,7 +245,10 @@ def test_a_budget_of_cost_ends_a_run(tmp_path):
 
 
 LONG = {
-    Inline: {"shape": {"steps": 20, "eval_every": 20}, "telemetry": {"log": 1}},  # advances only where it is asked
+    Inline: {
+        "shape": {"steps": 20, "eval_every": 20},
+        "telemetry": {"log": 1},
+    },  # advances only where it is asked
     Children: {"workload": {"idle": {"steps": 30}}},
 }
 
@@ -261,7 +280,9 @@ def ordered(state: Path, order: dict, connect, monkeypatch) -> tuple[Outcome, li
     [{"stop": "arm", "name": "rht=true"}, lambda step: {"stop": "trial", "id": step.running[0].work.spec.id}],
     ids=["an arm", "a trial"],
 )
-def test_what_is_stopped_keeps_its_records_and_goes_on_with_the_next_run(connect, order, tmp_path, monkeypatch):
+def test_what_is_stopped_keeps_its_records_and_goes_on_with_the_next_run(
+    connect, order, tmp_path, monkeypatch
+):
     outcome, news = ordered(tmp_path, order, connect, monkeypatch)
     assert (outcome.status, outcome.failed, outcome.ran) == ("failed", 1, 2)
     assert statuses(tmp_path) == {("bf16", 0): "done", ("rht=true", 0): "stopped", ("rht=false", 0): "done"}
@@ -316,7 +337,9 @@ def fill(path: Path) -> None:
 
 
 @pytest.mark.parametrize("connect", [Inline, pytest.param(Children, marks=pytest.mark.slow)])
-def test_a_disk_that_runs_full_in_the_middle_of_a_sweep_loses_nothing(connect, small_disk, tmp_path, monkeypatch):
+def test_a_disk_that_runs_full_in_the_middle_of_a_sweep_loses_nothing(
+    connect, small_disk, tmp_path, monkeypatch
+):
     monkeypatch.setattr(controller, "_SPARE_BYTES", 0)
     experiment = tiny(tmp_path, seeds=2, telemetry={"log": 1, "every": 1})
     ballast = small_disk / "ballast"
@@ -354,7 +377,9 @@ def test_room_is_made_by_removing_the_shared_checkpoints_that_were_unused_for_lo
 
 
 def test_undecided_arms_get_more_seeds_with_their_baselines_and_a_second_run_asks_for_none(tmp_path):
-    grows = tiny(tmp_path, seeds={"start": 2, "most": 6, "step": 2}, metric={"name": "val/loss", "min_effect": 1e-9})
+    grows = tiny(
+        tmp_path, seeds={"start": 2, "most": 6, "step": 2}, metric={"name": "val/loss", "min_effect": 1e-9}
+    )
     outcome, news = sweep(grows, tmp_path)
     assert outcome.status == "done"
     found = values(tmp_path)
@@ -366,7 +391,9 @@ def test_undecided_arms_get_more_seeds_with_their_baselines_and_a_second_run_ask
 
 
 def test_an_arm_that_is_decided_gets_no_more_seeds(tmp_path):
-    grows = tiny(tmp_path, seeds={"start": 3, "most": 6, "step": 2}, metric={"name": "val/loss", "min_effect": 100.0})
+    grows = tiny(
+        tmp_path, seeds={"start": 3, "most": 6, "step": 2}, metric={"name": "val/loss", "min_effect": 100.0}
+    )
     sweep(grows, tmp_path)
     assert {seed for _, seed in values(tmp_path)} == {0, 1, 2}
 
@@ -374,7 +401,9 @@ def test_an_arm_that_is_decided_gets_no_more_seeds(tmp_path):
 def test_an_arm_that_grew_is_one_point_of_the_study_with_the_mean_of_all_its_seeds(tmp_path):
     from test_search import trials
 
-    grows = tiny(tmp_path, seeds={"start": 2, "most": 4, "step": 1}, metric={"name": "val/loss", "min_effect": 1e-9})
+    grows = tiny(
+        tmp_path, seeds={"start": 2, "most": 4, "step": 1}, metric={"name": "val/loss", "min_effect": 1e-9}
+    )
     sweep(tiny(tmp_path, seeds=2), tmp_path)  # told with two seeds, before it grows
     sweep(grows, tmp_path)
     found = values(tmp_path)
@@ -395,17 +424,25 @@ def test_an_arm_that_its_pruner_gives_up_stops_at_its_rung_with_all_its_seeds(co
 
     search = {"trials": 8, "sampler": "random", "seed": 1, "pruner": "median", "rungs": [3]}
     if connect is Inline:
-        experiment = tiny(tmp_path, shape={"steps": 12, "eval_every": 3}, search=search, telemetry={"log": 3}, **SPREAD)
+        experiment = tiny(
+            tmp_path, shape={"steps": 12, "eval_every": 3}, search=search, telemetry={"log": 3}, **SPREAD
+        )
     else:
         knobs = {"recipe.layers.last_fraction": {"uniform": [0.0, 0.9]}}  # one baseline for all
-        experiment = tiny(tmp_path, workload={"idle": {"steps": 20, "seconds": 0.04}}, search=search, ablate=knobs)
+        experiment = tiny(
+            tmp_path, workload={"idle": {"steps": 20, "seconds": 0.04}}, search=search, ablate=knobs
+        )
     outcome, news = sweep(experiment, tmp_path, connect=connect)
     assert outcome.status == "done"
     found = statuses(tmp_path)
     given_up = {name for (name, _), status in found.items() if status == "pruned"}
     assert given_up
     assert sum("pruned: given up by median at 3" in line for line in news) == len(given_up)
-    last = {name: max((step for step, _ in kept), default=0) for (name, _), kept in records(tmp_path).items() if name in given_up}
+    last = {
+        name: max((step for step, _ in kept), default=0)
+        for (name, _), kept in records(tmp_path).items()
+        if name in given_up
+    }
     assert all(step < experiment.base.config.steps for step in last.values())
     states = {trial.user_attrs["arm"]: trial.state.name for trial in trials(tmp_path)}
     assert {name for name, state in states.items() if state == "PRUNED"} == given_up

@@ -32,12 +32,22 @@ def book(tmp_path):
     ledger.close()
 
 
-def add(book, name: str, losses: dict, baseline: int | None = 1, knobs: dict | None = None, status="done", optuna=None) -> int:
+def add(
+    book,
+    name: str,
+    losses: dict,
+    baseline: int | None = 1,
+    knobs: dict | None = None,
+    status="done",
+    optuna=None,
+) -> int:
     arm = book.add_arm(name, {name: True} if knobs is None else knobs, baseline, optuna)
     for seed, loss in losses.items():
         trial = book.add_member(arm, seed, f"{name}/{seed}", SPEC)
         steps = ((10, loss + 0.4), (20, loss + 0.2), (40, loss))
-        book.record(trial, [{"step": step, "time": 0.0, "metrics": {"val/loss": value}} for step, value in steps])
+        book.record(
+            trial, [{"step": step, "time": 0.0, "metrics": {"val/loss": value}} for step, value in steps]
+        )
         book.settle(trial, status, seconds=3600.0)
     return arm
 
@@ -69,7 +79,11 @@ def test_the_verdict_states_every_arm_and_none_is_picked(book):
 def noisy(book, count: int) -> None:
     """Arms without an effect."""
     for number in range(count):
-        add(book, f"noise {number}", {seed: value + 0.1 * math.sin(7 * seed + number) for seed, value in BASE.items()})
+        add(
+            book,
+            f"noise {number}",
+            {seed: value + 0.1 * math.sin(7 * seed + number) for seed, value in BASE.items()},
+        )
 
 
 def test_what_does_not_stand_after_holm_is_a_verdict_nowhere(book):
@@ -92,8 +106,15 @@ def test_what_does_not_stand_after_holm_is_a_verdict_nowhere(book):
     assert "barely" not in answer.verdict()
     assert "9 of 9 comparisons are undecided" in answer.verdict()
     picture = forest(answer.arms, answer.metric)
-    lines = {line.get_label() for line in picture.figure.legends[0].get_texts()} if picture.figure.legends else set()
-    assert "worse" not in {text.get_text() for legend in picture.figure.legends for text in legend.get_texts()} | lines
+    lines = (
+        {line.get_label() for line in picture.figure.legends[0].get_texts()}
+        if picture.figure.legends
+        else set()
+    )
+    assert (
+        "worse"
+        not in {text.get_text() for legend in picture.figure.legends for text in legend.get_texts()} | lines
+    )
 
 
 def test_equivalence_is_corrected_too(book):
@@ -110,7 +131,13 @@ def test_equivalence_is_corrected_too(book):
 
 def whole_grid(book) -> None:
     """Two knobs: sr costs .1, rht nothing, and each arm's gap to the baseline is drowned in the baseline's own noise."""
-    add(book, "bf16", {seed: value + 0.3 * math.sin(5 * seed) for seed, value in BASE.items()}, None, knobs={"recipe": "bf16"})
+    add(
+        book,
+        "bf16",
+        {seed: value + 0.3 * math.sin(5 * seed) for seed, value in BASE.items()},
+        None,
+        knobs={"recipe": "bf16"},
+    )
     for place, (rht, sr) in enumerate(((True, True), (True, False), (False, True), (False, False))):
         losses = {seed: value + 0.1 * sr + 0.002 * math.sin(3 * seed + place) for seed, value in BASE.items()}
         add(book, f"rht={rht} sr={sr}", losses, knobs={"rht": rht, "sr": sr})
@@ -126,7 +153,9 @@ def test_a_grids_verdict_states_each_knobs_main_effect_and_nothing_else(book):
     ]
     rows = {row["knob"]: row for row in answer.averages().rows if row[""] == "main effect"}
     assert [rows[knob]["verdict"] for knob in ("rht", "sr")] == ["equivalent", "worse"]
-    assert [effect.effect.mean for effect, _ in answer.main_effects] == [rows[knob]["effect"][1] for knob in ("rht", "sr")]
+    assert [effect.effect.mean for effect, _ in answer.main_effects] == [
+        rows[knob]["effect"][1] for knob in ("rht", "sr")
+    ]
 
 
 def test_the_seeds_for_a_verdict_are_the_same_number_everywhere(book):
@@ -136,7 +165,9 @@ def test_the_seeds_for_a_verdict_are_the_same_number_everywhere(book):
     needed = answer.arms[1].verdict.needed
     assert 4 < needed.low < needed.count < needed.high
     (row,) = answer.power().rows
-    assert row["seeds needed"] == answer.effects().rows[1]["seeds needed"] == (needed_text(needed), needed.count)
+    assert (
+        row["seeds needed"] == answer.effects().rows[1]["seeds needed"] == (needed_text(needed), needed.count)
+    )
     assert all(needed_text(needed) in text for text in (answer.verdict(), summary_markdown(book)))
 
 
@@ -162,7 +193,11 @@ def test_a_note_names_the_seeds_of_the_table_among_several_arms(book):
 
 def test_an_arm_that_is_not_over_counts_as_open_in_a_note(book):
     add(book, "bf16", BASE, None)
-    add(book, "barely", {seed: BASE[seed] + more for seed, more in {0: 0.051, 1: 0.02, 2: 0.03, 3: 0.045}.items()})
+    add(
+        book,
+        "barely",
+        {seed: BASE[seed] + more for seed, more in {0: 0.051, 1: 0.02, 2: 0.03, 3: 0.045}.items()},
+    )
     assert gap(book, 2)[1].kind == "worse"
     for number in range(8):
         book.add_member(book.add_arm(f"waiting {number}", {}, 1, None), 0, f"waiting/{number}", SPEC)
@@ -174,7 +209,11 @@ def test_wilcoxons_p_is_corrected_over_all_arms_and_not_over_those_shown(book, m
     base = {seed: 3 + 0.1 * math.sin(seed) for seed in range(8)}
     add(book, "bf16", base, None)
     for place in range(3):
-        add(book, f"lower {place}", {seed: loss - 0.1 - 0.01 * place - 0.001 * seed for seed, loss in base.items()})
+        add(
+            book,
+            f"lower {place}",
+            {seed: loss - 0.1 - 0.01 * place - 0.001 * seed for seed, loss in base.items()},
+        )
     add(book, "shift", {seed: loss - 5.0 for seed, loss in base.items()})
     monkeypatch.setattr("ablate.results.answer.MOST_ARMS", 2)
     rows = {row["arm"]: row["Wilcoxon, p (Holm)"] for row in Answer(book).checks().rows}
@@ -206,7 +245,9 @@ def test_a_searchs_arm_that_learned_nothing_has_no_colour(book):
     answer = Answer(book)
     assert (answer.arms[1].verdict.kind, answer.arms[1].colour) == ("worse", "")
     assert "<tr><td>bad" in answer.effects().html()
-    (column,) = [column for column in summary_table(answer.arms, answer.metric).columns if column.header == "verdict"]
+    (column,) = [
+        column for column in summary_table(answer.arms, answer.metric).columns if column.header == "verdict"
+    ]
     assert [str(cell.style) for cell in column.cells] == ["dim", ""]
 
 
@@ -237,7 +278,9 @@ def test_a_grid_that_learned_nothing_has_no_verdict_though_its_baseline_learned(
     """The baseline ends near 3.1, every cell of the grid near 9."""
     add(book, "bf16", BASE, None, knobs={"recipe": "bf16"})
     for place, (rht, sr) in enumerate(((True, True), (True, False), (False, True), (False, False))):
-        losses = {seed: value + 6 + 0.1 * sr + 0.002 * math.sin(3 * seed + place) for seed, value in BASE.items()}
+        losses = {
+            seed: value + 6 + 0.1 * sr + 0.002 * math.sin(3 * seed + place) for seed, value in BASE.items()
+        }
         add(book, f"rht={rht} sr={sr}", losses, knobs={"rht": rht, "sr": sr})
     learn(book, 4.0)
     answer = Answer(book)
@@ -307,8 +350,14 @@ def test_tokens_to_match_and_percent_are_those_of_the_curves(book):
     [
         (lambda b: add(b, "bf16", BASE, None), "One arm alone has finished"),
         (lambda b: (add(b, "bf16", {0: 3.0}, None), add(b, "a", {0: 3.1})), "One seed an arm"),
-        (lambda b: (add(b, "bf16", BASE, None, status="diverged"), add(b, "a", BASE, status="diverged")), "Every run diverged"),
-        (lambda b: (add(b, "bf16", BASE, None, status="failed"), add(b, "a", BASE, status="failed")), "Nothing can be said yet"),
+        (
+            lambda b: (add(b, "bf16", BASE, None, status="diverged"), add(b, "a", BASE, status="diverged")),
+            "Every run diverged",
+        ),
+        (
+            lambda b: (add(b, "bf16", BASE, None, status="failed"), add(b, "a", BASE, status="failed")),
+            "Nothing can be said yet",
+        ),
     ],
     ids=["one arm", "one seed", "all diverged", "none finished"],
 )
@@ -316,7 +365,14 @@ def test_where_nothing_can_be_claimed_that_is_said_and_why(book, fill, expected)
     fill(book)
     answer = Answer(book)
     assert answer.verdict().startswith(expected)
-    for table in (answer.turned(), answer.averages(), answer.components(), answer.power(), answer.checks(), answer.published()):
+    for table in (
+        answer.turned(),
+        answer.averages(),
+        answer.components(),
+        answer.power(),
+        answer.checks(),
+        answer.published(),
+    ):
         assert table is None or table.html()
     assert answer.effects().html()
     assert answer.method().text
@@ -327,7 +383,10 @@ def test_published_and_measured_stand_side_by_side_with_interval_and_verdict(boo
     add(book, "mxfp4", WORSE)
     figure = {"arm": "mxfp4", "against": "bf16", "metric": "val/loss", "source": "a paper"}
     book.describe(published=json.dumps([{**figure, "value": value} for value in ("lower", 0.05)]))
-    rows = [[cell[0] if isinstance(cell, tuple) else cell for cell in row.values()] for row in Answer(book).published().rows]
+    rows = [
+        [cell[0] if isinstance(cell, tuple) else cell for cell in row.values()]
+        for row in Answer(book).published().rows
+    ]
     assert rows == [
         ["mxfp4 minus bf16", "val/loss", "lower", "+0.1015 ±0.0021", "disagrees", "a paper"],
         ["mxfp4 minus bf16", "val/loss", "+0.05", "+0.1015 ±0.0021", "agrees", "a paper"],
@@ -357,7 +416,13 @@ def test_a_searchs_best_arm_is_not_declared_on_the_data_that_chose_it(book):
     book.describe(search="tpe")
     add(book, "bf16", BASE, None, knobs={"recipe": "bf16"})
     for number in range(3):
-        add(book, f"lr={number}", {s: v - 0.1 * number for s, v in WORSE.items()}, knobs={"workload.lr": number}, optuna=number)
+        add(
+            book,
+            f"lr={number}",
+            {s: v - 0.1 * number for s, v in WORSE.items()},
+            knobs={"workload.lr": number},
+            optuna=number,
+        )
     verdict = Answer(book).verdict()
     assert verdict.startswith("The best of 3 arms is lr=2, ")
     assert "exploratory, until it is run again on fresh seeds" in verdict
@@ -391,7 +456,9 @@ def test_the_headline_says_of_a_winner_what_the_fresh_seeds_say(book, more, firs
     verdict = Answer(book).verdict()
     assert verdict.startswith(first)
     assert ("is better than" in verdict) == (more == -0.1)
-    assert ("not confirmed, since its run on 4 fresh seeds has 0 pairs with its baseline" in verdict) == (more is None)
+    assert ("not confirmed, since its run on 4 fresh seeds has 0 pairs with its baseline" in verdict) == (
+        more is None
+    )
 
 
 def test_a_comparison_without_a_verdict_is_not_counted_as_undecided(book):
@@ -450,11 +517,29 @@ def test_of_what_runs_left_each_arm_shows_the_pictures_of_its_first_seed_that_is
     add(book, "nvfp4", WORSE)
     add(book, "late", {2: 3.3, 1: 3.2})
     add(book, "lost", BASE, status="diverged")
-    leave(book, ("bf16", 0, "grid.png"), ("bf16", 0, "more.png"), ("bf16", 0, "notes.txt"), ("bf16", 1, "grid.png"))
-    leave(book, ("nvfp4", 1, "grid.png"), ("late", 1, "grid.png"), ("late", 2, "grid.png"), ("lost", 0, "grid.png"))
-    found = {gallery.name: [(title, path.read_text()) for title, path in gallery.pictures] for gallery in Answer(book).left()}
+    leave(
+        book,
+        ("bf16", 0, "grid.png"),
+        ("bf16", 0, "more.png"),
+        ("bf16", 0, "notes.txt"),
+        ("bf16", 1, "grid.png"),
+    )
+    leave(
+        book,
+        ("nvfp4", 1, "grid.png"),
+        ("late", 1, "grid.png"),
+        ("late", 2, "grid.png"),
+        ("lost", 0, "grid.png"),
+    )
+    found = {
+        gallery.name: [(title, path.read_text()) for title, path in gallery.pictures]
+        for gallery in Answer(book).left()
+    }
     # Seed 0 of nvfp4 left nothing: another seed's picture beside the first one's would be of other weights.
-    assert found == {"grid": [("bf16", "bf16 0 grid.png"), ("late", "late 1 grid.png")], "more": [("bf16", "bf16 0 more.png")]}
+    assert found == {
+        "grid": [("bf16", "bf16 0 grid.png"), ("late", "late 1 grid.png")],
+        "more": [("bf16", "bf16 0 more.png")],
+    }
 
 
 def test_where_no_run_left_anything_there_is_no_section(book):
@@ -484,7 +569,21 @@ def test_what_guards_did_is_told_a_run_a_line(book):
     arm = add(book, "nvfp4", ALIKE)
     trial = book.add_member(arm, 2, "nvfp4/2", SPEC)
     for step in (5, 12, 31):
-        book.record(trial, [{"step": step, "time": 0.0, "metrics": {}, "events": [f"loss {step} is too much; step skipped"]}])
+        book.record(
+            trial,
+            [
+                {
+                    "step": step,
+                    "time": 0.0,
+                    "metrics": {},
+                    "events": [f"loss {step} is too much; step skipped"],
+                }
+            ],
+        )
     (row,) = Answer(book).interventions().rows
     assert (row["arm"], row["seed"], row["interventions"]) == ("nvfp4", "2", ("3", 3))
-    assert (row["first step"][1], row["last step"][1], row["the first"]) == (5, 31, "loss 5 is too much; step skipped")
+    assert (row["first step"][1], row["last step"][1], row["the first"]) == (
+        5,
+        31,
+        "loss 5 is too much; step skipped",
+    )

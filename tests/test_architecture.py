@@ -16,7 +16,17 @@ import pytest
 ROOT = Path(__file__).parent.parent / "ablate"
 FILES = sorted(ROOT.rglob("*.py"))
 
-PACKAGES = ["cli", "verification", "execution", "results", "experiment", "training", "engines", "recipes", "numerics"]
+PACKAGES = [
+    "cli",
+    "verification",
+    "execution",
+    "results",
+    "experiment",
+    "training",
+    "engines",
+    "recipes",
+    "numerics",
+]
 """Top to bottom: a package imports from those below it, and from the leaves."""
 LEAVES = {"errors", "files", "cache", "provenance"}
 """Files at the root that every package may import; among themselves they form no circle."""
@@ -126,7 +136,12 @@ def test_the_packages_are_those_that_are_there():
 
 
 def test_every_import_points_down():
-    assert [(name, target) for name in MODULES for target in sorted(own_imports(name)) if not may_import(name, target)] == []
+    assert [
+        (name, target)
+        for name in MODULES
+        for target in sorted(own_imports(name))
+        if not may_import(name, target)
+    ] == []
 
 
 def in_order(arrows: dict[str, set[str]]) -> list[str]:
@@ -171,7 +186,9 @@ def sql(parsed: ast.Module) -> set[int]:
             lines.add(node.lineno)
         call = node.func if isinstance(node, ast.Call) else None
         if isinstance(call, ast.Attribute) and call.attr in ("execute", "executemany", "executescript"):
-            asks_figure = [ast.unparse(argument) for argument in node.args] == ["figure"]  # matplotlib's layout engines
+            asks_figure = [ast.unparse(argument) for argument in node.args] == [
+                "figure"
+            ]  # matplotlib's layout engines
             lines |= set() if asks_figure else {node.lineno}
     return lines
 
@@ -181,21 +198,30 @@ def test_sql_stands_in_the_ledgers_files():
 
 
 @pytest.mark.parametrize(
-    "source", ["db.execute(query)", "query = 'SELECT a FROM b'", "ledger.db.executemany(f'UPDATE {table} SET a = ?', rows)"]
+    "source",
+    [
+        "db.execute(query)",
+        "query = 'SELECT a FROM b'",
+        "ledger.db.executemany(f'UPDATE {table} SET a = ?', rows)",
+    ],
 )
 def test_sql_would_be_seen(source):
     assert sql(ast.parse(source)) == {1}
 
 
 def test_a_file_is_at_most_500_lines_long_and_says_what_it_is():
-    assert {name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > 500} == {}
+    assert {
+        name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > 500
+    } == {}
     assert [name for name in MODULES if not ast.get_docstring(tree(name))] == []
 
 
 @pytest.mark.parametrize("module", INSTANT)
 def test_what_planning_needs_imports_in_an_instant(module):
     code = f"import sys, {module}; print(*[name for name in {HEAVY} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
 
@@ -215,7 +241,16 @@ DRAWS = {
     "randn_like",
     "randint_like",
 }
-IN_PLACE = {"uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
+IN_PLACE = {
+    "uniform_",
+    "normal_",
+    "random_",
+    "bernoulli_",
+    "exponential_",
+    "cauchy_",
+    "log_normal_",
+    "geometric_",
+}
 SEEDED = {"default_rng", "Generator", "SeedSequence", "Philox", "PCG64", "RandomState"}
 
 
@@ -231,15 +266,26 @@ def global_draws(parsed: ast.Module) -> list[str]:
     found = []
     for node in ast.walk(parsed):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            )
             found += [name for name in names if name in ("random", "numpy.random")]
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func)
         root, last = name.partition(".")[0], name.rpartition(".")[2]
         given = any(keyword.arg == "generator" for keyword in node.keywords)
-        numpy = ".".join(name.split(".")[:2]) in ("np.random", "numpy.random") and not (last in SEEDED and (node.args or node.keywords))
-        seeding = root == "torch" and last in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "fork_rng")
+        numpy = ".".join(name.split(".")[:2]) in ("np.random", "numpy.random") and not (
+            last in SEEDED and (node.args or node.keywords)
+        )
+        seeding = root == "torch" and last in (
+            "manual_seed",
+            "manual_seed_all",
+            "seed",
+            "seed_all",
+            "set_rng_state",
+            "fork_rng",
+        )
         drawing = (root == "torch" and last in DRAWS) or last in IN_PLACE
         if numpy or seeding or (drawing and not given) or last in ("Dropout", "dropout") or ".init." in name:
             found.append(name)
@@ -296,15 +342,26 @@ PATTERNS = {
     "training.data.tokenisers": ["the hub's rule for a name"],
     "results.databases": ["octal escapes of the kernel's mounts table"],
     "cli.doctor": ["characters that a file name does not keep"],
-    "recipes.layers": ["blocks in the module names of other libraries' models", "a range of blocks, as a user writes it"],
-    "engines.hardware": ["the driver's version in /proc", "a library's version: has it a number?", "... its leading numbers"],
+    "recipes.layers": [
+        "blocks in the module names of other libraries' models",
+        "a range of blocks, as a user writes it",
+    ],
+    "engines.hardware": [
+        "the driver's version in /proc",
+        "a library's version: has it a number?",
+        "... its leading numbers",
+    ],
     "results.figures.style": [
         "SVG's metadata, which holds a date",
         "ids within an SVG",
         "characters that an id does not keep",
         "where a long name may be broken",
     ],
-    "training.models.causal": ["reads of a config in other libraries' code", "... the field's name, escaped", "... and again"],
+    "training.models.causal": [
+        "reads of a config in other libraries' code",
+        "... the field's name, escaped",
+        "... and again",
+    ],
     "results.page": [
         "the longest fence in a quoted file",
         "characters that a file name does not keep",
@@ -317,7 +374,10 @@ PATTERNS = {
     "cli.rebuild": ["identities in the bytes of a damaged database"],
     "recipes.recipe": ["a phase's start, as a user writes it"],
     "errors": ["passwords in an address", "... in its query"],
-    "execution.search.shelf": ["attributes that Optuna's dashboard names by trial", "paths of that dashboard's requests"],
+    "execution.search.shelf": [
+        "attributes that Optuna's dashboard names by trial",
+        "paths of that dashboard's requests",
+    ],
     "experiment.schema": ["a share or a number, as a user writes it"],
     "execution.tracking.door": ["why a connection failed, in urllib3's message"],
     "cli.ui": ["the Host header of a request"],
@@ -329,7 +389,10 @@ PATTERNS = {
 def patterns(parsed: ast.Module) -> int:
     """Return how often a file calls a function of `re`."""
     calls = [node.func for node in ast.walk(parsed) if isinstance(node, ast.Call)]
-    return sum(isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id == "re" for call in calls)
+    return sum(
+        isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id == "re"
+        for call in calls
+    )
 
 
 def test_every_regular_expression_is_listed_with_what_it_reads():

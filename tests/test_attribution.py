@@ -15,12 +15,33 @@ from ablate.results.summary import ArmSummary
 LEVELS = {"rht": [True, False], "sr": [True, False], "block": ["1x16", "1x32", "1x64"]}
 
 
-def arm(name: str, knobs: dict, values: dict[int, float], baseline: str | None = "base", given: int | None = None) -> ArmSummary:
+def arm(
+    name: str, knobs: dict, values: dict[int, float], baseline: str | None = "base", given: int | None = None
+) -> ArmSummary:
     given = tuple(range(given or len(values)))
     missing = tuple(seed for seed in given if seed not in values)
     gap = paired_difference(values, dict.fromkeys(values, 0.0)) if baseline else None
-    measured = {"sqnr_db": math.nan, "tokens_per_s": math.nan, "memory": math.nan, "nans": 0, "diverged": (), "missing": missing}
-    return ArmSummary(name, baseline, knobs, values, given, gap, None, Interval(), Verdict("unjudged", "baseline"), "listed", **measured)
+    measured = {
+        "sqnr_db": math.nan,
+        "tokens_per_s": math.nan,
+        "memory": math.nan,
+        "nans": 0,
+        "diverged": (),
+        "missing": missing,
+    }
+    return ArmSummary(
+        name,
+        baseline,
+        knobs,
+        values,
+        given,
+        gap,
+        None,
+        Interval(),
+        Verdict("unjudged", "baseline"),
+        "listed",
+        **measured,
+    )
 
 
 def whole(levels: dict, seeds: int, seed: int = 0) -> list[ArmSummary]:
@@ -42,7 +63,9 @@ def test_main_effects_and_interactions_are_those_of_least_squares_with_seeds_as_
     rows = [{**a.knobs, "seed": s, "y": y} for a in arms[1:] for s, y in a.values.items()]
     model = smf.ols("y ~ C(rht, Sum) * C(sr, Sum) * C(block, Sum) + C(seed)", DataFrame(rows)).fit().params
     effects = {(e.knobs, e.change): e.effect for e in (*main_effects(found), *interactions(found))}
-    assert effects[("rht",), "true instead of false"].mean == pytest.approx(-2 * model["C(rht, Sum)[S.False]"], rel=1e-9)
+    assert effects[("rht",), "true instead of false"].mean == pytest.approx(
+        -2 * model["C(rht, Sum)[S.False]"], rel=1e-9
+    )
     assert effects[("rht", "sr"), "true instead of false; true instead of false"].mean == pytest.approx(
         4 * model["C(rht, Sum)[S.False]:C(sr, Sum)[S.False]"], rel=1e-9
     )
@@ -58,7 +81,9 @@ def test_known_effects_lie_within_their_intervals_and_seeds_levels_do_not_widen_
     for seed in range(40):
         found = grid(whole({k: LEVELS[k] for k in ("rht", "sr")}, 6, seed))
         effects = [*main_effects(found), *interactions(found)]
-        covered += sum(e.effect.low < true < e.effect.high for e, true in zip(effects, (0.65, -0.05, 0.3), strict=True))
+        covered += sum(
+            e.effect.low < true < e.effect.high for e, true in zip(effects, (0.65, -0.05, 0.3), strict=True)
+        )
         assert all(e.effect.high - e.effect.low < 1 for e in effects)  # seeds lie 10 apart
     assert covered >= 105
 
@@ -71,7 +96,14 @@ def test_shapley_shares_add_up_to_what_all_components_do_together_and_leave_one_
     assert sum(share.shapley.mean for share in found.values()) == pytest.approx(together, rel=1e-9)
     assert found["rht"].left_out == paired_difference(by_knobs[True, True], by_knobs[False, True])
     by_hand = [
-        (by_knobs[True, False][s] - by_knobs[False, False][s] + by_knobs[True, True][s] - by_knobs[False, True][s]) / 2 for s in range(5)
+        (
+            by_knobs[True, False][s]
+            - by_knobs[False, False][s]
+            + by_knobs[True, True][s]
+            - by_knobs[False, True][s]
+        )
+        / 2
+        for s in range(5)
     ]
     assert found["rht"].shapley.mean == pytest.approx(np.mean(by_hand), rel=1e-9)
 
@@ -86,7 +118,9 @@ def test_what_is_no_whole_grid_is_none():
 
 def test_a_seed_that_one_arm_lacks_is_left_out_and_said():
     arms = whole({k: LEVELS[k] for k in ("rht", "sr")}, 4)
-    arms[1] = arm(arms[1].name, dict(arms[1].knobs), {s: v for s, v in arms[1].values.items() if s != 2}, given=4)
+    arms[1] = arm(
+        arms[1].name, dict(arms[1].knobs), {s: v for s, v in arms[1].values.items() if s != 2}, given=4
+    )
     found = grid(arms)
     assert found.left_out == (2,)
     assert all(set(values) == {0, 1, 3} for values in found.values.values())

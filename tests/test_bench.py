@@ -24,12 +24,25 @@ B200 = Machine("2.20.2", native=True, capability=(10, 0))
 
 
 def test_kernels_are_timed_by_operation_shape_dtype_and_back_end(tmp_path):
-    done = ablate("bench", "kernels", "64x64", "32x160", "--rounds", 1, "--builds", "--json", "--png", tmp_path / "a.png")
+    done = ablate(
+        "bench",
+        "kernels",
+        "64x64",
+        "32x160",
+        "--rounds",
+        1,
+        "--builds",
+        "--json",
+        "--png",
+        tmp_path / "a.png",
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     builds = {line["back end"] for line in found}
     assert {"portable", "reference"} <= builds
-    assert len({tuple(line[key] for key in ("operation", "shape", "dtype", "back end")) for line in found}) == len(found)
+    assert len(
+        {tuple(line[key] for key in ("operation", "shape", "dtype", "back end")) for line in found}
+    ) == len(found)
     assert len(found) == 2 * (8 + 6) * len(builds)  # bf16 is rotated too
     assert all(line[key] > 0 for line in found for key in ("Melem/s", "ms", "of memcpy"))
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
@@ -37,7 +50,17 @@ def test_kernels_are_timed_by_operation_shape_dtype_and_back_end(tmp_path):
 
 def test_a_step_is_timed_in_every_preset_that_is_named_and_in_bf16(tmp_path):
     shape = ("--layers", 1, "--width", 64, "--tokens", 128, "--rounds", 1)
-    done = ablate("bench", "step", "quartet", *shape, "--json", "--trace", tmp_path / "traces", "--png", tmp_path / "a.png")
+    done = ablate(
+        "bench",
+        "step",
+        "quartet",
+        *shape,
+        "--json",
+        "--trace",
+        tmp_path / "traces",
+        "--png",
+        tmp_path / "a.png",
+    )
     assert done.returncode == 0, done.stderr
     found = {line["preset"]: line for line in json.loads(done.stdout)}
     assert list(found) == ["bf16", "quartet", "quartet, fp32_out"]
@@ -53,7 +76,19 @@ def test_a_step_is_timed_in_every_preset_that_is_named_and_in_bf16(tmp_path):
 
 
 def test_a_layer_is_timed_forward_and_backward(tmp_path):
-    done = ablate("bench", "linear", "nvfp4", "--shape", "32x64x48", "--rounds", 1, "--fp32-out", "--json", "--png", tmp_path / "a.png")
+    done = ablate(
+        "bench",
+        "linear",
+        "nvfp4",
+        "--shape",
+        "32x64x48",
+        "--rounds",
+        1,
+        "--fp32-out",
+        "--json",
+        "--png",
+        tmp_path / "a.png",
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     found = told["lines"]
@@ -74,7 +109,13 @@ def test_a_layer_is_timed_forward_and_backward(tmp_path):
 
 def test_the_yardstick_is_as_large_as_this_machine_multiplies_in_a_short_time():
     """The side follows the seconds that a product takes: 2048 on a fast core, less on one that takes long, 256 at least."""
-    for speed, side in ((1e12, 2048), (2 * 2048**3 / 0.2499, 2048), (2 * 2048**3 / 0.26, 1024), (2e9, 512), (1.0, 256)):
+    for speed, side in (
+        (1e12, 2048),
+        (2 * 2048**3 / 0.2499, 2048),
+        (2 * 2048**3 / 0.26, 1024),
+        (2e9, 512),
+        (1.0, 256),
+    ):
         asked = []
 
         def seconds(size, speed=speed, asked=asked):
@@ -117,13 +158,29 @@ def test_transformer_engine_is_timed_by_the_same_code_over_the_double_of_its_nat
     """What the times are is no matter: that the engine computes, forward and backward, and a line comes of it."""
     if peers.version("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ENGINES.parent.parent), str(ENGINES))), "OMP_NUM_THREADS": "1"}
-    words = ["linear", "nvfp4", "--engine", "transformer_engine", "--shape", "64x96x128", "--rounds", "1", "--json"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(ENGINES.parent.parent), str(ENGINES))),
+        "OMP_NUM_THREADS": "1",
+    }
+    words = [
+        "linear",
+        "nvfp4",
+        "--engine",
+        "transformer_engine",
+        "--shape",
+        "64x96x128",
+        "--rounds",
+        "1",
+        "--json",
+    ]
     command = [sys.executable, str(ENGINES / "te_bench.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = json.loads(done.stdout[done.stdout.index("{\n") :])["lines"]
-    assert [(one["preset"], one["engine"]) for one in lines] == [("bf16", "torch"), ("nvfp4", "transformer_engine")]
+    assert [(one["preset"], one["engine"]) for one in lines] == [
+        ("bf16", "torch"),
+        ("nvfp4", "transformer_engine"),
+    ]
     assert lines[1]["multiplies"] == dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp4")
     assert all(one[f"{way} ms"] > 0 for one in lines for way in ("forward", "backward"))
 
@@ -146,7 +203,9 @@ def test_the_peak_is_of_what_the_hardware_multiplies(preset, engine, formats):
 
 def test_the_share_of_a_peak_is_the_time_that_it_would_take_over_that_it_took():
     """By hand: 4 PFLOP at 2 PFLOP/s take 2 s and 9 at 9 take 1 s, together 3; they took 4."""
-    assert share({"bf16": 4e15, "fp4": 9e15}, 4.0, {"bf16": 2e15, "fp8": 5e15, "fp4": 9e15}) == pytest.approx(0.75)
+    assert share({"bf16": 4e15, "fp4": 9e15}, 4.0, {"bf16": 2e15, "fp8": 5e15, "fp4": 9e15}) == pytest.approx(
+        0.75
+    )
     assert share({"fp32": 1.0}, 1.0, {"bf16": 1.0}) is None
 
 
@@ -160,7 +219,9 @@ def test_a_line_of_a_layer_that_is_half_fp4_by_hand():
     assert flops == pytest.approx(0.2749e12, rel=1e-3)
     seconds = (2 * flops / 9e15, 2 * flops / 2.25e15 / 0.75)
     assert seconds == pytest.approx((61.08e-6, 325.8e-6), rel=1e-3)
-    found = linear_layers.line(Shape("a", 8192, 4096, 4096), "p", forward, NATIVE, seconds, b200, ("TFLOP/s", 1e12))
+    found = linear_layers.line(
+        Shape("a", 8192, 4096, 4096), "p", forward, NATIVE, seconds, b200, ("TFLOP/s", 1e12)
+    )
     assert found["multiplies"] == {"fprop": "fp4", "dgrad": "bf16", "wgrad": "bf16"}
     assert (found["forward of peak"], found["backward of peak"]) == pytest.approx((0.5, 0.75))
     assert (found["forward TFLOP/s"], found["backward TFLOP/s"]) == pytest.approx((4500, 1687.5))
@@ -186,7 +247,12 @@ def test_a_known_gpu_is_known_by_its_drivers_name(name, bf16):
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-80GB MIG 2g.20gb", "NVIDIA GeForce RTX 5090 Laptop GPU"]
+    "name",
+    [
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA A100-SXM4-80GB MIG 2g.20gb",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+    ],
 )
 def test_a_slice_of_a_gpu_and_one_with_less_have_no_peak_of_its_own(name):
     assert known(name) is None
@@ -203,14 +269,22 @@ def test_of_a_known_gpu_the_narrower_format_is_the_faster(gpu):
     [
         ("nvfp4", "512x512x512", "cuda", B200, None),
         ("bf16", "40x512x512", "cpu", Machine(), None),
-        ("nvfp4", "512x512x512", "cuda", Machine("2.20.2", native=True, capability=(9, 0)), "this GPU, SM 9.0, does not train NVFP4"),
+        (
+            "nvfp4",
+            "512x512x512",
+            "cuda",
+            Machine("2.20.2", native=True, capability=(9, 0)),
+            "this GPU, SM 9.0, does not train NVFP4",
+        ),
         ("fp8_current", "512x512x512", "cuda", Machine("2.20.2", native=True, capability=(9, 0)), None),
         ("nvfp4", "512x512x512", "cpu", B200, "this runs on cpu, and Transformer Engine on GPUs"),
         ("mxfp4", "512x512x512", "cuda", B200, "fprop.x.block 1x32"),
         ("nvfp4", "512x512x40", "cuda", B200, "512x512x40: Transformer Engine takes multiples of 32"),
     ],
 )
-def test_transformer_engine_is_taken_where_preset_machine_and_shape_allow(preset, shape, device, machine, why):
+def test_transformer_engine_is_taken_where_preset_machine_and_shape_allow(
+    preset, shape, device, machine, why
+):
     found = refused(PRESETS[preset](), [Shape(shape, *map(int, shape.split("x")))], device, machine)
     assert found is None if why is None else found.why.startswith(why)
 
@@ -226,7 +300,10 @@ def test_the_start_of_a_trial_is_timed():
     [
         (("kernels", "64by64"), "64by64: not a shape; it takes 2 numbers of 16 or more, as in 1024x1024"),
         (("linear", "--shape", "8x64x64"), "8x64x64: not a shape"),
-        (("kernels", "--png", "/nowhere/a.png"), "--png /nowhere/a.png: it must name a file in a folder that exists"),
+        (
+            ("kernels", "--png", "/nowhere/a.png"),
+            "--png /nowhere/a.png: it must name a file in a folder that exists",
+        ),
         (("linear", "--model", "llama-9b"), "--model llama-9b: no such model; 'llama-8b'"),
         (("linear", "--tokens", "64"), "--tokens counts those of a --model; a --shape has its own"),
         (
@@ -257,7 +334,10 @@ def test_a_preset_that_is_not_there_is_told():
 
 def test_rounds_are_interleaved_and_the_first_does_not_count():
     order = []
-    assert set(medians({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)) == {"a", "b"}
+    assert set(medians({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)) == {
+        "a",
+        "b",
+    }
     assert order == ["a", "b"] * 3
 
 
@@ -307,5 +387,7 @@ def test_short_calls_are_repeated_within_a_round_for_as_long_as_asked():
         calls.append(1)
         mark()
 
-    stretches({"a": call}, 2, clock, least=7)  # a call takes 1: 7 calls a round, after one that warms up and one that is timed for that
+    stretches(
+        {"a": call}, 2, clock, least=7
+    )  # a call takes 1: 7 calls a round, after one that warms up and one that is timed for that
     assert len(calls) == 2 + 2 * 7

@@ -67,11 +67,16 @@ HARMS = {
     "torn": lambda path: path.write_bytes(path.read_bytes()[:-20]),
     "of an earlier version": lambda path: torch.save({"version": 3, "trial": "trial", "step": 3}, path),
     "another trial": lambda path: Checkpoints(path, "other", 0).leave(3, {"step": 3}, (False, True)),
-} | {f"a bit at {place}": lambda path, place=place: flip(path, place) for place in (0.0, 0.2, 0.4, 0.6, 0.8, 0.97, 1.0)}
+} | {
+    f"a bit at {place}": lambda path, place=place: flip(path, place)
+    for place in (0.0, 0.2, 0.4, 0.6, 0.8, 0.97, 1.0)
+}
 
 
 @pytest.mark.parametrize("damage", HARMS)
-def test_a_checkpoint_that_cannot_be_used_is_told_and_put_aside_and_the_trial_goes_on_without_it(damage, tmp_path, capsys):
+def test_a_checkpoint_that_cannot_be_used_is_told_and_put_aside_and_the_trial_goes_on_without_it(
+    damage, tmp_path, capsys
+):
     path = tmp_path / "checkpoint.pt"
     Checkpoints(path, "trial", 0).leave(3, {"step": 3, "model": torch.arange(999.0)}, (False, True))
     assert Checkpoints(path, "trial", 60).start == 3
@@ -109,9 +114,14 @@ WHAT = {
 
 
 @pytest.mark.parametrize("what", WHAT)
-def test_a_trial_whose_checkpoint_or_records_were_changed_begins_anew_and_ends_as_if_undisturbed(what, tmp_path):
+def test_a_trial_whose_checkpoint_or_records_were_changed_begins_anew_and_ends_as_if_undisturbed(
+    what, tmp_path
+):
     (spec,) = cooldowns(tmp_path, 0.1)
-    store, plain = Store(tmp_path / "runs"), [own(event) for event in run(spec, Store(tmp_path / "plain"), 1, OFTEN)]
+    store, plain = (
+        Store(tmp_path / "runs"),
+        [own(event) for event in run(spec, Store(tmp_path / "plain"), 1, OFTEN)],
+    )
     begun(spec, store, 12)
     WHAT[what](store.folder(spec.id))
     told = list(run(spec, store, store.begin(spec.id), OFTEN))
@@ -119,7 +129,9 @@ def test_a_trial_whose_checkpoint_or_records_were_changed_begins_anew_and_ends_a
     assert [own(event) for event in told] == on_disk(store, spec) == plain
 
 
-def test_a_trial_goes_on_from_an_earlier_state_where_the_furthest_that_others_left_was_changed(tmp_path, capsys):
+def test_a_trial_goes_on_from_an_earlier_state_where_the_furthest_that_others_left_was_changed(
+    tmp_path, capsys
+):
     specs, store = cooldowns(tmp_path, 0, 0.1, 0.5), Store(tmp_path / "runs")
     family = Family(specs)
     quiet = OFTEN | {"checkpoint": 60}
@@ -143,7 +155,11 @@ def test_what_an_attempt_does_again_is_recorded_as_it_was_at_first_with_whatever
     told = list(run(spec, store, store.begin(spec.id), OFTEN | {"every": 3, "shadow": 3}))
     times = {(event["step"], name): event["time"] for event in told for name in event["metrics"]}
     assert all(times[event["step"], name] == event["time"] for event in first for name in event["metrics"])
-    kept = {(event["step"], name): event["time"] for event in store.proven(spec.id, store.result(spec.id)) for name in event["metrics"]}
+    kept = {
+        (event["step"], name): event["time"]
+        for event in store.proven(spec.id, store.result(spec.id))
+        for name in event["metrics"]
+    }
     assert kept == times
     plain = run(spec, Store(tmp_path / "plain"), 1, OFTEN)
     assert len(times) > sum(len(event["metrics"]) for event in plain)
@@ -154,11 +170,17 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_no_record
     workload, gate = config(tmp_path, steps=100, eval_every=100), Gate(tmp_path)
     gate.shut()
     monkeypatch.setenv("PYTHONPATH", gate.environment["PYTHONPATH"])
-    spec = TrialSpec(workload="gpt", config=workload, recipe=PRESETS["nvfp4"](), seed=0, engine="emulated", device="cpu")
-    request = TrialRequest(spec.id, spec.wire, str(tmp_path / "runs"), 1, {"log": 1, "every": 100, "checkpoint": 0.05})
+    spec = TrialSpec(
+        workload="gpt", config=workload, recipe=PRESETS["nvfp4"](), seed=0, engine="emulated", device="cpu"
+    )
+    request = TrialRequest(
+        spec.id, spec.wire, str(tmp_path / "runs"), 1, {"log": 1, "every": 100, "checkpoint": 0.05}
+    )
     store, supervisor = Store(tmp_path / "runs"), Supervisor()
     checkpoint, told = (store.folder(spec.id) / name for name in ("checkpoint.pt", "events-1.jsonl"))
-    killer = threading.Thread(target=kill_when, args=(lambda: checkpoint.exists() and told.stat().st_size, supervisor))
+    killer = threading.Thread(
+        target=kill_when, args=(lambda: checkpoint.exists() and told.stat().st_size, supervisor)
+    )
     killer.start()
     first = events_of(supervisor.run(request))
     killer.join()
@@ -170,7 +192,9 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_no_record
     assert messages[-1].status == "done"
     (resumed,) = [event["resumed"] for event in second if "resumed" in event]
     assert 0 < resumed <= first[-1]["step"]
-    assert [event["step"] for event in second] == list(range(1, 101))  # those before it are told again, from the first attempt's file
+    assert [event["step"] for event in second] == list(
+        range(1, 101)
+    )  # those before it are told again, from the first attempt's file
     assert next(event["step"] for event in second if "resumed" in event) == resumed + 1
     assert not checkpoint.exists()
     undisturbed = list(run(spec, Store(tmp_path / "undisturbed"), 1, request.telemetry))
@@ -178,7 +202,9 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_no_record
 
 
 def own(event: dict) -> str:
-    return json.dumps([event["step"], {name: value for name, value in event["metrics"].items() if not name.startswith(OWN)}])
+    return json.dumps(
+        [event["step"], {name: value for name, value in event["metrics"].items() if not name.startswith(OWN)}]
+    )
 
 
 def kill_when(ready, supervisor: Supervisor) -> None:
@@ -195,7 +221,10 @@ def kill_when(ready, supervisor: Supervisor) -> None:
 def cooldowns(folder: Path, *fractions: float) -> list[TrialSpec]:
     base = Base("gpt", config(folder, steps=20, eval_every=5).model_dump(mode="json"), "nvfp4")
     arms = [base.arm({"cooldown": fraction}) for fraction in fractions]
-    return [TrialSpec(workload="gpt", config=a.config, recipe=a.recipe, seed=0, engine="emulated", device="cpu") for a in arms]
+    return [
+        TrialSpec(workload="gpt", config=a.config, recipe=a.recipe, seed=0, engine="emulated", device="cpu")
+        for a in arms
+    ]
 
 
 def test_what_a_sweep_over_cooldown_shares_is_counted(tmp_path):
@@ -257,11 +286,20 @@ def test_a_forked_trial_is_the_trial_from_scratch_bit_for_bit_and_replays_whole(
 
 
 def test_a_sweep_runs_what_its_trials_share_once_and_leaves_no_shared_checkpoint(tmp_path):
-    experiment = tiny(tmp_path, shape={"steps": 20, "eval_every": 5}, ablate={"cooldown": [0.25, 0.1, 0]}, telemetry={"log": 1})
+    experiment = tiny(
+        tmp_path,
+        shape={"steps": 20, "eval_every": 5},
+        ablate={"cooldown": [0.25, 0.1, 0]},
+        telemetry={"log": 1},
+    )
     forked, scratch = finish(experiment, tmp_path / "a"), finish(experiment, tmp_path / "b", fork=False)
     assert forked == scratch
     own_steps = {
-        root: sum(len(path.read_text().splitlines()) for path in (tmp_path / root / "trials").glob("*/events-*.jsonl")) for root in "ab"
+        root: sum(
+            len(path.read_text().splitlines())
+            for path in (tmp_path / root / "trials").glob("*/events-*.jsonl")
+        )
+        for root in "ab"
     }
     assert own_steps == {"a": 2 * (20 + 20 + 2 + 5), "b": 2 * 4 * 20}  # bf16 and three arms, two seeds
     assert not list((tmp_path / "a" / "checkpoints").iterdir())
@@ -277,8 +315,16 @@ GRIDS = {
     "a trial that was killed and has a checkpoint": {"arms": ["bf16", "mxfp4"], "killed": 7},
     "a trial that was killed behind a state that it left": {"arms": ["0.1", "0.5"], "killed": 14},
     "a trial that was killed before the state that it is to leave": {"arms": ["0.1", "0.5"], "killed": 7},
-    "a trial that was killed behind a state that it did not leave": {"arms": ["0.1", "0.5"], "killed": 14, "fork": False},
-    "a killed trial, and two that begin as it does": {"arms": ["0.1", "0.5", "0.51"], "killed": 14, "fork": False},
+    "a trial that was killed behind a state that it did not leave": {
+        "arms": ["0.1", "0.5"],
+        "killed": 14,
+        "fork": False,
+    },
+    "a killed trial, and two that begin as it does": {
+        "arms": ["0.1", "0.5", "0.51"],
+        "killed": 14,
+        "fork": False,
+    },
 }
 
 
@@ -289,18 +335,31 @@ DRAWN = 4
 def test_a_sweep_computes_as_many_steps_as_its_plan_counts(case, tmp_path):
     """Of named cases, and of arms and finished arms that are drawn."""
     draw = random.Random(case)
-    arms = draw.sample(["0", "0.05", "0.1", "0.11", "0.12", "0.25", "0.26", "0.5", "bf16", "mxfp4"], draw.randint(2, 5))
+    arms = draw.sample(
+        ["0", "0.05", "0.1", "0.11", "0.12", "0.25", "0.26", "0.5", "bf16", "mxfp4"], draw.randint(2, 5)
+    )
     drawn = {"arms": arms, "done": draw.sample(arms, draw.randint(0, 2)), "seeds": draw.randint(1, 2)}
-    given = {"seeds": 1, "done": [], "ended": 0, "killed": 0, "fork": True} | (drawn if case in range(DRAWN) else GRIDS[case])
-    keys = {"shape": {"steps": 20, "eval_every": 20, "width": 16, "context": 8, "batch": 1, "layers": 1}, "ablate": None}
-    keys |= {"telemetry": {"log": 1, "every": 20, "checkpoint": 0 if given["killed"] else 60}, "seeds": given["seeds"]}
+    given = {"seeds": 1, "done": [], "ended": 0, "killed": 0, "fork": True} | (
+        drawn if case in range(DRAWN) else GRIDS[case]
+    )
+    keys = {
+        "shape": {"steps": 20, "eval_every": 20, "width": 16, "context": 8, "batch": 1, "layers": 1},
+        "ablate": None,
+    }
+    keys |= {
+        "telemetry": {"log": 1, "every": 20, "checkpoint": 0 if given["killed"] else 60},
+        "seeds": given["seeds"],
+    }
 
     def named(*names: str):
         arms = {name: {"cooldown": float(name)} if name[0].isdigit() else {"recipe": name} for name in names}
         return tiny(tmp_path, "-".join(names), arms=arms, against=names[0], **keys)
 
     def steps() -> int:
-        return sum(len(path.read_text().splitlines()) for path in (tmp_path / "state" / "trials").glob("*/events-*.jsonl"))
+        return sum(
+            len(path.read_text().splitlines())
+            for path in (tmp_path / "state" / "trials").glob("*/events-*.jsonl")
+        )
 
     if given["done"]:
         finish(named(*given["done"]), tmp_path / "state")
@@ -308,12 +367,18 @@ def test_a_sweep_computes_as_many_steps_as_its_plan_counts(case, tmp_path):
     if reached := given["ended"] or given["killed"]:
         wishes = Wishes(fork=given["fork"])
         with closing(Controller(experiment, tmp_path / "state", "cpu", Inline, None, wishes).run()) as run:
-            next(step for step in run if sum(r.step for r in step.running) >= reached and (step.done or given["killed"]))
+            next(
+                step
+                for step in run
+                if sum(r.step for r in step.running) >= reached and (step.done or given["killed"])
+            )
     before, planned = steps(), forecast(experiment, tmp_path / "state", "cpu")
     finish(experiment, tmp_path / "state")
     assert planned.steps == steps() - before
     assert planned.alone == 20 * planned.trials
-    assert planned.resumed == (given["killed"] and reached - 1)  # a checkpoint is left when the step's record was taken
+    assert planned.resumed == (
+        given["killed"] and reached - 1
+    )  # a checkpoint is left when the step's record was taken
     assert planned.steps <= planned.alone - planned.resumed
 
 
@@ -325,7 +390,9 @@ def of_another_version(path: Path) -> None:
 
 SPOILT = {
     "cut short": lambda path, content: path.write_bytes(content[:-1]),
-    "a footer that was changed": lambda path, content: path.write_bytes(content.replace(b'"step": 3', b'"step": 4')),
+    "a footer that was changed": lambda path, content: path.write_bytes(
+        content.replace(b'"step": 3', b'"step": 4')
+    ),
     "another version's": lambda path, content: of_another_version(path),
     "no checkpoint": lambda path, content: path.write_bytes(b""),
     "another trial's": lambda path, content: path.rename(path.parent.parent / "other" / path.name),
@@ -344,7 +411,11 @@ def test_a_checkpoint_that_no_trial_goes_on_from_is_not_counted(what, tmp_path):
     assert [store.checkpoint_step(name) for name in ("trial", "other")] == [0, 0]
 
 
-TRUNK = {"shape": {"steps": 20, "eval_every": 20, "width": 16, "context": 8, "batch": 1}, "telemetry": {"log": 1}, "seeds": 1}
+TRUNK = {
+    "shape": {"steps": 20, "eval_every": 20, "width": 16, "context": 8, "batch": 1},
+    "telemetry": {"log": 1},
+    "seeds": 1,
+}
 
 
 def left(state: Path) -> set[str]:
@@ -377,7 +448,9 @@ def test_checkpoints_that_another_unfinished_sweep_wants_stay(tmp_path):
     finish(tiny(tmp_path, ablate={"cooldown": [0, 0.25]}, **TRUNK), tmp_path)
     assert left(tmp_path) == before
     with closing(Ledger(tmp_path / "sweeps" / "other" / "ledger.db")) as book:
-        book.db.execute("DELETE FROM sweep WHERE key IN ('shared', 'ended')")  # as an earlier version wrote it
+        book.db.execute(
+            "DELETE FROM sweep WHERE key IN ('shared', 'ended')"
+        )  # as an earlier version wrote it
     finish(tiny(tmp_path, "third", ablate={"rht": [True]}, **TRUNK), tmp_path)
     assert left(tmp_path) == before
     finish(other, tmp_path)
@@ -391,7 +464,11 @@ def finish(experiment, state: Path, fork: bool = True) -> dict:
     assert (outcome.status, outcome.failed) == ("done", 0)
     ledger = Ledger(controller.folder / "ledger.db")
     found = {
-        (m["name"], m["seed"]): [(step, name, value) for step, name, value, _ in ledger.records(m["trial"]) if not name.startswith(OWN)]
+        (m["name"], m["seed"]): [
+            (step, name, value)
+            for step, name, value, _ in ledger.records(m["trial"])
+            if not name.startswith(OWN)
+        ]
         for m in ledger.members()
     }
     ledger.close()

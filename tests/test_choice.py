@@ -42,7 +42,9 @@ def arms(*presets, **values) -> list:
 def test_transformer_engine_is_taken_where_it_is_asked_for_and_computes_all_arms(preset):
     """`auto` leaves it alone until its kernels have been compared with the emulator's numbers, and names the command for that."""
     for machine in (B200, Machine("2.22", native=True, capability=(10, 3))):
-        assert choose("transformer_engine", arms("bf16", preset), "cuda", machine=machine) == Choice("transformer_engine")
+        assert choose("transformer_engine", arms("bf16", preset), "cuda", machine=machine) == Choice(
+            "transformer_engine"
+        )
         assert choose("auto", arms("bf16", preset), "cuda", machine=machine) == Choice("emulated", UNPROVEN)
 
 
@@ -52,7 +54,12 @@ ALL = {"nvfp4": "agrees", "mxfp8": "agrees", "fp8": "agrees"}
 
 
 def compared(machine=B200, families=ALL, fast=False, **other) -> dict:
-    return {"compared": parity_record.subject(machine) | other, "families": families, "fast": fast, "verdict": "agrees"}
+    return {
+        "compared": parity_record.subject(machine) | other,
+        "families": families,
+        "fast": fast,
+        "verdict": "agrees",
+    }
 
 
 def auto(*presets, machine=B200) -> Choice:
@@ -64,7 +71,9 @@ def test_auto_takes_te_where_a_comparison_on_such_a_machine_found_that_it_agrees
     path = parity_record.keep(compared(), B200)
     assert json.loads(path.read_text())["compared"]["capability"] == "10.0"
     assert auto("nvfp4", "mxfp8", "fp8_current") == Choice("transformer_engine")
-    assert auto("nvfp4", "ue5m3").why.startswith("arm 'ue5m3': fprop.x.scale")  # what TE cannot compute stays a reason
+    assert auto("nvfp4", "ue5m3").why.startswith(
+        "arm 'ue5m3': fprop.x.scale"
+    )  # what TE cannot compute stays a reason
     assert choose("auto", arms("nvfp4"), "cpu", machine=B200).engine == "emulated"
 
 
@@ -92,7 +101,9 @@ def test_a_comparison_on_another_gpu_of_another_version_or_a_quick_one_does_not_
         changed.setenv("NVTE_ENABLE_CUTEDSL_BACKEND", "1")  # other kernels
         assert auto("nvfp4") == Choice("emulated", UNPROVEN)
     assert auto("nvfp4") == Choice("transformer_engine")
-    monkeypatch.setattr(parity_record, "installed", lambda package: "9.9")  # another torch, or another native part
+    monkeypatch.setattr(
+        parity_record, "installed", lambda package: "9.9"
+    )  # another torch, or another native part
     assert auto("nvfp4") == Choice("emulated", UNPROVEN)
 
 
@@ -116,7 +127,10 @@ def test_a_copy_of_another_machines_file_counts_for_nothing():
         (WITHOUT, "Transformer Engine is not installed; pip install"),
         (EMPTY, "Transformer Engine 2.20.2 is here without its native part, as Python alone; pip install"),
         (OLD, "Transformer Engine 2.19.1 is older than 2.20; pip install"),
-        (H100, "this GPU, SM 9.0, does not train NVFP4 (FP8 with one scale a tensor it does); engine: emulated"),
+        (
+            H100,
+            "this GPU, SM 9.0, does not train NVFP4 (FP8 with one scale a tensor it does); engine: emulated",
+        ),
         (RTX, RTX_SAID),
         (Machine("2.20.2", native=True, capability=(8, 0)), "this GPU, SM 8.0, does not train NVFP4; engine"),
     ],
@@ -131,7 +145,10 @@ def test_a_machine_that_cannot_is_said_in_a_sentence_with_the_way_out(machine, w
 
 @pytest.mark.parametrize("machine", [H100, RTX])
 def test_fp8_with_one_scale_a_tensor_runs_before_and_after_data_centre_blackwell_and_mxfp8_does_not(machine):
-    assert choose("transformer_engine", arms("fp8_current"), "cuda", machine=machine).engine == "transformer_engine"
+    assert (
+        choose("transformer_engine", arms("fp8_current"), "cuda", machine=machine).engine
+        == "transformer_engine"
+    )
     with pytest.raises(ValueError, match="does not train MXFP8"):
         choose("transformer_engine", arms("mxfp8"), "cuda", machine=machine)
 
@@ -165,7 +182,10 @@ def test_a_workload_that_it_does_not_take_is_refused_by_the_field(values, why):
 
 def test_arms_that_quantise_nothing_stay_with_the_emulator_unless_asked():
     assert choose("auto", arms("bf16"), "cuda", machine=B200).engine == "emulated"
-    assert choose("transformer_engine", arms("bf16", width=80, heads=4), "cuda", machine=B200).engine == "transformer_engine"
+    assert (
+        choose("transformer_engine", arms("bf16", width=80, heads=4), "cuda", machine=B200).engine
+        == "transformer_engine"
+    )
 
 
 def test_a_cpu_and_operands_looked_into_are_not_for_it():
@@ -179,9 +199,12 @@ def test_ranks_that_it_cannot_lay_out_leave_the_emulator_to_do_so():
     parity_record.keep(compared(), B200)
     own, shared = arms("nvfp4", accumulate=2), arms("nvfp4", batch=4)
     assert choose("auto", own, "cuda", layout=Layout(2), machine=B200) == Choice("transformer_engine")
-    assert "keeps whole weights" in choose("auto", own, "cuda", layout=Layout(2, sharded=True), machine=B200).why
     assert (
-        "does not do; a workload.accumulate that is a multiple of 2" in choose("auto", shared, "cuda", layout=Layout(2), machine=B200).why
+        "keeps whole weights" in choose("auto", own, "cuda", layout=Layout(2, sharded=True), machine=B200).why
+    )
+    assert (
+        "does not do; a workload.accumulate that is a multiple of 2"
+        in choose("auto", shared, "cuda", layout=Layout(2), machine=B200).why
     )
 
 
@@ -205,12 +228,28 @@ QWEN3 = {
     [
         ("finetune", {"model": QWEN3}, None),
         ("gpt", {"model": QWEN3}, None),
-        ("finetune", {"model": QWEN3 | {"intermediate_size": 100}}, "the model's model.layers.0.mlp.gate_proj out-features is 100, and"),
+        (
+            "finetune",
+            {"model": QWEN3 | {"intermediate_size": 100}},
+            "the model's model.layers.0.mlp.gate_proj out-features is 100, and",
+        ),
         ("gpt", {"model": QWEN3, "context": 40}, "workload.context is 40, and"),
         ("mae", {"batch": 32, "eval_batch": 32, "eval_tokens": 4096}, None),
-        ("mae", {"batch": 8}, "workload.batch times 17 tokens, visible patches and class, is 136, and Transformer Engine"),
-        ("mae", {"batch": 32, "eval_batch": 32, "eval_tokens": 2624}, "the images left for the last batch of workload.eval_tokens times"),
-        ("mae", {"batch": 32, "eval_batch": 32, "decoder": {"width": 48}}, "workload.decoder.width is 48, and"),
+        (
+            "mae",
+            {"batch": 8},
+            "workload.batch times 17 tokens, visible patches and class, is 136, and Transformer Engine",
+        ),
+        (
+            "mae",
+            {"batch": 32, "eval_batch": 32, "eval_tokens": 2624},
+            "the images left for the last batch of workload.eval_tokens times",
+        ),
+        (
+            "mae",
+            {"batch": 32, "eval_batch": 32, "decoder": {"width": 48}},
+            "workload.decoder.width is 48, and",
+        ),
     ],
 )
 def test_the_sizes_of_every_workloads_products_are_known_before_it_runs(workload, fields, why):
@@ -224,10 +263,15 @@ def test_the_sizes_of_every_workloads_products_are_known_before_it_runs(workload
 
 
 def test_what_a_guard_falls_back_to_has_to_run_here_too():
-    falls_back = arms("nvfp4", guard={"policy": "fallback", "fallback": {"precision": "fp8", "slots": ["fprop.*", "dgrad.*"]}})
+    falls_back = arms(
+        "nvfp4",
+        guard={"policy": "fallback", "fallback": {"precision": "fp8", "slots": ["fprop.*", "dgrad.*"]}},
+    )
     assert choose("transformer_engine", falls_back, "cuda", machine=B200).engine == "transformer_engine"
     parity_record.keep(compared(families={"nvfp4": "agrees"}), B200)
-    assert choose("auto", falls_back, "cuda", machine=B200).why.startswith("the comparison that is kept here does not vouch for FP8 in")
+    assert choose("auto", falls_back, "cuda", machine=B200).why.startswith(
+        "the comparison that is kept here does not vouch for FP8 in"
+    )
 
 
 def test_the_emulator_is_what_was_asked_for_wherever():
@@ -269,7 +313,9 @@ def test_a_search_runs_on_it_where_every_value_of_its_knobs_does(tmp_path, monke
     parity_record.keep(compared(), B200)
     assert searched(tmp_path, "auto", fine).engine == "transformer_engine"
     other = "rht: [true, false], sr_bits: [8, 16]"
-    assert "Transformer Engine draws a number of bits of its own" in searched(tmp_path, "auto", other).engine_why
+    assert (
+        "Transformer Engine draws a number of bits of its own" in searched(tmp_path, "auto", other).engine_why
+    )
     with pytest.raises(InputError, match=r"arm 'sr_bits=16': dgrad\.g\.bits 16: Transformer Engine draws"):
         searched(tmp_path, "transformer_engine", other)
 
@@ -278,7 +324,9 @@ def test_a_combination_that_it_cannot_compute_is_refused_when_it_is_drawn(tmp_pa
     """Each of the two values alone is fine: rows need weights in blocks of 1x16."""
     monkeypatch.setattr(engine_selection, "this_machine", lambda: B200)
     rows, weights = "recipe.fprop.x.outer.granularity", "recipe.fprop.w.block"
-    found = searched(tmp_path, "transformer_engine", f"{rows}: [tensor, row], {weights}: [1x16, 16x16]", "fp4_all_the_way")
+    found = searched(
+        tmp_path, "transformer_engine", f"{rows}: [tensor, row], {weights}: [1x16, 16x16]", "fp4_all_the_way"
+    )
     found.propose({rows: "row", weights: "1x16"})
     found.propose({rows: "tensor", weights: "16x16"})
     with pytest.raises(KnobError, match="Transformer Engine has it with 1x16 weights"):
@@ -290,7 +338,10 @@ def test_the_plan_says_why_auto_took_the_emulator(tmp_path):
     done = ablate("plan", tmp_path / "x.yaml", "--device", "cpu", "--state", tmp_path)
     assert done.returncode == 0
     told = " ".join(done.stdout.split())
-    assert "Engine: emulated (auto), since this sweep runs on CPUs (device cpu), and Transformer Engine on GPUs." in told
+    assert (
+        "Engine: emulated (auto), since this sweep runs on CPUs (device cpu), and Transformer Engine on GPUs."
+        in told
+    )
     (tmp_path / "y.yaml").write_text(FILE + "engine: transformer_engine\n")
     done = ablate("plan", tmp_path / "y.yaml", "--device", "cpu", "--state", tmp_path)
     assert done.returncode == 2

@@ -67,7 +67,9 @@ for path in sys.argv[2:]:
 def modules(*words, **extra: str) -> tuple[subprocess.CompletedProcess, set[str]]:
     """The command, and the top-level modules that were imported when it ended."""
     command = [sys.executable, "-c", RUN, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(**extra), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=environment(**extra), check=False
+    )
     return done, set(done.stderr.splitlines()[-1].split())
 
 
@@ -92,7 +94,11 @@ def test_help_names_every_verb(words):
 def test_a_verbs_help_lists_its_options(verb):
     done = here(verb, "--help")
     assert done.returncode == 0
-    options = ["--state", "--device", *(["--executor", "--workers", "--mlflow", "--dry-run", "--address"] if verb == "sweep" else [])]
+    options = [
+        "--state",
+        "--device",
+        *(["--executor", "--workers", "--mlflow", "--dry-run", "--address"] if verb == "sweep" else []),
+    ]
     assert all(option in done.stdout for option in options)
     assert "ABLATE_STATE" in done.stdout
 
@@ -108,7 +114,9 @@ def test_schema_prints_a_json_schema():
 @pytest.mark.parametrize("module", ["ablate.sweep", "ablate.plan"])
 def test_a_verb_is_a_module_too(module, tmp_path):
     command = [sys.executable, "-m", module, str(tmp_path / "nowhere.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment(), check=False
+    )
     assert (done.returncode, done.stderr) == (2, f"{tmp_path / 'nowhere.yaml'}: no such file\n")
 
 
@@ -120,7 +128,9 @@ def plans(tmp_path_factory):
         assert here("plan", path).returncode == 0
     state = tmp_path_factory.mktemp("plans") / "state"
     command = [sys.executable, "-c", PLANS, str(state), *map(str, EXPERIMENTS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=environment(), check=False
+    )
     return state, {path: found for path, *found in map(json.loads, done.stdout.splitlines())}
 
 
@@ -138,7 +148,11 @@ def test_a_plan_names_arms_baselines_ids_and_what_is_done(tmp_path):
     path = write(tmp_path)
     sweep(tiny(tmp_path, "part", ablate={"rht": [True]}), tmp_path / "state")
     done = ablate("plan", path, "--device", "cpu", ABLATE_STATE=str(tmp_path / "state"))
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("bf16", "rht="))}
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in done.stdout.splitlines()
+        if line.startswith(("bf16", "rht="))
+    }
     experiment = tiny(tmp_path)
     ids = {arm.name: [experiment.spec(arm, seed, "cpu").id[:8] for seed in (0, 1)] for arm in experiment.arms}
     assert rows == {
@@ -203,7 +217,9 @@ def test_a_state_folder_that_cannot_be_written_is_told(under, tmp_path):
     assert line.startswith(f"--state {tmp_path / under}: not writable (")
 
 
-@pytest.mark.parametrize("words", [("--executor", "slurm"), ("--workers", "0"), ("--exec", "inline"), ("--nonsense",)])
+@pytest.mark.parametrize(
+    "words", [("--executor", "slurm"), ("--workers", "0"), ("--exec", "inline"), ("--nonsense",)]
+)
 def test_an_option_that_is_none_is_refused(words, tmp_path):
     assert any(words[0] in line for line in refused("sweep", write(tmp_path), *words))
 
@@ -211,11 +227,15 @@ def test_an_option_that_is_none_is_refused(words, tmp_path):
 def test_a_sweep_that_another_process_runs_is_refused_with_its_holder(tmp_path):
     with lock(tmp_path / "state" / "sweeps" / "tiny" / "lock"):
         (line,) = refused("sweep", write(tmp_path), "--state", tmp_path / "state", *INLINE)
-    assert f"another process (pid {os.getpid()} on {os.uname().nodename}) runs this sweep; wait for it" in line
+    assert (
+        f"another process (pid {os.getpid()} on {os.uname().nodename}) runs this sweep; wait for it" in line
+    )
 
 
 def test_the_answer_does_not_need_the_files_own_recipe_to_be_runnable(tmp_path):
-    experiment = tiny(tmp_path, recipe="nvfp4_paper", ablate={"recipe.layers.last_fraction": [0.0]})  # with 1 layer the paper's keeps all
+    experiment = tiny(
+        tmp_path, recipe="nvfp4_paper", ablate={"recipe.layers.last_fraction": [0.0]}
+    )  # with 1 layer the paper's keeps all
     try:
         assert "paired by seed" in _reading(experiment, [])
     except ValueError as error:
@@ -252,7 +272,9 @@ def test_a_sweep_answers_its_question(swept):
 
 def test_the_same_command_again_runs_nothing_starts_nothing_and_answers_the_same(swept):
     folder, first = swept
-    done, imported = modules("sweep", folder / "tiny.yaml", "--state", folder / "state", "--mlflow", "none")  # Ray is the default
+    done, imported = modules(
+        "sweep", folder / "tiny.yaml", "--state", folder / "state", "--mlflow", "none"
+    )  # Ray is the default
     assert done.returncode == 0
     assert not imported & {"torch", "ray", "mlflow"}
     assert "0 trials run, 6 already done in" in done.stdout
@@ -263,7 +285,9 @@ def test_a_budget_ends_with_status_3_and_an_answer_so_far(tmp_path):
     done = here("sweep", write(tmp_path, budget={"trials": 2}), "--state", tmp_path / "state", *INLINE)
     assert done.returncode == 3
     assert "2 trials run in" in done.stdout
-    assert "Partial: the budget is reached, and 4 trials are not run. The same command goes on." in done.stdout
+    assert (
+        "Partial: the budget is reached, and 4 trials are not run. The same command goes on." in done.stdout
+    )
     assert "1 of 2" in next(line for line in table(done.stdout) if line.startswith("bf16"))
 
 
@@ -305,7 +329,10 @@ def test_a_driver_killed_again_and_again_and_then_interrupted_loses_nothing_and_
     assert last.returncode == 0, last.stderr
     assert set(statuses(state).values()) == {"done"}
     book = ledger(state)
-    assert book.db.execute("SELECT count(*) FROM attempts WHERE ended IS NULL OR outcome IS NULL").fetchone()[0] == 0
+    assert (
+        book.db.execute("SELECT count(*) FROM attempts WHERE ended IS NULL OR outcome IS NULL").fetchone()[0]
+        == 0
+    )
     book.close()
     assert {name: (state / "trials" / name / "result.json").stat().st_mtime_ns for name in before} == before
     sweep(tiny(tmp_path, **keys), tmp_path / "undisturbed")
@@ -334,8 +361,15 @@ def test_an_arm_too_large_for_this_machine_ends_with_status_1_and_its_reason(ray
     folder, done = rayed
     assert done.returncode == 1, done.stdout + done.stderr
     found = statuses(folder / "state")
-    assert (found["good", 0], found["bf16", 0], found["wild", 0], found["broken", 0]) == ("done", "done", "diverged", "oom")
-    assert re.search(r"broken seed=0: oom: out of memory after step 0, .* you tried to allocate \d+ bytes", done.stdout)
+    assert (found["good", 0], found["bf16", 0], found["wild", 0], found["broken", 0]) == (
+        "done",
+        "done",
+        "diverged",
+        "oom",
+    )
+    assert re.search(
+        r"broken seed=0: oom: out of memory after step 0, .* you tried to allocate \d+ bytes", done.stdout
+    )
     assert re.search(r"wild seed=0: diverged: non-finite loss or gradient at step \d", done.stdout)
     assert re.search(r"^wild .*diverged on 1 of 1 seed *$", done.stdout, re.MULTILINE)
     assert ", 2 failed in" in done.stdout  # the arm and its baseline, which has the same workload
@@ -357,7 +391,9 @@ def test_ray_and_inline_compute_the_same_bits(rayed, tmp_path):
 @pytest.mark.services
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_command_completes_everything(tmp_path):
+def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_command_completes_everything(
+    tmp_path,
+):
     from mlflow import MlflowClient
 
     path, state = write(tmp_path, workload={"idle": {"steps": 25}}, seeds=4), tmp_path / "state"
@@ -379,7 +415,9 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
     until(halfway)
     members = psutil.Process(driver.pid).children(recursive=True)
     family = [
-        member for member in members if "ablate.execution.trial_process" in words_of(member) or "ray::Actor" in " ".join(words_of(member))
+        member
+        for member in members
+        if "ablate.execution.trial_process" in words_of(member) or "ray::Actor" in " ".join(words_of(member))
     ]
     driver.send_signal(signal.SIGKILL)
     end(driver)
@@ -392,7 +430,9 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
     book = ledger(state)
     members = book.members()
     assert {member["status"] for member in members} == {"done"}
-    outcomes = [tuple(row) for row in book.db.execute("SELECT id, outcome FROM attempts JOIN trials USING (trial)")]
+    outcomes = [
+        tuple(row) for row in book.db.execute("SELECT id, outcome FROM attempts JOIN trials USING (trial)")
+    ]
     assert sorted(trial for trial, outcome in outcomes if outcome == "done") == sorted(
         {m["id"] for m in members} - {m["id"] for m in members if m["reused"]}
     )

@@ -63,11 +63,18 @@ class Team:
 
     def start(self) -> None:
         self._database()
-        *waiting, head = [self._keep(self.machine.start(name)) for name in ("mlflow", "dashboard", "ray-head")]
+        *waiting, head = [
+            self._keep(self.machine.start(name)) for name in ("mlflow", "dashboard", "ray-head")
+        ]
         self._healthy(head)
         self.workers = []
-        for number in (1, 2):  # one after the other: on one machine they share a folder of Ray's, which containers do not
-            server = self.machine.start("ray-worker", f"ray-worker-{number}", self.gate.environment, node=free_port())
+        for number in (
+            1,
+            2,
+        ):  # one after the other: on one machine they share a folder of Ray's, which containers do not
+            server = self.machine.start(
+                "ray-worker", f"ray-worker-{number}", self.gate.environment, node=free_port()
+            )
             self.workers.append(self._keep(server))
             self._healthy(self.workers[-1])
         for server in reversed(waiting):
@@ -75,9 +82,14 @@ class Team:
 
     def _healthy(self, server: Server) -> None:
         """Wait for it, and start it again where it ends, as the file says; where it is never healthy, its log says why."""
-        assert all(self.machine.services[name]["restart"] == "unless-stopped" for name in ("mlflow", "dashboard", "ray-head", "ray-worker"))
+        assert all(
+            self.machine.services[name]["restart"] == "unless-stopped"
+            for name in ("mlflow", "dashboard", "ray-head", "ray-worker")
+        )
         try:
-            until(lambda: server.tend() or server.ready(), 120, every=0.5)  # each look is a process of its own
+            until(
+                lambda: server.tend() or server.ready(), 120, every=0.5
+            )  # each look is a process of its own
         except AssertionError as error:
             pytest.fail(f"{error}: {server.process.args}\n{server._log.read_text()[-3000:]}")
 
@@ -89,10 +101,25 @@ class Team:
         """What the image's own entry point does: a cluster whose user has the password, and the first database."""
         asked, log = self.machine.services["postgres"]["environment"], self.folder / "postgres.log"
         assert asked["POSTGRES_USER"] == "ablate"
-        how = {"database": asked["POSTGRES_DB"], "password": asked["POSTGRES_PASSWORD"], "port": self.machine.port}
-        server, _ = postgres(postgres_programs(), self.folder / "postgres", log, **how, more=self.machine.words("postgres")[1:])
+        how = {
+            "database": asked["POSTGRES_DB"],
+            "password": asked["POSTGRES_PASSWORD"],
+            "port": self.machine.port,
+        }
+        server, _ = postgres(
+            postgres_programs(), self.folder / "postgres", log, **how, more=self.machine.words("postgres")[1:]
+        )
         until(self._keep(server).ready)
-        words = ["createdb", "-h", "127.0.0.1", "-p", str(self.machine.port), "-U", "ablate", asked["POSTGRES_DB"]]
+        words = [
+            "createdb",
+            "-h",
+            "127.0.0.1",
+            "-p",
+            str(self.machine.port),
+            "-U",
+            "ablate",
+            asked["POSTGRES_DB"],
+        ]
         subprocess.run(words, env=os.environ | {"PGPASSWORD": asked["POSTGRES_PASSWORD"]}, check=True)
         until(lambda: self.machine.healthy("postgres"))
 
@@ -110,9 +137,9 @@ class Team:
         for server in reversed(self.servers):
             server.close()
         for process in psutil.process_iter(["cmdline"]):
-            if str(self.folder) in " ".join(process.info["cmdline"] or ()) or self.addresses["ray"] in " ".join(
-                process.info["cmdline"] or ()
-            ):
+            if str(self.folder) in " ".join(process.info["cmdline"] or ()) or self.addresses[
+                "ray"
+            ] in " ".join(process.info["cmdline"] or ()):
                 process.kill()
 
 
@@ -133,13 +160,21 @@ def experiment(team: Team, name: str, steps: int, **keys) -> Path:
     """An experiment in the folder that every container sees as /work. Another number of steps makes other trials."""
     path = team.folder / "work" / f"{name}.yaml"
     gpt = SHAPE | {"data": shards(team.folder / "work"), "steps": steps, "eval_every": steps // 2}
-    content = {"schema": 1, "question": "Does it matter?", "workload": {"gpt": gpt}, "ablate": KNOBS, "seeds": 3}
+    content = {
+        "schema": 1,
+        "question": "Does it matter?",
+        "workload": {"gpt": gpt},
+        "ablate": KNOBS,
+        "seeds": 3,
+    }
     path.write_text(json.dumps(content | {"telemetry": {"checkpoint": 0.5, "log": 5}} | keys))
     return path
 
 
 def ask(address: str, authorization: str = "", **headers: str) -> dict:
-    request = urllib.request.Request(address, headers=headers | ({"Authorization": authorization} if authorization else {}))
+    request = urllib.request.Request(
+        address, headers=headers | ({"Authorization": authorization} if authorization else {})
+    )
     with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
 
@@ -164,12 +199,16 @@ def done(team: Team, name: str) -> int:
     return sum(status == "done" for status in statuses(team.state, name).values())
 
 
-def test_a_sweep_of_30_trials_over_two_nodes_that_loses_one_has_the_results_of_an_undisturbed_one(team, monkeypatch):
+def test_a_sweep_of_30_trials_over_two_nodes_that_loses_one_has_the_results_of_an_undisturbed_one(
+    team, monkeypatch
+):
     path = experiment(team, "shared", 12)
     log = team.folder / "shared.txt"
     team.gate.shut(12)
     with log.open("w") as output:
-        driver = subprocess.Popen(team.machine.run("sweep", path), env=team.environment(), stdout=output, stderr=output)
+        driver = subprocess.Popen(
+            team.machine.run("sweep", path), env=team.environment(), stdout=output, stderr=output
+        )
     try:
         until(lambda: list(team.state.glob("trials/*/events-1.jsonl")))  # the ledger is whole by then
         until(lambda: done(team, "shared") >= 12)
@@ -202,10 +241,19 @@ def test_a_sweep_of_30_trials_over_two_nodes_that_loses_one_has_the_results_of_a
     board = ask(f"{team.addresses['optuna']}/api/studies/0?after=0")
     assert [trial["state"] for trial in board["trials"]] == ["Complete"] * 9
     means = {arm: sum(value for (name, _), value in mine.items() if name == arm) / 3 for arm, _ in mine}
-    assert sorted(trial["values"][0] for trial in board["trials"]) == pytest.approx(sorted(means[arm] for arm in means if arm != "bf16"))
-    links = [attribute["value"] for trial in board["trials"] for attribute in trial["user_attrs"] if attribute["key"] == "mlflow"]
+    assert sorted(trial["values"][0] for trial in board["trials"]) == pytest.approx(
+        sorted(means[arm] for arm in means if arm != "bf16")
+    )
+    links = [
+        attribute["value"]
+        for trial in board["trials"]
+        for attribute in trial["user_attrs"]
+        if attribute["key"] == "mlflow"
+    ]
     assert len(links) == 9
-    assert all("http://localhost:" in link for link in links)  # where browsers find it, not what containers call it
+    assert all(
+        "http://localhost:" in link for link in links
+    )  # where browsers find it, not what containers call it
 
 
 def test_nobody_comes_in_without_a_password(team):
@@ -213,9 +261,25 @@ def test_nobody_comes_in_without_a_password(team):
         ask(f"{team.addresses['mlflow']}/api/2.0/mlflow/experiments/search?max_results=1")
     assert refused.value.code == 401
     with pytest.raises(HTTPError) as refused:
-        ask(f"{team.addresses['mlflow']}/api/2.0/mlflow/experiments/search?max_results=1", basic(team), Host="evil.example")
+        ask(
+            f"{team.addresses['mlflow']}/api/2.0/mlflow/experiments/search?max_results=1",
+            basic(team),
+            Host="evil.example",
+        )
     assert refused.value.code == 403
-    words = ["psql", "-h", "127.0.0.1", "-p", str(team.machine.port), "-U", "ablate", "-w", "mlflow", "-c", "SELECT 1"]
+    words = [
+        "psql",
+        "-h",
+        "127.0.0.1",
+        "-p",
+        str(team.machine.port),
+        "-U",
+        "ablate",
+        "-w",
+        "mlflow",
+        "-c",
+        "SELECT 1",
+    ]
     assert "no password supplied" in subprocess.run(words, capture_output=True, text=True, check=False).stderr
 
 
@@ -223,7 +287,9 @@ def test_mlflow_remembers_for_a_minute_who_was_let_in(team):
     """Hashing a password takes tens of milliseconds on purpose: a second call does not look at the hash."""
     api = f"{team.addresses['mlflow']}/api/2.0/mlflow"
     login = {"username": "probe", "password": "a-password-of-a-probe"}
-    made = urllib.request.Request(f"{api}/users/create", json.dumps(login).encode(), {"Content-Type": "application/json"})
+    made = urllib.request.Request(
+        f"{api}/users/create", json.dumps(login).encode(), {"Content-Type": "application/json"}
+    )
     made.add_header("Authorization", basic(team))
     urllib.request.urlopen(made, timeout=300).close()
     word = base64.b64encode(":".join(login.values()).encode()).decode()
@@ -244,8 +310,14 @@ NO_RAY = {"ABLATE_RAY_ADDRESS": "127.0.0.1:9"}
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (NO_RAY | {"MLFLOW_TRACKING_PASSWORD": "wrong"}, "MLflow's server does not know user 'ablate' with this password (401)"),
-        (NO_RAY | {"MLFLOW_TRACKING_USERNAME": "", "MLFLOW_TRACKING_PASSWORD": ""}, "MLflow's server wants to know who we are (401)"),
+        (
+            NO_RAY | {"MLFLOW_TRACKING_PASSWORD": "wrong"},
+            "MLflow's server does not know user 'ablate' with this password (401)",
+        ),
+        (
+            NO_RAY | {"MLFLOW_TRACKING_USERNAME": "", "MLFLOW_TRACKING_PASSWORD": ""},
+            "MLflow's server wants to know who we are (401)",
+        ),
         ({"RAY_AUTH_TOKEN": "b" * 48}, "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here as there"),
         (NO_RAY, "Ray cannot be reached at 127.0.0.1:9: Connection refused"),
     ],
@@ -276,7 +348,10 @@ def test_an_mlflow_that_does_not_answer_is_said_and_loses_nothing(team, monkeypa
     words = ("sweep", path, "--executor", "inline", "--mlflow", "http://127.0.0.1:9")
     ended = here(*words, **team.environment())
     assert ended.returncode == 0, ended.stderr
-    assert "records behind (MLflow's server does not answer: Connection refused; http://127.0.0.1:9): `ablate sync`" in ended.stdout
+    assert (
+        "records behind (MLflow's server does not answer: Connection refused; http://127.0.0.1:9): `ablate sync`"
+        in ended.stdout
+    )
     assert set(statuses(team.state, "silent").values()) == {"done"}
     ended = team.command("sync", "silent")
     assert ended.returncode == 0, ended.stdout + ended.stderr

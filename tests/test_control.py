@@ -49,7 +49,10 @@ def _give_many(folder, start):
 
 
 def test_orders_given_while_they_are_taken_are_neither_lost_nor_repeated(tmp_path):
-    givers = [multiprocessing.get_context("spawn").Process(target=_give_many, args=(tmp_path, start)) for start in (0, 1000)]
+    givers = [
+        multiprocessing.get_context("spawn").Process(target=_give_many, args=(tmp_path, start))
+        for start in (0, 1000)
+    ]
     for giver in givers:
         giver.start()
     taken = []
@@ -100,7 +103,9 @@ def test_a_lock_file_is_read_as_it_was_written_by_this_version_and_by_earlier_on
     assert str(Holder.parse(content)) == words
 
 
-@pytest.mark.parametrize("content", ["", "pid", '{"pid": 1', "pid x on y", "3", "[1]", "{}", '{"pid": "1", "host": "y"}'])
+@pytest.mark.parametrize(
+    "content", ["", "pid", '{"pid": 1', "pid x on y", "3", "[1]", "{}", '{"pid": "1", "host": "y"}']
+)
 def test_what_is_no_lock_file_names_nobody(content, tmp_path):
     assert Holder.parse(content) is None
     (tmp_path / "lock").write_text(content)
@@ -155,7 +160,12 @@ def middle(content: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     "harm",
-    [lambda content: b"not a database" * 1000, lambda content: content[: len(content) // 2], middle, lambda content: content[:5000]],
+    [
+        lambda content: b"not a database" * 1000,
+        lambda content: content[: len(content) // 2],
+        middle,
+        lambda content: content[:5000],
+    ],
     ids=["text", "half", "pages", "torn"],
 )
 def test_a_damaged_ledger_is_refused_with_the_way_out(swept, tmp_path, harm):
@@ -184,7 +194,12 @@ def test_a_ledger_that_is_being_written_is_sound(swept, tmp_path):
 
 def test_sweeps_are_named_by_name_or_by_file_or_all_are_meant(swept):
     state = swept.parents[2]
-    assert folders(state, None) == folders(state, []) == folders(state, ["tiny"]) == folders(state, ["some/tiny.yaml", "tiny"])
+    assert (
+        folders(state, None)
+        == folders(state, [])
+        == folders(state, ["tiny"])
+        == folders(state, ["some/tiny.yaml", "tiny"])
+    )
     assert folders(state, None) == [swept.parent]
 
 

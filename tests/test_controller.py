@@ -20,11 +20,15 @@ WILD = {"good": {"rht": True}, "wild": {"workload.lr": 1e30, "workload.clip": No
 def test_everything_that_is_wanted_is_run_once_and_counted(tmp_path):
     outcome, news = sweep(tiny(tmp_path), tmp_path)
     assert (outcome.status, outcome.ran, outcome.reused, outcome.failed) == ("done", 6, 0, 0)
-    assert statuses(tmp_path) == {(arm, seed): "done" for arm in ("bf16", "rht=true", "rht=false") for seed in (0, 1)}
+    assert statuses(tmp_path) == {
+        (arm, seed): "done" for arm in ("bf16", "rht=true", "rht=false") for seed in (0, 1)
+    }
     assert len(news) == 6
     assert news[0].startswith("bf16 seed=0: val/loss 4.")
     book = ledger(tmp_path)
-    assert [tuple(row) for row in book.db.execute("SELECT attempt, outcome FROM attempts")] == [(1, "done")] * 6
+    assert [tuple(row) for row in book.db.execute("SELECT attempt, outcome FROM attempts")] == [
+        (1, "done")
+    ] * 6
     steps = {(name, step) for step, name, _, _ in book.records(1)}
     assert {("val/loss", 2), ("val/loss", 4), ("val/loss_bf16", 4), ("train/loss", 4)} <= steps
     book.close()
@@ -63,12 +67,19 @@ def test_a_second_run_runs_nothing_and_connects_to_nothing(tmp_path):
 def test_another_sweep_in_the_same_state_folder_reuses_what_is_the_same_trial(tmp_path):
     sweep(tiny(tmp_path), tmp_path)
     outcome, _ = sweep(tiny(tmp_path, "other", ablate={"rht": [True], "sr": [True, False]}), tmp_path)
-    assert (outcome.ran, outcome.reused) == (2, 4)  # the baseline and rht=true sr=true, which is nvfp4, are there
+    assert (outcome.ran, outcome.reused) == (
+        2,
+        4,
+    )  # the baseline and rht=true sr=true, which is nvfp4, are there
     first, other = values(tmp_path), values(tmp_path, "other")
     assert other["bf16", 1] == first["bf16", 1]
     assert other["rht=true sr=true", 0] == first["rht=true", 0]
     book = ledger(tmp_path, "other")
-    assert {m["name"]: m["reused"] for m in book.members()} == {"bf16": 1, "rht=true sr=true": 1, "rht=true sr=false": 0}
+    assert {m["name"]: m["reused"] for m in book.members()} == {
+        "bf16": 1,
+        "rht=true sr=true": 1,
+        "rht=true sr=false": 0,
+    }
     reused = list(book.records(book.members()[0]["trial"]))
     book.close()
     book = ledger(tmp_path)
@@ -127,7 +138,12 @@ def test_an_arm_that_diverges_is_a_result_and_harms_no_other(tmp_path):
 def test_a_budget_ends_a_run_and_the_same_sweep_goes_on(tmp_path):
     experiment = tiny(tmp_path, budget={"trials": 2})
     outcomes = [sweep(experiment, tmp_path)[0] for _ in range(4)]
-    assert [(outcome.status, outcome.ran) for outcome in outcomes] == [("budget", 2), ("budget", 2), ("done", 2), ("done", 0)]
+    assert [(outcome.status, outcome.ran) for outcome in outcomes] == [
+        ("budget", 2),
+        ("budget", 2),
+        ("done", 2),
+        ("done", 0),
+    ]
     assert set(statuses(tmp_path).values()) == {"done"}
 
 
@@ -142,7 +158,9 @@ def test_what_a_dead_driver_left_running_is_run_again_and_said(tmp_path):
     assert (outcome.status, outcome.ran) == ("done", 4)
     assert "left unfinished" in news[0]
     book = ledger(tmp_path)
-    attempts = book.db.execute("SELECT attempt, outcome FROM attempts WHERE trial = ? ORDER BY attempt", (orphan,)).fetchall()
+    attempts = book.db.execute(
+        "SELECT attempt, outcome FROM attempts WHERE trial = ? ORDER BY attempt", (orphan,)
+    ).fetchall()
     book.close()
     assert [tuple(row) for row in attempts] == [(1, "orphaned"), (2, "done")]
 
@@ -151,12 +169,20 @@ def test_what_a_dead_driver_left_running_is_run_again_and_said(tmp_path):
 def test_a_trial_that_fails_is_tried_again_and_then_failed_with_its_reason_while_the_others_go_on(tmp_path):
     data = shards(tmp_path / "broken", tokens=11_000)
     listed = {"good": {"rht": False}, "broken": {"rht": True, "workload.data": data}}
-    experiment = tiny(tmp_path, ablate=None, arms=listed, against={"rht": False, "sr": False}, retry=1, seeds=1)
+    experiment = tiny(
+        tmp_path, ablate=None, arms=listed, against={"rht": False, "sr": False}, retry=1, seeds=1
+    )
     Path(data["train"]).unlink()
     outcome, news = sweep(experiment, tmp_path, connect=Children)
-    assert (outcome.status, outcome.failed, outcome.ran) == ("failed", 2, 2)  # the broken arm and its baseline; the good arm and its own
+    assert (outcome.status, outcome.failed, outcome.ran) == (
+        "failed",
+        2,
+        2,
+    )  # the broken arm and its baseline; the good arm and its own
     book = ledger(tmp_path)
-    (status, reason), good = [(m["status"], m["reason"]) for name in ("broken", "good") for m in book.members() if m["name"] == name]
+    (status, reason), good = [
+        (m["status"], m["reason"]) for name in ("broken", "good") for m in book.members() if m["name"] == name
+    ]
     assert (status, good) == ("failed", ("done", None))
     assert "train.bin" in reason
     assert f"broken seed=0: {reason}; retry 1/1" in news
@@ -173,7 +199,9 @@ def test_what_runs_out_of_memory_is_a_result_that_is_told_and_not_tried_again(co
     experiment = tiny(tmp_path, ablate=None, arms=listed, against={"rht": False, "sr": False}, seeds=1)
     outcome, news = sweep(experiment, tmp_path, connect=connect)
     assert (outcome.status, outcome.failed, outcome.ran) == ("failed", 2, 2)
-    assert {name: status for (name, _), status in statuses(tmp_path).items() if status == "oom"}.keys() >= {"huge"}
+    assert {name: status for (name, _), status in statuses(tmp_path).items() if status == "oom"}.keys() >= {
+        "huge"
+    }
     (line,) = [line for line in news if line.startswith("huge seed=0: ")]
     assert re.search(r"out of memory after step 0, \d\.\d GB in use: .*you tried to allocate \d+ bytes", line)
     book = ledger(tmp_path)
@@ -192,7 +220,9 @@ def test_a_run_that_is_closed_leaves_everything_resumable(tmp_path):
     assert found.count("done") == 2
     assert found.count("pending") == 4
     book = ledger(tmp_path)
-    assert [row[0] for row in book.db.execute("SELECT outcome FROM attempts ORDER BY trial, attempt")].count("interrupted") == 1
+    assert [row[0] for row in book.db.execute("SELECT outcome FROM attempts ORDER BY trial, attempt")].count(
+        "interrupted"
+    ) == 1
     book.close()
     outcome, _ = sweep(tiny(tmp_path), tmp_path)
     assert (outcome.status, outcome.ran, outcome.reused) == ("done", 4, 2)
@@ -211,7 +241,11 @@ def test_an_exception_of_a_trial_inline_passes_through_and_leaves_the_sweep_resu
 
 
 EDITS = {
-    "an arm more": ({"ablate": None, "arms": {"x": {"rht": True}}}, {"ablate": None, "arms": {"x": {"rht": True}, "y": {"rht": False}}}, 1),
+    "an arm more": (
+        {"ablate": None, "arms": {"x": {"rht": True}}},
+        {"ablate": None, "arms": {"x": {"rht": True}, "y": {"rht": False}}},
+        1,
+    ),
     "a value more": ({"ablate": {"rht": [True]}}, {"ablate": {"rht": [True, False]}}, 1),
     "a knob more": ({"ablate": {"rht": [True]}}, {"ablate": {"rht": [True], "sr": [True, False]}}, 1),
     "a longer name": ({"ablate": {"rht": [True]}}, {"ablate": None, "arms": {"rht": {"rht": True}}}, 0),
@@ -246,7 +280,9 @@ def test_another_baseline_is_what_every_arm_is_compared_with(tmp_path):
     assert (found["rht=true"], found["rht=false"]) == ("rht=false", None)
 
 
-@pytest.mark.parametrize("edit", [{"ablate": {"rht": [True]}}, {"seeds": 1}], ids=["an arm less", "a seed less"])
+@pytest.mark.parametrize(
+    "edit", [{"ablate": {"rht": [True]}}, {"seeds": 1}], ids=["an arm less", "a seed less"]
+)
 def test_what_the_file_no_longer_names_is_not_in_its_answer(edit, tmp_path):
     sweep(tiny(tmp_path), tmp_path)
     experiment = tiny(tmp_path, **edit)
@@ -264,7 +300,9 @@ def test_a_changed_workload_is_told_anew(tmp_path):
     outcome, _ = sweep(tiny(tmp_path, shape={"steps": 6}), tmp_path)
     assert outcome.ran == 6
     now = values(tmp_path)
-    assert trials(tmp_path)[-2].value == pytest.approx((now["rht=true", 0] + now["rht=true", 1]) / 2, rel=1e-12)
+    assert trials(tmp_path)[-2].value == pytest.approx(
+        (now["rht=true", 0] + now["rht=true", 1]) / 2, rel=1e-12
+    )
 
 
 def test_a_metric_that_is_missing_is_not_a_number_and_no_traceback(tmp_path):

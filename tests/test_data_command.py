@@ -37,7 +37,9 @@ def ran(*words: str) -> str:
 def test_what_is_prepared_is_shown_and_its_yaml_can_be_pasted(place, tokenizer):
     printed = ran("prepare", "text.txt", "--out", "out", "--tokenizer", tokenizer, "--val-fraction", "0.1")
     (place / "x.yaml").write_text(
-        "schema: 1\nquestion: Does it run?\n" + re.search(r"workload: .*", printed)[0] + "\nablate: {rht: [true]}\nseeds: 1\n"
+        "schema: 1\nquestion: Does it run?\n"
+        + re.search(r"workload: .*", printed)[0]
+        + "\nablate: {rht: [true]}\nseeds: 1\n"
     )
     done = ablate("plan", "x.yaml")
     assert done.returncode == 0, done.stderr
@@ -59,7 +61,11 @@ def test_several_files_and_a_text_to_validate_on(place):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("stdlib", ("256 tokens", "begins")), ("digits", ("1,500 images of 8x8", "297 images")), ("photos", ("32x32",))],
+    [
+        ("stdlib", ("256 tokens", "begins")),
+        ("digits", ("1,500 images of 8x8", "297 images")),
+        ("photos", ("32x32",)),
+    ],
 )
 def test_what_needs_no_file_is_shown_too(what, words):
     shown = ran("show", what)
@@ -81,7 +87,10 @@ def test_a_shard_is_shown_by_its_ids(place):
         (["prepare", "text.txt", "--out", "."], ".: is not empty"),
         (["prepare", "text.txt", "--out", "text.txt"], "text.txt: is not empty"),
         (["prepare", "text.txt", "--out", "out", "--tokenizer", "bpe:many"], "bpe:N takes N tokens"),
-        (["prepare", "text.txt", "--out", "out", "--tokenizer", "text.txt"], "text.txt: not a tokenizer.json"),
+        (
+            ["prepare", "text.txt", "--out", "out", "--tokenizer", "text.txt"],
+            "text.txt: not a tokenizer.json",
+        ),
         (["prepare", "hub:a/b", "text.txt", "--out", "out"], "hub:a/b: a dataset stands alone"),
         (["show", "nothing"], "no file matches 'nothing'"),
         (["show", "cache"], "cache: no data.json there"),

@@ -37,7 +37,9 @@ def test_an_address_of_a_database_leads_to_its_path(name, tmp_path):
     engine.dispose()
     with closing(databases.open_readonly(path)) as db:
         assert db.execute("SELECT name FROM sqlite_master").fetchall() == [("t",)]
-    assert [found.relative_to(tmp_path) for found in tmp_path.rglob("*") if found.is_file()] == [Path(name) / "x.db"]
+    assert [found.relative_to(tmp_path) for found in tmp_path.rglob("*") if found.is_file()] == [
+        Path(name) / "x.db"
+    ]
 
 
 class Vanishing(type(Path())):
@@ -75,7 +77,9 @@ def test_a_ledger_in_an_awkward_folder_is_read_by_every_reader(name, tmp_path):
     state = tmp_path / name
     sweep(tiny(tmp_path, "a?b#c%d", workload={"idle": {"steps": 4}}, seeds=1), state)
     book = ledger(state, "a?b#c%d")
-    assert len(frame(book)) == len(book.members()) * sum(1 for _ in book.records(book.members()[0]["trial"])) > 0
+    assert (
+        len(frame(book)) == len(book.members()) * sum(1 for _ in book.records(book.members()[0]["trial"])) > 0
+    )
     book.close()
     assert damage(state / "sweeps" / "a?b#c%d" / "ledger.db") is None
     assert set(statuses(state, "a?b#c%d").values()) == {"done"}
@@ -87,15 +91,22 @@ def test_a_ledger_in_an_awkward_folder_is_read_by_every_reader(name, tmp_path):
 def test_mlflows_database_and_artifacts_stay_in_an_awkward_state_folder(tmp_path):
     state = tmp_path / "a?b#c%20d"
     outcome, news = sweep(
-        tiny(tmp_path, "e?f#g%h", workload={"idle": {"steps": 4}}, seeds=1), state, find(state=state, device="cpu").mlflow
+        tiny(tmp_path, "e?f#g%h", workload={"idle": {"steps": 4}}, seeds=1),
+        state,
+        find(state=state, device="cpu").mlflow,
     )
     assert (outcome.status, news) == ("done", [line for line in news if "MLflow" not in line])
     assert {path.name for path in tmp_path.iterdir()} == {state.name, "e?f#g%h.yaml", "train.bin", "val.bin"}
     assert (state / "mlflow.db").stat().st_size > 100_000
-    assert {path.name for path in (state / "artifacts" / "e?f#g%h").rglob("*") if path.is_file()} >= {"spec.json", "result.json"}
+    assert {path.name for path in (state / "artifacts" / "e?f#g%h").rglob("*") if path.is_file()} >= {
+        "spec.json",
+        "result.json",
+    }
 
 
-@pytest.mark.parametrize("name", [".", "..", "...", ".hidden", "back\\slash", "new\nline", "esc\x1b[31m", "x" * 201, "\udce9"])
+@pytest.mark.parametrize(
+    "name", [".", "..", "...", ".hidden", "back\\slash", "new\nline", "esc\x1b[31m", "x" * 201, "\udce9"]
+)
 def test_a_name_that_no_folder_should_have_is_refused(name, tmp_path):
     path = tmp_path / f"{name}.yaml"
     path.write_bytes(write(tmp_path).read_bytes())
@@ -180,7 +191,9 @@ def test_a_state_folder_whose_files_cannot_be_locked_is_refused(tmp_path, monkey
     def refuses(file, operation):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(settings.fcntl, "flock", refuses)  # as Lustre does where it is mounted without -o flock
+    monkeypatch.setattr(
+        settings.fcntl, "flock", refuses
+    )  # as Lustre does where it is mounted without -o flock
     with pytest.raises(InputError, match="cannot be locked"):
         settings.writable(tmp_path)
     assert not list(tmp_path.iterdir())

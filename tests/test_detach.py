@@ -64,7 +64,9 @@ def test_a_detached_sweep_says_how_to_follow_it(detached):
 
 
 @pytest.mark.slow
-def test_one_that_is_interrupted_is_gone_on_with_by_itself_and_survives_the_terminal_that_started_it(detached, started):
+def test_one_that_is_interrupted_is_gone_on_with_by_itself_and_survives_the_terminal_that_started_it(
+    detached, started
+):
     path, state, *_ = detached
     assert console(state).endswith("Interrupted. Nothing is lost: the same command goes on.\n")
     before = list(statuses(state).values()).count("done")
@@ -72,7 +74,9 @@ def test_one_that_is_interrupted_is_gone_on_with_by_itself_and_survives_the_term
 
     terminal, end = pty.openpty()
     command = [sys.executable, "-m", "ablate", "sweep", str(path), "--state", str(state), *INLINE, "--detach"]
-    shell = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment(), start_new_session=True)
+    shell = subprocess.Popen(
+        command, stdin=end, stdout=end, stderr=end, env=environment(), start_new_session=True
+    )
     os.close(end)
     assert shell.wait(timeout=300) == 0
     pid = pid_of(state)
@@ -122,7 +126,11 @@ ADDRESSES = [f"postgresql://ablate:{SECRET}@127.0.0.1:9/mlflow", f"http://ablate
 
 def everything(folder) -> str:
     """Every byte that a sweep left, but for the trials' checkpoints."""
-    return "".join(path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file() and path.suffix != ".pt")
+    return "".join(
+        path.read_bytes().decode("latin-1")
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pt"
+    )
 
 
 HASTY = """
@@ -150,15 +158,33 @@ shipped at a sweep's end is given up once the server has refused it, not after 3
 @pytest.mark.parametrize("address", ADDRESSES, ids=["postgresql", "http"])
 def test_no_password_is_in_what_is_printed_or_kept(address, tmp_path):
     path, state = write(tmp_path, seeds=1), tmp_path / "state"
-    command = [sys.executable, "-c", HASTY, "sweep", str(path), "--state", str(state), "--executor", "inline", "--mlflow", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment(), check=False)
+    command = [
+        sys.executable,
+        "-c",
+        HASTY,
+        "sweep",
+        str(path),
+        "--state",
+        str(state),
+        "--executor",
+        "inline",
+        "--mlflow",
+        address,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=environment(), check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "records behind (" in done.stdout
     assert "no answer yet" not in done.stdout
     assert "ablate:***@127.0.0.1:9" in done.stdout
     outputs = [done.stdout + done.stderr]
     synced = ablate("sync", "--timeout", 1, "--mlflow", address, "--state", state, timeout=200)
-    for found in (synced, here("status", "--state", state), here("place", "--mlflow", address, "--state", state)):
+    for found in (
+        synced,
+        here("status", "--state", state),
+        here("place", "--mlflow", address, "--state", state),
+    ):
         outputs.append(found.stdout + found.stderr)
     outputs.append(everything(tmp_path))
     assert [SECRET in output for output in outputs] == [False] * len(outputs)
@@ -167,7 +193,9 @@ def test_no_password_is_in_what_is_printed_or_kept(address, tmp_path):
 @pytest.mark.slow
 def test_no_password_is_in_the_words_of_a_detached_process(tmp_path, started):
     path, state = write(tmp_path, workload={"idle": {"steps": 600, "seconds": 0.1}}), tmp_path / "state"
-    done = ablate("sweep", path, "--state", state, "--executor", "inline", "--mlflow", ADDRESSES[0], "--detach")
+    done = ablate(
+        "sweep", path, "--state", state, "--executor", "inline", "--mlflow", ADDRESSES[0], "--detach"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     started.append(pid_of(state))
     process = psutil.Process(started[-1])

@@ -24,7 +24,19 @@ from ablate import __version__
 DOCKER = ROOT / "docker"
 SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|_KEY\b")
 WORDS_OF_A_SERVICE = {
-    *("build", "cap_drop", "command", "depends_on", "deploy", "entrypoint", "environment", "healthcheck", "image", "init", "networks"),
+    *(
+        "build",
+        "cap_drop",
+        "command",
+        "depends_on",
+        "deploy",
+        "entrypoint",
+        "environment",
+        "healthcheck",
+        "image",
+        "init",
+        "networks",
+    ),
     *("ports", "profiles", "restart", "scale", "security_opt", "shm_size", "stop_signal", "user", "volumes"),
 }
 """The keys of the compose specification that are used here: another one is a slip, or is added with a look at the specification."""
@@ -39,7 +51,9 @@ class Files:
     example: str = (DOCKER / "env.example").read_text()
     ini: str = (DOCKER / "mlflow_auth.ini").read_text()
     ignored: str = (ROOT / ".dockerignore").read_text()
-    images: dict[str, str] = field(default_factory=lambda: {path.name: path.read_text() for path in DOCKER.glob("*.Dockerfile")})
+    images: dict[str, str] = field(
+        default_factory=lambda: {path.name: path.read_text() for path in DOCKER.glob("*.Dockerfile")}
+    )
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -83,15 +97,25 @@ def unwatched(files: Files) -> Iterator[str]:
 def exposed(files: Files) -> Iterator[str]:
     """Ports that others than this machine may reach where nobody asked for that."""
     for name, service in files.services.items():
-        yield from (f"{name} publishes {port}" for port in service.get("ports", []) if not str(port).startswith("127.0.0.1:"))
-        yield from (f"{name} has {key}" for key in ("network_mode", "privileged", "pid", "ipc") if key in service)
+        yield from (
+            f"{name} publishes {port}"
+            for port in service.get("ports", [])
+            if not str(port).startswith("127.0.0.1:")
+        )
+        yield from (
+            f"{name} has {key}" for key in ("network_mode", "privileged", "pid", "ipc") if key in service
+        )
 
 
 def floating(files: Files) -> Iterator[str]:
     """Images that may be others tomorrow."""
     for name, service in files.services.items():
         image, own = service["image"], "build" in service
-        if not (image.endswith(f":{__version__}") if own else re.search(r":[\w.-]*\d[\w.-]*@sha256:[0-9a-f]{64}$", image)):
+        if not (
+            image.endswith(f":{__version__}")
+            if own
+            else re.search(r":[\w.-]*\d[\w.-]*@sha256:[0-9a-f]{64}$", image)
+        ):
             yield f"{name} runs {image}"
     for name, text in files.images.items():
         for word, rest in instructions(text):
@@ -108,18 +132,40 @@ def told(files: Files) -> Iterator[str]:
     """Secrets that stand in a file, and secrets among the words of a command."""
     for name, service in files.raw["services"].items():
         for key, value in service.get("environment", {}).items():
-            if SECRET.search(key) and not re.fullmatch(r"\$\{\w+:\?.+\}", str(value)) and not str(value).startswith("/"):
+            if (
+                SECRET.search(key)
+                and not re.fullmatch(r"\$\{\w+:\?.+\}", str(value))
+                and not str(value).startswith("/")
+            ):
                 yield f"{name}: {key} is not read from the environment"
-        words = compose.variables([compose.command(service), service.get("healthcheck", {}), service.get("build", {})])
-        yield from (f"{name}: {word} is among the words of a command" for word in words if SECRET.search(word))
+        words = compose.variables(
+            [compose.command(service), service.get("healthcheck", {}), service.get("build", {})]
+        )
+        yield from (
+            f"{name}: {word} is among the words of a command" for word in words if SECRET.search(word)
+        )
     for name, text in ({"compose.yaml": files.compose, "mlflow_auth.ini": files.ini} | files.images).items():
-        yield from (f"{name}: {found} holds a password" for found in re.findall(r"\w+://[^\s:/@]+:[^\s/@]+@\S+", text))
+        yield from (
+            f"{name}: {found} holds a password" for found in re.findall(r"\w+://[^\s:/@]+:[^\s/@]+@\S+", text)
+        )
     for name, text in files.images.items():
-        yield from (f"{name}: {word} {rest}" for word, rest in instructions(text) if word in ("ENV", "ARG") and SECRET.search(rest))
-        yield from (f"{name}: {word} {rest}" for word, rest in instructions(text) if word in ("COPY", "ADD") and ".env" in rest)
-    yield from (f"mlflow_auth.ini: {line}" for line in files.ini.splitlines() if re.match(r"\w*password\s*=", line))
+        yield from (
+            f"{name}: {word} {rest}"
+            for word, rest in instructions(text)
+            if word in ("ENV", "ARG") and SECRET.search(rest)
+        )
+        yield from (
+            f"{name}: {word} {rest}"
+            for word, rest in instructions(text)
+            if word in ("COPY", "ADD") and ".env" in rest
+        )
+    yield from (
+        f"mlflow_auth.ini: {line}" for line in files.ini.splitlines() if re.match(r"\w*password\s*=", line)
+    )
     found = compose.environment_file(files.example)
-    yield from (f"env.example: {name} has a value" for name, value in found.items() if SECRET.search(name) and value)
+    yield from (
+        f"env.example: {name} has a value" for name, value in found.items() if SECRET.search(name) and value
+    )
     if "**/.env" not in files.ignored.splitlines():
         yield ".dockerignore lets .env into the image"
 
@@ -133,7 +179,9 @@ def mighty(files: Files) -> Iterator[str]:
     for name, service in files.services.items():
         if service.get("user", "" if "build" in service else "root").partition(":")[0] in ("root", "0"):
             yield f"{name} runs as root"
-        if service.get("cap_drop") != ["ALL"] or "no-new-privileges:true" not in service.get("security_opt", []):
+        if service.get("cap_drop") != ["ALL"] or "no-new-privileges:true" not in service.get(
+            "security_opt", []
+        ):
             yield f"{name} may gain privileges"
 
 
@@ -157,9 +205,24 @@ def absent(files: Files) -> Iterator[str]:
             source = volume.partition(":")[0]
             if not (source in files.raw["volumes"] or (DOCKER / source).exists()):
                 yield f"{name} mounts {source}"
-        yield from (f"{name} is on {network}" for network in service["networks"] if network not in files.raw["networks"])
-        yield from (f"{name} waits for {other}" for other in service.get("depends_on", {}) if other not in files.services)
-    for folder in ("analysis", "experiments", "ablate", "docker", "LICENSE", "README.md"):  # what works only where it is there
+        yield from (
+            f"{name} is on {network}"
+            for network in service["networks"]
+            if network not in files.raw["networks"]
+        )
+        yield from (
+            f"{name} waits for {other}"
+            for other in service.get("depends_on", {})
+            if other not in files.services
+        )
+    for folder in (
+        "analysis",
+        "experiments",
+        "ablate",
+        "docker",
+        "LICENSE",
+        "README.md",
+    ):  # what works only where it is there
         if folder in kept_out:
             yield f".dockerignore keeps {folder} from the image"
 
@@ -174,12 +237,23 @@ def unsaid(files: Files) -> Iterator[str]:
 
 def misspelt(files: Files) -> Iterator[str]:
     """Keys that the compose specification has not, as far as they are used here."""
-    yield from (f"{key}: no such key" for key in files.raw if key not in ("name", "services", "networks", "volumes") and key[:2] != "x-")
+    yield from (
+        f"{key}: no such key"
+        for key in files.raw
+        if key not in ("name", "services", "networks", "volumes") and key[:2] != "x-"
+    )
     for name, service in files.services.items():
         yield from (f"{name}.{key}: no such key" for key in service.keys() - WORDS_OF_A_SERVICE)
-        yield from (f"{name}.healthcheck.{key}: no such key" for key in service.get("healthcheck", {}).keys() - WORDS_OF_A_CHECK)
+        yield from (
+            f"{name}.healthcheck.{key}: no such key"
+            for key in service.get("healthcheck", {}).keys() - WORDS_OF_A_CHECK
+        )
         conditions = [how.get("condition") for how in service.get("depends_on", {}).values()]
-        yield from (f"{name} waits until {one}" for one in conditions if one not in ("service_healthy", "service_started"))
+        yield from (
+            f"{name} waits until {one}"
+            for one in conditions
+            if one not in ("service_healthy", "service_started")
+        )
 
 
 def refused(files: Files) -> Iterator[str]:
@@ -190,7 +264,11 @@ def refused(files: Files) -> Iterator[str]:
         kind, *check = service.get("healthcheck", {}).get("test", ["CMD"])
         commands |= {f"{name}'s health check": check} if check else {}
         yield from [f"{name}: the health check is no CMD"] if kind != "CMD" else []
-    joins = [line.partition(" >")[0] for line in (DOCKER / "join.sh").read_text().splitlines() if line.strip().startswith("ray ")]
+    joins = [
+        line.partition(" >")[0]
+        for line in (DOCKER / "join.sh").read_text().splitlines()
+        if line.strip().startswith("ray ")
+    ]
     commands |= {f"join.sh, {number}": shlex.split(line) for number, line in enumerate(joins)}
     commands |= {f"{name}'s HEALTHCHECK": json.loads(rest.partition("CMD ")[2]) for name, text in files.images.items()
                  for word, rest in instructions(text) if word == "HEALTHCHECK"}  # fmt: skip
@@ -200,13 +278,29 @@ def refused(files: Files) -> Iterator[str]:
         if words[:2] == ["python", "-c"]:
             ast.parse(words[2])
     asked = {name: words for name, words in commands.items() if words[0] in ("mlflow", "ray", "ablate")}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ASK], input=json.dumps(asked), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ASK],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     yield from json.loads(done.stdout.splitlines()[-1])
     for program in ("postgres", "pg_isready"):
         if shutil.which(program):
             known = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
-            used = {word for words in commands.values() if words[0] == program for word in words[1:] if re.match(r"--?[a-z]", word)}
-            yield from (f"{program} has no {word}" for word in sorted(used) if not re.search(rf"(?m)^\s.*(?<![\w-]){word}\b", known))
+            used = {
+                word
+                for words in commands.values()
+                if words[0] == program
+                for word in words[1:]
+                if re.match(r"--?[a-z]", word)
+            }
+            yield from (
+                f"{program} has no {word}"
+                for word in sorted(used)
+                if not re.search(rf"(?m)^\s.*(?<![\w-]){word}\b", known)
+            )
 
 
 ASK = """
@@ -282,7 +376,11 @@ def broken(where: str, old: str, new: str) -> Files:
     text = files.images[where] if where in files.images else getattr(files, where)
     assert old in text
     changed = text.replace(old, new)
-    return replace(files, images=files.images | {where: changed}) if where in files.images else replace(files, **{where: changed})
+    return (
+        replace(files, images=files.images | {where: changed})
+        if where in files.images
+        else replace(files, **{where: changed})
+    )
 
 
 CPU, GPU = "cpu.Dockerfile", "blackwell.Dockerfile"
@@ -356,7 +454,9 @@ def test_a_missing_secret_is_told_with_what_makes_it():
 def test_make_env_writes_a_random_value_for_each_secret_for_its_owner_alone_and_never_twice(tmp_path):
     paths = [tmp_path / name for name in ("one", "two")]
     for path in paths:
-        done = subprocess.run([sys.executable, DOCKER / "new_env.py", path], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, DOCKER / "new_env.py", path], capture_output=True, text=True, check=True
+        )
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     found = [compose.environment_file(path.read_text()) for path in paths]
     secrets = [name for name in found[0] if SECRET.search(name)]
@@ -365,22 +465,40 @@ def test_make_env_writes_a_random_value_for_each_secret_for_its_owner_alone_and_
         assert re.fullmatch(r"[0-9a-f]{48}", found[0][name])
         assert found[0][name] not in (found[1][name], done.stdout)
     compose.filled(Files().raw, found[0])  # nothing is missing
-    again = subprocess.run([sys.executable, DOCKER / "new_env.py", paths[0]], capture_output=True, text=True, check=False)
+    again = subprocess.run(
+        [sys.executable, DOCKER / "new_env.py", paths[0]], capture_output=True, text=True, check=False
+    )
     assert again.returncode == 1
     assert "left as it is" in again.stderr
     assert compose.environment_file(paths[0].read_text()) == found[0]
 
 
 def test_git_ignores_the_secrets():
-    done = subprocess.run(["git", "-C", ROOT, "check-ignore", "docker/.env"], capture_output=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", ROOT, "check-ignore", "docker/.env"], capture_output=True, check=False
+    )
     assert done.returncode == 0
 
 
 def test_the_compose_plugin_reads_the_file(tmp_path):
-    if not shutil.which("docker") or subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode:
+    if (
+        not shutil.which("docker")
+        or subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("there is no `docker compose` here")
     subprocess.run([sys.executable, DOCKER / "new_env.py", tmp_path / "env"], check=True)
-    words = ["docker", "compose", "--file", compose.FILE, "--env-file", tmp_path / "env", "--profile", "*", "config", "--quiet"]
+    words = [
+        "docker",
+        "compose",
+        "--file",
+        compose.FILE,
+        "--env-file",
+        tmp_path / "env",
+        "--profile",
+        "*",
+        "config",
+        "--quiet",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr
 
@@ -405,7 +523,10 @@ def test_an_image_with_an_older_transformer_engine_is_told_by_the_engines_own_li
     from ablate.engines.hardware import OLDEST
 
     pins = _pins()
-    for version, told in ((f"{OLDEST[0]}.{OLDEST[1]}.0+abc", []), ("2.9.1", ["Transformer Engine 2.9.1 is older than 2.20"])):
+    for version, told in (
+        (f"{OLDEST[0]}.{OLDEST[1]}.0+abc", []),
+        ("2.9.1", ["Transformer Engine 2.9.1 is older than 2.20"]),
+    ):
         monkeypatch.setattr(pins, "installed", lambda name, version=version: version)
         assert pins.too_old() == told
     monkeypatch.setattr(pins, "installed", lambda name: None)
@@ -413,7 +534,9 @@ def test_an_image_with_an_older_transformer_engine_is_told_by_the_engines_own_li
 
 
 def test_an_installation_without_quantisers_or_notebooks_is_incomplete(tmp_path):
-    shutil.copytree(ROOT / "ablate", tmp_path / "ablate", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        ROOT / "ablate", tmp_path / "ablate", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
     (tmp_path / "docker").mkdir()
     shutil.copy(DOCKER / "pins.py", tmp_path / "docker")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

@@ -17,20 +17,26 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
 
 
 def test_the_readme_has_the_table_of_knobs_that_the_code_prints():
-    table = subprocess.run([sys.executable, "-m", "ablate", "knobs"], capture_output=True, text=True, check=True).stdout.strip()
+    table = subprocess.run(
+        [sys.executable, "-m", "ablate", "knobs"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert table in (ROOT / "README.md").read_text(), "paste the output of `ablate knobs` into README.md"
 
 
 def test_the_readmes_answer_is_of_the_shipped_experiment_and_its_text_quotes_that_table_alone():
     """A number or a verdict in the text that the table above it does not have would be of another run."""
     readme = (ROOT / "README.md").read_text()
-    table, text = re.search(r"^(arm  .*?)```\n\n(What it means: .*?)\n\n", readme, re.DOTALL | re.MULTILINE).groups()
+    table, text = re.search(
+        r"^(arm  .*?)```\n\n(What it means: .*?)\n\n", readme, re.DOTALL | re.MULTILINE
+    ).groups()
     file = ROOT / "experiments" / "rht_sr.yaml"
     experiment = load(file)
     assert re.findall(r"^(\S.*?)  +\d\.\d{4}  +(\d+) ", table, re.MULTILINE) == [
         (arm.name, str(len(experiment.seeds))) for arm in experiment.arms
     ]
-    assert [number for number in re.findall(r"\d*\.\d{3,}", text) if number not in table + file.read_text()] == []
+    assert [
+        number for number in re.findall(r"\d*\.\d{3,}", text) if number not in table + file.read_text()
+    ] == []
     verdicts = set(re.findall(r"\b(?:better|worse|equivalent)\b(?! alone)", table))
     assert set(re.findall(r"\bis (better|worse|equivalent)\b", text)) <= verdicts
     assert ("every line is undecided" in text) == (not verdicts)
@@ -61,11 +67,18 @@ def test_the_page_on_layer_rules_says_what_loading_its_experiments_does(tmp_path
     path.write_text(right)
     arms = {arm.name: arm for arm in load(path).arms}
     kept = {
-        name: sum(p.products is None for p in arm.recipe.placements(arm.config.linear_layers) for _ in p.layers)
+        name: sum(
+            p.products is None for p in arm.recipe.placements(arm.config.linear_layers) for _ in p.layers
+        )
         for name, arm in arms.items()
     }
     kept.pop("bf16", None)
-    assert kept == {"all quantised": 0, "last two blocks": 8, "attention of the last two blocks": 4, "every mlp output": 4}
+    assert kept == {
+        "all quantised": 0,
+        "last two blocks": 8,
+        "attention of the last two blocks": 4,
+        "every mlp output": 4,
+    }
     path.write_text(wrong)
     (problem,) = problems(path)
     assert str(problem).removeprefix(f"{path}:").startswith("7:7: ablate.recipe.layers.rules.1: ")

@@ -67,7 +67,9 @@ def test_json_has_every_row_and_says_which_are_facts():
 @pytest.mark.slow
 def test_the_full_run_is_green_here_as_a_module():
     command = [sys.executable, "-m", "ablate.doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment(), check=False
+    )
     assert done.returncode == 0, done.stdout
     assert "OFF" not in done.stdout
     assert "mean of 256 draws" in done.stdout
@@ -80,7 +82,9 @@ def test_the_doctor_takes_no_unknown_option():
 
 def test_importing_the_doctor_imports_no_torch():
     code = "import sys, ablate.doctor; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+    )
     assert done.stdout == "False\n"
 
 
@@ -112,7 +116,9 @@ def ties_away(y, grid, bits=None, width=0):
 
 def old_order(largest, scale, quant, bits=None):
     top = quant.range.map_to or 6.0
-    return scaling.round_scale((largest / top * scale * quant.range.headroom).clamp(max=scaling.FLT_MAX), quant.scale, bits)
+    return scaling.round_scale(
+        (largest / top * scale * quant.range.headroom).clamp(max=scaling.FLT_MAX), quant.scale, bits
+    )
 
 
 def truncated(y, grid, bits, width):
@@ -132,21 +138,46 @@ def flushed(scale, to, round_scale, bits=None):
     return torch.where(rounded < 2.0**-6, 0.0, rounded)
 
 
-ALL = {"NVFP4 1x16, both copies", "NVFP4 16x16, both copies", "MXFP4 1x32, ceil", "FP8 e4m3 codes, one scale a tensor"}
+ALL = {
+    "NVFP4 1x16, both copies",
+    "NVFP4 16x16, both copies",
+    "MXFP4 1x32, ceil",
+    "FP8 e4m3 codes, one scale a tensor",
+}
 TAMPERED = {
     "ties away from zero": (rounding.nearest, ties_away, "ties", {"ties .25 .75 1.25 1.75 2.5 3.5 5"}),
-    "ties away, seen by a search": (rounding.nearest, ties_away, "grids", {"E2M1 to nearest, against a search"}),
+    "ties away, seen by a search": (
+        rounding.nearest,
+        ties_away,
+        "grids",
+        {"E2M1 to nearest, against a search"},
+    ),
     "ties away, seen by Transformer Engine": (rounding.nearest, ties_away, "against oracle", ALL),
     "the old order": (scaling.block_scales, old_order, "scaling", {"block scales, in the right order"}),
-    "the old order, seen by Transformer Engine": (scaling.block_scales, old_order, "against oracle", {"NVFP4 1x16, both copies"}),
-    "never up": (rounding.stochastic, truncated, "draws", {"share rounded from 2 to 3", "share rounded from -4 to -6"}),
+    "the old order, seen by Transformer Engine": (
+        scaling.block_scales,
+        old_order,
+        "against oracle",
+        {"NVFP4 1x16, both copies"},
+    ),
+    "never up": (
+        rounding.stochastic,
+        truncated,
+        "draws",
+        {"share rounded from 2 to 3", "share rounded from -4 to -6"},
+    ),
     "never up, seen by the mean": (
         rounding.stochastic,
         truncated,
         "unbiased",
         {"slope of log error over log N", "mean of 16 draws, 24 bits"},
     ),
-    "alpha folded": (product.alpha, lambda a, b: a.amax * b.amax / 2688, "products", {"product in fp32, relative error"}),
+    "alpha folded": (
+        product.alpha,
+        lambda a, b: a.amax * b.amax / 2688,
+        "products",
+        {"product in fp32, relative error"},
+    ),
     "rounded before alpha": (
         product.product,
         lambda a, b, out: ((a.values @ b.values.t()) * product.alpha(a, b)).to(out),
@@ -165,8 +196,18 @@ TAMPERED = {
         "counters",
         {"bytes shared with another site or time"},
     ),
-    "weaker random numbers": (philox.philox, lambda counter, key: counter, "known answers", {"Philox4x32-10, zeros"}),
-    "NaN unseen": (scaling.block_amax, partial(blind, scaling.block_amax), "nonfinite", {"NaN, Inf, -Inf under amax"}),
+    "weaker random numbers": (
+        philox.philox,
+        lambda counter, key: counter,
+        "known answers",
+        {"Philox4x32-10, zeros"},
+    ),
+    "NaN unseen": (
+        scaling.block_amax,
+        partial(blind, scaling.block_amax),
+        "nonfinite",
+        {"NaN, Inf, -Inf under amax"},
+    ),
     "subnormal scales flushed": (
         scaling.round_scale,
         lambda scale, to, bits=None, f=scaling.round_scale: flushed(scale, to, f, bits),
@@ -197,7 +238,11 @@ def test_tampered_numerics_turn_the_right_rows_off(name, monkeypatch):
 
 
 @pytest.mark.skipif(cpu.build() is None, reason="the package was installed without compiled quantisers")
-@pytest.mark.parametrize(("function", "other"), [(rounding.nearest, ties_away), (scaling.block_scales, old_order)], ids=["ties", "order"])
+@pytest.mark.parametrize(
+    ("function", "other"),
+    [(rounding.nearest, ties_away), (scaling.block_scales, old_order)],
+    ids=["ties", "order"],
+)
 def test_compiled_quantisers_that_differ_from_the_reference_are_seen(function, other, monkeypatch):
     assert [row.ok for row in rows("kernels")] == [True]
     tamper(monkeypatch, function, other)
@@ -206,7 +251,9 @@ def test_compiled_quantisers_that_differ_from_the_reference_are_seen(function, o
 
 def test_a_phase_that_starts_a_step_late_is_seen(monkeypatch):
     active = Phase.active
-    monkeypatch.setattr(Phase, "active", lambda self, step, run, tripped=(): active(self, step - 1, run, tripped))
+    monkeypatch.setattr(
+        Phase, "active", lambda self, step, run, tripped=(): active(self, step - 1, run, tripped)
+    )
     assert all(row.ok is False for row in rows("schedules"))
 
 
@@ -233,7 +280,13 @@ def test_a_peer_that_is_not_installed_or_has_moved_is_said_and_not_failed(monkey
 
 @pytest.mark.parametrize(
     ("capability", "said"),
-    [((10, 0), "trains"), ((10, 3), "trains"), ((12, 0), "inference only"), ((9, 0), "no: FP8 at best"), ((8, 0), "no")],
+    [
+        ((10, 0), "trains"),
+        ((10, 3), "trains"),
+        ((12, 0), "inference only"),
+        ((9, 0), "no: FP8 at best"),
+        ((8, 0), "no"),
+    ],
 )
 def test_fp4_is_trained_on_two_capabilities_only(capability, said):
     assert machine.fp4(capability) == said
@@ -284,15 +337,21 @@ def run(command: tuple[str, ...], *words) -> tuple[int, str, str]:
 
 def test_off_rows_are_red_in_the_table_and_the_status_is_1():
     command = [sys.executable, "-c", SICK, "--fast"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment(), check=False
+    )
     assert done.returncode == 1
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("R Rᵀ - I")]
     assert [words[-1] for words in lines] == ["OFF", "OFF"]
     assert "checks are off:" in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("executor", ["inline", pytest.param("ray", marks=(pytest.mark.slow, pytest.mark.services))])
-def test_a_sweep_starts_no_trial_where_the_numerics_are_off_and_the_same_command_goes_on_once_they_agree(executor, tmp_path):
+@pytest.mark.parametrize(
+    "executor", ["inline", pytest.param("ray", marks=(pytest.mark.slow, pytest.mark.services))]
+)
+def test_a_sweep_starts_no_trial_where_the_numerics_are_off_and_the_same_command_goes_on_once_they_agree(
+    executor, tmp_path
+):
     path = write(tmp_path, ablate={"rht": [True]}, seeds=1)
     words = ("sweep", path, "--state", tmp_path / "state", "--executor", executor, "--mlflow", "none")
     status, output, errors = run(python(SICK), *words)
@@ -316,10 +375,22 @@ def test_a_dry_run_checks_nothing(tmp_path):
 
 
 def test_a_check_that_cannot_run_is_told_with_its_last_words(tmp_path):
-    words = ("sweep", write(tmp_path), "--state", tmp_path / "state", "--executor", "inline", "--mlflow", "none")
+    words = (
+        "sweep",
+        write(tmp_path),
+        "--state",
+        tmp_path / "state",
+        "--executor",
+        "inline",
+        "--mlflow",
+        "none",
+    )
     status, _, errors = run((sys.executable, "-c", "import no_such_module"), *words)
     assert status == 1
-    assert "  the quick check ended with status 1: ModuleNotFoundError: No module named 'no_such_module'" in errors.splitlines()
+    assert (
+        "  the quick check ended with status 1: ModuleNotFoundError: No module named 'no_such_module'"
+        in errors.splitlines()
+    )
 
 
 def test_a_check_that_hangs_is_given_up(monkeypatch):
@@ -340,14 +411,29 @@ def hanging(driver: subprocess.Popen) -> psutil.Process | None:
     return None
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda signum: signum.name)
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda signum: signum.name
+)
 def test_no_check_outlives_its_sweep(signum, tmp_path):
-    driver = start(python(HUNG), "sweep", write(tmp_path), "--state", tmp_path / "s", "--executor", "inline", "--mlflow", "none")
+    driver = start(
+        python(HUNG),
+        "sweep",
+        write(tmp_path),
+        "--state",
+        tmp_path / "s",
+        "--executor",
+        "inline",
+        "--mlflow",
+        "none",
+    )
     check = until(lambda: hanging(driver))
     time.sleep(1.5)  # it is past its imports, and hangs
     assert not gone([check])
     driver.send_signal(signum)
     driver.wait(timeout=300)
     until(lambda: gone([check]))
-    assert driver.returncode == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}[signum]
+    assert (
+        driver.returncode
+        == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}[signum]
+    )
     end(driver)

@@ -67,7 +67,9 @@ def test_a_grids_arm_waits_for_its_baseline_and_is_told_then(tmp_path):
     numbers, of = {}, {}
     for arm in sorted(experiment.arms, key=lambda arm: arm.baseline is not None):
         spec = experiment.spec(arm, 0, "cpu")
-        numbers[arm.name] = book.add_arm(arm.name, arm.knobs, numbers.get(arm.baseline), None if arm.baseline is None else 0)
+        numbers[arm.name] = book.add_arm(
+            arm.name, arm.knobs, numbers.get(arm.baseline), None if arm.baseline is None else 0
+        )
         of[arm.name] = book.add_member(numbers[arm.name], 0, spec.id, spec.wire)
     pictures = Pictures(experiment, book, tmp_path, folder, None, busy=True)
     seen = []
@@ -114,7 +116,10 @@ def test_a_study_gets_a_note_each_arm_its_own_and_the_gaps_as_a_picture(copied):
     for trial in study.trials:
         note = get_note_from_system_attrs(attrs, trial._trial_id)["body"]
         arm = arms[trial.user_attrs["arm"]]
-        assert note == f"**{arm.name}**: {interval(arm.gap)} against bf16 over 2 seeds: {verdict_text(arm.verdict)}"
+        assert (
+            note
+            == f"**{arm.name}**: {interval(arm.gap)} against bf16 over 2 seeds: {verdict_text(arm.verdict)}"
+        )
     (figure,) = get_plotly_graph_objects(attrs).values()
     (points,) = json.loads(figure)["data"]
     assert points["y"] == sorted(points["y"], key=lambda name: -arms[name].gap.mean)
@@ -143,7 +148,10 @@ def test_what_somebody_wrote_in_the_dashboard_stays(copied):
     dressed(copied)
     save_note(optuna.load_study(study_name="first", storage=JournalStorage(Shelf(copied))), "my own words")
     dressed(copied, note="another")
-    assert get_note(optuna.load_study(study_name="first", storage=JournalStorage(Shelf(copied)))) == "my own words"
+    assert (
+        get_note(optuna.load_study(study_name="first", storage=JournalStorage(Shelf(copied))))
+        == "my own words"
+    )
 
 
 def test_a_dressed_study_is_the_same_sweeps_and_stays_dressed(copied):
@@ -153,7 +161,9 @@ def test_a_dressed_study_is_the_same_sweeps_and_stays_dressed(copied):
     before = (copied / "sweeps" / "first" / "optuna.log").read_bytes()
     sweep(tiny(copied, "first"), copied)
     assert (copied / "sweeps" / "first" / "optuna.log").read_bytes().startswith(before)
-    assert get_note(optuna.load_study(study_name="first", storage=JournalStorage(Shelf(copied)))) == "the note"
+    assert (
+        get_note(optuna.load_study(study_name="first", storage=JournalStorage(Shelf(copied)))) == "the note"
+    )
 
 
 @pytest.mark.parametrize("content", [None, "", "no journal\n"])
@@ -203,8 +213,13 @@ def test_the_knob_that_alone_decides_has_all_the_importance(tmp_path):
 
 def test_of_several_objectives_each_has_importances_of_its_own(tmp_path):
     metrics = [{"name": "val/loss"}, {"name": "flops/fp4_share", "direction": "maximize"}]
-    journal = told(tmp_path, lambda knobs: (knobs["cooldown"], float(knobs["workload.batch"])), number=40, metric=metrics)
-    assert [next(iter(importances(journal, "tiny", objective))) for objective in (0, 1)] == ["cooldown", "workload.batch"]
+    journal = told(
+        tmp_path, lambda knobs: (knobs["cooldown"], float(knobs["workload.batch"])), number=40, metric=metrics
+    )
+    assert [next(iter(importances(journal, "tiny", objective))) for objective in (0, 1)] == [
+        "cooldown",
+        "workload.batch",
+    ]
     assert importances(journal, "tiny", 2) == {}
 
 
@@ -223,7 +238,9 @@ def test_where_there_is_too_little_to_tell_there_are_no_importances(number, valu
 
 
 def test_infinite_values_are_left_out(tmp_path):
-    journal = told(tmp_path, lambda knobs: knobs["cooldown"] if knobs["cooldown"] < 0.8 else math.inf, number=40)
+    journal = told(
+        tmp_path, lambda knobs: knobs["cooldown"] if knobs["cooldown"] < 0.8 else math.inf, number=40
+    )
     assert next(iter(importances(journal, "tiny"))) == "cooldown"
 
 
@@ -232,11 +249,16 @@ def test_infinite_values_are_left_out(tmp_path):
 
 def seen(storage, name: str) -> list[tuple]:
     study = optuna.load_study(study_name=name, storage=storage)
-    return [(t.number, t.state, t.values, t.params, t.user_attrs, t.intermediate_values) for t in study.trials]
+    return [
+        (t.number, t.state, t.values, t.params, t.user_attrs, t.intermediate_values) for t in study.trials
+    ]
 
 
 def alone(state, name: str) -> list[tuple]:
-    return [(t.number, t.state, t.values, t.params, t.user_attrs, t.intermediate_values) for t in trials(state, name)]
+    return [
+        (t.number, t.state, t.values, t.params, t.user_attrs, t.intermediate_values)
+        for t in trials(state, name)
+    ]
 
 
 def test_the_shelf_shows_every_study_as_its_own_journal_does(state):
@@ -271,8 +293,19 @@ def asked(application, method: str, path: str, body: dict | None = None) -> tupl
     from io import BytesIO
 
     data, said = json.dumps(body or {}).encode(), []
-    environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "CONTENT_TYPE": "application/json", "CONTENT_LENGTH": str(len(data))}
-    environ |= {"wsgi.input": BytesIO(data), "wsgi.errors": None, "SERVER_NAME": "x", "SERVER_PORT": "1", "wsgi.url_scheme": "http"}
+    environ = {
+        "REQUEST_METHOD": method,
+        "PATH_INFO": path,
+        "CONTENT_TYPE": "application/json",
+        "CONTENT_LENGTH": str(len(data)),
+    }
+    environ |= {
+        "wsgi.input": BytesIO(data),
+        "wsgi.errors": None,
+        "SERVER_NAME": "x",
+        "SERVER_PORT": "1",
+        "wsgi.url_scheme": "http",
+    }
     answer = b"".join(application(environ, lambda status, headers, *rest: said.append(status)))
     return said[0], json.loads(answer or b"{}")
 
@@ -282,14 +315,19 @@ def test_a_note_taken_in_the_dashboard_lands_in_the_journal_that_it_is_about(cop
     before = {name: (copied / "sweeps" / name / "optuna.log").read_bytes() for name in ("first", "second")}
     second = number("second")
     trial = JournalStorage(Shelf(copied)).get_all_trials(second)[1]._trial_id
-    assert asked(application, "PUT", f"/api/studies/{second}/note", {"body": "of the study", "version": 1})[0].startswith("204")
-    assert asked(application, "PUT", f"/api/studies/{second}/{trial}/note", {"body": "of an arm", "version": 1})[0].startswith("204")
+    assert asked(application, "PUT", f"/api/studies/{second}/note", {"body": "of the study", "version": 1})[
+        0
+    ].startswith("204")
+    assert asked(
+        application, "PUT", f"/api/studies/{second}/{trial}/note", {"body": "of an arm", "version": 1}
+    )[0].startswith("204")
     assert (copied / "sweeps" / "first" / "optuna.log").read_bytes() == before["first"]
     from optuna.storages.journal import JournalFileBackend
     from optuna_dashboard._note import get_note_from_system_attrs
 
     plain = optuna.load_study(
-        study_name="second", storage=JournalStorage(JournalFileBackend(str(copied / "sweeps" / "second" / "optuna.log")))
+        study_name="second",
+        storage=JournalStorage(JournalFileBackend(str(copied / "sweeps" / "second" / "optuna.log"))),
     )
     attrs = plain._storage.get_study_system_attrs(plain._study_id)
     assert get_note_from_system_attrs(attrs, None)["body"] == "of the study"
@@ -331,7 +369,12 @@ def test_a_sweep_that_is_looked_at_while_it_runs_is_not_disturbed(tmp_path):
             if study is not None:
                 asked(application, "GET", f"/api/studies/{study}")
                 taken.append(
-                    asked(application, "PUT", f"/api/studies/{study}/note", {"body": f"{len(taken)}", "version": len(taken) + 1})[0]
+                    asked(
+                        application,
+                        "PUT",
+                        f"/api/studies/{study}/note",
+                        {"body": f"{len(taken)}", "version": len(taken) + 1},
+                    )[0]
                 )
             over.wait(0.01)
 

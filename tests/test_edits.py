@@ -18,7 +18,11 @@ ARMS = {"a": {"rht": False}, "b": {"sr": False}, "c": {"skip_first": 0, "four_ov
 SWAPPED = {"a": ARMS["b"], "b": ARMS["a"], "c": ARMS["c"]}
 EDITS = {
     "two arms swapped": ({"arms": ARMS}, {"arms": SWAPPED}, ["a", "b"]),
-    "the baseline swapped with an arm": ({"arms": ARMS, "against": "a"}, {"arms": SWAPPED, "against": "a"}, ["a", "b"]),
+    "the baseline swapped with an arm": (
+        {"arms": ARMS, "against": "a"},
+        {"arms": SWAPPED, "against": "a"},
+        ["a", "b"],
+    ),
     "another arm the baseline": ({"arms": ARMS, "against": "a"}, {"arms": ARMS, "against": "b"}, []),
     "a rate for all": ({"arms": ARMS}, {"arms": ARMS, "shape": {"lr": 0.01}}, ["bf16", "a", "b", "c"]),
     "an arm taken out and named again": ({"arms": {"a": ARMS["a"]}}, {"arms": SWAPPED}, ["a"]),
@@ -31,21 +35,31 @@ def told(state, name: str = "tiny") -> dict:
     records = frame(book)
     rows = records[~records["metric"].str.startswith(("throughput/", "memory/"))]
     found = {
-        arm.name: (arm.baseline, arm.knobs, arm.values, arm.gap and (arm.gap.mean, arm.gap.low, arm.gap.high)) for arm in summaries(book)
+        arm.name: (arm.baseline, arm.knobs, arm.values, arm.gap and (arm.gap.mean, arm.gap.low, arm.gap.high))
+        for arm in summaries(book)
     }
     book.close()
-    return {"arms": found, "records": Counter(map(tuple, rows[["arm", "seed", "metric", "step", "value"]].astype(str).to_numpy()))}
+    return {
+        "arms": found,
+        "records": Counter(
+            map(tuple, rows[["arm", "seed", "metric", "step", "value"]].astype(str).to_numpy())
+        ),
+    }
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_sweep_says_which_arms_changed_what_they_mean_and_shows_what_a_new_sweep_shows(edit, tmp_path):
+def test_an_edited_sweep_says_which_arms_changed_what_they_mean_and_shows_what_a_new_sweep_shows(
+    edit, tmp_path
+):
     before, after, names = EDITS[edit]
     sweep(tiny(tmp_path, **KEYS | before), tmp_path)
     experiment = tiny(tmp_path, **KEYS | after)
     assert forecast(experiment, tmp_path, "cpu").redefined == names
     _, news = sweep(experiment, tmp_path)
     lines = [line for line in news if "other contents" in line]
-    assert [line.partition(": ")[2].split(": ")[1].partition(";")[0].split(", ") for line in lines] == ([names] if names else [])
+    assert [line.partition(": ")[2].split(": ")[1].partition(";")[0].split(", ") for line in lines] == (
+        [names] if names else []
+    )
     assert forecast(experiment, tmp_path, "cpu").redefined == []
     assert not any("other contents" in line for line in sweep(experiment, tmp_path)[1])
     sweep(tiny(tmp_path, **KEYS | after), tmp_path / "new")
@@ -55,13 +69,23 @@ def test_an_edited_sweep_says_which_arms_changed_what_they_mean_and_shows_what_a
 def test_a_plan_names_them(tmp_path):
     sweep(tiny(tmp_path, **KEYS, arms=ARMS), tmp_path)
     shown = here("plan", write(tmp_path, **KEYS, arms=SWAPPED), "--state", tmp_path).stdout
-    assert "\nNote: the file or its data changed: 2 arms with the same name but other contents than before: a, b; " in shown
+    assert (
+        "\nNote: the file or its data changed: 2 arms with the same name but other contents than before: a, b; "
+        in shown
+    )
     assert "Note" not in here("plan", write(tmp_path, **KEYS, arms=ARMS), "--state", tmp_path).stdout
 
 
 @pytest.mark.parametrize("key", ["numerics_version", "workload_version", "engine", "device"])
 def test_other_code_and_another_machine_are_no_edit(key):
-    spec = {"workload": {"gpt": {"lr": 1}}, "data": "d", "recipe": {}, "numerics_version": 1, "workload_version": 1, "engine": "e"}
+    spec = {
+        "workload": {"gpt": {"lr": 1}},
+        "data": "d",
+        "recipe": {},
+        "numerics_version": 1,
+        "workload_version": 1,
+        "engine": "e",
+    }
     then = {("a", 0): {"id": "x", "spec": json.dumps(spec)}}
     assert redefined(then, {("a", 0): {"id": "y", "spec": json.dumps(spec | {key: "other"})}}) == []
     assert redefined(then, {("a", 0): {"id": "y", "spec": json.dumps(spec | {"data": "other"})}}) == ["a"]
@@ -79,18 +103,31 @@ def test_mlflow_has_one_run_of_each_member_with_its_present_contents_and_gap(tmp
         for keys in (before, after, before):
             sweep(tiny(tmp_path, **KEYS | keys), tmp_path, store)
             book = ledger(tmp_path)
-            gaps = {arm.name: arm.baseline and {s: v - by[arm.baseline][s] for s, v in arm.values.items()} for by, arm in _by_name(book)}
-            expected = {(m["name"], m["seed"], m["id"], json.dumps(json.loads(m["knobs"]))): gaps[m["name"]] for m in book.members()}
+            gaps = {
+                arm.name: arm.baseline and {s: v - by[arm.baseline][s] for s, v in arm.values.items()}
+                for by, arm in _by_name(book)
+            }
+            expected = {
+                (m["name"], m["seed"], m["id"], json.dumps(json.loads(m["knobs"]))): gaps[m["name"]]
+                for m in book.members()
+            }
             assert book.discarded() == []
             assert {m["mlflow"] for m in book.members()} == {run.info.run_id for run in _runs(client)}
             book.close()
             shown = {}
             for run in _runs(client):
                 tags, metrics = run.data.tags, run.data.metrics
-                key = (tags["ablate.arm"], int(tags["ablate.seed"]), tags["ablate.trial"], tags["ablate.knobs"])
+                key = (
+                    tags["ablate.arm"],
+                    int(tags["ablate.seed"]),
+                    tags["ablate.trial"],
+                    tags["ablate.knobs"],
+                )
                 assert key not in shown
                 shown[key] = metrics.get("gap/nats", metrics.get("gap/absolute"))
-            assert shown == {key: gap and pytest.approx(gap[key[1]], abs=1e-12) for key, gap in expected.items()}
+            assert shown == {
+                key: gap and pytest.approx(gap[key[1]], abs=1e-12) for key, gap in expected.items()
+            }
 
 
 def _by_name(book: Ledger) -> list:

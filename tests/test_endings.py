@@ -74,7 +74,12 @@ os._exit(exit_status(work))  # as a trial's process ends
 
 
 def test_a_process_that_can_write_no_more_says_so_by_its_status_whatever_its_log_holds(tmp_path):
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path / "file")], capture_output=True, env=environment(), check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "file")],
+        capture_output=True,
+        env=environment(),
+        check=False,
+    )
     assert done.returncode == NO_SPACE, done.stderr
     assert done.stdout == b""
     request = TrialRequest("trial", "{}", str(tmp_path), 1, {})
@@ -125,11 +130,21 @@ run(lambda: print(Path.home()))
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs the right to become another user")
 def test_a_user_without_home_or_entry_gets_a_folder():
-    kept = {key: value for key, value in environment(PYTHONPATH=os.pathsep.join(sys.path)).items() if key != "HOME"}
+    kept = {
+        key: value
+        for key, value in environment(PYTHONPATH=os.pathsep.join(sys.path)).items()
+        if key != "HOME"
+    }
     home = Path("/tmp/ablate-54321")
     try:
-        done = subprocess.run([sys.executable, "-c", HOMELESS], capture_output=True, text=True, env=kept, check=False)
-        assert (done.returncode, done.stdout, f"{home} is used as home" in done.stderr) == (0, f"{home}\n", True), done.stderr
+        done = subprocess.run(
+            [sys.executable, "-c", HOMELESS], capture_output=True, text=True, env=kept, check=False
+        )
+        assert (done.returncode, done.stdout, f"{home} is used as home" in done.stderr) == (
+            0,
+            f"{home}\n",
+            True,
+        ), done.stderr
         assert (home.stat().st_uid, home.stat().st_mode & 0o777) == (54321, 0o700)
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -155,7 +170,17 @@ def frozen(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_a_report_of_a_state_folder_that_cannot_be_written_goes_elsewhere_or_names_the_flag(frozen, tmp_path):
-    words = ("report", "tiny", "--state", frozen, "--mlflow", "none", "--no-pdf", "--notebook", "training_health")
+    words = (
+        "report",
+        "tiny",
+        "--state",
+        frozen,
+        "--mlflow",
+        "none",
+        "--no-pdf",
+        "--notebook",
+        "training_health",
+    )
     refused = here(*words)
     assert (refused.returncode, "--out" in refused.stderr, "Traceback" in refused.stderr) == (2, True, False)
     done = here(*words, "--out", tmp_path / "out", TMPDIR=str(tmp_path))

@@ -20,9 +20,17 @@ RANGE = {"uniform": [0.0, 1.0]}
 ON_OFF = {"choice": [True, False]}
 SEARCHES = {
     "a range of a workload value": ({"workload.x": RANGE}, {}, 2 * 5 * 2),
-    "choices of a workload value, and a range beside it": ({"workload.x": {"choice": [0.0, 1.0]}, "cooldown": RANGE}, {}, (5 + 2) * 2),
+    "choices of a workload value, and a range beside it": (
+        {"workload.x": {"choice": [0.0, 1.0]}, "cooldown": RANGE},
+        {},
+        (5 + 2) * 2,
+    ),
     "fewer points than proposals": ({"rht": ON_OFF}, {}, 2 * 2),
-    "knobs that not every point has": ({"rht": ON_OFF, "rht_size": {"choice": [16, 32], "when": {"rht": True}}}, {}, 3 * 2),
+    "knobs that not every point has": (
+        {"rht": ON_OFF, "rht_size": {"choice": [16, 32], "when": {"rht": True}}},
+        {},
+        3 * 2,
+    ),
     "a workload value that not every point has": (
         {"rht": ON_OFF, "workload.x": {"choice": [0.0, 1.0], "when": {"rht": True}}},
         {},
@@ -52,9 +60,16 @@ def test_a_plan_counts_what_a_search_runs_and_after_it_nothing(case, tmp_path):
     planned = forecast(experiment, tmp_path, "cpu")
     base = len(experiment.arms) * 2
     assert (planned.trials, planned.later, planned.done) == (base, count, 0)
-    ran = sweep(tiny(tmp_path, ablate=knobs, search={"trials": 5, "sampler": "random"} | more, **IDLE, budget={"trials": 7}), tmp_path)[
-        0
-    ].ran
+    ran = sweep(
+        tiny(
+            tmp_path,
+            ablate=knobs,
+            search={"trials": 5, "sampler": "random"} | more,
+            **IDLE,
+            budget={"trials": 7},
+        ),
+        tmp_path,
+    )[0].ran
     half = forecast(experiment, tmp_path, "cpu")
     assert half.done == ran
     again, _ = sweep(experiment, tmp_path)
@@ -168,9 +183,13 @@ def test_status_and_the_live_view_show_one_time(tmp_path, monkeypatch):
     monkeypatch.setattr(status, "holder", lambda folder: "pid 1 on here")
     monkeypatch.setattr(status.time, "time", lambda: 1e9)  # the controller's clock, too
     seen = []
-    for step in Controller(tiny(tmp_path, workload={"idle": {"steps": 50, "seconds": 1e-3}}), tmp_path, "cpu", Inline, None).run():
+    for step in Controller(
+        tiny(tmp_path, workload={"idle": {"steps": 50, "seconds": 1e-3}}), tmp_path, "cpu", Inline, None
+    ).run():
         if getattr(step, "running", ()):
-            seen.append((status.read(tmp_path / "sweeps" / "tiny", Store(tmp_path)).seconds_left, step.seconds_left))
+            seen.append(
+                (status.read(tmp_path / "sweeps" / "tiny", Store(tmp_path)).seconds_left, step.seconds_left)
+            )
     assert seen
     assert all(shown == own for shown, own in seen)
     assert seen[0][0] > 0

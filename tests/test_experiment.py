@@ -12,8 +12,8 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from ablate.experiment.arms import KnobError
-from ablate.experiment.roles import CONFIRM
 from ablate.experiment.load import load
+from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import json_schema
 from ablate.experiment.search_space import refuse_twins
 from ablate.experiment.yaml_document import Document
@@ -42,23 +42,59 @@ def told_of(folder: Path, lines: str) -> list[str]:
 
 
 REFUSED = {
-    "unknown knob": ("ablate: {rhtt: [true]}", "4:17: ablate.rhtt.0: true: no such knob; 'rht' is the nearest of rht, "),
-    "unknown path": ("ablate: {recipe.wgrad.y: [null]}", "4:27: ablate.recipe.wgrad.y.0: null: no such knob; 'x' is the nearest of x, "),
-    "unknown top-level key": ("ablate: {rht: [true]}\nsead: 3", "5:1: sead: 3: no such key; 'seeds' is the nearest of seeds, "),
-    "unknown preset": ("ablate: {recipe: [nvfp5]}", "4:19: ablate.recipe.0: 'nvfp5': no such preset; 'nvfp4' is the nearest of nvfp4, "),
-    "out of range": ("ablate: {cooldown: [0.5, 1.5]}", "4:26: ablate.cooldown.1: 1.5: input should be less than or equal to 1"),
+    "unknown knob": (
+        "ablate: {rhtt: [true]}",
+        "4:17: ablate.rhtt.0: true: no such knob; 'rht' is the nearest of rht, ",
+    ),
+    "unknown path": (
+        "ablate: {recipe.wgrad.y: [null]}",
+        "4:27: ablate.recipe.wgrad.y.0: null: no such knob; 'x' is the nearest of x, ",
+    ),
+    "unknown top-level key": (
+        "ablate: {rht: [true]}\nsead: 3",
+        "5:1: sead: 3: no such key; 'seeds' is the nearest of seeds, ",
+    ),
+    "unknown preset": (
+        "ablate: {recipe: [nvfp5]}",
+        "4:19: ablate.recipe.0: 'nvfp5': no such preset; 'nvfp4' is the nearest of nvfp4, ",
+    ),
+    "out of range": (
+        "ablate: {cooldown: [0.5, 1.5]}",
+        "4:26: ablate.cooldown.1: 1.5: input should be less than or equal to 1",
+    ),
     "number for a bool": ("ablate: {rht: [1]}", "4:16: ablate.rht.0: 1: input should be a valid boolean"),
     "YAML 1.1 bool": ("ablate: {rht: [on]}", "4:16: ablate.rht.0: 'on': input should be a valid boolean"),
-    "number as text": ("ablate: {workload.lr: ['1e-3']}", "4:24: ablate.workload.lr.0: '1e-3': input should be a valid number"),
-    "bool for a number": ("ablate: {skip_first: [true]}", "4:23: ablate.skip_first.0: true: input should be a valid integer"),
-    "infinite rate": ("ablate: {workload.lr: [.inf]}", "4:24: ablate.workload.lr.0: inf: input should be a finite number"),
-    "not a number": ("ablate: {workload.lr: [.nan]}", "4:24: ablate.workload.lr.0: nan: input should be a finite number"),
-    "negative rate": ("ablate: {workload.lr: [-1.0]}", "4:24: ablate.workload.lr.0: -1.0: input should be greater than 0"),
+    "number as text": (
+        "ablate: {workload.lr: ['1e-3']}",
+        "4:24: ablate.workload.lr.0: '1e-3': input should be a valid number",
+    ),
+    "bool for a number": (
+        "ablate: {skip_first: [true]}",
+        "4:23: ablate.skip_first.0: true: input should be a valid integer",
+    ),
+    "infinite rate": (
+        "ablate: {workload.lr: [.inf]}",
+        "4:24: ablate.workload.lr.0: inf: input should be a finite number",
+    ),
+    "not a number": (
+        "ablate: {workload.lr: [.nan]}",
+        "4:24: ablate.workload.lr.0: nan: input should be a finite number",
+    ),
+    "negative rate": (
+        "ablate: {workload.lr: [-1.0]}",
+        "4:24: ablate.workload.lr.0: -1.0: input should be greater than 0",
+    ),
     "empty grid": ("ablate: {}", "4:1: ablate: is empty: name at least one knob"),
     "no grid": ("ablate:", "1:1: give either `ablate` (knobs and their values) or `arms`"),
-    "both": ("ablate: {rht: [true]}\narms: {a: {sr: true}}", "1:1: give either `ablate` (knobs and their values) or `arms`"),
+    "both": (
+        "ablate: {rht: [true]}\narms: {a: {sr: true}}",
+        "1:1: give either `ablate` (knobs and their values) or `arms`",
+    ),
     "no arms": ("arms: {}", "4:1: arms: is empty: name at least one arm"),
-    "empty list": ("ablate: {rht: []}", "4:10: ablate.rht: []: is an empty list: an empty grid; give the values to try"),
+    "empty list": (
+        "ablate: {rht: []}",
+        "4:10: ablate.rht: []: is an empty list: an empty grid; give the values to try",
+    ),
     "single value": ("ablate: {rht: true}", "4:10: ablate.rht: true: is a single value; give a list"),
     "duplicate value": (
         "ablate: {rht: [true, false, true]}\nsearch: {trials: 2}",
@@ -68,7 +104,10 @@ REFUSED = {
         "arms: {a: {rht: true}, b: {recipe.wgrad.hadamard: {size: 16, signs: fixed}}}",
         "4:24: arms.b: arm 'b' is the same as 'a': a duplicate arm would be run and counted twice",
     ),
-    "duplicate arm by default": ("arms: {a: {}, b: {cooldown: 0}}", "4:15: arms.b: arm 'b' is the same as 'a'"),
+    "duplicate arm by default": (
+        "arms: {a: {}, b: {cooldown: 0}}",
+        "4:15: arms.b: arm 'b' is the same as 'a'",
+    ),
     "sr by its full paths": (
         "arms: {a: {sr: false}, b: {recipe.dgrad.g.rounding: nearest, recipe.wgrad.g.rounding: nearest}}",
         "4:24: arms.b: arm 'b' is the same as 'a'",
@@ -82,7 +121,10 @@ REFUSED = {
         "ablate: {rht: [true]}\nagainst: null",
         "5:1: against: null: must be a preset, an arm's name, or knobs as {knob: value}",
     ),
-    "bad baseline knob": ("ablate: {rht: [true]}\nagainst: {srr: true}", "5:11: against.srr: true: no such knob; 'sr' is the nearest"),
+    "bad baseline knob": (
+        "ablate: {rht: [true]}\nagainst: {srr: true}",
+        "5:11: against.srr: true: no such knob; 'sr' is the nearest",
+    ),
     "short name and full path": (
         "ablate: {rht: [true], recipe.wgrad.hadamard.size: [32]}",
         "4:52: ablate.recipe.wgrad.hadamard.size.0: 32: sets recipe.wgrad.hadamard.size, which rht sets too; keep one of them",
@@ -111,7 +153,10 @@ REFUSED = {
         f"ablate: {{workload.steps: {list(range(1, 102))}, workload.batch: {list(range(1, 101))}}}",
         "4:1: ablate: makes more than 10000 arms, the most that fit a grid; a `search` samples them",
     ),
-    "no seeds": ("ablate: {rht: [true]}\nseeds: 0", "5:1: seeds: 0: must be how many seeds (1 or more), a list of different seeds"),
+    "no seeds": (
+        "ablate: {rht: [true]}\nseeds: 0",
+        "5:1: seeds: 0: must be how many seeds (1 or more), a list of different seeds",
+    ),
     "growth of one": (
         "ablate: {rht: [true]}\nseeds: {start: 1, most: 4}",
         "5:9: seeds.start: 1: input should be greater than or equal to 2",
@@ -129,8 +174,14 @@ REFUSED = {
         "6:1: seeds: a search runs its arms on a fixed number of seeds; write seeds: 3",
     ),
     "seed twice": ("ablate: {rht: [true]}\nseeds: [1, 2, 1]", "5:1: seeds: [1, 2, 1]: a seed stands twice"),
-    "seed of 2^32": ("ablate: {rht: [true]}\nseeds: [4294967296]", "5:1: seeds: [4294967296]: must be how many seeds"),
-    "number for a preset": ("ablate: {rht: [true]}\nrecipe: 4", "5:1: recipe: 4: input should be a valid string"),
+    "seed of 2^32": (
+        "ablate: {rht: [true]}\nseeds: [4294967296]",
+        "5:1: seeds: [4294967296]: must be how many seeds",
+    ),
+    "number for a preset": (
+        "ablate: {rht: [true]}\nrecipe: 4",
+        "5:1: recipe: 4: input should be a valid string",
+    ),
     "metric direction": (
         "ablate: {rht: [true]}\nmetric: {name: val/loss, direction: down}",
         "5:26: metric.direction: 'down': input should be 'minimize' or 'maximize'",
@@ -147,7 +198,10 @@ REFUSED = {
         "ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: val/los}]",
         "5:29: metric.1.name: 'val/los': no such metric of gpt; 'val/loss' is the nearest",
     ),
-    "a metric twice": ("ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: val/loss}]", "5:28: metric.1: 'val/loss': stands twice"),
+    "a metric twice": (
+        "ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: val/loss}]",
+        "5:28: metric.1: 'val/loss': stands twice",
+    ),
     "no metric": ("ablate: {rht: [true]}\nmetric: []", "5:1: metric: []: is an empty list"),
     "a published figure of no arm": (
         "ablate: {rht: [true]}\npublished: [{arm: rht, metric: val/loss, value: 3.0, source: x}]",
@@ -213,8 +267,14 @@ REFUSED = {
         "ablate: {rht: [true]}\nseeds: 5\nsearch: {trials: 2, pruner: wilcoxon, warm: [other]}",
         "6:21: search.pruner: 'wilcoxon': compares seed by seed with the best arm, which an earlier sweep's has not",
     ),
-    "a sweep warmed by itself": ("ablate: {rht: [true]}\nsearch: {trials: 2, warm: [x]}", "5:21: search.warm: names x, this sweep itself"),
-    "a sweep that warms twice": ("ablate: {rht: [true]}\nsearch: {trials: 2, warm: [a, a]}", "5:31: search.warm.1: 'a': stands twice"),
+    "a sweep warmed by itself": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2, warm: [x]}",
+        "5:21: search.warm: names x, this sweep itself",
+    ),
+    "a sweep that warms twice": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2, warm: [a, a]}",
+        "5:31: search.warm.1: 'a': stands twice",
+    ),
     "a winner confirmed by one seed": (
         "ablate: {rht: [true]}\nsearch: {trials: 2, confirm: 1}",
         "5:21: search.confirm: 1: input should be greater than or equal to 2",
@@ -247,7 +307,10 @@ REFUSED = {
         "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [a]",
         "6:15: constraints.0: 'a': input should be a valid dictionary",
     ),
-    "cost": ("ablate: {rht: [true]}\nbudget: {cost: 0}", "5:10: budget.cost: 0: input should be greater than 0"),
+    "cost": (
+        "ablate: {rht: [true]}\nbudget: {cost: 0}",
+        "5:10: budget.cost: 0: input should be greater than 0",
+    ),
     "engine": (
         "ablate: {rht: [true]}\nengine: transformer",
         "5:1: engine: 'transformer': no such engine; 'transformer_engine' is the nearest of",
@@ -256,16 +319,37 @@ REFUSED = {
         "ablate: {rht: [true, false]}\nsearch: {trials: 2, sampler: grid}",
         "5:21: search.sampler: 'grid': input should be 'tpe', 'random', 'gp', 'cmaes' or 'nsga2'",
     ),
-    "search of arms": ("arms: {a: {}}\nsearch: {trials: 2}", "5:1: search: a search turns the knobs of `ablate`"),
+    "search of arms": (
+        "arms: {a: {}}\nsearch: {trials: 2}",
+        "5:1: search: a search turns the knobs of `ablate`",
+    ),
 }
 
 CONDITIONS = {
-    "of an unknown knob": ("{rhtt: true}", "5:39: ablate.rht_size.when.rhtt: true: no such knob under ablate; 'rht' is the"),
-    "of a value that is no choice": ("{rht: 1}", "5:39: ablate.rht_size.when.rht: 1: is none of rht's choices: true, false"),
-    "of itself": ("{rht_size: 16}", "5:39: ablate.rht_size.when.rht_size: 16: is the knob itself; name another"),
-    "of a range": ("{cooldown: 0.1}", "5:39: ablate.rht_size.when.cooldown: 0.1: cooldown is a range; a condition needs a knob with"),
-    "that is no mapping": ("rht", "5:32: ablate.rht_size.when: 'rht': must name the other knobs' values that this one exists with"),
-    "that is empty": ("{}", "5:32: ablate.rht_size.when: {}: must name the other knobs' values that this one exists with"),
+    "of an unknown knob": (
+        "{rhtt: true}",
+        "5:39: ablate.rht_size.when.rhtt: true: no such knob under ablate; 'rht' is the",
+    ),
+    "of a value that is no choice": (
+        "{rht: 1}",
+        "5:39: ablate.rht_size.when.rht: 1: is none of rht's choices: true, false",
+    ),
+    "of itself": (
+        "{rht_size: 16}",
+        "5:39: ablate.rht_size.when.rht_size: 16: is the knob itself; name another",
+    ),
+    "of a range": (
+        "{cooldown: 0.1}",
+        "5:39: ablate.rht_size.when.cooldown: 0.1: cooldown is a range; a condition needs a knob with",
+    ),
+    "that is no mapping": (
+        "rht",
+        "5:32: ablate.rht_size.when: 'rht': must name the other knobs' values that this one exists with",
+    ),
+    "that is empty": (
+        "{}",
+        "5:32: ablate.rht_size.when: {}: must name the other knobs' values that this one exists with",
+    ),
 }
 
 
@@ -278,9 +362,21 @@ def test_a_mistake_is_refused_with_its_place_its_value_and_what_would_be_right(c
 
 
 RUNGS = {
-    "none": ("median", None, "search.pruner: 'median': needs rungs, the steps at which arms are judged: of 2, 4, 6, 8, 10, 12, ... 30"),
-    "where nothing is measured": ("median", [3], "search.rungs.0: 3: not every arm has val/loss there, before its end; valid are 2, 4, 6,"),
-    "the last step": ("median", [2, 32], "search.rungs.1: 32: not every arm has val/loss there, before its end; valid are 2, 4, 6, 8, 10"),
+    "none": (
+        "median",
+        None,
+        "search.pruner: 'median': needs rungs, the steps at which arms are judged: of 2, 4, 6, 8, 10, 12, ... 30",
+    ),
+    "where nothing is measured": (
+        "median",
+        [3],
+        "search.rungs.0: 3: not every arm has val/loss there, before its end; valid are 2, 4, 6,",
+    ),
+    "the last step": (
+        "median",
+        [2, 32],
+        "search.rungs.1: 32: not every arm has val/loss there, before its end; valid are 2, 4, 6, 8, 10",
+    ),
     "falling": ("median", [4, 2], "search.rungs: [4, 2]: must rise"),
     "twice": ("median", [2, 2], "search.rungs: [2, 2]: must rise"),
     "uneven": (
@@ -290,7 +386,11 @@ RUNGS = {
     ),
     "a fraction": ("hyperband", [4, 6], "search.rungs: [4, 6]: hyperband keeps one arm in n at each rung"),
     "too close": ("asha", [4, 6, 9], "search.rungs.2: 9: not every arm has val/loss there"),
-    "one bracket": ("hyperband", [4], "search.rungs: [4]: hyperband starts its brackets at different rungs: give two or more, or use asha"),
+    "one bracket": (
+        "hyperband",
+        [4],
+        "search.rungs: [4]: hyperband starts its brackets at different rungs: give two or more, or use asha",
+    ),
 }
 
 
@@ -312,19 +412,27 @@ def test_rungs_must_fit_the_shortest_arm(tmp_path):
     search = {"trials": 2, "pruner": "median", "rungs": [8]}
     knobs = {"workload.steps": {"int": [8, 32]}}
     (problem,) = problems(write(tmp_path, shape={"steps": 32, "eval_every": 2}, ablate=knobs, search=search))
-    assert "search.rungs.0: 8: not every arm has val/loss there, before its end; valid are 2, 4, 6" in str(problem)
+    assert "search.rungs.0: 8: not every arm has val/loss there, before its end; valid are 2, 4, 6" in str(
+        problem
+    )
 
 
 def test_a_metric_that_is_recorded_at_the_end_alone_prunes_nothing(tmp_path):
     search = {"trials": 2, "pruner": "median", "rungs": [2]}
     (problem,) = problems(write(tmp_path, metric={"name": "flops/fp4_share"}, search=search))
-    assert "search.pruner: 'median': there is no step before the last at which every arm has flops/fp4_share" in str(problem)
+    assert (
+        "search.pruner: 'median': there is no step before the last at which every arm has flops/fp4_share"
+        in str(problem)
+    )
 
 
 def test_a_search_has_one_objective_a_metric_and_a_grid_one(tmp_path):
     metrics = [{"name": "val/loss"}, {"name": "flops/fp4_share", "direction": "maximize"}]
     search = tiny(tmp_path, metric=metrics, search={"trials": 2, "sampler": "nsga2"})
-    assert [(metric.name, metric.direction) for metric in search.objectives] == [("val/loss", "minimize"), ("flops/fp4_share", "maximize")]
+    assert [(metric.name, metric.direction) for metric in search.objectives] == [
+        ("val/loss", "minimize"),
+        ("flops/fp4_share", "maximize"),
+    ]
     assert [metric.name for metric in tiny(tmp_path, metric=metrics).objectives] == ["val/loss"]
 
 
@@ -347,7 +455,9 @@ def test_a_condition_that_can_never_hold_is_refused(tmp_path):
         "ablate:\n  rht: [true, false]\n  rht_size: {choice: [16, 32], when: {rht: true}}\n"
         "  sr: {choice: [true, false], when: {rht_size: 32, rht: false}}"
     )
-    assert told_of(tmp_path, lines) == ["7:31: ablate.sr.when: can never hold: a knob that it names needs another value of the same knob"]
+    assert told_of(tmp_path, lines) == [
+        "7:31: ablate.sr.when: can never hold: a knob that it names needs another value of the same knob"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -361,9 +471,18 @@ def test_a_condition_that_can_never_hold_is_refused(tmp_path):
         ("{mlp: gelu}", "3:18: workload.gpt.mlp: 'gelu': input should be 'swiglu' or 'relu2'"),
         ("{width: 100, heads: 3}", "3:30: workload.gpt.heads: 3: 3 does not divide width 100"),
         ("{heads: 4, kv_heads: 3}", "3:28: workload.gpt.kv_heads: 3: 3 does not divide heads 4"),
-        ("{layers: 2147483648}", "3:18: workload.gpt.layers: 2147483648: input should be less than or equal to 1024"),
-        ("{token_budget: 1000000000000000}", "3:12: workload.gpt: {'token_budget': 1000000000000000}: token_budget 1000000000000000 is "),
-        ("{model: {model_type: {a: 1}}}", "3:18: workload.gpt.model: {'model_type': {'a': 1}}: model_type {'a': 1} is none that "),
+        (
+            "{layers: 2147483648}",
+            "3:18: workload.gpt.layers: 2147483648: input should be less than or equal to 1024",
+        ),
+        (
+            "{token_budget: 1000000000000000}",
+            "3:12: workload.gpt: {'token_budget': 1000000000000000}: token_budget 1000000000000000 is ",
+        ),
+        (
+            "{model: {model_type: {a: 1}}}",
+            "3:18: workload.gpt.model: {'model_type': {'a': 1}}: model_type {'a': 1} is none that ",
+        ),
         (
             "{model: {model_type: gpt2, n_layer: 2147483648}}",
             "3:18: workload.gpt.model: {'model_type': 'gpt2', 'n_layer': 2147483648}: n_layer ",
@@ -380,14 +499,22 @@ def test_a_mistake_in_the_workload_is_refused_with_its_place(values, expected, t
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [
-        ("{gptt: {}}", "1:12: workload.gptt: no such workload; 'gpt' is the nearest of gpt, tensors, finetune, mae, idle"),
+        (
+            "{gptt: {}}",
+            "1:12: workload.gptt: no such workload; 'gpt' is the nearest of gpt, tensors, finetune, mae, idle",
+        ),
         ("{}", "1:1: workload: names 0 workloads; give one of gpt, mae, finetune, tensors, idle"),
-        ("{gpt: {}, mae: {}}", "1:1: workload: names 2 workloads; give one of gpt, mae, finetune, tensors, idle"),
+        (
+            "{gpt: {}, mae: {}}",
+            "1:1: workload: names 2 workloads; give one of gpt, mae, finetune, tensors, idle",
+        ),
         ("[gpt]", "1:1: workload: ['gpt']: input should be a valid dictionary"),
     ],
 )
 def test_a_workload_is_one_known_name(workload, expected, tmp_path):
-    assert told(tmp_path, f"workload: {workload}\nschema: 1\nquestion: q\nablate: {{rht: [true]}}\n") == [expected]
+    assert told(tmp_path, f"workload: {workload}\nschema: 1\nquestion: q\nablate: {{rht: [true]}}\n") == [
+        expected
+    ]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +523,10 @@ def test_a_workload_is_one_known_name(workload, expected, tmp_path):
         (None, "no file matches"),
         (b"", "0 bytes are not a whole number of uint16 tokens"),
         (b"\0" * 4001, "4001 bytes are not a whole number of uint16 tokens"),
-        (np.array([20240520, 1, 5000] + [0] * 253, dtype=np.int32).tobytes() + b"\0" * 9998, "truncated: its header promises 5000 tokens"),
+        (
+            np.array([20240520, 1, 5000] + [0] * 253, dtype=np.int32).tobytes() + b"\0" * 9998,
+            "truncated: its header promises 5000 tokens",
+        ),
     ],
     ids=["missing", "empty", "odd bytes", "llm.c truncated"],
 )
@@ -404,7 +534,9 @@ def test_data_that_cannot_be_read_is_refused(content, reason, tmp_path):
     data = shards(tmp_path)
     path = Path(data["train"])
     path.unlink() if content is None else path.write_bytes(content)
-    text = f"schema: 1\nquestion: q\nworkload:\n  gpt:\n    data: {json.dumps(data)}\nablate: {{rht: [true]}}\n"
+    text = (
+        f"schema: 1\nquestion: q\nworkload:\n  gpt:\n    data: {json.dumps(data)}\nablate: {{rht: [true]}}\n"
+    )
     (found,) = told(tmp_path, text)
     assert found.startswith("5:5: workload.gpt.data: {")
     assert f"cannot be read: {'' if content is None else path}" in found
@@ -419,17 +551,41 @@ def test_data_shorter_than_the_context_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ("{uniform: [2, 1]}", "4:24: ablate.workload.lr.uniform: [2, 1]: must be [low, high] with low < high"),
-        ("{uniform: [1.0, 1.0]}", "4:24: ablate.workload.lr.uniform: [1.0, 1.0]: must be [low, high] with low < high"),
+        (
+            "{uniform: [2, 1]}",
+            "4:24: ablate.workload.lr.uniform: [2, 1]: must be [low, high] with low < high",
+        ),
+        (
+            "{uniform: [1.0, 1.0]}",
+            "4:24: ablate.workload.lr.uniform: [1.0, 1.0]: must be [low, high] with low < high",
+        ),
         ("{uniform: [0.1]}", "4:24: ablate.workload.lr.uniform: [0.1]: must be [low, high] with low < high"),
-        ("{uniform: [0.1, .inf]}", "4:24: ablate.workload.lr.uniform: [0.1, inf]: must be [low, high] with low < high"),
-        ("{uniform: ['a', 1]}", "4:24: ablate.workload.lr.uniform: ['a', 1]: must be [low, high] with low < high"),
+        (
+            "{uniform: [0.1, .inf]}",
+            "4:24: ablate.workload.lr.uniform: [0.1, inf]: must be [low, high] with low < high",
+        ),
+        (
+            "{uniform: ['a', 1]}",
+            "4:24: ablate.workload.lr.uniform: ['a', 1]: must be [low, high] with low < high",
+        ),
         ("{int: [1, 2.5]}", "4:24: ablate.workload.lr.int: [1, 2.5]: must be [low, high] with low < high"),
-        ("{int: [0, 4], log: true}", "4:37: ablate.workload.lr.log: true: must be true or false, and true only where low > 0"),
-        ("{int: [1, 4], log: 1}", "4:37: ablate.workload.lr.log: 1: must be true or false, and true only where low > 0"),
+        (
+            "{int: [0, 4], log: true}",
+            "4:37: ablate.workload.lr.log: true: must be true or false, and true only where low > 0",
+        ),
+        (
+            "{int: [1, 4], log: 1}",
+            "4:37: ablate.workload.lr.log: 1: must be true or false, and true only where low > 0",
+        ),
         ("{uniform: [0.1, 1], step: 2}", "4:43: ablate.workload.lr.step: no such key of a range; "),
-        ("{unifrm: [0.1, 1]}", "4:24: ablate.workload.lr.unifrm: no such key of a range; 'uniform' is the nearest of uniform, "),
-        ("{uniform: [0.1, 1], int: [1, 2]}", "4:10: ablate.workload.lr: is not a range; write {uniform: [low, high]}, "),
+        (
+            "{unifrm: [0.1, 1]}",
+            "4:24: ablate.workload.lr.unifrm: no such key of a range; 'uniform' is the nearest of uniform, ",
+        ),
+        (
+            "{uniform: [0.1, 1], int: [1, 2]}",
+            "4:10: ablate.workload.lr: is not a range; write {uniform: [low, high]}, ",
+        ),
         ("{choice: []}", "4:24: ablate.workload.lr.choice: []: must be a list of at least one value"),
         ("{choice: 3}", "4:24: ablate.workload.lr.choice: 3: must be a list of at least one value"),
         ("{uniform: [-1.0, 1.0]}", "4:10: ablate.workload.lr.0: -1.0: input should be greater than 0"),
@@ -461,20 +617,34 @@ def test_every_mistake_of_a_file_is_told_at_once_in_the_order_of_its_lines(tmp_p
     )
     places = [tuple(map(int, line.split(":")[:2])) for line in found]
     assert places == sorted(places)
-    names = ["schema", "question", "workload.gpt.layerz", "recipe", "ablate.rhtt.0", "ablate.sr.0", "ablate.cooldown.1"]
+    names = [
+        "schema",
+        "question",
+        "workload.gpt.layerz",
+        "recipe",
+        "ablate.rhtt.0",
+        "ablate.sr.0",
+        "ablate.cooldown.1",
+    ]
     names += ["against", "seeds", "metric.direction", "resources", "extra"]
     for name in names:
         assert sum(f": {name}: " in line for line in found) == 1, (name, found)
 
 
-@pytest.mark.parametrize("lines", ["ablate: {rhtt: [true], sr: []}", "ablate: {recipe.dtype: [fp64], workload.lr: [-1.0]}"])
+@pytest.mark.parametrize(
+    "lines", ["ablate: {rhtt: [true], sr: []}", "ablate: {recipe.dtype: [fp64], workload.lr: [-1.0]}"]
+)
 def test_no_mistake_hides_another(lines, tmp_path):
     assert len(told_of(tmp_path, lines)) == 2
 
 
 def test_missing_keys_are_named(tmp_path):
     found = told(tmp_path, "ablate: {rht: [true]}\n")
-    assert sorted(found) == ["1:1: question: is missing", "1:1: schema: is missing", "1:1: workload: is missing"]
+    assert sorted(found) == [
+        "1:1: question: is missing",
+        "1:1: schema: is missing",
+        "1:1: workload: is missing",
+    ]
 
 
 HARD = {
@@ -484,7 +654,10 @@ HARD = {
     "a path into a list": {"ablate": {"recipe.schedule.start": ["step:1"]}},
     "a path into a word": {"ablate": {"workload.data.vocab": [64]}, "shape": {"data": "stdlib"}},
     "a metric that no workload records": {"metric": {"name": "val/los"}},
-    "a uniform range of a whole number": {"ablate": {"workload.batch": {"uniform": [1, 4]}}, "search": {"trials": 2}},
+    "a uniform range of a whole number": {
+        "ablate": {"workload.batch": {"uniform": [1, 4]}},
+        "search": {"trials": 2},
+    },
     "choices that stand twice": {"ablate": {"rht": {"choice": [True, True]}}, "search": {"trials": 2}},
     "a question of blanks": {"question": "  "},
 }
@@ -503,7 +676,10 @@ def names(experiment) -> list[tuple[str, str | None]]:
 
 
 def ids(experiment) -> dict[str, list[str]]:
-    return {arm.name: [experiment.spec(arm, seed, "cpu").id for seed in experiment.seeds] for arm in experiment.arms}
+    return {
+        arm.name: [experiment.spec(arm, seed, "cpu").id for seed in experiment.seeds]
+        for arm in experiment.arms
+    }
 
 
 def test_a_grid_is_the_product_in_the_order_of_the_file_with_the_baseline_in_front(tmp_path):
@@ -512,13 +688,21 @@ def test_a_grid_is_the_product_in_the_order_of_the_file_with_the_baseline_in_fro
     assert names(grid) == [("bf16", None), *((name, "bf16") for name in pairs)]
     assert grid.added == {"bf16"}
     recipe = grid.arms[2].recipe
-    assert (recipe.wgrad.hadamard.size, recipe.wgrad.g.rounding, recipe.dgrad.g.rounding) == (16, "stochastic", "stochastic")
+    assert (recipe.wgrad.hadamard.size, recipe.wgrad.g.rounding, recipe.dgrad.g.rounding) == (
+        16,
+        "stochastic",
+        "stochastic",
+    )
     assert grid.arms[3].recipe.wgrad.hadamard is None
     assert grid.arms[0].recipe == PRESETS["bf16"]()
 
 
 def test_a_knob_with_a_condition_is_left_out_of_the_arms_that_do_not_meet_it(tmp_path):
-    knobs = {"rht_size": {"choice": [16, 32], "when": {"rht": True}}, "sr": [True, False], "rht": [True, False]}
+    knobs = {
+        "rht_size": {"choice": [16, 32], "when": {"rht": True}},
+        "sr": [True, False],
+        "rht": [True, False],
+    }
     grid = tiny(tmp_path, ablate=knobs)
     rotated = [{"sr": sr, "rht": True, "rht_size": size} for sr in (True, False) for size in (16, 32)]
     plain = [{"sr": sr, "rht": False} for sr in (True, False)]
@@ -587,7 +771,10 @@ NAMED = {
     "one point of a grid of rates": (
         RATES | {"against": "rht=false lr=0.01"},
         [
-            *((f"rht={arm}", "rht=false lr=0.01") for arm in ("true lr=0.001", "true lr=0.01", "false lr=0.001")),
+            *(
+                (f"rht={arm}", "rht=false lr=0.01")
+                for arm in ("true lr=0.001", "true lr=0.01", "false lr=0.001")
+            ),
             ("rht=false lr=0.01", None),
         ],
     ),
@@ -636,22 +823,35 @@ def test_a_baseline_that_cannot_be_run_for_an_arm_is_refused_at_its_place(tmp_pa
     assert problem.startswith("4:1: against: ")
     assert "'a'" in problem
     searched = tmp_path / "searched.yaml"
-    searched.write_text(json.dumps(content(tmp_path, against="nvfp4_paper", search={"trials": 2})))  # of one block
+    searched.write_text(
+        json.dumps(content(tmp_path, against="nvfp4_paper", search={"trials": 2}))
+    )  # of one block
     assert [problem.message.partition(":")[0] for problem in problems(searched)] == ["against"]
 
 
 def test_arms_are_named_by_the_file(tmp_path):
-    listed = tiny(tmp_path, ablate=None, arms={"ours": {"sr": False}, "theirs": {"rht": False, "workload.lr": 0.01}})
-    assert names(listed) == [("bf16", None), ("bf16 lr=0.01", None), ("ours", "bf16"), ("theirs", "bf16 lr=0.01")]
+    listed = tiny(
+        tmp_path, ablate=None, arms={"ours": {"sr": False}, "theirs": {"rht": False, "workload.lr": 0.01}}
+    )
+    assert names(listed) == [
+        ("bf16", None),
+        ("bf16 lr=0.01", None),
+        ("ours", "bf16"),
+        ("theirs", "bf16 lr=0.01"),
+    ]
 
 
 SAME_RATE = {"recipe": "bf16", "workload.lr": 0.01}
 
 
-@pytest.mark.parametrize("others", [{"other": {}}, {"other": {"workload.lr": 0.01}}, {"plain": {"recipe": "bf16"}}, {}])
+@pytest.mark.parametrize(
+    "others", [{"other": {}}, {"other": {"workload.lr": 0.01}}, {"plain": {"recipe": "bf16"}}, {}]
+)
 @pytest.mark.parametrize("against", ["bf16", None])
 @pytest.mark.parametrize("knobs", [{"rht": False}, {"recipe": "quartet2", "workload.lr": 0.01}])
-def test_a_baseline_that_is_a_preset_and_an_arm_of_another_recipe_is_refused_at_the_arm(knobs, against, others, tmp_path):
+def test_a_baseline_that_is_a_preset_and_an_arm_of_another_recipe_is_refused_at_the_arm(
+    knobs, against, others, tmp_path
+):
     (problem,) = problems(write(tmp_path, ablate=None, arms={"bf16": knobs} | others, against=against))
     assert problem.message.startswith("arms.bf16: ")
     assert "preset bf16" in problem.message
@@ -669,7 +869,9 @@ def test_a_baseline_that_is_a_preset_and_an_arm_of_another_recipe_is_refused_at_
         ),
     ],
 )
-def test_an_arm_named_as_the_preset_that_it_is_leaves_each_arm_its_own_workload_values(arms, expected, noted, tmp_path):
+def test_an_arm_named_as_the_preset_that_it_is_leaves_each_arm_its_own_workload_values(
+    arms, expected, noted, tmp_path
+):
     path = write(tmp_path, ablate=None, arms=arms)
     found = load(path)
     assert names(found) == expected
@@ -694,9 +896,20 @@ def test_a_name_that_only_resembles_the_reserved_prefix_is_taken(tmp_path):
 
 
 def test_a_full_path_is_the_same_trial_as_its_short_name(tmp_path):
-    short = tiny(tmp_path, ablate={"sr": [False], "rht": [False], "cooldown": [0.25], "skip_first": [1]}, shape={"layers": 2})
-    paths = {"recipe.dgrad.g.rounding": ["nearest"], "recipe.wgrad.g.rounding": ["nearest"], "recipe.wgrad.hadamard": [None]}
-    paths |= {"recipe.schedule": [[{"start": "fraction:0.75", "slots": "all"}]], "recipe.layers.skip_first": [1]}
+    short = tiny(
+        tmp_path,
+        ablate={"sr": [False], "rht": [False], "cooldown": [0.25], "skip_first": [1]},
+        shape={"layers": 2},
+    )
+    paths = {
+        "recipe.dgrad.g.rounding": ["nearest"],
+        "recipe.wgrad.g.rounding": ["nearest"],
+        "recipe.wgrad.hadamard": [None],
+    }
+    paths |= {
+        "recipe.schedule": [[{"start": "fraction:0.75", "slots": "all"}]],
+        "recipe.layers.skip_first": [1],
+    }
     full = tiny(tmp_path, ablate=paths, shape={"layers": 2})
     assert list(ids(short).values()) == list(ids(full).values())
 
@@ -731,7 +944,9 @@ def test_a_split_is_over_every_look_that_growth_may_take(step, looks, tmp_path):
 
 
 def test_a_search_knows_its_ranges_and_runs_its_baseline_first(tmp_path):
-    search = tiny(tmp_path, ablate={"cooldown": {"uniform": [0, 0.5]}, "rht": [True, False]}, search={"trials": 3})
+    search = tiny(
+        tmp_path, ablate={"cooldown": {"uniform": [0, 0.5]}, "rht": [True, False]}, search={"trials": 3}
+    )
     assert names(search) == [("bf16", None)]
     assert search.space["cooldown"].ends()[:2] == (0, 0.5)
     assert search.space["rht"].choices == (True, False)
@@ -755,7 +970,9 @@ def test_a_proposal_that_the_ranks_cannot_share_out_is_refused_as_a_point(tmp_pa
 
 
 def test_a_search_of_the_workload_gives_each_arm_a_baseline_of_its_own(tmp_path):
-    search = tiny(tmp_path, ablate={"workload.lr": {"uniform": [0.001, 0.01], "log": True}}, search={"trials": 3})
+    search = tiny(
+        tmp_path, ablate={"workload.lr": {"uniform": [0.001, 0.01], "log": True}}, search={"trials": 3}
+    )
     assert names(search) == []
     arm, baseline = search.propose({"workload.lr": 0.002})
     assert arm.baseline == baseline.name
@@ -764,7 +981,10 @@ def test_a_search_of_the_workload_gives_each_arm_a_baseline_of_its_own(tmp_path)
 
 def test_an_arm_does_not_change_the_arms_after_it(tmp_path):
     listed = tiny(tmp_path, ablate=None, arms={"a": {"workload.data.vocab": 128}, "b": {"rht": False}})
-    assert {arm.name: arm.config.data.vocab for arm in listed.arms if arm.name in "ab"} == {"a": 128, "b": VOCAB}
+    assert {arm.name: arm.config.data.vocab for arm in listed.arms if arm.name in "ab"} == {
+        "a": 128,
+        "b": VOCAB,
+    }
 
 
 def test_different_arms_have_different_names(tmp_path):
@@ -785,7 +1005,10 @@ def validator() -> Draft202012Validator:
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
 def test_every_experiment_of_this_repository_loads_and_fits_the_schema(path, validator):
     experiment = load(path)
-    assert len({experiment.spec(arm, seed, "cpu").id for arm in experiment.arms for seed in experiment.seeds}) >= 2
+    assert (
+        len({experiment.spec(arm, seed, "cpu").id for arm in experiment.arms for seed in experiment.seeds})
+        >= 2
+    )
     validator.validate(YAML(typ="safe", pure=True).load(path.read_text()))
 
 
@@ -794,17 +1017,34 @@ def test_no_two_experiments_of_this_repository_share_a_name_since_a_sweep_and_it
 
 
 KEYS = [
-    {"ablate": {"workload.lr": {"uniform": [0.1, 1.0], "log": True}}, "search": {"trials": 3, "sampler": "gp", "seed": 1}},
+    {
+        "ablate": {"workload.lr": {"uniform": [0.1, 1.0], "log": True}},
+        "search": {"trials": 3, "sampler": "gp", "seed": 1},
+    },
     {"ablate": {"recipe.wgrad.hadamard.size": [16, 32], "recipe": ["nvfp4"]}},
     {"ablate": None, "arms": {"a": {"rht": True}}},
     {
-        "search": {"trials": 3, "sampler": "random", "pruner": "median", "rungs": [2], "warm": ["other"], "confirm": 5},
-        "constraints": [{"metric": "nan/loss", "at_most": 0}, {"metric": "throughput/tokens_per_s", "at_least": 10.5}],
+        "search": {
+            "trials": 3,
+            "sampler": "random",
+            "pruner": "median",
+            "rungs": [2],
+            "warm": ["other"],
+            "confirm": 5,
+        },
+        "constraints": [
+            {"metric": "nan/loss", "at_most": 0},
+            {"metric": "throughput/tokens_per_s", "at_least": 10.5},
+        ],
     },
     {"ablate": {"rht": [True, False], "rht_size": {"choice": [16, 32], "when": {"rht": True}}}},
     {"seeds": {"start": 2, "most": 5, "by": "split", "step": 2}},
     {"seeds": [1, 5], "retry": 0, "budget": {"trials": 3, "hours": 0.5}, "telemetry": {"every": 5, "log": 1}},
-    {"metric": {"name": "val/loss", "direction": "maximize", "min_effect": 0.1}, "against": {"rht": True}, "engine": "auto"},
+    {
+        "metric": {"name": "val/loss", "direction": "maximize", "min_effect": 0.1},
+        "against": {"rht": True},
+        "engine": "auto",
+    },
 ]
 
 
@@ -845,12 +1085,26 @@ def test_what_the_schema_rejects_does_not_load_either(wrong, tmp_path, validator
 
 def test_what_a_file_is_called_and_how_often_it_measures_is_not_what_it_runs(tmp_path):
     plain = tiny(tmp_path)
-    other = tiny(tmp_path, name="other", telemetry={"every": 3, "log": 1}, retry=0, question="Another?", budget={"trials": 1})
+    other = tiny(
+        tmp_path,
+        name="other",
+        telemetry={"every": 3, "log": 1},
+        retry=0,
+        question="Another?",
+        budget={"trials": 1},
+    )
     assert ids(plain) == ids(other)
 
 
 def test_a_grid_of_a_thousand_arms_is_expanded_within_seconds(tmp_path):
-    grid = tiny(tmp_path, ablate={"workload.steps": list(range(1, 31)), "rht": [True, False], "workload.batch": list(range(1, 11))})
+    grid = tiny(
+        tmp_path,
+        ablate={
+            "workload.steps": list(range(1, 31)),
+            "rht": [True, False],
+            "workload.batch": list(range(1, 11)),
+        },
+    )
     assert len(grid.arms) == 30 * 2 * 10 + 30 * 10
 
 
@@ -866,9 +1120,14 @@ def test_of_thousands_of_wrong_arms_the_first_are_told_and_reading_stops(tmp_pat
     [
         ("arms: {" + ", ".join(f"a{n}: {{}}" for n in range(10_001)) + "}", "4:1: arms: "),
         ("ablate: {" + ", ".join(f"k{n}: [1]" for n in range(201)) + "}", "4:1: ablate: "),
-        ("ablate: {" + ", ".join(f"recipe.k{n}: [1, 2]" for n in range(200)) + "}", "4:1: ablate: makes more than 10000 arms"),
         (
-            "ablate: {rht: [true, false], workload.lr: [" + ", ".join(f"{n}.0" for n in range(1, 99)) + "]}\nseeds: 10000",
+            "ablate: {" + ", ".join(f"recipe.k{n}: [1, 2]" for n in range(200)) + "}",
+            "4:1: ablate: makes more than 10000 arms",
+        ),
+        (
+            "ablate: {rht: [true, false], workload.lr: ["
+            + ", ".join(f"{n}.0" for n in range(1, 99))
+            + "]}\nseeds: 10000",
             "5:1: seeds: make ",
         ),
     ],
@@ -880,7 +1139,9 @@ def test_what_is_too_large_to_plan_is_refused(lines, expected, tmp_path):
 
 def test_a_list_of_thousands_of_values_is_searched_for_twins_once(tmp_path):
     values = [*range(5000), 7, 7.0, True, [1], [True], {"a": [2]}, {"a": [2]}]
-    document = Document("x.yaml", {}, "", {(): (1, 1)} | {("k", index): (2, index + 1) for index in range(len(values))})
+    document = Document(
+        "x.yaml", {}, "", {(): (1, 1)} | {("k", index): (2, index + 1) for index in range(len(values))}
+    )
     refuse_twins(("k",), values, document)
     assert [problem.column - 1 for problem in document.problems] == [5000, 5004, 5006]
 

@@ -27,7 +27,20 @@ from urllib.request import Request, urlopen
 import numpy as np
 import psutil
 import pytest
-from experiments_for_tests import ablate, end, environment, gone, ledger, start, statuses, sweep, tiny, until, words_of, write
+from experiments_for_tests import (
+    ablate,
+    end,
+    environment,
+    gone,
+    ledger,
+    start,
+    statuses,
+    sweep,
+    tiny,
+    until,
+    words_of,
+    write,
+)
 from gates_for_tests import Gate
 
 from ablate.execution import controller
@@ -99,7 +112,10 @@ def test_two_trials_that_each_go_on_from_a_state_of_the_other_have_all_their_rec
     assert [event["resumed"] for event in told[0] if "resumed" in event][-1] == 15
     events = [list(Store(tmp_path).events(spec.id)) for spec in (first, second)]
     assert [recorded(found) for found in events] == plain
-    assert [max(Counter(event["step"] for event in found).values()) for found in events] == [1, 1]  # 11 and 12 count once
+    assert [max(Counter(event["step"] for event in found).values()) for found in events] == [
+        1,
+        1,
+    ]  # 11 and 12 count once
 
 
 # What the audit sees
@@ -117,11 +133,17 @@ def finished(tmp_path_factory):
 DAMAGE = {
     "a record is lost": ("DELETE FROM records WHERE trial = 1 AND step = 4", {"lost"}),
     "a value is another": ("UPDATE records SET value = value + 1e-9 WHERE trial = 1 AND step = 4", {"wrong"}),
-    "a record is too many": ("INSERT INTO records SELECT trial, name, 3, value, time FROM records WHERE step = 4", {"wrong"}),
+    "a record is too many": (
+        "INSERT INTO records SELECT trial, name, 3, value, time FROM records WHERE step = 4",
+        {"wrong"},
+    ),
     "a trial is not done": ("UPDATE trials SET status = 'running' WHERE trial = 2", {"lost"}),
     "a member is lost": ("DELETE FROM members WHERE arm = 2", {"lost"}),
     "an attempt never ended": ("UPDATE attempts SET ended = NULL WHERE trial = 1", {"wrong"}),
-    "a trial was run twice": ("INSERT INTO attempts SELECT trial, 2, started, ended, outcome, reason FROM attempts", {"twice"}),
+    "a trial was run twice": (
+        "INSERT INTO attempts SELECT trial, 2, started, ended, outcome, reason FROM attempts",
+        {"twice"},
+    ),
 }
 
 
@@ -171,7 +193,9 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", HARMS)
-def test_what_is_corrupted_is_said_and_made_again_and_the_values_are_those_of_an_undisturbed_run(kind, undisturbed, tmp_path):
+def test_what_is_corrupted_is_said_and_made_again_and_the_values_are_those_of_an_undisturbed_run(
+    kind, undisturbed, tmp_path
+):
     """Twice, first in a sweep that was left and then in a finished one; without Ray and MLflow."""
     experiment = tiny(tmp_path, "tiny", {"steps": 8}, **LOGGED)
     for number in range(2):
@@ -250,7 +274,9 @@ class Forgetful(BaseHTTPRequestHandler):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, monkeypatch):
-    server, address = mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "artifacts", tmp_path / "mlflow.log")
+    server, address = mlflow(
+        f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "artifacts", tmp_path / "mlflow.log"
+    )
     monkeypatch.setattr(Forgetful, "server_address_of_mlflow", address)
     monkeypatch.setattr(projector, "_RETRY_SECONDS", 0.5)
     monkeypatch.setattr(controller, "_MLFLOW_GRACE_SECONDS", 120.0)
@@ -259,7 +285,9 @@ def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, monke
     thread.start()
     try:
         until(server.ready, 120)
-        outcome, news = sweep(tiny(tmp_path, seeds=1), tmp_path / "state", f"http://127.0.0.1:{proxy.server_port}")
+        outcome, news = sweep(
+            tiny(tmp_path, seeds=1), tmp_path / "state", f"http://127.0.0.1:{proxy.server_port}"
+        )
         assert (outcome.status, [line for line in news if "records behind" in line]) == ("done", [])
         assert Forgetful.made == {"tiny", "bf16 seed=0", "rht=true seed=0", "rht=false seed=0"}
         assert list(audit.mlflow(audit.Tracker(address), tmp_path / "state" / "sweeps" / "tiny")) == []
@@ -283,8 +311,17 @@ def test_a_lost_head_of_ray_ends_the_command_with_status_130_and_the_same_comman
     words = ("sweep", path, "--state", state, "--workers", 1, "--mlflow", "none")
     for part in ("gcs_server", "raylet"):
         driver = start(*words, **gate.environment)
-        until(lambda driver=driver: trials_in(psutil.Process(driver.pid)) and list(state.glob("trials/*/events-*.jsonl")), 60)
-        (victim,) = [process for process in psutil.Process(driver.pid).children(recursive=True) if process.name() == part]
+        until(
+            lambda driver=driver: (
+                trials_in(psutil.Process(driver.pid)) and list(state.glob("trials/*/events-*.jsonl"))
+            ),
+            60,
+        )
+        (victim,) = [
+            process
+            for process in psutil.Process(driver.pid).children(recursive=True)
+            if process.name() == part
+        ]
         family = [
             process
             for process in psutil.Process(driver.pid).children(recursive=True)
@@ -293,7 +330,10 @@ def test_a_lost_head_of_ray_ends_the_command_with_status_130_and_the_same_comman
         victim.kill()
         output, _ = driver.communicate(timeout=300)
         assert driver.returncode == 130, output
-        assert re.search(r"Ray's (head|process on this machine) at \S+ is gone .*Nothing is lost: the same command goes on\.", output)
+        assert re.search(
+            r"Ray's (head|process on this machine) at \S+ is gone .*Nothing is lost: the same command goes on\.",
+            output,
+        )
         assert "Traceback" not in output
         assert family
         until(lambda family=family: gone(family))
@@ -315,7 +355,13 @@ def head(before: str = "", **extra: str):
     words += ["--include-dashboard", "false"]
     code = f"{before}\nimport sys\nfrom ray.scripts.scripts import main\nsys.argv = {words}\nmain()"
     with open(Path(folder) / "output.txt", "w") as log:
-        process = subprocess.Popen([sys.executable, "-c", code], env=environment(**extra), stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment(**extra),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
         until(lambda: "Ray runtime started" in (Path(folder) / "output.txt").read_text(), 60)
         yield f"127.0.0.1:{number}"
@@ -331,7 +377,18 @@ def head(before: str = "", **extra: str):
 def refused(tmp_path: Path, address: str, **extra: str) -> str:
     """What the sweep says of a cluster that it cannot use, within 20 seconds of asking."""
     path = write(tmp_path, workload={"idle": {"steps": 2}}, ablate={"rht": [True]}, seeds=1)
-    done = ablate("sweep", path, "--state", tmp_path / "state", "--mlflow", "none", "--address", address, timeout=300, **extra)
+    done = ablate(
+        "sweep",
+        path,
+        "--state",
+        tmp_path / "state",
+        "--mlflow",
+        "none",
+        "--address",
+        address,
+        timeout=300,
+        **extra,
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
@@ -340,8 +397,14 @@ def refused(tmp_path: Path, address: str, **extra: str) -> str:
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("127.0.0.1:9", "Ray cannot be reached at 127.0.0.1:9: Connection refused; `ray start --head` prints the address of a head"),
-        ("nowhere", "Ray cannot be reached at nowhere: that is no address; it takes host:port, auto, or ray://host:port"),
+        (
+            "127.0.0.1:9",
+            "Ray cannot be reached at 127.0.0.1:9: Connection refused; `ray start --head` prints the address of a head",
+        ),
+        (
+            "nowhere",
+            "Ray cannot be reached at nowhere: that is no address; it takes host:port, auto, or ray://host:port",
+        ),
     ],
 )
 @pytest.mark.slow
@@ -382,7 +445,10 @@ def test_a_place_on_a_lost_node_is_forgotten_even_where_whoever_counts_the_place
     pool = Pool.__new__(Pool)
     pool._shares, pool._sweep, pool._counted, pool._gone = MagicMock(), "a sweep", -math.inf, {}
     pool._ray = SimpleNamespace(get=silent, exceptions=ray.exceptions)
-    pool._places, pool._flights = [{"lost": 1}, {"kept": 1}], {"a trial": MagicMock(broken=True, gone=["lost"])}
+    pool._places, pool._flights = (
+        [{"lost": 1}, {"kept": 1}],
+        {"a trial": MagicMock(broken=True, gone=["lost"])},
+    )
     monkeypatch.setattr(Pool, "_claim", lambda self: None)
     pool._land("a trial")
     assert pool._ask(0.1) == [{"kept": 1}]
@@ -406,7 +472,10 @@ cluster.shutdown()
 @pytest.mark.services
 @pytest.mark.slow
 def test_a_trial_on_a_node_that_is_lost_goes_on_elsewhere(tmp_path):
-    open_to_all, pipes = {"RAY_AUTH_MODE": "disabled"}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    open_to_all, pipes = (
+        {"RAY_AUTH_MODE": "disabled"},
+        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
+    )
     gate = Gate(tmp_path)
     gate.shut()
     there = environment(**open_to_all, **gate.environment)
@@ -415,9 +484,25 @@ def test_a_trial_on_a_node_that_is_lost_goes_on_elsewhere(tmp_path):
         address, *raylets = nodes.stdout.readline().split()
         keys = {"ablate": {"rht": [True]}, "seeds": 1, "telemetry": {"checkpoint": 0}}
         path, state = write(tmp_path, **keys), tmp_path / "state"
-        driver = start("sweep", path, "--state", state, "--mlflow", "none", "--address", address, "--workers", 1, **open_to_all)
+        driver = start(
+            "sweep",
+            path,
+            "--state",
+            state,
+            "--mlflow",
+            "none",
+            "--address",
+            address,
+            "--workers",
+            1,
+            **open_to_all,
+        )
         until(lambda: list(state.glob("trials/*/checkpoint.pt")), 90)
-        ((number, cut),) = [(place, found) for place, raylet in enumerate(raylets) if (found := trials_in(psutil.Process(int(raylet))))]
+        ((number, cut),) = [
+            (place, found)
+            for place, raylet in enumerate(raylets)
+            if (found := trials_in(psutil.Process(int(raylet))))
+        ]
         nodes.stdin.write(f"{number}\n")
         nodes.stdin.flush()
         assert nodes.stdout.readline() == "removed\n"

@@ -19,7 +19,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-SEARCH = {"search": {"sampler": "random", "trials": 3}, "ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "rht": [True, False]}}
+SEARCH = {
+    "search": {"sampler": "random", "trials": 3},
+    "ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "rht": [True, False]},
+}
 SWEEPS = {"grid": {}, "search": SEARCH, "wild": {"ablate": None, "arms": WILD}}
 
 
@@ -43,12 +46,18 @@ def test_what_is_read_back_answers_as_the_ledger_does(name, folder, store, tmp_p
     assert found.name == name
     assert metric_of(found) == metric_of(original)
     assert repr(summaries(found)) == repr(summaries(original))  # a NaN is like no other, but reads alike
-    assert repr(contrasts(summaries(found), metric_of(found))) == repr(contrasts(summaries(original), metric_of(original)))
+    assert repr(contrasts(summaries(found), metric_of(found))) == repr(
+        contrasts(summaries(original), metric_of(original))
+    )
     assert [(a["name"], json.loads(a["knobs"]), a["optuna"]) for a in found.arms()] == [
         (a["name"], json.loads(a["knobs"]), a["optuna"]) for a in original.arms()
     ]
     for ours, theirs in zip(found.members(), original.members(), strict=True):
-        assert (ours["id"], ours["status"], json.loads(ours["spec"])) == (theirs["id"], theirs["status"], json.loads(theirs["spec"]))
+        assert (ours["id"], ours["status"], json.loads(ours["spec"])) == (
+            theirs["id"],
+            theirs["status"],
+            json.loads(theirs["spec"]),
+        )
     original.close()
     found.close()
 
@@ -56,7 +65,11 @@ def test_what_is_read_back_answers_as_the_ledger_does(name, folder, store, tmp_p
 def test_every_record_that_mlflow_was_shown_comes_back(folder, store, tmp_path):
     original, found = ledger(folder, "grid"), fetch(store, "grid", tmp_path / "ledger.db")
     for ours, theirs in zip(found.members(), original.members(), strict=True):
-        expected = {(step, name, value) for step, name, value, _ in original.records(theirs["trial"]) if shown(name, ["val/loss"])}
+        expected = {
+            (step, name, value)
+            for step, name, value, _ in original.records(theirs["trial"])
+            if shown(name, ["val/loss"])
+        }
         assert {(step, name, value) for step, name, value, _ in found.records(ours["trial"])} == expected
         assert len(expected) > 20
     original.close()
@@ -73,7 +86,11 @@ def test_a_sweep_that_is_under_way_has_what_was_wanted_since_it_began(store, tmp
     with open(described) as file:
         whole = file.read()
     try:
-        client.log_text(parent.info.run_id, json.dumps(json.loads(whole) | {"arms": json.loads(whole)["arms"][:1]}), "sweep.json")
+        client.log_text(
+            parent.info.run_id,
+            json.dumps(json.loads(whole) | {"arms": json.loads(whole)["arms"][:1]}),
+            "sweep.json",
+        )
         client.update_run(parent.info.run_id, status="RUNNING")
         found = fetch(store, "grid", tmp_path / "ledger.db")
         assert {arm.name: (arm.baseline, len(arm.values)) for arm in summaries(found)} == {
@@ -108,7 +125,10 @@ def test_an_experiment_that_is_no_sweep_is_told(store, tmp_path):
 
 
 def test_a_store_that_is_not_there_is_not_made(tmp_path):
-    assert refused(f"sqlite:///{tmp_path / 'none.db'}", "grid", tmp_path) == f"{tmp_path / 'none.db'}: no such file"
+    assert (
+        refused(f"sqlite:///{tmp_path / 'none.db'}", "grid", tmp_path)
+        == f"{tmp_path / 'none.db'}: no such file"
+    )
     assert not (tmp_path / "none.db").exists()
 
 
@@ -119,7 +139,10 @@ def test_a_server_that_does_not_answer_is_told_without_its_password(tmp_path):
 
 
 def copy(store: str, path) -> str:
-    with contextlib.closing(sqlite3.connect(store.removeprefix("sqlite:///"))) as old, contextlib.closing(sqlite3.connect(path)) as new:
+    with (
+        contextlib.closing(sqlite3.connect(store.removeprefix("sqlite:///"))) as old,
+        contextlib.closing(sqlite3.connect(path)) as new,
+    ):
         old.backup(new)
     return f"sqlite:///{path}"
 
@@ -139,14 +162,18 @@ def test_a_locked_store_is_told(store, tmp_path, monkeypatch):
     with contextlib.closing(sqlite3.connect(tmp_path / "locked.db", isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode = DELETE")  # or readers would not wait for writers
         db.execute("BEGIN EXCLUSIVE")
-        assert refused(locked, "grid", tmp_path) == f"{tmp_path / 'locked.db'}: cannot be read: database is locked"
+        assert (
+            refused(locked, "grid", tmp_path)
+            == f"{tmp_path / 'locked.db'}: cannot be read: database is locked"
+        )
 
 
 @pytest.mark.parametrize("content", [b"not a database at all, and long enough to be sure of it" * 20, b""])
 def test_a_file_that_is_no_store_is_told(content, tmp_path):
     (tmp_path / "strange.db").write_bytes(content)
     assert re.search(
-        "cannot be read: file is not a database|is no database of MLflow's", refused(f"sqlite:///{tmp_path}/strange.db", "x", tmp_path)
+        "cannot be read: file is not a database|is no database of MLflow's",
+        refused(f"sqlite:///{tmp_path}/strange.db", "x", tmp_path),
     )
 
 

@@ -13,10 +13,14 @@ PROGRAM = f"import sys; sys.modules |= dict.fromkeys({HEAVY}); from ablate.__mai
 
 def run(*words: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", PROGRAM, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=300, check=False
+    )
 
 
-@pytest.mark.parametrize("words", ["doctor", "doctor --fast", "bench kernels", "bench step", "bench linear", "bench start"])
+@pytest.mark.parametrize(
+    "words", ["doctor", "doctor --fast", "bench kernels", "bench step", "bench linear", "bench start"]
+)
 def test_a_command_says_what_it_waits_for_before_it_imports_torch(words):
     done = run(*words.split())
     first, *rest = done.stderr.splitlines()
@@ -25,7 +29,9 @@ def test_a_command_says_what_it_waits_for_before_it_imports_torch(words):
 
 
 def test_a_sweep_says_what_it_waits_for_before_it_imports_anything_heavy(tmp_path):
-    done = run("sweep", write(tmp_path, workload={"idle": {}}), "--state", tmp_path / "state", "--executor", "inline")
+    done = run(
+        "sweep", write(tmp_path, workload={"idle": {}}), "--state", tmp_path / "state", "--executor", "inline"
+    )
     assert done.returncode != 0
     first, *rest = done.stderr.splitlines()
     assert first.startswith("Starting: ")

@@ -24,7 +24,9 @@ def pairs(count: int, seed: int, effect: float = 0.0, noise: float = 1.0):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_p_is_scipys_paired_t_test(count, seed):
     arm, base = pairs(count, seed)
-    assert p_value(paired_difference(by_seed(arm), by_seed(base))) == pytest.approx(stats.ttest_rel(arm, base).pvalue, rel=1e-9)
+    assert p_value(paired_difference(by_seed(arm), by_seed(base))) == pytest.approx(
+        stats.ttest_rel(arm, base).pvalue, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("kind", ["t", "split:4", "sequence"])
@@ -74,13 +76,19 @@ def test_equivalence_is_shown_exactly_where_the_interval_lies_within_the_margin(
 @pytest.mark.parametrize("seed", range(5))
 def test_equivalence_is_twice_the_p_of_two_one_sided_tests(seed):
     arm, base = pairs(5, seed, noise=0.01)
-    one_sided = [stats.ttest_1samp(arm - base, edge, alternative=side).pvalue for edge, side in ((-0.02, "greater"), (0.02, "less"))]
+    one_sided = [
+        stats.ttest_1samp(arm - base, edge, alternative=side).pvalue
+        for edge, side in ((-0.02, "greater"), (0.02, "less"))
+    ]
     found = equivalence(paired_difference(by_seed(arm), by_seed(base)), 0.02)
     assert found == pytest.approx(min(1.0, 2 * max(one_sided)), rel=1e-9)
 
 
 def test_wilcoxon_is_refused_below_six_pairs_and_says_why():
-    with pytest.raises(ValueError, match=r"cannot decide with 5 pairs: two-sided its p is at least 0.0625, above 0.05; it takes 6"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot decide with 5 pairs: two-sided its p is at least 0.0625, above 0.05; it takes 6",
+    ):
         wilcoxon(*map(by_seed, pairs(5, 0)))
     arm, base = pairs(6, 0, effect=10.0)
     assert wilcoxon(by_seed(arm), by_seed(base)) == pytest.approx(2 / 2**6)

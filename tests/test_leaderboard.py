@@ -40,12 +40,18 @@ def test_every_compared_arm_is_listed_with_what_its_sweeps_table_says(state):
         arms = [arm for arm in summaries(book) if arm.baseline]
         seconds = {row["name"]: 0.0 for row in book.members()}
         for row in book.members():
-            seconds[row["name"]] += json.loads((state / "trials" / row["id"] / "result.json").read_text())["seconds"]
+            seconds[row["name"]] += json.loads((state / "trials" / row["id"] / "result.json").read_text())[
+                "seconds"
+            ]
         book.close()
         assert {key[1] for key in found if key[0] == name} == {arm.name for arm in arms}
         for arm in arms:
             entry = found[name, arm.name]
-            assert (entry["gap"], entry["low"], entry["high"]) == (arm.gap.mean, None, None)  # two seeds: no interval
+            assert (entry["gap"], entry["low"], entry["high"]) == (
+                arm.gap.mean,
+                None,
+                None,
+            )  # two seeds: no interval
             assert (entry["seeds"], entry["against"], entry["mean"]) == (2, "bf16", arm.mean)
             assert entry["verdict"] == verdict_document(arm.verdict)
             assert (entry["verdict"]["kind"], entry["verdict"]["reason"]) == ("unjudged", "few_values")
@@ -81,11 +87,17 @@ def test_the_table_has_a_line_an_arm_and_says_which_way_is_better(state):
     assert "gpt 1x32, 4 steps: val/loss (lower is better)" in lines
     assert "gpt 1x32, 6 steps: throughput/tokens_per_s (higher is better)" in lines
     assert sum(line.startswith(("rht=", "sr=")) for line in lines) == 6
-    assert all(line.rstrip().endswith(("one", "two", "fast")) for line in lines if line.startswith(("rht=", "sr=")))
+    assert all(
+        line.rstrip().endswith(("one", "two", "fast")) for line in lines if line.startswith(("rht=", "sr="))
+    )
 
 
 def test_markdown_is_a_table_of_as_many_cells_in_every_line(state):
-    lines = [line for line in ablate("leaderboard", "--markdown", "--state", state).stdout.splitlines() if line.startswith("|")]
+    lines = [
+        line
+        for line in ablate("leaderboard", "--markdown", "--state", state).stdout.splitlines()
+        if line.startswith("|")
+    ]
     assert len(lines) == 2 * 2 + 6
     assert {line.replace("\\|", "").count("|") for line in lines} == {11}
 
@@ -104,7 +116,11 @@ def test_a_damaged_and_a_foreign_ledger_are_named_in_a_line_each_and_left_out(st
     done = ablate("leaderboard", "--json", "--state", tmp_path / "state")
     assert {entry["sweep"] for entry in json.loads(done.stdout)} == {"one", "fast"}
     said = done.stderr.splitlines()
-    assert [next(name for name in ("two", "foreign", "other") if f"/{name}/" in line) for line in said] == ["foreign", "other", "two"]
+    assert [next(name for name in ("two", "foreign", "other") if f"/{name}/" in line) for line in said] == [
+        "foreign",
+        "other",
+        "two",
+    ]
     assert all("left out" in line for line in said)
 
 
@@ -127,7 +143,10 @@ def test_where_nothing_has_been_run_that_is_one_sentence(made, tmp_path):
         (tmp_path / "runs" / "sweeps").mkdir(parents=True)
     done = ablate("leaderboard", "--state", tmp_path / "runs")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{tmp_path / 'runs'}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment\n"
+    assert (
+        done.stderr
+        == f"{tmp_path / 'runs'}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment\n"
+    )
 
 
 # Tasks
@@ -143,7 +162,9 @@ def recorded(experiment, state) -> None:
             for seed in experiment.seeds:
                 spec = experiment.spec(arm, seed, "cpu")
                 trial = book.add_member(numbers[arm.name], seed, spec.id, spec.wire)
-                book.record(trial, [{"step": 4, "time": 0.0, "metrics": {"val/loss": int(spec.id, 16) / 2**64}}])
+                book.record(
+                    trial, [{"step": 4, "time": 0.0, "metrics": {"val/loss": int(spec.id, 16) / 2**64}}]
+                )
                 book.settle(trial, "done", seconds=1.0)
 
 
@@ -177,7 +198,13 @@ def test_gaps_are_ranked_together_only_where_the_baseline_computes_the_same(mixe
     groups: dict[str, set[str]] = {}
     for entry in board(mixed):
         groups.setdefault(entry["workload"], set()).add(entry["sweep"])
-    together = {"first", "same", "told otherwise", "moved", "turned"}  # the arm at the rate of the others, too
+    together = {
+        "first",
+        "same",
+        "told otherwise",
+        "moved",
+        "turned",
+    }  # the arm at the rate of the others, too
     alone = [{name} for name in ("context", "batch", "rate", "baseline", "data", "turned")]
     assert sorted(map(sorted, groups.values())) == sorted(map(sorted, [together, *alone]))
     assert len({entry["task"] for entry in board(mixed)}) == len(groups)
@@ -185,7 +212,9 @@ def test_gaps_are_ranked_together_only_where_the_baseline_computes_the_same(mixe
 
 def test_a_task_is_named_by_what_tells_it_from_the_others(mixed):
     titles = {entry["sweep"]: entry["workload"] for entry in board(mixed) if entry["sweep"] != "turned"}
-    words = {name: dict(word.rsplit(" ", 1) for word in title.split(", ")[2:]) for name, title in titles.items()}
+    words = {
+        name: dict(word.rsplit(" ", 1) for word in title.split(", ")[2:]) for name, title in titles.items()
+    }
     usual = words["first"]
     assert usual.keys() == {"context", "batch", "lr", "data content", "against"}
     changed = {name: {key for key in usual if found[key] != usual[key]} for name, found in words.items()}

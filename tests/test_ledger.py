@@ -35,10 +35,20 @@ def test_an_arm_keeps_its_number_and_has_the_knobs_the_baseline_and_the_point_it
     base = book.add_arm("b", {}, None, None)
     assert book.add_arm("a", {"rht": False}, base, 7) == first
     (row, _) = book.arms()
-    assert (row["name"], row["baseline"], row["optuna"], json.loads(row["knobs"])) == ("a", base, 7, {"rht": False})
+    assert (row["name"], row["baseline"], row["optuna"], json.loads(row["knobs"])) == (
+        "a",
+        base,
+        7,
+        {"rht": False},
+    )
     assert book.add_arm("a", {"rht": True}, None, None) == first
     (row, _) = book.arms()
-    assert (row["name"], row["baseline"], row["optuna"], json.loads(row["knobs"])) == ("a", None, None, {"rht": True})
+    assert (row["name"], row["baseline"], row["optuna"], json.loads(row["knobs"])) == (
+        "a",
+        None,
+        None,
+        {"rht": True},
+    )
 
 
 def test_what_is_no_longer_wanted_is_out_of_sight_and_found_again_with_all_it_had(book):
@@ -51,7 +61,9 @@ def test_what_is_no_longer_wanted_is_out_of_sight_and_found_again_with_all_it_ha
     member(book, "b", 1, "b1")
     member(book, "a", 0, "a0")
     assert [row["name"] for row in book.arms()] == ["b", "a"]
-    found = [(row["name"], row["seed"], row["status"], row["mlflow"], row["closed"]) for row in book.members()]
+    found = [
+        (row["name"], row["seed"], row["status"], row["mlflow"], row["closed"]) for row in book.members()
+    ]
     assert found == [("b", 1, "done", "run", 1), ("a", 0, "done", None, 0)]
     assert book.unshipped() == 1
 
@@ -62,7 +74,12 @@ def test_recording_twice_is_recording_once(book):
     book.record(trial, events)
     book.record(trial, events)
     book.record(trial, [event(2, 9.0, loss=7.0), event(3, loss=1.0)])  # another attempt: what is there stays
-    assert list(book.records(trial)) == [(1, "loss", 3.0, 1.0), (2, "loss", 2.0, 1.0), (2, "norm", 1.0, 1.0), (3, "loss", 1.0, 1.0)]
+    assert list(book.records(trial)) == [
+        (1, "loss", 3.0, 1.0),
+        (2, "loss", 2.0, 1.0),
+        (2, "norm", 1.0, 1.0),
+        (3, "loss", 1.0, 1.0),
+    ]
     assert list(book.records(trial, after=2)) == [(3, "loss", 1.0, 1.0)]
     assert book.last_values(trial) == {"loss": 1.0, "norm": 1.0}
 
@@ -97,7 +114,9 @@ def test_the_last_values_of_all_trials_are_those_of_each(book):
 
 def test_a_rate_is_all_steps_over_all_their_time(book):
     trials = [member(book, "a", seed, f"t{seed}") for seed in range(3)]
-    book.record(trials[0], [event(20, speed=50.0), event(1, speed=10.0), event(10, speed=100.0), event(15, loss=1.0)])
+    book.record(
+        trials[0], [event(20, speed=50.0), event(1, speed=10.0), event(10, speed=100.0), event(15, loss=1.0)]
+    )
     book.record(trials[1], [event(10, speed=4.0), event(20, speed=math.nan)])
     steps, seconds = 1 + 9 + 10, 1 / 10 + 9 / 100 + 10 / 50
     assert book.rates("speed") == {trials[0]: pytest.approx(steps / seconds), trials[1]: 4.0}
@@ -130,8 +149,14 @@ def test_attempts_begin_and_end(book):
     book.start_attempt(other, 1, 20.0)
     assert book.status(trial) == "running"
     book.end_attempt(trial, 2, 30.0, "failed", "why")
-    rows = book.db.execute("SELECT attempt, ended, outcome, reason FROM attempts WHERE trial = ? ORDER BY attempt", (trial,)).fetchall()
-    assert [tuple(row) for row in rows] == [(1, None, None, None), (2, 30.0, "failed", "why"), (3, None, None, None)]
+    rows = book.db.execute(
+        "SELECT attempt, ended, outcome, reason FROM attempts WHERE trial = ? ORDER BY attempt", (trial,)
+    ).fetchall()
+    assert [tuple(row) for row in rows] == [
+        (1, None, None, None),
+        (2, 30.0, "failed", "why"),
+        (3, None, None, None),
+    ]
     assert book.attempts_since(trial, 11.0) == 2
 
 
@@ -165,7 +190,13 @@ def test_a_member_whose_spec_changed_is_another_trial_and_has_shipped_nothing(bo
     book.add_member(arm, 0, "new", "{}")
     book.add_member(arm, 1, "old1", "{}")
     new, old = book.members()
-    assert (new["id"], new["mlflow"], new["shipped"], new["closed"], new["status"]) == ("new", None, -1, 0, "pending")
+    assert (new["id"], new["mlflow"], new["shipped"], new["closed"], new["status"]) == (
+        "new",
+        None,
+        -1,
+        0,
+        "pending",
+    )
     assert (old["id"], old["mlflow"], old["shipped"], old["closed"]) == ("old1", "run1", 40, 1)
     assert book.unshipped() == 1
 
@@ -210,7 +241,9 @@ def test_a_ledger_is_read_wherever_it_is(name, tmp_path):
 def test_what_was_done_in_a_run_is_kept_in_words_once(book):
     trial = member(book, "nvfp4", 3)
     for _ in range(2):
-        book.record(trial, [event(7, loss=2.0) | {"events": ["the loss is not finite; step skipped"]}, event(8)])
+        book.record(
+            trial, [event(7, loss=2.0) | {"events": ["the loss is not finite; step skipped"]}, event(8)]
+        )
     assert [tuple(row) for row in book.events()] == [("nvfp4", 3, 7, "the loss is not finite; step skipped")]
     book.db.execute("DROP TABLE events")  # as ledgers were before there was one
     assert book.events() == []

@@ -20,7 +20,14 @@ from ablate.results.verify import verify
 
 SEARCH = {
     "ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "workload.lr": {"uniform": [1e-4, 3.0], "log": True}},
-    "search": {"trials": 8, "sampler": "random", "seed": 1, "pruner": "median", "rungs": [2, 4], "confirm": 2},
+    "search": {
+        "trials": 8,
+        "sampler": "random",
+        "seed": 1,
+        "pruner": "median",
+        "rungs": [2, 4],
+        "confirm": 2,
+    },
     "seeds": 1,
 }
 SHAPE = {"steps": 6, "eval_every": 2}
@@ -35,7 +42,9 @@ def searched(tmp_path_factory):
     """A finished search with trials that were pruned and a winner that was confirmed, to be copied."""
     folder = tmp_path_factory.mktemp("searched")
     sweep(tiny(folder, shape=SHAPE, **SEARCH), folder / "state")
-    with closing(Ledger(folder / "state/sweeps/tiny/ledger.db")) as book:  # a guard's intervention, which none of these trials has
+    with closing(
+        Ledger(folder / "state/sweeps/tiny/ledger.db")
+    ) as book:  # a guard's intervention, which none of these trials has
         *_, trial = (row.trial for row in book.wanted_trials() if row.status == "pruned")
         book.record(trial, [{"step": 2, "time": 0.5, "metrics": {}, "events": ["lr halved"]}])
         book.seal_records(trial, tally(book, trial).sealed()["sha256"])
@@ -86,7 +95,12 @@ def test_a_random_cell_that_is_flipped_is_noticed(seed, copied):
             if (table, columns[column]) in BOOKKEEPING:
                 continue
             try:
-                assert db.execute(f"UPDATE {table} SET {columns[column]} = ? WHERE {same}", (value, *row)).rowcount == 1
+                assert (
+                    db.execute(
+                        f"UPDATE {table} SET {columns[column]} = ? WHERE {same}", (value, *row)
+                    ).rowcount
+                    == 1
+                )
                 break
             except sqlite3.IntegrityError:  # of a key that another row has
                 continue
@@ -99,7 +113,9 @@ def test_a_row_that_is_deleted_or_added_is_named_and_no_report_is_made(how, tabl
     state, path = copied
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         columns, keys = SEALED[table].columns, SEALED[table].keys
-        row = db.execute(f"SELECT {', '.join(columns)} FROM {table} ORDER BY 1 DESC, 2 DESC LIMIT 1").fetchone()
+        row = db.execute(
+            f"SELECT {', '.join(columns)} FROM {table} ORDER BY 1 DESC, 2 DESC LIMIT 1"
+        ).fetchone()
         if how == "deleted":
             same = " AND ".join(f"{column} = ?" for column in columns[:keys])
             assert db.execute(f"DELETE FROM {table} WHERE {same}", row[:keys]).rowcount == 1
@@ -107,7 +123,9 @@ def test_a_row_that_is_deleted_or_added_is_named_and_no_report_is_made(how, tabl
             other = {"name": 9999 if table == "names" else "another", "arm": 77, "trial": 77}
             other |= dict.fromkeys(("key", "id", "text"), "another")
             row = [other.get(column, value) for column, value in zip(columns, row, strict=True)]
-            db.execute(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(row))})", row)
+            db.execute(
+                f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(row))})", row
+            )
     key = "/".join(str(cell) for cell in row[:keys])
     (found,) = why(state, path)
     assert f"table {table}, row {key}: " in found
@@ -139,7 +157,13 @@ def test_whatever_a_writer_does_leaves_every_row_with_its_seal(tmp_path):
                 case 0:
                     book.describe(**{f"fact {draw.randrange(5)}": str(moment)})
                 case 1:
-                    book.add_arm(f"arm {draw.randrange(6)}", {"rht": moment}, None, draw.choice([None, moment]), "listed")
+                    book.add_arm(
+                        f"arm {draw.randrange(6)}",
+                        {"rht": moment},
+                        None,
+                        draw.choice([None, moment]),
+                        "listed",
+                    )
                 case 2 | 3 if arms := book.arms():
                     identity = f"{draw.randrange(12)}"
                     number = book.add_member(draw.choice(arms)["arm"], draw.randrange(3), identity, "{}")
@@ -151,11 +175,18 @@ def test_whatever_a_writer_does_leaves_every_row_with_its_seal(tmp_path):
                 case 6 if trials:
                     book.end_attempt(draw.choice([*trials]), draw.randrange(4), moment, "done")
                 case 7 if trials:
-                    book.record(draw.choice([*trials]), [{"step": moment, "time": 0.5, "metrics": {f"m{draw.randrange(4)}": 1.0}}])
-                case 8 if trials:
-                    draw.choice([book.forget, lambda trial: book.settle(trial, "failed", "x", 3), lambda trial: book.requeue(1.0)])(
-                        draw.choice([*trials])
+                    book.record(
+                        draw.choice([*trials]),
+                        [{"step": moment, "time": 0.5, "metrics": {f"m{draw.randrange(4)}": 1.0}}],
                     )
+                case 8 if trials:
+                    draw.choice(
+                        [
+                            book.forget,
+                            lambda trial: book.settle(trial, "failed", "x", 3),
+                            lambda trial: book.requeue(1.0),
+                        ]
+                    )(draw.choice([*trials]))
             assert difference(book.db) is None, moment
         rows = sum(book.db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in SEALED)
         assert book.db.execute("SELECT count(*) FROM row_seals").fetchone()[0] == rows
@@ -189,7 +220,9 @@ def test_a_ledger_without_seals_is_read_counts_as_unverified_and_is_sealed_by_th
 
 
 @pytest.mark.parametrize("what", ["ledger", "file"])
-def test_a_pruned_trials_records_are_kept_where_its_file_is_damaged_and_read_again_where_the_ledger_is(what, copied, searched):
+def test_a_pruned_trials_records_are_kept_where_its_file_is_damaged_and_read_again_where_the_ledger_is(
+    what, copied, searched
+):
     state, path = copied
     with closing(ledger(state)) as book:
         pruned = next(row for row in book.wanted_trials() if row.status == "pruned")

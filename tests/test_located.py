@@ -58,7 +58,9 @@ def test_what_crosses_to_a_worker_is_found_in_its_working_directory(beside, tmp_
     assert TrialSpec.parse(wire).config.corpus.vocab == VOCAB
 
 
-def test_what_lies_in_the_working_directory_alone_is_used_with_a_note_under_the_same_id(beside, tmp_path, monkeypatch):
+def test_what_lies_in_the_working_directory_alone_is_used_with_a_note_under_the_same_id(
+    beside, tmp_path, monkeypatch
+):
     expected = first(beside).id
     work = tmp_path / "work"
     work.mkdir()
@@ -87,7 +89,12 @@ def test_what_lies_in_neither_is_refused_with_the_path_that_was_looked_for(besid
 def test_the_names_of_arms_are_as_written(beside, monkeypatch):
     shards(beside.parent / "more", tokens=24_000)
     other = {"train": "more/train.bin", "val": "more/val.bin", "vocab": VOCAB}
-    path = write(beside.parent, "two", workload={"gpt": SHAPE | {"data": RELATIVE}}, ablate={"workload.data": [RELATIVE, other]})
+    path = write(
+        beside.parent,
+        "two",
+        workload={"gpt": SHAPE | {"data": RELATIVE}},
+        ablate={"workload.data": [RELATIVE, other]},
+    )
     arms = [arm for arm in load(path, "cpu").arms if "data" in arm.name]
     assert all(str(beside.parent) not in json.dumps(arm.knobs) + arm.name for arm in arms)
     assert {len(arm.config.corpus.train) for arm in arms} == {10_000, 20_000}
@@ -118,12 +125,19 @@ def test_every_field_that_holds_a_path_is_made_absolute(source, field, tmp_path,
 
 
 def test_names_on_a_hub_and_words_stay_as_they_are(tmp_path):
-    for source in (HubText(dataset="a/b", tokenizer="gpt2"), HubImages(dataset="a/b", size=8), Gpt(model="a/b"), Text(text="/a")):
+    for source in (
+        HubText(dataset="a/b", tokenizer="gpt2"),
+        HubImages(dataset="a/b", size=8),
+        Gpt(model="a/b"),
+        Text(text="/a"),
+    ):
         assert located(source, tmp_path, {}) == source
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_id_of_trials_on_a_hubs_layout_of_images_is_of_the_folder_and_not_of_the_working_directory(tmp_path, monkeypatch):
+def test_the_id_of_trials_on_a_hubs_layout_of_images_is_of_the_folder_and_not_of_the_working_directory(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("datasets")
     project, link = tmp_path / "project", tmp_path / "link"
     for number in range(20):
@@ -143,7 +157,11 @@ def test_the_id_of_trials_on_a_hubs_layout_of_images_is_of_the_folder_and_not_of
 
     relative, absolute = mae("relative", "pets"), mae("absolute", str(project / "pets"))
     ids = {spec(absolute).id}
-    for where, file in ((project, "relative.yaml"), (tmp_path, "project/relative.yaml"), (tmp_path, "link/relative.yaml")):
+    for where, file in (
+        (project, "relative.yaml"),
+        (tmp_path, "project/relative.yaml"),
+        (tmp_path, "link/relative.yaml"),
+    ):
         monkeypatch.chdir(where)
         ids.add(spec(Path(file)).id)
     monkeypatch.chdir(project / "pets")

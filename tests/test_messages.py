@@ -29,7 +29,12 @@ from ablate.execution.messages import (
 )
 from ablate.execution.supervisor import Supervisor
 
-EVENT = {"step": 3, "time": 1732300000.25, "metrics": {"train/loss": 5.5, "grad": math.inf}, "events": ["skipped \u2014 one", "exited"]}
+EVENT = {
+    "step": 3,
+    "time": 1732300000.25,
+    "metrics": {"train/loss": 5.5, "grad": math.inf},
+    "events": ["skipped \u2014 one", "exited"],
+}
 SAMPLES = [
     Started(71),
     Events((EVENT, EVENT | {"step": 4, "resumed": 2})),
@@ -39,7 +44,19 @@ SAMPLES = [
     Exited(1, "malformed"),
 ]
 GANG = GangPart(nodes=2, node=1, address="10.0.0.1", port=4000, local=4)
-REQUEST = TrialRequest("0" * 16, '{"seed": 0}', "/runs", 2, {"every": 2, "checkpoint": 0.5}, ((8, "a-1"),), 2.5, 8, True, ("json",), GANG)
+REQUEST = TrialRequest(
+    "0" * 16,
+    '{"seed": 0}',
+    "/runs",
+    2,
+    {"every": 2, "checkpoint": 0.5},
+    ((8, "a-1"),),
+    2.5,
+    8,
+    True,
+    ("json",),
+    GANG,
+)
 
 
 def sent(*messages: PipeMessage) -> bytes:
@@ -57,7 +74,9 @@ def lines(content: bytes) -> list[bytes]:
 def test_every_kind_of_message_arrives_as_it_was_sent():
     assert {type(sample) for sample in SAMPLES} == set(typing.get_args(PipeMessage))
     assert [parse_line(line) for line in lines(sent(*SAMPLES))] == SAMPLES
-    assert [holds_exit(sent(sample)) for sample in SAMPLES] == [isinstance(sample, Exited) for sample in SAMPLES]
+    assert [holds_exit(sent(sample)) for sample in SAMPLES] == [
+        isinstance(sample, Exited) for sample in SAMPLES
+    ]
 
 
 def test_a_number_that_is_none_arrives_as_such():
@@ -67,7 +86,9 @@ def test_a_number_that_is_none_arrives_as_such():
     assert event["metrics"]["low"] == -math.inf
 
 
-@pytest.mark.parametrize("request_", [REQUEST, TrialRequest("a", "{}", "/runs", 1, {})], ids=["all of it", "defaults"])
+@pytest.mark.parametrize(
+    "request_", [REQUEST, TrialRequest("a", "{}", "/runs", 1, {})], ids=["all of it", "defaults"]
+)
 def test_a_request_arrives_as_it_was_sent(request_):
     assert request_.line().endswith(b"\n")
     assert len(lines(request_.line())) == 1
@@ -84,7 +105,9 @@ def test_a_line_cut_anywhere_is_torn_and_harms_no_other():
     for end in range(1, len(whole)):
         with pytest.raises(TornLine):
             parse_line(whole[:end])
-        *_, torn, last = lines(whole[:end] + sent(RankDied(0, -9)))  # who dies leaves it, and another process writes on
+        *_, torn, last = lines(
+            whole[:end] + sent(RankDied(0, -9))
+        )  # who dies leaves it, and another process writes on
         assert (torn, parse_line(last)) == (whole[:end], RankDied(0, -9))
 
 
@@ -124,7 +147,10 @@ def test_a_request_is_refused_by_the_field_that_is_wrong(field):
         with pytest.raises(MalformedMessage, match=rf"request for a trial: {field.name}\b"):
             TrialRequest.parse(changed(REQUEST.line(), **{field.name: wrong}))
     if not required:
-        assert getattr(TrialRequest.parse(changed(REQUEST.line(), **{field.name: ...})), field.name) == field.default
+        assert (
+            getattr(TrialRequest.parse(changed(REQUEST.line(), **{field.name: ...})), field.name)
+            == field.default
+        )
 
 
 def test_a_request_of_another_version_is_refused():
@@ -154,4 +180,9 @@ def test_a_process_whose_messages_are_unknown_ends_its_trial_with_a_sentence(tmp
 @pytest.mark.parametrize("module", ["messages", "supervisor", "workers.actor", "child"])
 def test_a_worker_begins_without_what_takes_seconds_to_import(module):
     code = f"import sys, ablate.{module}; print(*[name for name in ('torch', 'ray', 'pandas', 'mlflow', 'optuna') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+        == []
+    )

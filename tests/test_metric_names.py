@@ -42,10 +42,19 @@ def constants() -> dict[Path, set[str]]:
 def recorded() -> list[str]:
     """Every name that this package records: those in its code, what workloads list, and every operand error of every layer."""
     written = re.compile(rf"({'|'.join(FAMILIES)})/[a-z0-9_]+")
-    names = {text for texts in constants().values() for text in texts if written.fullmatch(text)} | {"tokens"} | ENDINGS
+    names = (
+        {text for texts in constants().values() for text in texts if written.fullmatch(text)}
+        | {"tokens"}
+        | ENDINGS
+    )
     names |= {metric for workload in WORKLOADS.values() for metric in workload.METRICS}
     layers = (None, *Gpt(layers=2).linears)
-    names |= {"/".join(filter(None, ("quant", slot, layer, error))) for slot in SLOTS for layer in layers for error in OPERAND_METRICS}
+    names |= {
+        "/".join(filter(None, ("quant", slot, layer, error)))
+        for slot in SLOTS
+        for layer in layers
+        for error in OPERAND_METRICS
+    }
     return sorted(names | {gap_in(unit) for unit in ("", "nats", "pct")})
 
 
@@ -74,7 +83,9 @@ def test_every_recorded_name_survives_its_parts():
 @example("")
 def test_any_text_is_a_name_and_survives(text):
     assert str(parse(text)) == text
-    assert Name(*(getattr(parse(text), field) for field in ("family", "slot", "layer", "metric"))) == parse(text)
+    assert Name(*(getattr(parse(text), field) for field in ("family", "slot", "layer", "metric"))) == parse(
+        text
+    )
 
 
 @given(st.none() | PART, st.none() | PART, st.none() | PART, PART)
@@ -133,7 +144,9 @@ def test_a_name_says_what_follows_from_it(text, facts):
 def test_what_a_tracker_gets_is_what_earlier_versions_sent():
     """A run that an earlier version began is continued by this one: the oracle is that version's rule."""
     for text in recorded():
-        earlier = not text.startswith("quant/") or (text.count("/") == 2 and text.endswith(("/sqnr_db", "/zero_frac")))
+        earlier = not text.startswith("quant/") or (
+            text.count("/") == 2 and text.endswith(("/sqnr_db", "/zero_frac"))
+        )
         assert parse(text).for_tracker == earlier
 
 
@@ -145,7 +158,9 @@ def test_single_layers_are_left_out_of_last_values_as_before(tmp_path):
     book.record(trial, [{"step": 1, "time": 1.0, "metrics": dict.fromkeys(names, 1.0)}])
     wanted = {text for (text,) in book.db.execute("SELECT text FROM names WHERE NOT text GLOB 'quant/*/*/*'")}
     assert set(book.last_values(trial)) == wanted
-    assert set(book.finals(lambda name: name.family == "quant")[trial]) == {text for text in wanted if text.startswith("quant/")}
+    assert set(book.finals(lambda name: name.family == "quant")[trial]) == {
+        text for text in wanted if text.startswith("quant/")
+    }
     book.close()
 
 

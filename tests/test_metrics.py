@@ -84,20 +84,29 @@ def test_slots_are_averaged_over_the_layers_where_a_metric_is_defined(generator)
 
 
 def blocks_of(x: np.ndarray, rows: int, columns: int) -> list[np.ndarray]:
-    return [x[r : r + rows, c : c + columns] for r in range(0, x.shape[0], rows) for c in range(0, x.shape[1], columns)]
+    return [
+        x[r : r + rows, c : c + columns]
+        for r in range(0, x.shape[0], rows)
+        for c in range(0, x.shape[1], columns)
+    ]
 
 
 OUTER_ONLY = Quant(element="e4m3", block=None, scale=None, outer=Outer(bound=1.0))
 
 
 @pytest.mark.parametrize(
-    ("quant", "rows", "columns"), [(Quant(), 1, 16), (Quant(block="16x16"), 16, 16), (Quant(block="1x32"), 1, 32), (OUTER_ONLY, 1, 16)]
+    ("quant", "rows", "columns"),
+    [(Quant(), 1, 16), (Quant(block="16x16"), 16, 16), (Quant(block="1x32"), 1, 32), (OUTER_ONLY, 1, 16)],
 )
 def test_crest_kurtosis_and_mean_share_are_those_of_numpy(generator, quant, rows, columns):
     x = torch.randn(32, 96, generator=generator) ** 3 + 0.5
     x[0] = 0
     mine, x = measured(x, quant), x.double().numpy()
-    crests = [np.abs(block).max() / np.sqrt((block**2).mean()) for block in blocks_of(x, rows, columns) if block.any()]
+    crests = [
+        np.abs(block).max() / np.sqrt((block**2).mean())
+        for block in blocks_of(x, rows, columns)
+        if block.any()
+    ]
     assert mine["crest"] == pytest.approx(sorted(crests)[(len(crests) - 1) // 2], rel=1e-12)
     assert mine["kurtosis"] == pytest.approx((x**4).mean() / (x**2).mean() ** 2, rel=1e-12)
     assert mine["mean_share"] == pytest.approx(np.sum(x.mean(axis=0) ** 2) * len(x) / np.sum(x**2), rel=1e-12)
@@ -116,7 +125,9 @@ def test_known_shapes_have_known_numbers(generator):
 
 
 def test_a_zero_operand_has_no_shape():
-    assert not {"crest", "kurtosis", "mean_share"} & {name for name, value in measured(torch.zeros(4, 32)).items() if value == value}
+    assert not {"crest", "kurtosis", "mean_share"} & {
+        name for name, value in measured(torch.zeros(4, 32)).items() if value == value
+    }
 
 
 # --- censuses of scales ----------------------------------------------------------------------------------------------------
@@ -146,7 +157,10 @@ def test_a_block_with_one_saturated_element_is_a_saturated_block():
     assert mine["blocks_saturated_frac"] == sum(expected) / 4 > 0
 
 
-@pytest.mark.parametrize(("quant", "saturates"), [(Quant(rounding="stochastic"), True), (Quant(rounding="stochastic", range=ROOM), False)])
+@pytest.mark.parametrize(
+    ("quant", "saturates"),
+    [(Quant(rounding="stochastic"), True), (Quant(rounding="stochastic", range=ROOM), False)],
+)
 def test_headroom_leaves_no_element_beyond_the_grid(generator, quant, saturates):
     x = torch.randn(64, 256, generator=generator)
     x[0, 0] = 100.0  # the largest block's scale is at its bound whatever the headroom: look at the others
@@ -160,15 +174,22 @@ def test_headroom_leaves_no_element_beyond_the_grid(generator, quant, saturates)
 def test_gradient_noise_is_that_of_numpy(generator):
     reference = [torch.randn(shape, generator=generator) for shape in ((8, 4), (5,), (2, 3, 4))]
     gradient = [r + 0.3 * torch.randn(r.shape, generator=generator) for r in reference]
-    g, r = (np.concatenate([t.double().numpy().ravel() for t in tensors]) for tensors in (gradient, reference))
+    g, r = (
+        np.concatenate([t.double().numpy().ravel() for t in tensors]) for tensors in (gradient, reference)
+    )
     mine = gradient_noise(gradient, reference)
-    assert mine["grad/cosine_to_bf16"] == pytest.approx(g @ r / np.linalg.norm(g) / np.linalg.norm(r), rel=1e-9)
+    assert mine["grad/cosine_to_bf16"] == pytest.approx(
+        g @ r / np.linalg.norm(g) / np.linalg.norm(r), rel=1e-9
+    )
     # the difference is taken in fp32
     assert mine["grad/noise_ratio"] == pytest.approx(np.linalg.norm(r) / np.linalg.norm(g - r), rel=1e-6)
 
 
 def test_a_gradient_as_long_as_its_noise_has_ratio_one():
-    reference, gradient = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])], [torch.tensor([3.0, 5.0]), torch.tensor([[4.0]])]
+    reference, gradient = (
+        [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])],
+        [torch.tensor([3.0, 5.0]), torch.tensor([[4.0]])],
+    )
     assert gradient_noise(gradient, reference)["grad/noise_ratio"] == 1
     assert gradient_noise(gradient, reference)["grad/cosine_to_bf16"] == pytest.approx(1 / math.sqrt(2))
 
@@ -176,7 +197,10 @@ def test_a_gradient_as_long_as_its_noise_has_ratio_one():
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("side", ["gradient", "reference"])
 def test_a_gradient_that_is_not_finite_is_not_compared(value, side):
-    tensors = {"gradient": [torch.ones(2), -torch.ones(2)], "reference": [torch.full((2,), 2.0), torch.ones(2)]}
+    tensors = {
+        "gradient": [torch.ones(2), -torch.ones(2)],
+        "reference": [torch.full((2,), 2.0), torch.ones(2)],
+    }
     tensors[side] = [torch.tensor([value, 1.0]), torch.tensor([-value, 1.0])]
     assert gradient_noise(**tensors) == {}
 
@@ -194,16 +218,28 @@ def cast(w: torch.Tensor, quant: Quant | None = None):
 
 
 def test_oscillation_is_that_of_numpy(generator):
-    before = {name: torch.randn(shape, generator=generator) for name, shape in (("a", (16, 32)), ("b", (8, 48)))}
+    before = {
+        name: torch.randn(shape, generator=generator) for name, shape in (("a", (16, 32)), ("b", (8, 48)))
+    }
     after = {name: w + 0.05 * torch.randn(w.shape, generator=generator) for name, w in before.items()}
     after["a"][0] = before["a"][0]
     mine = oscillation({n: cast(w) for n, w in before.items()}, {n: cast(w) for n, w in after.items()})
-    old, new = (np.concatenate([w.double().numpy().ravel() for w in weights.values()]) for weights in (before, after))
-    old_q, new_q = (np.concatenate([cast(w)[1].dequantize().double().numpy().ravel() for w in ws.values()]) for ws in (before, after))
-    old_codes, new_codes = (np.concatenate([cast(w)[1].codes.numpy().ravel() for w in weights.values()]) for weights in (before, after))
+    old, new = (
+        np.concatenate([w.double().numpy().ravel() for w in weights.values()]) for weights in (before, after)
+    )
+    old_q, new_q = (
+        np.concatenate([cast(w)[1].dequantize().double().numpy().ravel() for w in ws.values()])
+        for ws in (before, after)
+    )
+    old_codes, new_codes = (
+        np.concatenate([cast(w)[1].codes.numpy().ravel() for w in weights.values()])
+        for weights in (before, after)
+    )
     assert mine["weights/flipped"] == (old_codes != new_codes).mean()
     assert 0 < mine["weights/flipped"] < 0.5
-    assert mine["weights/oscillation"] == pytest.approx(np.abs(new_q - old_q).sum() / np.abs(new - old).sum(), rel=1e-6)  # fp32 differences
+    assert mine["weights/oscillation"] == pytest.approx(
+        np.abs(new_q - old_q).sum() / np.abs(new - old).sum(), rel=1e-6
+    )  # fp32 differences
 
 
 def test_one_weight_that_crosses_a_threshold_is_one_flip():
@@ -245,13 +281,18 @@ def test_a_scale_is_clipped_where_its_block_needs_more_than_the_format_has(stati
     assert (found > expected) == bool(expected)
 
 
-def layered(name: str, value: float, layer: str = "blocks.3.mlp.up", slot: str = "wgrad.g") -> dict[str, float]:
+def layered(
+    name: str, value: float, layer: str = "blocks.3.mlp.up", slot: str = "wgrad.g"
+) -> dict[str, float]:
     return {f"quant/{slot}/{layer}/{name}": value}
 
 
 def raised(metrics: dict[str, float]) -> list[tuple[str, str | None, str | None, float]]:
     """The metric, slot, layer and value of each alert of a record."""
-    return [(alert.name.metric, alert.name.slot, alert.name.layer, alert.value) for alert in alerts(metrics, ALARMS)]
+    return [
+        (alert.name.metric, alert.name.slot, alert.name.layer, alert.value)
+        for alert in alerts(metrics, ALARMS)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,16 +304,24 @@ def raised(metrics: dict[str, float]) -> list[tuple[str, str | None, str | None,
         (layered("zero_frac", 0.6), [("zero_frac", "wgrad.g", "blocks.3.mlp.up", 0.6)]),
         (layered("scale_zero_frac", 0.2), [("scale_zero_frac", "wgrad.g", "blocks.3.mlp.up", 0.2)]),
         (
-            layered("clipped_frac", 0.2) | layered("clipped_frac", 0.3, "blocks.1.mlp.up") | layered("clipped_frac", 0.2, "z"),
+            layered("clipped_frac", 0.2)
+            | layered("clipped_frac", 0.3, "blocks.1.mlp.up")
+            | layered("clipped_frac", 0.2, "z"),
             [("clipped_frac", "wgrad.g", "blocks.1.mlp.up", 0.3)],
         ),
         (
             layered("clipped_frac", 0.2) | layered("clipped_frac", 0.4, slot="fprop.x"),
-            [("clipped_frac", "wgrad.g", "blocks.3.mlp.up", 0.2), ("clipped_frac", "fprop.x", "blocks.3.mlp.up", 0.4)],
+            [
+                ("clipped_frac", "wgrad.g", "blocks.3.mlp.up", 0.2),
+                ("clipped_frac", "fprop.x", "blocks.3.mlp.up", 0.4),
+            ],
         ),
         (
             layered("zero_frac", 0.6) | layered("scale_zero_frac", 0.2, "blocks.1.mlp.up"),
-            [("scale_zero_frac", "wgrad.g", "blocks.1.mlp.up", 0.2), ("zero_frac", "wgrad.g", "blocks.3.mlp.up", 0.6)],
+            [
+                ("scale_zero_frac", "wgrad.g", "blocks.1.mlp.up", 0.2),
+                ("zero_frac", "wgrad.g", "blocks.3.mlp.up", 0.6),
+            ],
         ),
         ({"quant/wgrad.g/zero_frac": 0.9, "grad/noise_ratio": 1.8, "zero_frac": 1.0}, []),
         ({"grad/noise_ratio": 1.5}, [("noise_ratio", None, None, 1.5)]),
@@ -286,8 +335,14 @@ def test_the_worst_layer_of_each_slot_raises_an_alarm_causes_first(metrics, expe
 @pytest.mark.parametrize(
     ("metrics", "sentence"),
     [
-        (layered("scale_clipped_frac", 0.18), "the outer scale saturated 18% of the blocks in blocks.3.mlp.up wgrad.g"),
-        ({"grad/noise_ratio": 1.5}, "the gradient's norm is 1.50 times its quantisation noise, below sqrt(3): FP4 may no longer help it"),
+        (
+            layered("scale_clipped_frac", 0.18),
+            "the outer scale saturated 18% of the blocks in blocks.3.mlp.up wgrad.g",
+        ),
+        (
+            {"grad/noise_ratio": 1.5},
+            "the gradient's norm is 1.50 times its quantisation noise, below sqrt(3): FP4 may no longer help it",
+        ),
     ],
 )
 def test_an_alert_is_a_sentence_with_its_place(metrics, sentence):

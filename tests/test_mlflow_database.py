@@ -67,7 +67,9 @@ def test_a_driver_killed_while_mlflow_migrates_its_database_leaves_a_folder_that
     store = tmp_path / "mlflow.db"
     paths = [*sys.path, str(Path(__file__).parent)]
     command = [sys.executable, "-c", DRIVER, str(tmp_path), url(store)]
-    child = subprocess.Popen(command, env=environment(PYTHONPATH=os.pathsep.join(paths)), start_new_session=True)
+    child = subprocess.Popen(
+        command, env=environment(PYTHONPATH=os.pathsep.join(paths)), start_new_session=True
+    )
     try:
         while True:
             until(lambda: copying(tmp_path) or child.poll() is not None, 60, every=0.001)
@@ -79,8 +81,13 @@ def test_a_driver_killed_while_mlflow_migrates_its_database_leaves_a_folder_that
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         assert child.wait(30) == -signal.SIGKILL
-    assert subprocess.run(command, env=environment(PYTHONPATH=os.pathsep.join(paths)), check=False).returncode == 0
-    done = here("sync", "--state", tmp_path, "--mlflow", url(store))  # a sweep waits 30 s for MLflow, which a busy machine exceeds
+    assert (
+        subprocess.run(command, env=environment(PYTHONPATH=os.pathsep.join(paths)), check=False).returncode
+        == 0
+    )
+    done = here(
+        "sync", "--state", tmp_path, "--mlflow", url(store)
+    )  # a sweep waits 30 s for MLflow, which a busy machine exceeds
     assert done.returncode == 0, done.stdout + done.stderr
     assert statuses(store) == ["FINISHED"] * 4  # of 3 arms and the sweep
     assert not list(tmp_path.glob(".mlflow-*"))

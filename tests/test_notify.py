@@ -158,8 +158,13 @@ def test_a_hook_that_can_be_none_is_refused(address, said):
 
 
 def test_a_bad_hook_ends_a_sweep_before_it_begins(tmp_path):
-    done = here("sweep", write(tmp_path), "--state", tmp_path / "state", *INLINE, "--notify", "nowhere-to-be-found")
-    assert (done.returncode, done.stderr.startswith("--notify nowhere-to-be-found: no such command")) == (2, True)
+    done = here(
+        "sweep", write(tmp_path), "--state", tmp_path / "state", *INLINE, "--notify", "nowhere-to-be-found"
+    )
+    assert (done.returncode, done.stderr.startswith("--notify nowhere-to-be-found: no such command")) == (
+        2,
+        True,
+    )
 
 
 def test_the_end_of_a_sweep_is_told_with_its_counts_and_its_table(tmp_path):
@@ -171,14 +176,21 @@ def test_the_end_of_a_sweep_is_told_with_its_counts_and_its_table(tmp_path):
     assert message["table"] == summary_markdown(book)
     book.close()
     assert "| rht=true |" in message["table"]
-    assert (message["event"], message["status"], message["counts"], message["failures"]) == ("ended", "done", {"done": 3}, [])
+    assert (message["event"], message["status"], message["counts"], message["failures"]) == (
+        "ended",
+        "done",
+        {"done": 3},
+        [],
+    )
     assert (message["sweep"], message["question"]) == ("tiny", "Does it matter?")
     assert message["seconds"] > 0
     assert message["text"].startswith("tiny: done after ")
 
 
 def test_a_hook_that_fails_is_one_line_and_changes_nothing(tmp_path):
-    done = here("sweep", write(tmp_path, seeds=1), "--state", tmp_path / "state", *INLINE, "--notify", "false")
+    done = here(
+        "sweep", write(tmp_path, seeds=1), "--state", tmp_path / "state", *INLINE, "--notify", "false"
+    )
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "notify: false ended with status 1"
 
@@ -212,7 +224,9 @@ def test_an_end_by_the_budget_is_told_too(tmp_path):
 def test_an_interruption_is_told_too(tmp_path):
     path, state, gate = write(tmp_path, workload={"idle": {"steps": 10}}), tmp_path / "state", Gate(tmp_path)
     gate.shut(1)
-    driver = start("sweep", path, "--state", state, *INLINE, "--notify", command(tmp_path), **gate.environment)
+    driver = start(
+        "sweep", path, "--state", state, *INLINE, "--notify", command(tmp_path), **gate.environment
+    )
     until(lambda: (state / "sweeps/tiny/ledger.db").exists() and "done" in statuses_of(state))
     driver.send_signal(2)
     driver.communicate(timeout=300)

@@ -33,7 +33,9 @@ print(*(name for name in ("torch", "torch._dynamo", "sympy") if name in sys.modu
 def test_an_eager_training_imports_no_compiler(optimizer, tmp_path):
     """It would take every worker as long again as the rest of torch."""
     command = [sys.executable, "-c", EAGER, str(tmp_path), optimizer]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False
+    )
     assert done.stdout.split() == ["torch"], done.stderr
 
 
@@ -52,7 +54,9 @@ def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere(shards):
     twin, _ = converted(workload, PRESETS["bf16"](), Clock(0))
     hidden = [p for name, p in twin.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
     assert len(hidden) == 8
-    reference = torch.optim.Muon(hidden, lr=1e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    reference = torch.optim.Muon(
+        hidden, lr=1e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
     for candidate in (model, twin):
         candidate(*training_batch(open_corpus(workload.data), 0, 0, 0, 2, 16)).backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}

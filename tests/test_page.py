@@ -46,7 +46,11 @@ def test_a_table_shows_every_cell_as_it_is_and_numbers_sort_by_value():
 
 def test_in_markdown_a_bar_in_a_cell_ends_no_cell():
     lines = Table("t", ROWS, "Said below.").markdown().splitlines()
-    assert lines[:3] == ["| arm | gap | verdict |", "| --- | --- | --- |", "| a \\<b> \\| c | +0.10 | worse |"]
+    assert lines[:3] == [
+        "| arm | gap | verdict |",
+        "| --- | --- | --- |",
+        "| a \\<b> \\| c | +0.10 | worse |",
+    ]
     assert lines[-1] == "Said below."
 
 
@@ -91,7 +95,11 @@ def test_a_gallery_holds_its_pictures_and_links_copies_of_them(tmp_path):
         (tmp_path / f"{number}.png").write_bytes(bytes([number]) * 100)
     gallery = Gallery("left", [(title, tmp_path / f"{number}.png") for number, title in enumerate(titles)])
     found = gallery.html()
-    assert re.findall(r"<figcaption>(.*?)</figcaption>", found) == ["a &lt;b&gt; | c", "a b c", 'rht="true" mask_ratio=0.5']
+    assert re.findall(r"<figcaption>(.*?)</figcaption>", found) == [
+        "a &lt;b&gt; | c",
+        "a b c",
+        'rht="true" mask_ratio=0.5',
+    ]
     inside = re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,([^"]+)">', found)
     assert [base64.b64decode(content)[:1] for _, content in inside] == [b"\0", b"\1", b"\2"]
     assert inside[2][0] == "rht=&quot;true&quot; mask_ratio=0.5"
@@ -102,7 +110,9 @@ def test_a_gallery_holds_its_pictures_and_links_copies_of_them(tmp_path):
     assert [(tmp_path / "out" / link).read_bytes()[:1] for link in linked] == [b"\0", b"\1", b"\2"]
 
 
-@pytest.mark.parametrize("rows", [[], [{"arm": "a", "p": ""}, {"arm": "b", "p": "-"}]], ids=["no row", "names alone"])
+@pytest.mark.parametrize(
+    "rows", [[], [{"arm": "a", "p": ""}, {"arm": "b", "p": "-"}]], ids=["no row", "names alone"]
+)
 def test_a_table_that_says_nothing_is_left_out(rows):
     assert section("Title", Table("t", rows, "A caption.")).markdown() == ""
     assert section("Title", Table("t", [*rows, {"arm": "c", "p": ("0.1", 0.1)}])).html() != ""

@@ -46,7 +46,13 @@ def state(tmp_path_factory):
     sweep(tiny(folder, "grid", question="Does the rotation matter?", shape={"steps": 8}), folder, store)
     for name in ("searched", "grid"):
         book = open_ledger(folder, name)
-        decorate(folder / "sweeps" / name / "optuna.log", name, summary_markdown(book), summaries(book), metric_of(book))
+        decorate(
+            folder / "sweeps" / name / "optuna.log",
+            name,
+            summary_markdown(book),
+            summaries(book),
+            metric_of(book),
+        )
         book.close()
     return folder
 
@@ -66,7 +72,14 @@ def browser():
 
     options = ChromeOptions()
     options.binary_location = BROWSER
-    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1600,1000", "--lang=en"):
+    for word in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1600,1000",
+        "--lang=en",
+    ):
         options.add_argument(word)
     driver = Chrome(options, Service(DRIVER))
     yield driver
@@ -81,16 +94,22 @@ def text(browser) -> str:
 def sees(browser, *words: str) -> str:
     """Wait until the page shows all these words; AssertionError with what it shows where it never does."""
     try:
-        return until(lambda: (shown := text(browser)) and all(word in shown for word in words) and shown, SECONDS, 0.2)
+        return until(
+            lambda: (shown := text(browser)) and all(word in shown for word in words) and shown, SECONDS, 0.2
+        )
     except AssertionError:
-        raise AssertionError(f"the page shows no {[word for word in words if word not in text(browser)]}: {text(browser)[:2000]}") from None
+        raise AssertionError(
+            f"the page shows no {[word for word in words if word not in text(browser)]}: {text(browser)[:2000]}"
+        ) from None
     finally:
         picture(browser, os.environ.get("PYTEST_CURRENT_TEST", "page"))
 
 
 def scrolled(browser) -> str:
     """What the page shows once everything in it that scrolls is at its end: long tables hold only the rows that are seen."""
-    browser.execute_script("document.querySelectorAll('*').forEach(e => { if (e.scrollHeight > e.clientHeight) e.scrollTop = 1e6 })")
+    browser.execute_script(
+        "document.querySelectorAll('*').forEach(e => { if (e.scrollHeight > e.clientHeight) e.scrollTop = 1e6 })"
+    )
     return text(browser)
 
 
@@ -98,7 +117,9 @@ def picture(browser, name: str) -> None:
     """Keep what the page looks like where ABLATE_PICTURES names a folder."""
     folder = os.environ.get("ABLATE_PICTURES")
     if folder:
-        browser.save_screenshot(str(Path(folder) / f"{name.partition('::')[2].partition(' ')[0].replace('/', '_')}.png"))
+        browser.save_screenshot(
+            str(Path(folder) / f"{name.partition('::')[2].partition(' ')[0].replace('/', '_')}.png")
+        )
 
 
 def runs(server: str, name: str) -> dict[str, dict]:
@@ -107,7 +128,9 @@ def runs(server: str, name: str) -> dict[str, dict]:
 
     def ask(path: str, body: dict | None = None) -> dict:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{server}/api/2.0/mlflow/{path}", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{server}/api/2.0/mlflow/{path}", data, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
@@ -118,7 +141,9 @@ def runs(server: str, name: str) -> dict[str, dict]:
 
 def test_the_view_of_a_sweep_shows_its_runs_with_what_was_turned_and_the_gap(browser, found):
     browser.get(found["MLflow"])
-    shown = sees(browser, "rht=true seed=0", "rht=false seed=1", "bf16 seed=1", "ablate.rht", "gap/nats", "val/loss")
+    shown = sees(
+        browser, "rht=true seed=0", "rht=false seed=1", "bf16 seed=1", "ablate.rht", "gap/nats", "val/loss"
+    )
     assert "\ngrid\n" not in shown.partition("Run Name")[2]  # the sweep's own run is no arm
 
 
@@ -131,7 +156,9 @@ def test_two_runs_are_compared_with_their_knobs_and_metrics(browser, found):
     browser.get(f'{server}/#/compare-runs?runs={ids}&experiments=["{experiment}"]')
     shown = sees(browser, "rht=true seed=0", "bf16 seed=0", "ablate.rht", "recipe.wgrad.hadamard", "gap/nats")
     params = shown.partition("Show diff only")[2]
-    assert params.index("ablate.rht") < params.index("arm") < params.index("recipe.") < params.index("workload.")
+    assert (
+        params.index("ablate.rht") < params.index("arm") < params.index("recipe.") < params.index("workload.")
+    )
     losses = [next(m["value"] for m in run["data"]["metrics"] if m["key"] == "val/loss") for run in chosen]
     metrics = until(lambda: (below := scrolled(browser)) and "val/loss" in below and below, SECONDS, 0.5)
     assert all(f"{loss:.2f}" in metrics for loss in losses)
@@ -140,9 +167,14 @@ def test_two_runs_are_compared_with_their_knobs_and_metrics(browser, found):
 def test_the_sweeps_own_run_tells_its_question_and_its_answer(browser, found):
     import urllib.request
 
-    server, experiment = found["MLflow"].partition("/#")[0], found["MLflow"].partition("/experiments/")[2].partition("/")[0]
+    server, experiment = (
+        found["MLflow"].partition("/#")[0],
+        found["MLflow"].partition("/experiments/")[2].partition("/")[0],
+    )
     body = json.dumps({"experiment_ids": [experiment], "filter": "tags.`ablate.kind` = 'sweep'"}).encode()
-    request = urllib.request.Request(f"{server}/api/2.0/mlflow/runs/search", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{server}/api/2.0/mlflow/runs/search", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=300) as answer:
         (run,) = json.load(answer)["runs"]
     browser.get(f"{server}/#/experiments/{experiment}/runs/{run['info']['run_id']}")
@@ -189,7 +221,9 @@ def test_a_report_opens_from_its_file_asks_for_nothing_and_shows_its_figures(bro
         sees(browser, "Does the rotation matter?")
         asked = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
         assert [name for name in asked if not name.startswith(("file:", "data:"))] == []
-        sizes = browser.execute_script("return [...document.querySelectorAll('figure svg')].map(e => [e.clientWidth, e.clientHeight])")
+        sizes = browser.execute_script(
+            "return [...document.querySelectorAll('figure svg')].map(e => [e.clientWidth, e.clientHeight])"
+        )
         assert sizes
         assert all(width > 200 and height > 50 for width, height in sizes)
 

@@ -24,7 +24,17 @@ from ablate.training.loop import Telemetry, _Loop
 from ablate.training.rank_layout import Layout
 from ablate.training.workloads.gpt import Gpt
 
-SIZE = {"layers": 2, "width": 64, "heads": 2, "context": 32, "steps": 4, "eval_every": 4, "eval_tokens": 192, "eval_batch": 2, "lr": 1e-3}
+SIZE = {
+    "layers": 2,
+    "width": 64,
+    "heads": 2,
+    "context": 32,
+    "steps": 4,
+    "eval_every": 4,
+    "eval_tokens": 192,
+    "eval_batch": 2,
+    "lr": 1e-3,
+}
 SHARED = {"batch": 1, "accumulate": 4}
 """Each rank has micro-batches of its own."""
 SPLIT = {"batch": 4, "accumulate": 1}
@@ -53,11 +63,17 @@ def be(sharded: bool) -> distributed.World:
     return distributed._world
 
 
-def records(recipe: Recipe, sharded: bool = False, checkpoints: Checkpoints | None = None, **shape: Any) -> list[tuple[int, dict]]:
+def records(
+    recipe: Recipe, sharded: bool = False, checkpoints: Checkpoints | None = None, **shape: Any
+) -> list[tuple[int, dict]]:
     """What a small gpt records, without what clocks and allocators decide."""
     be(sharded)
-    told = Gpt(**SIZE | shape).records(recipe, 0, "emulated", "cpu", Telemetry(every=4, shadow=4, log=1), checkpoints)
-    return [(step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}) for step, metrics, _ in told]
+    told = Gpt(**SIZE | shape).records(
+        recipe, 0, "emulated", "cpu", Telemetry(every=4, shadow=4, log=1), checkpoints
+    )
+    return [
+        (step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}) for step, metrics, _ in told
+    ]
 
 
 @cache
@@ -66,8 +82,14 @@ def alone(name: str, shared: bool) -> list[tuple[int, dict]]:
 
 
 RECORDED = ["bf16", "nvfp4", "fp8_delayed", "percentile", "turned per call", "late"]
-LAYOUTS = [(name, 2, sharded, sharded is (place % 2 == 0)) for place, name in enumerate(RECORDED) for sharded in (False, True)]
-LAYOUTS += [("nvfp4", 2, sharded, sharded) for sharded in (False, True)] + [("nvfp4", 4, sharded, not sharded) for sharded in (False, True)]
+LAYOUTS = [
+    (name, 2, sharded, sharded is (place % 2 == 0))
+    for place, name in enumerate(RECORDED)
+    for sharded in (False, True)
+]
+LAYOUTS += [("nvfp4", 2, sharded, sharded) for sharded in (False, True)] + [
+    ("nvfp4", 4, sharded, not sharded) for sharded in (False, True)
+]
 """Preset, ranks, whether weights are sharded, and whether the ranks have micro-batches of their own."""
 
 
@@ -77,10 +99,14 @@ def test_ranks_record_what_one_records(name, ranks, sharded, shared):
     wanted = alone(name, shared)
     everybody = in_ranks(ranks, lambda: records(variants()[name], sharded, **(SHARED if shared else SPLIT)))
     found = everybody[0]
-    assert [(step, metrics.keys()) for step, metrics in found] == [(step, metrics.keys()) for step, metrics in wanted]
+    assert [(step, metrics.keys()) for step, metrics in found] == [
+        (step, metrics.keys()) for step, metrics in wanted
+    ]
     for (_, mine), (_, its) in zip(found, wanted, strict=True):
         # Sums in another order, 2^-24 apart, decide roundings to bf16 and to codes: 2e-4 of a loss after four steps.
-        assert mine["train/loss"] == pytest.approx(its["train/loss"], rel=1e-6 if mine is found[0][1] else 2e-4)
+        assert mine["train/loss"] == pytest.approx(
+            its["train/loss"], rel=1e-6 if mine is found[0][1] else 2e-4
+        )
         assert mine["grad/norm"] == pytest.approx(its["grad/norm"], rel=1e-3 if mine is found[0][1] else 3e-2)
         assert all(mine[key] == 0 == its[key] for key in mine if key.startswith("nan/"))
     assert found[-1][1]["val/loss"] == pytest.approx(wanted[-1][1]["val/loss"], rel=2e-4)
@@ -102,13 +128,17 @@ def gradient(recipe: Recipe, sharded: bool, **shape: Any) -> dict[str, torch.Ten
     return {name: whole(p.grad) for name, p in loop.run.model.named_parameters()}
 
 
-def gradients_off(sharded: bool, shape: dict[str, Any], wanted: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
+def gradients_off(
+    sharded: bool, shape: dict[str, Any], wanted: dict[str, dict[str, torch.Tensor]]
+) -> dict[str, float]:
     """The recipes whose gradient of some parameter is not only by rounding another than one rank's, and how far, as a share of its norm."""
     found = {}
     for name, its in wanted.items():
         mine = gradient(variants()[name], sharded, **shape)
         off = max(float((mine[p] - its[p]).norm() / its[p].norm()) for p in its)
-        if off > 3e-2:  # a last bit of an fp32 sum decides roundings to bf16 and to codes: one code is a sixth of a block's largest
+        if (
+            off > 3e-2
+        ):  # a last bit of an fp32 sum decides roundings to bf16 and to codes: one code is a sixth of a block's largest
             found[name] = off
     return found
 
@@ -128,7 +158,11 @@ def gradient_alone(shape: str, name: str) -> dict[str, torch.Tensor]:
 def test_the_gradient_of_every_recipe_is_that_of_one_rank(named, sharded):
     shape = SHAPES[named]
     layout = Layout(2, sharded)
-    fitting = {name for name, recipe in variants().items() if not [*layout.misfits(Gpt(**SIZE | shape), recipe, "emulated")]}
+    fitting = {
+        name
+        for name, recipe in variants().items()
+        if not [*layout.misfits(Gpt(**SIZE | shape), recipe, "emulated")]
+    }
     assert {"nvfp4", "quartet2", "fp8_current", "mxfp4_training", "four_over_six"} & PRESETS.keys() <= fitting
     wanted = {name: gradient_alone(named, name) for name in fitting}
     assert in_ranks(2, lambda: gradients_off(sharded, shape, wanted)) == [{}, {}]
@@ -143,15 +177,25 @@ def test_amaxes_of_its_own_for_each_part_change_the_losses_and_not_their_mean():
     for seed in range(6):
         config = {"steps": 12, "eval_every": 12}
         last = [
-            [*Gpt(**SIZE | config | shape).records(recipe, seed, "emulated", "cpu", Telemetry())][-1].metrics["val/loss"]
+            [*Gpt(**SIZE | config | shape).records(recipe, seed, "emulated", "cpu", Telemetry())][-1].metrics[
+                "val/loss"
+            ]
             for shape in (SHARED, SPLIT)
         ]
         gaps.append(last[0] - last[1])
     assert all(gap != 0 for gap in gaps)
-    assert abs(statistics.mean(gaps)) < 3 * statistics.stdev(gaps) / math.sqrt(len(gaps)) + 1e-3  # the batches differ, too
+    assert (
+        abs(statistics.mean(gaps)) < 3 * statistics.stdev(gaps) / math.sqrt(len(gaps)) + 1e-3
+    )  # the batches differ, too
 
 
-QWEN = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+QWEN = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 FIELDS = {
     "recompute, sequences": ({**SPLIT, "recompute": True}, False),
     "recompute, sharded": ({**SHARED, "recompute": True}, True),
@@ -166,7 +210,10 @@ def losses(recipe: Recipe, sharded: bool, shape: dict[str, Any]) -> list[float]:
     be(sharded)
     own = {} if "model" not in shape else dict.fromkeys(("layers", "width", "heads"))
     config = Gpt(**{name: value for name, value in (SIZE | shape).items() if name not in own})
-    return [metrics["train/loss"] for _, metrics, _ in config.records(recipe, 0, "emulated", "cpu", Telemetry(log=1))]
+    return [
+        metrics["train/loss"]
+        for _, metrics, _ in config.records(recipe, 0, "emulated", "cpu", Telemetry(log=1))
+    ]
 
 
 @pytest.mark.slow
@@ -175,7 +222,9 @@ def losses(recipe: Recipe, sharded: bool, shape: dict[str, Any]) -> list[float]:
 def test_what_else_a_run_may_ask_for_works_on_ranks_too(case):
     shape, sharded = FIELDS[case]
     wanted = losses(PRESETS["nvfp4"](), False, shape)
-    assert in_ranks(2, losses, PRESETS["nvfp4"](), sharded, shape)[0] == pytest.approx(wanted, rel=2e-4)  # as above
+    assert in_ranks(2, losses, PRESETS["nvfp4"](), sharded, shape)[0] == pytest.approx(
+        wanted, rel=2e-4
+    )  # as above
 
 
 @pytest.mark.slow
@@ -209,7 +258,9 @@ def trained(path: Any, sharded: bool, until: int | None = None) -> list[tuple[in
     rank = be(sharded).rank
     checkpoints = None if rank else Checkpoints(path, "trial", 0)
     found = []
-    told = Gpt(**SIZE | SHARED).records(variants()["fp8_delayed"], 0, "emulated", "cpu", Telemetry(every=4, shadow=4, log=1), checkpoints)
+    told = Gpt(**SIZE | SHARED).records(
+        variants()["fp8_delayed"], 0, "emulated", "cpu", Telemetry(every=4, shadow=4, log=1), checkpoints
+    )
     for step, metrics, _ in told:
         found.append((step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}))
         if step == until:
@@ -219,13 +270,17 @@ def trained(path: Any, sharded: bool, until: int | None = None) -> list[tuple[in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "then"), [((1, False), (2, True)), ((4, True), (1, False)), ((2, False), (4, False)), ((2, True), (4, True))]
+    ("first", "then"),
+    [((1, False), (2, True)), ((4, True), (1, False)), ((2, False), (4, False)), ((2, True), (4, True))],
 )
 def test_any_number_of_ranks_goes_on_from_a_checkpoint(first, then, tmp_path):
     path = tmp_path / "checkpoint.pt"
     in_ranks(first[0], trained, path, first[1], 3)
     state = torch.load(path, weights_only=True)  # whole: no rank's part of anything
-    assert all(tensor.shape == its.shape for tensor, its in zip(state["model"].values(), _fresh().values(), strict=True))
+    assert all(
+        tensor.shape == its.shape
+        for tensor, its in zip(state["model"].values(), _fresh().values(), strict=True)
+    )
     gone_on = in_ranks(then[0], trained, path, then[1])[0]
     wanted = alone("fp8_delayed", True)
     assert [step for step, _ in gone_on] == [3, 4]
@@ -274,11 +329,18 @@ def gathered_operands() -> list[str]:
         for (layer, ours), theirs in zip(parts.layers.items(), whole.layers.values(), strict=True):
             for slot, product in (("fprop.w", recipe.fprop), ("dgrad.w", recipe.dgrad)):
                 pair = []
-                for one, weight in ((ours, ours.weight.to_local().detach()), (theirs, theirs.weight.detach())):
+                for one, weight in (
+                    (ours, ours.weight.to_local().detach()),
+                    (theirs, theirs.weight.detach()),
+                ):
                     turned = weight.to(torch.bfloat16) if slot == "fprop.w" else weight.to(torch.bfloat16).t()
-                    pair.append(one.weight_operand(slot, product.w, product.hadamard, lambda turned=turned: turned))
+                    pair.append(
+                        one.weight_operand(slot, product.w, product.hadamard, lambda turned=turned: turned)
+                    )
                 for mine, its in zip(*pair, strict=True):
-                    if not torch.equal(mine.dequantize(), its.dequantize()) or not torch.equal(mine.values, its.values):
+                    if not torch.equal(mine.dequantize(), its.dequantize()) or not torch.equal(
+                        mine.values, its.values
+                    ):
                         off.append(f"{name} {layer} {slot}")
     return off
 
@@ -305,13 +367,20 @@ def bytes_of_one_step(name: str) -> tuple[int, int]:
 def test_gathering_codes_and_scales_moves_fewer_bytes_and_says_how_many():
     shapes = [(192, 64), (64, 64), (2 * 192, 64), (64, 192)] * SIZE["layers"]
     weights, micro_batches = sum(rows * columns for rows, columns in shapes), 2
-    products = {"bf16": 1, "nvfp4": 2}  # a plain layer keeps what fprop took; of NVFP4, dgrad takes a copy of its own
+    products = {
+        "bf16": 1,
+        "nvfp4": 2,
+    }  # a plain layer keeps what fprop took; of NVFP4, dgrad takes a copy of its own
     for name, copies in products.items():
         gathered, in_bf16 = in_ranks(2, bytes_of_one_step, name)[0]
-        print(f"\n{name}: {gathered:,} bytes gathered for a step's products, {in_bf16:,} in bf16, {1 - gathered / in_bf16:.1%} saved")
+        print(
+            f"\n{name}: {gathered:,} bytes gathered for a step's products, {in_bf16:,} in bf16, {1 - gathered / in_bf16:.1%} saved"
+        )
         assert in_bf16 == 2 * weights * copies * micro_batches
         amaxes = 4 * len(shapes) * copies * micro_batches
-        codes_and_scales = weights * copies * micro_batches * (1 / 2 + 1 / 256)  # 4 bits an element, a byte for 16x16 of them
+        codes_and_scales = (
+            weights * copies * micro_batches * (1 / 2 + 1 / 256)
+        )  # 4 bits an element, a byte for 16x16 of them
         assert gathered == (in_bf16 if name == "bf16" else codes_and_scales + amaxes)
 
 
@@ -347,7 +416,9 @@ def uneven(shape: dict[str, Any]) -> list[float]:
 @pytest.mark.slow
 def test_layers_whose_rows_do_not_come_out_even_are_sharded_as_everything_else():
     shape = {"batch": 1, "accumulate": 3}
-    assert in_ranks(3, uneven, shape)[0] == pytest.approx(losses(PRESETS["nvfp4"](), False, shape), rel=2e-4)  # as above
+    assert in_ranks(3, uneven, shape)[0] == pytest.approx(
+        losses(PRESETS["nvfp4"](), False, shape), rel=2e-4
+    )  # as above
 
 
 # What cannot be laid out
@@ -360,24 +431,54 @@ def laid_out(recipe: Recipe, layout: Layout, engine: str = "emulated", **changes
 @pytest.mark.parametrize(
     ("layout", "recipe", "changes", "said"),
     [
-        (Layout(3), Recipe(), SPLIT, "3 ranks share the 1 micro-batch of a step, 3 one each, and 3 does not divide workload.batch 4"),
-        (Layout(4), Recipe(), {"batch": 1, "accumulate": 2}, "4 ranks share the 2 micro-batches of a step, 2 one each, and 2 does not"),
-        (Layout(2), Recipe(), SHARED | {"compile": True}, "workload.compile compiles for one rank; leave it out, or use 1 instead of 2"),
+        (
+            Layout(3),
+            Recipe(),
+            SPLIT,
+            "3 ranks share the 1 micro-batch of a step, 3 one each, and 3 does not divide workload.batch 4",
+        ),
+        (
+            Layout(4),
+            Recipe(),
+            {"batch": 1, "accumulate": 2},
+            "4 ranks share the 2 micro-batches of a step, 2 one each, and 2 does not",
+        ),
+        (
+            Layout(2),
+            Recipe(),
+            SHARED | {"compile": True},
+            "workload.compile compiles for one rank; leave it out, or use 1 instead of 2",
+        ),
         (
             Layout(2),
             Recipe(fprop=Fprop(x=Quant(outer=Outer(statistic="hold:4")))),
             SHARED,
             "recipe.fprop.x.outer.statistic hold takes the amax of the step's first micro-batch, which one rank sees; use accumulate 1",
         ),
-        (Layout(2), Recipe(fprop=Fprop(x=Quant(transform=Transform(mean=True)))), SPLIT, "recipe.fprop.x.transform looks at the whole"),
+        (
+            Layout(2),
+            Recipe(fprop=Fprop(x=Quant(transform=Transform(mean=True)))),
+            SPLIT,
+            "recipe.fprop.x.transform looks at the whole",
+        ),
         (
             Layout(2),
             Recipe(wgrad=Wgrad(x=Quant(), g=Quant(), hadamard=Hadamard(size=64))),
             {"batch": 2, "context": 32},
             "32 tokens, which cuts a block of recipe.wgrad.hadamard; a workload.accumulate that is a multiple of 2 gives each rank",
         ),
-        (Layout(2), Recipe(wgrad=Wgrad(x=Quant())), {"batch": 2, "context": 24}, "24 tokens, which cuts a block of recipe.wgrad.x"),
-        (Layout(2, True), Recipe(), SHARED | {"optimizer": "muon"}, "sharded: optimizer muon orthogonalises whole matrices; use adamw"),
+        (
+            Layout(2),
+            Recipe(wgrad=Wgrad(x=Quant())),
+            {"batch": 2, "context": 24},
+            "24 tokens, which cuts a block of recipe.wgrad.x",
+        ),
+        (
+            Layout(2, True),
+            Recipe(),
+            SHARED | {"optimizer": "muon"},
+            "sharded: optimizer muon orthogonalises whole matrices; use adamw",
+        ),
         (
             Layout(2, True),
             Recipe(fprop=Fprop(w=Quant()), weights=Weights(osci_reset=OsciReset())),
@@ -386,7 +487,11 @@ def laid_out(recipe: Recipe, layout: Layout, engine: str = "emulated", **changes
         ),
         (
             Layout(2),
-            Recipe(schedule=(Phase(start="step:2", use=Products(fprop=Fprop(x=Quant(transform=Transform(mean=True))))),)),
+            Recipe(
+                schedule=(
+                    Phase(start="step:2", use=Products(fprop=Fprop(x=Quant(transform=Transform(mean=True))))),
+                )
+            ),
             SPLIT,
             "recipe.fprop.x.transform looks at the whole of one",
         ),
@@ -397,7 +502,13 @@ def test_what_ranks_cannot_share_is_refused_with_the_way_out(layout, recipe, cha
 
 
 def test_what_they_can_is_not():
-    assert laid_out(PRESETS["nvfp4"](), Layout(2), **SHARED) == laid_out(PRESETS["nvfp4"](), Layout(4, True), **SPLIT) == ""
-    assert "engine transformer_engine does not do" in laid_out(PRESETS["nvfp4"](), Layout(2), "transformer_engine", **SPLIT)
+    assert (
+        laid_out(PRESETS["nvfp4"](), Layout(2), **SHARED)
+        == laid_out(PRESETS["nvfp4"](), Layout(4, True), **SPLIT)
+        == ""
+    )
+    assert "engine transformer_engine does not do" in laid_out(
+        PRESETS["nvfp4"](), Layout(2), "transformer_engine", **SPLIT
+    )
     assert laid_out(PRESETS["nvfp4"](), Layout(2), "transformer_engine", **SHARED) == ""
     assert Training().divisible is Training().shardable is False

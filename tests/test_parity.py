@@ -36,7 +36,11 @@ def found(tmp_path_factory):
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
     here = tmp_path_factory.mktemp("parity")
     paths = os.pathsep.join((str(HERE.parent.parent), str(HERE)))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ABLATE_CACHE": str(here / "cache")}
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "ABLATE_CACHE": str(here / "cache"),
+    }
     (here / "work").mkdir()
     command = [sys.executable, str(HERE / "te_parity.py"), str(here / "work")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
@@ -55,7 +59,10 @@ def test_a_sound_engine_agrees_in_every_row_and_says_so(found):
     run = found["whole"]["agrees"]
     assert run["status"] == 0, run["said"]
     said = " ".join(run["said"].split())
-    assert "Transformer Engine 2.20.2 on this machine computes what the emulator computes in NVFP4 and MXFP8 and FP8: all 67 checks" in said
+    assert (
+        "Transformer Engine 2.20.2 on this machine computes what the emulator computes in NVFP4 and MXFP8 and FP8: all 67 checks"
+        in said
+    )
     written = document(found, "parity-no-gpu-2.20.2.json")
     assert written["verdict"] == "agrees"
     assert written["families"] == {"nvfp4": "agrees", "mxfp8": "agrees", "fp8": "agrees"}
@@ -65,7 +72,10 @@ def test_a_sound_engine_agrees_in_every_row_and_says_so(found):
 
 def test_a_record_says_what_was_compared_with_what_and_every_loss(found):
     written = document(found, "parity-no-gpu-2.20.2.json")
-    assert written["compared"] | {"capability": "10.0", "transformer_engine": "2.20.2", "protocol": 2} == written["compared"]
+    assert (
+        written["compared"] | {"capability": "10.0", "transformer_engine": "2.20.2", "protocol": 2}
+        == written["compared"]
+    )
     assert {"numerics", "torch", "parts"} < set(written["compared"])
     assert written["environment"]["fp4_backend"] == "cublaslt 130200"
     assert set(written["losses"]) == {"nvfp4", "mxfp8", "fp8_current"}
@@ -76,7 +86,9 @@ def test_a_record_says_what_was_compared_with_what_and_every_loss(found):
 
 
 def test_every_preset_that_te_computes_is_among_the_layers(found):
-    computed = {name for name, make in PRESETS.items() if not list(recipe_refusals(make())) and not make().plain}
+    computed = {
+        name for name, make in PRESETS.items() if not list(recipe_refusals(make())) and not make().plain
+    }
     covered = {products for _, _, products in recipes(("nvfp4", "mxfp8", "fp8"))}
     assert all(to_nearest(PRESETS[name]().products) in covered for name in computed)
     assert len(found["layers"]) == len(covered) == 18
@@ -98,7 +110,10 @@ def turned(*parts: str) -> list[str]:
     ("fault", "rows"),
     [
         ("nothing", []),
-        ("a weight's block scale one code off", ["NVFP4, 16x16 weights: block scales", "NVFP4, Four Over Six 16x16: block scales"]),
+        (
+            "a weight's block scale one code off",
+            ["NVFP4, 16x16 weights: block scales", "NVFP4, Four Over Six 16x16: block scales"],
+        ),
         ("a weight's code one off", ["NVFP4, 16x16 weights: codes", "NVFP4, Four Over Six 16x16: codes"]),
         ("a rotation's sign flipped", turned("codes", "block scales", "amax")),
         ("one set of bits for both copies", ["stochastic: the two copies are independent"]),
@@ -135,7 +150,10 @@ def test_a_fault_that_shows_in_several_places_is_off_where_it_is_named(fault, ro
 
 def test_what_a_fault_leaves_alone_stays_sound(found):
     assert "nvfp4 forward alone: y, dx, dw" not in found["wrong"]["dgrad a hundredth larger"]
-    assert "nvfp4 without rotation: y, dx, dw" not in found["wrong"]["a rotation of one side of wgrad that is not the other's"]
+    assert (
+        "nvfp4 without rotation: y, dx, dw"
+        not in found["wrong"]["a rotation of one side of wgrad that is not the other's"]
+    )
 
 
 # The record, and who trusts it
@@ -184,9 +202,12 @@ def test_a_trial_records_what_multiplied_and_every_switch_that_was_set(found):
 
 
 @pytest.mark.parametrize(
-    ("machine", "families", "fast"), [(B200, ("nvfp4", "mxfp8", "fp8"), False), (H100, ("fp8",), True), (RTX, ("fp8",), False)]
+    ("machine", "families", "fast"),
+    [(B200, ("nvfp4", "mxfp8", "fp8"), False), (H100, ("fp8",), True), (RTX, ("fp8",), False)],
 )
-def test_each_gpu_is_asked_for_what_it_computes_and_the_rest_is_left_out_with_the_reason(machine, families, fast):
+def test_each_gpu_is_asked_for_what_it_computes_and_the_rest_is_left_out_with_the_reason(
+    machine, families, fast
+):
     bench = parity.bench_of(machine)
     assert (bench.families, bench.fast_sums) == (families, fast)
     assert bench.steps == 200
@@ -219,11 +240,14 @@ def test_a_driver_that_torch_cannot_use_and_a_stray_switch_are_told_too(monkeypa
     monkeypatch.delenv("NVTE_USE_FAST_MATH")
 
     def too_old():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update.\nMore")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040). Please update.\nMore"
+        )
 
     monkeypatch.setattr(torch.cuda, "init", too_old)
     assert (
-        parity.obstacle() == "torch finds no usable GPU: The NVIDIA driver on your system is too old (found version 11040). Please update"
+        parity.obstacle()
+        == "torch finds no usable GPU: The NVIDIA driver on your system is too old (found version 11040). Please update"
     )
 
 
@@ -232,10 +256,19 @@ def test_a_driver_that_torch_cannot_use_and_a_stray_switch_are_told_too(monkeypa
     [
         (("--engine", "transformer_engine"), "--engine transformer_engine cannot be compared here: "),
         (("--engine", "emulated"), "--engine emulated: is what others are compared with; leave --engine out"),
-        (("--engine", "transformer_engin"), "--engine transformer_engin: no such engine; 'transformer_engine' is the nearest"),
+        (
+            ("--engine", "transformer_engin"),
+            "--engine transformer_engin: no such engine; 'transformer_engine' is the nearest",
+        ),
         (("--record", "x.json"), "--record goes with --engine transformer_engine"),
-        (("--engine", "transformer_engine", "--record", "no/where/x.json"), "--record no/where/x.json: there is no folder"),
-        (("--engine", "transformer_engine", "--record", "x.png"), "--record x.png: is for the document; its picture is put beside it"),
+        (
+            ("--engine", "transformer_engine", "--record", "no/where/x.json"),
+            "--record no/where/x.json: there is no folder",
+        ),
+        (
+            ("--engine", "transformer_engine", "--record", "x.png"),
+            "--record x.png: is for the document; its picture is put beside it",
+        ),
     ],
 )
 def test_the_command_refuses_in_a_sentence_with_status_2(words, why):
@@ -267,7 +300,9 @@ def test_a_twin_is_its_layer_but_for_last_bits():
         for twin in twins(ENDS).values():
             plain, other = (next(pair(sample, to_nearest(PRESETS[preset]().products))) for _ in range(2))
             other.whole_graph = Otherwise(other, twin)
-            for a, b in zip(_computed(plain, sample).values(), _computed(other, sample).values(), strict=True):
+            for a, b in zip(
+                _computed(plain, sample).values(), _computed(other, sample).values(), strict=True
+            ):
                 differ.append(float((a != b).double().mean()))
                 assert torch.allclose(a.double(), b.double(), rtol=2**-7, atol=1e-5 * float(a.abs().max()))
         assert max(differ) < 0.01
@@ -275,8 +310,12 @@ def test_a_twin_is_its_layer_but_for_last_bits():
 
 
 def test_distances_and_the_yardsticks_are_means():
-    runs = {"emulated": [4.0, 3.0], "te": [4.0, 3.5], "bf16": [4.0, 2.0]} | {twin: [4.0, 3.1] for twin in TWINS}
-    gradients = {"te": [0.02, 0.3], "bf16": [0.1, 0.1]} | {twin: [0.01 * n, 0.1] for n, twin in enumerate(TWINS)}
+    runs = {"emulated": [4.0, 3.0], "te": [4.0, 3.5], "bf16": [4.0, 2.0]} | {
+        twin: [4.0, 3.1] for twin in TWINS
+    }
+    gradients = {"te": [0.02, 0.3], "bf16": [0.1, 0.1]} | {
+        twin: [0.01 * n, 0.1] for n, twin in enumerate(TWINS)
+    }
     found = Curves("nvfp4", runs, gradients)
     assert found.distance("te") == 0.25
     assert found.yardstick == pytest.approx(0.05)

@@ -23,7 +23,16 @@ def holds(phase: Phase, run: Run) -> bool:
     return any(phase.active(step, run) for step in range(run.steps))
 
 
-STARTS = ["step:0", "step:19", "step:20", "tokens:133", "tokens:134", "fraction:0.95", "fraction:0.951", "decay"]
+STARTS = [
+    "step:0",
+    "step:19",
+    "step:20",
+    "tokens:133",
+    "tokens:134",
+    "fraction:0.95",
+    "fraction:0.951",
+    "decay",
+]
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -99,7 +108,9 @@ ACCEPTED = {
     "no cooldown": {"ablate": {"cooldown": [0, 0.05]}},
     "the last step alone": {"ablate": {"recipe.schedule": [[{"start": "step:19"}]]}},
     "a class of its own model": {"ablate": {"recipe.layers.rules": [[{"match": "class:Atten*"}]]}},
-    "a class in the last block": {"ablate": {"recipe.layers.rules": [[{"match": {"blocks": "last:1", "within": "SwiGLU"}}]]}},
+    "a class in the last block": {
+        "ablate": {"recipe.layers.rules": [[{"match": {"blocks": "last:1", "within": "SwiGLU"}}]]}
+    },
     "a condition that may hold": {"ablate": {"recipe.schedule": [[{"start": "noise_ratio:1:19"}]]}},
 }
 
@@ -111,7 +122,10 @@ def test_what_happens_at_least_once_is_not(case, tmp_path):
 
 def test_a_presets_own_phase_that_a_run_is_too_short_for_is_noted(tmp_path):
     found = tiny(tmp_path, ablate={"recipe": ["healing", "fp4_all_the_way", "nvfp4"]})  # of 4 steps
-    assert [name in note for name, note in zip(("healing", "fp4_all_the_way"), found.notes, strict=True)] == [True, True]
+    assert [name in note for name, note in zip(("healing", "fp4_all_the_way"), found.notes, strict=True)] == [
+        True,
+        True,
+    ]
     assert tiny(tmp_path, shape=STEPS, ablate={"recipe": ["healing"]}).notes == ()
 
 
@@ -138,22 +152,32 @@ def test_a_recipe_is_shown_whatever_a_workload_of_it_would_leave_without_effect(
 @pytest.mark.parametrize(("ratios", "began"), [([3.0, 2.0], False), ([3.0, 0.9], True)])
 def test_a_condition_that_no_run_met_is_told_when_the_runs_are_over(ratios, began, tmp_path):
     path = tmp_path / "sweeps" / "x" / "ledger.db"
-    spec = {"workload": {"gpt": {"steps": 9}}, "recipe": {"schedule": [{"start": "noise_ratio:1.0:4", "slots": "all"}]}}
+    spec = {
+        "workload": {"gpt": {"steps": 9}},
+        "recipe": {"schedule": [{"start": "noise_ratio:1.0:4", "slots": "all"}]},
+    }
     with closing(Ledger(path)) as book:
         arm = book.add_arm("late", {"sr": True}, None, None)
         for seed, ratio in enumerate(ratios):
             trial = book.add_member(arm, seed, f"{seed}", json.dumps(spec))
             values = {4: ratio, 6: 0.1, 8: 5.0}  # step 6 is a probe's, not the condition's
-            book.record(trial, [{"step": s, "time": 0.0, "metrics": {"grad/noise_ratio": v}} for s, v in values.items()])
+            book.record(
+                trial,
+                [{"step": s, "time": 0.0, "metrics": {"grad/noise_ratio": v}} for s, v in values.items()],
+            )
             book.settle(trial, "done")
         found = list(never_began(book))
-        assert [("late" in line, "noise_ratio:1.0:4" in line) for line in found] == ([] if began else [(True, True)])
+        assert [("late" in line, "noise_ratio:1.0:4" in line) for line in found] == (
+            [] if began else [(True, True)]
+        )
         assert [part.text for part in Answer(book).losses() if "late, noise_ratio" in part.text] == found
 
 
 def test_a_sweep_goes_on_after_values_that_were_refused(tmp_path):
     search = {"trials": 6, "sampler": "random", "seed": 1}
-    experiment = tiny(tmp_path, seeds=1, ablate={"cooldown": {"uniform": [0.0, 0.5]}}, search=search)  # of 4 steps
+    experiment = tiny(
+        tmp_path, seeds=1, ablate={"cooldown": {"uniform": [0.0, 0.5]}}, search=search
+    )  # of 4 steps
     assert sweep(experiment, tmp_path)[0].status == "done"
     with closing(ledger(tmp_path)) as book:
         drawn = {point["role"]: 0 for point in book.points()}

@@ -58,8 +58,18 @@ def test_without_anything_things_are_in_runs_and_ray_is_started_here(bare):
 def test_a_profile_says_all_of_it(bare):
     (bare / "here" / "ablate.toml").write_text(LAB)
     place = find("lab")
-    assert (str(place.state), place.ray, place.mlflow) == ("lab-runs", "ray://head:10001", "http://tracker:5000")
-    assert (place.workers, place.executor, place.device, place.price, place.priority) == (3, "inline", "cpu", 2.5, 3)
+    assert (str(place.state), place.ray, place.mlflow) == (
+        "lab-runs",
+        "ray://head:10001",
+        "http://tracker:5000",
+    )
+    assert (place.workers, place.executor, place.device, place.price, place.priority) == (
+        3,
+        "inline",
+        "cpu",
+        2.5,
+        3,
+    )
     assert set(place.origins.values()) == {"profile lab of ablate.toml"}
 
 
@@ -105,26 +115,49 @@ def test_an_environment_for_another_process_leads_it_to_the_same_place(bare, mon
         for name, value in place.environment().items():
             monkeypatch.setenv(name, value)
         again = find()
-        assert (again.ray, again.mlflow, again.notify, again.price) == (place.ray, place.mlflow, place.notify, place.price)
+        assert (again.ray, again.mlflow, again.notify, again.price) == (
+            place.ray,
+            place.mlflow,
+            place.notify,
+            place.price,
+        )
         assert again.state == place.state.resolve()
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[profile.lab]\nmlfow = 'x'", "ablate.toml: profile.lab.mlfow: no such key; 'mlflow' is the nearest of"),
+        (
+            "[profile.lab]\nmlfow = 'x'",
+            "ablate.toml: profile.lab.mlfow: no such key; 'mlflow' is the nearest of",
+        ),
         ("mlflow = 'x'", "ablate.toml: mlflow: no such key; everything stands below [profile.NAME]"),
         ("profile = 'lab'", "ablate.toml: profile: must be tables, [profile.NAME]"),
         ("[profile.other]", "ablate.toml: no profile 'lab'; 'other' is the nearest of other"),
         ("[profile.lab]\nworkers = 0", "ablate.toml: profile.lab.workers: 0: must be a whole number from 1"),
-        ("[profile.lab]\nworkers = true", "ablate.toml: profile.lab.workers: True: must be a whole number from 1"),
-        ("[profile.lab]\npriority = 1.5", "ablate.toml: profile.lab.priority: 1.5: must be a whole number; higher goes first"),
+        (
+            "[profile.lab]\nworkers = true",
+            "ablate.toml: profile.lab.workers: True: must be a whole number from 1",
+        ),
+        (
+            "[profile.lab]\npriority = 1.5",
+            "ablate.toml: profile.lab.priority: 1.5: must be a whole number; higher goes first",
+        ),
         ("[profile.lab]\nprice = -1", "ablate.toml: profile.lab.price: -1: must be a number above 0"),
-        ("[profile.lab]\ndevice = 'tpu'", "ablate.toml: profile.lab.device: 'tpu': must be one of auto, cpu, cuda"),
+        (
+            "[profile.lab]\ndevice = 'tpu'",
+            "ablate.toml: profile.lab.device: 'tpu': must be one of auto, cpu, cuda",
+        ),
         ("[profile.lab]\nstate = 3", "ablate.toml: profile.lab.state: must be text"),
         ("[profile.lab\n", "ablate.toml: cannot be read: "),
-        ("[profile.other]\nmlflow = 'postgresql://ablate:s3cret@db/x'", "ablate.toml: profile.other.mlflow: a password has no place"),
-        ("[profile.lab]\nmlflow = '$NOWHERE'", "mlflow in profile lab of ablate.toml: $NOWHERE is not set in the environment"),
+        (
+            "[profile.other]\nmlflow = 'postgresql://ablate:s3cret@db/x'",
+            "ablate.toml: profile.other.mlflow: a password has no place",
+        ),
+        (
+            "[profile.lab]\nmlflow = '$NOWHERE'",
+            "mlflow in profile lab of ablate.toml: $NOWHERE is not set in the environment",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_profile_is_told_in_a_sentence(bare, content, said):
@@ -140,13 +173,17 @@ def test_a_profile_without_a_file_is_told(bare):
 
 
 def test_everything_that_is_wrong_is_told_at_once(bare):
-    (bare / "here" / "ablate.toml").write_text("[profile.lab]\nworkers = 0\nfoo = 1\n[profile.b]\nprice = 'x'")
+    (bare / "here" / "ablate.toml").write_text(
+        "[profile.lab]\nworkers = 0\nfoo = 1\n[profile.b]\nprice = 'x'"
+    )
     assert len(refused()) == 3
 
 
 @pytest.mark.parametrize("written", ["$PGPASSWORD", "${PGPASSWORD}"])
 def test_a_password_comes_from_the_environment(bare, monkeypatch, written):
-    (bare / "here" / "ablate.toml").write_text(f'[profile.lab]\nmlflow = "postgresql://ablate:{written}@db/mlflow"')
+    (bare / "here" / "ablate.toml").write_text(
+        f'[profile.lab]\nmlflow = "postgresql://ablate:{written}@db/mlflow"'
+    )
     monkeypatch.setenv("PGPASSWORD", "s3cret")
     place = find("lab")
     assert place.mlflow == "postgresql://ablate:s3cret@db/mlflow"
@@ -155,7 +192,9 @@ def test_a_password_comes_from_the_environment(bare, monkeypatch, written):
 
 
 def test_what_is_missing_in_the_environment_does_not_matter_where_a_flag_goes_before_it(bare):
-    (bare / "here" / "ablate.toml").write_text('[profile.lab]\nmlflow = "postgresql://ablate:$NOWHERE@db/mlflow"')
+    (bare / "here" / "ablate.toml").write_text(
+        '[profile.lab]\nmlflow = "postgresql://ablate:$NOWHERE@db/mlflow"'
+    )
     assert find("lab", mlflow="none").mlflow is None
 
 
@@ -165,7 +204,10 @@ def test_what_is_missing_in_the_environment_does_not_matter_where_a_flag_goes_be
         ("postgresql://user:secret@host/db", "postgresql://user:***@host/db"),
         ("postgresql://user:se:cr/et@host/db", "postgresql://user:***@host/db"),
         ("postgresql://user:sec@ret@host/db", "postgresql://user:***@host/db"),
-        ("API request to http://u:secret@h:5000/api failed, tried twice", "API request to http://u:***@h:5000/api failed, tried twice"),
+        (
+            "API request to http://u:secret@h:5000/api failed, tried twice",
+            "API request to http://u:***@h:5000/api failed, tried twice",
+        ),
         ("postgresql://host/db?user=u&password=secret&x=1", "postgresql://host/db?user=u&password=***&x=1"),
         ("http://host:5000/path", "http://host:5000/path"),
         ("postgresql://user@host/db", "postgresql://user@host/db"),
@@ -195,8 +237,20 @@ def test_a_hook_is_shown_without_its_key(hook, shown):
 
 
 def test_the_command_prints_what_is_in_force_and_where_it_comes_from(bare):
-    (bare / "here" / "ablate.toml").write_text(LAB.replace("http://tracker:5000", "postgresql://ablate:$PW@db/x"))
-    done = ablate("place", "--profile", "lab", "--state", "other", "--device", "cpu", PW="s3cret", HOME=str(bare / "home"))
+    (bare / "here" / "ablate.toml").write_text(
+        LAB.replace("http://tracker:5000", "postgresql://ablate:$PW@db/x")
+    )
+    done = ablate(
+        "place",
+        "--profile",
+        "lab",
+        "--state",
+        "other",
+        "--device",
+        "cpu",
+        PW="s3cret",
+        HOME=str(bare / "home"),
+    )
     assert done.returncode == 0, done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
     assert lines["state"].split()[1:] == ["other", "--state"]

@@ -42,7 +42,9 @@ HIDDEN = {"Cc", "Cs", "Zl", "Zp"}
 
 def hidden(text: str) -> set[str]:
     """The characters of a text that a terminal obeys, line breaks apart."""
-    return {character for character in text if character != "\n" and unicodedata.category(character) in HIDDEN}
+    return {
+        character for character in text if character != "\n" and unicodedata.category(character) in HIDDEN
+    }
 
 
 def drawn(text: str) -> str:
@@ -94,8 +96,20 @@ def test_a_failure_is_told_as_it_is(tmp_path):
         view = View(Screen(file=out, force_terminal=terminal, color_system=None, width=300))
         running = tuple(Running(name, 1, 1, 1, 0.0, 4, 1.0, None, None) for name in NASTY)
         with view.open():
-            view.show(Progress(0, 2, 0, running, tuple(f"{name} seed=1: failed: {QUESTION}" for name in NASTY), QUESTION, 3.0))
-        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", out.getvalue()) if terminal else out.getvalue()  # what moves the live view
+            view.show(
+                Progress(
+                    0,
+                    2,
+                    0,
+                    running,
+                    tuple(f"{name} seed=1: failed: {QUESTION}" for name in NASTY),
+                    QUESTION,
+                    3.0,
+                )
+            )
+        plain = (
+            re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", out.getvalue()) if terminal else out.getvalue()
+        )  # what moves the live view
         assert hidden(plain) == set()
         assert all(f"{drawn(name)} seed=1: failed: {drawn(QUESTION)}" in plain for name in NASTY)
 
@@ -157,7 +171,9 @@ def test_tables_and_pictures_are_written_without_formulas(tmp_path):
     from ablate.results.figures.style import Figure, Picture
 
     page.Table("table", [{"arm": name, "gap": ("-0.01", -0.01)} for name in NASTY]).save(tmp_path)
-    Picture("picture", "?", Figure(), pd.DataFrame({"arm": pd.Categorical(NASTY), "value": -1.5})).save(tmp_path)
+    Picture("picture", "?", Figure(), pd.DataFrame({"arm": pd.Categorical(NASTY), "value": -1.5})).save(
+        tmp_path
+    )
     for name, gap in (("table", "-0.01"), ("picture", "-1.5")):
         with (tmp_path / f"{name}.csv").open(newline="") as file:
             rows = list(csv.reader(file))[1:]

@@ -10,23 +10,38 @@ from ablate.experiment.load import Experiment
 from ablate.training.loop import Telemetry
 from ablate.training.models.causal import build, outlined
 
-QWEN = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+QWEN = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 QWEN |= {"intermediate_size": 64, "head_dim": 16}
-EXPERTS = {name: value for name, value in QWEN.items() if name != "head_dim"} | {"model_type": "qwen3_moe", "num_experts": 8}
+EXPERTS = {name: value for name, value in QWEN.items() if name != "head_dim"} | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+}
 LORA = {"rank": 2}
 RUN = {"context": 16, "batch": 2, "steps": 2, "eval_every": 2, "eval_tokens": 64, "eval_batch": 2}
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
 
 
 def tuned(folder, lora: dict | None = LORA, **keys) -> Experiment:
-    return tiny(folder, workload={"finetune": RUN | {"data": shards(folder), "model": QWEN, "lora": lora}}, **keys)
+    return tiny(
+        folder, workload={"finetune": RUN | {"data": shards(folder), "model": QWEN, "lora": lora}}, **keys
+    )
 
 
 def metrics(experiment: Experiment, name: str) -> dict[str, float]:
     """All that a trial of an arm records in its last step, but for times."""
     arm = next(arm for arm in experiment.arms if arm.name == name)
     *_, last = arm.config.records(arm.recipe, 0, "emulated", "cpu", Telemetry())
-    return {name: value for name, value in last.metrics.items() if not name.startswith(("throughput/", "memory/"))}
+    return {
+        name: value for name, value in last.metrics.items() if not name.startswith(("throughput/", "memory/"))
+    }
 
 
 def test_a_knob_of_wgrad_alone_is_named_where_adapters_leave_no_wgrad(tmp_path):
@@ -39,7 +54,10 @@ def test_a_knob_of_wgrad_alone_is_named_where_adapters_leave_no_wgrad(tmp_path):
 
 def test_arms_that_are_said_to_be_equal_are_equal_to_the_bit_and_those_of_the_other_knob_are_not(tmp_path):
     experiment = tuned(tmp_path, ablate={"rht": [True, False], "sr": [True, False]})
-    equal, twin, other = (metrics(experiment, f"rht={rht} sr={sr}") for rht, sr in (("true", "true"), ("false", "true"), ("true", "false")))
+    equal, twin, other = (
+        metrics(experiment, f"rht={rht} sr={sr}")
+        for rht, sr in (("true", "true"), ("false", "true"), ("true", "false"))
+    )
     assert equal == twin
     assert equal != other
 
@@ -74,7 +92,9 @@ def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_o
     for model, left in ((EXPERTS, "model.layers.0.mlp.experts.gate_up_proj"), (QWEN, "lm_head.weight")):
         found = outlined(model, 64)  # what `outline` remembers
         built = build(model, 64, 0, torch.device("cpu"))
-        matrices = {name: p.numel() for name, p in built.named_parameters() if p.ndim > 1 and "embed" not in name}
+        matrices = {
+            name: p.numel() for name, p in built.named_parameters() if p.ndim > 1 and "embed" not in name
+        }
         reached = sum(matrices[f"{layer.name}.weight"] for layer in found.layers)
         assert found.covered == pytest.approx(reached / sum(matrices.values()))
         assert found.left == left
@@ -83,7 +103,9 @@ def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_o
 
 
 def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_path):
-    path = write(tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": EXPERTS, "steps": 1}}, seeds=1)
+    path = write(
+        tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": EXPERTS, "steps": 1}}, seeds=1
+    )
     said = "of the weights in its matrices (embeddings apart) are in layers that a recipe quantises; the largest of the others, "
     for words in (("plan", path), ("sweep", path, "--executor", "inline", "--mlflow", "none", "--no-report")):
         done = here(*words, "--state", tmp_path / "runs")
@@ -102,10 +124,21 @@ def test_a_plan_says_how_many_ranks_compute_a_trial_where_it_is_run(tmp_path):
 
 
 def test_a_plan_counts_the_layers_of_arms_with_a_layer_policy(tmp_path):
-    rules = [[], [{"match": {"blocks": "last:1", "within": "Attention"}}], [{"match": {"name": "blocks.2.attention.*"}}]]
-    found = dict(policies(tiny(tmp_path, shape={"layers": 3}, ablate={"recipe.layers.rules": rules, "skip_first": [0, 1]})))
+    rules = [
+        [],
+        [{"match": {"blocks": "last:1", "within": "Attention"}}],
+        [{"match": {"name": "blocks.2.attention.*"}}],
+    ]
+    found = dict(
+        policies(
+            tiny(tmp_path, shape={"layers": 3}, ablate={"recipe.layers.rules": rules, "skip_first": [0, 1]})
+        )
+    )
     assert len(found) == 5  # all but the arm without any
-    counts = [sorted(int(line.partition(" of 12 layers")[0].rpartition(" ")[2]) for line in lines) for lines in found.values()]
+    counts = [
+        sorted(int(line.partition(" of 12 layers")[0].rpartition(" ")[2]) for line in lines)
+        for lines in found.values()
+    ]
     assert sorted(counts) == [[2, 4, 6], [2, 4, 6], [2, 10], [2, 10], [4, 8]]
 
 

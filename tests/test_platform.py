@@ -8,7 +8,9 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "platform_costs.py"
 
 
 def platform(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_a_row_that_is_not_there_is_refused_in_a_sentence():

@@ -33,7 +33,14 @@ def test_a_constraint_is_broken_by_what_is_too_much_or_not_there(finals, expecte
     assert violations((), finals) == []
 
 
-def member(book: Ledger, seed: int, status: str, reason: str | None = None, point: tuple = (0, {}), **records: dict[int, float]) -> int:
+def member(
+    book: Ledger,
+    seed: int,
+    status: str,
+    reason: str | None = None,
+    point: tuple = (0, {}),
+    **records: dict[int, float],
+) -> int:
     """A member of an arm, its trial in the ledger; returns the trial's number there."""
     number, knobs = point
     arm = book.add_arm(f"arm {number}", knobs, None, number)
@@ -78,7 +85,9 @@ def test_an_arm_is_the_mean_over_its_seeds_and_keeps_to_what_the_worst_of_them_k
         ("failed", "FileNotFoundError: train.bin", (math.nan, math.nan), -1.0),
     ],
 )
-def test_what_the_recipe_itself_ended_breaks_a_constraint_and_what_a_machine_did_is_unknown(status, reason, values, broken, tmp_path, book):
+def test_what_the_recipe_itself_ended_breaks_a_constraint_and_what_a_machine_did_is_unknown(
+    status, reason, values, broken, tmp_path, book
+):
     metrics = [{"name": "val/loss"}, {"name": "grad/norm", "direction": "maximize"}]
     experiment = tiny(tmp_path, metric=metrics, **SEARCH)
     member(book, 0, "done", val_loss={4: 3.0}, grad_norm={4: 1.0})
@@ -99,7 +108,9 @@ def test_an_arm_is_judged_at_its_rungs_by_its_first_seed_alone(tmp_path, book):
 
 
 def test_wilcoxon_hears_of_each_seed_as_it_ends(tmp_path, book):
-    experiment = tiny(tmp_path, seeds=[4, 3, 2, 1, 0], **SEARCH | {"search": {"trials": 3, "pruner": "wilcoxon"}})
+    experiment = tiny(
+        tmp_path, seeds=[4, 3, 2, 1, 0], **SEARCH | {"search": {"trials": 3, "pruner": "wilcoxon"}}
+    )
     member(book, 4, "done", val_loss={2: 9.0, 4: 5.0})
     member(book, 3, "running", val_loss={2: 9.0})
     member(book, 2, "diverged", val_loss={2: 9.0})
@@ -109,29 +120,44 @@ def test_wilcoxon_hears_of_each_seed_as_it_ends(tmp_path, book):
 
 
 def shown(pictures: Pictures) -> list[tuple]:
-    return [(t.state.name, t.intermediate_values, t.values, t.user_attrs) for t in pictures.study.study.get_trials()]
+    return [
+        (t.state.name, t.intermediate_values, t.values, t.user_attrs)
+        for t in pictures.study.study.get_trials()
+    ]
 
 
 @pytest.mark.parametrize("of", ["this version", "an earlier version"])
 @pytest.mark.parametrize(("pruner", "at"), [("asha", 2), ("wilcoxon", 3)])
-def test_an_arm_that_is_given_up_is_so_in_the_ledger_in_the_study_and_in_a_study_drawn_again(pruner, at, of, tmp_path, book):
-    search = {"trials": 3, "sampler": "random", "pruner": pruner} | ({"rungs": [2, 4]} if pruner == "asha" else {})
+def test_an_arm_that_is_given_up_is_so_in_the_ledger_in_the_study_and_in_a_study_drawn_again(
+    pruner, at, of, tmp_path, book
+):
+    search = {"trials": 3, "sampler": "random", "pruner": pruner} | (
+        {"rungs": [2, 4]} if pruner == "asha" else {}
+    )
     experiment = tiny(tmp_path, shape={"steps": 8}, seeds=5, **SEARCH | {"search": search})
     pictures = Pictures(experiment, book, tmp_path, tmp_path, None, True)
     point = pictures.study.ask()
-    best = [member(book, seed, "done", point=point, val_loss={2: 1.0, 4: 1.0 + seed, 8: 1.0 + seed}) for seed in range(5)]
+    best = [
+        member(book, seed, "done", point=point, val_loss={2: 1.0, 4: 1.0 + seed, 8: 1.0 + seed})
+        for seed in range(5)
+    ]
     assert pictures.judge(best[0]) == {}
     pictures.settled(best[0])
     pictures.refresh()
     point = pictures.study.ask()
-    worse = [member(book, seed, "done", point=point, val_loss={2: 2.0, 4: 2.0 + seed, 8: 2.0 + seed}) for seed in range(4)]
+    worse = [
+        member(book, seed, "done", point=point, val_loss={2: 2.0, 4: 2.0 + seed, 8: 2.0 + seed})
+        for seed in range(4)
+    ]
     worse.append(member(book, 4, "pending", point=point))
     (arm,) = book.arms_of(worse[0])
     decision = GivenUp(pruner, at)
     assert pictures.judge(worse[0]) == {arm: decision}
     assert pictures.judge(worse[0]) == {arm: decision}
     for trial in worse if pruner == "asha" else worse[4:]:
-        book.settle(trial, "pruned", decision.reason if of == "this version" else f"given up by {pruner} at {at}")
+        book.settle(
+            trial, "pruned", decision.reason if of == "this version" else f"given up by {pruner} at {at}"
+        )
     pictures.due(arm)
     pictures.refresh()
     told = {2: 2.0} if pruner == "asha" else {0: 2.0, 1: 3.0, 2: 4.0, 3: 5.0}
@@ -149,7 +175,10 @@ def test_a_pruners_decision_is_read_as_it_was_made_from_ledgers_of_this_version_
     assert str(GivenUp.parse(reason)) == "given up by asha at 12"
 
 
-@pytest.mark.parametrize("reason", [None, "", "stopped by hand", "given up by asha at step 12", "[]", "{}", '{"pruner": "asha"}', "3"])
+@pytest.mark.parametrize(
+    "reason",
+    [None, "", "stopped by hand", "given up by asha at step 12", "[]", "{}", '{"pruner": "asha"}', "3"],
+)
 def test_another_reason_is_no_decision_of_a_pruner(reason):
     assert GivenUp.parse(reason) is None
 
@@ -170,7 +199,10 @@ def second(first, folder, sweeps=("first",), name: str = "second", **keys):
     shutil.copytree(first, folder, dirs_exist_ok=True)
     search = {"trials": 2, "sampler": "random", "warm": list(sweeps)}
     return tiny(
-        folder, name=name, seeds=1, **{"ablate": {"rht": [True, False], "cooldown": {"uniform": [0.0, 0.75]}}, "search": search} | keys
+        folder,
+        name=name,
+        seeds=1,
+        **{"ablate": {"rht": [True, False], "cooldown": {"uniform": [0.0, 0.75]}}, "search": search} | keys,
     )
 
 
@@ -201,7 +233,9 @@ def test_the_study_is_drawn_again_when_the_earlier_sweep_is_gone(first, tmp_path
     (tmp_path / "sweeps" / "second" / "optuna.log").unlink()
     outcome, _ = sweep(experiment, tmp_path)
     assert outcome.ran == 0
-    assert [(t.number, t.state, t.values, t.params, t.user_attrs) for t in trials(tmp_path, "second")] == before
+    assert [
+        (t.number, t.state, t.values, t.params, t.user_attrs) for t in trials(tmp_path, "second")
+    ] == before
 
 
 @pytest.mark.parametrize(
@@ -219,10 +253,18 @@ def test_the_study_is_drawn_again_when_the_earlier_sweep_is_gone(first, tmp_path
 def test_only_arms_within_the_space_are_taken_and_the_others_counted(knobs, count, first, tmp_path):
     experiment = second(first, tmp_path, shape={"layers": 2}, ablate=knobs)
     pictures = Pictures(
-        experiment, Ledger(tmp_path / "sweeps" / "second" / "ledger.db"), tmp_path, tmp_path / "sweeps" / "second", None, True
+        experiment,
+        Ledger(tmp_path / "sweeps" / "second" / "ledger.db"),
+        tmp_path,
+        tmp_path / "sweeps" / "second",
+        None,
+        True,
     )
     assert len(pictures.study.study.trials) == count
-    assert pictures.warmed == f"the sampler knows {count} arms of earlier sweeps; {5 - count} others lie outside of this space"
+    assert (
+        pictures.warmed
+        == f"the sampler knows {count} arms of earlier sweeps; {5 - count} others lie outside of this space"
+    )
     pictures._ledger.close()
 
 
@@ -234,19 +276,35 @@ def test_earlier_arms_are_taken_once_and_again_when_other_sweeps_are_named(first
     assert warm(book, tmp_path, experiment)[0] == once
     renamed, _ = warm(book, tmp_path, second(first, tmp_path, sweeps=["third"]))
     book.close()
-    assert [(p.name, p.knobs, p.values) for p in renamed] == [(p.name.replace("first", "third"), p.knobs, p.values) for p in once]
+    assert [(p.name, p.knobs, p.values) for p in renamed] == [
+        (p.name.replace("first", "third"), p.knobs, p.values) for p in once
+    ]
 
 
 def test_an_unknown_earlier_sweep_is_refused_before_anything_runs(first, tmp_path):
     experiment = second(first, tmp_path, sweeps=["frist"])
-    with pytest.raises(InputError, match=r"second\.yaml: search\.warm: 'frist': no such sweep in .*; 'first' is the nearest of first$"):
+    with pytest.raises(
+        InputError,
+        match=r"second\.yaml: search\.warm: 'frist': no such sweep in .*; 'first' is the nearest of first$",
+    ):
         sweep(experiment, tmp_path)
     assert not list((tmp_path / "sweeps" / "second").glob("optuna.log"))
 
 
 def test_an_unknown_earlier_sweep_ends_the_command_with_one_sentence(tmp_path):
     path = write(tmp_path, **SEARCH | {"search": {"trials": 2, "warm": ["gone"]}})
-    done = ablate("sweep", path, "--state", tmp_path / "state", "--executor", "inline", "--mlflow", "none", "--device", "cpu")
+    done = ablate(
+        "sweep",
+        path,
+        "--state",
+        tmp_path / "state",
+        "--executor",
+        "inline",
+        "--mlflow",
+        "none",
+        "--device",
+        "cpu",
+    )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "search.warm: 'gone': no such sweep in" in done.stderr

@@ -17,7 +17,13 @@ from ablate.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = sorted({path.parent for name in ("benchmarks", "docker", "tests", "analysis") for path in (ROOT / name).rglob("*.py")})
+SCRIPTS = sorted(
+    {
+        path.parent
+        for name in ("benchmarks", "docker", "tests", "analysis")
+        for path in (ROOT / name).rglob("*.py")
+    }
+)
 """Folders whose files are run as scripts: Python looks for modules there first."""
 
 VERBS = {
@@ -77,7 +83,9 @@ TARGETS = {
     "clean": "removes folders",
 }
 
-_HEAD = re.compile(r"(?:[A-Z_]+=\S* )*(?:(?:ablate|make|docker|ray|pip|sbatch|srun|export|kill)\s|python3?\s+(?:-m\s+)?\S+)")
+_HEAD = re.compile(
+    r"(?:[A-Z_]+=\S* )*(?:(?:ablate|make|docker|ray|pip|sbatch|srun|export|kill)\s|python3?\s+(?:-m\s+)?\S+)"
+)
 
 
 def printed() -> Iterator[str]:
@@ -116,7 +124,9 @@ COMMANDS = sorted(printed())
 
 
 def test_commands_are_found_in_the_documents():
-    assert {"make demo", "ablate report rht_sr", "python -m ablate.sweep experiments/rht_sr.yaml"} <= set(COMMANDS)
+    assert {"make demo", "ablate report rht_sr", "python -m ablate.sweep experiments/rht_sr.yaml"} <= set(
+        COMMANDS
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -125,11 +135,20 @@ def test_a_printed_command_exists_and_is_in_the_table(command):
     if words is not None:
         assert parse(words) in VERBS
     else:
-        assert any(command.startswith(known) for known in OTHERS), f"{command}: name in OTHERS how it is tested"
+        assert any(command.startswith(known) for known in OTHERS), (
+            f"{command}: name in OTHERS how it is tested"
+        )
 
 
 @pytest.mark.parametrize(
-    "words", ["plan --no-such X.yaml", "plann X.yaml", "bench linear --tokens many", "sweep X.yaml --executor none", "status --every"]
+    "words",
+    [
+        "plan --no-such X.yaml",
+        "plann X.yaml",
+        "bench linear --tokens many",
+        "sweep X.yaml --executor none",
+        "status --every",
+    ],
 )
 def test_a_command_that_does_not_exist_is_seen(words):
     with pytest.raises(BaseException, match=r"(?i)no such|valid|requires|unexpected|is not"):
@@ -140,10 +159,17 @@ def test_a_command_that_does_not_exist_is_seen(words):
 def test_the_table_names_a_test_that_runs_the_verb(verb):
     assert parse(verb.split()[1:]) == verb
     text = (ROOT / "tests" / VERBS[verb]).read_text(encoding="utf-8")
-    assert f'"{verb.split()[-1]}"' in text or f"ablate.{verb.split()[-1]}" in text or f"import {verb.split()[-1]}" in text
+    assert (
+        f'"{verb.split()[-1]}"' in text
+        or f"ablate.{verb.split()[-1]}" in text
+        or f"import {verb.split()[-1]}" in text
+    )
 
 
-@pytest.mark.parametrize("words", ["recipe show nvfp4", "recipe diff nvfp4 quartet2", "place", "knobs", "plan experiments/rht_sr.yaml"])
+@pytest.mark.parametrize(
+    "words",
+    ["recipe show nvfp4", "recipe diff nvfp4 quartet2", "place", "knobs", "plan experiments/rht_sr.yaml"],
+)
 def test_what_takes_a_moment_runs_as_printed(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     done = here(*words.split())
@@ -153,7 +179,14 @@ def test_what_takes_a_moment_runs_as_printed(words, monkeypatch):
 
 def test_a_rehearsal_runs_as_printed():
     (words,) = (shlex.split(command) for command in COMMANDS if "rehearse()" in command)
-    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, env=environment(), timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, *words[1:]],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -163,7 +196,9 @@ def test_a_rehearsal_runs_as_printed():
 def _make(*words: str) -> str:
     if not shutil.which("make"):
         pytest.skip("there is no make")
-    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout
+    return subprocess.run(
+        ["make", *words], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    ).stdout
 
 
 def test_every_make_target_is_in_the_table():
@@ -191,20 +226,28 @@ def test_what_a_make_target_calls_is_there(target):
 @pytest.mark.parametrize("script", ["peers.py", "platform_costs.py", "fuzz_yaml.py"])
 def test_a_benchmark_starts(script):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "help" in done.stdout
 
 
 def test_what_the_peers_need_of_this_project_can_be_imported():
     """In the folder of the benchmarks, as `make peers` runs them: also what is imported within their functions."""
-    program = "import peers, peer_kernels, peer_steps, peer_entry, uuid, platform; uuid.uuid1(); platform.system()"
+    program = (
+        "import peers, peer_kernels, peer_steps, peer_entry, uuid, platform; uuid.uuid1(); platform.system()"
+    )
     environ = environment() | {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("folder", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_script_hides_a_module_of_the_standard_library(folder):
-    names = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
+    names = {path.stem for path in folder.glob("*.py")} | {
+        path.name for path in folder.iterdir() if (path / "__init__.py").is_file()
+    }
     assert not names & sys.stdlib_module_names

@@ -43,10 +43,16 @@ def test_ray_started_here_listens_on_loopback_alone_with_a_token_of_ones_own(tmp
         folder.mkdir()
     extra = {"HOME": str(home), "TMPDIR": str(long), "PYTHONPATH": os.pathsep.join(sys.path)}
     kept = {key: value for key, value in environment(**extra).items() if not key.startswith("RAY_")}
-    done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, env=kept, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENING], capture_output=True, text=True, env=kept, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     processes, said, *ends = done.stdout.split()
-    assert (int(processes) >= 4, said, set(ends) - {"127.0.0.1", "::ffff:127.0.0.1", "::1"}) == (True, "[]", set())
+    assert (int(processes) >= 4, said, set(ends) - {"127.0.0.1", "::ffff:127.0.0.1", "::1"}) == (
+        True,
+        "[]",
+        set(),
+    )
     assert mode(home / ".ray" / "auth_token") == 0o600
 
 

@@ -30,7 +30,9 @@ def request(folder: Path, attempt: int = 1, ranks: int = 2, **changes: Any) -> T
     """A request for a tiny trial of several ranks; `shape` changes its workload."""
     experiment = tiny(folder, shape=SHAPE | changes.pop("shape", {}))
     spec = experiment.spec(experiment.arms[1], 0, "cpu")
-    asked = TrialRequest(spec.id, spec.wire, str(folder), attempt, {"every": 2, "log": 1, "checkpoint": 0}, ranks=ranks)
+    asked = TrialRequest(
+        spec.id, spec.wire, str(folder), attempt, {"every": 2, "log": 1, "checkpoint": 0}, ranks=ranks
+    )
     return replace(asked, **changes)
 
 
@@ -44,10 +46,14 @@ def supervisor() -> Iterator[Supervisor]:
 
 def ranks_of(supervisor: Supervisor) -> dict[int, psutil.Process]:
     """The processes of a trial's ranks."""
-    return dict(enumerate(sorted(psutil.Process(supervisor._trial).children(), key=lambda process: process.pid)))
+    return dict(
+        enumerate(sorted(psutil.Process(supervisor._trial).children(), key=lambda process: process.pid))
+    )
 
 
-def run(supervisor: Supervisor, request: TrialRequest, act: Callable[[], None] | None = None, after: int = 2) -> list[Message]:
+def run(
+    supervisor: Supervisor, request: TrialRequest, act: Callable[[], None] | None = None, after: int = 2
+) -> list[Message]:
     """The messages of a trial; `act` is called once it has told of step `after`."""
     told = []
     for message in supervisor.run(request):
@@ -60,7 +66,12 @@ def run(supervisor: Supervisor, request: TrialRequest, act: Callable[[], None] |
 def listening(supervisor: Supervisor) -> set[str]:
     """The addresses at which what computes a trial lets others in."""
     family = psutil.Process(supervisor._child.pid).children(recursive=True)
-    return {found.laddr.ip for process in family for found in process.net_connections("inet") if found.status == psutil.CONN_LISTEN}
+    return {
+        found.laddr.ip
+        for process in family
+        for found in process.net_connections("inet")
+        if found.status == psutil.CONN_LISTEN
+    }
 
 
 def test_two_ranks_compute_the_trial_and_say_so(supervisor, tmp_path):
@@ -68,7 +79,9 @@ def test_two_ranks_compute_the_trial_and_say_so(supervisor, tmp_path):
     assert steps(told) == [1, 2, 3, 4]
     assert told[-1].status == "done"
     assert told[-1].result["ranks"] == 2
-    again = run(supervisor, request(tmp_path, attempt=2, sharded=True))  # finished: replayed, and the other rank is let go
+    again = run(
+        supervisor, request(tmp_path, attempt=2, sharded=True)
+    )  # finished: replayed, and the other rank is let go
     assert steps(again) == [1, 2, 3, 4]
     alone = run(supervisor, request(tmp_path, ranks=1, root=str(tmp_path / "alone")))
     losses = [[event["metrics"]["train/loss"] for event in events_of(messages)] for messages in (told, alone)]
@@ -76,7 +89,9 @@ def test_two_ranks_compute_the_trial_and_say_so(supervisor, tmp_path):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_its_checkpoint(victim, tmp_path, monkeypatch):
+def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_its_checkpoint(
+    victim, tmp_path, monkeypatch
+):
     gate, shape = Gate(tmp_path), {"steps": 30, "eval_every": 30}
     gate.shut()
     monkeypatch.setenv("PYTHONPATH", gate.environment["PYTHONPATH"])
@@ -85,7 +100,10 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_its_checkpoint
     gate.open()
     assert told[-1].status == "failed"
     assert told[-1].reason == f"rank {victim} was killed by signal 9 (SIGKILL)"
-    again = run(supervisor, request(tmp_path, attempt=2, sharded=True, shape=shape, telemetry={"log": 1, "checkpoint": 60.0}))
+    again = run(
+        supervisor,
+        request(tmp_path, attempt=2, sharded=True, shape=shape, telemetry={"log": 1, "checkpoint": 60.0}),
+    )
     assert again[-1].status == "done"
     (resumed,) = (event["resumed"] for event in events_of(again) if "resumed" in event)
     assert resumed >= 1
@@ -95,7 +113,12 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_its_checkpoint
 
 
 def test_a_rank_that_hangs_ends_the_attempt_with_everybodys_stack_in_the_log(supervisor, tmp_path):
-    asked = request(tmp_path, shape={"steps": 100_000, "eval_every": 100_000}, patience=2.0, telemetry={"log": 1, "checkpoint": 60.0})
+    asked = request(
+        tmp_path,
+        shape={"steps": 100_000, "eval_every": 100_000},
+        patience=2.0,
+        telemetry={"log": 1, "checkpoint": 60.0},
+    )
     doors = set()
 
     def act() -> None:
@@ -105,7 +128,9 @@ def test_a_rank_that_hangs_ends_the_attempt_with_everybodys_stack_in_the_log(sup
     told = run(supervisor, asked, act, after=5)
     assert doors == {"127.0.0.1"}  # nobody from outside is let in
     assert told[-1].reason.startswith("no step for")
-    assert "ablate/parallel.py" in Store(tmp_path).log(asked.id, 1).read_text()  # where rank 0 waited for the other
+    assert (
+        "ablate/parallel.py" in Store(tmp_path).log(asked.id, 1).read_text()
+    )  # where rank 0 waited for the other
 
 
 def test_supervisors_on_two_nodes_compute_one_trial_and_either_ends_it(supervisor, tmp_path):
@@ -115,8 +140,13 @@ def test_supervisors_on_two_nodes_compute_one_trial_and_either_ends_it(superviso
     port = free_port()
     threads = []
     for node, one in enumerate(both):
-        part, root = GangPart(2, node, "127.0.0.1", port, 1), tmp_path if node == 0 else tmp_path / "other"  # they share no folder
-        patience = 60.0 if node == 0 else 0.1  # the second node hears nothing, and must not take that for a trial that hangs
+        part, root = (
+            GangPart(2, node, "127.0.0.1", port, 1),
+            tmp_path if node == 0 else tmp_path / "other",
+        )  # they share no folder
+        patience = (
+            60.0 if node == 0 else 0.1
+        )  # the second node hears nothing, and must not take that for a trial that hangs
         own = replace(asked, gang=part, root=str(root), patience=patience)
         work = lambda s=one, a=own, t=told[node]: t.extend(s.run(a))  # noqa: E731
         threads.append(threading.Thread(target=work))
@@ -140,13 +170,27 @@ def test_a_rank_whose_peer_on_another_node_is_gone_ends_while_the_pool_still_wai
 
 def test_the_base_of_a_fine_tuning_is_trained_by_one_rank(supervisor, tmp_path, cache):
     """Before the others begin."""
-    model = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     values = {
         "data": shards(tmp_path),
         "model": model | {"intermediate_size": 32, "head_dim": 16},
         "base": {"steps": 2, "data": shards(tmp_path)},
     }
-    values |= {"context": 16, "batch": 1, "accumulate": 2, "steps": 2, "eval_every": 2, "eval_tokens": 64, "eval_batch": 2}
+    values |= {
+        "context": 16,
+        "batch": 1,
+        "accumulate": 2,
+        "steps": 2,
+        "eval_every": 2,
+        "eval_tokens": 64,
+        "eval_batch": 2,
+    }
     experiment = tiny(tmp_path, workload={"finetune": values}, resources={"ranks": 2})
     spec = experiment.spec(experiment.arms[1], 0, "cpu")
     asked = TrialRequest(spec.id, spec.wire, str(tmp_path), 1, {"log": 1}, ranks=2)
@@ -158,7 +202,10 @@ def test_the_base_of_a_fine_tuning_is_trained_by_one_rank(supervisor, tmp_path, 
 def test_what_ranks_cannot_share_ends_in_words(supervisor, tmp_path):
     told = run(supervisor, request(tmp_path, shape={"accumulate": 1, "batch": 3}))
     assert told[-1].status == "failed"
-    assert "2 ranks share the 1 micro-batch of a step, 2 one each, and 2 does not divide workload.batch 3" in told[-1].reason
+    assert (
+        "2 ranks share the 1 micro-batch of a step, 2 one each, and 2 does not divide workload.batch 3"
+        in told[-1].reason
+    )
 
 
 def test_a_rank_without_memory_is_told_as_that(supervisor, tmp_path):

@@ -16,7 +16,11 @@ from ablate.execution.search import points
 from ablate.execution.sweep_control import damage
 from ablate.files import lock
 
-HARMS = {"text": lambda content: b"not a database" * 1000, "pages": middle, "half": lambda content: content[: len(content) // 2]}
+HARMS = {
+    "text": lambda content: b"not a database" * 1000,
+    "pages": middle,
+    "half": lambda content: content[: len(content) // 2],
+}
 
 
 def harm(state, how, name: str = "tiny"):
@@ -30,9 +34,13 @@ def content(state, name: str = "tiny") -> dict:
     """All that a ledger says of its sweep, without what numbers and dates it."""
     book = ledger(state, name)
     found = {
-        "facts": {key: book.fact(key) for key in ("name", "question", "metric", "metrics", "experiment.yaml")},
+        "facts": {
+            key: book.fact(key) for key in ("name", "question", "metric", "metrics", "experiment.yaml")
+        },
         "arms": [(arm["name"], arm["knobs"], arm["optuna"]) for arm in book.arms()],
-        "members": [tuple(m[key] for key in ("arm", "name", "seed", "id", "status", "spec")) for m in book.members()],
+        "members": [
+            tuple(m[key] for key in ("arm", "name", "seed", "id", "status", "spec")) for m in book.members()
+        ],
         "records": {m["id"]: list(book.records(m["trial"])) for m in book.members()},
     }
     book.close()
@@ -58,7 +66,11 @@ def test_a_damaged_ledger_is_refused_and_then_made_again_as_it_was(how, tmp_path
     assert content(state) == before
     records = sum(len(records) for records in before["records"].values())
     assert f"Came back: 3 arms, 6 trials (6 done) with {records:,} records." in done.stdout
-    assert [aside.read_bytes() for aside in book.parent.glob("ledger.db.damaged-*") if aside.suffix[-4:] not in ("-wal", "-shm")] == [kept]
+    assert [
+        aside.read_bytes()
+        for aside in book.parent.glob("ledger.db.damaged-*")
+        if aside.suffix[-4:] not in ("-wal", "-shm")
+    ] == [kept]
     assert damage(book) is None
     again = here("sweep", path, "--state", state, *INLINE)
     assert again.returncode == 0
@@ -73,7 +85,10 @@ def test_what_was_not_finished_waits_and_its_records_are_kept_for_when_it_goes_o
     done = here("rebuild", path, "--state", state)
     assert "Came back: 3 arms, 6 trials (2 done)" in done.stdout
     assert "4 trials are not finished; each goes on from its last checkpoint." in done.stdout
-    assert "Lost: which trials had failed, and why (they run again); what earlier versions of the file wanted" in done.stdout
+    assert (
+        "Lost: which trials had failed, and why (they run again); what earlier versions of the file wanted"
+        in done.stdout
+    )
     assert sorted(statuses(state).values()) == ["done"] * 2 + ["pending"] * 4
     assert sweep(tiny(tmp_path), state)[0].status == "done"
     sweep(tiny(tmp_path), tmp_path / "undisturbed")
@@ -211,7 +226,10 @@ FOLDERS = {
     "a line that is no JSON": ("events-1.jsonl", lambda content: content.replace(b"{", b"\xff", 1)),
     "a torn result": ("result.json", lambda content: content[: len(content) // 2]),
     "an empty result": ("result.json", lambda content: b""),
-    "a flipped bit in a result": ("result.json", lambda content: content.replace(b'"steps": 4', b'"steps": 5')),
+    "a flipped bit in a result": (
+        "result.json",
+        lambda content: content.replace(b'"steps": 4', b'"steps": 5'),
+    ),
 }
 
 
@@ -260,9 +278,13 @@ def test_what_earlier_versions_finished_is_read_and_said_to_be_unverified(once, 
     state = folder / "state"
     for path in state.glob("trials/*/result.json"):
         result = json.loads(path.read_bytes())
-        path.write_text(json.dumps({key: result[key] for key in result if key not in ("records", "sha256")}, indent=1))
+        path.write_text(
+            json.dumps({key: result[key] for key in result if key not in ("records", "sha256")}, indent=1)
+        )
     for path in state.glob("trials/*/events-*.jsonl"):
-        path.write_text("".join(line.rpartition(', "crc"')[0] + "}\n" for line in path.read_text().splitlines()))
+        path.write_text(
+            "".join(line.rpartition(', "crc"')[0] + "}\n" for line in path.read_text().splitlines())
+        )
     with contextlib.closing(sqlite3.connect(state / "sweeps" / "tiny" / "ledger.db")) as db:
         db.execute("DROP TABLE row_seals")
         db.commit()
@@ -272,16 +294,23 @@ def test_what_earlier_versions_finished_is_read_and_said_to_be_unverified(once, 
     again = here("sweep", folder / "tiny.yaml", "--state", state, *INLINE)
     assert "0 trials run, 3 already done" in again.stdout
     changed = sorted(state.glob("trials/*/events-1.jsonl"))[1]
-    changed.write_text(changed.read_text().replace('"val/loss": 4.', '"val/loss": 5.', 1))  # neither it nor the ledger can be trusted then
+    changed.write_text(
+        changed.read_text().replace('"val/loss": 4.', '"val/loss": 5.', 1)
+    )  # neither it nor the ledger can be trusted then
     assert here("status", "--verify", "--state", state).returncode == 1
-    assert "1 trials run, 2 already done" in here("sweep", folder / "tiny.yaml", "--state", state, *INLINE).stdout
+    assert (
+        "1 trials run, 2 already done"
+        in here("sweep", folder / "tiny.yaml", "--state", state, *INLINE).stdout
+    )
     short = sorted(state.glob("trials/*/events-1.jsonl"))[0]
     short.write_text("".join(short.read_text().splitlines(keepends=True)[:-1]))
     again = here("sweep", folder / "tiny.yaml", "--state", state, *INLINE)
     assert "1 trials run, 2 already done" in again.stdout
     told = here("status", "--verify", "--state", state)
     assert told.returncode == 0
-    assert told.stdout.startswith("tiny: 2 of 3 trials verified against their records; 1 from an earlier version unverified")
+    assert told.stdout.startswith(
+        "tiny: 2 of 3 trials verified against their records; 1 from an earlier version unverified"
+    )
 
 
 def test_a_sweep_that_was_never_run_or_runs_is_told(tmp_path):

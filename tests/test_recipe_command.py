@@ -13,7 +13,16 @@ from ablate.recipes import PRESETS, SLOTS, Recipe
 def test_show_prints_three_products_with_six_operands_and_the_source():
     done = ablate("recipe", "show", "nvfp4")
     assert done.returncode == 0, done.stderr
-    for words in (*SLOTS, "y = x w^T", "dx = g w", "dw = g^T x", "16x16", "stochastic, 8 bits", "rotated by 16, signs fixed", "2509.25149"):
+    for words in (
+        *SLOTS,
+        "y = x w^T",
+        "dx = g w",
+        "dw = g^T x",
+        "16x16",
+        "stochastic, 8 bits",
+        "rotated by 16, signs fixed",
+        "2509.25149",
+    ):
         assert words in done.stdout
 
 
@@ -29,7 +38,16 @@ def test_every_preset_is_shown_and_its_json_is_itself(name, capsys):
 
 
 def test_knobs_are_turned_before_it_is_shown():
-    done = ablate("recipe", "show", "nvfp4", "--set", "rht=false", "--set", "recipe.wgrad.x.rounding=stochastic", "--json")
+    done = ablate(
+        "recipe",
+        "show",
+        "nvfp4",
+        "--set",
+        "rht=false",
+        "--set",
+        "recipe.wgrad.x.rounding=stochastic",
+        "--json",
+    )
     wgrad = json.loads(done.stdout)["wgrad"]
     assert (wgrad["hadamard"], wgrad["x"]["rounding"]) == (None, "stochastic")
 
@@ -58,7 +76,13 @@ def test_a_mistake_ends_with_status_2_and_no_traceback():
 
 
 RULES = '[{"match": {"blocks": "last:1", "name": "*.mlp.*"}}, {"match": "*.o_proj"}]'
-QWEN = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+QWEN = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
 
 
 @pytest.fixture
@@ -89,8 +113,12 @@ def test_the_layers_of_a_model_are_counted_by_what_decides_about_them(turned, ex
     layers = layers_of(model, recipe)
     assert [(placement.decider, len(placement.layers)) for placement in recipe.placements(layers)] == expected
     lines = list(placements(recipe, layers))
-    assert [f": {count} of 14 layers" in line for line, (_, count) in zip(lines, expected, strict=True)] == [True] * len(expected)
-    assert [line.endswith("high precision") for line in lines] == [decider != "own" for decider, _ in expected]
+    assert [f": {count} of 14 layers" in line for line, (_, count) in zip(lines, expected, strict=True)] == [
+        True
+    ] * len(expected)
+    assert [line.endswith("high precision") for line in lines] == [
+        decider != "own" for decider, _ in expected
+    ]
 
 
 @pytest.mark.parametrize("match", ["*.o_prj", {"blocks": "2-4"}, "class:Qwen2Attention"])
@@ -98,7 +126,9 @@ def test_a_rule_that_selects_no_layer_of_the_shown_model_is_refused(match, model
     recipe = resolve("nvfp4", [f"recipe.layers.rules={json.dumps([{'match': '*.mlp.*'}, {'match': match}])}"])
     with pytest.raises(InputError) as refusal:
         layers_of(model, recipe)
-    assert [str(problem).partition(": ")[0] for problem in refusal.value.problems] == ["recipe.layers.rules.1.match"]
+    assert [str(problem).partition(": ")[0] for problem in refusal.value.problems] == [
+        "recipe.layers.rules.1.match"
+    ]
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path):

@@ -44,7 +44,10 @@ def experiments() -> Iterator[tuple[str, str]]:
         experiment = load(path)
         for arm in experiment.arms:
             fields = json.dumps(arm.config.identity(), sort_keys=True, separators=(",", ":"))
-            yield f"{path.stem}: {arm.name}", f"{recipe_id(arm.recipe)} {hashlib.sha256(fields.encode()).hexdigest()[:16]}"
+            yield (
+                f"{path.stem}: {arm.name}",
+                f"{recipe_id(arm.recipe)} {hashlib.sha256(fields.encode()).hexdigest()[:16]}",
+            )
 
 
 @cache
@@ -53,7 +56,9 @@ def ids() -> dict[str, dict[str, str]]:
     base = Base("idle", {}, "nvfp4")
     return {
         "presets": {name: recipe_id(preset()) for name, preset in PRESETS.items()},
-        "rules": {name: recipe_id(base.recipe({"recipe.layers.rules": rules})) for name, rules in RULES.items()},
+        "rules": {
+            name: recipe_id(base.recipe({"recipe.layers.rules": rules})) for name, rules in RULES.items()
+        },
         "experiments": dict(experiments()),
     }
 

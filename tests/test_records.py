@@ -36,7 +36,10 @@ def add(ledger: Ledger, arm: int, seed: int, trial: str, level: float, status: s
 
 
 def rows(table) -> set:
-    return {(r.arm, r.seed, r.step, r.metric, None if math.isnan(r.value) else r.value) for r in table.itertuples()}
+    return {
+        (r.arm, r.seed, r.step, r.metric, None if math.isnan(r.value) else r.value)
+        for r in table.itertuples()
+    }
 
 
 def expected(ledger: Ledger) -> set:
@@ -63,7 +66,10 @@ def test_every_record_is_a_row_with_its_members_facts(book):
 
 def test_metrics_are_chosen_by_pattern(book):
     assert set(frame(book, metrics=["val/*"])["metric"]) == {"val/loss"}
-    assert set(frame(book, metrics=["quant/*/sqnr_db", "none"])["metric"]) == {"quant/fprop.x/sqnr_db", "quant/fprop.x/blocks.0/sqnr_db"}
+    assert set(frame(book, metrics=["quant/*/sqnr_db", "none"])["metric"]) == {
+        "quant/fprop.x/sqnr_db",
+        "quant/fprop.x/blocks.0/sqnr_db",
+    }
     assert frame(book, metrics=["none"]).empty
 
 
@@ -121,13 +127,19 @@ def test_a_workload_without_tokens_has_none():
     assert tokens_per_step({"workload": {"gpt": {"unknown": 1}}}) is None
 
 
-def test_a_rebuilt_ledger_that_numbers_trials_and_metrics_anew_gives_every_arm_its_own_curves(tmp_path, monkeypatch):
+def test_a_rebuilt_ledger_that_numbers_trials_and_metrics_anew_gives_every_arm_its_own_curves(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
     ledger = tmp_path / "sweeps" / "tiny" / "ledger.db"
 
     def read() -> tuple[list[tuple], set, set]:
         with closing(Ledger(ledger, readonly=True)) as book:
-            return [tuple(row) for row in book.db.execute("SELECT trial, id FROM trials")], rows(frame(book)), expected(book)
+            return (
+                [tuple(row) for row in book.db.execute("SELECT trial, id FROM trials")],
+                rows(frame(book)),
+                expected(book),
+            )
 
     sweep(tiny(tmp_path, ablate={"recipe": ["nvfp4", "mxfp4"]}, seeds=1), tmp_path)
     before, found, wanted = read()
@@ -152,7 +164,9 @@ def test_what_one_numbering_remembered_is_read_by_another(book, monkeypatch, tmp
     add(other, arm, 1, "a/1", 2.0)
     other.describe(edition=book.fact("edition"))
     (tmp_path / "sweeps" / "x" / "records").rename(tmp_path / "other" / "x" / "records")
-    kept = {row for row in expected(other) if row[3] != "new"}  # a finished trial's records are those that were remembered
+    kept = {
+        row for row in expected(other) if row[3] != "new"
+    }  # a finished trial's records are those that were remembered
     assert rows(frame(other)) == kept
     other.close()
 

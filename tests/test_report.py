@@ -33,7 +33,12 @@ TENSORS = {
 def state(tmp_path_factory):
     """A grid, a search, a sweep of tensors, and one with a single seed, all run."""
     folder = tmp_path_factory.mktemp("report")
-    for name, keys in (("grid", {"metric": {"min_effect": 0.01}}), ("search", SEARCH), ("tensors", TENSORS), ("alone", {"seeds": 1})):
+    for name, keys in (
+        ("grid", {"metric": {"min_effect": 0.01}}),
+        ("search", SEARCH),
+        ("tensors", TENSORS),
+        ("alone", {"seeds": 1}),
+    ):
         sweep(tiny(folder, name, **keys), folder / "runs")
     picture = np.linspace(0, 1, 48, dtype=np.float32).reshape(3, 4, 4)
     for trial in (folder / "runs" / "trials").iterdir():  # as a workload that draws would have left it
@@ -61,7 +66,16 @@ def test_a_page_names_no_address_outside(made):
 
 def test_the_first_thing_is_the_answer(made):
     html = text_of(made.index)
-    places = [html.index(word) for word in ("<h1>Does it matter?</h1>", 'class="verdict"', 'id="table-effects-val-loss"', "<svg", "Method")]
+    places = [
+        html.index(word)
+        for word in (
+            "<h1>Does it matter?</h1>",
+            'class="verdict"',
+            'id="table-effects-val-loss"',
+            "<svg",
+            "Method",
+        )
+    ]
     assert places == sorted(places)
     assert html.index("Method") < html.index("Where it comes from")
     assert '<details class="code">' in html
@@ -97,7 +111,14 @@ def test_it_is_the_same_twice_apart_from_its_date(state, made):
 
 def test_pictures_tables_and_markdown_lie_beside(made):
     figures = {path.name for path in (made.folder / "figures").iterdir()}
-    for stem in ("forest-val-loss", "curves-val-loss", "gap_curve-val-loss", "seed_spread-val-loss", "slot_errors", "divergence"):
+    for stem in (
+        "forest-val-loss",
+        "curves-val-loss",
+        "gap_curve-val-loss",
+        "seed_spread-val-loss",
+        "slot_errors",
+        "divergence",
+    ):
         assert {f"{stem}.png", f"{stem}.svg", f"{stem}.csv"} <= figures
     assert {"effects-val-loss.csv", "contrasts.csv", "provenance.csv"} <= figures
     assert not {"power.csv", "checks.csv"} & figures  # two seeds: the tables would say nothing
@@ -113,7 +134,9 @@ def test_what_the_runs_left_is_in_the_page_arm_by_arm(made):
     assert html.index("What the runs left</h2>") < html.index("How the gap develops")
     arms = re.findall(r'<figcaption>(.*?)</figcaption><img alt="\1" src="data:image/png;base64,', html)
     assert arms == ["bf16", "rht=true", "rht=false"]
-    assert "\nBeside the published figures\n" not in text_of(made.folder / "index.md")  # a section with nothing in it
+    assert "\nBeside the published figures\n" not in text_of(
+        made.folder / "index.md"
+    )  # a section with nothing in it
     assert "## What the runs left\n\n| bf16 | rht=true | rht=false |" in text_of(made.folder / "index.md")
     assert len(list((made.folder / "figures").glob("drawn-?-*.png"))) == 3
 
@@ -122,7 +145,9 @@ def test_what_a_library_warns_of_is_not_in_the_page_that_is_sent(state, monkeypa
     """tqdm.auto, which Optuna imports, warns where ipywidgets are missing; a warning names a file of this machine."""
     code = "import sys, warnings\nimport tqdm.auto\nwarnings.warn('look here')\nprint('said')"
     for name in NOTEBOOKS:
-        nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), tmp_path / f"{name}.ipynb")
+        nbformat.write(
+            nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), tmp_path / f"{name}.ipynb"
+        )
     monkeypatch.setattr(report, "analysis", lambda: tmp_path)
     made = make(state, "alone", ["ablation"], pdf=False)
     for text in (text_of(made.index), text_of(made.folder / "index.md")):
@@ -137,7 +162,9 @@ def test_in_markdown_the_experiments_file_is_fenced(made):
     assert (inside[0], inside[-1]) == ("```yaml", "```")
 
 
-@pytest.mark.parametrize(("name", "first", "shows"), [("search", "index", "history"), ("tensors", "index", "dots")])
+@pytest.mark.parametrize(
+    ("name", "first", "shows"), [("search", "index", "history"), ("tensors", "index", "dots")]
+)
 def test_each_kind_of_question_has_its_notebook(state, name, first, shows):
     found = make(state, name)
     assert any(path.name.startswith(shows) for path in (found.folder / "figures").glob("*.svg"))
@@ -161,13 +188,17 @@ def test_what_is_half_done_is_reported_and_marked(state, tmp_path):
     assert "<b>Diverged:</b>" in html
 
 
-def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(state, made, monkeypatch, tmp_path):
+def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(
+    state, made, monkeypatch, tmp_path
+):
     before = text_of(made.index)
     broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
     for name in NOTEBOOKS:
         nbformat.write(broken, tmp_path / f"{name}.ipynb")
     monkeypatch.setattr(report, "analysis", lambda: tmp_path)
-    with pytest.raises(ReportError, match="notebook ablation stopped in cell 1: ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        ReportError, match="notebook ablation stopped in cell 1: ZeroDivisionError: division by zero"
+    ):
         make(state, "grid")
     assert text_of(made.index) == before
     assert not list(made.folder.parent.glob(".grid-*"))
@@ -179,7 +210,10 @@ def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(s
         (("gird",), "gird: no such experiment has been run; 'grid' is the nearest of "),
         (("experiments/gird.yaml",), "gird: no such experiment has been run; 'grid' is the nearest of "),
         ((), "name an experiment, by its file or as one of: alone, grid, search, tensors"),
-        (("grid", "--notebook", "ablatoin"), "--notebook ablatoin: no such notebook; 'ablation' is the nearest of "),
+        (
+            ("grid", "--notebook", "ablatoin"),
+            "--notebook ablatoin: no such notebook; 'ablation' is the nearest of ",
+        ),
     ],
     ids=["name", "file", "nothing", "notebook"],
 )
@@ -226,7 +260,10 @@ def test_the_walkthrough_runs_without_any_sweep(tmp_path):
     found = make(tmp_path, "numerics_walkthrough", ["numerics_walkthrough"])
     html = text_of(found.index)
     assert "Stochastic rounding" in html
-    rows = {line.split(",")[0]: line for line in (found.folder / "figures" / "products.csv").read_text().splitlines()}
+    rows = {
+        line.split(",")[0]: line
+        for line in (found.folder / "figures" / "products.csv").read_text().splitlines()
+    }
     decibels = {name: float(rows[name].split(",")[1]) for name in ("nvfp4", "mxfp4", "fp8_current")}
     assert decibels["mxfp4"] < decibels["nvfp4"] < decibels["fp8_current"]
 

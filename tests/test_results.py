@@ -48,16 +48,32 @@ LOSSES = {
 
 
 def knobs(name: str) -> dict:
-    return {word.partition("=")[0]: word.endswith("true") for word in name.split()} if "=" in name else {"recipe": name}
+    return (
+        {word.partition("=")[0]: word.endswith("true") for word in name.split()}
+        if "=" in name
+        else {"recipe": name}
+    )
 
 
-def add(book: Ledger, arm: str, baseline: int | None, losses: dict[int, float | None], status: str = "done") -> int:
+def add(
+    book: Ledger, arm: str, baseline: int | None, losses: dict[int, float | None], status: str = "done"
+) -> int:
     number = book.add_arm(arm, knobs(arm), baseline, None)
     for seed, loss in losses.items():
         trial = book.add_member(number, seed, f"{arm}/{seed}", "{}")
         if loss is not None:
-            metrics = {"val/loss": loss, "quant/fprop.x/sqnr_db": 20.0 + seed, "throughput/tokens_per_s": 100.0}
-            book.record(trial, [{"step": 1, "time": 0.0, "metrics": {"val/loss": 9.0}}, {"step": 2, "time": 1.0, "metrics": metrics}])
+            metrics = {
+                "val/loss": loss,
+                "quant/fprop.x/sqnr_db": 20.0 + seed,
+                "throughput/tokens_per_s": 100.0,
+            }
+            book.record(
+                trial,
+                [
+                    {"step": 1, "time": 0.0, "metrics": {"val/loss": 9.0}},
+                    {"step": 2, "time": 1.0, "metrics": metrics},
+                ],
+            )
         book.settle(trial, status)
     return number
 
@@ -66,7 +82,9 @@ def add(book: Ledger, arm: str, baseline: int | None, losses: dict[int, float | 
 def book(tmp_path):
     """A sweep's ledger with known numbers: the last arm has one NaN and one failed seed."""
     ledger = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
-    ledger.describe(question="Does it?", metric='{"name": "val/loss", "direction": "minimize", "min_effect": 0.005}')
+    ledger.describe(
+        question="Does it?", metric='{"name": "val/loss", "direction": "minimize", "min_effect": 0.005}'
+    )
     base = add(ledger, "bf16", None, LOSSES["bf16"])
     for arm, losses in list(LOSSES.items())[1:]:
         add(ledger, arm, base, losses)
@@ -78,7 +96,12 @@ def book(tmp_path):
 
 def test_a_summary_is_the_last_value_by_seed_and_the_paired_gap(book):
     base, full, _, better, _ = summaries(book)
-    assert (base.baseline, base.gap, base.verdict.reason, base.values) == (None, None, "baseline", LOSSES["bf16"])
+    assert (base.baseline, base.gap, base.verdict.reason, base.values) == (
+        None,
+        None,
+        "baseline",
+        LOSSES["bf16"],
+    )
     assert full.gap == paired_difference(LOSSES["rht=true sr=true"], LOSSES["bf16"])
     assert full.mean == pytest.approx(math.fsum(LOSSES["rht=true sr=true"].values()) / 3)
     assert better.verdict.kind == "better"
@@ -107,7 +130,16 @@ def test_seeds_without_a_finite_value_are_left_out_and_counted(book):
 def test_a_diverged_seed_is_counted_and_is_no_value(book):
     number = book.add_arm("wild", {}, 1, None)
     trial = book.add_member(number, 0, "wild", "{}")
-    book.record(trial, [{"step": 3, "time": 0.0, "metrics": {"train/loss": math.nan, "nan/first_step": 3.0, "val/loss": 3.0}}])
+    book.record(
+        trial,
+        [
+            {
+                "step": 3,
+                "time": 0.0,
+                "metrics": {"train/loss": math.nan, "nan/first_step": 3.0, "val/loss": 3.0},
+            }
+        ],
+    )
     book.settle(trial, "diverged", "at step 3")
     wild = summaries(book)[-1]
     assert (wild.values, wild.diverged, wild.missing, wild.nans) == ({}, (0,), (), 1)
@@ -136,7 +168,12 @@ def test_what_is_better_follows_the_metrics_direction(direction, expected, book)
 def test_the_frame_has_a_row_a_record_and_a_column_a_knob(book):
     table = frame(book)
     assert len(table) == sum(len(losses) for losses in LOSSES.values()) * 4
-    row = table[(table["arm"] == "rht=true sr=false") & (table["seed"] == 1) & (table["metric"] == "val/loss") & (table["step"] == 2)]
+    row = table[
+        (table["arm"] == "rht=true sr=false")
+        & (table["seed"] == 1)
+        & (table["metric"] == "val/loss")
+        & (table["step"] == 2)
+    ]
     assert row[["baseline", "value", "rht", "sr", "status", "trial"]].values.tolist() == [
         ["bf16", 3.15, True, False, "done", "rht=true sr=false/1"]
     ]
@@ -148,15 +185,24 @@ def test_the_markdown_is_the_question_and_a_line_an_arm(book):
     assert text[4] == "| bf16 | 3.1000 | baseline | 3 | baseline |  |"
     assert "| rht=false sr=true | 3.0000 | -0.1000 ±0.0248 | 3 | better |  |" in text
     assert text[5 + 3].endswith("| 1 | not judged² |  |")
-    assert text[4 + len(LOSSES) :] == ["", "¹ too few distinct values: 1, a verdict takes 3  ", "² one seed: no interval  "]
+    assert text[4 + len(LOSSES) :] == [
+        "",
+        "¹ too few distinct values: 1, a verdict takes 3  ",
+        "² one seed: no interval  ",
+    ]
 
 
 def test_an_interval_is_written_only_where_there_is_one():
-    assert interval(paired_difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.9, 1: 1.8, 2: 2.7})) == "+0.2000 ±0.2484"
+    assert (
+        interval(paired_difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.9, 1: 1.8, 2: 2.7})) == "+0.2000 ±0.2484"
+    )
     assert interval(paired_difference({0: 1.0}, {0: 0.9})) == "+0.1000"
     assert interval(paired_difference({}, {})) == "-"
     assert interval(paired_difference({0: 1.0, 1: 2.0}, {0: 0.9, 1: 1.7})) == "+0.2000"
-    assert interval(paired_difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.9, 1: 1.8, 2: 2.7}, Interval("sequence"))) == "+0.2000 ±∞"
+    assert (
+        interval(paired_difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.9, 1: 1.8, 2: 2.7}, Interval("sequence")))
+        == "+0.2000 ±∞"
+    )
 
 
 def test_a_sweep_that_was_never_run_has_no_ledger(tmp_path):
@@ -215,7 +261,9 @@ CLAIMS = {
 @pytest.mark.parametrize("case", CLAIMS)
 def test_a_published_difference_is_judged_by_its_direction_and_its_size_is_said_beside_it(book, case):
     arm, value, verdict = CLAIMS[case]
-    (line,) = replications(book, [Published(arm=arm, against="bf16", metric="val/loss", value=value, source="a paper")])
+    (line,) = replications(
+        book, [Published(arm=arm, against="bf16", metric="val/loss", value=value, source="a paper")]
+    )
     assert line.verdict == verdict
 
 
@@ -227,10 +275,17 @@ def test_a_published_difference_is_judged_by_its_direction_and_its_size_is_said_
     ],
 )
 def test_that_an_arm_diverged_is_the_first_thing_said_of_a_published_difference(book, lost, short, long):
-    arm = add(book, "shaky", 1, {seed: loss for seed, loss in {0: 2.8, 1: 2.91, 2: 3.005}.items() if seed not in lost})
+    arm = add(
+        book,
+        "shaky",
+        1,
+        {seed: loss for seed, loss in {0: 2.8, 1: 2.91, 2: 3.005}.items() if seed not in lost},
+    )
     for seed in lost:
         book.settle(book.add_member(arm, seed, f"shaky/lost {seed}", "{}"), "diverged")
-    (line,) = replications(book, [Published(arm="shaky", against="bf16", metric="val/loss", value="lower", source="a paper")])
+    (line,) = replications(
+        book, [Published(arm="shaky", against="bf16", metric="val/loss", value="lower", source="a paper")]
+    )
     assert (agreement_text(line, short=True), agreement_text(line)) == (short, long)
     assert [note.partition(":")[0] for note in agreement_notes(line)] == [long.partition(";")[0]]
 
@@ -240,14 +295,19 @@ def test_equal_counts_neither_agree_nor_disagree_with_a_published_difference(boo
     counts = {0: 2.0, 1: 3.0}
     add(book, "counted", None, counts)
     add(book, "counted too", 6, counts)
-    (line,) = replications(book, [Published(arm="counted too", against="counted", metric="val/loss", value=value, source="a")])
+    (line,) = replications(
+        book, [Published(arm="counted too", against="counted", metric="val/loss", value=value, source="a")]
+    )
     assert line.verdict == Agreement("unjudged", "equal_counts")
     assert agreement_text(line) == "not judged (equal counts on 2 seeds)"
 
 
 def test_the_same_losses_are_no_difference_as_a_share_either(book):
     add(book, "again", 1, LOSSES["bf16"])
-    figures = [Published(arm="again", against="bf16", metric="val/loss", value=value, source="a") for value in ("-1%", "0%")]
+    figures = [
+        Published(arm="again", against="bf16", metric="val/loss", value=value, source="a")
+        for value in ("-1%", "0%")
+    ]
     assert [line.verdict for line in replications(book, figures)] == [CONTRADICTED, Agreement("agrees")]
 
 
@@ -255,17 +315,26 @@ def test_the_same_losses_are_no_difference_as_a_share_either(book):
 def test_of_a_baseline_of_zero_there_is_no_share(book, zeros):
     add(book, "zero", None, zeros)
     add(book, "more", 6, {0: 1.0, 1: 2.0, 2: 4.0})
-    (line,) = replications(book, [Published(arm="more", against="zero", metric="val/loss", value="-1.0%", source="a")])
+    (line,) = replications(
+        book, [Published(arm="more", against="zero", metric="val/loss", value="-1.0%", source="a")]
+    )
     assert line.verdict == Agreement("unjudged", "no_share")
     assert agreement_text(line) == "not judged (val/loss of zero is 0, so the difference is no share of it)"
 
 
 def test_what_is_too_small_to_matter_is_no_difference_and_contradicts_one(book):
     book.describe(metric='{"name": "val/loss", "min_effect": 0.05}')
-    higher, none = (Published(arm=UP, against="bf16", metric="val/loss", value=value, source="a") for value in ("higher", "no difference"))
-    assert [line.verdict for line in replications(book, [higher, none])] == [CONTRADICTED, Agreement("agrees")]
+    higher, none = (
+        Published(arm=UP, against="bf16", metric="val/loss", value=value, source="a")
+        for value in ("higher", "no difference")
+    )
+    assert [line.verdict for line in replications(book, [higher, none])] == [
+        CONTRADICTED,
+        Agreement("agrees"),
+    ]
     shares = [
-        Published(arm=arm, against="bf16", metric="val/loss", value=value, source="a") for arm, value in ((UP, "+0.4%"), (DOWN, "0%"))
+        Published(arm=arm, against="bf16", metric="val/loss", value=value, source="a")
+        for arm, value in ((UP, "+0.4%"), (DOWN, "0%"))
     ]
     # .05 of 3.1 is 1.6 %: -.03 to .9 % lies within, -3.9 to -2.5 % does not
     assert [line.verdict for line in replications(book, shares)] == [CONTRADICTED, Agreement("disagrees")]
@@ -274,7 +343,8 @@ def test_what_is_too_small_to_matter_is_no_difference_and_contradicts_one(book):
 def test_a_difference_the_same_way_that_is_too_small_to_matter_says_so(book):
     book.describe(metric='{"name": "val/loss", "min_effect": 0.2}')
     figures = [
-        Published(arm=DOWN, against="bf16", metric="val/loss", value=value, source="a") for value in ("lower", -0.3, "no difference")
+        Published(arm=DOWN, against="bf16", metric="val/loss", value=value, source="a")
+        for value in ("lower", -0.3, "no difference")
     ]
     small = Agreement("agrees", detail="negligible")
     assert [line.verdict for line in replications(book, figures)] == [small, small, Agreement("agrees")]
@@ -282,19 +352,37 @@ def test_a_difference_the_same_way_that_is_too_small_to_matter_says_so(book):
 
 def test_a_published_difference_is_shown_with_its_sign_its_unit_and_the_measured_interval(book):
     values = ("lower", -0.01, "-1.0%")
-    figures = [Published(arm=DOWN, against="bf16", metric="val/loss", value=value, source="a paper") for value in values]
+    figures = [
+        Published(arm=DOWN, against="bf16", metric="val/loss", value=value, source="a paper")
+        for value in values
+    ]
     lines = replications(book, [*figures, figure(3.1)])
     assert [line.published for line in lines] == ["lower", "-0.01", "-1 %", "3.1"]
-    assert [line.found for line in lines] == ["-0.1000 ±0.0248", "-0.1000 ±0.0248", "-3.22 ±0.7 %", "3.1 ±0.25"]
+    assert [line.found for line in lines] == [
+        "-0.1000 ±0.0248",
+        "-0.1000 ±0.0248",
+        "-3.22 ±0.7 %",
+        "3.1 ±0.25",
+    ]
     assert {line.subject for line in lines} == {f"{DOWN} minus bf16", "bf16"}
     drawn = screen(replication_table(lines))
-    assert all(word in drawn for word in ("rht=false sr=true minus bf16", "-3.22 ±0.7 %", "agrees¹", "¹ larger here than published"))
+    assert all(
+        word in drawn
+        for word in (
+            "rht=false sr=true minus bf16",
+            "-3.22 ±0.7 %",
+            "agrees¹",
+            "¹ larger here than published",
+        )
+    )
 
 
 def test_memory_is_the_most_of_a_trial_and_a_gpus_own_where_there_is_one(tmp_path):
     ledger = Ledger(tmp_path / "ledger.db")
     for arm, peaks in (("cpu", {}), ("gpu", {"memory/peak_allocated": 3e9})):
-        trial = ledger.add_member(ledger.add_arm(arm, {"recipe": arm}, None, None), 0, arm, '{"engine": "emulated"}')
+        trial = ledger.add_member(
+            ledger.add_arm(arm, {"recipe": arm}, None, None), 0, arm, '{"engine": "emulated"}'
+        )
         for step, resident in ((1, 4e8), (2, 9e8), (3, 5e8)):
             metrics = {"val/loss": 3.0, "memory/rss": resident, "throughput/tokens_per_s": 10.0, **peaks}
             ledger.record(trial, [{"step": step, "time": 0.0, "metrics": metrics}])
@@ -304,12 +392,17 @@ def test_memory_is_the_most_of_a_trial_and_a_gpus_own_where_there_is_one(tmp_pat
     drawn = screen(summary_table(arms, Metric()))
     assert "900 MB" in drawn
     assert "3,000 MB" in drawn
-    assert emulated(ledger) == "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
+    assert (
+        emulated(ledger)
+        == "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
+    )
 
 
 def test_speed_of_hardware_that_has_the_formats_needs_no_such_word(tmp_path):
     ledger = Ledger(tmp_path / "ledger.db")
-    trial = ledger.add_member(ledger.add_arm("nvfp4", {}, None, None), 0, "x", '{"engine": "transformer_engine"}')
+    trial = ledger.add_member(
+        ledger.add_arm("nvfp4", {}, None, None), 0, "x", '{"engine": "transformer_engine"}'
+    )
     ledger.record(trial, [{"step": 1, "time": 0.0, "metrics": {"throughput/tokens_per_s": 10.0}}])
     assert emulated(ledger) == ""
 
@@ -334,10 +427,16 @@ def test_arms_can_be_summarised_by_any_metric(book):
 
 def test_knobs_of_the_workload_and_presets_are_no_contrasts_and_nor_is_a_gap(tmp_path):
     ledger = Ledger(tmp_path / "ledger.db")
-    arms = [{"rht": True, "workload.x": "a"}, {"rht": False, "workload.x": "a"}, {"rht": True, "workload.x": "b"}]
+    arms = [
+        {"rht": True, "workload.x": "a"},
+        {"rht": False, "workload.x": "a"},
+        {"rht": True, "workload.x": "b"},
+    ]
     arms += [{"rht": False, "workload.x": "b"}, {"recipe": "bf16"}, {"recipe": "nvfp4"}]
     for number_, knobs_ in enumerate(arms):
-        ledger.add_arm(str(number_), knobs_, 4 if number_ == 0 else None, None)  # the first is compared with the fourth
+        ledger.add_arm(
+            str(number_), knobs_, 4 if number_ == 0 else None, None
+        )  # the first is compared with the fourth
     found = contrasts(summaries(ledger, Metric()), Metric())
     assert [(c.knob, c.change, c.held) for c in found] == [
         ("rht", "true instead of false", "x=a"),
@@ -375,7 +474,9 @@ def test_more_contrasts_than_anyone_reads_are_none(book):
     assert contrasts(arms, metric, most=3) == []
 
 
-@pytest.mark.parametrize(("direction", "first"), [("minimize", "rht=false sr=true"), ("maximize", "rht=true sr=false")])
+@pytest.mark.parametrize(
+    ("direction", "first"), [("minimize", "rht=false sr=true"), ("maximize", "rht=true sr=false")]
+)
 def test_of_many_arms_the_best_are_shown_with_what_they_are_compared_with(direction, first, book):
     metric = Metric(name="val/loss", direction=direction)
     for place in range(60):
@@ -411,7 +512,8 @@ def test_an_interval_shows_what_it_resolves(mean, half, shown):
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(-0.0, "0.0000"), (2.43662, "2.4366"), (0.0090471, "0.009047"), (0.0, "0.0000"), (-12.5, "-12.5000")]
+    ("value", "shown"),
+    [(-0.0, "0.0000"), (2.43662, "2.4366"), (0.0090471, "0.009047"), (0.0, "0.0000"), (-12.5, "-12.5000")],
 )
 def test_a_small_number_shows_digits_and_a_large_one_decimals(value, shown):
     assert number(value) == shown
@@ -452,7 +554,9 @@ PAIRS = {
 def grown(tmp_path):
     """bf16 on seven seeds, and arms on six with known gaps to it; intervals are sequences."""
     ledger = Ledger(tmp_path / "ledger.db")
-    ledger.describe(question="Does it?", metric='{"name": "val/loss", "min_effect": 0.005}', interval="sequence")
+    ledger.describe(
+        question="Does it?", metric='{"name": "val/loss", "min_effect": 0.005}', interval="sequence"
+    )
     base = add(ledger, "bf16", None, dict.fromkeys(range(7), 3.05))
     for arm, gaps in PAIRS.items():
         add(ledger, arm, base, {seed: 3.05 + gap for seed, gap in enumerate(gaps)})
@@ -464,7 +568,9 @@ def test_every_comparison_is_made_by_the_interval_that_the_sweep_declares(grown)
     sequence, arms = Interval("sequence"), summaries(grown)
     assert {arm.gap.interval for arm in arms if arm.gap} == {sequence}
     assert arms[1].gap == paired_difference(arms[1].values, arms[0].values, sequence)
-    assert arms[1].gap.high - arms[1].gap.mean == pytest.approx(arms[1].gap.deviation * sequence.half_width(6))
+    assert arms[1].gap.high - arms[1].gap.mean == pytest.approx(
+        arms[1].gap.deviation * sequence.half_width(6)
+    )
     turned = [arm for arm in arms if arm.name in ("wide", "clear")]
     for arm, value in zip(turned, (True, False), strict=True):
         arm.knobs.clear()
@@ -499,7 +605,11 @@ def test_an_arm_shows_its_own_seeds_and_the_reading_says_that_they_differ(grown)
     wild = grown.add_member(3, 6, "clear/6", "{}")
     grown.settle(wild, "diverged", "at step 1")
     arms = summaries(grown)
-    assert [(arm.name, arm.seeds, len(arm.values)) for arm in arms[:3]] == [("bf16", 7, 7), ("wide", 7, 7), ("clear", 7, 6)]
+    assert [(arm.name, arm.seeds, len(arm.values)) for arm in arms[:3]] == [
+        ("bf16", 7, 7),
+        ("wide", 7, 7),
+        ("clear", 7, 6),
+    ]
     assert "paired by seed, each arm over its own, so compare gaps and not means;" in reading(arms)
     cells = {row[0]: [cell.strip() for cell in row if cell.strip()] for row in shown(arms, metric_of(grown))}
     assert (cells["wide"][2], cells["clear"][2]) == ("7", "6 of 7")
@@ -512,7 +622,10 @@ def test_a_seed_without_a_finite_metric_is_a_seed_that_was_given(book):
 def test_only_an_arm_whose_interval_is_too_wide_is_grown(grown):
     assert undecided(grown) == [("wide", "bf16")]
     grown.describe(metric='{"name": "val/loss"}')
-    assert undecided(grown) == [("wide", "bf16"), ("tiny", "bf16")]  # without a min_effect no gap is too small to matter
+    assert undecided(grown) == [
+        ("wide", "bf16"),
+        ("tiny", "bf16"),
+    ]  # without a min_effect no gap is too small to matter
     assert undecided(grown, Metric(min_effect=0.5)) == []
 
 
@@ -539,7 +652,12 @@ def grow(book: Ledger, growth: Growth, member: Callable[[str, int], None]) -> No
     """What the controller does: seeds for whoever is undecided, and for its baseline, until nobody is or all have the most."""
     while True:
         counts = {arm.name: arm.seeds for arm in summaries(book)}
-        wanted = [(name, seed) for arm, base in undecided(book) for seed in growth.more(counts[arm]) for name in (arm, base)]
+        wanted = [
+            (name, seed)
+            for arm, base in undecided(book)
+            for seed in growth.more(counts[arm])
+            for name in (arm, base)
+        ]
         if not wanted:
             return
         for name, seed in wanted:
@@ -547,7 +665,9 @@ def grow(book: Ledger, growth: Growth, member: Callable[[str, int], None]) -> No
 
 
 @pytest.mark.parametrize("by", ["sequence", "split"])
-def test_growth_ends_with_every_arm_decided_or_at_the_most_and_ends_the_same_when_it_is_run_again(by, tmp_path):
+def test_growth_ends_with_every_arm_decided_or_at_the_most_and_ends_the_same_when_it_is_run_again(
+    by, tmp_path
+):
     growth = Growth(start=3, most=12, by=by, step=2)
     ledger, random = Ledger(tmp_path / "ledger.db"), np.random.default_rng(5)
     ledger.describe(metric='{"name": "val/loss", "min_effect": 0.005}', interval=growth.interval)
@@ -584,10 +704,15 @@ def test_growth_of_a_sweep_that_was_really_run_extends_the_undecided_arms_and_th
     sweep(whole, tmp_path)
     sweep(few, tmp_path)
     arms = {arm.name: (number, arm) for number, arm in enumerate(few.arms, 1)}
-    with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book, closing(open_ledger(tmp_path, "whole")) as other:
+    with (
+        closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book,
+        closing(open_ledger(tmp_path, "whole")) as other,
+    ):
         book.describe(interval=growth.interval)
         started = {arm for arm, _ in undecided(book)}
-        grow(book, growth, lambda name, seed: adopted(book, tmp_path, few, arms[name][1], arms[name][0], seed))
+        grow(
+            book, growth, lambda name, seed: adopted(book, tmp_path, few, arms[name][1], arms[name][0], seed)
+        )
         found, all_ = ({arm.name: arm for arm in summaries(ledger)} for ledger in (book, other))
     assert started == set(found) - {"bf16"}  # two seeds decide nothing here
     assert found["bf16"].values == all_["bf16"].values
@@ -612,7 +737,11 @@ def adopted(book: Ledger, state, experiment, arm, number: int, seed: int) -> Non
 def searched(tmp_path_factory):
     """A search of four arms on two seeds, really run; leave its folder as it is."""
     folder = tmp_path_factory.mktemp("searched")
-    keys = {"ablate": {"workload.lr": {"uniform": [0.001, 0.1], "log": True}, "rht": [True, False]}, "search": {"trials": 4}, "seeds": 2}
+    keys = {
+        "ablate": {"workload.lr": {"uniform": [0.001, 0.1], "log": True}, "rht": [True, False]},
+        "search": {"trials": 4},
+        "seeds": 2,
+    }
     experiment = tiny(folder, **keys)
     assert sweep(experiment, folder)[0].status == "done"
     return folder, experiment
@@ -622,7 +751,10 @@ def searched(tmp_path_factory):
 def studied(searched, tmp_path):
     """Its ledger, a copy to write in, with the fact that it is a search."""
     folder, experiment = searched
-    with closing(open_ledger(folder, experiment.name)) as source, closing(sqlite3.connect(tmp_path / "ledger.db")) as copy:
+    with (
+        closing(open_ledger(folder, experiment.name)) as source,
+        closing(sqlite3.connect(tmp_path / "ledger.db")) as copy,
+    ):
         source.db.backup(copy)
     ledger = Ledger(tmp_path / "ledger.db")
     ledger.describe(search=experiment.search.sampler)
@@ -637,11 +769,21 @@ def test_what_a_search_saw_is_exploratory_and_its_colour_is_kept_for_results(gro
     for search in ("", "tpe"):
         grown.describe(search=search)
         arms = summaries(grown)
-        (column,) = [column for column in summary_table(arms, metric_of(grown)).columns if column.header == "verdict"]
-        colours[search] = dict(zip([arm.name for arm in arms], [str(cell.style) for cell in column.cells], strict=True))
+        (column,) = [
+            column for column in summary_table(arms, metric_of(grown)).columns if column.header == "verdict"
+        ]
+        colours[search] = dict(
+            zip([arm.name for arm in arms], [str(cell.style) for cell in column.cells], strict=True)
+        )
     assert [arm.role for arm in arms] == ["baseline", *["searched"] * 4]
-    assert [(arm.verdict.kind, arm.verdict.exploratory) for arm in arms[2:4]] == [("worse", True), ("same", True)]
-    assert (arms[1].verdict.kind, arms[1].verdict.needed) == ("undecided", None)  # of a proposal no seeds are planned
+    assert [(arm.verdict.kind, arm.verdict.exploratory) for arm in arms[2:4]] == [
+        ("worse", True),
+        ("same", True),
+    ]
+    assert (arms[1].verdict.kind, arms[1].verdict.needed) == (
+        "undecided",
+        None,
+    )  # of a proposal no seeds are planned
     assert (colours[""]["clear"], colours["tpe"]["clear"]) == ("red", "")
     assert "run it again on new seeds before believing its gap" in reading(arms)
 
@@ -664,7 +806,9 @@ def test_a_winner_is_not_one_whose_worst_seed_is_missing(grown):
     grown.describe(search="tpe")
     grown.db.execute("UPDATE arms SET optuna = arm WHERE baseline NOTNULL")
     assert winner(grown) == "same"
-    trial = next(member["trial"] for member in grown.members() if (member["name"], member["seed"]) == ("wide", 1))
+    trial = next(
+        member["trial"] for member in grown.members() if (member["name"], member["seed"]) == ("wide", 1)
+    )
     grown.settle(trial, "failed")
     assert summaries(grown)[1].mean < 3.05
     assert winner(grown) == "same"
@@ -714,12 +858,18 @@ def test_a_winner_run_again_has_a_line_with_the_gap_of_the_fresh_seeds_alone(stu
     with closing(open_ledger(folder, "again")) as book:
         losses = {arm.name: arm.values for arm in summaries(book)}
     assert confirmed.values == losses["winner"]
-    assert confirmed.gap == paired_difference(losses["winner"], losses[next(arm for arm in losses if arm != "winner")])
+    assert confirmed.gap == paired_difference(
+        losses["winner"], losses[next(arm for arm in losses if arm != "winner")]
+    )
     assert before.gap.pairs == 2  # untouched by its baseline's new seeds
     assert confirmed.verdict.fresh_seeds == 3
     assert winner(studied) == name
     assert fresh_seeds(studied, 3) == seeds  # the same when the sweep goes on
-    assert "is the search's best arm on seeds that took no part in choosing it" in reading(list(arms.values()))
+    assert "is the search's best arm on seeds that took no part in choosing it" in reading(
+        list(arms.values())
+    )
     lines = [cells[0].strip() for cells in shown(list(arms.values()), metric_of(studied))]
     assert lines[lines.index(arms[name].baseline) + 1] == CONFIRM + name
-    assert not any(contrast.effect.pairs == 0 for contrast in contrasts(list(arms.values()), metric_of(studied)))
+    assert not any(
+        contrast.effect.pairs == 0 for contrast in contrasts(list(arms.values()), metric_of(studied))
+    )

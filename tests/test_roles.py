@@ -37,7 +37,10 @@ def answered(state, **keys) -> tuple[dict, list]:
 def test_everything_that_compares_arms_does_it_with_the_baseline_that_the_file_names(tmp_path):
     """One arm against another of other workload values and another recipe: seed by seed, everywhere the same number."""
     arms, turned = answered(
-        tmp_path, arms={"ref": {"recipe": "bf16", "workload.x": 0.1}, "far": {"workload.x": 0.9}}, against="ref", seeds=3
+        tmp_path,
+        arms={"ref": {"recipe": "bf16", "workload.x": 0.1}, "far": {"workload.x": 0.9}},
+        against="ref",
+        seeds=3,
     )
     losses = values(tmp_path)
     gaps = {seed: losses["far", seed] - losses["ref", seed] for seed in range(3)}
@@ -79,7 +82,8 @@ def rows(state) -> list[tuple]:
     book.close()
     numbers = {None: None} | {arm: point["optuna"] for arm, point in found.items()}
     return [
-        (point["optuna"], json.loads(point["knobs"])["workload.x"], point["role"], numbers[point["repeats"]]) for point in found.values()
+        (point["optuna"], json.loads(point["knobs"])["workload.x"], point["role"], numbers[point["repeats"]])
+        for point in found.values()
     ]
 
 
@@ -163,7 +167,9 @@ def as_earlier(state, path: Path) -> Ledger:
     """A copy of the sweep's ledger as an earlier version wrote it: without roles, a repeated point as an arm with trials."""
     with closing(ledger(state)) as source, closing(sqlite3.connect(path)) as copy:
         source.db.backup(copy)
-        copy.execute("UPDATE arms SET baseline = (SELECT of.baseline FROM arms AS of WHERE of.arm = arms.repeats) WHERE repeats")
+        copy.execute(
+            "UPDATE arms SET baseline = (SELECT of.baseline FROM arms AS of WHERE of.arm = arms.repeats) WHERE repeats"
+        )
         copy.execute(
             "INSERT INTO members (arm, seed, trial) SELECT arms.arm, seed, trial FROM arms JOIN members ON members.arm = arms.repeats"
         )
@@ -195,7 +201,9 @@ def test_a_proposed_arm_that_cannot_be_run_is_refused_with_its_reason_and_is_no_
         assert answer.shown[-1].role == "refused"
         assert refused.reason in " ".join(part.text for part in answer.losses())
         fetched = json.loads(runs.description(book))["arms"]
-        assert [(arm["role"], arm["reason"]) for arm in fetched] == [(arm.role, arm.reason or None) for arm in arms]
+        assert [(arm["role"], arm["reason"]) for arm in fetched] == [
+            (arm.role, arm.reason or None) for arm in arms
+        ]
         known = roles(book)
     with closing(as_earlier(tmp_path, tmp_path / "earlier.db")) as earlier:
         assert known.items() <= roles(earlier).items()
@@ -204,7 +212,13 @@ def test_a_proposed_arm_that_cannot_be_run_is_refused_with_its_reason_and_is_no_
 def test_pruned_arms_are_said_to_be_pruned_and_nothing_of_them_is_missing(tmp_path):
     search = {"trials": 12, "pruner": "median", "rungs": [3]}
     experiment = searching(
-        tmp_path, 12, 1, search=search, workload={"idle": {"steps": 12}}, ablate={"workload.x": {"uniform": [0.3, 9.0]}}, seeds=2
+        tmp_path,
+        12,
+        1,
+        search=search,
+        workload={"idle": {"steps": 12}},
+        ablate={"workload.x": {"uniform": [0.3, 9.0]}},
+        seeds=2,
     )
     sweep(experiment, tmp_path)
     with closing(ledger(tmp_path)) as book:
@@ -243,7 +257,9 @@ def test_a_ledger_of_an_earlier_version_goes_on(tmp_path):
     points, path = rows(tmp_path), tmp_path / "sweeps" / "tiny" / "ledger.db"
     assert any(first is not None for *_, first in points)
     with closing(as_earlier(tmp_path, tmp_path / "earlier.db")) as earlier:
-        assert len(earlier.arms()) == len(earlier.points()) + len([arm for arm in earlier.arms() if arm["optuna"] is None])
+        assert len(earlier.arms()) == len(earlier.points()) + len(
+            [arm for arm in earlier.arms() if arm["optuna"] is None]
+        )
     for old in path.parent.glob("ledger.db*"):
         old.unlink()
     (tmp_path / "earlier.db").rename(path)
@@ -262,6 +278,8 @@ def test_a_ledger_of_an_earlier_version_goes_on(tmp_path):
         (None, "0: a", 0, True, "refused"),
     ],
 )
-def test_a_role_that_the_ledger_has_counts_and_a_name_only_where_it_has_none(role, name, optuna, searches, expected):
+def test_a_role_that_the_ledger_has_counts_and_a_name_only_where_it_has_none(
+    role, name, optuna, searches, expected
+):
     row = {"role": role, "name": name, "optuna": optuna, "baseline": None}
     assert role_of(row, searches, 0) == expected

@@ -35,7 +35,10 @@ def trials(state, name: str = "tiny") -> list[optuna.trial.FrozenTrial]:
 
 
 def told(state, name: str = "tiny") -> list[tuple]:
-    return [(t.number, t.state.name, t.value, t.intermediate_values, t.user_attrs["arm"]) for t in trials(state, name)]
+    return [
+        (t.number, t.state.name, t.value, t.intermediate_values, t.user_attrs["arm"])
+        for t in trials(state, name)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,10 @@ def swept(tmp_path_factory):
 
 def test_the_study_has_one_trial_an_arm_with_the_mean_over_seeds(swept):
     book = ledger(swept)
-    records = {(m["name"], m["seed"]): {s: v for s, n, v, _ in book.records(m["trial"]) if n == "val/loss"} for m in book.members()}
+    records = {
+        (m["name"], m["seed"]): {s: v for s, n, v, _ in book.records(m["trial"]) if n == "val/loss"}
+        for m in book.members()
+    }
     for number, (trial, arm) in enumerate(zip(trials(swept), ["rht=true", "rht=false"], strict=True)):
         mean = {step: (records[arm, 0][step] + records[arm, 1][step]) / 2 for step in (2, 4)}
         assert (trial.number, trial.state, trial.user_attrs["arm"]) == (number, TrialState.COMPLETE, arm)
@@ -57,7 +63,11 @@ def test_the_study_has_one_trial_an_arm_with_the_mean_over_seeds(swept):
         assert trial.intermediate_values == pytest.approx(mean, rel=1e-12)
         assert trial.user_attrs["seeds"] == [0, 1]
         assert trial.user_attrs["trials"] == [m["id"] for m in book.members() if m["name"] == arm]
-    assert {row["name"]: row["optuna"] for row in book.arms()} == {"bf16": None, "rht=true": 0, "rht=false": 1}
+    assert {row["name"]: row["optuna"] for row in book.arms()} == {
+        "bf16": None,
+        "rht=true": 0,
+        "rht=false": 1,
+    }
     book.close()
 
 
@@ -117,7 +127,10 @@ def test_what_a_dashboard_wrote_stays(swept, tmp_path):
     backend = JournalFileBackend(str(tmp_path / "sweeps" / "tiny" / "optuna.log"))
     optuna.load_study(study_name="tiny", storage=JournalStorage(backend)).set_user_attr("note", "a person's")
     sweep(experiment, tmp_path)
-    assert optuna.load_study(study_name="tiny", storage=JournalStorage(backend)).user_attrs["note"] == "a person's"
+    assert (
+        optuna.load_study(study_name="tiny", storage=JournalStorage(backend)).user_attrs["note"]
+        == "a person's"
+    )
 
 
 def test_a_point_queued_by_a_driver_that_died_does_not_shift_the_others(tmp_path):
@@ -127,7 +140,10 @@ def test_a_point_queued_by_a_driver_that_died_does_not_shift_the_others(tmp_path
     study.study.enqueue_trial({"rht": True}, user_attrs={"arm": "rht=true"})
     sweep(experiment, tmp_path)
     complete = [trial for trial in trials(tmp_path) if trial.state == TrialState.COMPLETE]
-    assert [(t.user_attrs["arm"], t.params["rht"]) for t in complete] == [("rht=true", True), ("rht=false", False)]
+    assert [(t.user_attrs["arm"], t.params["rht"]) for t in complete] == [
+        ("rht=true", True),
+        ("rht=false", False),
+    ]
     assert not any(trial.state in (TrialState.WAITING, TrialState.RUNNING) for trial in trials(tmp_path))
 
 
@@ -154,10 +170,18 @@ def test_a_sampler_proposes_points_inside_a_mixed_space(sampler, tmp_path):
         assert type(knobs["workload.batch"]) is int
         assert knobs["rht"] in (True, False)
         assert knobs["recipe.wgrad.g"] in MIXED["recipe.wgrad.g"]["choice"]
-        value = math.inf if n == 3 else math.nan if n == 5 else math.log10(knobs["workload.lr"]) ** 2 + knobs["cooldown"]
+        value = (
+            math.inf
+            if n == 3
+            else math.nan
+            if n == 5
+            else math.log10(knobs["workload.lr"]) ** 2 + knobs["cooldown"]
+        )
         study.tell(number, (value,), {}, {})
         points.append(knobs)
-    assert len({json.dumps(point) for point in points}) >= 12  # NSGA-II's children may be copies, which cost nothing: one trial
+    assert (
+        len({json.dumps(point) for point in points}) >= 12
+    )  # NSGA-II's children may be copies, which cost nothing: one trial
 
 
 def test_a_study_opened_again_does_not_propose_the_same_points_again(tmp_path):
@@ -172,7 +196,9 @@ def test_a_study_opened_again_does_not_propose_the_same_points_again(tmp_path):
 
 def test_the_same_seed_proposes_the_same_points_and_another_seed_others(tmp_path):
     def first(name: str, seed: int) -> list[dict]:
-        experiment = tiny(tmp_path, ablate={"workload.lr": {"uniform": [0.001, 0.1]}}, search={"trials": 9, "seed": seed})
+        experiment = tiny(
+            tmp_path, ablate={"workload.lr": {"uniform": [0.001, 0.1]}}, search={"trials": 9, "seed": seed}
+        )
         study = Study(tmp_path / name, experiment, [])
         return [study.ask()[1] for _ in range(3)]
 
@@ -180,7 +206,10 @@ def test_the_same_seed_proposes_the_same_points_and_another_seed_others(tmp_path
 
 
 def test_a_search_goes_on_after_its_budget_and_asks_for_no_more_than_its_trials(tmp_path):
-    keys = {"ablate": {"cooldown": {"uniform": [0.25, 0.75]}, "rht": [True, False]}, "search": {"trials": 5, "sampler": "tpe"}}
+    keys = {
+        "ablate": {"cooldown": {"uniform": [0.25, 0.75]}, "rht": [True, False]},
+        "search": {"trials": 5, "sampler": "tpe"},
+    }
     first, _ = sweep(tiny(tmp_path, budget={"trials": 5}, **keys), tmp_path)
     assert (first.status, first.ran) == ("budget", 5)
     second, _ = sweep(tiny(tmp_path, **keys), tmp_path)
@@ -191,7 +220,12 @@ def test_a_search_goes_on_after_its_budget_and_asks_for_no_more_than_its_trials(
     book = ledger(tmp_path)
     assert [row["optuna"] for row in book.arms()] == [None, 0, 1, 2, 3, 4]
     assert {m["status"] for m in book.members()} == {"done"}
-    by_arm = {t.number: [book.last_values(m["trial"])["val/loss"] for m in book.members() if m["optuna"] == t.number] for t in found}
+    by_arm = {
+        t.number: [
+            book.last_values(m["trial"])["val/loss"] for m in book.members() if m["optuna"] == t.number
+        ]
+        for t in found
+    }
     book.close()
     assert {t.number: t.value for t in found} == pytest.approx({n: sum(v) / 2 for n, v in by_arm.items()})
     third, _ = sweep(tiny(tmp_path, **keys), tmp_path)
@@ -199,7 +233,12 @@ def test_a_search_goes_on_after_its_budget_and_asks_for_no_more_than_its_trials(
 
 
 def test_a_searched_arm_that_is_its_own_baseline_is_one_arm(tmp_path):
-    keys = {"workload": {"idle": {"steps": 2}}, "recipe": "bf16", "ablate": {"workload.x": {"uniform": [-1.0, 1.0]}}, "seeds": 2}
+    keys = {
+        "workload": {"idle": {"steps": 2}},
+        "recipe": "bf16",
+        "ablate": {"workload.x": {"uniform": [-1.0, 1.0]}},
+        "seeds": 2,
+    }
     outcome, _ = sweep(tiny(tmp_path, search={"trials": 3}, **keys), tmp_path)
     assert outcome.ran == 6
     book = ledger(tmp_path)
@@ -208,14 +247,19 @@ def test_a_searched_arm_that_is_its_own_baseline_is_one_arm(tmp_path):
 
 
 def test_a_combination_that_cannot_be_run_does_not_end_a_search(tmp_path):
-    keys = {"ablate": {"skip_first": {"int": [0, 2]}, "skip_last": {"int": [0, 2]}}, "search": {"trials": 9, "sampler": "random"}}
+    keys = {
+        "ablate": {"skip_first": {"int": [0, 2]}, "skip_last": {"int": [0, 2]}},
+        "search": {"trials": 9, "sampler": "random"},
+    }
     experiment = tiny(tmp_path, shape={"layers": 3}, seeds=1, **keys)
     outcome, news = sweep(experiment, tmp_path)
     assert outcome.status == "done"
     states = [trial.state.name for trial in trials(tmp_path)]
     assert set(states) == {"COMPLETE", "FAIL"}
     assert len(states) == 9
-    assert sum("cannot be run: skip_last: keeps all 12 layers in 3 blocks in high precision" in line for line in news) == states.count("FAIL")
+    assert sum(
+        "cannot be run: skip_last: keeps all 12 layers in 3 blocks in high precision" in line for line in news
+    ) == states.count("FAIL")
     again, _ = sweep(experiment, tmp_path)
     assert (again.status, again.ran, [trial.state.name for trial in trials(tmp_path)]) == ("done", 0, states)
 
@@ -243,8 +287,12 @@ def test_a_journal_does_not_repeat_a_long_list_in_every_trial(values, tmp_path):
 def test_a_long_list_of_named_arms_is_told_by_their_names_alone(tmp_path):
     listed = {f"arm {n}": {"cooldown": n / 500} for n in range(150)}
     points = [Point(name, knobs, None) for name, knobs in listed.items()]
-    study = Study(tmp_path / "optuna.log", tiny(tmp_path, shape={"steps": 500}, ablate=None, arms=listed), points)
-    assert [(trial.params, trial.user_attrs["arm"]) for trial in study.study.get_trials()] == [({}, name) for name in listed]
+    study = Study(
+        tmp_path / "optuna.log", tiny(tmp_path, shape={"steps": 500}, ablate=None, arms=listed), points
+    )
+    assert [(trial.params, trial.user_attrs["arm"]) for trial in study.study.get_trials()] == [
+        ({}, name) for name in listed
+    ]
 
 
 @pytest.mark.slow
@@ -255,7 +303,9 @@ def test_an_arm_that_failed_and_then_succeeded_is_complete(tmp_path):
     assert sweep(experiment, tmp_path, connect=Children)[0].status == "failed"
     (tmp_path / "away").rename(train)
     assert sweep(experiment, tmp_path, connect=Children)[0].status == "done"
-    assert [trial.state for trial in trials(tmp_path) if trial.user_attrs.get("arm") == "rht=true"][-1] == TrialState.COMPLETE
+    assert [trial.state for trial in trials(tmp_path) if trial.user_attrs.get("arm") == "rht=true"][
+        -1
+    ] == TrialState.COMPLETE
 
 
 def test_what_is_told_is_what_the_file_says_is_better(tmp_path):
@@ -320,7 +370,9 @@ def costs(knobs: dict) -> tuple[float, float]:
 
 def found_front(folder: Path, sampler: str) -> set[tuple]:
     metrics = [{"name": "val/loss"}, {"name": "throughput/step_ms"}]
-    experiment = tiny(folder, ablate=SQUARES, metric=metrics, search={"trials": 150, "sampler": sampler, "seed": 1})
+    experiment = tiny(
+        folder, ablate=SQUARES, metric=metrics, search={"trials": 150, "sampler": sampler, "seed": 1}
+    )
     study = Study(folder / f"{sampler}.log", experiment, [])
     for _ in range(150):
         number, knobs = study.ask()
@@ -329,7 +381,9 @@ def found_front(folder: Path, sampler: str) -> set[tuple]:
 
 
 def test_nsga2_finds_the_front_that_brute_force_finds(tmp_path):
-    everything = [costs(dict(zip(SQUARES, point, strict=True))) for point in itertools.product(*SQUARES.values())]
+    everything = [
+        costs(dict(zip(SQUARES, point, strict=True))) for point in itertools.product(*SQUARES.values())
+    ]
     front = {value for value in everything if not dominated(value, everything)}
     assert len(front) == 8
     assert len(found_front(tmp_path, "nsga2") & front) >= 6
@@ -344,7 +398,13 @@ def test_a_sampler_takes_several_objectives_and_is_drawn_again(sampler, tmp_path
     study = Study(journal, experiment, [])
     for n in range(12):
         number, knobs = study.ask()
-        values = (math.inf, -math.inf) if n == 3 else (math.nan, 1.0) if n == 5 else (knobs["cooldown"], knobs["workload.lr"])
+        values = (
+            (math.inf, -math.inf)
+            if n == 3
+            else (math.nan, 1.0)
+            if n == 5
+            else (knobs["cooldown"], knobs["workload.lr"])
+        )
         broken = (1.0,) if n == 3 else (-1.0,)
         study.tell(number, values, {2: 1.0}, {"arm": f"{n}"}, broken)
         points.append(Point(f"{n}", knobs, values, violations=broken))
@@ -384,7 +444,9 @@ def test_a_sampler_proposes_a_knob_only_where_it_exists(sampler, tmp_path):
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_search_is_the_same_again_from_its_seed(sampler, tmp_path):
     def proposed(name: str, seed: int) -> list[dict]:
-        experiment = tiny(tmp_path, ablate=CONDITIONAL, search={"trials": 30, "sampler": sampler, "seed": seed})
+        experiment = tiny(
+            tmp_path, ablate=CONDITIONAL, search={"trials": 30, "sampler": sampler, "seed": seed}
+        )
         study, found = Study(tmp_path / name, experiment, []), []
         for _ in range(12):
             number, knobs = study.ask()
@@ -400,7 +462,10 @@ def test_a_search_is_the_same_again_from_its_seed(sampler, tmp_path):
 
 def feasible(folder: Path, sampler: str, told: bool) -> int:
     """How many of the last 10 arms keep to a constraint beyond which the values are far better."""
-    keys = {"constraints": [{"metric": "grad/norm", "at_most": 0.5}], "ablate": PLANE | {"cooldown": {"uniform": [0.0, 1.0]}}}
+    keys = {
+        "constraints": [{"metric": "grad/norm", "at_most": 0.5}],
+        "ablate": PLANE | {"cooldown": {"uniform": [0.0, 1.0]}},
+    }
     experiment = tiny(folder, search={"trials": 40, "sampler": sampler, "seed": 4}, **keys)
     study, kept = Study(folder / f"{sampler}-{told}.log", experiment, []), []
     for _ in range({"gp": 20, "tpe": 40, "nsga2": 60}[sampler]):
@@ -450,7 +515,9 @@ def pruning(folder: Path, pruner: str, name: str = "tiny", **keys):
     rungs = {} if pruner == "wilcoxon" else {"rungs": list(RUNGS)}
     search = {"trials": 40, "sampler": "random", "seed": 1, "pruner": pruner, **rungs}
     knobs = {"cooldown": {"uniform": [0.0, 0.75]}}
-    return tiny(folder, name, shape={"steps": 16, "eval_every": 2}, seeds=6, ablate=knobs, search=search, **keys)
+    return tiny(
+        folder, name, shape={"steps": 16, "eval_every": 2}, seeds=6, ablate=knobs, search=search, **keys
+    )
 
 
 def steps_of(experiment) -> tuple[int, ...]:
@@ -484,7 +551,17 @@ def searched(study: Study, experiment, values: list[float]) -> list[Point]:
 def drawn(study: Study) -> list[tuple]:
     """Everything in the journal but times and the sampler's own notes."""
     return [
-        (t.number, t.state, t.values, t.params, t.distributions, t.intermediate_values, t.user_attrs, t.constraints, rungs(t))
+        (
+            t.number,
+            t.state,
+            t.values,
+            t.params,
+            t.distributions,
+            t.intermediate_values,
+            t.user_attrs,
+            t.constraints,
+            rungs(t),
+        )
         for t in study.study.get_trials()
     ]
 
@@ -558,7 +635,12 @@ def test_wilcoxon_spares_the_seeds_of_an_arm_that_loses_to_the_best_on_every_one
     study = Study(tmp_path / "optuna.log", experiment, [])
     points = searched(study, experiment, [1.0, 2.0, 0.9])
     assert [point.pruned for point in points] == [False, True, False]
-    assert sorted(points[1].reports) == [0, 1, 2, 3]  # one-sided, of n losses in n: p = 2^-n, below .1 from 4 on
+    assert sorted(points[1].reports) == [
+        0,
+        1,
+        2,
+        3,
+    ]  # one-sided, of n losses in n: p = 2^-n, below .1 from 4 on
 
 
 def test_wilcoxon_does_not_stumble_over_a_seed_that_diverged(tmp_path):
@@ -588,7 +670,9 @@ def test_hyperband_has_a_bracket_that_starts_at_each_rung(tmp_path):
     experiment = pruning(tmp_path, "hyperband")
     study = Study(tmp_path / "optuna.log", experiment, [])
     searched(study, experiment, [float(n) for n in range(40)])
-    given_up = {max(trial.intermediate_values) for trial in study.study.trials if trial.state == TrialState.PRUNED}
+    given_up = {
+        max(trial.intermediate_values) for trial in study.study.trials if trial.state == TrialState.PRUNED
+    }
     assert given_up == set(RUNGS)
 
 
@@ -680,7 +764,9 @@ def test_a_sampler_starts_from_what_earlier_arms_showed(sampler, seeds, most, tm
     """With rht true every earlier arm was bad. By chance half of the first proposals have it; a quarter after NSGA-II's mutation."""
     warm, proposed = earlier(20, lambda knobs: knobs["cooldown"] + 10 * knobs["rht"]), []
     for seed in range(seeds):
-        experiment = tiny(tmp_path, ablate=HALF, search={"trials": 9, "sampler": sampler, "seed": seed, "warm": ["old"]})
+        experiment = tiny(
+            tmp_path, ablate=HALF, search={"trials": 9, "sampler": sampler, "seed": seed, "warm": ["old"]}
+        )
         proposed.append(Study(tmp_path / f"{seed}.log", experiment, [], warm).ask()[1]["rht"])
     assert sum(proposed) <= most
 

@@ -8,8 +8,16 @@ CASES = {
     "one sweep gets all it wants": ([("a", 0, 8)], 8, {"a": 8}),
     "one that wants little leaves the rest": ([("a", 0, 2), ("b", 0, 8)], 8, {"a": 2, "b": 6}),
     "equals share evenly": ([("a", 0, 8), ("b", 0, 8)], 8, {"a": 4, "b": 4}),
-    "what does not divide goes to who asked first": ([("a", 1, 8), ("b", 1, 8), ("c", 1, 8)], 8, {"a": 3, "b": 3, "c": 2}),
-    "the higher priority gets all but one each": ([("a", 0, 8), ("b", 0, 8), ("c", 5, 8)], 8, {"a": 1, "b": 1, "c": 6}),
+    "what does not divide goes to who asked first": (
+        [("a", 1, 8), ("b", 1, 8), ("c", 1, 8)],
+        8,
+        {"a": 3, "b": 3, "c": 2},
+    ),
+    "the higher priority gets all but one each": (
+        [("a", 0, 8), ("b", 0, 8), ("c", 5, 8)],
+        8,
+        {"a": 1, "b": 1, "c": 6},
+    ),
     "what the higher does not want goes on": ([("a", 0, 8), ("b", 5, 3)], 8, {"a": 5, "b": 3}),
     "who has nothing to run is given nothing": ([("a", 0, 0), ("b", 0, 8)], 8, {"a": 0, "b": 8}),
 }
@@ -20,7 +28,10 @@ def test_slots_go_by_priority_then_evenly_and_none_starves(case):
     claims, slots, expected = CASES[case]
     shares = Shares()
     for _ in range(2):  # the second time, all are known
-        found = {name: len(shares.ask(name, Claim(wants, {"n": slots}, priority=priority), 100.0)) for name, priority, wants in claims}
+        found = {
+            name: len(shares.ask(name, Claim(wants, {"n": slots}, priority=priority), 100.0))
+            for name, priority, wants in claims
+        }
     assert found == expected
 
 
@@ -75,7 +86,9 @@ class Cluster:
 
     def free(self) -> dict[str, int]:
         taken = [place for _, place, _ in self.running]
-        return {node: units - sum(place.get(node, 0) for place in taken) for node, units in self.nodes.items()}
+        return {
+            node: units - sum(place.get(node, 0) for place in taken) for node, units in self.nodes.items()
+        }
 
     def second(self, active: list[str]) -> None:
         self.running = [item for item in self.running if item[2] > self.now]
@@ -109,7 +122,9 @@ def test_a_gang_gets_its_turn_in_a_stream_of_small_trials(nodes):
     assert cluster.starts["gang"][0] <= 60 + 2 * 7 + 2  # as soon as the small trials in its places are over
     assert cluster.starts["small"][-1] > cluster.now - 200
     ratio = (cluster.used["small"] - 60 * sum(nodes.values())) / cluster.used["gang"]
-    assert 0.5 < ratio < 2.0  # equals: 1, but for what no gang fits into and what stands empty while places come free
+    assert (
+        0.5 < ratio < 2.0
+    )  # equals: 1, but for what no gang fits into and what stands empty while places come free
 
 
 def test_without_shares_the_same_gang_would_never_start():
@@ -137,10 +152,16 @@ def test_a_sweep_of_lower_priority_that_cannot_run_beside_a_higher_gets_a_lesser
 
 def test_a_sweep_is_not_moved_about_while_nothing_changes():
     nodes, shares = {f"n{number}": 4 for number in range(8)}, Shares()
-    asked = {"a": Claim(100, nodes), "b": Claim(100, nodes, ranks=4), "c": Claim(3, nodes, ranks=8, priority=2)}
+    asked = {
+        "a": Claim(100, nodes),
+        "b": Claim(100, nodes, ranks=4),
+        "c": Claim(3, nodes, ranks=8, priority=2),
+    }
     for name, claim in asked.items():
         shares.ask(name, claim, 0.0)
-    seen = {name: {str(shares.ask(name, claim, float(now))) for now in range(20)} for name, claim in asked.items()}
+    seen = {
+        name: {str(shares.ask(name, claim, float(now))) for now in range(20)} for name, claim in asked.items()
+    }
     assert {name: len(found) for name, found in seen.items()} == {"a": 1, "b": 1, "c": 1}
 
 

@@ -37,7 +37,9 @@ def book(tmp_path, request):
     ledger = Ledger(tmp_path / "sweeps" / "signs" / "ledger.db")
     base = member(ledger, "base", {"recipe": "bf16"}, None, 0.0, role="baseline")
     points = list(itertools.product(enumerate(values), (10, 20)))
-    points.sort(key=lambda point: point[0][1] is not baseline)  # the ledger has an arm that is the baseline first
+    points.sort(
+        key=lambda point: point[0][1] is not baseline
+    )  # the ledger has an arm that is the baseline first
     for (place, value), other in points:
         own = None if value is baseline else base
         member(ledger, f"{value} {other}", {"k": value, "other": other}, own, place / 10 + other)
@@ -46,7 +48,9 @@ def book(tmp_path, request):
     ledger.close()
 
 
-def member(ledger: Ledger, name: str, knobs: dict, baseline: int | None, value: float, role: str = "listed") -> int:
+def member(
+    ledger: Ledger, name: str, knobs: dict, baseline: int | None, value: float, role: str = "listed"
+) -> int:
     arm = ledger.add_arm(name, knobs, baseline, None, role)
     for seed in SEEDS:
         trial = ledger.add_member(arm, seed, f"{name}/{seed}", '{"workload": {"idle": {}}}')
@@ -73,7 +77,10 @@ def agree(change: str, mean: float, values: list) -> None:
     first, second = re.fullmatch(r"(.*) instead of (.*)", change).groups()
     known = worth(values)
     assert mean == pytest.approx((known[first] - known[second]) / 10)
-    order = [shown(reference(values)), *(shown(value) for value in values if shown(value) != shown(reference(values)))]
+    order = [
+        shown(reference(values)),
+        *(shown(value) for value in values if shown(value) != shown(reference(values))),
+    ]
     assert order.index(first) > order.index(second)
 
 
@@ -97,7 +104,11 @@ def test_tables_sentences_and_pictures_subtract_the_value_that_is_listed_first(b
     table = contrast_table(pairs)
     for change, text in zip(table.columns[1].cells, table.columns[3].cells, strict=True):
         agree(str(change), float(str(text).split()[0]), values)
-    sentences = [match for text, _ in of_knobs(answer.main_effects, "") if (match := re.match(r"k: (.*) is .*?, ([+-][\d.]+)", text))]
+    sentences = [
+        match
+        for text, _ in of_knobs(answer.main_effects, "")
+        if (match := re.match(r"k: (.*) is .*?, ([+-][\d.]+)", text))
+    ]
     assert len(sentences) == len(effects)
     for sentence in sentences:
         agree(sentence[1], float(sentence[2]), values)
@@ -106,12 +117,18 @@ def test_tables_sentences_and_pictures_subtract_the_value_that_is_listed_first(b
         agree(change, mean, values)
 
 
-@pytest.mark.parametrize("book", [([True, False, "x"], "x"), (["x", True, False], "x"), ([True, False, None], None)], indirect=True)
+@pytest.mark.parametrize(
+    "book", [([True, False, "x"], "x"), (["x", True, False], "x"), ([True, False, None], None)], indirect=True
+)
 def test_a_value_that_only_baselines_have_counts_as_listed(book):
     """Contrasts see the baselines and main effects do not: both must have one reference."""
     arms = summaries(book)
     (effect,) = [effect for effect in main_effects(grid(arms)) if effect.knobs == ("k",)]
-    changes = {contrast.change for contrast in contrasts(arms, metric_of(book)) if contrast.knob == "k" and "x" not in contrast.change}
+    changes = {
+        contrast.change
+        for contrast in contrasts(arms, metric_of(book))
+        if contrast.knob == "k" and "x" not in contrast.change
+    }
     assert effect.change == "false instead of true"
     assert effect.change in changes
     assert "true instead of false" not in changes

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # behind the standard library: names there may shadow it
+sys.path.append(
+    str(Path(__file__).parents[1] / "benchmarks")
+)  # behind the standard library: names there may shadow it
 import simulated_truth
 from simulated_truth import KINDS, Scenario, run, scenarios, tables
 
@@ -17,7 +19,11 @@ SWEEPS = 300
 
 def within(part: int, whole: int, low: float, high: float) -> bool:
     """Whether a share lies within limits, three binomial standard errors beyond them allowed."""
-    return low - 3 * math.sqrt(low * (1 - low) / whole) <= part / whole <= high + 3 * math.sqrt(high * (1 - high) / whole)
+    return (
+        low - 3 * math.sqrt(low * (1 - low) / whole)
+        <= part / whole
+        <= high + 3 * math.sqrt(high * (1 - high) / whole)
+    )
 
 
 @pytest.mark.parametrize("interval", ["t", "split:4", "sequence"])
@@ -35,7 +41,11 @@ def test_seeds_that_grow_are_no_way_round_it():
 
 def test_four_of_five_promises_of_seeds_are_kept():
     """Over effects from 0 to 2 and deviations 1 and 2, in units of min_effect."""
-    lines = [KINDS["promise"](Scenario("promise", "t", 5, deviation, effect), 40) for deviation in (1, 2) for effect in (0, 0.5, 1, 2)]
+    lines = [
+        KINDS["promise"](Scenario("promise", "t", 5, deviation, effect), 40)
+        for deviation in (1, 2)
+        for effect in (0, 0.5, 1, 2)
+    ]
     kept, made = (sum(line[key] for line in lines) for key in ("kept", "made"))
     assert made > 100
     assert within(kept, made, 0.75, 0.85)

@@ -34,7 +34,9 @@ def spoiled(workload: Gpt, bad: dict[int, float], checkpoints=None, recipe=NVFP4
         training = run.engine.clock.stream == "training"
         return found * bad.get(run.engine.clock.step, 1.0) if training else found
 
-    return run, train(Prepared(run.model, run.engine, run.batch, run.validation, loss), workload, OFTEN, checkpoints)
+    return run, train(
+        Prepared(run.model, run.engine, run.batch, run.validation, loss), workload, OFTEN, checkpoints
+    )
 
 
 def judged(guard: Guard, series: list[tuple[float, float]], clip: float | None = 1.0) -> list[str]:
@@ -79,7 +81,12 @@ def test_a_verdict_has_the_quantity_its_value_and_what_it_is_compared_with():
             "loss 4 is 2 times the median of 32 steps; step skipped",
         ),
         (
-            Verdict("skip", Cause("loss", math.inf), 2, Change(0.25, 0.02, "fp8", ("wgrad.*", "dgrad.g"), ("blocks.0.*",))),
+            Verdict(
+                "skip",
+                Cause("loss", math.inf),
+                2,
+                Change(0.25, 0.02, "fp8", ("wgrad.*", "dgrad.g"), ("blocks.0.*",)),
+            ),
             "the loss is not finite; step skipped; from here on learning rate times 0.25, clip 0.02, wgrad.*, dgrad.g of blocks.0.* in fp8",
         ),
     ],
@@ -96,14 +103,26 @@ def test_what_is_not_finite_always_counts(bad):
 
 def test_a_spike_is_told_from_the_running_median_once_there_is_one():
     guard = Guard(policy="skip", loss=1.5, norm=4.0, window=5)
-    calm = [(1.0, 1.0), (9.0, 9.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0)]  # a spike in it moves a mean, and no median
-    assert judged(guard, [*calm, (1.4, 3.9), (1.6, 1.0), (1.0, 4.1), (1.0, 1.0)]) == ["step"] * 6 + ["skip", "skip", "step"]
+    calm = [
+        (1.0, 1.0),
+        (9.0, 9.0),
+        (1.0, 1.0),
+        (1.0, 1.0),
+        (1.0, 1.0),
+    ]  # a spike in it moves a mean, and no median
+    assert judged(guard, [*calm, (1.4, 3.9), (1.6, 1.0), (1.0, 4.1), (1.0, 1.0)]) == ["step"] * 6 + [
+        "skip",
+        "skip",
+        "step",
+    ]
 
 
 def test_after_a_fallback_a_run_is_measured_anew():
     guard = Guard(policy="fallback", norm=4.0, window=4)
     calm, high = [(1.0, 1.0)] * 4, [(1.0, 9.0)] * 5
-    assert judged(guard, [*calm, *high, (1.0, 9.0), (1.0, 40.0)]) == ["step"] * 4 + ["skip"] + ["step"] * 5 + ["skip"]
+    assert judged(guard, [*calm, *high, (1.0, 9.0), (1.0, 40.0)]) == ["step"] * 4 + ["skip"] + [
+        "step"
+    ] * 5 + ["skip"]
 
 
 def test_a_skipped_step_is_no_part_of_the_median():
@@ -121,7 +140,11 @@ def test_a_skipped_step_leaves_weights_and_moments_as_they_were(tmp_path):
     for record in records:
         seen.append({name: value.clone() for name, value in run.model.state_dict().items()})
         if record.step == 4:
-            assert (record.verdict.kind, record.verdict.cause.quantity, record.verdict.interventions) == ("skip", "loss", 1)
+            assert (record.verdict.kind, record.verdict.cause.quantity, record.verdict.interventions) == (
+                "skip",
+                "loss",
+                1,
+            )
             assert math.isnan(record.verdict.cause.value)
             assert record.verdict.cause.ratio is record.verdict.change is None
             assert record.metrics["nan/steps_skipped"] == 1
@@ -141,8 +164,12 @@ def test_a_run_that_is_stopped_by_a_spike_says_so_and_ends(tmp_path):
 
 
 def test_falling_back_changes_rate_clip_and_precision_and_goes_on(tmp_path):
-    fallback = Fallback(lr=0.5, clip=0.1, precision="fp8", slots=("wgrad.*", "dgrad.g"), layers=("blocks.0.*",))
-    run, records = spoiled(gpt(tmp_path, Guard(policy="fallback", fallback=fallback), clip=2.0), {2: math.nan, 5: math.nan})
+    fallback = Fallback(
+        lr=0.5, clip=0.1, precision="fp8", slots=("wgrad.*", "dgrad.g"), layers=("blocks.0.*",)
+    )
+    run, records = spoiled(
+        gpt(tmp_path, Guard(policy="fallback", fallback=fallback), clip=2.0), {2: math.nan, 5: math.nan}
+    )
     found = list(records)
     assert len(found) == 12
     assert [record.step for record in found if record.verdict] == [3, 6]
@@ -159,7 +186,9 @@ def test_falling_back_changes_rate_clip_and_precision_and_goes_on(tmp_path):
 
 
 def test_falling_back_to_bf16_everywhere_is_bf16(tmp_path):
-    run, records = spoiled(gpt(tmp_path, Guard(policy="fallback", fallback=Fallback(precision="bf16"))), {0: math.nan})
+    run, records = spoiled(
+        gpt(tmp_path, Guard(policy="fallback", fallback=Fallback(precision="bf16"))), {0: math.nan}
+    )
     list(records)
     assert all(layer.products.plain for layer in run.engine.layers.values())
 
@@ -178,7 +207,10 @@ def test_an_interrupted_run_goes_on_with_what_its_guard_remembers(tmp_path):
     bad = {2: math.nan, 7: 3.0}
 
     def told(records):
-        own = [{name: repr(value) for name, value in r.metrics.items() if not parse(name).of_machine} for r in records]
+        own = [
+            {name: repr(value) for name, value in r.metrics.items() if not parse(name).of_machine}
+            for r in records
+        ]
         return [(r.step, repr(r.verdict), metrics) for r, metrics in zip(records, own, strict=True)]
 
     whole = told(list(spoiled(gpt(tmp_path, guard), bad)[1]))
@@ -195,7 +227,11 @@ def test_an_interrupted_run_goes_on_with_what_its_guard_remembers(tmp_path):
 def test_a_fallback_names_slots_and_layers_that_there_are(tmp_path):
     with pytest.raises(ValidationError, match=r"'fprob\.\*' matches none of the slots fprop\.x"):
         Fallback(slots=("fprob.*",))
-    problems = dict(gpt(tmp_path, Guard(policy="fallback", fallback=Fallback(precision="fp8", layers=("blocks.7.*",)))).problems())
+    problems = dict(
+        gpt(
+            tmp_path, Guard(policy="fallback", fallback=Fallback(precision="fp8", layers=("blocks.7.*",)))
+        ).problems()
+    )
     assert problems["guard.fallback.layers"].startswith("name 'blocks.7.*' selects no layer")
 
 
@@ -209,7 +245,10 @@ def test_a_recipe_with_slots_of_another_keeps_the_rest():
 
 def test_a_guard_that_never_acts_changes_no_bit(tmp_path):
     def values(guard):
-        return [(r.step, r.metrics["train/loss"]) for r in gpt(tmp_path, guard).records(NVFP4, 0, "emulated", "cpu", OFTEN)]
+        return [
+            (r.step, r.metrics["train/loss"])
+            for r in gpt(tmp_path, guard).records(NVFP4, 0, "emulated", "cpu", OFTEN)
+        ]
 
     assert values(Guard(policy="fallback", loss=50.0, norm=500.0)) == values(Guard())
 
@@ -227,7 +266,10 @@ def test_what_would_never_have_an_effect_is_refused(tmp_path):
     with pytest.raises(ValidationError, match=r"no effect without guard\.fallback\.precision"):
         Fallback(slots=("fprop.x",))
     said = dict(gpt(tmp_path, Guard(fallback=Fallback(precision="fp8"))).contradictions(NVFP4))
-    assert said["guard.policy"] == "stop never falls back, so fallback.precision has no effect; use policy: fallback"
+    assert (
+        said["guard.policy"]
+        == "stop never falls back, so fallback.precision has no effect; use policy: fallback"
+    )
 
 
 def test_a_run_whose_first_step_was_skipped_can_be_gone_on_with(tmp_path):

@@ -160,7 +160,9 @@ class Sweeps(RuleBasedStateMachine):
             for name in ("one", "two") if self.others else ("one",):
                 self.check(name)
             counts = Counter(self.committed.read_text().split())
-            assert set(counts) == {path.name for path in (self.state / "trials").iterdir() if (path / "result.json").exists()}
+            assert set(counts) == {
+                path.name for path in (self.state / "trials").iterdir() if (path / "result.json").exists()
+            }
             assert set(counts.values()) == {1}
         finally:
             Store.commit = self._commit
@@ -173,15 +175,23 @@ class Sweeps(RuleBasedStateMachine):
         assert outcome.status == "done"
         book = ledger(self.state, name)
         members = book.members()
-        assert {(row["name"], row["seed"]) for row in members} == {(arm.name, s) for arm in experiment.arms for s in experiment.seeds}
+        assert {(row["name"], row["seed"]) for row in members} == {
+            (arm.name, s) for arm in experiment.arms for s in experiment.seeds
+        }
         for row in members:
             assert row["status"] == "done"
-            assert kept((step, key, value) for step, key, value, _ in book.records(row["trial"])) == alone(row["spec"])
-        finished = book.db.execute("SELECT count(*) FROM attempts WHERE outcome = 'done' GROUP BY trial").fetchall()
+            assert kept((step, key, value) for step, key, value, _ in book.records(row["trial"])) == alone(
+                row["spec"]
+            )
+        finished = book.db.execute(
+            "SELECT count(*) FROM attempts WHERE outcome = 'done' GROUP BY trial"
+        ).fetchall()
         assert {count for (count,) in finished} <= {1}
         assert book.db.execute("SELECT count(*) FROM attempts WHERE ended IS NULL").fetchone()[0] == 0
         book.close()
 
 
-Sweeps.TestCase.settings = settings(max_examples=15, stateful_step_count=8, deadline=None, derandomize=True, database=None)
+Sweeps.TestCase.settings = settings(
+    max_examples=15, stateful_step_count=8, deadline=None, derandomize=True, database=None
+)
 test_no_order_of_events_loses_or_repeats_a_trial = Sweeps.TestCase

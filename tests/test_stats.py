@@ -38,7 +38,10 @@ def by_seed(values) -> dict[int, float]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_interval_is_scipys_paired_t_interval(pairs, seed):
     arm, baseline = np.random.default_rng(seed).normal(3, 0.1, (2, pairs))
-    found, expected = paired_difference(by_seed(arm), by_seed(baseline)), stats.ttest_rel(arm, baseline).confidence_interval(0.95)
+    found, expected = (
+        paired_difference(by_seed(arm), by_seed(baseline)),
+        stats.ttest_rel(arm, baseline).confidence_interval(0.95),
+    )
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=1e-12)
     assert found.mean == pytest.approx((arm - baseline).mean(), rel=1e-12)
     assert found.deviation == pytest.approx(np.std(arm - baseline, ddof=1), rel=1e-12)
@@ -90,7 +93,9 @@ def test_no_pair_has_nothing():
 
 @pytest.mark.parametrize("kind", ["t", "split:4", "sequence"])
 @pytest.mark.parametrize(
-    "differences", [(2, 2), (2, 3), (2, 2, 2), (2, 3, 2, 3), (0.1 + 0.2, 0.3, 0.5), (0, 0, 1)], ids=lambda values: str(len(values))
+    "differences",
+    [(2, 2), (2, 3), (2, 2, 2), (2, 3, 2, 3), (0.1 + 0.2, 0.3, 0.5), (0, 0, 1)],
+    ids=lambda values: str(len(values)),
 )
 def test_fewer_than_three_distinct_differences_have_no_interval_no_p_and_no_verdict(differences, kind):
     """Sums in another order are one value: .1 + .2 is not .3."""
@@ -101,7 +106,12 @@ def test_fewer_than_three_distinct_differences_have_no_interval_no_p_and_no_verd
     assert math.isnan(p_value(found))
     assert math.isnan(equivalence(found, 100.0))
     (judged,) = judge([(found, 100.0)], True)
-    assert (judged.kind, judged.reason, judged.decided, judged.needed) == ("unjudged", "few_values", False, None)
+    assert (judged.kind, judged.reason, judged.decided, judged.needed) == (
+        "unjudged",
+        "few_values",
+        False,
+        None,
+    )
     assert judged.count == len({round(value, 9) for value in differences})
 
 
@@ -145,7 +155,9 @@ def test_the_bayes_factor_is_the_one_of_the_data_under_jeffreys_prior_on_the_dev
         return math.exp(stats.norm.logpdf(shifted, effect * math.exp(log), math.exp(log)).sum())
 
     null = integrate.quad(lambda log: density(0, log), -3, 8, limit=200)[0]
-    mixed = integrate.dblquad(lambda effect, log: density(effect, log) * PLAIN_NORMAL.pdf(effect), -3, 8, -12, 12, epsabs=1e-14)[0]
+    mixed = integrate.dblquad(
+        lambda effect, log: density(effect, log) * PLAIN_NORMAL.pdf(effect), -3, 8, -12, 12, epsabs=1e-14
+    )[0]
     assert mixed / null == pytest.approx(20, rel=1e-3)  # what lies beyond these limits
 
 
@@ -170,7 +182,11 @@ def test_a_split_is_a_t_interval_at_its_share_of_5_percent(pairs, looks):
 
 
 def test_an_interval_is_known_by_its_text_and_says_what_it_is():
-    assert [Interval.parse(text) for text in ("t", "split:10", "sequence")] == [T, Interval("split", 10), SEQUENCE]
+    assert [Interval.parse(text) for text in ("t", "split:10", "sequence")] == [
+        T,
+        Interval("split", 10),
+        SEQUENCE,
+    ]
     assert str(Interval("split", 10)) == "t interval, its 5 % split over 10 looks"
     assert (str(T), str(SEQUENCE)) == ("95 % t interval", "95 % confidence sequence")
     assert paired_difference({0: 1.0}, {0: 2.0}, SEQUENCE).interval == SEQUENCE
@@ -187,8 +203,12 @@ def looked_at(random: np.random.Generator, effect: float, interval: Interval, mo
     return found
 
 
-@pytest.mark.parametrize(("kind", "wrong"), [("t", (0.16, 0.21)), ("sequence", (0.005, 0.05)), ("split:10", (0.005, 0.05))])
-def test_an_effect_of_nothing_is_seldom_found_however_often_one_looks_unless_by_plain_t_intervals(kind, wrong):
+@pytest.mark.parametrize(
+    ("kind", "wrong"), [("t", (0.16, 0.21)), ("sequence", (0.005, 0.05)), ("split:10", (0.005, 0.05))]
+)
+def test_an_effect_of_nothing_is_seldom_found_however_often_one_looks_unless_by_plain_t_intervals(
+    kind, wrong
+):
     """3000 experiments: the standard error at 5 % is 0.4 %. Looking ten times at plain t intervals misleads in 18 of 100."""
     random = np.random.default_rng(7)
     found = [decided(looked_at(random, 0.0, Interval.parse(kind)), None) for _ in range(3000)]
@@ -233,7 +253,9 @@ def test_a_verdict_is_what_the_interval_allows(low, high, minimize, min_effect, 
 
 
 @pytest.mark.parametrize("minimize", [True, False])
-@pytest.mark.parametrize(("low", "high", "min_effect"), [(-0.01, 0.01, None), (-0.01, 0.004, 0.005), (-0.02, 0.001, None)])
+@pytest.mark.parametrize(
+    ("low", "high", "min_effect"), [(-0.01, 0.01, None), (-0.01, 0.004, 0.005), (-0.02, 0.001, None)]
+)
 def test_an_interval_that_holds_zero_and_more_is_undecided(low, high, minimize, min_effect):
     assert judge([(between(low, high), min_effect)], minimize)[0].kind == "undecided"
 
@@ -275,7 +297,9 @@ def test_a_verdict_comes_in_four_of_five_sweeps_at_the_number_of_seeds_that_was_
         needed = None if decided(found, 1.0) else seeds_needed(found, 1.0)
         if needed and needed.count:
             count = needed.count
-            kept.append(decided(paired_difference(by_seed(values[:count]), by_seed(np.zeros(count)), interval), 1.0))
+            kept.append(
+                decided(paired_difference(by_seed(values[:count]), by_seed(np.zeros(count)), interval), 1.0)
+            )
     assert 0.75 - 3 * 0.023 <= np.mean(kept) <= 0.85 + 3 * 0.023
 
 
@@ -288,7 +312,10 @@ def test_eight_arms_without_an_effect_give_a_false_verdict_in_one_table_of_twent
     for _ in range(1500):
         values = random.normal(0, 2, (9, 4))
         found = [paired_difference(by_seed(arm), by_seed(values[8])) for arm in values[:8]]
-        false += any(judged.kind in ("better", "worse") for judged in judge([(one, 1.0) for one in found], True, plan=False))
+        false += any(
+            judged.kind in ("better", "worse")
+            for judged in judge([(one, 1.0) for one in found], True, plan=False)
+        )
         alone += any(one.low > 0 or one.high < 0 for one in found)
     assert false / 1500 <= 0.05 + 3 * 0.0056
     assert alone / 1500 > 0.2
@@ -316,7 +343,9 @@ def share_of(said: str, effect: float, pairs: int, margin: float) -> float:
     random, found = np.random.default_rng(pairs), 0
     for _ in range(SIMULATED):
         seeds, noise = random.normal(3, 0.02, pairs), random.normal(effect, 0.006, pairs)
-        found += judge([(paired_difference(by_seed(seeds + noise), by_seed(seeds)), margin)], True)[0].kind == said
+        found += (
+            judge([(paired_difference(by_seed(seeds + noise), by_seed(seeds)), margin)], True)[0].kind == said
+        )
     return found / SIMULATED
 
 
@@ -371,15 +400,30 @@ WORDS = {
         ["diverged on 1 of 1 seed"],
         "diverged on 1 of 1 seed",
     ),
-    "no pair": (Verdict("unjudged", "no_pair"), "not judged", ["no pair of finished seeds"], "no pair of finished seeds"),
-    "one pair": (Verdict("unjudged", "one_pair", count=1), "not judged", ["one seed: no interval"], "one seed: no interval"),
+    "no pair": (
+        Verdict("unjudged", "no_pair"),
+        "not judged",
+        ["no pair of finished seeds"],
+        "no pair of finished seeds",
+    ),
+    "one pair": (
+        Verdict("unjudged", "one_pair", count=1),
+        "not judged",
+        ["one seed: no interval"],
+        "one seed: no interval",
+    ),
     "few": (
         Verdict("unjudged", "few_values", count=2),
         "not judged",
         ["too few distinct values: 2, a verdict takes 3"],
         "too few distinct values: 2, a verdict takes 3",
     ),
-    "counts": (Verdict("unjudged", "equal_counts", count=3), "not judged", ["equal counts on 3 seeds"], "equal counts on 3 seeds"),
+    "counts": (
+        Verdict("unjudged", "equal_counts", count=3),
+        "not judged",
+        ["equal counts on 3 seeds"],
+        "equal counts on 3 seeds",
+    ),
     "none learned": (
         Verdict("unjudged", "nothing_learned"),
         "not judged",
@@ -396,14 +440,20 @@ WORDS = {
 @pytest.mark.parametrize("case", WORDS)
 def test_a_verdict_is_a_word_with_notes_in_a_table_and_all_of_it_in_a_line(case):
     verdict, short, notes, long = WORDS[case]
-    assert (verdict_text(verdict, short=True), verdict_notes(verdict), verdict_text(verdict)) == (short, notes, long)
+    assert (verdict_text(verdict, short=True), verdict_notes(verdict), verdict_text(verdict)) == (
+        short,
+        notes,
+        long,
+    )
     document = json.loads(json.dumps(verdict_document(verdict), allow_nan=False))
     assert (document["kind"], document["reason"], document["text"]) == (verdict.kind, verdict.reason, long)
 
 
 def test_every_kind_and_reason_has_its_words():
     verdicts = [verdict for verdict, *_ in WORDS.values()]
-    assert {verdict.kind for verdict in verdicts} == {*get_args(Kind)} - {"equivalent"}  # which is its own word, as better is
+    assert {verdict.kind for verdict in verdicts} == {*get_args(Kind)} - {
+        "equivalent"
+    }  # which is its own word, as better is
     assert {verdict.reason for verdict in verdicts} == {None, *get_args(Reason)}
 
 

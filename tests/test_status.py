@@ -46,7 +46,13 @@ def running(tmp_path_factory):
     folder = tmp_path_factory.mktemp("running")
     state = folder / "state"
     sweep(tiny(folder, workload={"idle": {"steps": STEPS, "seconds": 1e-4}}, budget={"trials": 1}), state)
-    driver = start("sweep", write(folder, workload={"idle": {"steps": STEPS, "seconds": 0.05}}), "--state", state, *INLINE)
+    driver = start(
+        "sweep",
+        write(folder, workload={"idle": {"steps": STEPS, "seconds": 0.05}}),
+        "--state",
+        state,
+        *INLINE,
+    )
 
     def second() -> bool:
         found = read(state / "sweeps" / "tiny", Store(state))
@@ -66,7 +72,12 @@ def test_a_sweep_that_is_over_is_counted(swept):
     (found,) = said(swept)
     assert (found["name"], found["question"], found["controller"]) == ("tiny", "Does it matter?", None)
     assert (found["trials"], found["total"], found["over"]) == ({"done": 6}, 6, 6)
-    assert (found["running"], found["failures"], found["mlflow_behind"], found["trouble"]) == ([], [], None, None)
+    assert (found["running"], found["failures"], found["mlflow_behind"], found["trouble"]) == (
+        [],
+        [],
+        None,
+        None,
+    )
 
 
 def test_it_is_told_without_torch(swept):
@@ -89,12 +100,17 @@ def test_without_sweeps_it_says_so(tmp_path):
 
 def test_a_sweep_that_there_is_not_is_refused(swept):
     done = here("status", "tinny", "--state", swept)
-    assert (done.returncode, done.stderr) == (2, f"tinny: no such sweep in {swept}; 'tiny' is the nearest of tiny\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"tinny: no such sweep in {swept}; 'tiny' is the nearest of tiny\n",
+    )
 
 
 @pytest.mark.slow
 def test_what_failed_is_told_with_its_reason_and_its_last_lines(tmp_path):
-    large = tiny(tmp_path, "large", retry=0, seeds=1, ablate=None, arms={"broken": {"workload.hidden": TOO_LARGE}})
+    large = tiny(
+        tmp_path, "large", retry=0, seeds=1, ablate=None, arms={"broken": {"workload.hidden": TOO_LARGE}}
+    )
     sweep(large, tmp_path)
     blind = tiny(tmp_path, "blind", retry=0, seeds=1, ablate={"rht": [True]})
     (tmp_path / "train.bin").unlink()
@@ -156,7 +172,9 @@ def test_it_can_be_watched_until_ctrl_c(running):
     state, _ = running
     terminal, ours = pty.openpty()
     command = [sys.executable, "-m", "ablate", "status", "--watch", "--state", str(state)]
-    watching = subprocess.Popen(command, stdout=ours, stderr=ours, env=environment(TERM="xterm"), start_new_session=True)
+    watching = subprocess.Popen(
+        command, stdout=ours, stderr=ours, env=environment(TERM="xterm"), start_new_session=True
+    )
     os.close(ours)
     output = ""
     while "1 running" not in output:
@@ -186,14 +204,19 @@ def test_what_a_killed_controller_left_is_not_said_to_run(running):
 
 
 def test_a_damaged_ledger_is_said_and_hides_no_other_sweep(swept, tmp_path):
-    for name, content in (("text", b"nothing" * 2000), ("pages", middle((swept / "sweeps/tiny/ledger.db").read_bytes()))):
+    for name, content in (
+        ("text", b"nothing" * 2000),
+        ("pages", middle((swept / "sweeps/tiny/ledger.db").read_bytes())),
+    ):
         (tmp_path / "sweeps" / name).mkdir(parents=True)
         (tmp_path / "sweeps" / name / "ledger.db").write_bytes(content)
     sweep(tiny(tmp_path, seeds=1), tmp_path)
     found = {one["name"]: one for one in said(tmp_path)}
     assert found["tiny"]["trouble"] is None
     for name in ("text", "pages"):
-        assert found[name]["trouble"].endswith(f"`ablate rebuild {name}.yaml` makes it again from the trial folders")
+        assert found[name]["trouble"].endswith(
+            f"`ablate rebuild {name}.yaml` makes it again from the trial folders"
+        )
     shown = here("status", "--state", tmp_path).stdout
     assert "text  " in shown
     assert "3 done" in shown
@@ -221,11 +244,16 @@ def book(tmp_path):
 
 def record(book, steps, start, pace, **metrics):
     for step in steps:
-        book.record(book.trial, [{"step": step, "time": start + step / pace, "metrics": {"train/loss": 1.0} | metrics}])
+        book.record(
+            book.trial,
+            [{"step": step, "time": start + step / pace, "metrics": {"train/loss": 1.0} | metrics}],
+        )
 
 
 def test_what_mlflow_lacks_is_counted_without_what_it_is_not_to_show(book):
-    record(book, range(10), 0.0, 1.0, **{"quant/blocks.0.mlp/x/sqnr_db/9": 1.0, "quant/blocks.0/x/sqnr_db": 2.0})
+    record(
+        book, range(10), 0.0, 1.0, **{"quant/blocks.0.mlp/x/sqnr_db/9": 1.0, "quant/blocks.0/x/sqnr_db": 2.0}
+    )
     assert behind(book) == 20
     book.shipped(1, 0, "run", 6, False)
     assert behind(book) == 6

@@ -31,7 +31,9 @@ with lock(folder / "lock"):
 
 def process(code: str, *words) -> subprocess.Popen:
     """Python code in a process of its own that said it is ready."""
-    found = subprocess.Popen([sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, text=True, env=environment())
+    found = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, text=True, env=environment()
+    )
     assert found.stdout.readline()
     return found
 
@@ -65,7 +67,10 @@ def test_an_order_arrives_and_what_will_happen_is_said(state, taker):
     waiting = tiny(state.parent).spec(tiny(state.parent).arms[1], 1, "cpu").id
     assert waiting not in trial
     commands = {
-        ("stop", "tiny"): ({"stop": "sweep"}, "The sweep: 4 trials that wait are not started; all keep what they recorded."),
+        ("stop", "tiny"): (
+            {"stop": "sweep"},
+            "The sweep: 4 trials that wait are not started; all keep what they recorded.",
+        ),
         ("stop", state.parent / "tiny.yaml", "--arm", "rht=true"): (
             {"stop": "arm", "name": "rht=true"},
             "Arm rht=true: 1 trial that waits is not started; all keep what they recorded.",
@@ -88,7 +93,10 @@ def test_an_order_arrives_and_what_will_happen_is_said(state, taker):
     ("words", "said"),
     [
         (("stop", "tinny"), "tinny: no such sweep in "),
-        (("stop", "tiny", "--arm", "rht=tru"), "--arm rht=tru: no such arm; 'rht=true' is the nearest of rht=true, rht=false, bf16"),
+        (
+            ("stop", "tiny", "--arm", "rht=tru"),
+            "--arm rht=tru: no such arm; 'rht=true' is the nearest of rht=true, rht=false, bf16",
+        ),
         (("stop", "tiny", "--trial", "zzz"), "--trial zzz: no such trial; "),
         (("stop", "tiny", "--trial", ""), "--trial : 6 trials begin so: "),
         (("stop", "tiny", "--arm", "a", "--trial", "b"), "--arm and --trial: give one of them"),
@@ -102,7 +110,10 @@ def test_a_wrong_name_is_told_and_nothing_is_ordered(words, said, state, taker):
 
 def test_what_is_over_cannot_be_stopped(state, taker):
     done = next(iter(state.glob("trials/*/result.json"))).parent.name
-    assert refused("stop", "tiny", "--trial", done, state=state) == f"Trial {done} is over (done): there is nothing to stop"
+    assert (
+        refused("stop", "tiny", "--trial", done, state=state)
+        == f"Trial {done} is over (done): there is nothing to stop"
+    )
 
 
 @pytest.mark.parametrize("words", [("stop", "tiny"), ("workers", "tiny", "2")], ids=" ".join)
@@ -159,14 +170,23 @@ def test_a_trial_an_arm_and_a_sweep_that_are_stopped_let_the_others_go_on_and_go
         trial = running_member(state, "bf16 steps=600")
         until(lambda: seen(state, trial))
         done = here("stop", "tiny", "--arm", "long", "--state", state)
-        assert done.stdout.startswith("Arm long: 1 trial that waits is not started; all keep what they recorded.")
+        assert done.stdout.startswith(
+            "Arm long: 1 trial that waits is not started; all keep what they recorded."
+        )
         done = here("stop", "tiny", "--trial", trial, "--state", state)
-        assert done.stdout.startswith(f"Trial {trial}: 1 trial that runs is ended; all keep what they recorded.")
+        assert done.stdout.startswith(
+            f"Trial {trial}: 1 trial that runs is ended; all keep what they recorded."
+        )
         output, _ = driver.communicate(timeout=600)
     finally:
         end(driver)
     assert driver.returncode == 1, output
-    assert found(state) == {("bf16 steps=600", 0): "stopped", ("bf16", 0): "done", ("long", 0): "stopped", ("short", 0): "done"}
+    assert found(state) == {
+        ("bf16 steps=600", 0): "stopped",
+        ("bf16", 0): "done",
+        ("long", 0): "stopped",
+        ("short", 0): "done",
+    }
     assert seen(state, trial)
 
     driver = start("sweep", path, "--state", state, *INLINE)
@@ -199,7 +219,10 @@ def seen(state, trial: str) -> int:
 @pytest.mark.slow
 @pytest.mark.services
 def test_workers_are_added_in_flight(tmp_path):
-    path, state = write(tmp_path, workload={"idle": {"steps": 10, "seconds": 0.2}}, seeds=12), tmp_path / "state"
+    path, state = (
+        write(tmp_path, workload={"idle": {"steps": 10, "seconds": 0.2}}, seeds=12),
+        tmp_path / "state",
+    )
     driver = start("sweep", path, "--state", state, "--workers", 2, "--mlflow", "none")
 
     def count(status: str) -> int:

@@ -114,14 +114,20 @@ def put(store: Store, attempt: int, *events: dict, tail: bytes = b"", trial: str
 def test_events_come_by_step_without_a_torn_last_line(store):
     put(store, 10, event(4, x=1))
     put(store, 2, event(2, x=1), event(3, x=1), tail=b'{"step": 9, "me')
-    put(store, 1, event(0, x=1), event(1, x=1), tail=line(event(2, x=9), "a")[:-1])  # a whole line but for its end
+    put(
+        store, 1, event(0, x=1), event(1, x=1), tail=line(event(2, x=9), "a")[:-1]
+    )  # a whole line but for its end
     assert [found["step"] for found in store.events("a")] == [0, 1, 2, 3, 4]
 
 
 def test_of_a_record_that_several_attempts_made_the_last_one_counts(store):
     put(store, 1, event(1, 1.0, x=1, y=1), event(2, 1.0, x=1))
     put(store, 2, event(1, 2.0, x=2), event(1, 2.0, x=3, z=3))
-    found = {(e["step"], name): (value, e["time"]) for e in store.events("a") for name, value in e["metrics"].items()}
+    found = {
+        (e["step"], name): (value, e["time"])
+        for e in store.events("a")
+        for name, value in e["metrics"].items()
+    }
     assert found == {(1, "y"): (1, 1.0), (1, "x"): (2, 2.0), (1, "z"): (3, 2.0), (2, "x"): (1, 1.0)}
     assert [e["step"] for e in store.events("a", until=1)] == [1, 1, 1]
 
@@ -158,7 +164,11 @@ def finished(store: Store, *events: dict, **changes) -> dict:
     return store.result("a")
 
 
-RECORDS = [event(1, x=0.5, y=math.nan), event(2, x=-0.0, y=math.inf), {**event(3, x=3), "events": ["skipped"]}]
+RECORDS = [
+    event(1, x=0.5, y=math.nan),
+    event(2, x=-0.0, y=math.inf),
+    {**event(3, x=3), "events": ["skipped"]},
+]
 SHORTER = {
     "a line less": lambda content: b"".join(content.splitlines(keepends=True)[:-1]),
     "a line less in the middle": lambda content: b"".join(content.splitlines(keepends=True)[::2]),
@@ -209,7 +219,11 @@ def test_a_ledger_with_the_same_records_has_the_same_digest_and_with_one_bit_cha
     book.record(trial, RECORDS)
     assert tally(book, trial).sealed() == Tally(RECORDS).sealed()
     assert tally(book, trial).count == 5
-    for change in ("value = value + 1e-15 WHERE value = 0.5", "time = time + 1e-9 WHERE step = 3", "step = 4 WHERE step = 3"):
+    for change in (
+        "value = value + 1e-15 WHERE value = 0.5",
+        "time = time + 1e-9 WHERE step = 3",
+        "step = 4 WHERE step = 3",
+    ):
         book.db.execute("BEGIN")
         book.db.execute(f"UPDATE records SET {change}")
         assert tally(book, trial).sealed() != Tally(RECORDS).sealed()
@@ -227,7 +241,10 @@ def test_the_log_ends_with_the_last_lines_printed(store):
 
 
 def test_a_held_lock_is_refused_at_once_with_its_holders_name(tmp_path, holder):
-    with pytest.raises(Busy, match=f"^pid {holder.pid} on {os.uname().nodename}$"), lock(tmp_path / "lock", wait=False):
+    with (
+        pytest.raises(Busy, match=f"^pid {holder.pid} on {os.uname().nodename}$"),
+        lock(tmp_path / "lock", wait=False),
+    ):
         pass
 
 
@@ -254,7 +271,12 @@ def test_who_waits_for_a_lock_gets_it_when_its_holder_is_gone(tmp_path, holder):
 
 
 def test_different_trials_are_claimed_independently(store):
-    with store.claim("a", 1), store.claim("b", 1), pytest.raises(Busy), lock(store.folder("a") / "lock", wait=False):
+    with (
+        store.claim("a", 1),
+        store.claim("b", 1),
+        pytest.raises(Busy),
+        lock(store.folder("a") / "lock", wait=False),
+    ):
         pass
 
 

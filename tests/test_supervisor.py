@@ -88,7 +88,9 @@ def test_a_trial_killed_in_the_middle_of_a_line_is_a_failure_like_any_other(supe
     next(messages)
     trial, told = trial_process(supervisor), Store(tmp_path).folder(asked.id) / "events-1.jsonl"
     sizes = [0, 1]
-    while sizes[-1] != sizes[-2]:  # until nobody having listened for a second, the pipe is full, and half a line in it
+    while (
+        sizes[-1] != sizes[-2]
+    ):  # until nobody having listened for a second, the pipe is full, and half a line in it
         time.sleep(1)
         sizes.append(told.stat().st_size)
     trial.kill()
@@ -96,7 +98,9 @@ def test_a_trial_killed_in_the_middle_of_a_line_is_a_failure_like_any_other(supe
     assert list(supervisor.run(request(tmp_path, seed=1)))[-1].status == "done"
 
 
-def test_a_warm_process_killed_in_the_middle_of_a_trial_is_a_failure_and_the_next_trial_runs(supervisor, tmp_path):
+def test_a_warm_process_killed_in_the_middle_of_a_trial_is_a_failure_and_the_next_trial_runs(
+    supervisor, tmp_path
+):
     messages = supervisor.run(request(tmp_path, **LONG))
     next(messages)
     trial, child = trial_process(supervisor), supervisor._child
@@ -113,7 +117,9 @@ def test_a_warm_process_killed_in_the_middle_of_a_trial_is_a_failure_and_the_nex
 def test_a_trial_that_is_out_of_memory_says_how_much_it_used_and_when(supervisor, tmp_path):
     last = list(supervisor.run(request(tmp_path, hidden=TOO_LARGE)))[-1]
     assert last.status == "oom"
-    assert re.fullmatch(r"out of memory after step 0, \d\.\d GB in use: .*you tried to allocate \d+ bytes.*", last.reason)
+    assert re.fullmatch(
+        r"out of memory after step 0, \d\.\d GB in use: .*you tried to allocate \d+ bytes.*", last.reason
+    )
 
 
 def test_a_trial_that_hangs_is_ended_and_its_stack_is_in_its_log(supervisor, tmp_path):
@@ -141,7 +147,11 @@ def impatient(monkeypatch):
 
 @pytest.mark.usefixtures("impatient")
 def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path):
-    dying = [sys.executable, "-c", "import os, time; os.read(0, 1); os.close(1); time.sleep(60)"]  # as the kernel does: pipes first
+    dying = [
+        sys.executable,
+        "-c",
+        "import os, time; os.read(0, 1); os.close(1); time.sleep(60)",
+    ]  # as the kernel does: pipes first
     supervisor = Supervisor()
     supervisor._child = subprocess.Popen(dying, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     ends = [list(supervisor.run(request(tmp_path)))[-1] for _ in range(2)]
@@ -190,7 +200,10 @@ def test_two_processes_asked_for_one_trial_run_it_once_and_both_hear_all_of_it(s
     def listen(name: str, who: Supervisor, attempt: int) -> None:
         heard[name] = list(who.run(replace(asked, attempt=attempt)))
 
-    threads = [threading.Thread(target=listen, args=("a", supervisor, 1)), threading.Thread(target=listen, args=("b", other, 2))]
+    threads = [
+        threading.Thread(target=listen, args=("a", supervisor, 1)),
+        threading.Thread(target=listen, args=("b", other, 2)),
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -229,7 +242,9 @@ sys.meta_path.insert(0, Slow())
 
 def test_a_child_that_still_warms_up_ends_with_its_supervisor_too(tmp_path):
     slow = environment(**customised(tmp_path / "slow", WARMS_UP))
-    child = subprocess.Popen([sys.executable, "-m", "ablate.execution.trial_process"], stdin=subprocess.PIPE, bufsize=0, env=slow)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "ablate.execution.trial_process"], stdin=subprocess.PIPE, bufsize=0, env=slow
+    )
     child.stdin.close()
     assert child.wait(60) == 1
 
@@ -278,10 +293,24 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
     )
     supervisor = Supervisor()
     paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": (tmp_path / "said").open("w"), "bufsize": 0}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": (tmp_path / "said").open("w"),
+        "bufsize": 0,
+    }
     with pipes["stderr"]:
-        supervisor._child = subprocess.Popen([sys.executable, "-c", IMPORTING], env=os.environ | paths, **pipes)
-    spec = TrialSpec(workload="idle", config=Idle(steps=2), recipe=PRESETS["bf16"](), seed=0, engine="emulated", device="cpu")
+        supervisor._child = subprocess.Popen(
+            [sys.executable, "-c", IMPORTING], env=os.environ | paths, **pipes
+        )
+    spec = TrialSpec(
+        workload="idle",
+        config=Idle(steps=2),
+        recipe=PRESETS["bf16"](),
+        seed=0,
+        engine="emulated",
+        device="cpu",
+    )
     for seed in range(3):
         wanted = spec.model_copy(update={"seed": seed})
         asked = TrialRequest(wanted.id, wanted.wire, str(tmp_path), 1, {}, imports=("slow_to_import",))
@@ -331,7 +360,14 @@ def test_a_module_that_is_missing_is_told_by_the_trial_and_keeps_the_worker_aliv
     supervisor = Supervisor()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
     supervisor._child = subprocess.Popen([sys.executable, "-c", IMPORTING], **pipes)
-    spec = TrialSpec(workload="idle", config=Idle(steps=2), recipe=PRESETS["bf16"](), seed=0, engine="emulated", device="cpu")
+    spec = TrialSpec(
+        workload="idle",
+        config=Idle(steps=2),
+        recipe=PRESETS["bf16"](),
+        seed=0,
+        engine="emulated",
+        device="cpu",
+    )
     asked = TrialRequest(spec.id, spec.wire, str(tmp_path), 1, {}, imports=("slow_to_import",))
     last = list(supervisor.run(asked))[-1]
     assert (last.status, last.reason) == ("failed", "ModuleNotFoundError: No module named 'slow_to_import'")

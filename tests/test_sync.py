@@ -37,7 +37,18 @@ def server(folder, port: int):
     from mlflow import MlflowClient
 
     url, store = f"http://127.0.0.1:{port}", f"sqlite:///{folder / 'server.db'}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
     command += ["--backend-store-uri", store, "--artifacts-destination", str(folder / "artifacts")]
     quiet = environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true")
     with (folder / "server.txt").open("a") as output:
@@ -75,7 +86,9 @@ def recorded(state, name: str) -> dict[str, Counter]:
     book = ledger(state, name)
     found = {
         f"{m['name']} seed={m['seed']}": Counter(
-            (text, step, value, int(moment * 1000)) for step, text, value, moment in book.records(m["trial"]) if shown(text, ())
+            (text, step, value, int(moment * 1000))
+            for step, text, value, moment in book.records(m["trial"])
+            if shown(text, ())
         )
         for m in book.members()
     }
@@ -88,7 +101,10 @@ def drawn(client, name: str) -> dict[str, Counter]:
     children = runs(client, name)
     assert len(children) == len({run.info.run_name for run in children})
     found = {run.info.run_name: histories(client, run) for run in children}
-    return {run: Counter({entry: n for entry, n in told.items() if not entry[0].startswith("gap/")}) for run, told in found.items()}
+    return {
+        run: Counter({entry: n for entry, n in told.items() if not entry[0].startswith("gap/")})
+        for run, told in found.items()
+    }
 
 
 def parents(client, name: str) -> list[str]:
@@ -118,7 +134,9 @@ def client(store):
     return MlflowClient(store)
 
 
-def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_none_twice(tmp_path, port, empty, monkeypatch):
+def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_none_twice(
+    tmp_path, port, empty, monkeypatch
+):
     monkeypatch.setattr(controller, "_MLFLOW_GRACE_SECONDS", 1.0)
     url = f"http://127.0.0.1:{port}"
     outcome, news = sweep(tiny(tmp_path, seeds=1), tmp_path, url)
@@ -126,7 +144,10 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
     assert "records behind (" in news[-1]
     expected = sum(sum(records.values()) for records in recorded(tmp_path, "tiny").values())
     assert expected > 100
-    assert f"MLflow {expected:,} records behind; `ablate sync tiny` ships them" in here("status", "tiny", "--state", tmp_path).stdout
+    assert (
+        f"MLflow {expected:,} records behind; `ablate sync tiny` ships them"
+        in here("status", "tiny", "--state", tmp_path).stdout
+    )
 
     dead = here("sync", "--state", tmp_path, "--mlflow", url, "--timeout", 3)
     assert dead.returncode == 1
@@ -139,10 +160,15 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
     try:
         with server(tmp_path, port) as client:
             output, _ = waiting.communicate(timeout=180)
-            assert (waiting.returncode, output) == (0, f"tiny: {expected:,} records shipped, none is missing in {url}\n")
+            assert (waiting.returncode, output) == (
+                0,
+                f"tiny: {expected:,} records shipped, none is missing in {url}\n",
+            )
             assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
             assert parents(client, "tiny") == ["FINISHED"]
-            named = url.replace("://", "://ablate:hunter2@")  # MLflow's client shows where each run is, unless it is told not to
+            named = url.replace(
+                "://", "://ablate:hunter2@"
+            )  # MLflow's client shows where each run is, unless it is told not to
             again = ablate("sync", "tiny", "--rebuild", "--state", tmp_path, "--mlflow", named, timeout=180)
             assert (again.returncode, again.stdout) == (0, output.replace("://", "://ablate:***@"))
             assert "hunter2" not in again.stderr
@@ -166,7 +192,9 @@ def test_a_deleted_database_is_made_again(tmp_path, empty):
     path.unlink()
     done = ablate("sync", "--rebuild", "--state", tmp_path, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
-    client = MlflowClient(f"sqlite:///{tmp_path}/./mlflow.db")  # under the name it had, this process still has the deleted file open
+    client = MlflowClient(
+        f"sqlite:///{tmp_path}/./mlflow.db"
+    )  # under the name it had, this process still has the deleted file open
     for name in ("one", "two"):
         assert drawn(client, name) == recorded(tmp_path, name)
         assert parents(client, name) == ["FINISHED"]
@@ -199,7 +227,9 @@ def test_a_damaged_database_is_refused_and_put_aside_by_a_rebuild(tmp_path):
     for words in ((), ("tiny", "--rebuild")):
         done = here("sync", *words, "--state", tmp_path)
         assert done.returncode == 2
-        assert done.stderr.startswith(f"{path}: damaged (file is not a database); `ablate sync --rebuild`, for all sweeps, puts it aside")
+        assert done.stderr.startswith(
+            f"{path}: damaged (file is not a database); `ablate sync --rebuild`, for all sweeps, puts it aside"
+        )
     with lock(tmp_path / "sweeps" / "tiny" / "lock"):
         done = here("sync", "--rebuild", "--state", tmp_path)
     assert (done.returncode, "still in use by tiny" in done.stderr) == (2, True)
@@ -208,13 +238,23 @@ def test_a_damaged_database_is_refused_and_put_aside_by_a_rebuild(tmp_path):
     assert drawn(MlflowClient(f"sqlite:///{path}"), "tiny") == recorded(tmp_path, "tiny")
 
 
-def test_an_interrupted_sweep_is_shipped_as_far_as_it_came_and_says_that_it_was_ended(tmp_path, client, store):
-    state, path, gate = tmp_path / "state", write(tmp_path, "cut", workload={"idle": {"steps": 40}}, seeds=1), Gate(tmp_path)
+def test_an_interrupted_sweep_is_shipped_as_far_as_it_came_and_says_that_it_was_ended(
+    tmp_path, client, store
+):
+    state, path, gate = (
+        tmp_path / "state",
+        write(tmp_path, "cut", workload={"idle": {"steps": 40}}, seeds=1),
+        Gate(tmp_path),
+    )
     gate.shut(1)
     driver = start("sweep", path, "--state", state, *INLINE, **gate.environment)
 
     def halfway() -> bool:
-        return (state / "sweeps/cut/ledger.db").exists() and len(list(state.glob("trials/*/result.json"))) == 1 and deep(state)
+        return (
+            (state / "sweeps/cut/ledger.db").exists()
+            and len(list(state.glob("trials/*/result.json"))) == 1
+            and deep(state)
+        )
 
     until(halfway, 120)
     driver.kill()
@@ -250,7 +290,10 @@ def test_what_runs_ships_by_itself(tmp_path):
         named, every = (here("sync", *words, "--state", tmp_path) for words in (("tiny",), ()))
     finally:
         end(holder)
-    assert (named.returncode, named.stderr) == (2, f"tiny: runs (pid {holder.pid} on {os.uname().nodename}), and ships by itself\n")
+    assert (named.returncode, named.stderr) == (
+        2,
+        f"tiny: runs (pid {holder.pid} on {os.uname().nodename}), and ships by itself\n",
+    )
     assert (every.returncode, every.stdout) == (0, named.stderr)
 
 

@@ -52,12 +52,18 @@ def runs(client, sweep: str, kind: str = "trial") -> list:
 
 def histories(client, run) -> Counter:
     keys = run.data.metrics
-    return Counter((m.key, m.step, m.value, m.timestamp) for key in keys for m in client.get_metric_history(run.info.run_id, key))
+    return Counter(
+        (m.key, m.step, m.value, m.timestamp)
+        for key in keys
+        for m in client.get_metric_history(run.info.run_id, key)
+    )
 
 
 def flat(path: str, value) -> dict[str, str]:
     if isinstance(value, dict):
-        return {key: text for name, inner in value.items() for key, text in flat(f"{path}.{name}", inner).items()}
+        return {
+            key: text for name, inner in value.items() for key, text in flat(f"{path}.{name}", inner).items()
+        }
     return {path: value if isinstance(value, str) else json.dumps(value)}
 
 
@@ -75,18 +81,29 @@ def test_the_parent_holds_the_question_and_the_answer(client, drawn):
     note = parent.data.tags["mlflow.note.content"]
     assert "**Does it matter?**" in note
     assert "| rht=true | 4." in note
-    assert {item.path for item in client.list_artifacts(parent.info.run_id)} >= {"experiment.yaml", "provenance.json"}
+    assert {item.path for item in client.list_artifacts(parent.info.run_id)} >= {
+        "experiment.yaml",
+        "provenance.json",
+    }
 
 
 def test_every_resolved_value_is_a_param_under_its_path(client, drawn):
     for run in runs(client, "drawn"):
         spec = json.loads((drawn / "trials" / run.data.tags["ablate.trial"] / "spec.json").read_text())
-        expected = flat("recipe", spec["recipe"]) | flat("workload", spec["workload"]["gpt"]) | {"data": spec["data"]}
+        expected = (
+            flat("recipe", spec["recipe"])
+            | flat("workload", spec["workload"]["gpt"])
+            | {"data": spec["data"]}
+        )
         assert expected.items() <= run.data.params.items()
         assert run.data.params["seed"] == run.data.tags["ablate.seed"]
     (run,) = [run for run in runs(client, "drawn") if run.info.run_name == "rht=true seed=0"]
     assert run.data.params["recipe.wgrad.hadamard.size"] == "16"
-    assert (run.data.params["ablate.rht"], run.data.params["arm"], run.data.params["workload"]) == ("true", "rht=true", "gpt")
+    assert (run.data.params["ablate.rht"], run.data.params["arm"], run.data.params["workload"]) == (
+        "true",
+        "rht=true",
+        "gpt",
+    )
     assert run.data.params["recipe.schedule"] == "[]"
 
 
@@ -97,8 +114,14 @@ def test_every_run_has_its_data_as_input_by_fingerprint_and_counts(client, drawn
         told = given.dataset
         assert (told.name, told.digest) == (str(corpus), run.data.params["data"])
         assert (told.source_type, json.loads(told.source)) == ("local", {"uri": str(corpus)})
-        assert json.loads(told.profile) == {"train tokens": 10_000, "validation tokens": 2_000, "vocabulary": 64}
-        assert json.loads(told.schema)["mlflow_colspec"] == [{"name": "token", "type": "integer from 0 to 63", "required": True}]
+        assert json.loads(told.profile) == {
+            "train tokens": 10_000,
+            "validation tokens": 2_000,
+            "vocabulary": 64,
+        }
+        assert json.loads(told.schema)["mlflow_colspec"] == [
+            {"name": "token", "type": "integer from 0 to 63", "required": True}
+        ]
         assert {tag.key: tag.value for tag in given.tags} == {"mlflow.data.context": "training"}
 
 
@@ -106,7 +129,9 @@ def test_a_run_says_its_data_in_one_call_and_once(client, store, tmp_path, monke
     from mlflow import MlflowClient
 
     told, say = [], MlflowClient.log_inputs
-    monkeypatch.setattr(MlflowClient, "log_inputs", lambda self, run, *words: told.append(run) or say(self, run, *words))
+    monkeypatch.setattr(
+        MlflowClient, "log_inputs", lambda self, run, *words: told.append(run) or say(self, run, *words)
+    )
     sweep(tiny(tmp_path, "given", seeds=1), tmp_path, store)
     forget(tmp_path, "given", LOST["the runs"])
     sweep(tiny(tmp_path, "given", seeds=1), tmp_path, store)
@@ -122,13 +147,23 @@ def test_what_has_no_data_has_no_input(client, store, tmp_path):
 def test_the_metric_histories_are_the_ledgers_records(client, drawn):
     book, compared = ledger(drawn, "drawn"), 0
     for member in book.members():
-        (run,) = [run for run in runs(client, "drawn") if run.data.tags["ablate.member"] == f"{member['arm']}/{member['seed']}"]
+        (run,) = [
+            run
+            for run in runs(client, "drawn")
+            if run.data.tags["ablate.member"] == f"{member['arm']}/{member['seed']}"
+        ]
         expected = Counter(
             (name, step, value, int(moment * 1000))
             for step, name, value, moment in book.records(member["trial"])
-            if not name.startswith("quant/") or (name.count("/") == 2 and name.endswith(("/sqnr_db", "/zero_frac")))
+            if not name.startswith("quant/")
+            or (name.count("/") == 2 and name.endswith(("/sqnr_db", "/zero_frac")))
         )
-        assert Counter({point: n for point, n in histories(client, run).items() if not point[0].startswith("gap/")}) == expected
+        assert (
+            Counter(
+                {point: n for point, n in histories(client, run).items() if not point[0].startswith("gap/")}
+            )
+            == expected
+        )
         compared += len(expected)
     book.close()
     assert compared > 6 * 2 * 9
@@ -142,14 +177,20 @@ def test_what_the_sweep_turns_sorts_before_all_else(client, drawn):
 
 
 def test_every_run_says_what_it_is_compared_with_and_by_how_much_it_differs(client, drawn):
-    found = {(run.data.tags["ablate.arm"], run.data.tags["ablate.seed"]): run.data for run in runs(client, "drawn")}
+    found = {
+        (run.data.tags["ablate.arm"], run.data.tags["ablate.seed"]): run.data for run in runs(client, "drawn")
+    }
     for (arm, seed), data in found.items():
-        assert json.loads(data.tags["ablate.knobs"]) == ({"recipe": "bf16"} if arm == "bf16" else {"rht": arm == "rht=true"})
+        assert json.loads(data.tags["ablate.knobs"]) == (
+            {"recipe": "bf16"} if arm == "bf16" else {"rht": arm == "rht=true"}
+        )
         assert data.tags.get("ablate.against") == (None if arm == "bf16" else "bf16")
         gaps = {key: value for key, value in data.metrics.items() if key.startswith("gap/")}
         reference = found["bf16", seed].metrics["val/loss"]
         gap = data.metrics["val/loss"] - reference
-        assert gaps == pytest.approx({} if arm == "bf16" else {"gap/nats": gap, "gap/pct": 100 * gap / reference})
+        assert gaps == pytest.approx(
+            {} if arm == "bf16" else {"gap/nats": gap, "gap/pct": 100 * gap / reference}
+        )
 
 
 @pytest.mark.parametrize("late", ["bf16", "rht=true"])
@@ -161,9 +202,9 @@ def test_the_gap_is_said_by_whichever_of_the_two_is_drawn_last(late, client, sto
     book.settle(trials[late], "pending")
     mirror = Mirror(store, book, tmp_path, tmp_path / "sweeps" / name, name, busy=True)
     until(lambda: mirror.hear() is not None and sum(member["closed"] for member in book.members()) == 2)
-    assert {run.data.tags["ablate.arm"] for run in runs(client, name) if "gap/nats" in run.data.metrics} == {"rht=false"} - {
-        "rht=false" if late == "bf16" else ""
-    }
+    assert {run.data.tags["ablate.arm"] for run in runs(client, name) if "gap/nats" in run.data.metrics} == {
+        "rht=false"
+    } - {"rht=false" if late == "bf16" else ""}
     book.settle(trials[late], "done")
     assert mirror.finish("FINISHED", 60) is None
     book.close()
@@ -198,7 +239,10 @@ def test_a_report_is_attached_to_the_sweeps_run_and_named_once(client, drawn, st
         log_report(store, book, tmp_path)
     book.close()
     (parent,) = runs(client, "drawn", "sweep")
-    assert {item.path for item in client.list_artifacts(parent.info.run_id, "report")} == {"report/index.html", "report/figures"}
+    assert {item.path for item in client.list_artifacts(parent.info.run_id, "report")} == {
+        "report/index.html",
+        "report/figures",
+    }
     note = parent.data.tags["mlflow.note.content"]
     assert note.count("/artifacts/report/index.html") == 1
     assert "**Does it matter?**" in note
@@ -223,8 +267,14 @@ def test_tags_link_the_trial_and_the_point_in_the_study(client, drawn):
     for run in runs(client, "drawn"):
         member, tags = members[run.info.run_name], run.data.tags
         assert member["mlflow"] == run.info.run_id
-        assert (tags["ablate.trial"], tags["ablate.arm"], tags["ablate.status"]) == (member["id"], member["name"], "done")
-        assert tags.get("ablate.optuna_trial") == (None if member["optuna"] is None else str(member["optuna"]))
+        assert (tags["ablate.trial"], tags["ablate.arm"], tags["ablate.status"]) == (
+            member["id"],
+            member["name"],
+            "done",
+        )
+        assert tags.get("ablate.optuna_trial") == (
+            None if member["optuna"] is None else str(member["optuna"])
+        )
         assert tags["ablate.baseline"] == str(member["name"] == "bf16").lower()
 
 
@@ -233,13 +283,17 @@ def test_the_spec_and_the_result_are_artifacts(client, drawn, tmp_path):
     for name in ("spec.json", "result.json"):
         path = client.download_artifacts(run.info.run_id, name, str(tmp_path))
         with open(path) as file:
-            assert json.load(file) == json.loads((drawn / "trials" / run.data.tags["ablate.trial"] / name).read_text())
+            assert json.load(file) == json.loads(
+                (drawn / "trials" / run.data.tags["ablate.trial"] / name).read_text()
+            )
 
 
 def test_what_a_trial_left_goes_with_every_run_of_it_and_with_no_other(client, store, tmp_path):
     """A sweep that was not drawn, its pictures, and a second one that adopts all its trials."""
     sweep(tiny(tmp_path, "first", seeds=1), tmp_path)
-    pictured = {path.name for path in (tmp_path / "trials").iterdir()} - {min(path.name for path in (tmp_path / "trials").iterdir())}
+    pictured = {path.name for path in (tmp_path / "trials").iterdir()} - {
+        min(path.name for path in (tmp_path / "trials").iterdir())
+    }
     for trial in pictured:
         (tmp_path / "trials" / trial / "artifacts").mkdir(exist_ok=True)
         (tmp_path / "trials" / trial / "artifacts" / "grid.png").write_text(trial)
@@ -286,7 +340,9 @@ def test_what_a_dead_driver_could_not_note_is_not_drawn_twice(lost, client, stor
     sweep(tiny(tmp_path, name, seeds=1), tmp_path, store)
     assert {run.info.run_id: histories(client, run) for run in runs(client, name)} == before
     assert len(runs(client, name, "sweep")) == 1
-    assert {run.info.status for kind in ("sweep", "trial") for run in runs(client, name, kind)} == {"FINISHED"}
+    assert {run.info.status for kind in ("sweep", "trial") for run in runs(client, name, kind)} == {
+        "FINISHED"
+    }
 
 
 def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(store, tmp_path):
@@ -300,10 +356,17 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
     experiment = tiny(tmp_path, "waiting", {"steps": 100}, ablate=None, arms=listed, seeds=1)
     folder = tmp_path / "sweeps" / "waiting"
     book = Ledger(folder / "ledger.db")
-    specs = [(arm, experiment.spec(arm, 0, "cpu")) for arm in experiment.arms if arm.name not in experiment.added]
+    specs = [
+        (arm, experiment.spec(arm, 0, "cpu")) for arm in experiment.arms if arm.name not in experiment.added
+    ]
     numbers = [book.add_arm(arm.name, arm.knobs, None, place) for place, (arm, _) in enumerate(specs)]
-    trials = [book.add_member(number, 0, spec.id, spec.wire) for number, (_, spec) in zip(numbers, specs, strict=True)]
-    pictures = Pictures(experiment, book, tmp_path, folder, store, busy=True)  # its thread waits for a record, and draws nothing
+    trials = [
+        book.add_member(number, 0, spec.id, spec.wire)
+        for number, (_, spec) in zip(numbers, specs, strict=True)
+    ]
+    pictures = Pictures(
+        experiment, book, tmp_path, folder, store, busy=True
+    )  # its thread waits for a record, and draws nothing
     for trial in trials:
         book.settle(trial, "done")
         pictures.settled(trial)
@@ -348,8 +411,13 @@ def test_what_was_run_without_mlflow_is_drawn_later(client, store, tmp_path):
     book = ledger(tmp_path, "later")
     took = {row["id"]: row["seconds"] for row in book.db.execute("SELECT id, seconds FROM trials")}
     book.close()
-    lasted = {run.data.tags["ablate.trial"]: run.info.end_time - run.info.start_time for run in runs(client, "later")}
-    assert lasted == {trial: int(1000 * seconds) for trial, seconds in took.items()}  # not what it took to draw them
+    lasted = {
+        run.data.tags["ablate.trial"]: run.info.end_time - run.info.start_time
+        for run in runs(client, "later")
+    }
+    assert lasted == {
+        trial: int(1000 * seconds) for trial, seconds in took.items()
+    }  # not what it took to draw them
 
 
 def test_a_diverged_trial_is_finished_and_says_so(client, store, tmp_path):
@@ -361,17 +429,29 @@ def test_a_diverged_trial_is_finished_and_says_so(client, store, tmp_path):
 
 
 def test_an_interrupted_run_is_killed_and_then_goes_on(client, store, tmp_path):
-    steps = Controller(tiny(tmp_path, "stopped", seeds=1, shape={"steps": 40}), tmp_path, "cpu", Inline, store).run()
+    steps = Controller(
+        tiny(tmp_path, "stopped", seeds=1, shape={"steps": 40}), tmp_path, "cpu", Inline, store
+    ).run()
     for step in steps:
         if step.done == 1 and any(run.step > 4 for run in step.running):
             break
     steps.close()
-    assert not [run for kind in ("sweep", "trial") for run in runs(client, "stopped", kind) if run.info.status == "RUNNING"]
+    assert not [
+        run
+        for kind in ("sweep", "trial")
+        for run in runs(client, "stopped", kind)
+        if run.info.status == "RUNNING"
+    ]
     assert [run.info.status for run in runs(client, "stopped", "sweep")] == ["KILLED"]
     sweep(tiny(tmp_path, "stopped", seeds=1, shape={"steps": 40}), tmp_path, store)
-    assert [run.info.status for kind in ("sweep", "trial") for run in runs(client, "stopped", kind)] == ["FINISHED"] * 4
+    assert [run.info.status for kind in ("sweep", "trial") for run in runs(client, "stopped", kind)] == [
+        "FINISHED"
+    ] * 4
     book = ledger(tmp_path, "stopped")
-    losses = {m["name"]: {(s, v) for s, n, v, _ in book.records(m["trial"]) if n == "train/loss"} for m in book.members()}
+    losses = {
+        m["name"]: {(s, v) for s, n, v, _ in book.records(m["trial"]) if n == "train/loss"}
+        for m in book.members()
+    }
     book.close()
     for run in runs(client, "stopped"):
         found = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "train/loss")]
@@ -391,7 +471,9 @@ def test_a_failed_trial_is_failed_and_finished_once_it_succeeds(client, store, t
 
 
 @pytest.mark.slow
-def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(client, store, tmp_path, monkeypatch):
+def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(
+    client, store, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patched:
         patched.setattr(controller, "_MLFLOW_GRACE_SECONDS", 2.0)
         outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, "http://127.0.0.1:9")
@@ -401,7 +483,9 @@ def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(cli
     assert news[-1].endswith("): `ablate sync`, or the next run of this sweep, ships the rest")
     outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, store)
     assert (outcome.ran, news) == (0, [])
-    assert [run.info.status for kind in ("sweep", "trial") for run in runs(client, "dead", kind)] == ["FINISHED"] * 4
+    assert [run.info.status for kind in ("sweep", "trial") for run in runs(client, "dead", kind)] == [
+        "FINISHED"
+    ] * 4
     assert all("val/loss" in run.data.metrics for run in runs(client, "dead"))
 
 
@@ -412,5 +496,7 @@ def test_another_server_is_drawn_from_the_start(client, drawn, store, tmp_path):
     sweep(tiny(tmp_path, "moved", seeds=1), tmp_path, store)
     other = f"sqlite:///{tmp_path / 'other.db'}"
     sweep(tiny(tmp_path, "moved", seeds=1), tmp_path, other)
-    there = {run.info.run_name: histories(MlflowClient(other), run) for run in runs(MlflowClient(other), "moved")}
+    there = {
+        run.info.run_name: histories(MlflowClient(other), run) for run in runs(MlflowClient(other), "moved")
+    }
     assert there == {run.info.run_name: histories(client, run) for run in runs(client, "moved")}

@@ -45,7 +45,9 @@ def gpt(shards, **fields) -> Gpt:
     return Gpt(data=shards, **(tiny | fields))
 
 
-def train(workload: Gpt, recipe: Recipe = NVFP4, seed: int = 0, telemetry: Telemetry = SELDOM) -> list[Record]:
+def train(
+    workload: Gpt, recipe: Recipe = NVFP4, seed: int = 0, telemetry: Telemetry = SELDOM
+) -> list[Record]:
     return list(workload.records(recipe, seed, "emulated", "cpu", telemetry))
 
 
@@ -65,7 +67,12 @@ def looped(workload: Gpt, recipe: Recipe, batch, clock: Clock | None = None) -> 
 
 def facts(records: list[Record]) -> str:
     """What the numbers say: everything but speed and memory, as text, so that nan equals nan."""
-    return repr([(step, {k: v for k, v in sorted(m.items()) if not k.startswith(PLACES)}, events) for step, m, events in records])
+    return repr(
+        [
+            (step, {k: v for k, v in sorted(m.items()) if not k.startswith(PLACES)}, events)
+            for step, m, events in records
+        ]
+    )
 
 
 def column(records: list[Record], name: str) -> dict[int, float]:
@@ -121,7 +128,9 @@ def by_hand(workload: Gpt, recipe: Recipe, quantised: bool) -> np.ndarray:
     model.zero_grad()
     for micro_batch in range(workload.accumulate):
         engine.clock.micro_batch = micro_batch
-        batch = training_batch(open_corpus(workload.data), 0, 0, micro_batch, workload.batch, workload.context)
+        batch = training_batch(
+            open_corpus(workload.data), 0, 0, micro_batch, workload.batch, workload.context
+        )
         (model(*batch) / workload.accumulate).backward()
     return torch.cat([p.grad.double().flatten() for p in model.parameters()]).numpy()
 
@@ -129,7 +138,9 @@ def by_hand(workload: Gpt, recipe: Recipe, quantised: bool) -> np.ndarray:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_gradient_is_compared_with_that_of_an_unquantised_step(accumulate, shards):
     workload = gpt(shards, accumulate=accumulate, steps=2)
-    metrics = train(workload, telemetry=Telemetry(shadow=1, log=1))[1].metrics  # at step 0 the head is 0, and blocks have no gradient
+    metrics = train(workload, telemetry=Telemetry(shadow=1, log=1))[
+        1
+    ].metrics  # at step 0 the head is 0, and blocks have no gradient
     assert 0.5 < metrics["grad/cosine_to_bf16"] < 1
     assert metrics["grad/noise_ratio"] > 1
     g, r = (by_hand(workload, NVFP4, quantised) for quantised in (True, False))
@@ -138,11 +149,15 @@ def test_the_gradient_is_compared_with_that_of_an_unquantised_step(accumulate, s
         assert "grad/noise_ratio" not in first
     else:
         assert first["grad/noise_ratio"] == pytest.approx(np.linalg.norm(r) / np.linalg.norm(g - r), rel=1e-5)
-        assert first["grad/cosine_to_bf16"] == pytest.approx(g @ r / np.linalg.norm(g) / np.linalg.norm(r), rel=1e-9)
+        assert first["grad/cosine_to_bf16"] == pytest.approx(
+            g @ r / np.linalg.norm(g) / np.linalg.norm(r), rel=1e-9
+        )
 
 
 def test_measurements_are_in_the_records_of_the_steps_that_measure_them(shards):
-    records = train(gpt(shards, steps=8, eval_every=100, final_lr=0.1), telemetry=Telemetry(every=3, shadow=4, log=1))
+    records = train(
+        gpt(shards, steps=8, eval_every=100, final_lr=0.1), telemetry=Telemetry(every=3, shadow=4, log=1)
+    )
     for name in ("weights/flipped", "weights/oscillation", "quant/fprop.x/rel_mse", "quant/wgrad.x/crest"):
         assert set(column(records, name)) == {1, 4, 7, 8}  # and the last step
     for name in ("grad/cosine_to_bf16", "grad/noise_ratio"):
@@ -152,8 +167,12 @@ def test_measurements_are_in_the_records_of_the_steps_that_measure_them(shards):
 
 @pytest.mark.parametrize("preset", ["bf16", "fp32"])
 def test_a_baseline_measures_no_quantisation(preset, shards):
-    names = {name for record in train(gpt(shards), PRESETS[preset](), telemetry=OFTEN) for name in record.metrics}
-    assert not {name for name in names if name.startswith(("quant/", "weights/", "grad/cosine", "grad/noise"))}
+    names = {
+        name for record in train(gpt(shards), PRESETS[preset](), telemetry=OFTEN) for name in record.metrics
+    }
+    assert not {
+        name for name in names if name.startswith(("quant/", "weights/", "grad/cosine", "grad/noise"))
+    }
 
 
 def test_weights_that_are_not_quantised_do_not_flip(shards):
@@ -164,7 +183,9 @@ def test_weights_that_are_not_quantised_do_not_flip(shards):
 # --- triggers --------------------------------------------------------------------------------------------------------------
 
 
-def waiting(shards, monkeypatch, ratios: list[float], every: int, telemetry: Telemetry = SELDOM) -> tuple[list[int], list[int]]:
+def waiting(
+    shards, monkeypatch, ratios: list[float], every: int, telemetry: Telemetry = SELDOM
+) -> tuple[list[int], list[int]]:
     """Steps with a high-precision backward pass, and steps that were measured, where step n measures ratio n below or above 2."""
     recipe = NVFP4.model_copy(update={"schedule": (Phase(start=f"noise_ratio:2:{every}", slots="backward"),)})
     clock, high, measured = Clock(0), [], []
@@ -211,7 +232,10 @@ def test_a_trigger_is_measured_at_its_own_steps_until_it_trips(shards, monkeypat
 
 def test_a_recipe_that_waits_trains_alike_however_often_it_is_watched(shards):
     recipe = NVFP4.model_copy(update={"schedule": (Phase(start="noise_ratio:1000000:2", slots="all"),)})
-    results = [losses(train(gpt(shards, steps=6), recipe, telemetry=t)) for t in (OFTEN, SELDOM, Telemetry(shadow=3, log=1))]
+    results = [
+        losses(train(gpt(shards, steps=6), recipe, telemetry=t))
+        for t in (OFTEN, SELDOM, Telemetry(shadow=3, log=1))
+    ]
     assert results[0] == results[1] == results[2]
     plain = losses(train(gpt(shards, steps=6)))
     assert results[0] != plain
@@ -220,14 +244,22 @@ def test_a_recipe_that_waits_trains_alike_however_often_it_is_watched(shards):
 
 def test_telemetry_measures_every_slot_of_every_layer(shards):
     metrics = train(gpt(shards, steps=1), telemetry=OFTEN)[0].metrics
-    layers = [f"blocks.{block}.{part}" for block in (0, 1) for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")]
+    layers = [
+        f"blocks.{block}.{part}"
+        for block in (0, 1)
+        for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    ]
     for slot in ("fprop.x", "fprop.w"):
         assert all(0 < metrics[f"quant/{slot}/{layer}/rel_mse"] < 0.05 for layer in layers)
-        assert metrics[f"quant/{slot}/rel_mse"] == pytest.approx(sum(metrics[f"quant/{slot}/{layer}/rel_mse"] for layer in layers) / 8)
+        assert metrics[f"quant/{slot}/rel_mse"] == pytest.approx(
+            sum(metrics[f"quant/{slot}/{layer}/rel_mse"] for layer in layers) / 8
+        )
 
 
 def test_logging_seldom_averages_the_losses_in_between(shards):
-    each, all_at_once = (losses(train(gpt(shards, eval_every=100), telemetry=Telemetry(every=10**6, log=n))) for n in (1, 100))
+    each, all_at_once = (
+        losses(train(gpt(shards, eval_every=100), telemetry=Telemetry(every=10**6, log=n))) for n in (1, 100)
+    )
     assert set(all_at_once) == {5}  # the first step is measured too, and is no interval of its own
     assert all_at_once[5] == pytest.approx(math.fsum(each[step] for step in (2, 3, 4, 5)) / 4, rel=1e-12)
 
@@ -239,7 +271,10 @@ def test_measured_steps_are_records_of_their_own_and_cut_no_interval_of_the_loss
     found, measured = losses(records), column(records, "quant/fprop.x/sqnr_db")
     assert set(measured) == {1, 3, 5, 7, 9, 11, 12}
     intervals = {4: (1, 2, 3, 4), 6: (5, 6), 8: (7, 8), 12: (12,)}  # the last: since the record before it
-    assert found == {end: pytest.approx(math.fsum(each[step] for step in steps) / len(steps)) for end, steps in intervals.items()}
+    assert found == {
+        end: pytest.approx(math.fsum(each[step] for step in steps) / len(steps))
+        for end, steps in intervals.items()
+    }
     assert set(column(records, "throughput/tokens_per_s")) == set(column(records, "nan/loss")) == set(found)
     assert set(column(records, "grad/norm")) == set(column(records, "tokens")) == set(found) | set(measured)
 
@@ -293,14 +328,18 @@ def test_initial_weights_depend_on_the_seed_alone(shards):
 def test_every_recipe_sees_the_same_tokens_in_the_same_order(preset, shards):
     """A step that compares its gradient asks for its own micro-batches twice, and for no others."""
     seen, recipe = [], PRESETS[preset]()
-    hook = register_module_forward_pre_hook(lambda module, args: seen.append(args[0]) if isinstance(module, Transformer) else None)
+    hook = register_module_forward_pre_hook(
+        lambda module, args: seen.append(args[0]) if isinstance(module, Transformer) else None
+    )
     workload = gpt(shards, steps=3, accumulate=2, eval_every=1000)
     with hook:
         train(workload, recipe, seed=6, telemetry=Telemetry(every=1_000_000, shadow=2, log=1))
     corpus = open_corpus(shards)
     twice = set() if recipe.plain else {0, 2}
     steps = [step for step in range(3) for _ in range(1 + (step in twice))]
-    expected = [training_batch(corpus, 6, step, micro_batch, 2, 16)[0] for step in steps for micro_batch in range(2)]
+    expected = [
+        training_batch(corpus, 6, step, micro_batch, 2, 16)[0] for step in steps for micro_batch in range(2)
+    ]
     evaluations = 1 if recipe.plain else 2  # of one batch, at the end, in both precisions
     assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=False))
     assert len(seen) == len(expected) + evaluations
@@ -365,7 +404,15 @@ def test_a_schedule_changes_the_losses_from_its_step_on_and_not_before(shards):
 
 
 @pytest.mark.parametrize(
-    ("start", "first"), [("tokens:128", 2), ("tokens:129", 3), ("decay", 4), ("fraction:0.6", 3), ("step:1", 1), ("tokens:999", None)]
+    ("start", "first"),
+    [
+        ("tokens:128", 2),
+        ("tokens:129", 3),
+        ("decay", 4),
+        ("fraction:0.6", 3),
+        ("step:1", 1),
+        ("tokens:999", None),
+    ],
 )
 def test_the_loop_tells_a_schedule_its_tokens_and_where_the_rate_falls(start, first, shards):
     workload = gpt(shards, accumulate=2)  # 5 steps of 64 tokens; wsd falls in the last fifth
@@ -397,7 +444,11 @@ def test_evaluation_leaves_no_gradient_and_no_other_weights(shards):
 def test_tokens_and_throughput_are_counted(shards):
     records = train(gpt(shards, accumulate=2))
     assert column(records, "tokens") == {step: 64.0 * step for step in range(1, 6)}
-    assert all(value > 0 for name in ("throughput/step_ms", "throughput/tokens_per_s") for value in column(records, name).values())
+    assert all(
+        value > 0
+        for name in ("throughput/step_ms", "throughput/tokens_per_s")
+        for value in column(records, name).values()
+    )
 
 
 # --- the learning rate -----------------------------------------------------------------------------------------------------
@@ -443,7 +494,9 @@ def test_the_start_of_the_decay_is_found_in_few_looks_however_long_the_run(monke
     at = Training.lr_at
     monkeypatch.setattr(Training, "lr_at", lambda config, step: looks.append(step) or at(config, step))
     assert Training(steps=10**9, final_lr=1.0).decay_start is None
-    flat = Training(steps=10**9, decay="cosine", warmup=0.0, final_lr=1 - 1e-12)  # equal to the peak for thousands of steps
+    flat = Training(
+        steps=10**9, decay="cosine", warmup=0.0, final_lr=1 - 1e-12
+    )  # equal to the peak for thousands of steps
     start = flat.decay_start
     assert at(flat, start) < at(flat, start - 1) == at(flat, 0)
     assert len(looks) < 10_000
@@ -464,7 +517,11 @@ SHARES = {
         {"schedule": [{"start": "step:6", "slots": "backward"}]},
         6 / 10 + 4 / 10 / 3,
     ),
-    "a product with one operand in eight bits": ("nvfp4", {"wgrad": {"x": {"element": "e4m3"}, "g": {}}}, 2 / 3),
+    "a product with one operand in eight bits": (
+        "nvfp4",
+        {"wgrad": {"x": {"element": "e4m3"}, "g": {}}},
+        2 / 3,
+    ),
     "eight bits": ("mxfp8", {}, 0.0),
 }
 
@@ -513,7 +570,9 @@ def test_a_token_budget_is_as_many_steps_as_cover_it(shards):
     fields = {"layers": 1, "width": 32, "heads": 1, "context": 16, "batch": 2, "accumulate": 2}
     assert Gpt(data=shards, token_budget=640, **fields).steps == 10
     assert Gpt(data=shards, token_budget=641, **fields).steps == 11
-    with pytest.raises(ValidationError, match=r"steps 5 and token_budget 641 \(which is 11 steps\) differ; leave one out"):
+    with pytest.raises(
+        ValidationError, match=r"steps 5 and token_budget 641 \(which is 11 steps\) differ; leave one out"
+    ):
         Gpt(data=shards, token_budget=641, steps=5, **fields)
 
 
@@ -562,5 +621,10 @@ def test_a_field_that_came_later_leaves_older_trials_their_identity(shards):
     plain = gpt(shards)
     assert not set(plain.identity()) & (plain.LATER | plain.SAME_BITS)
     assert gpt(shards, recompute=True).identity() == plain.identity()
-    for name, value in {"optimizer": "muon", "guard": {"policy": "skip"}, "time_budget": 1.0, "deterministic": True}.items():
+    for name, value in {
+        "optimizer": "muon",
+        "guard": {"policy": "skip"},
+        "time_budget": 1.0,
+        "deterministic": True,
+    }.items():
         assert gpt(shards, **{name: value}).identity() != plain.identity()

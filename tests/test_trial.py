@@ -20,7 +20,14 @@ TELEMETRY = {"every": 2, "log": 1}
 
 def spec(folder, recipe=None, seed=0, engine="emulated", device="cpu", **shape) -> TrialSpec:
     config = Gpt.model_validate(SHAPE | {"data": shards(folder)} | shape)
-    return TrialSpec(workload="gpt", config=config, recipe=recipe or PRESETS["nvfp4"](), seed=seed, engine=engine, device=device)
+    return TrialSpec(
+        workload="gpt",
+        config=config,
+        recipe=recipe or PRESETS["nvfp4"](),
+        seed=seed,
+        engine=engine,
+        device=device,
+    )
 
 
 def test_the_id_of_one_known_trial_is_what_it_was(tmp_path, monkeypatch):
@@ -28,7 +35,9 @@ def test_the_id_of_one_known_trial_is_what_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shards(tmp_path)
     config = Gpt.model_validate(SHAPE | {"data": {"train": "train.bin", "val": "val.bin", "vocab": 64}})
-    known = TrialSpec(workload="gpt", config=config, recipe=PRESETS["nvfp4"](), seed=0, engine="emulated", device="cpu")
+    known = TrialSpec(
+        workload="gpt", config=config, recipe=PRESETS["nvfp4"](), seed=0, engine="emulated", device="cpu"
+    )
     assert known.id == "52e62109acf93a00"
 
 
@@ -66,7 +75,13 @@ def test_only_recipes_whose_bits_a_fix_changed_have_another_numerics_version(tmp
     turned = Recipe(wgrad=Wgrad(g=given, x=given, hadamard=Hadamard()))
     by_32 = Recipe(wgrad=Wgrad(g=given, x=given, hadamard=Hadamard(size=32)))
     straight = Recipe(fprop=Fprop(x=given, w=given))
-    cases = [(turned, "cpu", 4), (turned, "cuda", 3), (by_32, "cpu", 3), (straight, "cpu", 3), (PRESETS["nvfp4"](), "cpu", 3)]
+    cases = [
+        (turned, "cpu", 4),
+        (turned, "cuda", 3),
+        (by_32, "cpu", 3),
+        (straight, "cpu", 3),
+        (PRESETS["nvfp4"](), "cpu", 3),
+    ]
     for recipe, device, version in cases:
         assert json.loads(spec(tmp_path, recipe, device=device).wire)["numerics_version"] == version
     assert spec(tmp_path, turned).history(2) != spec(tmp_path, straight).history(2)

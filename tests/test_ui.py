@@ -74,7 +74,10 @@ def ends(process: subprocess.Popen, found: dict[str, str], how: signal.Signals) 
     assert process.wait(10) == (-9 if how == signal.SIGKILL else 0)
     for address in found.values():
         with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", int(re.search(r":(\d+)", address.removeprefix("http:"))[1]))) != 0
+            assert (
+                probe.connect_ex(("127.0.0.1", int(re.search(r":(\d+)", address.removeprefix("http:"))[1])))
+                != 0
+            )
 
 
 def test_the_addresses_name_the_sweep_that_was_run_last_and_nothing_is_left_after_ctrl_c(state):
@@ -98,7 +101,9 @@ def test_the_addresses_name_the_sweep_that_was_run_last_and_nothing_is_left_afte
 def refuses(address: str, host: str) -> int:
     """The status of the answer to a request that names another server."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers={"Host": host}), timeout=20) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(address, headers={"Host": host}), timeout=20
+        ) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         with error:
@@ -110,7 +115,10 @@ def studies(found: dict[str, str]) -> tuple[str, list[str]]:
     import json
 
     board, number = re.fullmatch(r"(http://[\d.:]+)/dashboard/studies/(\d+)", found["Optuna"]).groups()
-    known = {study["study_id"]: study["study_name"] for study in json.loads(read(f"{board}/api/studies"))["study_summaries"]}
+    known = {
+        study["study_id"]: study["study_name"]
+        for study in json.loads(read(f"{board}/api/studies"))["study_summaries"]
+    }
     return known[int(number)], sorted(known.values())
 
 
@@ -152,7 +160,10 @@ def test_a_port_that_was_asked_for_and_is_taken_is_told(state):
         port = taken.getsockname()[1]
         done = here("ui", "--state", state, "--reports-port", port)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == f"--reports-port {port}: somebody listens there already; name another, or none, and a free one is taken\n"
+        assert (
+            done.stderr
+            == f"--reports-port {port}: somebody listens there already; name another, or none, and a free one is taken\n"
+        )
 
 
 def test_ports_that_are_taken_are_passed_over_and_nothing_is_left_of_one_that_is_ended_or_killed(state):
@@ -244,7 +255,9 @@ sys.stdin.readline()
 line.stdin.close() if {how!r} == "closed" else line.terminate()
 time.sleep(600)
 """
-    process = subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout.readline() == "up\n"
         rest = psutil.Process(process.pid).children(recursive=True)
@@ -256,7 +269,14 @@ time.sleep(600)
 
 
 def test_a_command_that_ends_by_itself_ends_the_wait_with_its_status():
-    command = [sys.executable, "-m", "ablate.execution.process_guard", sys.executable, "-c", "raise SystemExit(7)"]
+    command = [
+        sys.executable,
+        "-m",
+        "ablate.execution.process_guard",
+        sys.executable,
+        "-c",
+        "raise SystemExit(7)",
+    ]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         assert process.wait(20) == 7

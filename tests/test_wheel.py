@@ -17,6 +17,10 @@ def test_a_wheel_has_the_notebooks_and_every_file_of_the_package(tmp_path):
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    there = {str(path.relative_to(ROOT)) for path in (ROOT / "ablate").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    there = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "ablate").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert packed >= there | {f"ablate/analysis/{name}.ipynb" for name in NOTEBOOKS}
     assert any(name.endswith(".so") for name in packed)

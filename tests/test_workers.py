@@ -25,7 +25,12 @@ from ablate.results.trial_store import Store
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.services,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning",
+        "ignore::FutureWarning",
+        "ignore::UserWarning",
+        "ignore::ResourceWarning",
+    ),
 ]
 LONG = {"steps": 100_000, "eval_every": 100_000}
 
@@ -35,7 +40,9 @@ def pool():
     """Two slots of a local Ray, for one trial at a time, for all tests of this file: what one does must not harm the next."""
     found = Pool(None, 2, 0)
     found.wanted = 1
-    assert (found.slots, len(found._idle)) == (1, 1), "a worker waits for each trial that there is, not for each that there is room for"
+    assert (found.slots, len(found._idle)) == (1, 1), (
+        "a worker waits for each trial that there is, not for each that there is room for"
+    )
     yield found
     found.close()
 
@@ -45,7 +52,10 @@ def events(pool: Pool, trial: str) -> int:
 
 
 def end(pool: Pool, trial: str, seconds: float = 60) -> Ended:
-    return until(lambda: next((m for name, m in pool.wait(0.2) if name == trial and isinstance(m, Ended)), None), seconds)
+    return until(
+        lambda: next((m for name, m in pool.wait(0.2) if name == trial and isinstance(m, Ended)), None),
+        seconds,
+    )
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
@@ -60,7 +70,11 @@ def actor(pool: Pool) -> psutil.Process:
     """The process of the worker that runs the trial: its warm child has a child. One that was ended may take a moment to be gone."""
 
     def alone() -> psutil.Process | None:
-        workers = [process for process in psutil.Process().children(recursive=True) if "ray::" in " ".join(words_of(process))]
+        workers = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if "ray::" in " ".join(words_of(process))
+        ]
         busy = [worker for worker in workers if family(worker)[1:]]
         return busy[0] if len(busy) == 1 else None
 
@@ -136,7 +150,9 @@ def cluster():
     """A head with three logical CPUs."""
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False, **reachable()})
+    found = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False, **reachable()}
+    )
     yield found
     found.shutdown()
 

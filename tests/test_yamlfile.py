@@ -17,7 +17,17 @@ def complaints(text: str) -> list[Problem | str]:
 @pytest.mark.parametrize(
     ("text", "value"),
     {
-        **{"on": "on", "yes": "yes", "off": "off", "true": True, "1e-3": 0.001, "1.0e-3": 0.001, "null": None, "~": None, "": None},
+        **{
+            "on": "on",
+            "yes": "yes",
+            "off": "off",
+            "true": True,
+            "1e-3": 0.001,
+            "1.0e-3": 0.001,
+            "null": None,
+            "~": None,
+            "": None,
+        },
         **{"012": 12, "0o17": 15, "'1'": "1", "2020-01-01": "2020-01-01", ".5": 0.5, "12:30": "12:30"},
     }.items(),
 )
@@ -40,7 +50,10 @@ def test_a_problem_with_an_absent_key_points_at_the_nearest_thing_that_is_there(
     document.problem(("a",), "is odd", 1)
     with pytest.raises(InputError) as caught:
         document.check()
-    assert [str(p) for p in caught.value.problems] == ["x.yaml:1:1: a: 1: is odd", "x.yaml:2:1: b.missing: is missing"]
+    assert [str(p) for p in caught.value.problems] == [
+        "x.yaml:1:1: a: 1: is odd",
+        "x.yaml:2:1: b.missing: is missing",
+    ]
 
 
 def test_a_duplicate_key_is_named_where_it_stands_the_second_time():
@@ -50,7 +63,10 @@ def test_a_duplicate_key_is_named_where_it_stands_the_second_time():
 
 def test_an_alias_bomb_is_refused_before_it_unfolds():
     bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n"
-    bomb += "".join(f"{this}: &{this} [{', '.join([f'*{last}'] * 9)}]\n" for last, this in zip("abcdefghij", "bcdefghijk", strict=True))
+    bomb += "".join(
+        f"{this}: &{this} [{', '.join([f'*{last}'] * 9)}]\n"
+        for last, this in zip("abcdefghij", "bcdefghijk", strict=True)
+    )
     (problem,) = complaints(bomb)
     assert (problem.line, problem.column) == (2, 8)
     assert "aliases are refused" in problem.message
@@ -78,7 +94,9 @@ def test_what_is_not_yaml_is_refused_with_its_place(text):
     assert problem.line >= 1
 
 
-@pytest.mark.parametrize("text", ["a: \x00\n", "a: " + "9" * 5000, "a: " + "[" * 600 + "]" * 600], ids=["nul", "digits", "levels"])
+@pytest.mark.parametrize(
+    "text", ["a: \x00\n", "a: " + "9" * 5000, "a: " + "[" * 600 + "]" * 600], ids=["nul", "digits", "levels"]
+)
 def test_what_no_reader_can_hold_is_refused_too(text):
     assert complaints(text)
 
@@ -114,7 +132,10 @@ def test_a_folder_or_a_huge_file_is_refused(tmp_path):
 def test_a_missing_file_names_the_nearest_that_is_there(tmp_path):
     (tmp_path / "rht_sr.yaml").touch()
     (tmp_path / "cooldown.yaml").touch()
-    with pytest.raises(InputError, match=r"rht_rs\.yaml: no such file; 'rht_sr\.yaml' is the nearest of rht_sr\.yaml, cooldown\.yaml"):
+    with pytest.raises(
+        InputError,
+        match=r"rht_rs\.yaml: no such file; 'rht_sr\.yaml' is the nearest of rht_sr\.yaml, cooldown\.yaml",
+    ):
         read(tmp_path / "rht_rs.yaml")
     with pytest.raises(InputError, match=r"a\.yaml: no such file$"):
         read(tmp_path / "nowhere" / "a.yaml")
@@ -128,17 +149,37 @@ def test_the_nearest_word_comes_first():
 @pytest.mark.parametrize(
     ("text", "column"),
     [
-        *(("a: !!set {x, y}", 4), ("a: !!binary abc", 4), ("a: !!timestamp 2020", 4), ("a: !!omap [x: 1]", 4), ("a: [1, !foo 2]", 8)),
-        *(("a: !!python/object/apply:os.system [ls]", 4), ("a: !!int {x: 1}", 4), ("a: !!map [1]", 4), ("!!set a: 1", 1)),
+        *(
+            ("a: !!set {x, y}", 4),
+            ("a: !!binary abc", 4),
+            ("a: !!timestamp 2020", 4),
+            ("a: !!omap [x: 1]", 4),
+            ("a: [1, !foo 2]", 8),
+        ),
+        *(
+            ("a: !!python/object/apply:os.system [ls]", 4),
+            ("a: !!int {x: 1}", 4),
+            ("a: !!map [1]", 4),
+            ("!!set a: 1", 1),
+        ),
         *(("a: !!bool x", 4), ("a: !!int x", 4), ("a: !!float x", 4)),
         *(("a: 99999999999999999999", 4), ("a: " + "9" * 5000, 4), ("a: 1e400", 4), ("a: -1e400", 4)),
-        *(('a: "\\x00"', 4), ('a: "\\ud800"', 4), ('"\\x00": 1', 1), ("ab\x07: 1", 3), ("{? {b: 1} : 2}", 4), ("{? [b] : 2}", 4)),
+        *(
+            ('a: "\\x00"', 4),
+            ('a: "\\ud800"', 4),
+            ('"\\x00": 1', 1),
+            ("ab\x07: 1", 3),
+            ("{? {b: 1} : 2}", 4),
+            ("{? [b] : 2}", 4),
+        ),
         *(("a: &a {b: *a}", 11), ("a: &a [1]\nb: {<<: *a}", 9)),
     ],
 )
 def test_what_is_no_plain_value_is_refused_at_its_place(text, column):
     problems = complaints(text)
-    assert [(type(problem), problem.line, problem.column) for problem in problems] == [(Problem, 1 + text.count("\n"), column)]
+    assert [(type(problem), problem.line, problem.column) for problem in problems] == [
+        (Problem, 1 + text.count("\n"), column)
+    ]
 
 
 def test_tags_of_plain_values_and_a_mark_of_byte_order_change_nothing(tmp_path):

@@ -21,15 +21,28 @@ from ablate.numerics.choices import DTYPES
 from ablate.recipes import PRESETS
 from ablate.verification import linear_layers, timing
 
-app = typer.Typer(help="How fast quantisers, layers and training steps are on this machine.", no_args_is_help=True)
+app = typer.Typer(
+    help="How fast quantisers, layers and training steps are on this machine.", no_args_is_help=True
+)
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the figures into this file, too.")]
+Png = Annotated[
+    Path | None, typer.Option("--png", metavar="FILE", help="Draw the figures into this file, too.")
+]
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")]
-Names = Annotated[list[str] | None, typer.Argument(metavar="[PRESET]...", help="Presets beside bf16; default fp32 and nvfp4.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PRESET]...", help="Presets beside bf16; default fp32 and nvfp4."),
+]
 Line = dict[str, Any]
 
-FORMS = {"ms": "{:.3g}", "step ms": "{:.1f}", "forward ms": "{:.3g}", "backward ms": "{:.3g}", "tokens/s": "{:,.0f}"}
+FORMS = {
+    "ms": "{:.3g}",
+    "step ms": "{:.1f}",
+    "forward ms": "{:.3g}",
+    "backward ms": "{:.3g}",
+    "tokens/s": "{:,.0f}",
+}
 FORMS |= {"Melem/s": "{:,.0f}", "of memcpy": "{:.2f}", "of bf16": "{:.2f}", "of fp32": "{:.2f}"}
 FORMS |= {"peak MiB": "{:,.0f}", "joules": "{:.2f}"} | dict.fromkeys((*timing.GROUPS, "rest"), "{:.0%}")
 FORMS |= {f"{way} {unit}": "{:,.0f}" for way in ("forward", "backward") for unit in ("GFLOP/s", "TFLOP/s")}
@@ -39,9 +52,13 @@ FORMS |= {f"{way} of peak": "{:.0%}" for way in ("forward", "backward")}
 
 @app.command()
 def kernels(
-    shapes: Annotated[list[str] | None, typer.Argument(metavar="[ROWSxCOLUMNS]...", help="Default 1024x1024.")] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Argument(metavar="[ROWSxCOLUMNS]...", help="Default 1024x1024.")
+    ] = None,
     rounds: Rounds = 15,
-    builds: Annotated[bool, typer.Option("--builds", help="Every compiled build that this CPU runs, not its best alone.")] = False,
+    builds: Annotated[
+        bool, typer.Option("--builds", help="Every compiled build that this CPU runs, not its best alone.")
+    ] = False,
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
@@ -57,13 +74,19 @@ def kernels(
         x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
         work = {
             (back_end, name): partial(_with_build, build, partial(call, x))
-            for (back_end, build), (name, call) in itertools.product(_back_ends(builds).items(), _operations(x).items())
+            for (back_end, build), (name, call) in itertools.product(
+                _back_ends(builds).items(), _operations(x).items()
+            )
         }
         seconds = timing.medians(work | {"copy": partial(torch.empty_like(x).copy_, x)}, rounds, least=0.01)
         about = {"shape": f"{rows}x{columns}", "dtype": str(dtype).removeprefix("torch.")}
         for back_end, name in work:
             spent = seconds[back_end, name]
-            speed = {"ms": 1000 * spent, "Melem/s": x.numel() / spent / 1e6, "of memcpy": seconds["copy"] / spent}
+            speed = {
+                "ms": 1000 * spent,
+                "Melem/s": x.numel() / spent / 1e6,
+                "of memcpy": seconds["copy"] / spent,
+            }
             found.append({"operation": name, **about, "back end": back_end, **speed})
     _draw(png, "bars", found, "Melem/s", "operation", "back end")
     _show(found, as_json)
@@ -76,8 +99,12 @@ def step(
     width: Annotated[int, typer.Option(min=64)] = 256,
     tokens: Annotated[int, typer.Option(min=128)] = 2048,
     rounds: Rounds = 9,
-    compiled: Annotated[bool, typer.Option("--compile", help="Each preset with compile: true, too; half a minute more.")] = False,
-    trace: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a profiler trace of each preset's step here.")] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Each preset with compile: true, too; half a minute more.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write a profiler trace of each preset's step here.")
+    ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: AsJson = False,
     png: Png = None,
@@ -95,7 +122,10 @@ def step(
     steppers = {name: _stepper(recipe, layers, width, tokens, device) for name, recipe in recipes.items()}
     if compiled:
         whole = {name: recipe for name, recipe in recipes.items() if recipe.products.backward_needs is None}
-        steppers |= {f"{name}, compiled": _stepper(recipe, layers, width, tokens, device, True) for name, recipe in whole.items()}
+        steppers |= {
+            f"{name}, compiled": _stepper(recipe, layers, width, tokens, device, True)
+            for name, recipe in whole.items()
+        }
     seconds = timing.medians(steppers, rounds)
     if trace:
         trace.mkdir(parents=True, exist_ok=True)
@@ -114,20 +144,37 @@ def step(
 @app.command()
 def linear(
     presets: Annotated[
-        list[str] | None, typer.Argument(metavar="[PRESET]...", help="Presets beside bf16; default nvfp4, mxfp8 and fp8_current.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[PRESET]...", help="Presets beside bf16; default nvfp4, mxfp8 and fp8_current."
+        ),
     ] = None,
-    shapes: Annotated[list[str] | None, typer.Option("--shape", metavar="TOKENSxINxOUT", help="A layer; repeatable.")] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option("--shape", metavar="TOKENSxINxOUT", help="A layer; repeatable.")
+    ] = None,
     models: Annotated[
-        list[str] | None, typer.Option("--model", help=f"The four layers of a block of {', '.join(linear_layers.MODELS)}; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--model", help=f"The four layers of a block of {', '.join(linear_layers.MODELS)}; repeatable."
+        ),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=16, help="Of a model's layers; default 512 on a CPU, 8192 on a GPU.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=16, help="Of a model's layers; default 512 on a CPU, 8192 on a GPU.")
+    ] = None,
     engine: Annotated[
-        Literal["auto", "emulated", "transformer_engine"], typer.Option(help="auto: Transformer Engine where preset and machine allow.")
+        Literal["auto", "emulated", "transformer_engine"],
+        typer.Option(help="auto: Transformer Engine where preset and machine allow."),
     ] = "auto",
-    weights: Annotated[Literal[tuple(DTYPES)], typer.Option(help="fp32, as trained, is cast to bf16 in every pass.")] = "fp32",
-    wide: Annotated[bool, typer.Option("--fp32-out", help="Quantised presets with every product in fp32_out, too.")] = False,
+    weights: Annotated[
+        Literal[tuple(DTYPES)], typer.Option(help="fp32, as trained, is cast to bf16 in every pass.")
+    ] = "fp32",
+    wide: Annotated[
+        bool, typer.Option("--fp32-out", help="Quantised presets with every product in fp32_out, too.")
+    ] = False,
     rounds: Rounds = 5,
-    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU where there is one.")] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU where there is one.")
+    ] = None,
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
@@ -145,25 +192,42 @@ def linear(
     chosen = _engines(engine, recipes, sizes, device)
     timing.one_thread()
     stick, found = linear_layers.yardstick(device), []
-    clock, least, unit = (timing.Events(), 0.02, ("TFLOP/s", 1e12)) if device == "cuda" else (timing.Wall(), 0.0, ("GFLOP/s", 1e9))
+    clock, least, unit = (
+        (timing.Events(), 0.02, ("TFLOP/s", 1e12))
+        if device == "cuda"
+        else (timing.Wall(), 0.0, ("GFLOP/s", 1e9))
+    )
     beside = {}
     if not stick.peaks:
-        side = linear_layers.side(device, lambda side: sum(timing.stretches({None: linear_layers.matmul(side, device)}, 1, clock)[None]))
+        side = linear_layers.side(
+            device,
+            lambda side: sum(timing.stretches({None: linear_layers.matmul(side, device)}, 1, clock)[None]),
+        )
         stick = stick._replace(said=linear_layers.measured_yardstick(side, device))
         beside = {None: linear_layers.matmul(side, device)}
     for shape in sizes:
-        seconds = timing.stretches(linear_layers.passes(chosen, shape, device, weights) | beside, rounds, clock, least)
+        seconds = timing.stretches(
+            linear_layers.passes(chosen, shape, device, weights) | beside, rounds, clock, least
+        )
         peaks = stick.peaks or linear_layers.measured(2 * side**3 / seconds[None][0])
         for name, (recipe, by) in chosen.items():
             told = linear_layers.line(shape, name, recipe, by, seconds[name], peaks, unit)
             found.append(told | {"of bf16": sum(seconds[name]) / sum(seconds["bf16"])})
     _draw(png, "speeds", found, unit[0], f"Lines: {stick.said}.")
     if as_json:
-        about = {"machine": linear_layers.machine(device), "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", "weights": weights}
+        about = {
+            "machine": linear_layers.machine(device),
+            "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+            "weights": weights,
+        }
         print(json.dumps(about | {"of peak": stick.said, "lines": found}, indent=1))
         return
-    hidden = {"multiplies", "forward peak", "backward peak"} | ({"size"} if all(one.name == one.size for one in sizes) else set())
-    _show([{name: value for name, value in told.items() if name not in hidden} for told in found], as_json=False)
+    hidden = {"multiplies", "forward peak", "backward peak"} | (
+        {"size"} if all(one.name == one.size for one in sizes) else set()
+    )
+    _show(
+        [{name: value for name, value in told.items() if name not in hidden} for told in found], as_json=False
+    )
     tops = [told["forward peak"] for told in found if told["preset"] == "bf16"]
     figure = f": {min(tops):,.0f} to {max(tops):,.0f} {unit[0]}" if not stick.peaks else ""
     console().print(f"Of peak: a share of {stick.said}{figure}.", soft_wrap=True, markup=False)
@@ -186,8 +250,13 @@ def start(rounds: Rounds = 9, as_json: AsJson = False) -> None:
 def faults(
     count: Annotated[int, typer.Option("--faults", min=1, help="How many are made.")] = 100,
     seed: Annotated[int, typer.Option(help="Which, and when.")] = 0,
-    state: Annotated[Path | None, typer.Option(help="A new folder for the sweeps, and the evidence; default: one that goes.")] = None,
-    without: Annotated[list[str] | None, typer.Option(metavar="KIND", help="A kind to leave out; repeatable.")] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="A new folder for the sweeps, and the evidence; default: one that goes."),
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="KIND", help="A kind to leave out; repeatable.")
+    ] = None,
 ) -> None:
     """Kill everything that can be killed, and corrupt files, at random moments of small real sweeps; then audit every record.
 
@@ -197,10 +266,20 @@ def faults(
     from ablate.verification import fault_injection
     from ablate.verification.injections import KINDS
 
-    if wrong := [f"--without {name}: no such kind; {nearest(name, KINDS)}" for name in without or () if name not in KINDS]:
+    if wrong := [
+        f"--without {name}: no such kind; {nearest(name, KINDS)}"
+        for name in without or ()
+        if name not in KINDS
+    ]:
         raise InputError(wrong)
     starting("Ray, MLflow and PostgreSQL for the sweeps that are killed")
-    raise typer.Exit(int(not fault_injection.told(state, count, seed, [name for name in KINDS if name not in (without or ())], console())))
+    raise typer.Exit(
+        int(
+            not fault_injection.told(
+                state, count, seed, [name for name in KINDS if name not in (without or ())], console()
+            )
+        )
+    )
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------------
@@ -239,7 +318,9 @@ def _back_ends(every: bool) -> dict[str, Any]:
     mine = cpu.level()
     levels = list(cpu.LEVELS.values())
     others = [*levels[levels.index(mine) + 1 :], "portable"] if mine in levels else []
-    return {name: cpu.load(cpu.path(name)) for name in (mine, *(others if every else []))} | {"reference": None}
+    return {name: cpu.load(cpu.path(name)) for name in (mine, *(others if every else []))} | {
+        "reference": None
+    }
 
 
 def _with_build(build: Any, call: Callable[[], Any]) -> None:
@@ -255,17 +336,25 @@ def _with_build(build: Any, call: Callable[[], Any]) -> None:
 def _in_both_modes(names: list[str]) -> dict[str, Any]:
     """The presets' recipes, and those that quantise with every product in fp32_out, too."""
     recipes = {name: PRESETS[name]() for name in names}
-    return recipes | {f"{name}, fp32_out": _fp32_out(recipe) for name, recipe in recipes.items() if not recipe.products.plain}
+    return recipes | {
+        f"{name}, fp32_out": _fp32_out(recipe)
+        for name, recipe in recipes.items()
+        if not recipe.products.plain
+    }
 
 
 def _fp32_out(recipe: Any) -> Any:
     """The recipe with the accumulators of all products kept."""
     names = {"fprop": "gemm", "dgrad": "gemm", "wgrad": "dw"}
     wide = {"gemm": "fp32_out", "dw": "fp32"}
-    return recipe.model_copy(update={n: getattr(recipe, n).model_copy(update={f: wide[f]}) for n, f in names.items()})
+    return recipe.model_copy(
+        update={n: getattr(recipe, n).model_copy(update={f: wide[f]}) for n, f in names.items()}
+    )
 
 
-def _stepper(recipe: Any, layers: int, width: int, tokens: int, device: str, compile: bool = False) -> Callable[[], Any]:
+def _stepper(
+    recipe: Any, layers: int, width: int, tokens: int, device: str, compile: bool = False
+) -> Callable[[], Any]:
     """Training steps, one a call, with no telemetry and no evaluation."""
     from ablate.training.loop import Telemetry
     from ablate.training.workloads.gpt import Gpt
@@ -273,7 +362,9 @@ def _stepper(recipe: Any, layers: int, width: int, tokens: int, device: str, com
     never = 10**6
     shape = {"layers": layers, "width": width, "heads": width // 64, "context": 128, "batch": tokens // 128}
     config = Gpt(**shape, steps=never, eval_every=never, warmup=0, decay="none", compile=compile)
-    steps: Iterator[Any] = config.train(config.prepare(recipe, 0, device), Telemetry(every=never, log=1, shadow=never))
+    steps: Iterator[Any] = config.train(
+        config.prepare(recipe, 0, device), Telemetry(every=never, log=1, shadow=never)
+    )
     return partial(next, steps)
 
 
@@ -307,10 +398,14 @@ def _device(asked: str | None) -> str:
     return asked or ("cuda" if there else "cpu")
 
 
-def _layers(shapes: list[str] | None, models: list[str] | None, tokens: int | None, device: str) -> list[linear_layers.Shape]:
+def _layers(
+    shapes: list[str] | None, models: list[str] | None, tokens: int | None, device: str
+) -> list[linear_layers.Shape]:
     """The layers that are meant, by size or as those of a model."""
     wrong = [
-        f"--model {name}: no such model; {nearest(name, linear_layers.MODELS)}" for name in models or () if name not in linear_layers.MODELS
+        f"--model {name}: no such model; {nearest(name, linear_layers.MODELS)}"
+        for name in models or ()
+        if name not in linear_layers.MODELS
     ]
     if tokens and not models:
         wrong.append("--tokens counts those of a --model; a --shape has its own")
@@ -318,24 +413,38 @@ def _layers(shapes: list[str] | None, models: list[str] | None, tokens: int | No
         raise InputError(wrong)
     texts = shapes if shapes or models else ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"]
     found = [linear_layers.Shape(text, *_size(text, 3)) for text in texts or ()]
-    return found + [shape for name in models or () for shape in linear_layers.shapes_of(name, tokens or linear_layers.TOKENS[device])]
+    return found + [
+        shape
+        for name in models or ()
+        for shape in linear_layers.shapes_of(name, tokens or linear_layers.TOKENS[device])
+    ]
 
 
-def _engines(asked: str, recipes: dict[str, Any], shapes: list[linear_layers.Shape], device: str) -> dict[str, tuple[Any, str]]:
+def _engines(
+    asked: str, recipes: dict[str, Any], shapes: list[linear_layers.Shape], device: str
+) -> dict[str, tuple[Any, str]]:
     """Each recipe with the engine that computes it. Refused where one was asked for that cannot; `auto` says why it took the emulator."""
     here = this_machine()
-    reasons = {name: linear_layers.refused(recipe, shapes, device, here) for name, recipe in recipes.items()} if asked != "emulated" else {}
+    reasons = (
+        {name: linear_layers.refused(recipe, shapes, device, here) for name, recipe in recipes.items()}
+        if asked != "emulated"
+        else {}
+    )
     told: dict[Any, list[str]] = {}
     for name, reason in reasons.items():
         if reason:
             told.setdefault(reason, []).append(name)
     if asked == linear_layers.NATIVE and told:
-        raise InputError([f"--engine {asked}: {', '.join(names)}: {reason}" for reason, names in told.items()])
+        raise InputError(
+            [f"--engine {asked}: {', '.join(names)}: {reason}" for reason, names in told.items()]
+        )
     for reason, names in told.items():
         print(f"{', '.join(names)}: emulated, since {reason.why}", file=sys.stderr)
     native = {name for name in recipes if name in reasons and not reasons[name]}
     by = {name: linear_layers.NATIVE if name in native else linear_layers.EMULATED for name in recipes}
-    return {name: (recipe, linear_layers.PLAIN if recipe.plain else by[name]) for name, recipe in recipes.items()}
+    return {
+        name: (recipe, linear_layers.PLAIN if recipe.plain else by[name]) for name, recipe in recipes.items()
+    }
 
 
 def _presets(names: list[str]) -> list[str]:
@@ -348,7 +457,11 @@ def _presets(names: list[str]) -> list[str]:
 def _size(text: str, dimensions: int) -> tuple[int, ...]:
     parts = text.split("x")
     if len(parts) != dimensions or not all(part.isdecimal() and int(part) >= 16 for part in parts):
-        raise InputError([f"{text}: not a shape; it takes {dimensions} numbers of 16 or more, as in {'x'.join(['1024'] * dimensions)}"])
+        raise InputError(
+            [
+                f"{text}: not a shape; it takes {dimensions} numbers of 16 or more, as in {'x'.join(['1024'] * dimensions)}"
+            ]
+        )
     return tuple(map(int, parts))
 
 

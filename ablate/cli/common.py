@@ -22,20 +22,35 @@ DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 _WHERE = "Where"
 State = Annotated[
     Path | None,
-    typer.Option("--state", help="State folder: trials, ledgers, MLflow store; default: runs. (ABLATE_STATE)", rich_help_panel=_WHERE),
+    typer.Option(
+        "--state",
+        help="State folder: trials, ledgers, MLflow store; default: runs. (ABLATE_STATE)",
+        rich_help_panel=_WHERE,
+    ),
 ]
 Profile = Annotated[
     str | None,
-    typer.Option("--profile", help="Which profile of ablate.toml says where things are. (ABLATE_PROFILE)", rich_help_panel=_WHERE),
+    typer.Option(
+        "--profile",
+        help="Which profile of ablate.toml says where things are. (ABLATE_PROFILE)",
+        rich_help_panel=_WHERE,
+    ),
 ]
 Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Where a trial computes; default: auto.", rich_help_panel=_WHERE)
+    Literal["auto", "cpu", "cuda"] | None,
+    typer.Option(help="Where a trial computes; default: auto.", rich_help_panel=_WHERE),
 ]
 Mlflow = Annotated[
     str | None,
-    typer.Option(help="MLflow's address; default: a store in the state folder; none: no MLflow. (ABLATE_MLFLOW)", rich_help_panel=_WHERE),
+    typer.Option(
+        help="MLflow's address; default: a store in the state folder; none: no MLflow. (ABLATE_MLFLOW)",
+        rich_help_panel=_WHERE,
+    ),
 ]
-Sweeps = Annotated[list[str] | None, typer.Argument(metavar="[X]...", help="Sweeps, by name or by YAML file; default: all there are.")]
+Sweeps = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[X]...", help="Sweeps, by name or by YAML file; default: all there are."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print it as JSON, for machines.")]
 
 

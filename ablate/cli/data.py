@@ -27,20 +27,40 @@ _DATASET = "Datasets"
 @app.command()
 def prepare(
     inputs: Annotated[
-        list[str], typer.Argument(metavar="INPUT...", help="Text files or globs, .jsonl, .parquet; or hub:NAME, a dataset of the hub.")
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Text files or globs, .jsonl, .parquet; or hub:NAME, a dataset of the hub.",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The folder to write; must be empty, or not there.")],
     tokenizer: Annotated[
-        str, typer.Option(help="bytes; bpe:N, trained here to N tokens; the path of a tokenizer.json; a model's name on the hub.")
+        str,
+        typer.Option(
+            help="bytes; bpe:N, trained here to N tokens; the path of a tokenizer.json; a model's name on the hub."
+        ),
     ] = "bytes",
-    val: Annotated[list[str] | None, typer.Option(help="Text to validate on; default: documents of the input are held out.")] = None,
-    val_fraction: Annotated[float, typer.Option(min=0.0001, max=0.9, help="The part of the text that is held out.")] = 0.01,
-    shard_tokens: Annotated[int, typer.Option(min=1, max=1 << 30, help="The most tokens in a file.")] = 100_000_000,
+    val: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to validate on; default: documents of the input are held out."),
+    ] = None,
+    val_fraction: Annotated[
+        float, typer.Option(min=0.0001, max=0.9, help="The part of the text that is held out.")
+    ] = 0.01,
+    shard_tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 30, help="The most tokens in a file.")
+    ] = 100_000_000,
     column: Annotated[str, typer.Option(help="Of the documents in .jsonl, .parquet and datasets.")] = "text",
-    config: Annotated[str | None, typer.Option(help="Configuration of the dataset.", rich_help_panel=_DATASET)] = None,
+    config: Annotated[
+        str | None, typer.Option(help="Configuration of the dataset.", rich_help_panel=_DATASET)
+    ] = None,
     split: Annotated[str, typer.Option(help="Of the dataset.", rich_help_panel=_DATASET)] = "train",
-    revision: Annotated[str | None, typer.Option(help="Commit, tag or branch; default: the newest.", rich_help_panel=_DATASET)] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Training tokens after which to end.", rich_help_panel=_DATASET)] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, tag or branch; default: the newest.", rich_help_panel=_DATASET)
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Training tokens after which to end.", rich_help_panel=_DATASET)
+    ] = None,
 ) -> None:
     """Tokenise text into shards, and print the lines of YAML that name them."""
     how = {"tokenizer": tokenizer, "shard_tokens": shard_tokens, "tokens": tokens}
@@ -49,7 +69,13 @@ def prepare(
         if inputs[0].startswith(_HUB):
             if len(inputs) > 1 or val:
                 raise ValueError(f"{inputs[0]}: a dataset stands alone; give no other INPUT and no --val")
-            where = {"config": config, "split": split, "val_split": None, "revision": revision, "column": column}
+            where = {
+                "config": config,
+                "split": split,
+                "val_split": None,
+                "revision": revision,
+                "column": column,
+            }
             job = jobs.of_dataset(inputs[0].removeprefix(_HUB), **where, val_fraction=val_fraction, **how)
         else:
             job = jobs.of_files(inputs, val, column, val_fraction, **how)
@@ -63,7 +89,12 @@ def prepare(
 
 @app.command()
 def show(
-    what: Annotated[str, typer.Argument(metavar="PATH", help="A prepared folder, a token shard, or stdlib, prose, digits, photos.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", help="A prepared folder, a token shard, or stdlib, prose, digits, photos."
+        ),
+    ],
 ) -> None:
     """Print what data hold: counts, vocabulary, fingerprint, and the first words."""
     with _told():
@@ -78,7 +109,9 @@ def _looks() -> dict[str, Callable[[str], Iterator[tuple[str, str]]]]:
 def _rows(told: prepared.About) -> Iterator[tuple[str, str]]:
     for name, part in (("train", told.train), ("val", told.val)):
         files = f"{len(part.shards)} file{'s' if len(part.shards) > 1 else ''}"
-        documents = f", {part.documents:,} documents" if part.documents else ""  # none begins in parts of a file that were held out
+        documents = (
+            f", {part.documents:,} documents" if part.documents else ""
+        )  # none begins in parts of a file that were held out
         yield name, f"{part.tokens:,} tokens in {files}, {part.bytes:,} bytes{documents}"
     yield "tokenizer", f"{told.tokenizer}, {told.vocab:,} tokens, {told.bytes_per_token:.3g} bytes a token"
     yield "source", ", ".join(f"{key}: {value}" for key, value in told.source.items() if value is not None)
@@ -115,7 +148,10 @@ def _bytes(what: str) -> Iterator[tuple[str, str]]:
 def _images(what: str) -> Iterator[tuple[str, str]]:
     images = open_images(what)
     channels, height, width = images.shape
-    yield "train", f"{len(images.train):,} images of {width}x{height}, {channels} channels, {images.classes} classes"
+    yield (
+        "train",
+        f"{len(images.train):,} images of {width}x{height}, {channels} channels, {images.classes} classes",
+    )
     yield "val", f"{len(images.val):,} images"
     yield "mean", ", ".join(f"{value:.3f}" for value in images.mean)
     yield "deviation", ", ".join(f"{value:.3f}" for value in images.deviation)
@@ -155,7 +191,13 @@ def _made(folder: Path) -> Iterator[None]:
 def _progress() -> Iterator[Callable[[str, int], None]]:
     """How many bytes of text are done, where somebody looks."""
     screen = console()
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), FileSizeColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        FileSizeColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         tasks = {}
 

@@ -33,13 +33,23 @@ _STYLES = {True: ("ok", "green"), False: ("OFF", "bold red"), None: ("-", "dim")
 
 
 def doctor(
-    fast: Annotated[bool, typer.Option("--fast", help="Only the checks that take a moment, as before every sweep.")] = False,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Only the checks that take a moment, as before every sweep.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, for machines.")] = False,
-    engine: Annotated[str | None, typer.Option(help="Compare this engine's kernels, on this GPU, with the emulator instead.")] = None,
-    record: Annotated[
-        Path | None, typer.Option(help="Where that comparison is written, its picture beside it; default: parity-<GPU>-<version>.json.")
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Compare this engine's kernels, on this GPU, with the emulator instead."),
     ] = None,
-    lifeline: Annotated[bool, typer.Option("--lifeline", hidden=True, help="End when standard input closes.")] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where that comparison is written, its picture beside it; default: parity-<GPU>-<version>.json."
+        ),
+    ] = None,
+    lifeline: Annotated[
+        bool, typer.Option("--lifeline", hidden=True, help="End when standard input closes.")
+    ] = False,
 ) -> None:
     """Say what this machine can run, and check that the numerics here compute what they say.
 
@@ -50,7 +60,9 @@ def doctor(
     if lifeline:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
     if engine is None and record is not None:
-        raise InputError(["--record goes with --engine transformer_engine: it says where that comparison is written"])
+        raise InputError(
+            ["--record goes with --engine transformer_engine: it says where that comparison is written"]
+        )
     if engine is not None:
         _compare(engine, record, fast, as_json)
     starting("importing torch, then checking the numerics", unless=as_json)
@@ -76,7 +88,9 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
     known = sorted({*ENGINES} - {"emulated"})
     if engine not in known:
         why = (
-            "is what others are compared with; leave --engine out" if engine == "emulated" else f"no such engine; {nearest(engine, known)}"
+            "is what others are compared with; leave --engine out"
+            if engine == "emulated"
+            else f"no such engine; {nearest(engine, known)}"
         )
         raise InputError([f"--engine {engine}: {why}"])
     folder = (record or Path("here")).absolute().parent
@@ -99,7 +113,9 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
             screen.print(Text(group, "bold"), _table(found, screen.width, header=not number), "")
     document = comparison.document()
     written = _written(comparison, document, record)
-    kept = _kept(document, machine) if not fast or not comparison.agrees else ""  # a quick one vouches for nothing, but takes back
+    kept = (
+        _kept(document, machine) if not fast or not comparison.agrees else ""
+    )  # a quick one vouches for nothing, but takes back
     if as_json:
         print(json.dumps(document, indent=1))
     style = "bold green" if comparison.agrees else "bold red"
@@ -119,7 +135,9 @@ def _kept(document: dict[str, Any], machine: Machine) -> str:
 def _written(comparison: "Comparison", document: dict[str, Any], record: Path | None) -> list[Path]:
     """The document, and the picture of its losses beside it."""
     words = (document["environment"].get("gpu", "no-gpu"), document["compared"]["transformer_engine"])
-    path = record or Path("-".join(["parity", *(re.sub(r"[^\w.]+", "-", str(word)) for word in words)]) + ".json")
+    path = record or Path(
+        "-".join(["parity", *(re.sub(r"[^\w.]+", "-", str(word)) for word in words)]) + ".json"
+    )
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     picture = comparison.draw(path.with_suffix(".png"))
     return [path] if picture is None else [path, picture]
@@ -134,7 +152,9 @@ def _groups(fast: bool, status: Any) -> Iterator[tuple[str, list["Row"]]]:
 
     from ablate.verification.checks import CHECKS
 
-    torch.set_num_threads(1)  # as in a trial; a second thread gains little here, and waits for the core where others use it
+    torch.set_num_threads(
+        1
+    )  # as in a trial; a second thread gains little here, and waits for the core where others use it
     checks = [check for check in CHECKS if check.only != ("full" if fast else "fast")]
     for group in dict.fromkeys(check.group for check in checks):
         found: list[Row] = []
@@ -153,14 +173,24 @@ def _doing(check: "Check", checks: list["Check"]) -> str:
 
 def _table(rows: list["Row"], width: int, header: bool) -> Table:
     """Columns are as wide in every table, so that they stand below each other."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), width=min(width, _WIDEST), show_header=header, header_style="dim")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        width=min(width, _WIDEST),
+        show_header=header,
+        header_style="dim",
+    )
     for name, ratio in (("", 11), ("measured", 8), ("expected", 8)):
         table.add_column(name, ratio=ratio)
     table.add_column("", width=3)
     for row in rows:
         word, style = _STYLES[row.ok]
         table.add_row(
-            Text(row.what), Text(row.measured, "bold red" if row.ok is False else ""), Text(row.expected, "dim"), Text(word, style)
+            Text(row.what),
+            Text(row.measured, "bold red" if row.ok is False else ""),
+            Text(row.expected, "dim"),
+            Text(word, style),
         )
     return table
 
@@ -172,7 +202,10 @@ def _verdict(rows: list["Row"], fast: bool) -> Text:
         what = f" what is trained here is not what numerics version {VERSION} says."
         return Text.assemble((f"{len(off)} of {len(judged)} checks are off:", "bold red"), what)
     more = " `python -m ablate.doctor` checks the rest." if fast else ""
-    return Text.assemble((f"All {len(judged)} checks agree:", "bold green"), f" numerics version {VERSION} computes what it says.{more}")
+    return Text.assemble(
+        (f"All {len(judged)} checks agree:", "bold green"),
+        f" numerics version {VERSION} computes what it says.{more}",
+    )
 
 
 def _document(rows: list[tuple[str, "Row"]], fast: bool, seconds: float) -> dict[str, Any]:
@@ -214,9 +247,13 @@ class Checkup:
         try:
             status = self._process.wait(_PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
-            raise Unfit(_complaint([f"the quick check was not over within {duration(_PATIENCE_SECONDS)}"])) from None
+            raise Unfit(
+                _complaint([f"the quick check was not over within {duration(_PATIENCE_SECONDS)}"])
+            ) from None
         if status != DONE:
-            raise Unfit(_complaint(_problems(_text(self._said)) or [_last_words(status, _text(self._errors))]))
+            raise Unfit(
+                _complaint(_problems(_text(self._said)) or [_last_words(status, _text(self._errors))])
+            )
 
     def close(self) -> None:
         """End the process where it runs."""
@@ -243,12 +280,19 @@ def _problems(said: str) -> list[str]:
         rows = json.loads(said)["rows"]
     except ValueError:
         return []
-    return [f"{row['what']}: {row['measured']}; expected {row['expected']}" for row in rows if row["ok"] is False]
+    return [
+        f"{row['what']}: {row['measured']}; expected {row['expected']}" for row in rows if row["ok"] is False
+    ]
 
 
 def _complaint(problems: list[str]) -> str:
-    lines = ["The numerics here do not compute what they say, so no trial was started:", *(f"  {problem}" for problem in problems)]
-    return "\n".join([*lines, "See `python -m ablate.doctor`. Nothing is lost: once it agrees, the same command goes on."])
+    lines = [
+        "The numerics here do not compute what they say, so no trial was started:",
+        *(f"  {problem}" for problem in problems),
+    ]
+    return "\n".join(
+        [*lines, "See `python -m ablate.doctor`. Nothing is lost: once it agrees, the same command goes on."]
+    )
 
 
 def _end_with_standard_input() -> None:

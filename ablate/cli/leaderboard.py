@@ -73,11 +73,21 @@ class Entry:
     def place(self) -> tuple[Any, ...]:
         """Where it stands: among those of its task and metric, by its gap; last where there is none."""
         sign = 1 if self.minimize else -1
-        return self.workload, self.task, self.metric, self.gap is None, sign * (self.gap or 0.0), self.arm, self.sweep
+        return (
+            self.workload,
+            self.task,
+            self.metric,
+            self.gap is None,
+            sign * (self.gap or 0.0),
+            self.arm,
+            self.sweep,
+        )
 
 
 def leaderboard(
-    workload: Annotated[str | None, typer.Option(help="Only workloads whose name contains this: gpt, 4x128, ...")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="Only workloads whose name contains this: gpt, 4x128, ...")
+    ] = None,
     metric: Annotated[str | None, typer.Option(help="Only sweeps that compare by this metric.")] = None,
     as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print it as a Markdown table.")] = False,
@@ -88,11 +98,15 @@ def leaderboard(
     place = find(profile, state=state)
     known = folders(place.state, None)
     if not known:
-        raise InputError([f"{place.state}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment"])
+        raise InputError(
+            [f"{place.state}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment"]
+        )
     found, unreadable = collect(known)
     for line in unreadable:
         print(line, file=sys.stderr)
-    chosen = [entry for entry in found if (workload or "") in entry.workload and metric in (None, entry.metric)]
+    chosen = [
+        entry for entry in found if (workload or "") in entry.workload and metric in (None, entry.metric)
+    ]
     if as_json:
         print(json.dumps([_document(entry) for entry in chosen], indent=1))
     elif not chosen:
@@ -119,7 +133,9 @@ def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
         except sqlite3.DatabaseError as error:
             unreadable.append(f"left out: {refusal(folder, str(error), f'{folder.name}.yaml')}")
         except (KeyError, ValueError) as error:  # tables like ours, with something else in them
-            unreadable.append(f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({type(error).__name__}: {_line(error)})")
+            unreadable.append(
+                f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({type(error).__name__}: {_line(error)})"
+            )
     words = _words({entry.task: (entry.workload, tasks[entry.task]) for entry in found})
     found = [replace(entry, workload=words[entry.task]) for entry in found]
     return sorted(found, key=lambda entry: entry.place), unreadable
@@ -129,7 +145,9 @@ def _document(entry: Entry) -> dict[str, Any]:
     """Return an entry as JSON has it."""
     from ablate.results.verdict_text import verdict_document
 
-    return {key: value for key, value in vars(entry).items() if key != "verdict"} | {"verdict": verdict_document(entry.verdict)}
+    return {key: value for key, value in vars(entry).items() if key != "verdict"} | {
+        "verdict": verdict_document(entry.verdict)
+    }
 
 
 def _line(error: Exception) -> str:
@@ -150,7 +168,9 @@ def _entries(ledger: Ledger, tasks: dict[str, dict[str, Any]]) -> Iterator[Entry
             continue
         spec = json.loads(members[arm.baseline][0]["spec"])
         recipe, facts = _recipe(json.dumps(spec["recipe"])), _facts(spec, arm.baseline)
-        content = {key: value for key, value in facts.items() if key != "data"} | {"against": recipe}  # wherever the data lie
+        content = {key: value for key, value in facts.items() if key != "data"} | {
+            "against": recipe
+        }  # wherever the data lie
         task = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_DIGITS]
         tasks[task] = facts
         yield Entry(
@@ -252,10 +272,14 @@ def _words(tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]
     titles = {}
     for size, group in alike.items():
         for task, said in zip(group, _differences([tasks[task][1] for task in group]), strict=True):
-            shown = said[:_MOST_WORDS] + ([f"and {len(said) - _MOST_WORDS} more fields"] if said[_MOST_WORDS:] else [])
+            shown = said[:_MOST_WORDS] + (
+                [f"and {len(said) - _MOST_WORDS} more fields"] if said[_MOST_WORDS:] else []
+            )
             titles[task] = ", ".join((size, *shown))
     counts = [*titles.values()]
-    return {task: title if counts.count(title) == 1 else f"{title} ({task})" for task, title in titles.items()}
+    return {
+        task: title if counts.count(title) == 1 else f"{title} ({task})" for task, title in titles.items()
+    }
 
 
 def _differences(group: list[Mapping[str, Any]]) -> Iterator[list[str]]:
@@ -277,7 +301,9 @@ def _word(value: Any) -> str:
 def _nothing(found: list[Entry], workload: str | None, metric: str | None) -> str:
     if not found:
         return "no arm has been compared with a baseline yet"
-    asked = " and ".join(f"{key} {value!r}" for key, value in (("workload", workload), ("metric", metric)) if value)
+    asked = " and ".join(
+        f"{key} {value!r}" for key, value in (("workload", workload), ("metric", metric)) if value
+    )
     there = sorted({f"{entry.workload} by {entry.metric}" for entry in found})
     return f"nothing was compared for {asked}; there is {'; '.join(there)}"
 
@@ -304,7 +330,18 @@ def _row(entry: Entry, mark: str) -> list[str]:
     cost = duration(entry.seconds)
     verdict = verdict_text(entry.verdict, short=True) + mark
     needed = needed_text(entry.verdict.needed)
-    return [entry.arm, entry.against, mean, entry.shown, str(entry.seeds), verdict, needed, cost, entry.commit or "-", entry.sweep]
+    return [
+        entry.arm,
+        entry.against,
+        mean,
+        entry.shown,
+        str(entry.seeds),
+        verdict,
+        needed,
+        cost,
+        entry.commit or "-",
+        entry.sweep,
+    ]
 
 
 def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
@@ -319,7 +356,9 @@ def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
     alone: dict[str, list[str]] = {}
     for title, (entry, *others) in groups.items():
         if not others:
-            alone.setdefault(f"{entry.sweep}: {_better(entry)}, each arm on a workload of its own: not ranked", []).append(title)
+            alone.setdefault(
+                f"{entry.sweep}: {_better(entry)}, each arm on a workload of its own: not ranked", []
+            ).append(title)
     for title, titles in alone.items():
         if len(titles) > _MOST_ALONE:
             groups[title] = sorted((groups.pop(each)[0] for each in titles), key=lambda entry: entry.arm)
@@ -342,7 +381,12 @@ def _print(entries: list[Entry]) -> None:
             table.add_row(*(Text(one_line(row[place])) for place in shown))
         for part in (Text(title, "bold"), table, *(Text(note, "dim") for note in notes), ""):
             screen.print(part)
-    screen.print(Text("A gap is to its own baseline, on its own seeds: those of different sweeps were not measured side by side.", "dim"))
+    screen.print(
+        Text(
+            "A gap is to its own baseline, on its own seeds: those of different sweeps were not measured side by side.",
+            "dim",
+        )
+    )
 
 
 def _markdown(entries: list[Entry]) -> Iterator[str]:

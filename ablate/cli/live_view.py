@@ -28,7 +28,14 @@ _GAP = 2
 _NEEDED = "seeds\nneeded"
 _DISPENSABLE = ("memory", "tokens/s", "SQNR dB", "NaN")
 """Columns that a narrow terminal does without, the first to go first."""
-_COLOURS = {"better": "green", "worse": "red", "baseline": "dim", "agrees": "green", "disagrees": "red", "differs": "red"}
+_COLOURS = {
+    "better": "green",
+    "worse": "red",
+    "baseline": "dim",
+    "agrees": "green",
+    "disagrees": "red",
+    "differs": "red",
+}
 
 
 class View:
@@ -64,7 +71,14 @@ def _live(progress: Progress) -> Group:
     for running in progress.running:
         bar = ProgressBar(total=running.steps, completed=running.step, width=24)
         loss = "-" if math.isnan(running.loss) else f"{running.loss:.3f}"
-        table.add_row(one_line(running.name), str(running.seed), f"{running.step}/{running.steps}", bar, loss, str(running.attempt))
+        table.add_row(
+            one_line(running.name),
+            str(running.seed),
+            f"{running.step}/{running.steps}",
+            bar,
+            loss,
+            str(running.attempt),
+        )
     left = f", about {duration(progress.seconds_left)} left" if progress.running else ""
     done = f"{progress.done} of {progress.total} trials done{left}"
     status = Table.grid(padding=(0, 2))
@@ -87,14 +101,21 @@ def summary_table(arms: Iterable[ArmSummary], metric: Metric, width: int | None 
     columns = {
         "arm": [one_line(arm.name) for arm in shown],
         metric.name: [number(arm.mean) if arm.values else "-" for arm in shown],
-        "seeds": [f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}" for arm in shown],
+        "seeds": [
+            f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}"
+            for arm in shown
+        ],
         "gap to baseline": ["" if arm.gap is None else interval(arm.gap) for arm in shown],
         "SQNR dB": ["-" if math.isnan(arm.sqnr_db) else f"{arm.sqnr_db:.1f}" for arm in shown],
         "tokens/s": ["-" if math.isnan(arm.tokens_per_s) else f"{arm.tokens_per_s:,.0f}" for arm in shown],
         "memory": ["-" if math.isnan(arm.memory) else f"{arm.memory / 1e6:,.0f} MB" for arm in shown],
         "NaN": [str(arm.nans or "-") for arm in shown],
     }
-    notes = [] if len(arms) == len(everything) else [f"{len(everything) - len(arms):,} more arms, none of them better by {metric.name}"]
+    notes = (
+        []
+        if len(arms) == len(everything)
+        else [f"{len(everything) - len(arms):,} more arms, none of them better by {metric.name}"]
+    )
     styles = [_COLOURS.get(arm.colour, "") for arm in shown]
     return _judged_table(columns, [arm.verdict for arm in shown], styles, width, notes, left=("arm",))
 
@@ -110,7 +131,9 @@ def contrast_table(contrasts: list[Contrast], width: int | None = None) -> Table
         "effect": [interval(contrast.effect) for contrast in contrasts],
     }
     verdicts = [contrast.verdict for contrast in contrasts]
-    return _judged_table(columns, verdicts, [_COLOURS.get(verdict.kind, "") for verdict in verdicts], width, left=(*columns,))
+    return _judged_table(
+        columns, verdicts, [_COLOURS.get(verdict.kind, "") for verdict in verdicts], width, left=(*columns,)
+    )
 
 
 def replication_table(replications: Iterable[Replication]) -> Table:
@@ -123,7 +146,14 @@ def replication_table(replications: Iterable[Replication]) -> Table:
     table.add_column("source", style="dim")
     for line, mark in zip(lines, marks, strict=True):
         verdict = Text(agreement_text(line, short=True) + mark, style=_COLOURS.get(line.verdict.kind, ""))
-        table.add_row(one_line(line.subject), line.metric, line.published, line.found, verdict, one_line(line.figure.source))
+        table.add_row(
+            one_line(line.subject),
+            line.metric,
+            line.published,
+            line.found,
+            verdict,
+            one_line(line.figure.source),
+        )
     return table
 
 
@@ -142,7 +172,9 @@ def _judged_table(
     marks, notes = footnotes([verdict_notes(verdict) for verdict in verdicts])
     needed = [verdict.needed for verdict in verdicts]
     columns |= {
-        "verdict": [verdict_text(verdict, short=True) + mark for verdict, mark in zip(verdicts, marks, strict=True)],
+        "verdict": [
+            verdict_text(verdict, short=True) + mark for verdict, mark in zip(verdicts, marks, strict=True)
+        ],
         _NEEDED: [needed_text(its) for its in needed],
     }
     columns = {name: cells for name, cells in columns.items() if any(cell not in ("", "-") for cell in cells)}
@@ -158,7 +190,9 @@ def _judged_table(
     for name in columns:
         table.add_column(name, justify="left" if name in (*left, "verdict") else "right")
     for row, style in zip(zip(*columns.values(), strict=True), styles, strict=True):
-        table.add_row(*(Text(cell, style if name == "verdict" else "") for name, cell in zip(columns, row, strict=True)))
+        table.add_row(
+            *(Text(cell, style if name == "verdict" else "") for name, cell in zip(columns, row, strict=True))
+        )
     return table
 
 

@@ -91,19 +91,30 @@ def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
         seconds = pace.seconds(Load.of(arm, experiment, device))
         done = {spec.id for spec in specs if spec.id in known.pruned or store.finished(spec.id)}
         finished |= done
-        for spec in specs:  # those that are done, too: where a trial parts from one of them is where it leaves a state
+        for spec in (
+            specs
+        ):  # those that are done, too: where a trial parts from one of them is where it leaves a state
             family.add(spec, store.checkpoint_step(spec.id))
             if spec.id not in done:
                 todo[spec.id] = seconds
         if place < len(experiment.arms):
             found.rows.append((arm, specs, sum(spec.id in done for spec in specs)))
-    named = {(arm.name, spec.seed): {"id": spec.id, "spec": spec.wire} for arm, specs, _ in found.rows for spec in specs}
+    named = {
+        (arm.name, spec.seed): {"id": spec.id, "spec": spec.wire}
+        for arm, specs, _ in found.rows
+        for spec in specs
+    }
     found.redefined = redefined(known.members, named)
     computed = family.steps(todo.keys(), {path.stem for path in (state / "checkpoints").glob("*.pt")})
     whole = {spec.id: spec.config.steps for spec in family if spec.id in todo}
     shared = {trial: computed[trial] / steps for trial, steps in whole.items()}
     parts = [seconds * shared.get(trial, 1.0) for trial, seconds in todo.items()]
-    found.trials, found.done, found.proposed, found.measured = len(todo), len(finished), known.proposed, pace.measured
+    found.trials, found.done, found.proposed, found.measured = (
+        len(todo),
+        len(finished),
+        known.proposed,
+        pace.measured,
+    )
     found.alone, found.steps = sum(whole.values()), sum(computed.values())
     found.resumed = sum(step for trial, step in family.resumed.items() if trial in todo)
     found.seconds, found.longest = sum(parts), max(parts, default=0.0)
@@ -139,7 +150,10 @@ class _Known:
 def _known(experiment: Experiment, path: Path, store: Store, device: str) -> _Known:
     known = _Known([(arm, experiment.seeds) for arm in experiment.arms])
     if path.exists():
-        with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:  # damaged: a sweep refuses it
+        with (
+            suppress(sqlite3.DatabaseError),
+            closing(Ledger(path, readonly=True)) as ledger,
+        ):  # damaged: a sweep refuses it
             _add_recorded(known, experiment, ledger, store, device)
     return known
 
@@ -179,7 +193,9 @@ def _seeds(first: tuple[int, ...], rows: list[Any]) -> tuple[int, ...]:
 
 def _over(row: Any, wanted: dict[str, str], store: Store, pruned: set[str]) -> bool:
     """Return True if a member's trial, computed by the wanted engine and device, need not run again."""
-    return wanted.items() <= json.loads(row["spec"]).items() and (row["id"] in pruned or store.finished(row["id"]))
+    return wanted.items() <= json.loads(row["spec"]).items() and (
+        row["id"] in pruned or store.finished(row["id"])
+    )
 
 
 def show(experiment: Experiment, place: Place) -> None:
@@ -196,7 +212,9 @@ def show(experiment: Experiment, place: Place) -> None:
     screen.print(table)
     if experiment.search:
         proposed = f" ({found.proposed} proposed so far)" if found.proposed else ""
-        screen.print(f"\nand {experiment.search.trials} arms that {experiment.search.sampler} proposes{proposed} within:")
+        screen.print(
+            f"\nand {experiment.search.trials} arms that {experiment.search.sampler} proposes{proposed} within:"
+        )
         for knob, dimension in experiment.space.items():
             screen.print(f"  {knob}: {one_line(_range(dimension))}")
     if experiment.engine_why:
@@ -205,20 +223,36 @@ def show(experiment: Experiment, place: Place) -> None:
         screen.print(f"\nEngine: {experiment.engine}.")
     layout = experiment.resources.layout(where)
     if layout.ranks > 1:
-        screen.print(f"\nEach trial is computed by {layout.ranks} ranks{', each with a part of the model' * layout.sharded}.")
+        screen.print(
+            f"\nEach trial is computed by {layout.ranks} ranks{', each with a part of the model' * layout.sharded}."
+        )
     for arms, lines in policies(experiment):
-        screen.print(f"\nLayers of arm {arms}:", *(f"  {line}" for line in lines), sep="\n", markup=False, soft_wrap=True)
+        screen.print(
+            f"\nLayers of arm {arms}:",
+            *(f"  {line}" for line in lines),
+            sep="\n",
+            markup=False,
+            soft_wrap=True,
+        )
     for remark in remarks(experiment):
         screen.print(f"\nNote: {remark}", markup=False, soft_wrap=True)
     if found.redefined:
         screen.print(f"\nNote: {one_line(redefinition(found.redefined))}.", markup=False, soft_wrap=True)
     if found.resumed:
-        screen.print(f"\nTrials that were interrupted go on from their checkpoints: {found.resumed:,} of {found.alone:,} steps are done.")
+        screen.print(
+            f"\nTrials that were interrupted go on from their checkpoints: {found.resumed:,} of {found.alone:,} steps are done."
+        )
     if found.steps < (rest := found.alone - found.resumed):
         saved = f"{rest - found.steps:,} of {rest:,} steps are not run"
         screen.print(f"\nTrials that begin alike share what they have in common: {saved}.")
-    counted = f"{found.trials} trials to run" if not found.later else f"At most {found.trials + found.later} trials to run"
-    screen.print(f"\n{counted}, {found.done} done. {_cost(found, place, layout.ranks)}", markup=False, soft_wrap=True)
+    counted = (
+        f"{found.trials} trials to run"
+        if not found.later
+        else f"At most {found.trials + found.later} trials to run"
+    )
+    screen.print(
+        f"\n{counted}, {found.done} done. {_cost(found, place, layout.ranks)}", markup=False, soft_wrap=True
+    )
     if found.grown:
         screen.print(f"At most {found.grown} more trials, on more seeds, where arms stay undecided.")
 
@@ -228,7 +262,9 @@ def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
         if arm.recipe.layers != Layers() and arm.config.linear_layers:
-            arms.setdefault(tuple(placements(arm.recipe, arm.config.linear_layers)), []).append(one_line(arm.name))
+            arms.setdefault(tuple(placements(arm.recipe, arm.config.linear_layers)), []).append(
+                one_line(arm.name)
+            )
     for lines, names in arms.items():
         yield ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3), lines
 
@@ -260,7 +296,13 @@ def _idle_knobs(experiment: Experiment) -> Iterator[str]:
             if isinstance(arm.config, Finetune) and arm.config.lora:
                 twin = computed.setdefault((arm.content[0], arm.config.computed(arm.recipe)), arm)
                 if twin.content != arm.content:
-                    knobs = tuple(sorted(name for name in {*arm.knobs, *twin.knobs} if arm.knobs.get(name) != twin.knobs.get(name)))
+                    knobs = tuple(
+                        sorted(
+                            name
+                            for name in {*arm.knobs, *twin.knobs}
+                            if arm.knobs.get(name) != twin.knobs.get(name)
+                        )
+                    )
                     idle.setdefault(knobs, []).append((twin.name, arm.name))
     for knobs, pairs in idle.items():
         frozen = "under workload.lora the quantised layers' weights are frozen, so no wgrad is computed"
@@ -281,8 +323,14 @@ def _ends(experiment: Experiment) -> Iterator[list[Arm]]:
 
 def _uncovered(experiment: Experiment) -> Iterator[str]:
     """Models of other libraries of whose matrices the recipe reaches less than half."""
-    configs = dict.fromkeys((experiment.base.config, *(arm.config for arm in experiment.arms if not arm.recipe.plain)))
-    models = {(config.model, config.data): config for config in configs if getattr(config, "model", None) is not None}
+    configs = dict.fromkeys(
+        (experiment.base.config, *(arm.config for arm in experiment.arms if not arm.recipe.plain))
+    )
+    models = {
+        (config.model, config.data): config
+        for config in configs
+        if getattr(config, "model", None) is not None
+    }
     for config in models.values():
         found = outlined(config.model, config.corpus)
         if found.covered < _ENOUGH:
@@ -294,7 +342,10 @@ def _uncovered(experiment: Experiment) -> Iterator[str]:
 
 def _range(dimension) -> str:
     only = ", ".join(f"{knob} is {display(value)}" for knob, value in dimension.when.items())
-    found = ", ".join(map(str, dimension.choices)) or f"{dimension.low:g} to {dimension.high:g}{' (log)' if dimension.log else ''}"
+    found = (
+        ", ".join(map(str, dimension.choices))
+        or f"{dimension.low:g} to {dimension.high:g}{' (log)' if dimension.log else ''}"
+    )
     return f"{found} (where {only})" if only else found
 
 
@@ -308,7 +359,14 @@ def _cost(found: Forecast, place: Place, ranks: int) -> str:
     own = max(1, (os.cpu_count() or 1) // ranks) if here else 1
     slots = min(missing, 1 if place.executor == "inline" else place.workers or own)
     unmeasured = 1 if found.measured else ranks  # a workload's cost is that of one core
-    seconds = time_left(found.seconds / unmeasured, found.longest / unmeasured, (), slots) + _START_SECONDS[place.executor]
+    seconds = (
+        time_left(found.seconds / unmeasured, found.longest / unmeasured, (), slots)
+        + _START_SECONDS[place.executor]
+    )
     at_once = f"{slots} trials at once" if slots > 1 else "one trial at a time"
-    basis = f"learned from {found.measured} trials of this state folder" if found.measured else "nothing is measured yet"
+    basis = (
+        f"learned from {found.measured} trials of this state folder"
+        if found.measured
+        else "nothing is measured yet"
+    )
     return f"Roughly {duration(seconds)} with {at_once}; {basis}."

@@ -34,7 +34,9 @@ def rebuild(
     state: State = None,
     profile: Profile = None,
     device: Device = None,
-    force: Annotated[bool, typer.Option("--force", help="Make it again where nothing is found to be wrong with it, too.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Make it again where nothing is found to be wrong with it, too.")
+    ] = False,
 ) -> None:
     """Make the damaged ledger of a sweep again, and say what came back. The damaged file is kept beside it; nothing is run."""
     place = find(profile, state=state, device=device)
@@ -58,14 +60,24 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         screen.print(line, soft_wrap=True, markup=False)
     found = found or ("--force was given" if force and path.exists() else None)
     if put and not found:
-        screen.print(f"`ablate sweep {file}` runs {'it' if len(put) == 1 else 'them'} again.", soft_wrap=True, markup=False)
+        screen.print(
+            f"`ablate sweep {file}` runs {'it' if len(put) == 1 else 'them'} again.",
+            soft_wrap=True,
+            markup=False,
+        )
         return
     if path.exists() and not found:
-        raise InputError([f"{path}: sound, with the records of its trials; there is nothing to rebuild (--force does it all the same)"])
+        raise InputError(
+            [
+                f"{path}: sound, with the records of its trials; there is nothing to rebuild (--force does it all the same)"
+            ]
+        )
     if found:
         kept = put_aside(path)
         facts = _identity(kept)
-        screen.print(f"The ledger was put aside ({found}); it is kept as {kept}.", soft_wrap=True, markup=False)
+        screen.print(
+            f"The ledger was put aside ({found}); it is kept as {kept}.", soft_wrap=True, markup=False
+        )
     else:
         facts = {}
     points, given_up = _points(experiment, folder / "optuna.log")
@@ -73,7 +85,9 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     ledger = Ledger(path)
     ledger.describe(**facts)
     # MLflow's run of a trial that goes on, or begins anew, may show records that only the old ledger had.
-    ledger.discard(sorted({(member["id"], "") for member in ledger.members() if member["status"] not in FINISHED}))
+    ledger.discard(
+        sorted({(member["id"], "") for member in ledger.members() if member["status"] not in FINISHED})
+    )
     for line in (*news, *_came_back(ledger, experiment, points), *_lost(facts, experiment, points)):
         screen.print(line, soft_wrap=True, markup=False)
     ledger.close()
@@ -92,7 +106,10 @@ def _compared(path: Path, state: Path) -> tuple[str | None, list[str]]:
     for mismatch in mismatches:
         if mismatch.path != str(path) and (aside := store.retire(mismatch.trial)):
             put.append(f"Trial {mismatch.trial}: {mismatch.why}. Its folder is kept as {aside}.")
-    wrong = next((mismatch.why.removeprefix(f"{path}: ") for mismatch in mismatches if mismatch.path == str(path)), None)
+    wrong = next(
+        (mismatch.why.removeprefix(f"{path}: ") for mismatch in mismatches if mismatch.path == str(path)),
+        None,
+    )
     return wrong, put
 
 
@@ -111,7 +128,9 @@ def _points(experiment: Experiment, journal: Path) -> tuple[list[dict[str, Any]]
 
 def _identity(kept: Path) -> dict[str, str]:
     """The sweep's identity, where it can still be read off a damaged file, or the log beside it."""
-    content = b"".join(path.read_bytes() for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.exists())
+    content = b"".join(
+        path.read_bytes() for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.exists()
+    )
     found = _IDENTITY.search(content)
     return {"id": found[1].decode()} if found else {}
 
@@ -120,7 +139,10 @@ def _came_back(ledger: Ledger, experiment: Experiment, points: list[dict[str, An
     trials = {member["trial"]: member["status"] for member in ledger.members()}
     counts = Counter(trials.values())
     records = record_count(ledger)
-    finished = ", ".join(f"{number} {status}" for status, number in counts.items() if status != "pending") or "none finished"
+    finished = (
+        ", ".join(f"{number} {status}" for status, number in counts.items() if status != "pending")
+        or "none finished"
+    )
     proposed = f", {len(points)} points of the search" if experiment.search else ""
     waiting = counts["pending"]
     return [
@@ -132,7 +154,9 @@ def _came_back(ledger: Ledger, experiment: Experiment, points: list[dict[str, An
 def _lost(facts: dict[str, str], experiment: Experiment, points: list[dict[str, Any]]) -> list[str]:
     lost = ["which trials had failed, and why (they run again)", "what earlier versions of the file wanted"]
     if experiment.search and not points:
-        lost.append("the points of the search (its journal has none; it begins anew, and what it proposes again is not run again)")
+        lost.append(
+            "the points of the search (its journal has none; it begins anew, and what it proposes again is not run again)"
+        )
     if "id" not in facts:
         lost.append("which runs in MLflow are this sweep's (it is drawn there again, beside them)")
     return [f"Lost: {'; '.join(lost)}."]

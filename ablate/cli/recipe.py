@@ -24,7 +24,10 @@ app = typer.Typer(help="Look at recipes: one as a table, or two beside each othe
 
 HEADER = ("operand", "element", "block", "block scale", "outer scale", "rounding", "and")
 EQUATIONS = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
-Set = Annotated[list[str] | None, typer.Option("--set", help="Turn a knob or a full path first: rht=false, recipe.fprop.x.block=1x32.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Turn a knob or a full path first: rht=false, recipe.fprop.x.block=1x32."),
+]
 
 
 @app.command()
@@ -33,7 +36,10 @@ def show(
     turn: Set = None,
     as_json: Annotated[bool, typer.Option("--json", help="The canonical JSON instead.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="A folder with config.json, or a name on the Hugging Face hub: count its layers by layer policy.")
+        str | None,
+        typer.Option(
+            help="A folder with config.json, or a name on the Hugging Face hub: count its layers by layer policy."
+        ),
     ] = None,
 ) -> None:
     """Print a recipe: its three products with their six operands, then where and when it differs from that."""
@@ -45,7 +51,10 @@ def show(
     screen = console()
     screen.print(Text(preset, style="bold"), Text(inspect.getdoc(PRESETS[preset])), "", sep="\n")
     rows = {slot: (slot, *_cells(recipe.slot(slot), recipe.dtype)) for slot in SLOTS}
-    widths = [max(len(cells[column]) for cells in (HEADER, *rows.values()) if column < len(cells)) for column in range(len(HEADER))]
+    widths = [
+        max(len(cells[column]) for cells in (HEADER, *rows.values()) if column < len(cells))
+        for column in range(len(HEADER))
+    ]
     for product, equation in EQUATIONS.items():
         screen.print(Text(f"{equation}   {outline(getattr(recipe, product))}", style="cyan"))
         table = _table()
@@ -119,7 +128,14 @@ def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
 def _cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:
     if quant is None:
         return (dtype,)
-    return (quant.element, quant.block or "-", block_scale(quant), outer_scale(quant), rounding(quant), ", ".join(extras(quant)))
+    return (
+        quant.element,
+        quant.block or "-",
+        block_scale(quant),
+        outer_scale(quant),
+        rounding(quant),
+        ", ".join(extras(quant)),
+    )
 
 
 def block_scale(quant: Quant) -> str:
@@ -150,14 +166,20 @@ def extras(quant: Quant) -> Iterator[str]:
     place = quant.range
     if place.statistic != "amax":
         yield f"range {place.statistic}"
-    for name, value, usual in (("to", place.map_to, None), ("headroom", place.headroom, 1), ("prescale", place.prescale, 1)):
+    for name, value, usual in (
+        ("to", place.map_to, None),
+        ("headroom", place.headroom, 1),
+        ("prescale", place.prescale, 1),
+    ):
         if value != usual:
             yield f"{name} {value:.4g}"
     if quant.source == "forward":
         yield "from the forward copy"
     if quant.transform:
         changed = quant.transform.model_dump(exclude_defaults=True)
-        yield "takes out " + ", ".join(f"{key} {value}" if value is not True else key for key, value in changed.items())
+        yield "takes out " + ", ".join(
+            f"{key} {value}" if value is not True else key for key, value in changed.items()
+        )
     if quant.estimator:
         yield quant.estimator if isinstance(quant.estimator, str) else f"DGE k={quant.estimator.k:g}"
 
@@ -165,8 +187,14 @@ def extras(quant: Quant) -> Iterator[str]:
 def outline(product: Product) -> str:
     """Whether a product is rotated, and what leaves it."""
     hadamard = product.hadamard
-    turned = "not rotated" if hadamard is None else f"both operands rotated by {hadamard.size}, signs {hadamard.signs}"
-    return f"{turned}; {f'dw in {product.dw}' if isinstance(product, Wgrad) else GEMM_OUTPUTS[product.gemm][1]}"
+    turned = (
+        "not rotated"
+        if hadamard is None
+        else f"both operands rotated by {hadamard.size}, signs {hadamard.signs}"
+    )
+    return (
+        f"{turned}; {f'dw in {product.dw}' if isinstance(product, Wgrad) else GEMM_OUTPUTS[product.gemm][1]}"
+    )
 
 
 def rest(recipe: Recipe) -> Iterator[str]:
@@ -175,7 +203,11 @@ def rest(recipe: Recipe) -> Iterator[str]:
         yield f"layers.rules.{number}, {rule.match}: {used(rule.use)}"
     for name in ("layers", "weights"):
         spec, usual = getattr(recipe, name), type(getattr(recipe, name))()
-        changed = (field for field in type(spec).model_fields if field != "rules" and getattr(spec, field) != getattr(usual, field))
+        changed = (
+            field
+            for field in type(spec).model_fields
+            if field != "rules" and getattr(spec, field) != getattr(usual, field)
+        )
         yield from (f"{name}.{field}: {_word(spec.model_dump(mode='json')[field])}" for field in changed)
     for phase in recipe.schedule:
         yield f"from {phase.start} on, {phase.slots} products: {used(phase.use)}"
@@ -195,8 +227,14 @@ def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
         if isinstance(decider, int):
             what = f"layers.rules.{decider}, {recipe.layers.rules[decider].match}"
         else:
-            what = "the recipe's own products" if decider == "own" else ", ".join(f"layers.{name} {n:g}" for name, n in counts.items())
-        yield f"{what}: {len(selected)} of {len(layers)} layers" + ("" if decider == "own" else f", {used(products)}")
+            what = (
+                "the recipe's own products"
+                if decider == "own"
+                else ", ".join(f"layers.{name} {n:g}" for name, n in counts.items())
+            )
+        yield f"{what}: {len(selected)} of {len(layers)} layers" + (
+            "" if decider == "own" else f", {used(products)}"
+        )
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], path: str = "") -> Iterator[tuple[str, str, str]]:

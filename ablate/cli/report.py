@@ -67,12 +67,21 @@ class Report:
 
 
 def report(
-    experiments: Annotated[list[str] | None, typer.Argument(metavar="[X]...", help="Experiments, by YAML file or name.")] = None,
-    notebook: Annotated[
-        list[str] | None, typer.Option(help=f"Which notebooks, in place of those that fit: {', '.join(NOTEBOOKS)}.")
+    experiments: Annotated[
+        list[str] | None, typer.Argument(metavar="[X]...", help="Experiments, by YAML file or name.")
     ] = None,
-    from_mlflow: Annotated[bool, typer.Option("--from-mlflow", help="Read the runs from MLflow: where the ledger is not at hand.")] = False,
-    out: Annotated[Path | None, typer.Option(help="The folder that reports are written to; default: reports in the state folder.")] = None,
+    notebook: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Which notebooks, in place of those that fit: {', '.join(NOTEBOOKS)}."),
+    ] = None,
+    from_mlflow: Annotated[
+        bool,
+        typer.Option("--from-mlflow", help="Read the runs from MLflow: where the ledger is not at hand."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder that reports are written to; default: reports in the state folder."),
+    ] = None,
     pdf: Annotated[bool, typer.Option(help="A PDF beside the HTML, where a browser is installed.")] = True,
     state: State = None,
     profile: Profile = None,
@@ -87,7 +96,11 @@ def report(
     if notebook == ["numerics_walkthrough"] and not names:
         names = ["numerics_walkthrough"]
     elif not names:
-        raise InputError([f"name an experiment, by its file or as one of: {', '.join(_known(place.state)) or 'none was run here'}"])
+        raise InputError(
+            [
+                f"name an experiment, by its file or as one of: {', '.join(_known(place.state)) or 'none was run here'}"
+            ]
+        )
     wrong = [word for word in notebook or () if word not in NOTEBOOKS]
     if wrong:
         raise InputError([f"--notebook {wrong[0]}: no such notebook; {nearest(wrong[0], NOTEBOOKS)}"])
@@ -138,7 +151,9 @@ def make(
         raise InputError([f"{state}: nothing can be written there; name a folder for the report with --out"])
     folder = (out or state / "reports") / name
     if name == "numerics_walkthrough" and not (state / "sweeps" / name).exists():
-        return _write(folder, state, name, ["numerics_walkthrough"], _Heading(NOTEBOOKS["numerics_walkthrough"]), pdf)
+        return _write(
+            folder, state, name, ["numerics_walkthrough"], _Heading(NOTEBOOKS["numerics_walkthrough"]), pdf
+        )
     if fetch:
         state = _fetched(out or state, name, mlflow)
     else:
@@ -148,10 +163,20 @@ def make(
     try:
         verified = None if fetch else verify(ledger, Store(state))
         if verified and verified.mismatches:
-            raise InputError([f"{name}: no report is made of numbers that are not what was recorded", *map(str, verified.mismatches)])
+            raise InputError(
+                [
+                    f"{name}: no report is made of numbers that are not what was recorded",
+                    *map(str, verified.mismatches),
+                ]
+            )
         chosen = list(notebooks or _fitting(ledger))
         said = verified.sentence if verified else "read from MLflow: not verified against the trials' records"
-        heading = _Heading(ledger.fact("question") or name, _about(ledger, name, said), _stamp(ledger), Answer(ledger).verdict())
+        heading = _Heading(
+            ledger.fact("question") or name,
+            _about(ledger, name, said),
+            _stamp(ledger),
+            Answer(ledger).verdict(),
+        )
         with ThreadPoolExecutor(1) as thread:
             dressed = (
                 None if fetch or not ours else thread.submit(_dress, state, name, folder)
@@ -211,7 +236,9 @@ class _Heading:
     """First sentence of the report."""
 
 
-def _write(folder: Path, state: Path, name: str, notebooks: Sequence[str], heading: _Heading, pdf: bool) -> Report:
+def _write(
+    folder: Path, state: Path, name: str, notebooks: Sequence[str], heading: _Heading, pdf: bool
+) -> Report:
     """Made in a folder beside and put in place whole, so that a reader never meets half a report."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as making:
@@ -220,11 +247,20 @@ def _write(folder: Path, state: Path, name: str, notebooks: Sequence[str], headi
             ran = list(threads.map(lambda word: _run(word, state, name, made, kernel), notebooks))
         names = ["index.html", *(f"{word}.html" for word in notebooks[1:])]
         for number, (word, notebook) in enumerate(zip(notebooks, ran, strict=True)):
-            others = [(NOTEBOOKS[other], page) for other, page in zip(notebooks, names, strict=True) if other != word]
+            others = [
+                (NOTEBOOKS[other], page)
+                for other, page in zip(notebooks, names, strict=True)
+                if other != word
+            ]
             its = heading if number == 0 else replace(heading, title=f"{NOTEBOOKS[word]} {heading.title}")
             (made / names[number]).write_text(_html(notebook, its, others), encoding="utf-8")
             (made / names[number]).with_suffix(".md").write_text(_markdown(notebook, its), encoding="utf-8")
-        about = {"question": heading.title, "answer": heading.answer, "about": heading.about, "stamp": heading.stamp}
+        about = {
+            "question": heading.title,
+            "answer": heading.answer,
+            "about": heading.about,
+            "stamp": heading.stamp,
+        }
         (made / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
         if pdf:
             _print(made / "index.html")
@@ -235,7 +271,10 @@ def _write(folder: Path, state: Path, name: str, notebooks: Sequence[str], headi
 
 def _replace(folder: Path, made: Path) -> None:
     new = {path.name for path in made.iterdir()}
-    for stem in ("index", *NOTEBOOKS):  # a page of an earlier report that this one does not have would tell of other runs
+    for stem in (
+        "index",
+        *NOTEBOOKS,
+    ):  # a page of an earlier report that this one does not have would tell of other runs
         for path in folder.glob(f"{stem}.*"):
             if path.name not in new:
                 path.unlink()
@@ -275,7 +314,9 @@ def _fetched(state: Path, name: str, mlflow: str | None) -> Path:
     from ablate.execution.tracking import fetch
 
     if not mlflow:
-        raise InputError(["--from-mlflow: no MLflow is named; say where it is with --mlflow, or in a profile"])
+        raise InputError(
+            ["--from-mlflow: no MLflow is named; say where it is with --mlflow, or in a profile"]
+        )
     place = state / "fetched"
     path = place / "sweeps" / name / "ledger.db"
     path.unlink(missing_ok=True)
@@ -291,12 +332,21 @@ def _kernel() -> Iterator[str]:
     """The name of a kernel that is this interpreter; its folder is the only one that Jupyter looks at, so that no other takes its place."""
     from ipykernel.kernelspec import write_kernel_spec
 
-    with tempfile.TemporaryDirectory(prefix="ablate-kernel-", dir=short_for_sockets(tempfile.gettempdir())) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="ablate-kernel-", dir=short_for_sockets(tempfile.gettempdir())
+    ) as folder:
         extra = ["--IPKernelApp.log_level=CRITICAL"]  # how it ends is nothing to tell
         write_kernel_spec(Path(folder) / "kernels" / "ablate", extra_arguments=extra)
-        own = {"JUPYTER_PATH": folder, "IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": f"{folder}/run", "MPLBACKEND": "agg"}
+        own = {
+            "JUPYTER_PATH": folder,
+            "IPYTHONDIR": f"{folder}/ipython",
+            "JUPYTER_RUNTIME_DIR": f"{folder}/run",
+            "MPLBACKEND": "agg",
+        }
         # tqdm.auto, which Optuna imports, warns in every kernel that has no ipywidgets; the reports draw no progress bar.
-        own["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"]))
+        own["PYTHONWARNINGS"] = ",".join(
+            filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"])
+        )
         before = {key: os.environ.get(key) for key in own}
         os.environ |= own
         try:
@@ -320,7 +370,9 @@ def _run(notebook: str, state: Path, name: str, out: Path, kernel: str) -> Any:
     given = {"state": str(state.resolve()), "sweep": name, "out": str((out / "figures").resolve())}
     parameters = {key: given[key] for key in papermill.inspect_notebook(path)}
     how = {"kernel_name": kernel, "progress_bar": False, "log_output": False, "execution_timeout": _SECONDS}
-    place = Config(KernelManager={"transport": "ipc", "ip": str(Path(os.environ["JUPYTER_PATH"]) / notebook)})  # this user's files, no port
+    place = Config(
+        KernelManager={"transport": "ipc", "ip": str(Path(os.environ["JUPYTER_PATH"]) / notebook)}
+    )  # this user's files, no port
     try:
         return _without_warnings(papermill.execute_notebook(path, None, parameters, config=place, **how))
     except PapermillExecutionError as error:
@@ -352,7 +404,9 @@ def _html(notebook: Any, heading: _Heading, links: Sequence[tuple[str, str]]) ->
     from nbconvert import HTMLExporter
 
     template = Path(__file__).parent / "report_page" / "page.html.j2"
-    exporter = HTMLExporter(template_file=str(template), mathjax_url="", require_js_url="", exclude_anchor_links=True)
+    exporter = HTMLExporter(
+        template_file=str(template), mathjax_url="", require_js_url="", exclude_anchor_links=True
+    )
     page = {"heading": heading, "links": links, "version": __version__}
     return exporter.from_notebook_node(notebook, resources={"page": page})[0]
 
@@ -380,6 +434,8 @@ def _print(page: Path) -> None:
         words += ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
         command = [browser, *words, f"--print-to-pdf={page.with_suffix('.pdf')}", page.resolve().as_uri()]
         try:
-            subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120, check=False)
+            subprocess.run(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120, check=False
+            )
         except subprocess.TimeoutExpired:
             page.with_suffix(".pdf").unlink(missing_ok=True)

@@ -60,14 +60,25 @@ class Place:
 
     def shown(self) -> dict[str, str]:
         """Every value as it may be printed: without passwords, and of a URL to call only where it leads, since its path is often a key."""
-        nothing = {"ray": "started here", "mlflow": "none", "workers": "one a core, or one a GPU", "notify": "none", "price": "not known"}
+        nothing = {
+            "ray": "started here",
+            "mlflow": "none",
+            "workers": "one a core, or one a GPU",
+            "notify": "none",
+            "price": "not known",
+        }
         values = {key: getattr(self, key) for key in KEYS}
         texts = {key: nothing[key] if value is None else redact(str(value)) for key, value in values.items()}
         return texts | ({"notify": destination(self.notify)} if self.notify else {})
 
     def environment(self) -> dict[str, str]:
         """What tells another process of this machine the same addresses: out of sight of those who list processes."""
-        values = {"state": str(self.state.resolve()), "ray": self.ray or "local", "mlflow": self.mlflow or "none", "notify": self.notify}
+        values = {
+            "state": str(self.state.resolve()),
+            "ray": self.ray or "local",
+            "mlflow": self.mlflow or "none",
+            "notify": self.notify,
+        }
         found = {ENVIRONMENT[key]: value for key, value in values.items() if value}
         found |= {ENVIRONMENT["shared_state"]: "true"} if self.shared_state else {}
         return found | ({PROFILE: self.profile} if self.profile else {})
@@ -79,9 +90,15 @@ def find(profile: str | None = None, **flags: Any) -> Place:
     file, table = _profile(name)
     values, origins = {}, {}
     for key in KEYS:
-        values[key], origins[key] = _first(key, flags.get(key), table, f"profile {name or 'default'} of {file}")
+        values[key], origins[key] = _first(
+            key, flags.get(key), table, f"profile {name or 'default'} of {file}"
+        )
     state = Path(values["state"]).expanduser()
-    values |= {"state": state, "mlflow": mlflow_uri(values["mlflow"], state), "device": device_class(values["device"])}
+    values |= {
+        "state": state,
+        "mlflow": mlflow_uri(values["mlflow"], state),
+        "device": device_class(values["device"]),
+    }
     values["shared_state"] = _truth(values["shared_state"])
     values["ray"] = None if values["ray"] == "local" else values["ray"]
     return Place(**values, profile=name, origins=origins)
@@ -105,7 +122,9 @@ def _profile(name: str | None) -> tuple[Path, dict[str, Any]]:
     if file is None:
         if name:
             raise InputError(
-                [f"profile {name}: there is no {FILE}, here or in {Path.home() / '.config'}, that could hold [profile.{name}]"]
+                [
+                    f"profile {name}: there is no {FILE}, here or in {Path.home() / '.config'}, that could hold [profile.{name}]"
+                ]
             )
         return Path(FILE), {}
     profiles = _read(file)
@@ -139,7 +158,9 @@ def _text(value: Any) -> str | None:
     if not isinstance(value, str) or not value:
         return "must be text"
     if any(not _NAME.fullmatch(password) for password in passwords(value)):
-        return "a password has no place in this file: write $NAME in its stead, and set NAME in the environment"
+        return (
+            "a password has no place in this file: write $NAME in its stead, and set NAME in the environment"
+        )
     return None
 
 
@@ -148,7 +169,11 @@ def _workers(value: Any) -> str | None:
 
 
 def _price(value: Any) -> str | None:
-    return None if type(value) in (int, float) and 0 < value < float("inf") else f"{value!r}: must be a number above 0"
+    return (
+        None
+        if type(value) in (int, float) and 0 < value < float("inf")
+        else f"{value!r}: must be a number above 0"
+    )
 
 
 def _priority(value: Any) -> str | None:
@@ -216,7 +241,11 @@ def writable(state: Path, shared: bool = False) -> str | None:
     except OSError as error:
         raise InputError([f"--state {state}: not writable ({error.strerror}); name another folder"]) from None
     right = f"`chmod 700 {state}` keeps it to yourself, --shared-state ends this note"
-    return f"other users of this machine can read the state folder {state} ({rights}): {right}." if rights else None
+    return (
+        f"other users of this machine can read the state folder {state} ({rights}): {right}."
+        if rights
+        else None
+    )
 
 
 def _lock(probe: Path) -> None:

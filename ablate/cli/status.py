@@ -98,7 +98,11 @@ def status(
     sweeps: Sweeps = None,
     watch: Annotated[bool, typer.Option("--watch", help="Keep it up to date until Ctrl-C.")] = False,
     verified: Annotated[
-        bool, typer.Option("--verify", help="Compare every record with the trials' own files instead; status 1 where one differs.")
+        bool,
+        typer.Option(
+            "--verify",
+            help="Compare every record with the trials' own files instead; status 1 where one differs.",
+        ),
     ] = False,
     as_json: Json = False,
     state: State = None,
@@ -183,8 +187,15 @@ def read(folder: Path, store: Store) -> Status:
         finally:
             ledger.close()
     except sqlite3.OperationalError as error:  # made, but not yet filled; or not to be read
-        return Status(folder.name, controller=who, trouble="begins" if "no such table" in str(error) else str(error))
-    except (sqlite3.DatabaseError, ValueError, TypeError, KeyError) as error:  # a page, or a cell that does not hold what it is for
+        return Status(
+            folder.name, controller=who, trouble="begins" if "no such table" in str(error) else str(error)
+        )
+    except (
+        sqlite3.DatabaseError,
+        ValueError,
+        TypeError,
+        KeyError,
+    ) as error:  # a page, or a cell that does not hold what it is for
         return Status(folder.name, controller=who, trouble=refusal(folder, str(error), f"{folder.name}.yaml"))
 
 
@@ -192,7 +203,11 @@ def _read(folder: Path, ledger: Ledger, store: Store, who: str | None) -> Status
     now = time.time()
     members = {member["trial"]: member for member in reversed(ledger.members())}
     attempts = running_attempts(ledger) if who else {}
-    flights = [_flight(ledger, store, member, attempts[trial], now) for trial, member in members.items() if trial in attempts]
+    flights = [
+        _flight(ledger, store, member, attempts[trial], now)
+        for trial, member in members.items()
+        if trial in attempts
+    ]
     failed = [member for member in members.values() if member["status"] in ("failed", "oom", "stopped")]
     counts = Counter(member["status"] for member in members.values())
     return Status(
@@ -230,7 +245,11 @@ def _where(lock: Path) -> str:
 def _failure(ledger: Ledger, store: Store, member: Any) -> Failure:
     attempt = last_attempt(ledger, member["trial"])
     reason = member["reason"] or ""
-    log = store.log_tail(member["id"], attempt or 1, _LOG_LINES + 1).splitlines() if member["status"] != "stopped" else []
+    log = (
+        store.log_tail(member["id"], attempt or 1, _LOG_LINES + 1).splitlines()
+        if member["status"] != "stopped"
+        else []
+    )
     kept = log[:-1] if log and log[-1] == reason else log[-_LOG_LINES:]  # most reasons are the last line
     return Failure(member["name"], member["seed"], member["id"], member["status"], reason, kept)
 
@@ -243,7 +262,14 @@ def _seconds_left(ledger: Ledger, now: float) -> float | None:
 
 # Drawing
 
-_COLOURS = {"done": "green", "diverged": "yellow", "failed": "red", "oom": "red", "running": "cyan", "pending": "dim"}
+_COLOURS = {
+    "done": "green",
+    "diverged": "yellow",
+    "failed": "red",
+    "oom": "red",
+    "running": "cyan",
+    "pending": "dim",
+}
 _WORDS = {"pending": "waiting", "oom": "out of memory"}
 
 
@@ -265,7 +291,11 @@ def _sweep(one: Status) -> list[Any]:
     if one.trouble:
         return [head, Text(one.trouble, "red")]
     bar = Table.grid(padding=(0, 2, 0, 0))
-    bar.add_row(ProgressBar(total=max(1, one.total), completed=one.over, width=40), Text(f"{one.over} of {one.total} trials"), _counts(one))
+    bar.add_row(
+        ProgressBar(total=max(1, one.total), completed=one.over, width=40),
+        Text(f"{one.over} of {one.total} trials"),
+        _counts(one),
+    )
     parts = [head, _state(one), bar]
     parts += ["", _flights(one.running)] if one.running else []
     parts += ["", *_failures(one.failures)] if one.failures else []
@@ -278,7 +308,10 @@ def _state(one: Status) -> Text:
         text = Text.assemble(("● ", "green"), f"runs ({one.controller})")
         text.append(f", about {duration(one.seconds_left)} left" if one.seconds_left is not None else "")
     elif one.over < one.total:
-        text = Text.assemble(("○ ", "yellow"), f"nobody runs it; last change {duration(one.quiet_s)} ago; the same command goes on")
+        text = Text.assemble(
+            ("○ ", "yellow"),
+            f"nobody runs it; last change {duration(one.quiet_s)} ago; the same command goes on",
+        )
     else:
         text = Text.assemble(("○ ", "dim"), f"over; last change {duration(one.quiet_s)} ago")
     if one.mlflow_behind:
@@ -291,14 +324,23 @@ def _counts(one: Status) -> Text:
     counts = dict(one.trials)
     if not one.controller:  # what its controller left behind waits
         counts["pending"] = counts.get("pending", 0) + counts.pop("running", 0)
-    ordered = sorted((name for name, number in counts.items() if number), key=lambda name: (*_COLOURS, name).index(name))
-    return Text(", ").join(Text(f"{counts[name]} {_WORDS.get(name, name)}", _COLOURS.get(name, "")) for name in ordered)
+    ordered = sorted(
+        (name for name, number in counts.items() if number), key=lambda name: (*_COLOURS, name).index(name)
+    )
+    return Text(", ").join(
+        Text(f"{counts[name]} {_WORDS.get(name, name)}", _COLOURS.get(name, "")) for name in ordered
+    )
 
 
 def _flights(flights: list[Flight]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("running", "seed", "try", "step", "", "steps/s", "tokens/s", "left", "last record", "where"):
-        table.add_column(name, justify="right" if name in ("seed", "try", "step", "steps/s", "tokens/s", "left", "last record") else "left")
+        table.add_column(
+            name,
+            justify="right"
+            if name in ("seed", "try", "step", "steps/s", "tokens/s", "left", "last record")
+            else "left",
+        )
     for one in flights[:_MOST_RUNNING]:
         table.add_row(
             Text(one_line(one.arm)),
@@ -322,10 +364,16 @@ def _failures(failures: list[Failure]) -> list[Text]:
     for one in failures[:_MOST_FAILURES]:
         word = _WORDS.get(one.status, one.status)
         reason = one.reason if one.reason.startswith(word) else f"{word}: {one.reason}"
-        lines.append(Text.assemble((f"{one_line(one.arm)} seed={one.seed}  ", "bold"), (reason, "red"), (f"  {one.trial}", "dim")))
+        lines.append(
+            Text.assemble(
+                (f"{one_line(one.arm)} seed={one.seed}  ", "bold"), (reason, "red"), (f"  {one.trial}", "dim")
+            )
+        )
         lines += [Text(f"    {line}", "dim") for line in one.log]
     more = len(failures) - _MOST_FAILURES
-    return lines + ([Text(f"and {more} more; `ablate status --json` has them all", "dim")] if more > 0 else [])
+    return lines + (
+        [Text(f"and {more} more; `ablate status --json` has them all", "dim")] if more > 0 else []
+    )
 
 
 def _others(rest: list[Status]) -> Table:
@@ -334,6 +382,14 @@ def _others(rest: list[Status]) -> Table:
     for name in ("not running", "trials", "", "MLflow", "last change"):
         table.add_column(name)
     for one in rest:
-        behind_ = "-" if one.mlflow_behind is None else f"{one.mlflow_behind:,} behind" if one.mlflow_behind else "complete"
-        table.add_row(Text(one.name), f"{one.over}/{one.total}", _counts(one), behind_, f"{duration(one.quiet_s)} ago")
+        behind_ = (
+            "-"
+            if one.mlflow_behind is None
+            else f"{one.mlflow_behind:,} behind"
+            if one.mlflow_behind
+            else "complete"
+        )
+        table.add_row(
+            Text(one.name), f"{one.over}/{one.total}", _counts(one), behind_, f"{duration(one.quiet_s)} ago"
+        )
     return table

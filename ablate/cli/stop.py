@@ -21,7 +21,9 @@ Sweep = Annotated[str, typer.Argument(metavar="X", help="A sweep that runs, by n
 def stop(
     sweep: Sweep,
     arm: Annotated[str | None, typer.Option(help="Only this arm, by name.")] = None,
-    trial: Annotated[str | None, typer.Option(help="Only this trial, by its id or the beginning of it.")] = None,
+    trial: Annotated[
+        str | None, typer.Option(help="Only this trial, by its id or the beginning of it.")
+    ] = None,
     state: State = None,
     profile: Profile = None,
 ) -> None:
@@ -36,7 +38,10 @@ def stop(
         member = _trial(trial, members)
         order, said = {"stop": "trial", "id": member["id"]}, _said(f"Trial {member['id']}", [member])
     else:
-        order, said = {"stop": "sweep"}, f"{_said('The sweep', members)} Its command then ends with status 130."
+        order, said = (
+            {"stop": "sweep"},
+            f"{_said('The sweep', members)} Its command then ends with status 130.",
+        )
     _give(folder, order, said)
 
 
@@ -48,7 +53,11 @@ def workers(
 ) -> None:
     """Add workers to a sweep that runs, or take some away. What runs is not ended: fewer means that no more are started."""
     folder = _running(sweep, state, profile)
-    _give(folder, {"workers": count}, f"{count} trials at once from now on, where the machine or the cluster has room for them.")
+    _give(
+        folder,
+        {"workers": count},
+        f"{count} trials at once from now on, where the machine or the cluster has room for them.",
+    )
 
 
 def _running(sweep: str, state: Path | None, profile: str | None) -> Path:
@@ -69,7 +78,11 @@ def _members(folder: Path) -> list[Any]:
 def _arm(name: str, members: list[Any]) -> str:
     mine = [member for member in members if member["name"] == name]
     if not mine:
-        raise InputError([f"--arm {name}: no such arm; {nearest(name, dict.fromkeys(member['name'] for member in members))}"])
+        raise InputError(
+            [
+                f"--arm {name}: no such arm; {nearest(name, dict.fromkeys(member['name'] for member in members))}"
+            ]
+        )
     return _said(f"Arm {name}", mine)
 
 
@@ -88,7 +101,9 @@ def _said(what: str, members: list[Any]) -> str:
     status = {member["id"]: member["status"] for member in members}
     runs, waits = (sum(found == wanted for found in status.values()) for wanted in ("running", "pending"))
     if not runs and not waits:
-        raise InputError([f"{what} is over ({', '.join(sorted(set(status.values())))}): there is nothing to stop"])
+        raise InputError(
+            [f"{what} is over ({', '.join(sorted(set(status.values())))}): there is nothing to stop"]
+        )
     ended = f"{_trials(runs)} that {'runs is' if runs == 1 else 'run are'} ended" if runs else ""
     dropped = f"{_trials(waits)} that {'waits is' if waits == 1 else 'wait are'} not started" if waits else ""
     return f"{what}: {' and '.join(filter(None, (ended, dropped)))}; all keep what they recorded."
@@ -109,7 +124,9 @@ def _give(folder: Path, order: dict[str, Any], said: str) -> None:
             raise InputError([f"{folder.name}: its controller ended before it could take the order"])
         time.sleep(0.05)
     screen.print(
-        f"{folder.name} is busy, and takes the order as soon as it can." if order_file.exists() else "Taken.", soft_wrap=True, markup=False
+        f"{folder.name} is busy, and takes the order as soon as it can." if order_file.exists() else "Taken.",
+        soft_wrap=True,
+        markup=False,
     )
 
 

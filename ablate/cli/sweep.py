@@ -57,24 +57,38 @@ _FLOORS = {
 
 def sweep(
     file: Annotated[Path, typer.Argument(help="The experiment, a YAML file.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and what it would cost; run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would run, and what it would cost; run nothing.")
+    ] = False,
     fork: Annotated[bool, typer.Option(help="Run what trials have in common from the start once.")] = True,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Run everything again, what is finished too.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Run everything again, what is finished too.")
+    ] = False,
     accept_version: Annotated[
-        bool, typer.Option("--accept-version", help="Run all of a sweep anew that was begun with other versions of the code.")
+        bool,
+        typer.Option(
+            "--accept-version", help="Run all of a sweep anew that was begun with other versions of the code."
+        ),
     ] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Go on after this terminal is closed; `ablate status` shows how it goes.")
+        bool,
+        typer.Option(
+            "--detach", help="Go on after this terminal is closed; `ablate status` shows how it goes."
+        ),
     ] = False,
     notify: Annotated[
         str | None,
-        typer.Option(help="A command (JSON on its standard input) or a URL (POST) told of the first failure and the end. (ABLATE_NOTIFY)"),
+        typer.Option(
+            help="A command (JSON on its standard input) or a URL (POST) told of the first failure and the end. (ABLATE_NOTIFY)"
+        ),
     ] = None,
     state: State = None,
     profile: Profile = None,
     executor: Annotated[
         Literal["ray", "inline"] | None,
-        typer.Option(help="ray: parallel, the default; inline: one by one in this process.", rich_help_panel=_WHERE),
+        typer.Option(
+            help="ray: parallel, the default; inline: one by one in this process.", rich_help_panel=_WHERE
+        ),
     ] = None,
     address: Annotated[
         str | None,
@@ -84,14 +98,23 @@ def sweep(
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Trials at once; default: one a core, or one a GPU.", rich_help_panel=_WHERE)
+        int | None,
+        typer.Option(
+            min=1, help="Trials at once; default: one a core, or one a GPU.", rich_help_panel=_WHERE
+        ),
     ] = None,
     device: Device = None,
     price: Annotated[
-        float | None, typer.Option(min=0, help="Of an hour of one worker, for `budget: {cost: ...}`.", rich_help_panel=_WHERE)
+        float | None,
+        typer.Option(
+            min=0, help="Of an hour of one worker, for `budget: {cost: ...}`.", rich_help_panel=_WHERE
+        ),
     ] = None,
     priority: Annotated[
-        int | None, typer.Option(help="Among the sweeps on a Ray cluster: higher first, equals share.", rich_help_panel=_WHERE)
+        int | None,
+        typer.Option(
+            help="Among the sweeps on a Ray cluster: higher first, equals share.", rich_help_panel=_WHERE
+        ),
     ] = None,
     mlflow: Mlflow = None,
     shared_state: Annotated[
@@ -103,7 +126,10 @@ def sweep(
         ),
     ] = None,
     report: Annotated[
-        bool, typer.Option(envvar="ABLATE_REPORT", show_envvar=False, help="Make the report at the end. (ABLATE_REPORT)")
+        bool,
+        typer.Option(
+            envvar="ABLATE_REPORT", show_envvar=False, help="Make the report at the end. (ABLATE_REPORT)"
+        ),
     ] = True,
 ) -> None:
     """Run an experiment: do what is missing, reuse what is done, and answer its question.
@@ -111,15 +137,28 @@ def sweep(
     Ctrl-C ends it cleanly; the same command goes on. Exit status: 0 all done, 1 some trials failed, 2 bad input, 3 budget reached,
     130 interrupted, 143 ended by SIGTERM.
     """
-    given = {"state": state, "ray": address, "mlflow": mlflow, "workers": workers, "executor": executor, "device": device}
-    place = find(profile, **given, notify=notify, price=price, priority=priority, shared_state=shared_state or None)
+    given = {
+        "state": state,
+        "ray": address,
+        "mlflow": mlflow,
+        "workers": workers,
+        "executor": executor,
+        "device": device,
+    }
+    place = find(
+        profile, **given, notify=notify, price=price, priority=priority, shared_state=shared_state or None
+    )
     starting(f"reading {file} and its data", unless=not sys.stderr.isatty())
     experiment = load(file, place.device)
     if dry_run:
         show(experiment, place)
         return
     if experiment.budget.cost is not None and place.price is None:
-        raise InputError([f"{file}: budget.cost: what an hour of a worker costs is not known; say it with --price, or in a profile"])
+        raise InputError(
+            [
+                f"{file}: budget.cost: what an hour of a worker costs is not known; say it with --price, or in a profile"
+            ]
+        )
     notes = writable(place.state, place.shared_state)
     knock(place.mlflow)
     folder = place.state / "sweeps" / experiment.name
@@ -131,14 +170,18 @@ def sweep(
         with lock(folder / "lock", wait=False), heed_sigterm():
             check(folder, str(file))
             workers_too = "" if place.executor == "inline" else ", Ray and its workers"
-            starting(f"reading what is done; if trials are missing, torch, a check of the numerics{workers_too}")
+            starting(
+                f"reading what is done; if trials are missing, torch, a check of the numerics{workers_too}"
+            )
             raise typer.Exit(_Run(experiment, place, hook, report).run(wishes, [notes] if notes else []))
     except Busy as busy:
         raise _busy(file, str(busy)) from None
 
 
 def _busy(file: Path, who: str) -> InputError:
-    return InputError([f"{file}: another process ({who}) runs this sweep; wait for it, or use another --state"])
+    return InputError(
+        [f"{file}: another process ({who}) runs this sweep; wait for it, or use another --state"]
+    )
 
 
 # One run in this process
@@ -182,7 +225,12 @@ class _Run:
         checkup = Checkup()
         place, outcome = self.place, None
         controller = Controller(
-            self.experiment, place.state, place.device, partial(_connect, place, self.experiment.resources, checkup), place.mlflow, wishes
+            self.experiment,
+            place.state,
+            place.device,
+            partial(_connect, place, self.experiment.resources, checkup),
+            place.mlflow,
+            wishes,
         )
         try:
             with View(self.screen).open() as view, closing(controller.run()) as steps, closing(checkup):
@@ -195,7 +243,11 @@ class _Run:
                         view.show(step)
                         self._watch(step)
         except ClusterLost as error:
-            self.screen.print(f"{redact(str(error), place.ray)}. Nothing is lost: the same command goes on.", soft_wrap=True, markup=False)
+            self.screen.print(
+                f"{redact(str(error), place.ray)}. Nothing is lost: the same command goes on.",
+                soft_wrap=True,
+                markup=False,
+            )
             return "stopped"
         except ClusterError as error:
             raise InputError([redact(str(error), place.ray)]) from None
@@ -205,7 +257,9 @@ class _Run:
         reused = f", {outcome.reused} already done" if outcome.reused else ""
         failed = f", {outcome.failed} failed" if outcome.failed else ""
         self.screen.print(f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}")
-        self.screen.print(outcome.why, "", soft_wrap=True, markup=False) if outcome.why else self.screen.print()
+        self.screen.print(
+            outcome.why, "", soft_wrap=True, markup=False
+        ) if outcome.why else self.screen.print()
         _answer(self.experiment, place, self.screen)
         self._look_next()
         return outcome.status
@@ -251,7 +305,9 @@ def _connect(place: Place, resources: Resources, checkup: Any) -> Any:
     inline = place.executor == "inline"
     gpus, ranks = resources.gpus_of(place.device), resources.layout(place.device).ranks
     if inline and ranks > 1:
-        console().print(f"Executor inline computes each trial by one rank, not {ranks}: the same numbers, but for the order of additions.")
+        console().print(
+            f"Executor inline computes each trial by one rank, not {ranks}: the same numbers, but for the order of additions."
+        )
     pool = Inline() if inline else Pool(place.ray, place.workers, gpus, place.priority, ranks)
     try:
         checkup.passed()
@@ -266,18 +322,30 @@ def _message(experiment: Experiment, place: Place, event: str, status: str, seco
     from ablate.results.markdown_summary import summary_markdown
     from ablate.results.summary import open_ledger
 
-    told = {"event": event, "sweep": experiment.name, "question": experiment.question, "status": status, "seconds": round(seconds, 1)}
+    told = {
+        "event": event,
+        "sweep": experiment.name,
+        "question": experiment.question,
+        "status": status,
+        "seconds": round(seconds, 1),
+    }
     try:
         ledger = open_ledger(place.state, experiment.name)
     except FileNotFoundError:
         return told | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {status}"}
     trials = {member["id"]: member for member in ledger.members()}
     counts = Counter(member["status"] for member in trials.values())
-    failures = [f"{m['name']} seed={m['seed']}: {m['reason']}" for m in trials.values() if m["status"] in ("failed", "oom")]
+    failures = [
+        f"{m['name']} seed={m['seed']}: {m['reason']}"
+        for m in trials.values()
+        if m["status"] in ("failed", "oom")
+    ]
     table = summary_markdown(ledger)
     ledger.close()
     listed = ", ".join(f"{number} {name}" for name, number in counts.items())
-    text = f"{experiment.name}: {event if status == 'running' else status} after {duration(seconds)}: {listed}"
+    text = (
+        f"{experiment.name}: {event if status == 'running' else status} after {duration(seconds)}: {listed}"
+    )
     return told | {"counts": dict(counts), "failures": failures, "table": table, "text": text}
 
 
@@ -310,14 +378,27 @@ def _detach(file: Path, folder: Path, place: Place, wishes: Wishes, report: bool
     screen.print(Text.assemble((folder.name, "bold"), goes_on))
     screen.print("Follow it:", style="bold")
     given = "" if place.origins["state"] == "default" else f" --state {place.state}"
-    for line in (f"ablate status {folder.name}{given} --watch", f"tail -f {written}", f"ablate stop {folder.name}{given}"):
+    for line in (
+        f"ablate status {folder.name}{given} --watch",
+        f"tail -f {written}",
+        f"ablate stop {folder.name}{given}",
+    ):
         screen.print(f"  {line}", soft_wrap=True, markup=False)
     return DONE
 
 
 def _words(file: Path, place: Place, wishes: Wishes) -> list[str]:
     """The command of a detached sweep. Addresses come to it in its environment, since anyone may list the words of a process."""
-    words = [sys.executable, "-m", "ablate.sweep", str(file), "--executor", place.executor, "--device", place.device]
+    words = [
+        sys.executable,
+        "-m",
+        "ablate.sweep",
+        str(file),
+        "--executor",
+        place.executor,
+        "--device",
+        place.device,
+    ]
     words += ["--workers", str(place.workers)] if place.workers else []
     words += ["--price", str(place.price)] if place.price else []
     words += ["--priority", str(place.priority)] if place.priority else []

@@ -8,7 +8,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ablate.cli.common import DONE, FAILED, Mlflow, Profile, State, Sweeps, console, heed_sigterm, interruption
+from ablate.cli.common import (
+    DONE,
+    FAILED,
+    Mlflow,
+    Profile,
+    State,
+    Sweeps,
+    console,
+    heed_sigterm,
+    interruption,
+)
 from ablate.cli.settings import Place, find
 from ablate.errors import InputError, redact
 from ablate.execution.sweep_control import check, damage, folders, holder, put_aside
@@ -24,9 +34,15 @@ _LOOK_SECONDS = 0.25
 def sync(
     sweeps: Sweeps = None,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Draw everything again: the database was deleted or is damaged, or runs were deleted in it.")
+        bool,
+        typer.Option(
+            "--rebuild",
+            help="Draw everything again: the database was deleted or is damaged, or runs were deleted in it.",
+        ),
     ] = False,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds without progress after which to give up.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds without progress after which to give up.")
+    ] = 300.0,
     state: State = None,
     profile: Profile = None,
     mlflow: Mlflow = None,
@@ -34,7 +50,9 @@ def sync(
     """Ship to MLflow what it does not have yet; nothing is written twice. Exit status: 0 it has everything, 1 it does not."""
     place, screen = find(profile, state=state, mlflow=mlflow), console()
     if place.mlflow is None:
-        raise InputError([f"there is no MLflow to ship to ({place.origins['mlflow']} says none); name one with --mlflow"])
+        raise InputError(
+            [f"there is no MLflow to ship to ({place.origins['mlflow']} says none); name one with --mlflow"]
+        )
     knock(place.mlflow)
     known = folders(place.state, sweeps)
     _refuse_damaged(place, rebuild, bool(sweeps))
@@ -56,10 +74,18 @@ def _refuse_damaged(place: Place, rebuild: bool, named: bool) -> None:
     if not found:
         return
     if not rebuild or named:
-        raise InputError([f"{path}: damaged ({found}); `ablate sync --rebuild`, for all sweeps, puts it aside and makes it again"])
+        raise InputError(
+            [
+                f"{path}: damaged ({found}); `ablate sync --rebuild`, for all sweeps, puts it aside and makes it again"
+            ]
+        )
     running = [folder.name for folder in folders(place.state, None) if holder(folder)]
     if running:
-        raise InputError([f"{path}: damaged ({found}), and still in use by {', '.join(running)}; `ablate stop` ends a sweep"])
+        raise InputError(
+            [
+                f"{path}: damaged ({found}), and still in use by {', '.join(running)}; `ablate stop` ends a sweep"
+            ]
+        )
     put_aside(path)
 
 
@@ -115,7 +141,11 @@ def _ship(folder: Path, place: Place, rebuild: bool, timeout: float, screen: Con
                 markup=False,
             )
             return False
-        screen.print(f"{folder.name}: {before:,} records shipped, none is missing in {redact(place.mlflow)}", soft_wrap=True, markup=False)
+        screen.print(
+            f"{folder.name}: {before:,} records shipped, none is missing in {redact(place.mlflow)}",
+            soft_wrap=True,
+            markup=False,
+        )
         return True
     finally:
         ledger.close()
@@ -144,10 +174,18 @@ def _wait(mirror: Any, ledger: Ledger, name: str, timeout: float, screen: Consol
 
 def _unclosed(ledger: Ledger) -> int:
     """Members that are over, and whose run in MLflow does not say so."""
-    return sum(not member["closed"] and member["status"] not in ("pending", "running") for member in ledger.members())
+    return sum(
+        not member["closed"] and member["status"] not in ("pending", "running") for member in ledger.members()
+    )
 
 
 def _ended(ledger: Ledger) -> str:
     """The status of the sweep's run in MLflow, as the ledger has it."""
     found = {member["status"] for member in ledger.members()}
-    return "FINISHED" if found <= set(FINISHED) | {"pruned"} else "FAILED" if "failed" in found or "oom" in found else "KILLED"
+    return (
+        "FINISHED"
+        if found <= set(FINISHED) | {"pruned"}
+        else "FAILED"
+        if "failed" in found or "oom" in found
+        else "KILLED"
+    )

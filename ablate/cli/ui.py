@@ -64,14 +64,26 @@ class Shown:
 
 def ui(
     sweep: Annotated[
-        str | None, typer.Argument(metavar="[X]", help="The sweep whose pages are named, by name or YAML file; default: the one run last.")
+        str | None,
+        typer.Argument(
+            metavar="[X]",
+            help="The sweep whose pages are named, by name or YAML file; default: the one run last.",
+        ),
     ] = None,
-    mlflow_port: Annotated[int | None, typer.Option(help="Of MLflow; default: 5000, or the next that is free.", **_PORT)] = None,
-    optuna_port: Annotated[int | None, typer.Option(help="Of Optuna's dashboard; default: 8080, or the next.", **_PORT)] = None,
-    reports_port: Annotated[int | None, typer.Option(help="Of the reports; default: 8000, or the next.", **_PORT)] = None,
+    mlflow_port: Annotated[
+        int | None, typer.Option(help="Of MLflow; default: 5000, or the next that is free.", **_PORT)
+    ] = None,
+    optuna_port: Annotated[
+        int | None, typer.Option(help="Of Optuna's dashboard; default: 8080, or the next.", **_PORT)
+    ] = None,
+    reports_port: Annotated[
+        int | None, typer.Option(help="Of the reports; default: 8000, or the next.", **_PORT)
+    ] = None,
     host: Annotated[
         str,
-        typer.Option(help="Where Optuna's dashboard and the reports listen, which ask for no password: 127.0.0.1, this machine alone."),
+        typer.Option(
+            help="Where Optuna's dashboard and the reports listen, which ask for no password: 127.0.0.1, this machine alone."
+        ),
     ] = HOST,
     allowed_hosts: Annotated[
         str,
@@ -92,7 +104,11 @@ def ui(
     name = _chosen(place.state, sweep, wait)
     names = own_names(host, allowed_hosts)
     optuna = _bound("optuna", optuna_port, lambda port: _Wsgi((host, port), _Silent))
-    reports = _bound("reports", reports_port, lambda port: ThreadingHTTPServer((host, port), partial(_Reports, place.state, names)))
+    reports = _bound(
+        "reports",
+        reports_port,
+        lambda port: ThreadingHTTPServer((host, port), partial(_Reports, place.state, names)),
+    )
     pages = _Pages(place, mlflow_port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
@@ -101,7 +117,9 @@ def ui(
                 stack.callback(pages.close)
                 _serve(reports, stack)
                 shown = _start(place.state, name, pages, optuna, names, stack)
-                shown.append(Shown("Reports", _address(reports), "each sweep's question, and its report or pictures"))
+                shown.append(
+                    Shown("Reports", _address(reports), "each sweep's question, and its report or pictures")
+                )
             _tell(shown, name, screen)
             while True:
                 signal.pause()
@@ -114,7 +132,9 @@ def _chosen(state: Path, word: str | None, wait: bool) -> str | None:
     """The name of the sweep that was asked for, or of the one whose ledger changed last; None where there is none yet."""
     known = folders(state, [word] if word else None)
     if not (known or wait):
-        raise InputError([f"{state}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment"])
+        raise InputError(
+            [f"{state}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment"]
+        )
     return max(known, key=changed).name if known else None
 
 
@@ -133,7 +153,11 @@ def _bound(name: str, given: int | None, bind: Callable[[int], Any]) -> Any:
 
 
 def _taken(name: str, port: int) -> InputError:
-    return InputError([f"--{name}-port {port}: somebody listens there already; name another, or none, and a free one is taken"])
+    return InputError(
+        [
+            f"--{name}-port {port}: somebody listens there already; name another, or none, and a free one is taken"
+        ]
+    )
 
 
 def _free(port: int) -> bool:
@@ -149,9 +173,13 @@ def _free(port: int) -> bool:
 # Starting
 
 
-def _start(state: Path, sweep: str | None, pages: "_Pages", optuna: "_Wsgi", names: frozenset[str], stack: ExitStack) -> list[Shown]:
+def _start(
+    state: Path, sweep: str | None, pages: "_Pages", optuna: "_Wsgi", names: frozenset[str], stack: ExitStack
+) -> list[Shown]:
     """Start MLflow's pages and Optuna's dashboard beside each other, and say where they are once they answer."""
-    from ablate.execution.search import dashboard  # Optuna and its dashboard take seconds to import: MLflow's server starts meanwhile
+    from ablate.execution.search import (
+        dashboard,
+    )  # Optuna and its dashboard take seconds to import: MLflow's server starts meanwhile
 
     application, number = dashboard(state)
     optuna.set_app(_guarded(application, names))
@@ -179,7 +207,12 @@ class _Pages:
     """MLflow's server, where one is needed: a process that ends with this one."""
 
     def __init__(self, place: Place, given: int | None) -> None:
-        self._uri, self._given, self._ports, self._process = place.mlflow, given, iter(_ports("mlflow", given)), None
+        self._uri, self._given, self._ports, self._process = (
+            place.mlflow,
+            given,
+            iter(_ports("mlflow", given)),
+            None,
+        )
         self._artifacts = place.state.resolve() / "artifacts"
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._why = self._missing(place)
@@ -193,11 +226,26 @@ class _Pages:
             raise _taken("mlflow", self._given or _USUAL["mlflow"])
         words = ["--host", HOST, "--port", str(self._port), "--workers", "1"]
         words += ["--artifacts-destination", str(self._artifacts)]  # or it would make a folder here
-        command = [sys.executable, "-m", "ablate.execution.process_guard", sys.executable, "-m", "mlflow", "server", *words]
+        command = [
+            sys.executable,
+            "-m",
+            "ablate.execution.process_guard",
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            *words,
+        ]
         # The store's address may hold a password, which anyone could read among a process's words.
-        quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_BACKEND_STORE_URI": self._uri}
+        quiet = {
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_BACKEND_STORE_URI": self._uri,
+        }
         output = {"stdout": self._log, "stderr": subprocess.STDOUT}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | quiet, start_new_session=True, **output)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=os.environ | quiet, start_new_session=True, **output
+        )
 
     @property
     def _remote(self) -> bool:
@@ -244,9 +292,17 @@ class _Pages:
 
     def _listens(self) -> bool:
         """Whether it answers, and it is not somebody else who does."""
-        with suppress(OSError, psutil.Error), urllib.request.urlopen(f"http://{HOST}:{self._port}/health", timeout=2) as answer:
+        with (
+            suppress(OSError, psutil.Error),
+            urllib.request.urlopen(f"http://{HOST}:{self._port}/health", timeout=2) as answer,
+        ):
             family = psutil.Process(self._process.pid).children(recursive=True)
-            ours = {end.laddr.port for one in family for end in one.net_connections("tcp") if end.status == psutil.CONN_LISTEN}
+            ours = {
+                end.laddr.port
+                for one in family
+                for end in one.net_connections("tcp")
+                if end.status == psutil.CONN_LISTEN
+            }
             return answer.status == 200 and self._port in ours
         return False
 
@@ -295,10 +351,14 @@ def calls_us(header: str | None, names: frozenset[str]) -> bool:
 
 
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/?#@\s]+))(?::\d+)?")
-_FOREIGN = b"This server does not answer to the name in the address: `ablate ui --allowed-hosts NAME` adds one.\n"
+_FOREIGN = (
+    b"This server does not answer to the name in the address: `ablate ui --allowed-hosts NAME` adds one.\n"
+)
 
 
-def _guarded(application: Callable[..., Iterable[bytes]], names: frozenset[str]) -> Callable[..., Iterable[bytes]]:
+def _guarded(
+    application: Callable[..., Iterable[bytes]], names: frozenset[str]
+) -> Callable[..., Iterable[bytes]]:
     """Return the WSGI application, which answers requests for other servers' names by 403."""
 
     def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
@@ -386,9 +446,14 @@ def _item(state: Path, folder: Path) -> str:
     name, question = html.escape(folder.name), html.escape(_question(folder))
     if (report / "index.html").exists():
         forests = sorted(report.glob("figures/forest-*.png"))[:1]
-        pictures = "".join(_picture(f"{where}/figures/{quote(path.name)}", f"{where}/index.html") for path in forests)
+        pictures = "".join(
+            _picture(f"{where}/figures/{quote(path.name)}", f"{where}/index.html") for path in forests
+        )
         return f'<li><a href="{where}/index.html"><b>{name}</b></a><br>{question}{_answer(report / "index.json")}<br>{pictures}</li>'
-    pictures = "".join(_picture(f"{where}/{quote(path.name)}", f"{where}/{quote(path.name)}") for path in sorted(report.glob("*.png")))
+    pictures = "".join(
+        _picture(f"{where}/{quote(path.name)}", f"{where}/{quote(path.name)}")
+        for path in sorted(report.glob("*.png"))
+    )
     rest = pictures or "<small>no report, no pictures</small>"
     return f"<li><b>{name}</b><br>{question}<br>{rest}</li>"
 
@@ -427,7 +492,13 @@ def _tell(shown: Iterable[Shown], sweep: str | None, screen: Console) -> None:
     for one in shown:
         address = Text(one.address, overflow="fold") if one.address else Text("not running", "yellow")
         table.add_row(Text(one.name, "bold"), address, Text(one.hint, "dim"))
-    named = Text.assemble(("The addresses name ", "dim"), sweep or "", (", and lead to every other sweep; `ablate ui X` names X.", "dim"))
-    screen.print(named if sweep else Text("Nothing has been run yet: sweeps appear here as they begin.", "dim"))
+    named = Text.assemble(
+        ("The addresses name ", "dim"),
+        sweep or "",
+        (", and lead to every other sweep; `ablate ui X` names X.", "dim"),
+    )
+    screen.print(
+        named if sweep else Text("Nothing has been run yet: sweeps appear here as they begin.", "dim")
+    )
     screen.print(table)
     screen.print("Ctrl-C ends all three.", style="dim")

@@ -22,7 +22,9 @@ def _linear(x: Tensor, w: Tensor, layer: int) -> Tensor:
     module = _LAYERS[layer]
     module.require_step()
     if needed := module.products.backward_needs:
-        raise RuntimeError(f"compile: true keeps x and w alone for the backward pass, and this recipe needs {needed}; leave it out")
+        raise RuntimeError(
+            f"compile: true keeps x and w alone for the backward pass, and this recipe needs {needed}; leave it out"
+        )
     if module.products.plain:
         return linear(x.to(module.dtype), w.to(module.dtype)).to(x.dtype)
     return forward(module, module.products, x, w)[0]
@@ -67,9 +69,13 @@ def compile_model(model: nn.Module, engine: Engine) -> None:
     Torch keeps what it compiled in TORCHINDUCTOR_CACHE_DIR: a later trial of the same shapes finds it there.
     """
     if next(model.parameters()).device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
-        raise RuntimeError("compile: true needs a C++ compiler on the worker: install g++ or clang++, or leave it out")
+        raise RuntimeError(
+            "compile: true needs a C++ compiler on the worker: install g++ or clang++, or leave it out"
+        )
     for layer in engine.layers.values():
-        number = next(n for n in count() if n not in _LAYERS)  # the same in every trial, so that what was compiled is found again
+        number = next(
+            n for n in count() if n not in _LAYERS
+        )  # the same in every trial, so that what was compiled is found again
         _LAYERS[number] = layer
         layer.whole_graph = _operator(number)
     model.compile(dynamic=False, fullgraph=True)

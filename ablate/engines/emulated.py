@@ -40,7 +40,9 @@ class Engine:
         self._fp4 = self._work = 0
         self.weights = WeightRules(recipe.weights, model, self.layers)
         every = {name for names in self.names.values() for name in names}
-        self.placed = described(model, (name for name, _ in model.named_modules(remove_duplicate=False) if name in every))
+        self.placed = described(
+            model, (name for name, _ in model.named_modules(remove_duplicate=False) if name in every)
+        )
         """Every name of every layer, in the model's order, with its block and the classes around it."""
         self._refuse_idle_rules()
         self._deciders = recipe.layers.deciders(self.placed)
@@ -70,7 +72,12 @@ class Engine:
 
     def fall_back(self, layers: Sequence[str], safer: Callable[[Products], Products]) -> None:
         """From the next step on, in some layers, named by globs, let `safer` change whatever the schedule has in force."""
-        self._fallback = frozenset(layer.name for name in layers for layer in select(Match(name=name), self.placed).layers), safer
+        self._fallback = (
+            frozenset(
+                layer.name for name in layers for layer in select(Match(name=name), self.placed).layers
+            ),
+            safer,
+        )
 
     def _in_force(self, recipe: Recipe, name: str) -> Products:
         products, *others = (recipe.decided(self._deciders[one]) or HIGH for one in self.names[name])
@@ -88,7 +95,10 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """What the coming steps depend on beside the parameters and the optimizer: plain tensors, numbers and words."""
         layers = {
-            name: {"nonfinite": int(layer.nonfinite), "histories": {slot: dict(h.amax) for slot, h in layer.histories.items()}}
+            name: {
+                "nonfinite": int(layer.nonfinite),
+                "histories": {slot: dict(h.amax) for slot, h in layer.histories.items()},
+            }
             for name, layer in self.layers.items()
         }
         return {
@@ -104,7 +114,9 @@ class Engine:
             layer = self.layers[name]
             layer.nonfinite = its["nonfinite"]
             for slot, amaxes in its["histories"].items():
-                layer.histories[slot].amax = {when: _on(layer.weight.device, amax) for when, amax in amaxes.items()}
+                layer.histories[slot].amax = {
+                    when: _on(layer.weight.device, amax) for when, amax in amaxes.items()
+                }
         self.tripped = {t for t in self.recipe.triggers if repr(t) in state["tripped"]}
         self._fp4, self._work = state["fp4"]
         self.weights.restore(state["weights"], step)
@@ -144,7 +156,9 @@ class Engine:
     def weight_casts(self) -> dict[str, tuple[Tensor, Operand]]:
         """Every weight that fprop quantises, and its cast as it would be now, by layer."""
         quantised = {name: layer for name, layer in self.layers.items() if layer.products.fprop.w}
-        return {name: (layer.whole_weight().clone(), layer.weight_cast()) for name, layer in quantised.items()}
+        return {
+            name: (layer.whole_weight().clone(), layer.weight_cast()) for name, layer in quantised.items()
+        }
 
     @contextmanager
     def divided(self, divided: Divided | None):
@@ -269,7 +283,11 @@ def quantisable(model: nn.Module) -> list[str]:
 def _altered(linear: nn.Linear) -> str | None:
     """Reason why a layer cannot be replaced by one that has its parameters; None if it can."""
     if is_parametrized(linear):
-        kinds = ", ".join(sorted({type(one).__name__.lstrip("_") for its in linear.parametrizations.values() for one in its}))
+        kinds = ", ".join(
+            sorted(
+                {type(one).__name__.lstrip("_") for its in linear.parametrizations.values() for one in its}
+            )
+        )
         out = "torch.nn.utils.parametrize.remove_parametrizations"
         return f"its parameters are parametrized ({kinds}), which a quantised layer would bypass; call {out} first"
     if type(linear) is nn.Linear and "weight" not in linear._parameters:
@@ -317,4 +335,6 @@ def recompute(model: nn.Module, engine: Engine) -> None:
 def _recomputed(forward: Callable[..., Any], engine: Engine, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), engine.again()), **kwargs)
+    return checkpoint(
+        forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), engine.again()), **kwargs
+    )

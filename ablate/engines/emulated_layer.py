@@ -93,28 +93,49 @@ class EmulatedLinear(nn.Linear):
             self.require_step()
         if self.whole_graph is None and self.products.plain:
             bias = None if self.bias is None else self.bias.to(self.dtype)
-            weight = self.sharded.whole(self.weight, self.dtype) if self.sharded else self.weight.to(self.dtype)
+            weight = (
+                self.sharded.whole(self.weight, self.dtype) if self.sharded else self.weight.to(self.dtype)
+            )
             return linear(x.to(self.dtype), weight, bias).to(x.dtype)
-        rows, weight = x.reshape(-1, self.in_features), self.weight.to_local() if self.sharded else self.weight
-        y = self.whole_graph(rows, weight) if self.whole_graph else _Products.apply(rows, weight, self, self.products)
+        rows, weight = (
+            x.reshape(-1, self.in_features),
+            self.weight.to_local() if self.sharded else self.weight,
+        )
+        y = (
+            self.whole_graph(rows, weight)
+            if self.whole_graph
+            else _Products.apply(rows, weight, self, self.products)
+        )
         y = y if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def operand(self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: bool = False) -> list[Operand]:
+    def operand(
+        self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: bool = False
+    ) -> list[Operand]:
         """`x` [rows, contraction] in bf16 as the operand `slot` of a product: rotated, quantised, or as it is; in parts that add up."""
         if quant is None:
             return [Operand(self.rotated(x, slot, rotation))]
         parts = split(x, quant, channels=0 if slot.startswith("wgrad") else 1)
         return [self._part(part, slot, how, rotation, quant, keep) for part, how in parts]
 
-    def gradients(self, dy: Tensor, products: Products, dx: bool, dw: bool) -> tuple[list[Operand], list[Operand]]:
+    def gradients(
+        self, dy: Tensor, products: Products, dx: bool, dw: bool
+    ) -> tuple[list[Operand], list[Operand]]:
         """dgrad's operand of dy [tokens, out], and wgrad's of dy^T, where dx and dw are wanted: from one read where a kernel can."""
         rows, columns = products.dgrad, products.wgrad
-        apart = rows.hadamard or (rows.g and rows.g.transform) or (columns.g and columns.g.transform) or self.probe or self.divided
+        apart = (
+            rows.hadamard
+            or (rows.g and rows.g.transform)
+            or (columns.g and columns.g.transform)
+            or self.probe
+            or self.divided
+        )
         if dx and dw and rows.g and columns.g and not apart:
             where = self._sites["dgrad.g"], self._sites["wgrad.g"]
             turn = self._turns["wgrad.g"]
-            both = quantize_both(dy, rows.g, columns.g, rotation=columns.hadamard, clock=self.clock, where=where, product=turn)
+            both = quantize_both(
+                dy, rows.g, columns.g, rotation=columns.hadamard, clock=self.clock, where=where, product=turn
+            )
             if both:
                 self._count(both)
                 return [both[0]], [both[1]]
@@ -122,7 +143,12 @@ class EmulatedLinear(nn.Linear):
         return across, self.operand(dy.t(), "wgrad.g", columns.g, columns.hadamard) if dw else []
 
     def weight_operand(
-        self, slot: str, quant: Quant | None, rotation: Hadamard | None, weight: Callable[[], Tensor], keep: bool = False
+        self,
+        slot: str,
+        quant: Quant | None,
+        rotation: Hadamard | None,
+        weight: Callable[[], Tensor],
+        keep: bool = False,
     ) -> list[Operand]:
         """The weight, which `weight` gives, as the operand `slot`: among `casts` once, but where something is drawn or looked at.
 
@@ -131,8 +157,14 @@ class EmulatedLinear(nn.Linear):
         looked_at = keep or self.probe is not None
         if self.sharded:
             part = weight()
-            packed = None if looked_at else self.sharded.operand(part, slot, quant, rotation, self.draws_at(slot))
-            return [packed] if packed else self.operand(self.sharded.numbers(part, slot), slot, quant, rotation, keep)
+            packed = (
+                None if looked_at else self.sharded.operand(part, slot, quant, rotation, self.draws_at(slot))
+            )
+            return (
+                [packed]
+                if packed
+                else self.operand(self.sharded.numbers(part, slot), slot, quant, rotation, keep)
+            )
         looked_at = looked_at or self.casts is None
         if quant is None or looked_at or self._target(slot, quant) is not None or not lasts(quant, rotation):
             return self.operand(weight(), slot, quant, rotation, keep)
@@ -148,7 +180,12 @@ class EmulatedLinear(nn.Linear):
         """dgrad's weight from fprop's: unrotated blocks of 16x16 are the same read down and across."""
         known, parts = self.casts.get("fprop.w", (None, []))
         square = quant.block == "16x16" and rotation is None and quant.transform is None
-        if slot != "dgrad.w" or not square or known != (quant, None) or parts[0].values.shape != self.weight.shape:
+        if (
+            slot != "dgrad.w"
+            or not square
+            or known != (quant, None)
+            or parts[0].values.shape != self.weight.shape
+        ):
             return None
         self._count(parts)
         return [parts[0].transposed()]
@@ -160,7 +197,9 @@ class EmulatedLinear(nn.Linear):
             elif not math.isfinite(largest):
                 self.nonfinite += 1
 
-    def _part(self, x: Tensor, slot: str, how: Quant | None, rotation: Hadamard | None, main: Quant, keep: bool) -> Operand:
+    def _part(
+        self, x: Tensor, slot: str, how: Quant | None, rotation: Hadamard | None, main: Quant, keep: bool
+    ) -> Operand:
         if how is None:
             return Operand(self.rotated(x, slot, rotation))
         result = quantize(
@@ -183,7 +222,12 @@ class EmulatedLinear(nn.Linear):
         return {"clock": self.clock, "where": self._sites[slot], "product": self._turns[slot]}
 
     def _target(self, slot: str, quant: Quant) -> Tensor | None:
-        if self.target is None or slot not in ("fprop.w", "dgrad.w") or quant.rounding != "nearest" or quant.source == "forward":
+        if (
+            self.target is None
+            or slot not in ("fprop.w", "dgrad.w")
+            or quant.rounding != "nearest"
+            or quant.source == "forward"
+        ):
             return None
         return self.target if slot == "fprop.w" else self.target.t()
 
@@ -191,12 +235,16 @@ class EmulatedLinear(nn.Linear):
         """`x` padded and rotated as the product of `slot` is, or back."""
         if rotation is None:
             return x
-        return rotate(pad(x, 1, rotation.size).contiguous(), rotation, self.clock, self._turns[slot], back=back)
+        return rotate(
+            pad(x, 1, rotation.size).contiguous(), rotation, self.clock, self._turns[slot], back=back
+        )
 
     def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor:
         """The values of an operand's parts, added up and rotated back, fp32 [rows, width]."""
         padded = width if rotation is None else width + -width % rotation.size
-        return self.rotated(sum(part.dequantize()[:, :padded] for part in parts), slot, rotation, back=True)[:, :width]
+        return self.rotated(sum(part.dequantize()[:, :padded] for part in parts), slot, rotation, back=True)[
+            :, :width
+        ]
 
     def weight_cast(self) -> Operand:
         """The weight as fprop would quantise it now (what a transform takes out apart); advances no draw, no history and no count."""
@@ -211,7 +259,9 @@ class EmulatedLinear(nn.Linear):
 
     def _weight(self) -> list[Operand]:
         spec = self.products.fprop
-        return self.operand(self.whole_weight().to(torch.bfloat16), "fprop.w", spec.w, spec.hadamard, keep=True)
+        return self.operand(
+            self.whole_weight().to(torch.bfloat16), "fprop.w", spec.w, spec.hadamard, keep=True
+        )
 
     def whole_weight(self) -> Tensor:
         """The weight [out, in] without its graph; of a sharded one, everybody's rows, whoever sharded it."""
@@ -252,16 +302,25 @@ Kept = Sequence[Tensor | None]
 def forward(layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
     """y = x w^T for x [tokens, in] and w [out, in], in x's dtype, and what `backward` needs."""
     xb, spec = x.to(torch.bfloat16), products.fprop
-    keep = {name: quant is not None and quant.estimator is not None for name, quant in (("x", spec.x), ("w", spec.w))}
+    keep = {
+        name: quant is not None and quant.estimator is not None
+        for name, quant in (("x", spec.x), ("w", spec.w))
+    }
     operands = {
         "fprop.x": layer.operand(xb, "fprop.x", spec.x, spec.hadamard, keep["x"]),
-        "fprop.w": layer.weight_operand("fprop.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16), keep["w"]),
+        "fprop.w": layer.weight_operand(
+            "fprop.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16), keep["w"]
+        ),
     }
     sources = {"fprop.x": xb, "fprop.w": w}
     for slot, copied in FORWARD_COPY.items():
         if _from_forward(products, slot):
             sources[copied] = layer.whole(operands[copied], copied, spec.hadamard, sources[copied].shape[1])
-    slopes = {slot: slope(parts[0]) for slot, parts in operands.items() if parts[0].quant and parts[0].quant.estimator}
+    slopes = {
+        slot: slope(parts[0])
+        for slot, parts in operands.items()
+        if parts[0].quant and parts[0].quant.estimator
+    }
     y = split_product(operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm]).to(x.dtype)
     return y, (*sources.values(), slopes.get("fprop.x"), slopes.get("fprop.w"))
 
@@ -285,7 +344,13 @@ def backward(
         spec = products.wgrad
         xt = layer.operand(x.t(), "wgrad.x", spec.x, spec.hadamard)
         total = split_product(gt, xt, torch.float32 if layer.divided else DTYPES[spec.dw])
-        dw = _through(layer.divided.total(total, DTYPES[spec.dw]) if layer.divided else total, w_slope, layer, "fprop.w", products)
+        dw = _through(
+            layer.divided.total(total, DTYPES[spec.dw]) if layer.divided else total,
+            w_slope,
+            layer,
+            "fprop.w",
+            products,
+        )
         dw = layer.sharded.scatter(dw) if layer.sharded else dw
     return dx, dw
 
@@ -296,11 +361,15 @@ def _from_forward(products: Products, slot: str) -> bool:
     return quant is not None and quant.source == "forward"
 
 
-def _through(gradient: Tensor, factor: Tensor | None, layer: EmulatedLinear, slot: str, products: Products) -> Tensor:
+def _through(
+    gradient: Tensor, factor: Tensor | None, layer: EmulatedLinear, slot: str, products: Products
+) -> Tensor:
     """The gradient of a cast's input from that of its output, elementwise where the cast was: in the rotated domain."""
     if factor is None:
         return gradient
     rotation, width = products.fprop.hadamard, gradient.shape[1]
     there = layer.rotated(gradient, slot, rotation)
-    back = layer.rotated((pad(there, 1, factor.shape[1]) * factor).to(gradient.dtype), slot, rotation, back=True)
+    back = layer.rotated(
+        (pad(there, 1, factor.shape[1]) * factor).to(gradient.dtype), slot, rotation, back=True
+    )
     return back[:, :width]

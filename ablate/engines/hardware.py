@@ -70,14 +70,26 @@ def refusal(machine: Machine, families: Collection[str]) -> Refusal | None:
     if machine.version is None:
         return Refusal("Transformer Engine is not installed", INSTALL)
     if not machine.native:
-        return Refusal(f"Transformer Engine {machine.version} is here without its native part, as Python alone", INSTALL)
+        return Refusal(
+            f"Transformer Engine {machine.version} is here without its native part, as Python alone", INSTALL
+        )
     if _number(machine.version) < OLDEST:
-        return Refusal(f"Transformer Engine {machine.version} is older than {'.'.join(map(str, OLDEST))}", INSTALL)
-    missing = sorted({NAMES[family] for family in families if family in NAMES and family not in _computes(machine.capability)})
+        return Refusal(
+            f"Transformer Engine {machine.version} is older than {'.'.join(map(str, OLDEST))}", INSTALL
+        )
+    missing = sorted(
+        {
+            NAMES[family]
+            for family in families
+            if family in NAMES and family not in _computes(machine.capability)
+        }
+    )
     if not missing:
         return None
     gpu = f"SM {machine.capability[0]}.{machine.capability[1]}"
-    return Refusal(f"this GPU, {gpu}, does not train {' or '.join(missing)}{_instead(machine.capability)}", EMULATE)
+    return Refusal(
+        f"this GPU, {gpu}, does not train {' or '.join(missing)}{_instead(machine.capability)}", EMULATE
+    )
 
 
 def _computes(capability: tuple[int, int]) -> set[str]:
@@ -92,7 +104,11 @@ def _instead(capability: tuple[int, int]) -> str:
     return " (FP8 with one scale a tensor it does)" if capability >= (8, 9) else ""
 
 
-_STRAYS = ("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
+_STRAYS = (
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+    "NVTE_USE_FAST_MATH",
+    "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH",
+)
 """The environment variables that change numbers and that no argument overrides: powers of two as scales, approximate reciprocals in
 casts, errors of Four Over Six by way of fp16."""
 
@@ -110,7 +126,11 @@ def driver() -> str | None:
 
 
 def _number(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.match(r"\d+(\.\d+)*", text)[0].split(".")) if re.match(r"\d", text) else (0,)
+    return (
+        tuple(int(part) for part in re.match(r"\d+(\.\d+)*", text)[0].split("."))
+        if re.match(r"\d", text)
+        else (0,)
+    )
 
 
 def _capability() -> tuple[int, int] | None:
@@ -122,5 +142,8 @@ def _capability() -> tuple[int, int] | None:
     device, values = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
     if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
         return None
-    wrong = [cuda.cuDeviceGetAttribute(ctypes.byref(value), name, device) for value, name in zip(values, (_MAJOR, _MINOR), strict=True)]
+    wrong = [
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), name, device)
+        for value, name in zip(values, (_MAJOR, _MINOR), strict=True)
+    ]
     return None if any(wrong) else (values[0].value, values[1].value)

@@ -59,5 +59,11 @@ def agreed(machine: Machine) -> set[str]:
         if document["compared"] != subject(machine) or document["fast"]:
             return set()
         return {family for family, verdict in document["families"].items() if verdict == AGREES}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or half a file, or another program's
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # none, or half a file, or another program's
         return set()

@@ -63,14 +63,22 @@ class Sharded:
         from torch.distributed.tensor import Shard, distribute_tensor
 
         rank, count, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
-        layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [Shard(0)], src_data_rank=None), layer.weight.requires_grad)
+        layer.weight = nn.Parameter(
+            distribute_tensor(layer.weight.data, mesh, [Shard(0)], src_data_rank=None),
+            layer.weight.requires_grad,
+        )
         self.mesh, self.count = mesh, count
         self.shares = {"fprop.w": Share(0, rank, count, group), "dgrad.w": Share(1, rank, count, group)}
         self.gathered, self.in_bf16 = 0, 0
         """Bytes of the weight that products have asked for so far, and what they would have been in bf16."""
 
     def operand(
-        self, part: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, draws_at: Mapping[str, Any]
+        self,
+        part: Tensor,
+        slot: str,
+        quant: Quant | None,
+        rotation: Hadamard | None,
+        draws_at: Mapping[str, Any],
     ) -> Operand | None:
         """Return the weight as the operand `slot`, gathered as codes and block scales; None where only its numbers can be gathered.
 
@@ -126,7 +134,11 @@ def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, share: S
     """
     if quant is None or quant.source == "forward" or quant.estimator is not None or quant.outer is None:
         return False
-    if draws(quant) or (rotation is not None and rotation.signs == "per_call") or quant.outer.statistic != "amax":
+    if (
+        draws(quant)
+        or (rotation is not None and rotation.signs == "per_call")
+        or quant.outer.statistic != "amax"
+    ):
         return False
     try:
         refuse(quant)

@@ -42,7 +42,9 @@ def casts(x: Tensor, copy: Format) -> tuple[Cast, ...]:
 def _nvfp4(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
     """Two codes a byte, the transpose stored as such; scales are padded to tiles of 128 by 4."""
     (rows, columns), found = shape, []
-    for way, (height, width) in (("rowwise", (rows, columns)), ("columnwise", (columns, rows)))[: 1 if copy.rows else 2]:
+    for way, (height, width) in (("rowwise", (rows, columns)), ("columnwise", (columns, rows)))[
+        : 1 if copy.rows else 2
+    ]:
         codes = unpack(getattr(made, f"_{way}_data").view(torch.uint8))
         scales = getattr(made, f"_{way}_scale_inv").view(torch.float8_e4m3fn)[:height, : width // 16]
         found.append(Cast(codes, scales.float(), getattr(made, f"_amax_{way}")))
@@ -53,8 +55,13 @@ def _mxfp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
     """The columnwise copy lies as the tensor does, its scales [rows / 32, columns]; both are padded."""
     rows, columns = shape
     row = made._rowwise_data.view(_dtype(copy.element)), made._rowwise_scale_inv[:rows, : columns // 32]
-    column = made._columnwise_data.view(_dtype(copy.element)).t(), made._columnwise_scale_inv[: rows // 32, :columns].t()
-    return tuple(Cast(codes.float(), torch.exp2(biased.float() - 127), None) for codes, biased in (row, column))
+    column = (
+        made._columnwise_data.view(_dtype(copy.element)).t(),
+        made._columnwise_scale_inv[: rows // 32, :columns].t(),
+    )
+    return tuple(
+        Cast(codes.float(), torch.exp2(biased.float() - 127), None) for codes, biased in (row, column)
+    )
 
 
 def _fp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:

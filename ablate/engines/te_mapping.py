@@ -11,7 +11,11 @@ from ablate.numerics.spec import BlockScale, Quant, argument, tag
 from ablate.recipes.recipe import DIRECTIONS, FORWARD_COPY, Product, Products, Recipe
 
 Family = Literal["high", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
-TENSORS = {"input": ("fprop.x", "wgrad.x"), "weight": ("fprop.w", "dgrad.w"), "grad_output": ("dgrad.g", "wgrad.g")}
+TENSORS = {
+    "input": ("fprop.x", "wgrad.x"),
+    "weight": ("fprop.w", "dgrad.w"),
+    "grad_output": ("dgrad.g", "wgrad.g"),
+}
 """TE's name of each tensor of a linear layer, and the slots that its rowwise and its columnwise copy are."""
 TE_ELEMENTS = {"e2m1": "kFloat4E2M1", "e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
 """The elements that TE multiplies, with TE's names of their types."""
@@ -79,7 +83,8 @@ def te_recipe(products: Products) -> Description:
     if products.plain:
         return None
     copies = {
-        tensor: Copies(*(_format(products, slot) for slot in slots), _requantised(products, slots)) for tensor, slots in TENSORS.items()
+        tensor: Copies(*(_format(products, slot) for slot in slots), _requantised(products, slots))
+        for tensor, slots in TENSORS.items()
     }
     custom = Custom(**copies)
     return _builtin(custom) or custom
@@ -102,7 +107,13 @@ def variants(recipe: Recipe) -> Iterator[Products]:
     """All products that may be in force in some layer at some time: any set of phases may hold, the later deciding."""
     states = [[recipe.products, *(rule.use for rule in recipe.layers.rules if rule.use)]]
     for phase in recipe.schedule:
-        states.append([products.replaced(phase.slots, phase.use or Products()) for earlier in states for products in earlier])
+        states.append(
+            [
+                products.replaced(phase.slots, phase.use or Products())
+                for earlier in states
+                for products in earlier
+            ]
+        )
     return iter(dict.fromkeys(products for state in states for products in state))
 
 
@@ -132,14 +143,19 @@ def _quant_refusals(slot: str, quant: Quant) -> Iterator[str]:
         *others, last = TE_ELEMENTS
         yield f"element {quant.element}: Transformer Engine multiplies {', '.join(others)} and {last}"
         return
-    yield from {"nvfp4": _nvfp4_refusals, "mxfp8": _mxfp8_refusals}.get(_family(quant), _fp8_refusals)(slot, quant)
+    yield from {"nvfp4": _nvfp4_refusals, "mxfp8": _mxfp8_refusals}.get(_family(quant), _fp8_refusals)(
+        slot, quant
+    )
     if quant.transform is not None:
         yield "transform: Transformer Engine takes nothing out of an operand; write null"
     if quant.estimator is not None:
         yield "estimator: Transformer Engine passes the gradient of a cast straight through; write null"
     if quant.range.headroom != 1:
         yield f"range.headroom {quant.range.headroom:g}: Transformer Engine's block scale has none; write 1"
-    if quant.range.statistic != "amax" or quant.range.map_to not in (None, 6.0 if quant.element == "e2m1" else None):
+    if quant.range.statistic != "amax" or quant.range.map_to not in (
+        None,
+        6.0 if quant.element == "e2m1" else None,
+    ):
         yield "range: Transformer Engine maps a block's largest magnitude to the element's maximum; leave statistic and map_to out"
     if quant.range.prescale != 1:
         yield f"range.prescale {quant.range.prescale:g}: Transformer Engine scales by no other factor; write 1"
@@ -274,7 +290,12 @@ def _format(products: Products, slot: str) -> Format:
 def _builtin(custom: Custom) -> Builtin | None:
     """The class of TE that is these copies, None where only a recipe of single quantisers is."""
     forward = {custom.input.row.family, custom.weight.row.family}
-    backward = {custom.input.column.family, custom.weight.column.family, custom.grad_output.row.family, custom.grad_output.column.family}
+    backward = {
+        custom.input.column.family,
+        custom.weight.column.family,
+        custom.grad_output.row.family,
+        custom.grad_output.column.family,
+    }
     requantised = custom.input.requantised or custom.weight.requantised
     if len(forward) > 1 or "high" in forward or requantised or backward not in (forward, {"high"}):
         return None
@@ -310,7 +331,14 @@ def _nvfp4_options(custom: Custom) -> tuple | None:
     forward_only = x.column.family == "high"
     if not forward_only and (
         (g.row.stochastic, w.row.square, x.row.chosen, x.row.bound, w.row.chosen, w.row.bound)
-        != (g.column.stochastic, w.column.square, x.column.chosen, x.column.bound, w.column.chosen, w.column.bound)
+        != (
+            g.column.stochastic,
+            w.column.square,
+            x.column.chosen,
+            x.column.bound,
+            w.column.chosen,
+            w.column.bound,
+        )
         or x.column.stochastic
         or x.row.rows
     ):
@@ -320,7 +348,12 @@ def _nvfp4_options(custom: Custom) -> tuple | None:
     alike = len({(copy.chosen, copy.bound) for copy in chosen}) <= 1
     if not signs or not alike or x.row.stochastic or (x.row.rows and chosen):
         return None
-    where = {(True, True): "all", (True, False): "activations", (False, True): "weights", (False, False): "none"}
+    where = {
+        (True, True): "all",
+        (True, False): "activations",
+        (False, True): "weights",
+        (False, False): "none",
+    }
     four_over_six = next(iter(chosen), Format(chosen="MAE", bound=256))
     return (
         ("disable_rht", not x.column.rotated),

@@ -55,7 +55,9 @@ class Draws:
 
 def seed(device: torch.device, number: int) -> None:
     """Let what TE draws on this GPU from now on follow from `number`."""
-    torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(number)
+    torch.cuda.default_generators[
+        torch.cuda.current_device() if device.index is None else device.index
+    ].manual_seed(number)
 
 
 class Memory:
@@ -81,7 +83,9 @@ class Memory:
             self.history.note(made.amax[0], self.clock, copy.history)
             return found
 
-        made.quantize_impl = remembered  # no class of our own: the native part knows quantisers by their exact type
+        made.quantize_impl = (
+            remembered  # no class of our own: the native part knows quantisers by their exact type
+        )
         return made
 
     def _scale(self, scale: Tensor, x: Tensor, copy: Format) -> None:
@@ -131,7 +135,9 @@ class NativeLinear(EmulatedLinear):
             return super().forward(x)
         rows = x.reshape(-1, self.in_features).to(torch.bfloat16).contiguous()
         if rows.shape[0] % MULTIPLE:
-            raise ValueError(f"{self.name}: {rows.shape[0]} tokens, and Transformer Engine takes multiples of {MULTIPLE}")
+            raise ValueError(
+                f"{self.name}: {rows.shape[0]} tokens, and Transformer Engine takes multiples of {MULTIPLE}"
+            )
         self.draws.at(rows.device)
         with torch.autocast(rows.device.type, enabled=False):
             y = self._product(description, *_Once.apply(rows, self.weight.to(torch.bfloat16)))
@@ -143,21 +149,31 @@ class NativeLinear(EmulatedLinear):
         """y = x w^T under one of TE's recipes, differentiable in both; RuntimeError where TE has used another."""
         te = library()
         if description not in self._layers:
-            layer = te.Linear(self.in_features, self.out_features, bias=False, params_dtype=torch.bfloat16, device="meta")
+            layer = te.Linear(
+                self.in_features, self.out_features, bias=False, params_dtype=torch.bfloat16, device="meta"
+            )
             self._layers[description] = layer, self._recipe(description)
         layer, wanted = self._layers[description]
         with te.autocast(enabled=True, recipe=wanted):
             y = torch.func.functional_call(layer, {"weight": w}, (x,))
-        took = layer.fp8 and all(getattr(layer.fp8_meta.get(key), "recipe", None) is wanted for key in ("scaling_fwd", "scaling_bwd"))
+        took = layer.fp8 and all(
+            getattr(layer.fp8_meta.get(key), "recipe", None) is wanted
+            for key in ("scaling_fwd", "scaling_bwd")
+        )
         if not took:
-            raise RuntimeError(f"{self.name}: Transformer Engine has not taken up the recipe in force, {wanted}")
+            raise RuntimeError(
+                f"{self.name}: Transformer Engine has not taken up the recipe in force, {wanted}"
+            )
         return y
 
     def _recipe(self, description: Builtin | Custom) -> Any:
         """TE's recipe object: of this layer alone where it has histories."""
         if "fp8_delayed" not in formats(description):
             return build(description)
-        memories = {tensor: Memory(self.histories[slots[0]], self.clock, self.weight.device) for tensor, slots in TENSORS.items()}
+        memories = {
+            tensor: Memory(self.histories[slots[0]], self.clock, self.weight.device)
+            for tensor, slots in TENSORS.items()
+        }
         return library().recipes.CustomRecipe(qfactory=factory(description, memories), backward_override=None)
 
 
@@ -168,7 +184,9 @@ class NativeEngine(Engine):
         """Put the recipe of step `step` (from 0) of `run` in force, and return it."""
         told = [amaxes for amaxes in self.histories(step - 1) if isinstance(amaxes[step - 1], Tensor)]
         if told:  # as numbers, all at once: a scale waits for none of them then
-            for amaxes, amax in zip(told, torch.stack([amaxes[step - 1] for amaxes in told]).tolist(), strict=True):
+            for amaxes, amax in zip(
+                told, torch.stack([amaxes[step - 1] for amaxes in told]).tolist(), strict=True
+            ):
                 amaxes[step - 1] = amax
         return super().at(step, run)
 
@@ -183,13 +201,17 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
     if reason:
         raise ValueError(f"engine transformer_engine: {reason}")
     if stray := stray_switch():
-        raise ValueError(f"engine transformer_engine: {stray} is set and would change numbers behind the recipe's back; unset it")
+        raise ValueError(
+            f"engine transformer_engine: {stray} is set and would change numbers behind the recipe's back; unset it"
+        )
     draws = Draws(clock)
     for name in quantisable(model):
         linear = model.get_submodule(name)
         if not recipe.plain and (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE):
             found = f"{linear.in_features} to {linear.out_features} features"
-            raise ValueError(f"{name}: {found}, and Transformer Engine takes multiples of {MULTIPLE}; use engine: emulated")
+            raise ValueError(
+                f"{name}: {found}, and Transformer Engine takes multiples of {MULTIPLE}; use engine: emulated"
+            )
     replaced(model, lambda linear, name: NativeLinear(linear, name, clock, DTYPES[recipe.dtype], draws))
     return NativeEngine(model, recipe, clock)
 
@@ -240,7 +262,9 @@ def factory(custom: Custom, memories: Mapping[str, Memory] | None = None) -> Cal
             return quantiser(copies.column)  # TE rotates the columnwise copy alone
         source = "rowwise_dequantized" if copies.requantised else "original"
         row, column = quantiser(copies.row), quantiser(copies.column)
-        return library().te.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source=source)
+        return library().te.HybridQuantizer(
+            rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source=source
+        )
 
     return for_role
 
@@ -265,7 +289,9 @@ def quantiser(copy: Format) -> Any:
         case "mxfp8":
             return te.MXFP8Quantizer(_dtype(copy), with_2d_quantization=copy.square)
         case "fp8":
-            return te.Float8CurrentScalingQuantizer(_dtype(copy), device=torch.device("cuda"), force_pow_2_scales=False)
+            return te.Float8CurrentScalingQuantizer(
+                _dtype(copy), device=torch.device("cuda"), force_pow_2_scales=False
+            )
     return te.IdentityQuantizer()
 
 

@@ -116,7 +116,9 @@ class Ramping:
     def __init__(self, spec: QRamping, layers: Mapping[str, Layer]) -> None:
         self.spec, self.layers = spec, layers
         self.travels: dict[str, Travel] = {}
-        self.waits = {name: torch.ones_like(layer.weight, requires_grad=False) for name, layer in layers.items()}
+        self.waits = {
+            name: torch.ones_like(layer.weight, requires_grad=False) for name, layer in layers.items()
+        }
         self.sums = {name: torch.zeros_like(wait) for name, wait in self.waits.items()}
         self.counts = {name: torch.zeros_like(wait) for name, wait in self.waits.items()}
         self.kept: dict[str, list[Tensor]] = {}
@@ -130,12 +132,19 @@ class Ramping:
             self.counts[name] += 1  # not the wait, which a measurement may have changed in between
             layer.weight.grad = self.sums[name] / self.counts[name]
             state = optimizer.state.get(layer.weight, {})
-            moments = [state[key].clone() if state else torch.zeros_like(layer.weight) for key in ("exp_avg", "exp_avg_sq")]
+            moments = [
+                state[key].clone() if state else torch.zeros_like(layer.weight)
+                for key in ("exp_avg", "exp_avg_sq")
+            ]
             self.kept[name] = [layer.weight.detach().clone(), *moments]
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
-        decays = {id(p): 1 - group["lr"] * group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        decays = {
+            id(p): 1 - group["lr"] * group["weight_decay"]
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         for name, layer in self.layers.items():
             count, (w, *moments) = self.counts[name], self.kept[name]
             due = (step + 1) % self.waits[name] == 0
@@ -149,7 +158,12 @@ class Ramping:
         self._measure(step)
 
     def state(self) -> dict[str, Any]:
-        return {"travels": _travelled(self.travels), "waits": self.waits, "sums": self.sums, "counts": self.counts}
+        return {
+            "travels": _travelled(self.travels),
+            "waits": self.waits,
+            "sums": self.sums,
+            "counts": self.counts,
+        }
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         self.travels = {name: Travel.from_state(travel) for name, travel in state["travels"].items()}
@@ -191,12 +205,20 @@ class WeightRules:
 
     def _begin(self, quantised: list[str]) -> None:
         layers = {name: self.layers[name] for name in quantised}
-        wanted = ((Resetting, self.spec.osci_reset), (Averaging, self.spec.q_ema), (Ramping, self.spec.q_ramping))
+        wanted = (
+            (Resetting, self.spec.osci_reset),
+            (Averaging, self.spec.q_ema),
+            (Ramping, self.spec.q_ramping),
+        )
         self.names, self.rules = quantised, [rule(spec, layers) for rule, spec in wanted if spec]
 
     def state(self) -> dict[str, Any] | None:
         """What a later attempt needs to go on: the layers that rules act on, and what each rule remembers; None before the first step."""
-        return None if self.rules is None else {"names": self.names, "rules": [rule.state() for rule in self.rules]}
+        return (
+            None
+            if self.rules is None
+            else {"names": self.names, "rules": [rule.state() for rule in self.rules]}
+        )
 
     def restore(self, state: dict[str, Any] | None, step: int) -> None:
         """After `step` steps, as `state` told it."""
@@ -213,5 +235,7 @@ class WeightRules:
         for rule in self.rules:
             rule.after(optimizer, step, run)
         if self.spec.master == "bf16":
-            for parameter in (p for p in self.model.parameters() if p.requires_grad):  # adapters among them, which came later
+            for parameter in (
+                p for p in self.model.parameters() if p.requires_grad
+            ):  # adapters among them, which came later
                 parameter.copy_(parameter.to(torch.bfloat16))

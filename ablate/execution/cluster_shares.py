@@ -65,7 +65,9 @@ class Shares:
         default of the clock here, since those of the machines that ask may differ.
         """
         now = time.monotonic() if now is None else now
-        self._sweeps = {name: known for name, known in self._sweeps.items() if now - known.heard < FORGET_SECONDS}
+        self._sweeps = {
+            name: known for name, known in self._sweeps.items() if now - known.heard < FORGET_SECONDS
+        }
         self._count(sweep, claim, now)
         peers = {name: known.claim for name, known in self._sweeps.items() if known.claim.kind == claim.kind}
         found, turns = plan(peers, {name: self._sweeps[name].spent for name in peers})
@@ -79,7 +81,9 @@ class Shares:
 
     def _count(self, sweep: str, claim: Claim, now: float) -> None:
         """Note what a sweep asks for, and what it has had since it last asked. One that comes has had as much as who had the least."""
-        peers = [known for name, known in self._sweeps.items() if known.claim.kind == claim.kind and name != sweep]
+        peers = [
+            known for name, known in self._sweeps.items() if known.claim.kind == claim.kind and name != sweep
+        ]
         known = self._sweeps.get(sweep)
         if known is None:
             known = _Standing(claim, now, min((peer.spent for peer in peers), default=0.0))
@@ -90,7 +94,9 @@ class Shares:
 
 def plan(claims: Mapping[str, Claim], spent: Mapping[str, float]) -> tuple[dict[str, list[Place]], bool]:
     """Every sweep's places, and whether some sweep has to wait for its turn. The same claims make the same plan: nobody is moved about."""
-    steady = sorted((name for name in claims if claims[name].wants > 0), key=lambda name: -claims[name].size)  # gangs while there is room
+    steady = sorted(
+        (name for name in claims if claims[name].wants > 0), key=lambda name: -claims[name].size
+    )  # gangs while there is room
     found = _seat(steady, claims)
     turns = len(found) < len(steady)
     if turns:
@@ -151,7 +157,9 @@ def fit(claim: Claim, free: Mapping[str, float]) -> Place | None:
         each = claim.ranks // parts
         large = [node for node in fits if fits[node] >= each]
         if claim.ranks % parts == 0 and len(large) >= parts:
-            return dict.fromkeys(sorted(large, key=lambda node: (fits[node], node))[:parts], each)  # the fullest: the others stay whole
+            return dict.fromkeys(
+                sorted(large, key=lambda node: (fits[node], node))[:parts], each
+            )  # the fullest: the others stay whole
     place: Place = {}
     for node in sorted(fits, key=lambda node: (-fits[node], node)):
         if fits[node] and sum(place.values()) < claim.ranks:

@@ -130,9 +130,13 @@ class Controller:
             self._say(f"{requeued} trials were left unfinished and go on")
 
     def _draw(self) -> Any:
-        from ablate.execution.projections import Pictures  # Optuna and pandas: only once the first line is on the screen
+        from ablate.execution.projections import (
+            Pictures,
+        )  # Optuna and pandas: only once the first line is on the screen
 
-        return Pictures(self.experiment, self.ledger, self.state, self.folder, self._mlflow, busy=self._work_left())
+        return Pictures(
+            self.experiment, self.ledger, self.state, self.folder, self._mlflow, busy=self._work_left()
+        )
 
     def _loop(self, executor: Executor) -> Iterator[Progress]:
         self.pictures.refresh()  # or a study that was drawn again would ask while every point looks as if it still ran
@@ -140,10 +144,14 @@ class Controller:
             self._obey(executor)
             executor.wanted = self._wanted()
             self._slots = executor.slots
-            while len(self._running) < executor.slots and self._may_start(executor) and (work := self._next()):
+            while (
+                len(self._running) < executor.slots and self._may_start(executor) and (work := self._next())
+            ):
                 self._submit(executor, work)
                 yield self._progress()
-            if not self._running and (executor.slots or not self._may_start(executor)):  # without a slot, its turn is to come
+            if not self._running and (
+                executor.slots or not self._may_start(executor)
+            ):  # without a slot, its turn is to come
                 if not self.agenda:
                     self._extend()  # the last points that were proposed may all repeat earlier ones
                     if self.agenda:
@@ -163,7 +171,13 @@ class Controller:
         self._extended, search = now, self.experiment.search
         if self.experiment.growth:
             self._news += self.agenda.grow()
-        elif search and search.confirm and not self._confirmed and not self._running and self.agenda.asks_left <= 0:
+        elif (
+            search
+            and search.confirm
+            and not self._confirmed
+            and not self._running
+            and self.agenda.asks_left <= 0
+        ):
             self._confirmed = True
             self._news += self.agenda.confirm()
 
@@ -172,7 +186,9 @@ class Controller:
 
     def _wanted(self) -> int:
         """Trials that run, wait, or may still be proposed."""
-        return len(self._running) + len(self.agenda) + max(0, self.agenda.asks_left) * len(self.experiment.seeds)
+        return (
+            len(self._running) + len(self.agenda) + max(0, self.agenda.asks_left) * len(self.experiment.seeds)
+        )
 
     def _spent(self) -> bool:
         """Whether the budget of this run is used up."""
@@ -182,7 +198,11 @@ class Controller:
         if budget.hours is not None and now - self._started >= 3600 * budget.hours:
             return True
         used = self._slot_seconds + sum(now - running.started for running in self._running.values())
-        return budget.cost is not None and self.wishes.price is not None and used / 3600 * self.wishes.price >= budget.cost
+        return (
+            budget.cost is not None
+            and self.wishes.price is not None
+            and used / 3600 * self.wishes.price >= budget.cost
+        )
 
     def _status(self) -> Status:
         if self._halt:
@@ -198,7 +218,9 @@ class Controller:
             if self.agenda.asks_left > 0:
                 left += f" and {self.agenda.asks_left} arms not proposed"
             why = f"Partial: the budget is reached, and {left}. The same command goes on."
-        return Outcome(status, self._ran, len(self.agenda.reused), self._failures(), time.time() - self._started, why)
+        return Outcome(
+            status, self._ran, len(self.agenda.reused), self._failures(), time.time() - self._started, why
+        )
 
     def _failures(self) -> int:
         return sum(self.agenda.count[status] for status in ("failed", "oom", "stopped"))
@@ -237,7 +259,10 @@ class Controller:
     def _stop_for_space(self, amount: str) -> None:
         """Start nothing more: the disk is full, or nearly."""
         if not self._halt:
-            self._halt = "disk", f"The disk of {self.state} is full: free {amount}, then run the same command again. Nothing is lost."
+            self._halt = (
+                "disk",
+                f"The disk of {self.state} is full: free {amount}, then run the same command again. Nothing is lost.",
+            )
 
     def _next(self) -> Work | None:
         while not self.agenda and self.agenda.asks_left > 0:
@@ -247,7 +272,9 @@ class Controller:
             except KnobError as error:
                 self.pictures.study.refuse(number, str(error))
                 self._say(f"point {number} cannot be run: {error}")
-        return self.agenda.next({name for running in self._running.values() for _, name in running.request.fork})
+        return self.agenda.next(
+            {name for running in self._running.values() for _, name in running.request.fork}
+        )
 
     def _submit(self, executor: Executor, work: Work) -> None:
         if self.agenda.adopt(work.trial, work.spec.id):  # another sweep was faster
@@ -268,7 +295,15 @@ class Controller:
         )
         estimate = work.part * self.agenda.clock.pace.seconds(work.load)
         self._running[work.spec.id] = Running(
-            one_line(work.arm.name), work.seed, work.trial, attempt, time.time(), work.spec.config.steps, estimate, request, work
+            one_line(work.arm.name),
+            work.seed,
+            work.trial,
+            attempt,
+            time.time(),
+            work.spec.config.steps,
+            estimate,
+            request,
+            work,
         )
         executor.submit(request)
 
@@ -287,7 +322,9 @@ class Controller:
                 reason = "its arm was stopped by hand" if order["stop"] == "arm" else "stopped by hand"
                 self._end_trials(executor, partial(_ordered, order), "stopped", reason)
 
-    def _end_trials(self, executor: Executor, meant: Callable[[Work], bool], status: str, reason: str) -> None:
+    def _end_trials(
+        self, executor: Executor, meant: Callable[[Work], bool], status: str, reason: str
+    ) -> None:
         """End the trials in flight that are meant; those that wait are not run. All keep what they recorded."""
         for trial_id, running in self._running.items():
             if meant(running.work) and not running.ending:
@@ -314,7 +351,9 @@ class Controller:
             self._record(running, message.events)
             self._prune(executor, running.trial)
         elif isinstance(message, Waiting):
-            self._say(f"{running.name} seed={running.seed}: waits for {message.holder}, which runs the same trial")
+            self._say(
+                f"{running.name} seed={running.seed}: waits for {message.holder}, which runs the same trial"
+            )
         elif isinstance(message, Ended):
             self._end(executor, trial_id, running, message)
             self._prune(executor, running.trial)
@@ -350,14 +389,20 @@ class Controller:
         else:
             self._give_up(running, outcome, reason, end.log if outcome == "oom" else "")
 
-    def _finished(self, trial_id: str, running: Running, outcome: str, reason: str | None, result: dict[str, Any]) -> None:
+    def _finished(
+        self, trial_id: str, running: Running, outcome: str, reason: str | None, result: dict[str, Any]
+    ) -> None:
         self._ran += 1
         if outcome == "done" and running.steps > running.begun:
-            self.agenda.clock.pace.learn(running.work.load, result["seconds"] * running.steps / (running.steps - running.begun))
+            self.agenda.clock.pace.learn(
+                running.work.load, result["seconds"] * running.steps / (running.steps - running.begun)
+            )
         self.agenda.settle(running.trial, outcome, reason, result["seconds"])
         self.pictures.settled(running.trial)
         final = self.ledger.last_value(running.trial, self.experiment.metric.name)
-        ending = f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
+        ending = (
+            f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
+        )
         self._say(f"{running.name} seed={running.seed}: {ending} ({result['seconds']:.0f} s)")
 
     def _failed(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
@@ -367,7 +412,9 @@ class Controller:
             return
         tries = self.ledger.attempts_since(running.trial, self._started)
         if tries <= self.experiment.retry and not self._halt:
-            self._say(f"{running.name} seed={running.seed}: {end.reason}; retry {tries}/{self.experiment.retry}")
+            self._say(
+                f"{running.name} seed={running.seed}: {end.reason}; retry {tries}/{self.experiment.retry}"
+            )
             attempt = self.agenda.start(running.trial, trial_id, time.time())
             request = replace(running.request, attempt=attempt)
             self._running[trial_id] = replace(
@@ -391,11 +438,15 @@ class Controller:
         for event in events:
             if event.get("events") and not running.guarded and not ENDINGS & event["metrics"].keys():
                 running.guarded = True
-                self._say(f"{running.name} seed={running.seed} step {event['step']}: {event['events'][0]}; more of it in the report")
+                self._say(
+                    f"{running.name} seed={running.seed} step {event['step']}: {event['events'][0]}; more of it in the report"
+                )
             if event.get("alarms") and not running.warned:
                 running.warned = True
                 more = f" (and {len(event['alarms']) - 1} more)" if event["alarms"][1:] else ""
-                self._say(f"{running.name} seed={running.seed} step {event['step']}: alarm: {event['alarms'][0]}{more}")
+                self._say(
+                    f"{running.name} seed={running.seed} step {event['step']}: alarm: {event['alarms'][0]}{more}"
+                )
 
     def _interrupted(self) -> None:
         now = time.time()

@@ -64,8 +64,16 @@ class Load:
 
     def distance(self, other: "Load") -> float:
         """Difference in size, and more where recipe or precision differ."""
-        difference = abs(math.log(max(self.cost, 1e-9) / self.steps) - math.log(max(other.cost, 1e-9) / other.steps))
-        return difference + (_OTHER_PRECISION if self.plain != other.plain else _OTHER_RECIPE if self.recipe != other.recipe else 0.0)
+        difference = abs(
+            math.log(max(self.cost, 1e-9) / self.steps) - math.log(max(other.cost, 1e-9) / other.steps)
+        )
+        return difference + (
+            _OTHER_PRECISION
+            if self.plain != other.plain
+            else _OTHER_RECIPE
+            if self.recipe != other.recipe
+            else 0.0
+        )
 
 
 class Pace:
@@ -98,7 +106,9 @@ class Pace:
 
     def _scale(self, load: Load) -> float:
         """Median of seconds over cost among the trials most like this one."""
-        near = sorted((load.distance(other), -order, ratio) for order, (other, ratio) in enumerate(self._measured))
+        near = sorted(
+            (load.distance(other), -order, ratio) for order, (other, ratio) in enumerate(self._measured)
+        )
         return median(ratio for distance, _, ratio in near[:_NEAREST] if distance <= near[0][0] + _AS_NEAR)
 
 
@@ -159,7 +169,12 @@ class Clock:
         longest = max((min(1.0, self._waiting[load]) * each for load, each in seconds.items()), default=0.0)
         waiting += sum(count * self.pace.seconds(load) for load, count in later.items())
         parts = [(item, (item.step - item.begun) / max(1, item.steps - item.begun)) for item in running]
-        return time_left(waiting, longest, [trial_left(item.estimate, self._at - item.started, done) for item, done in parts], slots)
+        return time_left(
+            waiting,
+            longest,
+            [trial_left(item.estimate, self._at - item.started, done) for item, done in parts],
+            slots,
+        )
 
 
 # Measured trials
@@ -169,7 +184,9 @@ def _results(root: Path, kind: tuple[str, str, str], config: Spec) -> Iterator[t
     """Load and seconds of the newest finished trials like these, newest first; seconds as if all steps had been computed."""
     ours, data = config.model_dump(mode="json"), config.fingerprint()
     for folder in _newest(root / "trials"):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # of another version, or damaged: whoever adopts it says so
+        with suppress(
+            OSError, ValueError, KeyError, TypeError
+        ):  # of another version, or damaged: whoever adopts it says so
             result, spec = (json.loads((folder / name).read_bytes()) for name in ("result.json", "spec.json"))
             if (*spec["workload"], spec["engine"], spec["device"]) != kind or result["status"] != "done":
                 continue
@@ -224,7 +241,11 @@ def unproposed(experiment: Experiment, asks: int, confirms: bool, device: str) -
     points = min(max(0, asks), experiment.most_searched)
     workload = [knob for knob in experiment.space if knob.startswith("workload.")]
     needed = {*workload, *(other for knob in workload for other in conditions(knob, experiment.space))}
-    own = size({knob: one for knob, one in experiment.space.items() if knob in needed}, points) if workload else 0
+    own = (
+        size({knob: one for knob, one in experiment.space.items() if knob in needed}, points)
+        if workload
+        else 0
+    )
     counts = (points * len(experiment.seeds) + again, own * len(experiment.seeds) + again)
     found: Counter[Load] = Counter()
     for arm, count in zip(_typical(experiment), counts, strict=True):
@@ -244,5 +265,7 @@ def _typical(experiment: Experiment) -> tuple[Arm, Arm]:
 def _middle(dimension: Dimension) -> Any:
     if dimension.kind == "choice":
         return dimension.choices[len(dimension.choices) // 2]
-    middle = math.sqrt(dimension.low * dimension.high) if dimension.log else (dimension.low + dimension.high) / 2
+    middle = (
+        math.sqrt(dimension.low * dimension.high) if dimension.log else (dimension.low + dimension.high) / 2
+    )
     return round(middle) if dimension.kind == "int" else middle

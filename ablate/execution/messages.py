@@ -201,5 +201,7 @@ def _validated(adapter: TypeAdapter[Any], line: bytes, name: str) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "line"
-        sentence = f"malformed {name}: {field}: {first['msg']}; it begins {line[:80].decode(errors='replace')!r}"
+        sentence = (
+            f"malformed {name}: {field}: {first['msg']}; it begins {line[:80].decode(errors='replace')!r}"
+        )
         raise (TornLine if first["type"] == "json_invalid" else MalformedMessage)(sentence) from None

@@ -34,7 +34,9 @@ class Hook:
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send the message, without waiting for that."""
-        thread = threading.Thread(target=self._send, args=(json.dumps(message).encode(),), name="notify", daemon=True)
+        thread = threading.Thread(
+            target=self._send, args=(json.dumps(message).encode(),), name="notify", daemon=True
+        )
         self._threads.append(thread)
         thread.start()
 
@@ -53,7 +55,11 @@ class Hook:
     def _send(self, message: bytes) -> None:
         try:
             why = self._post(message) if self._url else self._call(message)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:  # no network, no such host, no answer in time
+        except (
+            OSError,
+            ValueError,
+            subprocess.SubprocessError,
+        ) as error:  # no network, no such host, no answer in time
             why = f"{type(error).__name__}: {error}"
         if why:
             self._troubles.append(f"notify: {redact(why.splitlines()[0], self._address)}")
@@ -68,14 +74,24 @@ class Hook:
                 return f"the server answered {error.code} {error.reason}"
 
     def _call(self, message: bytes) -> str | None:
-        done = subprocess.run(self._words, input=message, capture_output=True, timeout=_COMMAND_SECONDS, check=False)
+        done = subprocess.run(
+            self._words, input=message, capture_output=True, timeout=_COMMAND_SECONDS, check=False
+        )
         last = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
-        return f"{self._words[0]} ended with status {done.returncode}{last and f': {last}'}" if done.returncode else None
+        return (
+            f"{self._words[0]} ended with status {done.returncode}{last and f': {last}'}"
+            if done.returncode
+            else None
+        )
 
 
 def _check_url(url: str) -> None:
     if any(passwords(url.partition("?")[0])):
-        raise InputError(["--notify: a URL with user:password@ cannot be called; use a command, which may hold its own password"])
+        raise InputError(
+            [
+                "--notify: a URL with user:password@ cannot be called; use a command, which may hold its own password"
+            ]
+        )
     if not url.partition("://")[2].strip("/"):
         raise InputError([f"--notify {url}: no host"])
 
@@ -86,5 +102,7 @@ def _words(command: str) -> list[str]:
     except ValueError as error:
         raise InputError([f"--notify: not a command: {error}"]) from None
     if not words or shutil.which(words[0]) is None:
-        raise InputError([f"--notify {words[0] if words else ''}: no such command; name one, or an http(s) URL"])
+        raise InputError(
+            [f"--notify {words[0] if words else ''}: no such command; name one, or an http(s) URL"]
+        )
     return words

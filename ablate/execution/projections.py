@@ -31,9 +31,19 @@ class Mirror:
             self._start()
 
     def _start(self) -> None:
-        from ablate.execution.tracking import Projector  # MLflow takes seconds to import: only where it is needed
+        from ablate.execution.tracking import (
+            Projector,
+        )  # MLflow takes seconds to import: only where it is needed
 
-        told = ("question", "metric", "experiment.yaml", "provenance.json", "uncommitted.diff", "metrics", "mlflow_parent")
+        told = (
+            "question",
+            "metric",
+            "experiment.yaml",
+            "provenance.json",
+            "uncommitted.diff",
+            "metrics",
+            "mlflow_parent",
+        )
         facts = {key: self._ledger.fact(key) or "" for key in told} | {"sweep_id": self._ledger.identity()}
         self._projector = Projector(*self._where, facts)
 
@@ -63,7 +73,9 @@ class Mirror:
             self._ledger.forget_mlflow()
             self._start()
         if self._projector.parent and not self._ledger.fact("mlflow_parent"):
-            self._ledger.describe(mlflow_parent=self._projector.parent, mlflow_experiment=self._projector.experiment)
+            self._ledger.describe(
+                mlflow_parent=self._projector.parent, mlflow_experiment=self._projector.experiment
+            )
         return heard
 
     def pages(self, runs: Iterable[str | None]) -> list[str]:
@@ -101,13 +113,25 @@ class Mirror:
 class Pictures:
     """The study and the MLflow projection of one sweep, used by its controller in the controller's thread."""
 
-    def __init__(self, experiment: Experiment, ledger: Ledger, state: Path, folder: Path, mlflow: str | None, busy: bool) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        ledger: Ledger,
+        state: Path,
+        folder: Path,
+        mlflow: str | None,
+        busy: bool,
+    ) -> None:
         self._experiment, self._ledger = experiment, ledger
         self._mirror = Mirror(mlflow, ledger, state, folder, experiment.name, busy) if mlflow else None
         self._journal = folder / "optuna.log"
         self._warm, outside = warm(ledger, state, experiment)
         others = f"; {outside} others lie outside of this space" if outside else ""
-        self.warmed = f"the sampler knows {len(self._warm)} arms of earlier sweeps{others}" if self._warm or outside else None
+        self.warmed = (
+            f"the sampler knows {len(self._warm)} arms of earlier sweeps{others}"
+            if self._warm or outside
+            else None
+        )
         """What was taken from earlier sweeps, in words."""
         self._draw()
 
@@ -192,11 +216,20 @@ class Pictures:
     def _point(self, arm: Any) -> Point:
         members = self._ledger.members(arm["repeats"] or arm["arm"])
         told = {} if arm["repeats"] else reports(self._ledger, members, self._experiment)
-        known = Point(arm["name"], json.loads(arm["knobs"]), None, refused=not members, pruned=_pruned(members), reports=told)
+        known = Point(
+            arm["name"],
+            json.loads(arm["knobs"]),
+            None,
+            refused=not members,
+            pruned=_pruned(members),
+            reports=told,
+        )
         if not members or known.pruned or not over(members):
             return known
         its = outcome(self._ledger, members, self._experiment)
-        return replace(known, values=its.values, violations=its.violations, compared=self._compared(members[0]))
+        return replace(
+            known, values=its.values, violations=its.violations, compared=self._compared(members[0])
+        )
 
     def _comparable(self, member: Any) -> bool:
         """Whether an arm's baseline is over, or it has none."""
@@ -215,7 +248,10 @@ class Pictures:
             self.study.tell(number, (), {}, facts, pruned=True)
             return
         its = outcome(self._ledger, members, self._experiment)
-        by_seed = {f"{metric.name} by seed": values for metric, values in zip(self._experiment.objectives, its.by_seed, strict=True)}
+        by_seed = {
+            f"{metric.name} by seed": values
+            for metric, values in zip(self._experiment.objectives, its.by_seed, strict=True)
+        }
         self.study.tell(number, its.values, its.means, facts | by_seed, its.violations)
 
     def _compared(self, member: Any) -> dict[str, Any]:

@@ -45,12 +45,19 @@ def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # a rank says itself why it ends
-    own: dict[str, Any] = {"start_method": "fork", "max_restarts": 0, "run_id": request.id, "shutdown_timeout": _END_SECONDS}
+    own: dict[str, Any] = {
+        "start_method": "fork",
+        "max_restarts": 0,
+        "run_id": request.id,
+        "shutdown_timeout": _END_SECONDS,
+    }
     with tempfile.TemporaryDirectory(prefix="ablate-ranks-") as folder:
         meeting = None if request.gang else f"{folder}/ranks"
         place = _across(request.gang) if request.gang else _here(request.ranks, f"{folder}/launcher")
         try:
-            elastic_launch(LaunchConfig(**own, **place, logs_specs=DefaultLogsSpecs(log_dir=folder)), _be)(request, pipe, meeting)
+            elastic_launch(LaunchConfig(**own, **place, logs_specs=DefaultLogsSpecs(log_dir=folder)), _be)(
+                request, pipe, meeting
+            )
         except ChildFailedError as error:
             ((rank, failure),) = error.failures.items()
             return RankDied(rank, failure.exitcode)
@@ -66,13 +73,26 @@ def _here(ranks: int, meeting: str) -> dict[str, Any]:
 
 def _across(gang: GangPart) -> dict[str, Any]:
     """Settings of the launcher for this node's part of a gang."""
-    meeting = {"rdzv_endpoint": f"{gang.address}:{gang.port}", "rdzv_configs": {"rank": gang.node, "timeout": 900}}
-    return meeting | {"rdzv_backend": "static", "min_nodes": gang.nodes, "max_nodes": gang.nodes, "nproc_per_node": gang.local}
+    meeting = {
+        "rdzv_endpoint": f"{gang.address}:{gang.port}",
+        "rdzv_configs": {"rank": gang.node, "timeout": 900},
+    }
+    return meeting | {
+        "rdzv_backend": "static",
+        "min_nodes": gang.nodes,
+        "max_nodes": gang.nodes,
+        "nproc_per_node": gang.local,
+    }
 
 
 def _be(request: TrialRequest, pipe: BinaryIO, meeting: str | None) -> None:
     """Be the rank that the launcher's environment variables name."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # the launcher's own handlers are the forks', too
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    ):  # the launcher's own handlers are the forks', too
         signal.signal(number, signal.SIG_DFL)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     status = exit_status(lambda: _compute(request, int(os.environ["RANK"]), pipe, meeting))
@@ -85,7 +105,9 @@ def _compute(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | No
         _part(request, rank, pipe, meeting)
     except RuntimeError as error:
         if any(word in str(error) for word in _PEER_LOST):
-            time.sleep(_PEER_SECONDS)  # another rank ended, whose reason is the one to be told: the launcher ends this one meanwhile
+            time.sleep(
+                _PEER_SECONDS
+            )  # another rank ended, whose reason is the one to be told: the launcher ends this one meanwhile
         raise
 
 
@@ -100,7 +122,9 @@ def _part(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None)
     layout = Layout(request.ranks, request.sharded)
     world = join(layout, rank, spec.device, meeting)
     if rank == 0:
-        for recorded in run(spec, Store(Path(request.root)), request.attempt, request.telemetry, request.fork, layout.ranks):
+        for recorded in run(
+            spec, Store(Path(request.root)), request.attempt, request.telemetry, request.fork, layout.ranks
+        ):
             send(pipe, message_of(recorded))
     elif world.begins():
         _follow(spec, request.telemetry)

@@ -47,7 +47,15 @@ class Work:
 class Agenda:
     """One run of one experiment: what it wants, in the ledger and in the order in which it should run."""
 
-    def __init__(self, experiment: Experiment, ledger: Ledger, store: Store, device: str, fork: bool, fresh: float | None) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        ledger: Ledger,
+        store: Store,
+        device: str,
+        fork: bool,
+        fresh: float | None,
+    ) -> None:
         """`fork`: trials that begin alike run what they share once. `fresh`: a result from before this moment is put aside."""
         self.experiment, self.ledger, self.store, self.device = experiment, ledger, store, device
         self.reused: set[str] = set()
@@ -95,7 +103,10 @@ class Agenda:
             self.ledger.unwant()
             numbers = itertools.count()
             for arm in self.experiment.arms:
-                self.want(arm, None if arm.name in self.experiment.added or self.experiment.search else next(numbers))
+                self.want(
+                    arm,
+                    None if arm.name in self.experiment.added or self.experiment.search else next(numbers),
+                )
             if self.experiment.search:
                 for knobs in proposed:
                     with suppress(KnobError):  # told when it was proposed
@@ -105,11 +116,23 @@ class Agenda:
                 self._refuse_other_versions(before)
         new = {(member["name"], member["seed"]): member for member in self.ledger.members()}
         gone = {point["name"] for point in self.ledger.points() if point["repeats"]}  # once arms of their own
-        gone |= {name for (name, _), row in before.items() if role_of(row, bool(self.experiment.search), 1) == "confirmed"}
-        seeds = not self.experiment.growth and not self.experiment.search  # which have seeds beside the file's
+        gone |= {
+            name
+            for (name, _), row in before.items()
+            if role_of(row, bool(self.experiment.search), 1) == "confirmed"
+        }
+        seeds = (
+            not self.experiment.growth and not self.experiment.search
+        )  # which have seeds beside the file's
         return edits(before, new, gone, seeds)
 
-    def want(self, arm: Arm, optuna: int | None = None, seeds: Iterable[int] | None = None, role: Role | None = None) -> int:
+    def want(
+        self,
+        arm: Arm,
+        optuna: int | None = None,
+        seeds: Iterable[int] | None = None,
+        role: Role | None = None,
+    ) -> int:
         """Put an arm with its seeds into the ledger; adopt what is finished, queue what is not. Returns the arm's number.
 
         `role`: by default what it is among the file's own arms, which for a search is the baseline.
@@ -154,7 +177,9 @@ class Agenda:
             self.ledger.renew(trial, events if over else ())
             self._seal(trial)
             if (folder := self.store.folder(trial_id)).exists():
-                self.news.append(f"trial {trial_id}: the ledger held records that are not in {folder}; they are read again from there")
+                self.news.append(
+                    f"trial {trial_id}: the ledger held records that are not in {folder}; they are read again from there"
+                )
 
     def _look_again(self) -> None:
         """A trial may have gone on from the state of one whose folder was put aside since: then it has lost its beginning."""
@@ -180,7 +205,9 @@ class Agenda:
         arms = {arm.name: arm for arm in self.experiment.arms}
         while growth and not self:  # what is adopted may leave an arm undecided still
             counts = Counter(member["name"] for member in self.ledger.members())
-            wanted = [(arms[name], arms[base], growth.more(counts[name])) for name, base in undecided(self.ledger)]
+            wanted = [
+                (arms[name], arms[base], growth.more(counts[name])) for name, base in undecided(self.ledger)
+            ]
             wanted = [(arm, baseline, seeds) for arm, baseline, seeds in wanted if seeds]
             if not wanted:
                 break
@@ -197,7 +224,9 @@ class Agenda:
         search = self.experiment.search
         name = winner(self.ledger, infeasible=infeasible(self.ledger, self.experiment))
         if name is None:
-            return ["no arm of the search is better than its baseline and keeps the constraints: there is nothing to confirm"]
+            return [
+                "no arm of the search is better than its baseline and keeps the constraints: there is nothing to confirm"
+            ]
         chosen = next(row for row in self.ledger.arms() if row["name"] == name)
         arm, baseline = self.experiment.propose(json.loads(chosen["knobs"]))
         seeds = fresh_seeds(self.ledger, search.confirm)
@@ -219,12 +248,17 @@ class Agenda:
         written = json.dumps(knobs, sort_keys=True)
         if inside(knobs, self.experiment.space) is not None:
             self._distinct.add(written)
-        rounded = {knob: float(f"{value:.3g}") if isinstance(value, float) else value for knob, value in knobs.items()}
+        rounded = {
+            knob: float(f"{value:.3g}") if isinstance(value, float) else value
+            for knob, value in knobs.items()
+        }
         name = f"{number}: {label(rounded)}"  # the number keeps it unique
         try:
             arm, baseline = self.experiment.propose(knobs)
         except KnobError as error:
-            refused = self.ledger.add_arm(name, knobs, None, number, "refused", self._first.get(written), str(error))
+            refused = self.ledger.add_arm(
+                name, knobs, None, number, "refused", self._first.get(written), str(error)
+            )
             self._first.setdefault(written, refused)
             raise
         if arm.content in self._first:
@@ -274,7 +308,9 @@ class Agenda:
                 self._seal(trial)
                 if finished:
                     folder = self.store.folder(trial_id)
-                    self.news.append(f"trial {trial_id}: its records in the ledger were damaged; read again from {folder}")
+                    self.news.append(
+                        f"trial {trial_id}: its records in the ledger were damaged; read again from {folder}"
+                    )
             self.ledger.files_seen(trial_id, signature)
         if (row.status, row.reason, row.seconds) != (result["status"], result["reason"], result["seconds"]):
             reused = row.reused if finished else True
@@ -286,7 +322,11 @@ class Agenda:
         A result of an earlier version does not say; records without a seal get one if they agree.
         """
         digest, kept = self._digest(trial), self.ledger.records_seal(trial)
-        agrees = digest is not None and digest == result.get("records", {}).get("sha256", digest) and kept in (None, digest)
+        agrees = (
+            digest is not None
+            and digest == result.get("records", {}).get("sha256", digest)
+            and kept in (None, digest)
+        )
         if agrees and kept is None:
             self.ledger.seal_records(trial, digest)
         return agrees
@@ -358,7 +398,9 @@ class Agenda:
                 continue
             then, now = json.loads(old["spec"]), json.loads(member["spec"])
             if differing := versions_alone(then, now):
-                changes |= {f"{key.replace('_', ' ')} {then.get(key)}, now {now.get(key)}" for key in differing}
+                changes |= {
+                    f"{key.replace('_', ' ')} {then.get(key)}, now {now.get(key)}" for key in differing
+                }
                 outdated[old["id"]] += 1
         if outdated:
             left = self.count["pending"]
@@ -379,7 +421,14 @@ class Agenda:
         self._note(trial, "running")
         return attempt
 
-    def settle(self, trial: int, status: str, reason: str | None = None, seconds: float | None = None, reused: bool = False) -> None:
+    def settle(
+        self,
+        trial: int,
+        status: str,
+        reason: str | None = None,
+        seconds: float | None = None,
+        reused: bool = False,
+    ) -> None:
         """Set a trial's status, for one that does not run any more, and seal its records."""
         self.ledger.settle(trial, status, reason, seconds, reused)
         self._seal(trial)

@@ -57,7 +57,9 @@ class Family:
         computed: dict[str, int] = {}
         for group in self._groups.values():
             before: list[str] = []
-            for spec in group.values() if run is None else [spec for name, spec in group.items() if name in run]:
+            for spec in (
+                group.values() if run is None else [spec for name, spec in group.items() if name in run]
+            ):
                 computed[spec.id] = self.computed(spec, before, left)
                 before.append(spec.id)
         return computed

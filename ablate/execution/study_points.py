@@ -56,7 +56,8 @@ def outcome(ledger: Ledger, members: Sequence[Any], experiment: Experiment) -> O
     """What an arm came to. A member that broke off counts as infinitely bad, one that failed as unknown."""
     finals = [ledger.last_values(member["trial"]) for member in members]
     by_seed = tuple(
-        [_final(member, last, metric) for member, last in zip(members, finals, strict=True)] for metric in experiment.objectives
+        [_final(member, last, metric) for member, last in zip(members, finals, strict=True)]
+        for metric in experiment.objectives
     )
     broken = sum(_broke_off(member) for member in members)
     kept = [violations(experiment.constraints, last) for last in finals]
@@ -112,7 +113,11 @@ def infeasible(ledger: Ledger, experiment: Experiment) -> set[str]:
     """The names of the arms of a search, among those that are over, that break a constraint."""
     arms = {arm["name"]: ledger.members(arm["arm"]) for arm in ledger.arms() if arm["optuna"] is not None}
     ended = {name: members for name, members in arms.items() if members and over(members)}
-    return {name for name, members in ended.items() if any(excess > 0 for excess in outcome(ledger, members, experiment).violations)}
+    return {
+        name
+        for name, members in ended.items()
+        if any(excess > 0 for excess in outcome(ledger, members, experiment).violations)
+    }
 
 
 @dataclass(frozen=True)
@@ -154,11 +159,19 @@ def _shown(ledger: Ledger, members: Iterable[Any], experiment: Experiment) -> di
     by_seed = {member["seed"]: member for member in members}
     if search.pruner == "wilcoxon":
         places = ((place, by_seed[seed]) for place, seed in enumerate(experiment.seeds) if seed in by_seed)
-        ended = {place: _final(member, ledger.last_values(member["trial"]), metric) for place, member in places if over([member])}
+        ended = {
+            place: _final(member, ledger.last_values(member["trial"]), metric)
+            for place, member in places
+            if over([member])
+        }
         return {place: value for place, value in ended.items() if not math.isnan(value)}
     first = by_seed.get(experiment.seeds[0])
     series = ledger.series(first["trial"], metric.name) if first else {}
-    return {rung: _worst(metric) if math.isnan(series[rung]) else series[rung] for rung in search.rungs if rung in series}
+    return {
+        rung: _worst(metric) if math.isnan(series[rung]) else series[rung]
+        for rung in search.rungs
+        if rung in series
+    }
 
 
 # Earlier sweeps
@@ -180,7 +193,10 @@ def warm(ledger: Ledger, state: Path, experiment: Experiment) -> tuple[list[Poin
     of = json.dumps(asked)
     kept = json.loads(ledger.fact("warm") or "{}")
     if kept.get("of") != of:
-        kept = {"of": of, "arms": [arm for name in experiment.search.warm for arm in _arms(state, name, experiment)]}
+        kept = {
+            "of": of,
+            "arms": [arm for name in experiment.search.warm for arm in _arms(state, name, experiment)],
+        }
         ledger.describe(warm=json.dumps(kept))
     points = [
         Point(arm["name"], knobs, tuple(arm["values"]), violations=tuple(arm["violations"]))
@@ -195,7 +211,9 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[dict[str, Any]
     sweeps = {path.parent.name: path for path in (state / "sweeps").glob("*/ledger.db")}
     if name not in sweeps:
         others = sorted(sweeps.keys() - {experiment.name})
-        raise InputError([f"{experiment.file}: search.warm: {name!r}: no such sweep in {state}; {nearest(name, others)}"])
+        raise InputError(
+            [f"{experiment.file}: search.warm: {name!r}: no such sweep in {state}; {nearest(name, others)}"]
+        )
     book = Ledger(sweeps[name], readonly=True)
     try:
         found = []
@@ -204,7 +222,14 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[dict[str, Any]
             if members and over(members):
                 its = outcome(book, members, experiment)
                 knobs = json.loads(arm["knobs"])
-                found.append({"name": f"{name}/{arm['name']}", "knobs": knobs, "values": its.values, "violations": its.violations})
+                found.append(
+                    {
+                        "name": f"{name}/{arm['name']}",
+                        "knobs": knobs,
+                        "values": its.values,
+                        "violations": its.violations,
+                    }
+                )
         return [arm for arm in found if not any(map(math.isnan, arm["values"]))]
     finally:
         book.close()
@@ -215,4 +240,8 @@ def inside(knobs: Mapping[str, Any], space: Mapping[str, Dimension]) -> dict[str
     applying = {knob for knob, dimension in space.items() if dimension.applies(knobs)}
     if knobs.keys() != applying or not all(space[knob].holds(value) for knob, value in knobs.items()):
         return None
-    return {knob: float(knobs[knob]) if space[knob].kind == "uniform" else knobs[knob] for knob in space if knob in applying}
+    return {
+        knob: float(knobs[knob]) if space[knob].kind == "uniform" else knobs[knob]
+        for knob in space
+        if knob in applying
+    }

@@ -66,7 +66,9 @@ class Watch:
         now = time.monotonic()
         self._waiting = isinstance(message, Waiting)
         for event in message.events[-1:] if isinstance(message, Events) else ():
-            if event["time"] < self._began:  # replayed from a trunk or an earlier attempt: it tells nothing of this one
+            if (
+                event["time"] < self._began
+            ):  # replayed from a trunk or an earlier attempt: it tells nothing of this one
                 continue
             steps, seconds = event["step"] - self._step, now - self._last
             if self._step and steps > 0:
@@ -114,7 +116,9 @@ class Supervisor:
         self._alone = request.ranks == 1
         child, killed = self._ask(request), _kernel_kills()
         watch, hung, died = Watch(request.patience), None, None
-        hears = not (request.gang and request.gang.node)  # of a gang, the first node's ranks alone tell anything
+        hears = not (
+            request.gang and request.gang.node
+        )  # of a gang, the first node's ranks alone tell anything
         assert child.stdout
         for received, over in _batches(child.stdout.fileno()):
             exited = next((message for message in received if isinstance(message, Exited)), None)
@@ -174,7 +178,9 @@ class Supervisor:
         """The child, started where it is not there. Its standard input is its lifeline: it ends when this process does."""
         if self._child is None or self._child.poll() is not None:
             pipe = subprocess.PIPE
-            self._child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
+            self._child = subprocess.Popen(
+                self._command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True
+            )
         return self._child
 
     def warm(self) -> None:
@@ -257,7 +263,13 @@ def _kernel_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _end(request: TrialRequest, exited: Exited | None, hung: str | None, starved: bool, died: RankDied | None = None) -> Ended:
+def _end(
+    request: TrialRequest,
+    exited: Exited | None,
+    hung: str | None,
+    starved: bool,
+    died: RankDied | None = None,
+) -> Ended:
     """Return the end of an attempt: its committed result, or why there is none.
 
     `exited`: None where the pipe ended instead. `hung`: why the supervisor ended it. `starved`: the kernel has killed a process since the

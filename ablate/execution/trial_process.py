@@ -95,7 +95,9 @@ def rehearse() -> None:
     from ablate.training.workloads.gpt import Gpt
 
     smallest = Gpt(layers=1, width=32, heads=1, context=16, batch=1, steps=1, eval_tokens=16, eval_batch=1)
-    with suppress(OSError, ValueError):  # without the default corpus; the trials, on data of their own, then load it themselves
+    with suppress(
+        OSError, ValueError
+    ):  # without the default corpus; the trials, on data of their own, then load it themselves
         list(smallest.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry()))
 
 
@@ -133,7 +135,10 @@ def _trial(request: TrialRequest, parse: Callable[[str], TrialSpec]) -> None:
     try:
         path = Store(Path(request.root)).log(request.id, request.attempt)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.dup(1), "wb") as pipe, path.open("a") as log:  # to which nodes that share the folder add
+        with (
+            os.fdopen(os.dup(1), "wb") as pipe,
+            path.open("a") as log,
+        ):  # to which nodes that share the folder add
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             faulthandler.register(signal.SIGUSR1, file=log)
@@ -150,7 +155,9 @@ def _run(request: TrialRequest, parse: Callable[[str], TrialSpec], pipe: BinaryI
         if died := launch(request, pipe):
             send(pipe, died)
         return
-    for recorded in run(parse(request.spec), Store(Path(request.root)), request.attempt, request.telemetry, request.fork):
+    for recorded in run(
+        parse(request.spec), Store(Path(request.root)), request.attempt, request.telemetry, request.fork
+    ):
         send(pipe, message_of(recorded))
 
 

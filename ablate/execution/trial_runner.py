@@ -77,21 +77,32 @@ class Journal:
             print(f"{error}; it is left out, and computed again", flush=True)
             events = list(self.store.events(self.trial, strict=False))
         before = [event for event in events if event["step"] <= start]
-        self._ahead = deque({key: event[key] for key in event if key != "resumed"} for event in events if event["step"] > start)
+        self._ahead = deque(
+            {key: event[key] for key in event if key != "resumed"}
+            for event in events
+            if event["step"] > start
+        )
         for event in before:
             self._tally.add(event)
         return before
 
     def tell(self, event: dict[str, Any]) -> list[dict[str, Any]]:
         """Write an event, and before it what earlier attempts recorded by then; returns all that is to be told."""
-        if "resumed" in event and self._ahead and self._ahead[0]["step"] <= event["step"]:  # it is the first that is told
+        if (
+            "resumed" in event and self._ahead and self._ahead[0]["step"] <= event["step"]
+        ):  # it is the first that is told
             self._ahead[0]["resumed"] = event["resumed"]
             event = {key: event[key] for key in event if key != "resumed"}
         self._catch_up(event["step"] - 1)
         while self._ahead and self._ahead[0]["step"] == event["step"]:
             old = self._ahead.popleft()
             words = list(dict.fromkeys((*old.get("events", ()), *event.get("events", ()))))
-            event = event | old | {"metrics": event["metrics"] | old["metrics"]} | ({"events": words} if words else {})
+            event = (
+                event
+                | old
+                | {"metrics": event["metrics"] | old["metrics"]}
+                | ({"events": words} if words else {})
+            )
         self._write(event)
         return self._told()
 
@@ -133,7 +144,12 @@ class Journal:
 
 
 def run(
-    spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any], fork: Iterable[tuple[int, str]] = (), ranks: int = 1
+    spec: TrialSpec,
+    store: Store,
+    attempt: int,
+    telemetry: dict[str, Any],
+    fork: Iterable[tuple[int, str]] = (),
+    ranks: int = 1,
 ) -> Iterator[dict[str, Any] | Waiting]:
     """Run the trial from the furthest checkpoint there is, or replay it where it is finished; yields events {step, time, metrics}.
 
@@ -155,7 +171,15 @@ def run(
         if finished is not None:
             yield from finished
         else:
-            yield from _run(spec, store, attempt, telemetry, {step: store.shared(name) for step, name in fork}, held, ranks)
+            yield from _run(
+                spec,
+                store,
+                attempt,
+                telemetry,
+                {step: store.shared(name) for step, name in fork},
+                held,
+                ranks,
+            )
 
 
 def _replayed(spec: TrialSpec, store: Store) -> list[dict[str, Any]] | None:
@@ -169,10 +193,19 @@ def _replayed(spec: TrialSpec, store: Store) -> list[dict[str, Any]] | None:
 
 
 def _run(
-    spec: TrialSpec, store: Store, attempt: int, telemetry: dict[str, Any], shared: dict[int, Path], held: Callable[[], bool], ranks: int
+    spec: TrialSpec,
+    store: Store,
+    attempt: int,
+    telemetry: dict[str, Any],
+    shared: dict[int, Path],
+    held: Callable[[], bool],
+    ranks: int,
 ) -> Iterator[dict[str, Any]]:
     folder = store.folder(spec.id)
-    for torn in (*folder.glob("*.json.*"), *folder.glob("*.pt.*")):  # by an attempt that was killed while it wrote
+    for torn in (
+        *folder.glob("*.json.*"),
+        *folder.glob("*.pt.*"),
+    ):  # by an attempt that was killed while it wrote
         torn.unlink()
     write(folder / "spec.json", spec.content)
     started, facts = time.time(), spec.config.summary()  # before hours are spent: it reads the data
@@ -180,7 +213,9 @@ def _run(
     with closing(Journal(store, spec.id, attempt)) as journal:
         from ablate.training.checkpoints import Checkpoints  # torch: only where a trial runs
 
-        checkpoints = Checkpoints(folder / "checkpoint.pt", spec.id, telemetry.get("checkpoint", 60.0), shared, journal)
+        checkpoints = Checkpoints(
+            folder / "checkpoint.pt", spec.id, telemetry.get("checkpoint", 60.0), shared, journal
+        )
         if trunk := checkpoints.trunk:
             store.fork(spec.id, attempt, trunk)
         # What was recorded before, by the trunk or by earlier attempts, this sweep's ledger may never have heard of.
@@ -191,7 +226,9 @@ def _run(
         _refuse_superseded(held, spec, attempt)
         left, records = journal.finish()
         yield from left
-    store.commit(spec.id, _result(spec, attempt, started, event) | {"facts": facts, "ranks": ranks, "records": records})
+    store.commit(
+        spec.id, _result(spec, attempt, started, event) | {"facts": facts, "ranks": ranks, "records": records}
+    )
     (folder / "checkpoint.pt").unlink(missing_ok=True)
 
 
@@ -209,7 +246,11 @@ def within_memory(events: Iterator[dict[str, Any]], device: str) -> Iterator[dic
             yield event
     except (MemoryError, RuntimeError) as error:  # CUDA's is a RuntimeError of its own, the CPU's a plain one
         first = (str(error).strip() or "no more memory").splitlines()[0]
-        if not isinstance(error, MemoryError) and "out of memory" not in first and "allocate memory" not in first:
+        if (
+            not isinstance(error, MemoryError)
+            and "out of memory" not in first
+            and "allocate memory" not in first
+        ):
             raise
         import torch
 
@@ -219,12 +260,16 @@ def within_memory(events: Iterator[dict[str, Any]], device: str) -> Iterator[dic
         raise OutOfMemory(f"out of memory after step {step}, {used:.1f} GB in use: {first}{_LESS}") from error
 
 
-def _events(spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoints") -> Iterator[dict[str, Any]]:
+def _events(
+    spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoints"
+) -> Iterator[dict[str, Any]]:
     from ablate.training.loop import Telemetry
     from ablate.training.metrics import ALARMS
 
     told = False
-    for record in spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry), checkpoints):
+    for record in spec.config.records(
+        spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry), checkpoints
+    ):
         event = {"step": record.step, "time": time.time(), "metrics": record.metrics}
         if record.verdict:
             event["events"] = [str(record.verdict)]

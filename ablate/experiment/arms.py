@@ -121,7 +121,11 @@ class _Paths:
 
     def add(self, knob: str, value: Any) -> None:
         for path, content in self._expand(knob, value):
-            rivals = (k for other, k in self.knobs.items() if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."))
+            rivals = (
+                k
+                for other, k in self.knobs.items()
+                if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
+            )
             rival = next((other for other in rivals if other != knob), None)
             if rival:
                 self.reasons.append((knob, f"sets {path}, which {rival} sets too; keep one of them"))
@@ -181,7 +185,9 @@ def assign(content: dict[str, Any], parts: list[str], value: Any, model: type[Ba
         if not children:
             return f"{part} has no parts; set {'.'.join(parts[: depth + 1])} itself"
         if content.get(part) is None and part in content:
-            return f"{'.'.join(parts[: depth + 1])} is off (null) in this arm, so it has no {parts[depth + 1]}"
+            return (
+                f"{'.'.join(parts[: depth + 1])} is off (null) in this arm, so it has no {parts[depth + 1]}"
+            )
         content = content.setdefault(part, {})
         if not isinstance(content, dict):
             return f"{'.'.join(parts[: depth + 1])} is {display(content)} in this arm, which has no {parts[depth + 1]}"
@@ -216,13 +222,26 @@ def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tup
         for name, why in config.contradictions(recipe):
             yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
     placements = recipe.placements(layers)
-    if layers and not recipe.plain and not any(recipe.ever_quantises(placement.products) for placement in placements):
-        counted = paths.knob_of("recipe.layers.skip_last") or paths.knob_of("recipe.layers.skip_first") or "workload.layers"
+    if (
+        layers
+        and not recipe.plain
+        and not any(recipe.ever_quantises(placement.products) for placement in placements)
+    ):
+        counted = (
+            paths.knob_of("recipe.layers.skip_last")
+            or paths.knob_of("recipe.layers.skip_first")
+            or "workload.layers"
+        )
         knob = counted if any(placement.decider == "skipped" for placement in placements) else ruled
-        yield knob, f"keeps all {len(layers)} layers in {config.blocks} blocks in high precision: nothing is quantised, as in preset bf16"
+        yield (
+            knob,
+            f"keeps all {len(layers)} layers in {config.blocks} blocks in high precision: nothing is quantised, as in preset bf16",
+        )
 
 
-def _never_begun(config: Spec, recipe: Recipe, preset: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
+def _never_begun(
+    config: Spec, recipe: Recipe, preset: Recipe, paths: _Paths
+) -> Iterator[tuple[str | None, str]]:
     """Phases that hold in no step of a run, but for those of the preset itself."""
     knob = paths.knob_of("recipe.schedule")
     for phase in (phase for phase in recipe.schedule if phase not in preset.schedule):
@@ -271,5 +290,13 @@ def label(knobs: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     """A value as YAML would write it; a long one cut, with a few digits of its hash, so that different values stay different."""
-    text = value if isinstance(value, str) and _WORD.fullmatch(value) and value not in _RESERVED else json.dumps(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}...{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    text = (
+        value
+        if isinstance(value, str) and _WORD.fullmatch(value) and value not in _RESERVED
+        else json.dumps(value)
+    )
+    return (
+        text
+        if len(text) <= _LONGEST_VALUE
+        else f"{text[:_LONGEST_VALUE]}...{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    )

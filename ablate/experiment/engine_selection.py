@@ -14,7 +14,9 @@ from ablate.training.hyperparameters import Training
 from ablate.training.rank_layout import Layout
 
 NATIVE = "transformer_engine"
-UNPROVEN = f"Transformer Engine's kernels have not been compared with it here; `{parity_record.COMMAND}` does that"
+UNPROVEN = (
+    f"Transformer Engine's kernels have not been compared with it here; `{parity_record.COMMAND}` does that"
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def _doubt(arms: list[Arm], machine: Machine) -> str | None:
 
 
 def _families(arms: list[Arm]) -> set[str]:
-    return families(products for arm in arms for products in (*variants(arm.recipe), *_fallen_back(arm))) & set(NAMES)
+    return families(
+        products for arm in arms for products in (*variants(arm.recipe), *_fallen_back(arm))
+    ) & set(NAMES)
 
 
 def _fallen_back(arm: Arm) -> Iterator[Products]:
@@ -94,7 +98,9 @@ def _refusals(arms: list[Arm], device: str | None, layout: Layout, machine: Mach
     if reason := refusal(machine, ()):
         yield reason
     if stray := stray_switch():
-        yield Refusal(f"{stray} is set here and changes Transformer Engine's numbers", f"unset it, or {EMULATE}")
+        yield Refusal(
+            f"{stray} is set here and changes Transformer Engine's numbers", f"unset it, or {EMULATE}"
+        )
     for arm in arms:
         if why := next(_arm_refusals(arm, layout), None):
             yield Refusal(f"arm {arm.name!r}: {why}", EMULATE)
@@ -104,7 +110,9 @@ def _refusals(arms: list[Arm], device: str | None, layout: Layout, machine: Mach
 
 def _arm_refusals(arm: Arm, layout: Layout) -> Iterator[str]:
     yield from recipe_refusals(arm.recipe)
-    yield from (f"after workload.guard.fallback {why}" for products in _fallen_back(arm) for why in refusals(products))
+    yield from (
+        f"after workload.guard.fallback {why}" for products in _fallen_back(arm) for why in refusals(products)
+    )
     yield from _workload_refusals(arm.config, arm.recipe.plain)
     if isinstance(arm.config, Training):
         yield from layout.misfits(arm.config, arm.recipe, NATIVE)

@@ -29,7 +29,16 @@ from ablate.experiment.schema import (
     TelemetryKeys,
 )
 from ablate.experiment.search_checks import check_search
-from ablate.experiment.search_space import Dimension, conditions, grid, refuse_twins, size, space, spell_out, values_at
+from ablate.experiment.search_space import (
+    Dimension,
+    conditions,
+    grid,
+    refuse_twins,
+    size,
+    space,
+    spell_out,
+    values_at,
+)
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import Document, read
 from ablate.numerics.spec import Spec
@@ -39,7 +48,8 @@ from ablate.training.workloads import WORKLOADS
 _LONGEST_NAME = 200
 """Bytes: file systems take 255, and files named after a sweep have suffixes."""
 _MISPLACED = dict.fromkeys(
-    ("pruner", "rungs"), "belongs under search: the arms of a grid are compared seed by seed, and none of them may end early"
+    ("pruner", "rungs"),
+    "belongs under search: the arms of a grid are compared seed by seed, and none of them may end early",
 )
 
 
@@ -123,7 +133,14 @@ class Experiment:
 
     def spec(self, arm: Arm, seed: int, device: str) -> TrialSpec:
         """The trial of one member."""
-        return TrialSpec(workload=self.base.workload, config=arm.config, recipe=arm.recipe, seed=seed, engine=self.engine, device=device)
+        return TrialSpec(
+            workload=self.base.workload,
+            config=arm.config,
+            recipe=arm.recipe,
+            seed=seed,
+            engine=self.engine,
+            device=device,
+        )
 
 
 def sweep_name(path: Path) -> str:
@@ -163,7 +180,9 @@ def load(path: Path, device: str | None = None) -> Experiment:
     document.check()
     baselines, compared = _with_baselines(file, base, arms, against, document)
     if (trials := len(seeds) * len((*baselines, *compared))) > MOST_TRIALS:
-        document.problem(("seeds",), f"make {trials} trials of all arms; an experiment has at most {MOST_TRIALS}")
+        document.problem(
+            ("seeds",), f"make {trials} trials of all arms; an experiment has at most {MOST_TRIALS}"
+        )
     _refuse_unmeasured(file, base, [arm.name for arm in (*baselines, *compared)], document)
     choice = _engine(file, (*baselines, *compared, *ends), device, document)
     _refuse_misfits(file, (*baselines, *compared), choice, document)
@@ -194,13 +213,17 @@ def load(path: Path, device: str | None = None) -> Experiment:
     )
 
 
-def _notes(file: ExperimentFile, knobs: Mapping[str, Dimension], arms: Iterable[Arm], document: Document) -> Iterator[str]:
+def _notes(
+    file: ExperimentFile, knobs: Mapping[str, Dimension], arms: Iterable[Arm], document: Document
+) -> Iterator[str]:
     """Yield what is odd about the file, though it can be run."""
     if file.search and (points := size(knobs, file.search.trials)) < file.search.trials:
         why = f"the space has {points} points, so the search ends once it has proposed each of them"
         yield document.told(("search", "trials"), why, file.search.trials)
     arms = list(arms)
-    named = next((arm for arm in arms if file.arms and arm.name == file.against and arm.name in PRESETS), None)
+    named = next(
+        (arm for arm in arms if file.arms and arm.name == file.against and arm.name in PRESETS), None
+    )
     if named and any(arm.baseline not in (None, named.name) for arm in arms):
         why = f"arms of other workload values are compared with preset {named.name} at their own values, not with this arm"
         right = "if this arm is meant, give it a name that is no preset's"
@@ -218,7 +241,11 @@ def _surface(document: Document) -> ExperimentFile:
         for problem in error.errors():
             missing = problem["type"] == "missing"
             why = _MISPLACED.get(problem["loc"][-1]) if problem["loc"][1:] == () else None
-            document.problem(problem["loc"], why or reason(problem, ExperimentFile), *(() if missing else (problem["input"],)))
+            document.problem(
+                problem["loc"],
+                why or reason(problem, ExperimentFile),
+                *(() if missing else (problem["input"],)),
+            )
             content.pop(problem["loc"][0], None)
     if "workload" not in content:
         document.check()
@@ -232,7 +259,9 @@ def _check_engine(file: ExperimentFile, document: Document) -> None:
         document.problem(("engine",), str(error), file.engine)
 
 
-def _engine(file: ExperimentFile, arms: tuple[Arm, ...], device: str | None, document: Document) -> Choice | None:
+def _engine(
+    file: ExperimentFile, arms: tuple[Arm, ...], device: str | None, document: Document
+) -> Choice | None:
     """The engine of all arms; raises where the one that was asked for cannot compute them."""
     try:
         return choose(file.engine, arms, device, layout=file.resources.most)
@@ -255,13 +284,20 @@ def _base(file: ExperimentFile, document: Document) -> Base | None:
     if file.recipe not in PRESETS:
         document.problem(("recipe",), f"no such preset; {nearest(file.recipe, PRESETS)}", file.recipe)
     if len(file.workload) != 1:
-        document.problem(("workload",), f"names {len(file.workload)} workloads; give one of {', '.join(WORKLOADS)}")
+        document.problem(
+            ("workload",), f"names {len(file.workload)} workloads; give one of {', '.join(WORKLOADS)}"
+        )
         return None
     ((name, values),) = file.workload.items()
     if name not in WORKLOADS:
         document.problem(("workload", name), f"no such workload; {nearest(name, WORKLOADS)}")
         return None
-    base = Base(name, values or {}, file.recipe if file.recipe in PRESETS else "nvfp4", Path(document.file).parent.resolve())
+    base = Base(
+        name,
+        values or {},
+        file.recipe if file.recipe in PRESETS else "nvfp4",
+        Path(document.file).parent.resolve(),
+    )
     try:
         base.arm({"recipe": "bf16"})
     except KnobError as error:
@@ -285,7 +321,9 @@ def _seeds(file: ExperimentFile, document: Document) -> tuple[tuple[int, ...], G
     if not isinstance(file.seeds, Growth):
         return file.seeds, None
     if file.search:
-        document.problem(("seeds",), f"a search runs its arms on a fixed number of seeds; write seeds: {file.seeds.start}")
+        document.problem(
+            ("seeds",), f"a search runs its arms on a fixed number of seeds; write seeds: {file.seeds.start}"
+        )
     return file.seeds.first, file.seeds
 
 
@@ -295,7 +333,9 @@ def _metrics(file: ExperimentFile, base: Base | None, document: Document) -> tup
         return (_metric(file.metric, ("metric",), base, document),)
     if not file.metric:
         document.problem(("metric",), "is an empty list: name what arms are compared by", file.metric)
-    found = tuple(_metric(value, ("metric", index), base, document) for index, value in enumerate(file.metric))
+    found = tuple(
+        _metric(value, ("metric", index), base, document) for index, value in enumerate(file.metric)
+    )
     refuse_twins(("metric",), [metric.name for metric in found], document)
     return found or (Metric(),)
 
@@ -327,20 +367,31 @@ def _refuse_unmeasured(file: ExperimentFile, base: Base, arms: list[str], docume
     document.check()
 
 
-def _arms(file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], document: Document) -> tuple[list[Arm], list[Arm]]:
+def _arms(
+    file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], document: Document
+) -> tuple[list[Arm], list[Arm]]:
     """Return the arms of a grid or a list; for a search none, but those at the ends of each knob, so that mistakes show now."""
     if file.arms is not None:
         _refuse_names(file.arms, document)
-        points = [(name, turned, {knob: ("arms", name, knob) for knob in turned}) for name, turned in file.arms.items()]
+        points = [
+            (name, turned, {knob: ("arms", name, knob) for knob in turned})
+            for name, turned in file.arms.items()
+        ]
     elif file.search or not all(dimension.ends() for dimension in knobs.values()):
         return [], _ends(base, knobs, document)
     else:
         least = math.prod(len(dimension.choices) for dimension in knobs.values() if not dimension.when)
         indices = list(itertools.islice(grid(knobs), MOST_ARMS + 1)) if least <= MOST_ARMS else []
         if least > MOST_ARMS or len(indices) > MOST_ARMS:
-            document.problem(("ablate",), f"makes more than {MOST_ARMS} arms, the most that fit a grid; a `search` samples them")
+            document.problem(
+                ("ablate",),
+                f"makes more than {MOST_ARMS} arms, the most that fit a grid; a `search` samples them",
+            )
             return [], []
-        points = [(None, values_at(point, knobs), {knob: ("ablate", knob, i) for knob, i in point.items()}) for point in indices]
+        points = [
+            (None, values_at(point, knobs), {knob: ("ablate", knob, i) for knob, i in point.items()})
+            for point in indices
+        ]
     arms: list[Arm] = []
     first: dict[tuple[Spec, Recipe], Arm] = {}
     for name, turned, positions in points:
@@ -350,7 +401,10 @@ def _arms(file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], docu
         twin = first.setdefault(arm.content, arm)
         if twin is not arm:
             path = ("ablate",) if name is None else ("arms", name)
-            document.problem(path, f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice")
+            document.problem(
+                path,
+                f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice",
+            )
         arms.append(arm)
     return arms, []
 
@@ -370,7 +424,14 @@ def _refuse_names(names: Iterable[str], document: Document) -> None:
 def _ends(base: Base, knobs: Mapping[str, Dimension], document: Document) -> list[Arm]:
     """Arms with one knob at each of its values or ends, beside what it needs of the others."""
     tried = (
-        _try(base, conditions(knob, knobs) | {knob: value}, None, {knob: ("ablate", knob, index)}, document, tried=True)
+        _try(
+            base,
+            conditions(knob, knobs) | {knob: value},
+            None,
+            {knob: ("ablate", knob, index)},
+            document,
+            tried=True,
+        )
         for knob, dimension in knobs.items()
         for index, value in enumerate(dimension.ends())
     )
@@ -381,9 +442,14 @@ def _check_constraints(file: ExperimentFile, base: Base, document: Document) -> 
     """Note constraints on a metric that the workload does not measure, that stand twice, or that guide no search."""
     for index, constraint in enumerate(file.constraints):
         _refuse_unknown(constraint.metric, ("constraints", index, "metric"), base, document)
-    refuse_twins(("constraints",), [constraint.words.rpartition(" ")[0] for constraint in file.constraints], document)
+    refuse_twins(
+        ("constraints",), [constraint.words.rpartition(" ")[0] for constraint in file.constraints], document
+    )
     if file.constraints and file.search is None:
-        document.problem(("constraints",), "guide a search, and this is none: every arm is run and compared; leave them out")
+        document.problem(
+            ("constraints",),
+            "guide a search, and this is none: every arm is run and compared; leave them out",
+        )
 
 
 def _try(
@@ -399,7 +465,9 @@ def _try(
     except KnobError as error:
         for knob, why in error.reasons:
             shown = (knobs[knob],) if knob in knobs else ()
-            document.problem(positions.get(knob, ("ablate",) if name is None else ("arms", name)), why, *shown)
+            document.problem(
+                positions.get(knob, ("ablate",) if name is None else ("arms", name)), why, *shown
+            )
         return None
 
 
@@ -437,10 +505,14 @@ def _baseline(base: Base, against: Against, knobs: Mapping[str, Any]) -> Arm:
     if against.arm is not None:
         return against.arm
     varied = {knob: value for knob, value in knobs.items() if knob.startswith("workload.")}
-    return base.arm({**against.knobs, **{knob: value for knob, value in varied.items() if not against.pins(knob)}})
+    return base.arm(
+        {**against.knobs, **{knob: value for knob, value in varied.items() if not against.pins(knob)}}
+    )
 
 
-def _noted_baseline(base: Base, against: Against, knobs: Mapping[str, Any], whose: str, document: Document) -> Arm | None:
+def _noted_baseline(
+    base: Base, against: Against, knobs: Mapping[str, Any], whose: str, document: Document
+) -> Arm | None:
     """Return `_baseline`; None, with the problem noted, if it cannot be run."""
     try:
         return _baseline(base, against, knobs)
@@ -450,10 +522,18 @@ def _noted_baseline(base: Base, against: Against, knobs: Mapping[str, Any], whos
 
 
 def _compared(arm: Arm, baseline: Arm) -> Arm:
-    return Arm(arm.name, arm.knobs, arm.config, arm.recipe, None if arm.content == baseline.content else baseline.name)
+    return Arm(
+        arm.name,
+        arm.knobs,
+        arm.config,
+        arm.recipe,
+        None if arm.content == baseline.content else baseline.name,
+    )
 
 
-def _with_baselines(file: ExperimentFile, base: Base, arms: list[Arm], against: Against, document: Document) -> tuple[list[Arm], list[Arm]]:
+def _with_baselines(
+    file: ExperimentFile, base: Base, arms: list[Arm], against: Against, document: Document
+) -> tuple[list[Arm], list[Arm]]:
     """The baselines that are not among the arms, and the arms, each with the name of its own baseline."""
     if file.search:
         varies = any(knob.startswith("workload.") and not against.pins(knob) for knob in file.ablate)

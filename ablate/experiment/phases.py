@@ -17,7 +17,9 @@ def never_begins(phase: Phase, run: Run) -> str | None:
         if every <= last:
             return None
         right = f"measure it every {last} steps or more often" if last else "give the run two steps or more"
-        return f"{phase.start} is measured first after step {every} of {run.steps}, so it never begins; {right}"
+        return (
+            f"{phase.start} is measured first after step {every} of {run.steps}, so it never begins; {right}"
+        )
     if phase.active(last, run):
         return None
     if tag(phase.start) == "decay":

@@ -33,7 +33,9 @@ class Growth(Spec):
     @model_validator(mode="after")
     def _grows(self) -> "Growth":
         if self.most <= self.start:
-            raise ValueError(f"most: {self.most} must be above start: {self.start}; without growth write seeds: {self.start}")
+            raise ValueError(
+                f"most: {self.most} must be above start: {self.start}; without growth write seeds: {self.start}"
+            )
         return self
 
     @property
@@ -61,7 +63,9 @@ def _seeds(value: Any) -> tuple[int, ...] | Growth:
         if len(set(value)) == len(value):
             return tuple(value)
         raise ValueError("a seed stands twice")
-    raise ValueError("must be how many seeds (1 or more), a list of different seeds, or {start: ..., most: ...}")
+    raise ValueError(
+        "must be how many seeds (1 or more), a list of different seeds, or {start: ..., most: ...}"
+    )
 
 
 _SEEDS_SCHEMA = {
@@ -78,7 +82,9 @@ class Metric(Spec):
 
     name: str = "val/loss"
     direction: Literal["minimize", "maximize"] = "minimize"
-    min_effect: Annotated[float, Field(gt=0)] | Annotated[str, Field(pattern=r"^\d*\.?\d*[1-9]\d*\s?%$")] | None = None
+    min_effect: (
+        Annotated[float, Field(gt=0)] | Annotated[str, Field(pattern=r"^\d*\.?\d*[1-9]\d*\s?%$")] | None
+    ) = None
     """The smallest difference that matters, in the metric's unit, or as a share of the baseline's mean: `0.1%`."""
 
     def margin(self, level: float) -> float | None:
@@ -101,7 +107,9 @@ def _claim(value: Any) -> float | str:
     raise ValueError("must be a number, a share such as -1.0%, lower, higher or no difference")
 
 
-_CLAIM_SCHEMA = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": _SHARE}, {"enum": list(_ORDERINGS)}]}
+_CLAIM_SCHEMA = {
+    "anyOf": [{"type": "number"}, {"type": "string", "pattern": _SHARE}, {"enum": list(_ORDERINGS)}]
+}
 
 
 class Published(Spec):
@@ -125,7 +133,9 @@ class Published(Spec):
         if self.against is None and isinstance(self.value, str):
             raise ValueError(f"value {self.value} compares two arms: name the other one as `against`")
         if self.against is not None and self.tolerance is not None:
-            raise ValueError("tolerance is for a figure of one arm; a difference of two is judged by its interval")
+            raise ValueError(
+                "tolerance is for a figure of one arm; a difference of two is judged by its interval"
+            )
         if self.against == self.arm:
             raise ValueError(f"against {self.against} is the arm itself")
         return self
@@ -190,7 +200,11 @@ class Constraint(Spec):
     @property
     def words(self) -> str:
         """`nan/loss at most 0`."""
-        return f"{self.metric} at most {self.at_most:g}" if self.at_least is None else f"{self.metric} at least {self.at_least:g}"
+        return (
+            f"{self.metric} at most {self.at_most:g}"
+            if self.at_least is None
+            else f"{self.metric} at least {self.at_least:g}"
+        )
 
 
 class Budget(Spec):
@@ -218,9 +232,13 @@ class Resources(Spec):
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise ValueError(f"gpus {self.gpus:g} is neither a part of one GPU nor a number of whole ones")
         if self.ranks and self.gpus >= 1 and self.ranks != self.gpus:
-            raise ValueError(f"ranks {self.ranks} differ from gpus {self.gpus:g}: each rank has a GPU of its own; leave one of them out")
+            raise ValueError(
+                f"ranks {self.ranks} differ from gpus {self.gpus:g}: each rank has a GPU of its own; leave one of them out"
+            )
         if self.ranks and self.ranks > 1 and 0 < self.gpus < 1:
-            raise ValueError(f"ranks {self.ranks} of a trial with {self.gpus:g} of a GPU: each rank has a GPU of its own")
+            raise ValueError(
+                f"ranks {self.ranks} of a trial with {self.gpus:g} of a GPU: each rank has a GPU of its own"
+            )
         if self.sharded and self.most.ranks == 1:
             raise ValueError("sharded has no effect on one rank; give gpus or ranks")
         return self
@@ -276,7 +294,11 @@ class ExperimentFile(Spec):
     against: Any = "bf16"
     """The baseline. A preset, or knobs: applied at each arm's own workload values, except those that the knobs set.
     The name of an arm, or exactly its knobs: that arm, for all others."""
-    seeds: Annotated[tuple[int, ...] | Growth, PlainValidator(_seeds), WithJsonSchema(_SEEDS_SCHEMA)] = (0, 1, 2)
+    seeds: Annotated[tuple[int, ...] | Growth, PlainValidator(_seeds), WithJsonSchema(_SEEDS_SCHEMA)] = (
+        0,
+        1,
+        2,
+    )
     metric: Annotated[Any, WithJsonSchema(_METRICS_SCHEMA)] = Field(default_factory=dict)
     """One metric, or a list: arms are then compared by each, and a search has several objectives."""
     published: Annotated[tuple[Published, ...], Field(strict=False)] = ()

@@ -32,7 +32,11 @@ def check_search(
     if search is None:
         return
     if file.constraints and search.sampler == "cmaes":
-        document.problem(("search", "sampler"), "takes no constraints; tpe, gp and nsga2 learn where they hold", search.sampler)
+        document.problem(
+            ("search", "sampler"),
+            "takes no constraints; tpe, gp and nsga2 learn where they hold",
+            search.sampler,
+        )
     if len(metrics) > 1:
         _check_several(search, len(metrics), document)
     elif search.pruner == "wilcoxon":
@@ -43,7 +47,9 @@ def check_search(
         document.problem(("search", "rungs"), "has no effect without a pruner, such as pruner: median")
     refuse_twins(("search", "warm"), list(search.warm), document)
     if name in search.warm:
-        document.problem(("search", "warm"), f"names {name}, this sweep itself, which goes on from its own arms anyway")
+        document.problem(
+            ("search", "warm"), f"names {name}, this sweep itself, which goes on from its own arms anyway"
+        )
 
 
 def _check_several(search: Search, objectives: int, document: Document) -> None:
@@ -57,7 +63,10 @@ def _check_several(search: Search, objectives: int, document: Document) -> None:
 
 def _check_wilcoxon(search: Search, seeds: int, document: Document) -> None:
     if search.rungs:
-        document.problem(("search", "rungs"), "has no effect: wilcoxon judges an arm as each of its seeds ends, not at steps")
+        document.problem(
+            ("search", "rungs"),
+            "has no effect: wilcoxon judges an arm as each of its seeds ends, not at steps",
+        )
     if seeds < FEWEST_SEEDS:
         why = f"cannot spare a seed of {seeds}: its test needs 4 pairs to tell arms apart; give {FEWEST_SEEDS} seeds or more"
         document.problem(("search", "pruner"), why, search.pruner)
@@ -72,16 +81,30 @@ def _check_rungs(search: Search, metric: str, configs: list[Spec], document: Doc
     valid = _common([config.recorded(metric) for config in configs])
     listed = ", ".join(map(str, valid[:_SHOWN])) + (f", ... {valid[-1]}" if len(valid) > _SHOWN else "")
     if not valid:
-        document.problem(("search", "pruner"), f"there is no step before the last at which every arm has {metric}", search.pruner)
+        document.problem(
+            ("search", "pruner"),
+            f"there is no step before the last at which every arm has {metric}",
+            search.pruner,
+        )
     elif not rungs:
-        document.problem(("search", "pruner"), f"needs rungs, the steps at which arms are judged: of {listed}", search.pruner)
+        document.problem(
+            ("search", "pruner"),
+            f"needs rungs, the steps at which arms are judged: of {listed}",
+            search.pruner,
+        )
     for index, rung in enumerate(rungs):
         if valid and rung not in valid:
-            document.problem((*path, index), f"not every arm has {metric} there, before its end; valid are {listed}", rung)
+            document.problem(
+                (*path, index), f"not every arm has {metric} there, before its end; valid are {listed}", rung
+            )
     if list(rungs) != sorted(set(rungs)):
         document.problem(path, "must rise", list(rungs))
     elif search.pruner == "hyperband" and len(rungs) == 1:
-        document.problem(path, "hyperband starts its brackets at different rungs: give two or more, or use asha", list(rungs))
+        document.problem(
+            path,
+            "hyperband starts its brackets at different rungs: give two or more, or use asha",
+            list(rungs),
+        )
     elif search.pruner in ("asha", "hyperband") and not _geometric(rungs):
         why = f"{search.pruner} keeps one arm in n at each rung, which comes after n times as many steps: such as 50, 100, 200"
         document.problem(path, why, list(rungs))

@@ -102,7 +102,9 @@ def grid(knobs: Mapping[str, Dimension]) -> Iterator[dict[str, int]]:
     return points
 
 
-def _extended(points: Iterator[dict[str, int]], knob: str, knobs: Mapping[str, Dimension]) -> Iterator[dict[str, int]]:
+def _extended(
+    points: Iterator[dict[str, int]], knob: str, knobs: Mapping[str, Dimension]
+) -> Iterator[dict[str, int]]:
     for point in points:
         if knobs[knob].applies(values_at(point, knobs)):
             yield from (point | {knob: index} for index in range(len(knobs[knob].choices)))
@@ -115,7 +117,9 @@ def size(knobs: Mapping[str, Dimension], most: int) -> int:
     if any(dimension.kind == "uniform" for dimension in knobs.values()):
         return most
     whole = {knob: dimension for knob, dimension in knobs.items() if dimension.kind == "int"}
-    listed = {knob: replace(one, choices=range(int(one.low), int(one.high) + 1)) for knob, one in whole.items()}
+    listed = {
+        knob: replace(one, choices=range(int(one.low), int(one.high) + 1)) for knob, one in whole.items()
+    }
     return sum(1 for _ in itertools.islice(grid({**knobs, **listed}), most))
 
 
@@ -144,7 +148,9 @@ def _dimension(knob: str, values: Any, file: ExperimentFile, document: Document)
         document.problem(path, f"is a single value; give a list, [{values}], or a range", values)
         return Dimension("choice")
     if file.search is None and "choice" not in values:
-        document.problem(path, "is a range, which needs `search: {trials: ...}`; a grid takes a list of values")
+        document.problem(
+            path, "is a range, which needs `search: {trials: ...}`; a grid takes a list of values"
+        )
     return replace(_range(path, values, document), when=_when(path, values, document))
 
 
@@ -169,9 +175,13 @@ def _range(path: tuple[str, ...], values: dict[str, Any], document: Document) ->
     kinds = [kind for kind in _KINDS if kind in values]
     for key in values:
         if key not in (*_KINDS, "log", "when"):
-            document.problem((*path, key), f"no such key of a range; {nearest(key, (*_KINDS, 'log', 'when'))}")
+            document.problem(
+                (*path, key), f"no such key of a range; {nearest(key, (*_KINDS, 'log', 'when'))}"
+            )
     if len(kinds) != 1:
-        document.problem(path, "is not a range; write {uniform: [low, high]}, {int: [low, high]} or {choice: [...]}")
+        document.problem(
+            path, "is not a range; write {uniform: [low, high]}, {int: [low, high]} or {choice: [...]}"
+        )
         return Dimension("choice")
     kind, content, log = kinds[0], values[kinds[0]], values.get("log", False)
     if kind == "choice":
@@ -194,7 +204,11 @@ def _when(path: tuple[str, ...], values: dict[str, Any], document: Document) -> 
     found = values.get("when", {})
     if isinstance(found, dict) and (found or "when" not in values):
         return found
-    document.problem((*path, "when"), "must name the other knobs' values that this one exists with, such as {rht: true}", found)
+    document.problem(
+        (*path, "when"),
+        "must name the other knobs' values that this one exists with, such as {rht: true}",
+        found,
+    )
     return {}
 
 
@@ -229,14 +243,22 @@ def _in_order(knobs: dict[str, Dimension], document: Document) -> dict[str, Dime
     """The knobs in the file's order, but each behind those that it depends on."""
     ordered: dict[str, Dimension] = {}
     while len(ordered) < len(knobs):
-        ready = next((knob for knob in knobs if knob not in ordered and knobs[knob].when.keys() <= ordered.keys()), None)
+        ready = next(
+            (knob for knob in knobs if knob not in ordered and knobs[knob].when.keys() <= ordered.keys()),
+            None,
+        )
         if ready is None:
             circle = [knob for knob in knobs if knob not in ordered]
-            document.problem(("ablate", circle[0], "when"), f"is circular: {', '.join(circle)} wait for each other")
+            document.problem(
+                ("ablate", circle[0], "when"), f"is circular: {', '.join(circle)} wait for each other"
+            )
             return ordered
         ordered[ready] = knobs[ready]
         if not _possible(ready, ordered):
-            document.problem(("ablate", ready, "when"), "can never hold: a knob that it names needs another value of the same knob")
+            document.problem(
+                ("ablate", ready, "when"),
+                "can never hold: a knob that it names needs another value of the same knob",
+            )
     return ordered
 
 

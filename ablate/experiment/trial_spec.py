@@ -37,7 +37,9 @@ class TrialSpec(Spec):
     def id(self) -> str:
         """16 hex digits of the hash of what determines the trial: `content` without the places where its data lies."""
         content = self._content(self.config.identity(), self.recipe.canonical())
-        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()[:16]
 
     @cached_property
     def segments(self) -> tuple[tuple[int, str], ...]:
@@ -49,7 +51,10 @@ class TrialSpec(Spec):
             return ()
         run = Run(self.config.steps, self.config.tokens_per_step, self.config.decay_start)
         told = {"schedule"} if not self.recipe.triggers else set()
-        starts = {bisect_left(range(run.steps), True, key=partial(phase.active, run=run)) for phase in self.recipe.schedule}
+        starts = {
+            bisect_left(range(run.steps), True, key=partial(phase.active, run=run))
+            for phase in self.recipe.schedule
+        }
         found: list[tuple[int, str]] = []
         for start in sorted({0} | {start for start in starts if start < run.steps}):
             recipe = to_json(self.recipe.at(start, run).canonical(told)).decode()
@@ -61,13 +66,22 @@ class TrialSpec(Spec):
         """16 hex digits of the hash of everything that determined the state after `step` steps: what a checkpoint there is named by."""
         points = [point for point in self.segments if point[0] < step]
         version = numerics.version((json.loads(recipe) for _, recipe in points), self.device)
-        content = self._content(self.config.identity(), {}) | {"recipe": points, "numerics_version": version, "step": step}
-        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+        content = self._content(self.config.identity(), {}) | {
+            "recipe": points,
+            "numerics_version": version,
+            "step": step,
+        }
+        return hashlib.sha256(
+            json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()[:16]
 
     def alike(self, other: "TrialSpec") -> int:
         """Steps after which the two are still in the same state, where they begin alike."""
         starts = sorted({start for start, _ in (*self.segments, *other.segments)})
-        return next((start for start in starts if self._recipe_at(start) != other._recipe_at(start)), self.config.steps)
+        return next(
+            (start for start in starts if self._recipe_at(start) != other._recipe_at(start)),
+            self.config.steps,
+        )
 
     def _recipe_at(self, step: int) -> str:
         return next(recipe for start, recipe in reversed(self.segments) if start <= step)
@@ -80,7 +94,9 @@ class TrialSpec(Spec):
     @property
     def content(self) -> dict[str, Any]:
         """The whole spec as JSON data, with its id."""
-        return {"id": self.id} | self._content(self.config.model_dump(mode="json"), self.recipe.model_dump(mode="json"))
+        return {"id": self.id} | self._content(
+            self.config.model_dump(mode="json"), self.recipe.model_dump(mode="json")
+        )
 
     def _content(self, config: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -109,5 +125,7 @@ class TrialSpec(Spec):
             **{key: content[key] for key in ("seed", "engine", "device")},
         )
         if spec.id != content["id"]:
-            raise ValueError("this process resolves the trial differently: other versions of the code, or other data, than the planner's")
+            raise ValueError(
+                "this process resolves the trial differently: other versions of the code, or other data, than the planner's"
+            )
         return spec

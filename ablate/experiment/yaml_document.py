@@ -106,7 +106,10 @@ class Document:
             stopped = len(told) >= _MOST_NOTED
             count = f"at least {more}" if stopped else f"{more}"
             most = ": reading stopped there" if stopped else ""
-            told = [*told[:_MOST_TOLD], Problem(self.file, last.line, last.column, f"and {count} more problems{most}")]
+            told = [
+                *told[:_MOST_TOLD],
+                Problem(self.file, last.line, last.column, f"and {count} more problems{most}"),
+            ]
         raise InputError(told)
 
 
@@ -174,7 +177,16 @@ def parse(text: str, name: str) -> Document:
     document.check()
     if not isinstance(node, MappingNode):
         what = "empty" if node is None else "a list" if isinstance(node, SequenceNode) else "a single value"
-        raise InputError([Problem(name, 1, 1, f"an experiment is a mapping (question: ..., ablate: ...); this file is {what}")])
+        raise InputError(
+            [
+                Problem(
+                    name,
+                    1,
+                    1,
+                    f"an experiment is a mapping (question: ..., ablate: ...); this file is {what}",
+                )
+            ]
+        )
     document.value = _plain(yaml, node, (), document)
     document.check()
     return document
@@ -194,14 +206,18 @@ def _sound(yaml: YAML, text: str, document: Document) -> Iterator[Event]:
         levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
         if isinstance(event, AliasEvent):
             what = "aliases are refused, since a few can unfold into gigabytes; write the value out"
-            raise InputError([Problem(document.file, line, column, one_line(f"alias *{event.anchor}: {what}"))])
+            raise InputError(
+                [Problem(document.file, line, column, one_line(f"alias *{event.anchor}: {what}"))]
+            )
         if levels > _DEEPEST:
             what = f"nested more than {_DEEPEST} levels deep: an experiment has a handful of levels"
             raise InputError([Problem(document.file, line, column, what)])
         tag = getattr(event, "tag", None)
         if tag and tag not in _TAGS.get(type(event), ()):
             shown = f"!!{tag.rpartition(':')[2]}" if tag.startswith("tag:yaml.org,2002:") else tag
-            document.note(line, column, f"tag {shown} is refused: an experiment is made of plain values; leave it out")
+            document.note(
+                line, column, f"tag {shown} is refused: an experiment is made of plain values; leave it out"
+            )
 
 
 def _plain(yaml: YAML, node: Node, path: Path_, document: Document) -> Any:
@@ -237,7 +253,9 @@ def _scalar(yaml: YAML, node: ScalarNode, document: Document) -> Any:
         why = "has more digits than are read" if "digits" in str(error) else f"is no {kind}"
         document.note(line, column, f"{display(node.value)}: {why}")
         return None
-    if isinstance(value, str) or not (value is None or isinstance(value, bool | int | float) or type(value).__name__ == "ScalarBoolean"):
+    if isinstance(value, str) or not (
+        value is None or isinstance(value, bool | int | float) or type(value).__name__ == "ScalarBoolean"
+    ):
         value = str(node.value)
     wrong = _unusable(value)
     if wrong:
@@ -246,7 +264,9 @@ def _scalar(yaml: YAML, node: ScalarNode, document: Document) -> Any:
     for kind in (bool, int, float):
         if isinstance(value, kind) or (kind is bool and type(value).__name__ == "ScalarBoolean"):
             if kind is float and math.isinf(value) and not node.value.lower().endswith(".inf"):
-                document.note(line, column, f"{display(node.value)}: is beyond the largest number, about 1.8e308")
+                document.note(
+                    line, column, f"{display(node.value)}: is beyond the largest number, about 1.8e308"
+                )
             return kind(value)
     return value
 

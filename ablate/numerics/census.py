@@ -50,7 +50,12 @@ def census(operand: Operand) -> Census:
 def _compiled(operand: Operand) -> Census:
     scale = encode_scale(operand.amax, operand.quant)
     sums, blocks, block_power, means = cpu.census(
-        operand.source, operand.values, operand.block_scale, operand.amax, 1.0 / scale, 1.0 / torch.tensor(operand.divisor)
+        operand.source,
+        operand.values,
+        operand.block_scale,
+        operand.amax,
+        1.0 / scale,
+        1.0 / torch.tensor(operand.divisor),
     )
     scales = element_scales(operand.block_scale, scale)
     rows, columns = operand.quant.tile

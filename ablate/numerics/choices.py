@@ -30,7 +30,9 @@ ROUNDINGS = {
     "floor": Rounding(of_elements=False),
     "ceil": Rounding(of_elements=False),
     "stochastic": Rounding(draws=True),
-    "ms_eden": Rounding(draws=True, of_scales=False),  # nearest, then block scales corrected: quantize.ms_eden
+    "ms_eden": Rounding(
+        draws=True, of_scales=False
+    ),  # nearest, then block scales corrected: quantize.ms_eden
 }
 
 
@@ -89,7 +91,15 @@ CRITERIA = ("mse", "mae", "absmax")
 """Errors by which it is selected."""
 GEMM_OUTPUTS = {"bf16_out": ("bf16", "rounded once to bf16"), "fp32_out": ("fp32", "left in fp32")}
 """What leaves a product: its type, and how tables show it."""
-CHANNELS = {"mxfp8": {"element": "e4m3", "block": "1x32", "scale": {"format": "e8m0", "rounding": "ceil"}, "outer": None}, "bf16": None}
+CHANNELS = {
+    "mxfp8": {
+        "element": "e4m3",
+        "block": "1x32",
+        "scale": {"format": "e8m0", "rounding": "ceil"},
+        "outer": None,
+    },
+    "bf16": None,
+}
 """How channels that are taken out of an operand are quantised, as the fields of a Quant; None: not at all.
 
 MXFP8 is E4M3 in blocks of 32 with power-of-two scales, rounded up so that nothing saturates (Transformer Engine's rule).

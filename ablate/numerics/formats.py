@@ -50,17 +50,25 @@ class Format:
 
 ELEMENTS = {
     "e2m1": Format(mantissa=1, emin=0, max=6.0, bits=4, dtype="float4_e2m1fn_x2"),
-    "e1m2": Format(mantissa=2, emin=0, max=1.75, bits=4),  # multiples of 1/4; a power of two more or less is the scale's business
+    "e1m2": Format(
+        mantissa=2, emin=0, max=1.75, bits=4
+    ),  # multiples of 1/4; a power of two more or less is the scale's business
     "int4": Format(mantissa=2, emin=2, max=7.0, bits=4),  # symmetric: -8 is not used
-    "e3m0": Format(mantissa=0, emin=-2, max=16.0, bits=4),  # 0 and 2^-2 ... 2^4: code 0 is zero, seven powers of two
-    "e4m3": Format(mantissa=3, emin=-6, max=448.0, bits=8, dtype="float8_e4m3fn"),  # OCP's finite-and-NaN variant
+    "e3m0": Format(
+        mantissa=0, emin=-2, max=16.0, bits=4
+    ),  # 0 and 2^-2 ... 2^4: code 0 is zero, seven powers of two
+    "e4m3": Format(
+        mantissa=3, emin=-6, max=448.0, bits=8, dtype="float8_e4m3fn"
+    ),  # OCP's finite-and-NaN variant
     "e5m2": Format(mantissa=2, emin=-14, max=57344.0, bits=8, dtype="float8_e5m2"),
 }
 SCALES = {
     "e4m3": ELEMENTS["e4m3"],
     # 1.875 * 2^15: its top exponent is reserved (arXiv 2609.02846, eq. 3).
     "ue5m3": Format(mantissa=3, emin=-14, max=61440.0, bits=8),
-    "e8m0": Format(mantissa=0, emin=-126, max=2.0**127, bits=8, dtype="float8_e8m0fnu", zero=False),  # its smallest is 2^-127
+    "e8m0": Format(
+        mantissa=0, emin=-126, max=2.0**127, bits=8, dtype="float8_e8m0fnu", zero=False
+    ),  # its smallest is 2^-127
     "bf16": Format(mantissa=7, emin=-126, max=3.3895313892515355e38, bits=16, dtype="bfloat16"),
     "fp32": Format(mantissa=23, emin=-126, max=3.4028234663852886e38, bits=32, dtype="float32"),
 }

@@ -50,10 +50,16 @@ def _known(spec: Hadamard, device: torch.device) -> Tensor:
 
 def signs(spec: Hadamard, device: torch.device, clock: Clock | None = None, where: int = 0) -> Tensor:
     """The signs of a rotation, fp32 [size]; those that are drawn take a clock and the product's site."""
-    return SIGNS[spec.signs](spec.size, clock, where).to(device) if choices.SIGNS[spec.signs].drawn else _known(spec, device)
+    return (
+        SIGNS[spec.signs](spec.size, clock, where).to(device)
+        if choices.SIGNS[spec.signs].drawn
+        else _known(spec, device)
+    )
 
 
-def rotate(z: Tensor, spec: Hadamard, clock: Clock | None = None, where: int = 0, *, back: bool = False) -> Tensor:
+def rotate(
+    z: Tensor, spec: Hadamard, clock: Clock | None = None, where: int = 0, *, back: bool = False
+) -> Tensor:
     """z @ R along the last dimension ([rows, columns], `columns` a multiple of `size`), rounded to z's dtype as hardware does.
 
     R = diag(signs) H / sqrt(size) with H[r, c] = (-1)^popcount(r & c), so R R^T = I, exactly where size is 4, 16 or 64. `back` undoes

@@ -45,7 +45,11 @@ class History:
 
 
 def _largest(past: list[Tensor | float]) -> Tensor:
-    return torch.stack(past).amax() if isinstance(past[0], Tensor) else torch.tensor(max(past), dtype=torch.float32)
+    return (
+        torch.stack(past).amax()
+        if isinstance(past[0], Tensor)
+        else torch.tensor(max(past), dtype=torch.float32)
+    )
 
 
 def _or(amax: Tensor, other: Tensor) -> Tensor:

@@ -24,7 +24,9 @@ class Share:
 
     def largest(self, amax: Tensor) -> Tensor:
         """The elementwise maximum of everybody's non-negative fp32 `amax`; NaN where anybody's is."""
-        bits = amax.contiguous().view(torch.int32).clone()  # ordered as the numbers are, NaN above all: a maximum of floats may lose it
+        bits = (
+            amax.contiguous().view(torch.int32).clone()
+        )  # ordered as the numbers are, NaN above all: a maximum of floats may lose it
         dist.all_reduce(bits, dist.ReduceOp.MAX, self.group)
         return bits.view(torch.float32)
 

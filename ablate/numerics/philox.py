@@ -13,7 +13,10 @@ from torch import Tensor
 
 GROUP = 16
 """Elements that share one Philox call at 8 bits an element."""
-STREAMS = {name: number for number, name in enumerate(("training", "evaluation", "data", "weights", "augmentation", "masking"))}
+STREAMS = {
+    name: number
+    for number, name in enumerate(("training", "evaluation", "data", "weights", "augmentation", "masking"))
+}
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -60,7 +63,9 @@ def philox_key(clock: Clock, purpose: int = 0, call: int = 0) -> tuple[int, int]
     return clock.seed & _MASK, STREAMS[clock.stream] << 8 | purpose << 4 | call
 
 
-def random_bits(clock: Clock, where: int, rows: int, columns: int, width: int, device: torch.device, purpose: int = 0) -> Tensor:
+def random_bits(
+    clock: Clock, where: int, rows: int, columns: int, width: int, device: torch.device, purpose: int = 0
+) -> Tensor:
     """Uniform integers in [0, 2^width) as fp32 [rows, columns]; `columns` a multiple of GROUP, `width` 8, 16 or 24.
 
     One call gives the 128 bits of one group of consecutive elements at width 8; wider draws take more calls, told apart by

@@ -19,9 +19,13 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
     divisor = a.divisor * b.divisor
     factors = [f for f in (a.amax, None if b.amax is None else b.amax.t()) if f is not None]
     if not factors:
-        return None if divisor == 1 else torch.tensor(1 / divisor, dtype=torch.float32, device=a.values.device)
+        return (
+            None if divisor == 1 else torch.tensor(1 / divisor, dtype=torch.float32, device=a.values.device)
+        )
     numerator = factors[0] * factors[1] if len(factors) == 2 else factors[0]
-    return numerator / torch.full_like(numerator, divisor)  # a tensor: a GPU may turn `/ number` into `* reciprocal`
+    return numerator / torch.full_like(
+        numerator, divisor
+    )  # a tensor: a GPU may turn `/ number` into `* reciprocal`
 
 
 def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
@@ -42,7 +46,9 @@ def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
         return _scaled(_fp32(left, right), scale).to(out)
     # torch.mm would round to bf16 before alpha (26 % of outputs off by one ulp); addmm applies alpha before its one rounding.
     y, factor = left.new_empty(left.shape[0], right.shape[0]), scale.item()
-    if factor == 0:  # an operand is zero: a gradient in the first step, behind a head of zeros. torch takes 70 times as long for it
+    if (
+        factor == 0
+    ):  # an operand is zero: a gradient in the first step, behind a head of zeros. torch takes 70 times as long for it
         return y.zero_()
     return torch.addmm(y, left, right.t(), beta=0, alpha=factor)
 

@@ -19,7 +19,15 @@ from ablate.numerics.kernels import cpu, cuda
 from ablate.numerics.partition import Share
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.rounding import ROUNDINGS, toward
-from ablate.numerics.scaling import block_amax, block_scales, block_statistic, element_scales, encode_scale, outer_statistic, round_scale
+from ablate.numerics.scaling import (
+    block_amax,
+    block_scales,
+    block_statistic,
+    element_scales,
+    encode_scale,
+    outer_statistic,
+    round_scale,
+)
 from ablate.numerics.select import Candidate, select
 from ablate.numerics.spec import Hadamard, Outer, Quant, argument, tag
 
@@ -57,7 +65,9 @@ class Operand:
 
     def transposed(self) -> "Operand":
         """The operand of the transpose, of square blocks that nothing padded."""
-        return Operand(self.values.t(), self.quant, self.amax, self.block_scale.permute(2, 1, 0, 3), self.largest)
+        return Operand(
+            self.values.t(), self.quant, self.amax, self.block_scale.permute(2, 1, 0, 3), self.largest
+        )
 
     def dequantize(self) -> Tensor:
         """value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
@@ -134,15 +144,26 @@ def quantize(
 
 
 def quantize_both(
-    x: Tensor, first: Quant, second: Quant, *, rotation: Hadamard | None, clock: Clock, where: tuple[int, int], product: int
+    x: Tensor,
+    first: Quant,
+    second: Quant,
+    *,
+    rotation: Hadamard | None,
+    clock: Clock,
+    where: tuple[int, int],
+    product: int,
 ) -> tuple[Operand, Operand] | None:
     """`x` and `x.t()`, that rotated, as two calls of `quantize` would give them, from one read; None where that takes two."""
     if not cuda.can_quantize_both(x, first, second, rotation):
         return None
     flips = rotation and signs(rotation, x.device, clock, product)
-    copies = cuda.quantize_both(x, cuda.Form(first, None, where[0]), cuda.Form(second, flips, where[1]), clock)
+    copies = cuda.quantize_both(
+        x, cuda.Form(first, None, where[0]), cuda.Form(second, flips, where[1]), clock
+    )
     both = zip(copies, (first, second), strict=True)
-    return tuple(Operand(values, quant, amax, block_scale, amax) for (values, amax, block_scale), quant in both)
+    return tuple(
+        Operand(values, quant, amax, block_scale, amax) for (values, amax, block_scale), quant in both
+    )
 
 
 def _compiled(
@@ -173,7 +194,9 @@ def _compiled(
     return Operand(values, quant, amax, block_scale, largest, source)
 
 
-def _statistic(outer: Outer, history: History | None, clock: Clock | None) -> float | Callable[[Tensor, Tensor], Tensor] | None:
+def _statistic(
+    outer: Outer, history: History | None, clock: Clock | None
+) -> float | Callable[[Tensor, Tensor], Tensor] | None:
     """What counts as a tensor's amax, for a compiled quantiser; None for the amax itself."""
     if outer.statistic == "amax":
         return None
@@ -185,16 +208,29 @@ def _statistic(outer: Outer, history: History | None, clock: Clock | None) -> fl
 def _known(x: Tensor, quant: Quant, rotation: Hadamard | None, share: Share) -> Tensor | None:
     """The largest magnitude of the whole of which x is a part, where that is its outer statistic and x is not turned first."""
     plain = quant.outer is not None and (quant.outer.granularity, quant.outer.statistic) == ("tensor", "amax")
-    return share.largest(x.abs().amax().to(torch.float32)) if plain and rotation is None and x.numel() else None
+    return (
+        share.largest(x.abs().amax().to(torch.float32)) if plain and rotation is None and x.numel() else None
+    )
 
 
-def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | None, history: History | None, share: Share | None) -> None:
+def _refuse(
+    x: Tensor,
+    quant: Quant,
+    rotation: Hadamard | None,
+    clock: Clock | None,
+    history: History | None,
+    share: Share | None,
+) -> None:
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"quantize takes bf16, fp16 or fp32, not {x.dtype}; convert the tensor first")
     if x.ndim != 2:
-        raise ValueError(f"quantize takes a matrix, not {x.ndim} dimensions; flatten the leading ones into rows")
+        raise ValueError(
+            f"quantize takes a matrix, not {x.ndim} dimensions; flatten the leading ones into rows"
+        )
     if clock is None and (draws(quant) or (rotation is not None and SIGNS[rotation.signs].drawn)):
-        raise ValueError("stochastic rounding and drawn signs take their random bits from a clock: give quantize one")
+        raise ValueError(
+            "stochastic rounding and drawn signs take their random bits from a clock: give quantize one"
+        )
     if clock is None and history is not None:
         raise ValueError("a history is kept by step: give quantize a clock with it")
     if quant.rounding == "ms_eden" and (rotation is None or rotation.size % quant.tile[1]):
@@ -204,7 +240,13 @@ def _refuse(x: Tensor, quant: Quant, rotation: Hadamard | None, clock: Clock | N
 
 
 def _cast(
-    tiles: Tensor, wanted: Tensor | None, amaxes: Tensor, scale: Tensor, quant: Quant, group: int, draw: Callable[..., Tensor]
+    tiles: Tensor,
+    wanted: Tensor | None,
+    amaxes: Tensor,
+    scale: Tensor,
+    quant: Quant,
+    group: int,
+    draw: Callable[..., Tensor],
 ) -> Candidate:
     """Scale, round, and correct: one pass without choices. `draw(elements=..., width=...)` gives random bits."""
     block_scale = None
@@ -220,7 +262,9 @@ def _cast(
         codes = toward(scaled, wanted * factor, element)
     else:
         bits = draw(elements=True, width=quant.bits) if quant.rounding == "stochastic" else None
-        codes = ROUNDINGS["nearest" if quant.rounding == "ms_eden" else quant.rounding](scaled, element, bits, quant.bits)
+        codes = ROUNDINGS["nearest" if quant.rounding == "ms_eden" else quant.rounding](
+            scaled, element, bits, quant.bits
+        )
     if quant.rounding == "ms_eden":
         block_scale = ms_eden(scaled, codes, block_scale, group, quant, draw(elements=False, width=24))
     return Candidate(block_scale, scaled, codes)
@@ -234,7 +278,15 @@ def _bits(clock: Clock, where: int, tiles: Tensor, share: Share | None, elements
     if share:
         counts[share.axis] = share.count
     across = wide * counts[1]
-    bits = random_bits(clock, where, high * counts[0], across + -across % GROUP, width, tiles.device, purpose=0 if elements else 1)
+    bits = random_bits(
+        clock,
+        where,
+        high * counts[0],
+        across + -across % GROUP,
+        width,
+        tiles.device,
+        purpose=0 if elements else 1,
+    )
     own = share.own(bits[:, :across]) if share else bits[:, :across]
     return own.reshape(tiles.shape if elements else (row_tiles, 1, column_tiles, 1))
 
@@ -247,10 +299,14 @@ def lasts(quant: Quant, rotation: Hadamard | None) -> bool:
 
 def draws(quant: Quant) -> bool:
     """Whether quantising takes random bits."""
-    return choices.ROUNDINGS[quant.rounding].draws or (quant.scale is not None and choices.ROUNDINGS[quant.scale.rounding].draws)
+    return choices.ROUNDINGS[quant.rounding].draws or (
+        quant.scale is not None and choices.ROUNDINGS[quant.scale.rounding].draws
+    )
 
 
-def ms_eden(scaled: Tensor, codes: Tensor, block_scale: Tensor, group: int, quant: Quant, bits: Tensor) -> Tensor:
+def ms_eden(
+    scaled: Tensor, codes: Tensor, block_scale: Tensor, group: int, quant: Quant, bits: Tensor
+) -> Tensor:
     """Block scales that make a rotated tensor rounded to nearest unbiased on average (Quartet II, arXiv 2601.22813).
 
     All block scales of a group of `group` elements (one rotation) are multiplied by S = <y, y> / <y, q>, y the scaled elements and q
@@ -261,7 +317,11 @@ def ms_eden(scaled: Tensor, codes: Tensor, block_scale: Tensor, group: int, quan
     grouped = (rows, columns * length // group, group)
     power, inner = (product.reshape(grouped).sum(dim=2) for product in (y * y, y * codes))
     correction = torch.where(inner == 0, 1.0, power / inner).repeat_interleave(group // length, dim=1)
-    return round_scale(block_scale * correction.view(rows, 1, columns, 1), quant.scale.model_copy(update={"rounding": "stochastic"}), bits)
+    return round_scale(
+        block_scale * correction.view(rows, 1, columns, 1),
+        quant.scale.model_copy(update={"rounding": "stochastic"}),
+        bits,
+    )
 
 
 def _rotated(z: Tensor | None, rotation: Hadamard | None, clock: Clock | None, product: int) -> Tensor | None:
@@ -280,7 +340,9 @@ def _tiles(x: Tensor | None, quant: Quant) -> Tensor | None:
     return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
 
 
-def _operand(x: Tensor, tiles: Tensor, amaxes: Tensor, amax: Tensor | None, chosen: Candidate, quant: Quant, keep: bool) -> Operand:
+def _operand(
+    x: Tensor, tiles: Tensor, amaxes: Tensor, amax: Tensor | None, chosen: Candidate, quant: Quant, keep: bool
+) -> Operand:
     values = chosen.codes if chosen.block_scale is None else chosen.codes * chosen.block_scale
     if amax is not None and amax.ndim:
         if quant.outer.granularity == "block:128":

@@ -41,7 +41,9 @@ def block_std(tiles: Tensor) -> Tensor:
     return tiles.var(dim=(1, 3), correction=0, keepdim=True).sqrt()
 
 
-BLOCK_STATISTICS = {function.__name__.removeprefix("block_"): function for function in (block_amax, block_rms, block_std)}
+BLOCK_STATISTICS = {
+    function.__name__.removeprefix("block_"): function for function in (block_amax, block_rms, block_std)
+}
 
 
 def block_statistic(tiles: Tensor, amaxes: Tensor, statistic: str) -> Tensor:
@@ -50,12 +52,16 @@ def block_statistic(tiles: Tensor, amaxes: Tensor, statistic: str) -> Tensor:
     return amaxes if factor is None else BLOCK_STATISTICS[tag(statistic)](tiles) * float(factor)
 
 
-def amax(x: Tensor, amaxes: Tensor, argument: Fraction | None, history: History | None, clock: Clock | None) -> Tensor:
+def amax(
+    x: Tensor, amaxes: Tensor, argument: Fraction | None, history: History | None, clock: Clock | None
+) -> Tensor:
     """The largest magnitude of each group, fp32: a scalar, or [rows, 1, 1 or groups, 1]."""
     return amaxes.amax() if amaxes.ndim == 1 else amaxes
 
 
-def percentile(x: Tensor, amaxes: Tensor, p: Fraction, history: History | None, clock: Clock | None) -> Tensor:
+def percentile(
+    x: Tensor, amaxes: Tensor, p: Fraction, history: History | None, clock: Clock | None
+) -> Tensor:
     """The order statistic k = ceil(p n) of the magnitudes, no interpolation, fp32. Blocks above it saturate."""
     if amaxes.ndim == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu":
         return _counted(x, math.ceil(p * x.numel()))
@@ -70,7 +76,9 @@ def _counted(x: Tensor, k: int) -> Tensor:
     return torch.searchsorted(counts.cumsum(0), k).to(torch.int16).view(torch.bfloat16).to(torch.float32)
 
 
-def delayed(x: Tensor, amaxes: Tensor, steps: Fraction, history: History | None, clock: Clock | None) -> Tensor:
+def delayed(
+    x: Tensor, amaxes: Tensor, steps: Fraction, history: History | None, clock: Clock | None
+) -> Tensor:
     """The largest amax of the `steps` steps before; of this call where there is none yet. Fp32 scalar."""
     current = amaxes.amax()
     return history.delayed(current, clock, int(steps)) if history is not None else current
@@ -82,7 +90,9 @@ def hold(x: Tensor, amaxes: Tensor, steps: Fraction, history: History | None, cl
     return history.held(current, clock, int(steps)) if history is not None else current
 
 
-def static(x: Tensor, amaxes: Tensor, value: Fraction, history: History | None, clock: Clock | None) -> Tensor:
+def static(
+    x: Tensor, amaxes: Tensor, value: Fraction, history: History | None, clock: Clock | None
+) -> Tensor:
     """A given magnitude, fp32 scalar."""
     return torch.tensor(float(value), dtype=torch.float32, device=x.device)
 
@@ -112,7 +122,9 @@ def outer_statistic(
     elif outer.granularity == "block:128":
         blocks = 128 // tiles.shape[3]
         rows, _, columns, _ = amaxes.shape
-        whole = torch.nn.functional.pad(amaxes.view(rows, columns), (0, -columns % blocks)).view(rows, -1, blocks)
+        whole = torch.nn.functional.pad(amaxes.view(rows, columns), (0, -columns % blocks)).view(
+            rows, -1, blocks
+        )
         grouped = whole.amax(dim=2).repeat_interleave(blocks, dim=1)[:, :columns].view(rows, 1, columns, 1)
     if share and outer.granularity != "block:128" and (share.axis == 1 or outer.granularity == "tensor"):
         if tag(outer.statistic) == "percentile":

@@ -40,7 +40,11 @@ def select(tiles: Tensor, amaxes: Tensor, scale: Tensor, amax: Tensor | None, qu
         challenge = block_error(other, tiles, amax, quant)
         better = challenge < error
         error = torch.where(better, challenge, error)
-        pairs = ((best.block_scale, other.block_scale), (best.scaled, other.scaled), (best.codes, other.codes))
+        pairs = (
+            (best.block_scale, other.block_scale),
+            (best.scaled, other.scaled),
+            (best.codes, other.codes),
+        )
         best = Candidate(*(torch.where(better, new, old) for old, new in pairs))
     return best
 
@@ -70,8 +74,12 @@ def search(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterat
         upper = (upper + grid.step(upper)).clamp(max=grid.max)
         yield _candidate(tiles, upper, scale, ELEMENTS["e2m1"])
         below = lower - grid.step(lower)
-        crossed = lower == 2.0 ** torch.floor(torch.log2(lower.clamp(min=2.0**-126)))  # the binade below has the finer step
-        lower = torch.where(crossed, lower - grid.step(lower * 0.75), below).clamp(min=2.0 ** (grid.emin - grid.mantissa))
+        crossed = lower == 2.0 ** torch.floor(
+            torch.log2(lower.clamp(min=2.0**-126))
+        )  # the binade below has the finer step
+        lower = torch.where(crossed, lower - grid.step(lower * 0.75), below).clamp(
+            min=2.0 ** (grid.emin - grid.mantissa)
+        )
         yield _candidate(tiles, lower, scale, ELEMENTS["e2m1"])
 
 

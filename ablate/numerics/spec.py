@@ -11,7 +11,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from ablate.numerics.choices import BLOCK_STATISTICS, BLOCKS, CANDIDATES, CHANNELS, CRITERIA, ROUNDINGS, SIGNS, STATISTICS, Statistic
+from ablate.numerics.choices import (
+    BLOCK_STATISTICS,
+    BLOCKS,
+    CANDIDATES,
+    CHANNELS,
+    CRITERIA,
+    ROUNDINGS,
+    SIGNS,
+    STATISTICS,
+    Statistic,
+)
 from ablate.numerics.formats import ELEMENTS, SCALES
 
 VERSION = 3
@@ -50,7 +60,9 @@ NEAR = 0.7
 class Spec(BaseModel):
     """A frozen description: strict about types, closed to unknown fields, equal and hashable by value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
 
     LATER: ClassVar[frozenset[str]] = frozenset()
     """Fields that did not exist at first: with its default such a field is no part of a trial's identity, so that older results stay."""
@@ -66,12 +78,18 @@ def _drop_later(spec: Spec, data: dict[str, Any]) -> None:
     """Remove from a description's JSON data, and from its parts', the LATER fields that have their defaults."""
     for name in [*data]:
         value = getattr(spec, name)
-        if name in spec.LATER and value == type(spec).model_fields[name].get_default(call_default_factory=True):
+        if name in spec.LATER and value == type(spec).model_fields[name].get_default(
+            call_default_factory=True
+        ):
             del data[name]
             continue
         several = isinstance(value, tuple)
-        for part, content in zip(value if several else (value,), data[name] if several else (data[name],), strict=True):
-            if isinstance(part, Spec) and isinstance(content, dict):  # a layer rule may be written as one word
+        for part, content in zip(
+            value if several else (value,), data[name] if several else (data[name],), strict=True
+        ):
+            if isinstance(part, Spec) and isinstance(
+                content, dict
+            ):  # a layer rule may be written as one word
                 _drop_later(part, content)
 
 
@@ -102,7 +120,9 @@ def _statistic(value: str, words: Mapping[str, Statistic]) -> str:
         pass
     *forms, last = (known.form for known in words.values())
     near = () if entry else get_close_matches(word, words, 1, NEAR)
-    raise ValueError(f"must be {', '.join(forms)} or {last}{''.join(f'; {known!r} is the nearest' for known in near)}")
+    raise ValueError(
+        f"must be {', '.join(forms)} or {last}{''.join(f'; {known!r} is the nearest' for known in near)}"
+    )
 
 
 def _outer_statistic(value: str) -> str:
@@ -132,7 +152,9 @@ class BlockScale(Spec):
     def _consistent(self) -> "BlockScale":
         if self.format in _CAST and self.rounding != "nearest":
             others = _listed([name for name in SCALES if name not in _CAST], "and")
-            raise ValueError(f"scale.rounding {self.rounding} is for {others}; a {self.format} scale is rounded to nearest")
+            raise ValueError(
+                f"scale.rounding {self.rounding} is for {others}; a {self.format} scale is rounded to nearest"
+            )
         if not SCALES[self.format].zero and self.zero != "zero":
             raise ValueError(f"scale.zero does not apply to {self.format}, which has no zero; leave it out")
         return self
@@ -166,9 +188,13 @@ class Outer(Spec):
     def _consistent(self) -> "Outer":
         word = tag(self.statistic)
         if STATISTICS[word].per_tensor and self.granularity != "tensor":
-            raise ValueError(f"outer.statistic {self.statistic} is one number a tensor; granularity {self.granularity} takes amax")
+            raise ValueError(
+                f"outer.statistic {self.statistic} is one number a tensor; granularity {self.granularity} takes amax"
+            )
         if word == "percentile" and self.granularity == "block:128":
-            raise ValueError("outer.statistic percentile needs granularity tensor or row; a block of 128 is too short for one")
+            raise ValueError(
+                "outer.statistic percentile needs granularity tensor or row; a block of 128 is too short for one"
+            )
         return self
 
 
@@ -252,7 +278,9 @@ class Quant(Spec):
     @property
     def wide(self) -> bool:
         """Return True if code times scale may need more than bf16's 8 significant bits, so that the product takes fp32 operands."""
-        significant = ELEMENTS[self.element].significant + (SCALES[self.scale.format].significant if self.scale else 0)
+        significant = ELEMENTS[self.element].significant + (
+            SCALES[self.scale.format].significant if self.scale else 0
+        )
         split = self.outer is not None and self.outer.granularity == "block:128"
         return significant > _BF16_BITS or split or (self.select is not None and self.select.among == "grids")
 
@@ -301,7 +329,12 @@ class Quant(Spec):
             return f"bits {self.bits} has no effect with rounding {self.rounding}"
         if self.rounding != "ms_eden":
             return None
-        if self.element != "e2m1" or self.tile[0] != 1 or self.scale is None or self.scale.format not in _FRACTIONAL:
+        if (
+            self.element != "e2m1"
+            or self.tile[0] != 1
+            or self.scale is None
+            or self.scale.format not in _FRACTIONAL
+        ):
             return f"rounding ms_eden corrects {_listed(_FRACTIONAL)} scales of e2m1 blocks of one row"
         if self.scale.rounding == "stochastic":
             return "rounding ms_eden rounds the corrected scales stochastically itself; scale.rounding is for the first guess: use nearest"

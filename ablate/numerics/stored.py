@@ -39,7 +39,9 @@ def pack(values: Tensor) -> Tensor:
     calls 0. NaN, which E2M1 lacks, becomes 6: the NaN in its block's scale is what tells. Raises ValueError for an odd column count.
     """
     if values.shape[1] % 2:
-        raise ValueError(f"pack puts two columns in a byte, and {values.shape[1]} is odd; pad the columns first")
+        raise ValueError(
+            f"pack puts two columns in a byte, and {values.shape[1]} is odd; pad the columns first"
+        )
     boundaries = torch.tensor(MAGNITUDES[1:], device=values.device)
     magnitude = torch.bucketize(values.abs(), boundaries, right=True, out_int32=True).to(torch.uint8)
     codes = magnitude | (values.signbit().to(torch.uint8) << 3)
@@ -48,7 +50,9 @@ def pack(values: Tensor) -> Tensor:
 
 def unpack(codes: Tensor) -> Tensor:
     """Codes, uint8 [rows, n], as the E2M1 values they mean, fp32 [rows, 2 n]; code 8 is -0."""
-    table = torch.tensor([sign * magnitude for sign in (1.0, -1.0) for magnitude in MAGNITUDES], device=codes.device)
+    table = torch.tensor(
+        [sign * magnitude for sign in (1.0, -1.0) for magnitude in MAGNITUDES], device=codes.device
+    )
     nibbles = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
     return table[nibbles.to(torch.int32)]
 
@@ -67,7 +71,9 @@ def swizzle(scales: Tensor) -> Tensor:
         raise TypeError(f"swizzle takes scales of one byte, not {scales.dtype}")
     padded = pad(scales.view(torch.uint8), SWIZZLE_ROWS, SWIZZLE_COLUMNS)
     tile_rows, tile_columns = padded.shape[0] // SWIZZLE_ROWS, padded.shape[1] // SWIZZLE_COLUMNS
-    return padded.view(tile_rows, 4, 32, tile_columns, 4).permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
+    return (
+        padded.view(tile_rows, 4, 32, tile_columns, 4).permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
+    )
 
 
 def unswizzle(flat: Tensor, rows: int, columns: int) -> Tensor:
@@ -75,9 +81,15 @@ def unswizzle(flat: Tensor, rows: int, columns: int) -> Tensor:
     tile_rows, tile_columns = -(-rows // SWIZZLE_ROWS), -(-columns // SWIZZLE_COLUMNS)
     size = tile_rows * tile_columns * SWIZZLE_ROWS * SWIZZLE_COLUMNS
     if flat.shape != (size,):
-        raise ValueError(f"{rows}x{columns} scales take {size} swizzled bytes in one dimension, not {list(flat.shape)}")
+        raise ValueError(
+            f"{rows}x{columns} scales take {size} swizzled bytes in one dimension, not {list(flat.shape)}"
+        )
     tiles = flat.view(torch.uint8).view(tile_rows, tile_columns, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(tile_rows * SWIZZLE_ROWS, tile_columns * SWIZZLE_COLUMNS)[:rows, :columns].contiguous().view(flat.dtype)
+    return (
+        tiles.reshape(tile_rows * SWIZZLE_ROWS, tile_columns * SWIZZLE_COLUMNS)[:rows, :columns]
+        .contiguous()
+        .view(flat.dtype)
+    )
 
 
 # --- one copy, and the two copies of a tensor -------------------------------------------------------------------------------
@@ -105,7 +117,9 @@ class Packed:
         tile_rows, tile_columns = self.quant.tile
         dtypes = (self.codes.dtype, self.scales.dtype, self.amax.dtype)
         if dtypes != (torch.uint8, torch.float8_e4m3fn, torch.float32):
-            raise ValueError(f"codes, scales and amax must be uint8, float8_e4m3fn and float32, not {', '.join(map(str, dtypes))}")
+            raise ValueError(
+                f"codes, scales and amax must be uint8, float8_e4m3fn and float32, not {', '.join(map(str, dtypes))}"
+            )
         tiles = (-(-rows // tile_rows), width // tile_columns)
         if width % tile_columns or self.scales.shape != tiles or self.amax.ndim or self.columns > width:
             raise ValueError(
@@ -145,19 +159,27 @@ class Packed:
 
     def row_scales(self) -> Tensor:
         """Scales for every row, float8_e4m3fn [rows, column tiles], as Transformer Engine keeps them and a GEMM wants them."""
-        return self.scales.view(torch.uint8).repeat_interleave(self.quant.tile[0], 0)[: self.rows].view(self.scales.dtype)
+        return (
+            self.scales.view(torch.uint8)
+            .repeat_interleave(self.quant.tile[0], 0)[: self.rows]
+            .view(self.scales.dtype)
+        )
 
     def swizzled_scales(self) -> Tensor:
         """`row_scales` in the 128x4 layout of cuBLASLt and CUTLASS, flat float8_e4m3fn. Raises ValueError unless blocks are 16 long."""
         if self.quant.tile[1] != 16:
-            raise ValueError(f"cuBLASLt and CUTLASS take one e4m3 scale for 16 elements, and block {self.quant.block} has another length")
+            raise ValueError(
+                f"cuBLASLt and CUTLASS take one e4m3 scale for 16 elements, and block {self.quant.block} has another length"
+            )
         return swizzle(self.row_scales())
 
     def row_slice(self, start: int, stop: int) -> "Packed":
         """Rows [start, stop) as views. Raises ValueError where they cut a tile, or leave the copy."""
         step = self.quant.tile[0]
         _check_slice("rows", start, stop, self.rows, step)
-        return replace(self, codes=self.codes[start:stop], scales=self.scales[start // step : -(-stop // step)])
+        return replace(
+            self, codes=self.codes[start:stop], scales=self.scales[start // step : -(-stop // step)]
+        )
 
     def column_slice(self, start: int, stop: int) -> "Packed":
         """Columns [start, stop) of the contraction as views, the last with its padding.
@@ -165,7 +187,9 @@ class Packed:
         Raises ValueError where they cut a tile or what one rotation mixes, or leave the copy.
         """
         tile = self.quant.tile[1]
-        _check_slice("columns", start, stop, self.columns, math.lcm(tile, self.rotation.size if self.rotation else 1))
+        _check_slice(
+            "columns", start, stop, self.columns, math.lcm(tile, self.rotation.size if self.rotation else 1)
+        )
         end = 2 * self.codes.shape[1] if stop == self.columns else stop
         codes, scales = self.codes[:, start // 2 : end // 2], self.scales[:, start // tile : end // tile]
         return replace(self, codes=codes, scales=scales, columns=stop - start)
@@ -205,7 +229,12 @@ class Stored:
 
     def save(self, path: str | Path) -> None:
         """Write the tensor to `path`: a reader sees what was there before, or all of it."""
-        document: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_flat("row", self.row), **_flat("column", self.column)}
+        document: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            **_flat("row", self.row),
+            **_flat("column", self.column),
+        }
         document["digest"] = _digest(document)
         temporary = Path(f"{path}.{os.getpid()}")
         with temporary.open("wb") as file:
@@ -235,13 +264,20 @@ def store(
     if x.ndim != 2:
         raise ValueError(f"store takes a matrix, not {x.ndim} dimensions; flatten the leading ones into rows")
     if rotation and not transposed_quant:
-        raise ValueError("the rotation turns the transposed copy; give transposed_quant too, or leave the rotation out")
+        raise ValueError(
+            "the rotation turns the transposed copy; give transposed_quant too, or leave the rotation out"
+        )
     if where[0] == where[1] and transposed_quant and draws(quant) and draws(transposed_quant):
-        raise ValueError(f"both copies draw random bits at site {where[0]} and would share them; give two sites in where")
+        raise ValueError(
+            f"both copies draw random bits at site {where[0]} and would share them; give two sites in where"
+        )
     row = store_one(x, quant, clock=clock, where=where[0])
     if not transposed_quant:
         return Stored(row)
-    return Stored(row, store_one(x.t(), transposed_quant, rotation=rotation, clock=clock, where=where[1], product=product))
+    return Stored(
+        row,
+        store_one(x.t(), transposed_quant, rotation=rotation, clock=clock, where=where[1], product=product),
+    )
 
 
 def store_one(x: Tensor, quant: Quant, *, rotation: Hadamard | None = None, **options: Any) -> Packed:
@@ -254,7 +290,9 @@ def store_one(x: Tensor, quant: Quant, *, rotation: Hadamard | None = None, **op
     refuse(quant)
     operand = quantize(x, quant, rotation=rotation, **options, keep=True)
     if operand.amax.isfinite() and not operand.largest.isfinite():
-        raise ValueError(f"x holds a NaN or an infinity, and {quant.outer.statistic} is finite: stored, it would look like a number")
+        raise ValueError(
+            f"x holds a NaN or an infinity, and {quant.outer.statistic} is finite: stored, it would look like a number"
+        )
     scales = operand.block_scale[:, 0, :, 0].to(torch.float8_e4m3fn)
     return Packed(pack(operand.codes), scales, operand.amax, x.shape[1], quant, rotation)
 
@@ -282,7 +320,9 @@ def refuse(quant: Quant) -> None:
     }
     other = [f"{name} {value}" for name, (value, wanted) in found.items() if value != wanted]
     if other:
-        raise ValueError(f"only NVFP4 can be stored: e2m1 elements, e4m3 block scales, one outer scale a tensor; not {', '.join(other)}")
+        raise ValueError(
+            f"only NVFP4 can be stored: e2m1 elements, e4m3 block scales, one outer scale a tensor; not {', '.join(other)}"
+        )
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> Stored:
@@ -295,15 +335,22 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Stored:
     try:
         document = torch.load(BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises KeyError, EOFError, RuntimeError, OSError and more, depending on where it stumbles
-        raise ValueError(f"{path}: not a file that torch can read, or cut short ({type(error).__name__})") from error
+        raise ValueError(
+            f"{path}: not a file that torch can read, or cut short ({type(error).__name__})"
+        ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"{path}: a file of torch, but not a stored NVFP4 tensor")
     if document.get("version") != VERSION:
-        raise ValueError(f"{path}: version {document.get('version')} of the stored tensor; this program reads version {VERSION}")
+        raise ValueError(
+            f"{path}: version {document.get('version')} of the stored tensor; this program reads version {VERSION}"
+        )
     if document.pop("digest", None) != _digest(document):
         raise ValueError(f"{path}: altered since it was written (its digest is another)")
     try:
-        return Stored(_unflat("row", document, device), _unflat("column", document, device) if "column.codes" in document else None)
+        return Stored(
+            _unflat("row", document, device),
+            _unflat("column", document, device) if "column.codes" in document else None,
+        )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -325,7 +372,9 @@ def _check_slice(what: str, start: int, stop: int, size: int, step: int) -> None
     if not 0 <= start <= stop <= size:
         raise ValueError(f"{what} {start}:{stop} are not within 0:{size}")
     if start % step or (stop % step and stop != size):
-        raise ValueError(f"{what} {start}:{stop} cut a block: start and stop must be multiples of {step} (or stop the end, {size})")
+        raise ValueError(
+            f"{what} {start}:{stop} cut a block: start and stop must be multiples of {step} (or stop the end, {size})"
+        )
 
 
 def _flat(name: str, packed: Packed | None) -> dict[str, Any]:

@@ -41,7 +41,10 @@ def _steps(transform: Transform, channels: int) -> Iterator[tuple[Callable[[Tens
     if transform.low_rank:
         yield partial(low_rank, rank=transform.low_rank), None
     if transform.channels:
-        yield partial(top_channels, fraction=transform.channels, channels=channels), CHANNEL_FORMATS[transform.channels_in]
+        yield (
+            partial(top_channels, fraction=transform.channels, channels=channels),
+            CHANNEL_FORMATS[transform.channels_in],
+        )
 
 
 def mean(x: Tensor, channels: int) -> Tensor:
@@ -57,7 +60,10 @@ def low_rank(x: Tensor, rank: int) -> Tensor:
     rank = min(rank, *x.shape)
     if not x.numel() or not x.isfinite().all():
         return torch.zeros_like(x)
-    start = random_bits(Clock(0), 0, rank, x.shape[0] + -x.shape[0] % GROUP, 16, x.device)[:, : x.shape[0]] - 2.0**15
+    start = (
+        random_bits(Clock(0), 0, rank, x.shape[0] + -x.shape[0] % GROUP, 16, x.device)[:, : x.shape[0]]
+        - 2.0**15
+    )
     basis = start.t()
     for _ in range(_ITERATIONS):
         basis = torch.linalg.qr(x @ (x.t() @ torch.linalg.qr(basis).Q)).Q
@@ -76,4 +82,6 @@ def top_channels(x: Tensor, fraction: float, channels: int) -> Tensor:
 def quantile(x: Tensor, q: float) -> Tensor:
     """The order statistic ceil(q n) of the magnitudes. Microsoft's code takes one quantile of each sign (arXiv 2501.17116)."""
     flat = x.abs().flatten()
-    return flat.kthvalue(math.ceil(Fraction(repr(q)) * flat.numel())).values if flat.numel() else x.new_zeros(())
+    return (
+        flat.kthvalue(math.ceil(Fraction(repr(q)) * flat.numel())).values if flat.numel() else x.new_zeros(())
+    )

@@ -27,7 +27,9 @@ class Turn:
         """Those of the slots (all, where none is named) that the recipe quantises; ValueError where it quantises none of them."""
         found = [name for name, _ in self.recipe.quantised() if name in slots or not slots]
         if not found:
-            raise ValueError(f"this recipe does not quantise {' or '.join(slots) or 'anything'}; there is nothing to turn")
+            raise ValueError(
+                f"this recipe does not quantise {' or '.join(slots) or 'anything'}; there is nothing to turn"
+            )
         return found
 
     def anything(self) -> Recipe:
@@ -63,7 +65,11 @@ class Knob:
 def _rht(on: bool, turn: Turn) -> dict[str, Any]:
     others = turn.others
     turn.quantised(*WGRAD)
-    return {"wgrad.hadamard": {"size": others.get("rht_size", 16), "signs": others.get("rht_signs", "fixed")} if on else None}
+    return {
+        "wgrad.hadamard": {"size": others.get("rht_size", 16), "signs": others.get("rht_signs", "fixed")}
+        if on
+        else None
+    }
 
 
 def _of_rht(name: str) -> Callable[[Any, Turn], dict[str, Any]]:
@@ -77,7 +83,9 @@ def _of_rht(name: str) -> Callable[[Any, Turn], dict[str, Any]]:
 
 
 def _sr(on: bool, turn: Turn) -> dict[str, Any]:
-    return dict.fromkeys((f"{slot}.rounding" for slot in turn.quantised(*GRADIENTS)), "stochastic" if on else "nearest")
+    return dict.fromkeys(
+        (f"{slot}.rounding" for slot in turn.quantised(*GRADIENTS)), "stochastic" if on else "nearest"
+    )
 
 
 def _of_gradients(path: str) -> Callable[[Any, Turn], dict[str, Any]]:
@@ -111,7 +119,11 @@ def _four_over_six(criterion: str | None, turn: Turn) -> dict[str, Any]:
     slots = [slot for slot in turn.quantised() if slot not in GRADIENTS]
     select = {"among": "scales", "criterion": criterion} if criterion else None
     bound = 256.0 if criterion else 448.0
-    return {path: value for slot in slots for path, value in ((f"{slot}.select", select), (f"{slot}.outer.bound", bound))}
+    return {
+        path: value
+        for slot in slots
+        for path, value in ((f"{slot}.select", select), (f"{slot}.outer.bound", bound))
+    }
 
 
 def _rest(fraction: float) -> str:
@@ -135,10 +147,16 @@ def _skip(end: str) -> Callable[[int, Turn], dict[str, Any]]:
     return lambda count, turn: {f"layers.skip_{end}": count} if turn.anything() else {}
 
 
-def _choice(words: Any, example: Any, text: str, paths: Callable[[Any, Turn], dict[str, Any]], none: bool = False) -> Knob:
+def _choice(
+    words: Any, example: Any, text: str, paths: Callable[[Any, Turn], dict[str, Any]], none: bool = False
+) -> Knob:
     """Return a knob that takes the words of a field of the specification, given as its type; with `none` also null."""
     shown = ", ".join(map(str, get_args(words)))
-    return Knob(words | None, f"{shown}, or null", example, text, paths) if none else Knob(words, shown, example, text, paths)
+    return (
+        Knob(words | None, f"{shown}, or null", example, text, paths)
+        if none
+        else Knob(words, shown, example, text, paths)
+    )
 
 
 def _type(model: type[Spec], field: str) -> Any:
@@ -149,8 +167,16 @@ _Count = Annotated[int, Field(ge=0)]
 _ROWS = Literal[tuple(block for block in BLOCKS if block.startswith("1x"))]
 
 KNOBS = {
-    "rht": Knob(bool, "true, false", True, "Random Hadamard transform, 16 points with fixed signs, on both operands of wgrad.", _rht),
-    "rht_size": _choice(_type(Hadamard, "size"), 32, "Points of the Hadamard transform of wgrad.", _of_rht("size")),
+    "rht": Knob(
+        bool,
+        "true, false",
+        True,
+        "Random Hadamard transform, 16 points with fixed signs, on both operands of wgrad.",
+        _rht,
+    ),
+    "rht_size": _choice(
+        _type(Hadamard, "size"), 32, "Points of the Hadamard transform of wgrad.", _of_rht("size")
+    ),
     "rht_signs": _choice(
         _type(Hadamard, "signs"),
         "per_step",
@@ -158,7 +184,12 @@ KNOBS = {
         _of_rht("signs"),
     ),
     "sr": Knob(bool, "true, false", True, "Stochastic rounding of both copies of the output gradient.", _sr),
-    "sr_bits": _choice(_type(Quant, "bits"), 24, "Random bits an element: 8 as Transformer Engine, 24 exact.", _of_gradients("bits")),
+    "sr_bits": _choice(
+        _type(Quant, "bits"),
+        24,
+        "Random bits an element: 8 as Transformer Engine, 24 exact.",
+        _of_gradients("bits"),
+    ),
     "sr_headroom": Knob(
         Annotated[float, Field(gt=0, le=4)],
         "factor",
@@ -167,7 +198,11 @@ KNOBS = {
         _of_gradients("range.headroom"),
     ),
     "weights_2d": Knob(
-        bool, "true, false", True, "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.", _weights_2d
+        bool,
+        "true, false",
+        True,
+        "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.",
+        _weights_2d,
     ),
     "block": _choice(_ROWS, "1x32", "Elements that share a scale; 16x16 weight tiles stay.", _block),
     "element": _choice(
@@ -203,7 +238,13 @@ KNOBS = {
         "Fraction of the run, at its end, in bf16. Never moves the learning rate.",
         _cooldown,
     ),
-    "cooldown_slots": _choice(_type(Phase, "slots"), "forward", "Which products the cooldown changes.", _cooldown_slots),
-    "skip_first": Knob(_Count, "0, 1, 2, ...", 1, "Transformer blocks at the input kept in bf16.", _skip("first")),
-    "skip_last": Knob(_Count, "0, 1, 2, ...", 1, "Transformer blocks at the output kept in bf16.", _skip("last")),
+    "cooldown_slots": _choice(
+        _type(Phase, "slots"), "forward", "Which products the cooldown changes.", _cooldown_slots
+    ),
+    "skip_first": Knob(
+        _Count, "0, 1, 2, ...", 1, "Transformer blocks at the input kept in bf16.", _skip("first")
+    ),
+    "skip_last": Knob(
+        _Count, "0, 1, 2, ...", 1, "Transformer blocks at the output kept in bf16.", _skip("last")
+    ),
 }

@@ -22,7 +22,9 @@ from ablate.numerics.spec import Spec
 LISTS = ("blocks", "layers", "layer", "h")
 """Names of the module lists that hold a model's blocks; the first three also behind a prefix, such as `decoder_layers`."""
 _BLOCK = re.compile(r"(?P<block>(?:.*?\.)?(?:(?:\w+_)?(?:blocks|layers?)|h)\.(?P<number>\d+))\.")
-_BLOCKS = re.compile(r"(?P<end>first|last):(?:(?P<count>\d+)|0?\.(?P<decimals>\d+))|(?P<start>\d+)-(?P<stop>\d+)", re.ASCII)
+_BLOCKS = re.compile(
+    r"(?P<end>first|last):(?:(?P<count>\d+)|0?\.(?P<decimals>\d+))|(?P<start>\d+)-(?P<stop>\d+)", re.ASCII
+)
 _CLASS = "class:"
 
 
@@ -107,7 +109,9 @@ class Match(Spec):
         if isinstance(data, str):
             return {"within": data.removeprefix(_CLASS)} if data.startswith(_CLASS) else {"name": data}
         if not isinstance(data, dict | cls):
-            raise ValueError("must be a glob on layers' names, 'class:' and a glob on classes, or fields: blocks, name, within")
+            raise ValueError(
+                "must be a glob on layers' names, 'class:' and a glob on classes, or fields: blocks, name, within"
+            )
         return data
 
     @model_validator(mode="after")
@@ -126,7 +130,9 @@ class Match(Spec):
     @property
     def fields(self) -> dict[str, str]:
         """The given fields by name."""
-        return {field: value for field in type(self).model_fields if (value := getattr(self, field)) is not None}
+        return {
+            field: value for field in type(self).model_fields if (value := getattr(self, field)) is not None
+        }
 
     def __str__(self) -> str:
         """Return the fields in one line: `blocks last:2, within Attention`."""
@@ -137,7 +143,9 @@ class Match(Spec):
         match = _BLOCKS.fullmatch(self.blocks or f"0-{blocks}")
         if match["start"]:
             return range(int(match["start"]), min(blocks, int(match["stop"]) + 1))
-        count = int(match["count"]) if match["count"] else math.ceil(Fraction(f"0.{match['decimals']}") * blocks)
+        count = (
+            int(match["count"]) if match["count"] else math.ceil(Fraction(f"0.{match['decimals']}") * blocks)
+        )
         return range(min(count, blocks)) if match["end"] == "first" else range(max(0, blocks - count), blocks)
 
 

@@ -26,7 +26,13 @@ def _fp8(element: str, statistic: str = "amax") -> Quant:
 
 
 def _mx(element: str, scale_rounding: str, **more) -> Quant:
-    return Quant(element=element, block="1x32", scale=BlockScale(format="e8m0", rounding=scale_rounding), outer=None, **more)
+    return Quant(
+        element=element,
+        block="1x32",
+        scale=BlockScale(format="e8m0", rounding=scale_rounding),
+        outer=None,
+        **more,
+    )
 
 
 def bf16() -> Recipe:
@@ -110,7 +116,9 @@ def mxfp4_backward() -> Recipe:
     """
     quant = _mx("e2m1", "floor", range=Range(map_to=4.0, prescale=0.75), rounding="stochastic", bits=24)
     rotation = Hadamard(size=64, signs="per_call")
-    return Recipe(dgrad=Dgrad(g=quant, w=quant, hadamard=rotation), wgrad=Wgrad(g=quant, x=quant, hadamard=rotation))
+    return Recipe(
+        dgrad=Dgrad(g=quant, w=quant, hadamard=rotation), wgrad=Wgrad(g=quant, x=quant, hadamard=rotation)
+    )
 
 
 def quartet() -> Recipe:
@@ -163,7 +171,9 @@ def tetrajet2() -> Recipe:
     return Recipe(
         fprop=Fprop(x=activation, w=Quant(outer=outer)),
         dgrad=Dgrad(g=gradient, w=again, hadamard=signs),
-        wgrad=Wgrad(g=gradient, x=again.model_copy(update={"transform": activation.transform}), hadamard=signs),
+        wgrad=Wgrad(
+            g=gradient, x=again.model_copy(update={"transform": activation.transform}), hadamard=signs
+        ),
         weights=Weights(osci_reset=OsciReset()),
     )
 

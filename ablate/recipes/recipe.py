@@ -57,9 +57,13 @@ class Product(Spec):
             if quant is None or quant.rounding != "ms_eden":
                 continue
             if self.hadamard is None or self.hadamard.size < 32:
-                raise ValueError(f"{name}.rounding ms_eden needs hadamard.size 32 or more in the same product: it corrects rotated groups")
+                raise ValueError(
+                    f"{name}.rounding ms_eden needs hadamard.size 32 or more in the same product: it corrects rotated groups"
+                )
             if self.hadamard.size % quant.tile[1]:
-                raise ValueError(f"{name}.block {quant.block} exceeds hadamard.size {self.hadamard.size}: ms_eden takes whole blocks")
+                raise ValueError(
+                    f"{name}.block {quant.block} exceeds hadamard.size {self.hadamard.size}: ms_eden takes whole blocks"
+                )
         return self
 
 
@@ -132,7 +136,9 @@ class Products(Spec):
         update = {}
         for name in DIRECTIONS["all"]:
             mine, its = getattr(self, name), getattr(other, name)
-            update[name] = mine if name not in DIRECTIONS[slots] else mine.high_precision() if its.plain else its
+            update[name] = (
+                mine if name not in DIRECTIONS[slots] else mine.high_precision() if its.plain else its
+            )
         return self.model_copy(update=update)._without_lost_copies()
 
     def with_slots(self, slots: Collection[str], other: "Products") -> "Products":
@@ -141,7 +147,9 @@ class Products(Spec):
         for name in DIRECTIONS["all"]:
             product = getattr(self, name)
             operands = [operand for operand in product.operands if f"{name}.{operand}" in slots]
-            changed = product.model_copy(update={operand: getattr(getattr(other, name), operand) for operand in operands})
+            changed = product.model_copy(
+                update={operand: getattr(getattr(other, name), operand) for operand in operands}
+            )
             quantised = any(getattr(changed, operand) for operand in changed.operands)
             update[name] = changed if quantised or not operands else changed.high_precision()
         return self.model_copy(update=update)._without_lost_copies()
@@ -154,18 +162,26 @@ class Products(Spec):
             if quant and quant.source == "forward" and changed.slot(forward) is None:
                 product, operand = slot.split(".")
                 original = quant.model_copy(update={"source": "original"})
-                changed = changed.model_copy(update={product: getattr(changed, product).model_copy(update={operand: original})})
+                changed = changed.model_copy(
+                    update={product: getattr(changed, product).model_copy(update={operand: original})}
+                )
         return changed
 
     @model_validator(mode="after")
     def _slots_make_sense(self) -> "Products":
         for name, quant in self.quantised():
             if quant.estimator is not None and not name.startswith("fprop"):
-                raise ValueError(f"{name}.estimator is the gradient of a forward cast: only fprop.x and fprop.w have one")
+                raise ValueError(
+                    f"{name}.estimator is the gradient of a forward cast: only fprop.x and fprop.w have one"
+                )
             if quant.source == "forward" and name not in FORWARD_COPY:
-                raise ValueError(f"{name}.source forward: the forward pass has no copy of it; only {' and '.join(FORWARD_COPY)} have one")
+                raise ValueError(
+                    f"{name}.source forward: the forward pass has no copy of it; only {' and '.join(FORWARD_COPY)} have one"
+                )
             if quant.source == "forward" and self.slot(FORWARD_COPY[name]) is None:
-                raise ValueError(f"{name}.source forward: {FORWARD_COPY[name]} is not quantised, so there is no copy to start from")
+                raise ValueError(
+                    f"{name}.source forward: {FORWARD_COPY[name]} is not quantised, so there is no copy to start from"
+                )
         return self
 
 
@@ -210,7 +226,9 @@ class Layers(Spec):
     def deciders(self, layers: Sequence[Layer]) -> dict[str, Decider]:
         """Return what decides about each layer of a model, by its name: the first rule that selects it, else the counts."""
         blocks = blocks_in(layers)
-        found: dict[str, Decider] = {layer.name: "own" if self.quantises(layer.block, blocks) else "skipped" for layer in layers}
+        found: dict[str, Decider] = {
+            layer.name: "own" if self.quantises(layer.block, blocks) else "skipped" for layer in layers
+        }
         for number in reversed(range(len(self.rules))):
             found |= {layer.name: number for layer in select(self.rules[number].match, layers).layers}
         return found
@@ -262,7 +280,9 @@ class Phase(Spec):
     def trigger(self) -> Trigger | None:
         """What starts this phase, where that is measured rather than counted."""
         word, *numbers = self.start.split(":")
-        return Trigger("grad/noise_ratio", float(numbers[0]), int(numbers[1])) if word == "noise_ratio" else None
+        return (
+            Trigger("grad/noise_ratio", float(numbers[0]), int(numbers[1])) if word == "noise_ratio" else None
+        )
 
     def active(self, step: int, run: Run, tripped: Collection[Trigger] = ()) -> bool:
         """Whether the phase holds in step `step` (from 0) of `run`. A trigger holds for ever once it has tripped."""
@@ -347,14 +367,20 @@ class Recipe(Products):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        everything = [self, *(rule.use for rule in self.layers.rules), *(phase.use for phase in self.schedule)]
+        everything = [
+            self,
+            *(rule.use for rule in self.layers.rules),
+            *(phase.use for phase in self.schedule),
+        ]
         if self.dtype == "fp32" and not all(part is None or part.plain for part in everything):
             raise ValueError("dtype fp32 quantises nothing: the input chain of a quantised operand is bf16")
         for name in ("osci_reset", "q_ema", "q_ramping"):
             if getattr(self.weights, name) and self.fprop.w is None:
                 raise ValueError(f"weights.{name} acts on quantised weights, and fprop.w is not quantised")
         if self.weights.q_ema and (self.fprop.w.rounding != "nearest" or self.fprop.w.select):
-            raise ValueError("weights.q_ema decides how fprop.w is rounded, so it must be rounded to nearest, without select")
+            raise ValueError(
+                "weights.q_ema decides how fprop.w is rounded, so it must be rounded to nearest, without select"
+            )
         return self
 
     @property
@@ -385,9 +411,14 @@ class Recipe(Products):
             return products
 
         own = changed(self.products)
-        rules = tuple(rule.model_copy(update={"use": rule.use and changed(rule.use)}) for rule in self.layers.rules)
+        rules = tuple(
+            rule.model_copy(update={"use": rule.use and changed(rule.use)}) for rule in self.layers.rules
+        )
         layers = self.layers.model_copy(update={"rules": rules})
-        return self.model_copy(update={name: getattr(own, name) for name in DIRECTIONS["all"]} | {"layers": layers, "schedule": ()})
+        return self.model_copy(
+            update={name: getattr(own, name) for name in DIRECTIONS["all"]}
+            | {"layers": layers, "schedule": ()}
+        )
 
     def decided(self, decider: Decider) -> Products | None:
         """Return the products of the layers about which `decider` decides; None: high precision."""
@@ -404,4 +435,6 @@ class Recipe(Products):
 
     def ever_quantises(self, products: Products | None) -> bool:
         """Return True if layers with these products are quantised in some step: from the start, or by a phase."""
-        return products is not None and not (products.plain and all(phase.use is None or phase.use.plain for phase in self.schedule))
+        return products is not None and not (
+            products.plain and all(phase.use is None or phase.use.plain for phase in self.schedule)
+        )

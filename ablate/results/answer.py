@@ -14,7 +14,14 @@ from ablate.results.headline import headline, of_arms, of_best, of_knobs
 from ablate.results.inference import FEWEST_RANKED, wilcoxon
 from ablate.results.ledger import Ledger
 from ablate.results.page import Code, Gallery, Part, Section, Table, Text, section
-from ablate.results.paired_stats import FEWEST_DISTINCT, MOST_SEEDS, Verdict, deviation_range, holm, paired_difference
+from ablate.results.paired_stats import (
+    FEWEST_DISTINCT,
+    MOST_SEEDS,
+    Verdict,
+    deviation_range,
+    holm,
+    paired_difference,
+)
 from ablate.results.published import agreement_notes, agreement_text, replications
 from ablate.results.records import frame
 from ablate.results.summary import (
@@ -74,7 +81,10 @@ class Answer:
         if not self.ledger.fact("search"):
             return arms
         sign = 1 if self.metric.direction == "minimize" else -1
-        return sorted(arms, key=lambda arm: (not arm.is_baseline, arm.role != "confirmed", not arm.values, sign * arm.mean))
+        return sorted(
+            arms,
+            key=lambda arm: (not arm.is_baseline, arm.role != "confirmed", not arm.values, sign * arm.mean),
+        )
 
     @cached_property
     def contrasts(self) -> list[Contrast]:
@@ -138,7 +148,9 @@ class Answer:
         return list(zip(effects, self._judge(effects), strict=True))
 
     def _judge(self, effects: Sequence[Effect]) -> list[Verdict]:
-        return judge_learned([(effect.effect, effect.margin, self.grid.arms) for effect in effects], self.metric)
+        return judge_learned(
+            [(effect.effect, effect.margin, self.grid.arms) for effect in effects], self.metric
+        )
 
     def verdict(self) -> str:
         """The verdict in one or two sentences: on every knob's main effect where there is a grid, else on every arm.
@@ -149,7 +161,11 @@ class Answer:
         arms = self.grid.arms if self.turned_knobs else self.arms
         if nothing_learned(arms):
             best = min((arm for arm in arms if not math.isnan(arm.loss)), key=lambda arm: arm.loss)
-            among = "The lowest loss" if nothing_learned(self.arms) else "The lowest loss of the arms that turn these knobs"
+            among = (
+                "The lowest loss"
+                if nothing_learned(self.arms)
+                else "The lowest loss of the arms that turn these knobs"
+            )
             return (
                 f"No answer: nothing was learned. {among}, {number(best.loss)} of {best.name}, is no better than that of a model"
                 f" that ignores its input, {number(best.context_free)}. Train longer, or with another learning rate."
@@ -191,14 +207,25 @@ class Answer:
         ]
         if lost:
             others = " and others" if len(lost) > 8 else ""
-            parts.append(Text(f"**Diverged:** {'; '.join(lost[:8])}{others}. No gap counts those seeds.", "warning"))
+            parts.append(
+                Text(f"**Diverged:** {'; '.join(lost[:8])}{others}. No gap counts those seeds.", "warning")
+            )
         silent = [arm.name for arm in self.arms if arm.unmeasured]
         if silent:
-            parts.append(Text(f"**{self.metric.name} is missing** in finished runs of {', '.join(silent[:8])}.", "warning"))
+            parts.append(
+                Text(
+                    f"**{self.metric.name} is missing** in finished runs of {', '.join(silent[:8])}.",
+                    "warning",
+                )
+            )
         return parts
 
     def _why(self) -> str:
-        counts = Counter(member["status"] for member in self.ledger.members() if member["status"] not in ("done", "diverged", "pruned"))
+        counts = Counter(
+            member["status"]
+            for member in self.ledger.members()
+            if member["status"] not in ("done", "diverged", "pruned")
+        )
         return ", ".join(f"{count} {status}" for status, count in counts.items())
 
     # Its tables
@@ -218,18 +245,35 @@ class Answer:
                 "in percent": _percent(arm, values.get(arm.baseline)),
                 "tokens to match": tokens.get(arm.name, ""),
                 "p (Holm)": "" if arm.role == "searched" else _p(arm.verdict.p),
-                "seeds": (f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}", len(arm.values)),
+                "seeds": (
+                    f"{len(arm.values)}"
+                    if len(arm.values) == arm.seeds
+                    else f"{len(arm.values)} of {arm.seeds}",
+                    len(arm.values),
+                ),
                 "SQNR dB": "" if math.isnan(arm.sqnr_db) else (f"{arm.sqnr_db:.1f}", arm.sqnr_db),
-                "tokens/s": "" if math.isnan(arm.tokens_per_s) else (f"{arm.tokens_per_s:,.0f}", arm.tokens_per_s),
+                "tokens/s": ""
+                if math.isnan(arm.tokens_per_s)
+                else (f"{arm.tokens_per_s:,.0f}", arm.tokens_per_s),
                 "memory": "" if math.isnan(arm.memory) else (f"{arm.memory / 1e6:,.0f} MB", arm.memory),
             }
             for arm in arms
         ]
-        left = f" {len(self.arms) - len(arms):,} more arms, none of them better." if len(arms) < len(self.arms) else ""
+        left = (
+            f" {len(self.arms) - len(arms):,} more arms, none of them better."
+            if len(arms) < len(self.arms)
+            else ""
+        )
         how = arms[0].interval if arms else "interval"
         caption = f"Gaps are arm minus baseline; ± is a {how}, paired by seed.{left} {emulated(self.ledger)}"
         notes = [verdict_notes(arm.verdict) for arm in arms]
-        return Table(f"effects-{metric.name.replace('/', '-')}", rows, caption.rstrip(), [arm.colour for arm in arms], notes)
+        return Table(
+            f"effects-{metric.name.replace('/', '-')}",
+            rows,
+            caption.rstrip(),
+            [arm.colour for arm in arms],
+            notes,
+        )
 
     def _extra_tokens(self, arms: Sequence[ArmSummary], metric: Metric) -> dict[str, tuple[str, float]]:
         """By arm, how many more tokens it needs to be where its baseline ends; none where the metric is no curve that falls."""
@@ -237,10 +281,16 @@ class Answer:
             return {}
         table = self.records(metric.name)
         table = table[table["tokens"].notna() & (table["status"] == "done")] if len(table) else table
-        curves = {key: dict(zip(part["tokens"], part["value"], strict=True)) for key, part in table.groupby(["arm", "seed"], observed=True)}
+        curves = {
+            key: dict(zip(part["tokens"], part["value"], strict=True))
+            for key, part in table.groupby(["arm", "seed"], observed=True)
+        }
         found = {}
         for arm in (arm for arm in arms if arm.baseline is not None):
-            pairs = {seed: (curves.get((arm.name, seed), {}), curves.get((arm.baseline, seed), {})) for seed in arm.values}
+            pairs = {
+                seed: (curves.get((arm.name, seed), {}), curves.get((arm.baseline, seed), {}))
+                for seed in arm.values
+            }
             by_seed = {seed: extra_tokens(*pair) for seed, pair in pairs.items() if min(map(len, pair)) > 2}
             mean = paired_difference(by_seed, dict.fromkeys(by_seed, 0.0), arm.interval)
             if mean.pairs:
@@ -264,7 +314,13 @@ class Answer:
         ]
         caption = "Two arms that differ in one knob, all else held; the value named first minus the other, paired by seed."
         verdicts = [contrast.verdict for contrast in self.contrasts]
-        return Table("contrasts", rows, caption, [verdict.kind for verdict in verdicts], [verdict_notes(verdict) for verdict in verdicts])
+        return Table(
+            "contrasts",
+            rows,
+            caption,
+            [verdict.kind for verdict in verdicts],
+            [verdict_notes(verdict) for verdict in verdicts],
+        )
 
     def averages(self) -> Table | None:
         """Main effects and interactions of a grid."""
@@ -277,13 +333,23 @@ class Answer:
         known = {(effect.knobs, effect.change) for effect in mains}
         mains += [effect for effect in main_effects(self.grid) if (effect.knobs, effect.change) not in known]
         verdicts = [judged.get(id(effect)) for effect in (*mains, *depends)]
-        rows = [_average(effect, verdict) for effect, verdict in zip((*mains, *depends), verdicts, strict=True)]
+        rows = [
+            _average(effect, verdict) for effect, verdict in zip((*mains, *depends), verdicts, strict=True)
+        ]
         classes = [verdict.kind if verdict else "" for verdict in verdicts]
         notes = [verdict_notes(verdict) if verdict else [] for verdict in verdicts]
         left = self.grid.left_out
-        without = f" Seeds {', '.join(map(str, left))} are left out: not every arm finished them." if left else ""
+        without = (
+            f" Seeds {', '.join(map(str, left))} are left out: not every arm finished them." if left else ""
+        )
         caption = "A knob's effect on average over the others, the value named first minus the other. p (Holm) holds for all main effects"
-        return Table("factors", rows, f"{caption} together, and for all interactions together.{without}", classes, notes)
+        return Table(
+            "factors",
+            rows,
+            f"{caption} together, and for all interactions together.{without}",
+            classes,
+            notes,
+        )
 
     def components(self) -> Table | None:
         """Leave-one-out and Shapley shares of a grid of components."""
@@ -296,7 +362,11 @@ class Answer:
             }
             for share in found
         ]
-        return Table("components", rows, "Shapley shares add up to what all components do together.") if rows else None
+        return (
+            Table("components", rows, "Shapley shares add up to what all components do together.")
+            if rows
+            else None
+        )
 
     def power(self) -> Table | None:
         """How far the paired gaps spread, and how many seeds an arm that is undecided needs for a verdict."""
@@ -315,27 +385,45 @@ class Answer:
                 }
             )
         named = any(row["seeds needed"] for row in rows)
-        caption = (
-            "Seeds needed: in all, for an 80 % chance of a verdict, by the rule that verdicts follow; in brackets, if the spread is at"
+        caption = "Seeds needed: in all, for an 80 % chance of a verdict, by the rule that verdicts follow; in brackets, if the spread is at"
+        without = (
+            "Without metric.min_effect no number of seeds is named: an effect may be as small as one likes."
         )
-        without = "Without metric.min_effect no number of seeds is named: an effect may be as small as one likes."
         without = "" if all(arm.margin for arm in self.shown if arm.gap) else without
-        return Table("power", rows, f"{caption} either end of its range." if named else without) if rows else None
+        return (
+            Table("power", rows, f"{caption} either end of its range." if named else without)
+            if rows
+            else None
+        )
 
     def checks(self) -> Table | None:
         """The same gaps by other tests: equivalence, ranks. What cannot be said with so few seeds is not."""
         baselines = {arm.name: arm.values for arm in self.arms}
-        compared = [arm for arm in self.shown if arm.gap is not None and arm.gap.pairs > 1 and arm.baseline in baselines]
-        family = [arm for arm in self.arms if arm.role != "searched" and arm.verdict.kind != "unjudged" and arm.gap.tells]
+        compared = [
+            arm
+            for arm in self.shown
+            if arm.gap is not None and arm.gap.pairs > 1 and arm.baseline in baselines
+        ]
+        family = [
+            arm
+            for arm in self.arms
+            if arm.role != "searched" and arm.verdict.kind != "unjudged" and arm.gap.tells
+        ]
         ranked = holm([_wilcoxon(arm.values, baselines[arm.baseline]) for arm in family])
         by_name = {arm.name: p for arm, p in zip(family, ranked, strict=True)}
         rows = [
-            {"arm": arm.name, "equivalence, p (Holm)": _p(arm.verdict.p_equivalence), "Wilcoxon, p (Holm)": _p(by_name.get(arm.name))}
+            {
+                "arm": arm.name,
+                "equivalence, p (Holm)": _p(arm.verdict.p_equivalence),
+                "Wilcoxon, p (Holm)": _p(by_name.get(arm.name)),
+            }
             for arm in compared
         ]
         few = any(arm.gap.pairs < FEWEST_RANKED for arm in compared)
         caption = "Equivalence: p of a gap of min_effect or more."
-        needs = f" Wilcoxon's test needs {FEWEST_RANKED} pairs: with fewer its two-sided p cannot fall below 5 %."
+        needs = (
+            f" Wilcoxon's test needs {FEWEST_RANKED} pairs: with fewer its two-sided p cannot fall below 5 %."
+        )
         return Table("checks", rows, caption + (needs if few else "")) if rows else None
 
     def importances(self, shares: Mapping[str, float]) -> Text | None:
@@ -351,9 +439,17 @@ class Answer:
         """Whether training went well, in a sentence, then what did not."""
         statuses = Counter(member["status"] for member in self.ledger.members())
         counts = [text for text in set(table["metric"]) if parse(text).is_count] if len(table) else []
-        bad = sorted(set(table.loc[table["metric"].isin(counts) & (table["value"] > 0), "arm"])) if counts else []
+        bad = (
+            sorted(set(table.loc[table["metric"].isin(counts) & (table["value"] > 0), "arm"]))
+            if counts
+            else []
+        )
         counted = f"{statuses.total()} runs: {', '.join(f'{count} {status}' for status, count in statuses.items())}."
-        found = f" Values that are not finite were seen in {', '.join(bad[:8])}." if bad else " No value that is not finite was counted."
+        found = (
+            f" Values that are not finite were seen in {', '.join(bad[:8])}."
+            if bad
+            else " No value that is not finite was counted."
+        )
         return [Text(counted + found, "verdict"), *self.losses(), *filter(None, [self.interventions()])]
 
     def interventions(self) -> Table | None:
@@ -381,7 +477,9 @@ class Answer:
             {
                 "arm": line.subject,
                 "metric": line.metric,
-                "published": line.published if line.figure.amount is None else (line.published, line.figure.amount),
+                "published": line.published
+                if line.figure.amount is None
+                else (line.published, line.figure.amount),
                 "measured": (line.found, line.measured.mean) if line.measured.pairs else "",
                 "verdict": agreement_text(line, short=True),
                 "source": line.figure.source,
@@ -391,7 +489,11 @@ class Answer:
         caption = "Of two arms the direction is judged, by the interval; a model of another size need not show an effect of the same size."
         caption = caption if any(line.figure.against for line in lines) else ""
         classes = ["diverged" if line.diverged else _AGREEMENTS.get(line.verdict.kind, "") for line in lines]
-        return Table("published", rows, caption, classes, [agreement_notes(line) for line in lines]) if rows else None
+        return (
+            Table("published", rows, caption, classes, [agreement_notes(line) for line in lines])
+            if rows
+            else None
+        )
 
     def emulation(self) -> Text | None:
         """What speed and memory are not, where formats were emulated."""
@@ -417,11 +519,27 @@ class Answer:
     def method(self) -> Text:
         """How the numbers were made, for whoever wants to quote them."""
         specs = [json.loads(member["spec"]) for member in self.ledger.members()]
-        ((workload, config),) = specs[0]["workload"].items() if specs and specs[0].get("workload") else (("?", {}),)
+        ((workload, config),) = (
+            specs[0]["workload"].items() if specs and specs[0].get("workload") else (("?", {}),)
+        )
         seeds = sorted({arm.seeds for arm in self.arms if arm.role != "refused"})
-        spread = counted(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds" if seeds else "no seeds"
-        shape = ", ".join(f"{key} {config[key]}" for key in ("layers", "width", "context", "batch", "steps", "lr") if key in config)
-        matters = f" A gap within {self.metric.min_effect} is taken not to matter." if self.metric.min_effect else ""
+        spread = (
+            counted(seeds[0], "seed")
+            if len(seeds) == 1
+            else f"{seeds[0]} to {seeds[-1]} seeds"
+            if seeds
+            else "no seeds"
+        )
+        shape = ", ".join(
+            f"{key} {config[key]}"
+            for key in ("layers", "width", "context", "batch", "steps", "lr")
+            if key in config
+        )
+        matters = (
+            f" A gap within {self.metric.min_effect} is taken not to matter."
+            if self.metric.min_effect
+            else ""
+        )
         how = self.arms[0].interval if self.arms else ""
         return Text(
             f"{counted(len(self.arms), 'arm')} of workload {workload} ({shape}), {spread} an arm; an arm and its baseline share initial"
@@ -442,7 +560,9 @@ class Answer:
         spent, reused = self.ledger.spent()
         rows = {
             "commit": f"{facts.pop('commit', None) or 'none'}{f', with {changed} uncommitted lines of diff' if changed else ''}",
-            "hardware": ", ".join(facts.pop(key) for key in ("gpu", "cpu", "host", "platform") if facts.get(key)),
+            "hardware": ", ".join(
+                facts.pop(key) for key in ("gpu", "cpu", "host", "platform") if facts.get(key)
+            ),
             "versions": ", ".join(f"{name} {version}" for name, version in facts.items() if name != "cores"),
             "data": ", ".join(filter(None, data)),
             "trials": f"{len(trials)}, of which {reused} had been run by an earlier sweep",
@@ -487,7 +607,11 @@ def _percent(arm: ArmSummary, baseline: dict[int, float] | None) -> Any:
     """The gap over the baseline, seed by seed."""
     if arm.gap is None or not baseline or any(value == 0 for value in baseline.values()):
         return ""
-    relative = {seed: (value - baseline[seed]) / abs(baseline[seed]) for seed, value in arm.values.items() if seed in baseline}
+    relative = {
+        seed: (value - baseline[seed]) / abs(baseline[seed])
+        for seed, value in arm.values.items()
+        if seed in baseline
+    }
     found = paired_difference(relative, dict.fromkeys(relative, 0.0), arm.interval)
     return (percents(found), found.mean) if found.pairs else ""
 

@@ -36,7 +36,11 @@ class Grid:
     def cells(self, **held: int) -> list[Cell]:
         """The points at which the named knobs are at these levels."""
         names = list(self.levels)
-        return [cell for cell in self.values if all(cell[names.index(knob)] == level for knob, level in held.items())]
+        return [
+            cell
+            for cell in self.values
+            if all(cell[names.index(knob)] == level for knob, level in held.items())
+        ]
 
     def mean(self, cells: Sequence[Cell]) -> dict[int, float]:
         """By seed, the mean over these points."""
@@ -60,7 +64,10 @@ def grid(arms: Sequence[ArmSummary]) -> Grid | None:
     compared = [arm for arm in arms if arm.baseline is not None and arm.role == "listed" and arm.knobs]
     if not compared or len({frozenset(arm.knobs) for arm in compared}) > 1:
         return None
-    levels = {knob: _levels([arm.knobs[knob] for arm in compared], is_switch(arms, knob)) for knob in compared[0].knobs}
+    levels = {
+        knob: _levels([arm.knobs[knob] for arm in compared], is_switch(arms, knob))
+        for knob in compared[0].knobs
+    }
     levels = {knob: found for knob, found in levels.items() if len(found) > 1}
     points = {tuple(found.index(arm.knobs[knob]) for knob, found in levels.items()): arm for arm in compared}
     if not levels or len(points) != len(compared) or len(points) != math.prod(map(len, levels.values())):
@@ -87,7 +94,14 @@ def main_effects(grid: Grid) -> list[Effect]:
         for level in range(1, len(levels)):
             cells = grid.cells(**{knob: level})
             effect = _difference(grid, cells, grid.cells(**{knob: 0}))
-            found.append(Effect((knob,), _change(levels, level), _of_runs(grid, effect, _unchanged(grid, cells, place)), grid.margin))
+            found.append(
+                Effect(
+                    (knob,),
+                    _change(levels, level),
+                    _of_runs(grid, effect, _unchanged(grid, cells, place)),
+                    grid.margin,
+                )
+            )
     return found
 
 
@@ -105,9 +119,14 @@ def _of_runs(grid: Grid, effect: Difference, unchanged: bool) -> Difference:
 def interactions(grid: Grid) -> list[Effect]:
     """For every two knobs, how much the effect of one depends on the other: the difference of its effects, on average over the rest."""
     found = []
-    for (at, (first, ones)), (place, (second, others)) in itertools.combinations(enumerate(grid.levels.items()), 2):
+    for (at, (first, ones)), (place, (second, others)) in itertools.combinations(
+        enumerate(grid.levels.items()), 2
+    ):
         for one, other in itertools.product(range(1, len(ones)), range(1, len(others))):
-            apart = [grid.mean(grid.cells(**{first: a, second: b})) for a, b in ((one, other), (0, 0), (one, 0), (0, other))]
+            apart = [
+                grid.mean(grid.cells(**{first: a, second: b}))
+                for a, b in ((one, other), (0, 0), (one, 0), (0, other))
+            ]
             both, neither, alone, rest = apart
             by_seed = {seed: both[seed] + neither[seed] - alone[seed] - rest[seed] for seed in both}
             change = f"{_change(ones, one)}; {_change(others, other)}"
@@ -134,14 +153,21 @@ class Share:
 
 def shares(grid: Grid) -> list[Share]:
     """Leave-one-out and Shapley shares, where every knob has two levels; on is true, or the level listed second."""
-    if any(len(levels) != 2 for levels in grid.levels.values()) or not 1 < len(grid.levels) <= _MOST_COMPONENTS:
+    if (
+        any(len(levels) != 2 for levels in grid.levels.values())
+        or not 1 < len(grid.levels) <= _MOST_COMPONENTS
+    ):
         return []
     whole = (1,) * len(grid.levels)
     found = []
     for place, (knob, levels) in enumerate(grid.levels.items()):
         shapley = dict.fromkeys(grid.mean([whole]), 0.0)
         for cell in (cell for cell in grid.values if not cell[place]):
-            weight = math.factorial(sum(cell)) * math.factorial(len(cell) - sum(cell) - 1) / math.factorial(len(cell))
+            weight = (
+                math.factorial(sum(cell))
+                * math.factorial(len(cell) - sum(cell) - 1)
+                / math.factorial(len(cell))
+            )
             for seed, value in grid.values[_with(cell, place, 1)].items():
                 shapley[seed] += weight * (value - grid.values[cell][seed])
         left_out = _difference(grid, [whole], [_with(whole, place, 0)])
@@ -196,10 +222,16 @@ def _reaches(curve: Mapping[int, float], loss: float) -> float:
 
 def front(points: Mapping[str, Sequence[float]], signs: Sequence[int]) -> list[str]:
     """The names of the points that no other equals or beats in every coordinate; a sign is 1 where less is better, -1 where more is."""
-    signed = {name: [sign * value for sign, value in zip(signs, point, strict=True)] for name, point in points.items()}
+    signed = {
+        name: [sign * value for sign, value in zip(signs, point, strict=True)]
+        for name, point in points.items()
+    }
     finite = {name: point for name, point in signed.items() if all(map(math.isfinite, point))}
 
     def beaten(point: list[float]) -> bool:
-        return any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in finite.values())
+        return any(
+            other != point and all(a <= b for a, b in zip(other, point, strict=True))
+            for other in finite.values()
+        )
 
     return [name for name, point in finite.items() if not beaten(point)]

@@ -18,8 +18,37 @@ from urllib.parse import quote, unquote
 _SQLITE, _WITH_DRIVER = "sqlite:///", "sqlite+pysqlite:///"
 _MOUNTS = Path("/proc/self/mounts")
 _NETWORK = {
-    *("nfs", "nfs3", "nfs4", "lustre", "gpfs", "cifs", "smb2", "smb3", "smbfs", "9p", "afs", "ceph", "beegfs", "glusterfs", "virtiofs"),
-    *("orangefs", "pvfs2", "panfs", "wekafs", "gfs2", "ocfs2", "davfs", "coda", "vboxsf", "acfs", "ncpfs", "fuse"),
+    *(
+        "nfs",
+        "nfs3",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "cifs",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "9p",
+        "afs",
+        "ceph",
+        "beegfs",
+        "glusterfs",
+        "virtiofs",
+    ),
+    *(
+        "orangefs",
+        "pvfs2",
+        "panfs",
+        "wekafs",
+        "gfs2",
+        "ocfs2",
+        "davfs",
+        "coda",
+        "vboxsf",
+        "acfs",
+        "ncpfs",
+        "fuse",
+    ),
 }
 """Types of file systems that other machines write too, or that do not share memory between processes; `fuse.*` are among them."""
 
@@ -35,7 +64,9 @@ def readonly_uri(path: Path) -> str:
         return address
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
-        raise sqlite3.OperationalError(f"its folder is read-only, and {log.name} holds what it lacks; copy the folder, and read the copy")
+        raise sqlite3.OperationalError(
+            f"its folder is read-only, and {log.name} holds what it lacks; copy the folder, and read the copy"
+        )
     return f"{address}&immutable=1"
 
 
@@ -75,7 +106,9 @@ def url(path: Path) -> str:
 
 def path_of(address: str | None) -> Path | None:
     """Return the file that `sqlite:///...` names, or None for the address of a server."""
-    prefix = next((prefix for prefix in (_SQLITE, _WITH_DRIVER) if address and address.startswith(prefix)), None)
+    prefix = next(
+        (prefix for prefix in (_SQLITE, _WITH_DRIVER) if address and address.startswith(prefix)), None
+    )
     return None if prefix is None else Path(unquote(address.removeprefix(prefix).partition("?")[0]))
 
 
@@ -115,4 +148,6 @@ def set_journal(db: sqlite3.Connection, path: Path, mounts: str | None = None) -
     db.execute("PRAGMA user_version").fetchone()  # the exclusive lock is released at the next access
     db.execute("PRAGMA synchronous = FULL")
     if mode != "delete":
-        raise sqlite3.OperationalError(f"{path}: its journal mode is {mode}, which is not safe on this file system")
+        raise sqlite3.OperationalError(
+            f"{path}: its journal mode is {mode}, which is not safe on this file system"
+        )

@@ -43,7 +43,10 @@ def of_knobs(effects: Sequence[tuple[Effect, Verdict]], unit: str) -> Said:
 def of_arms(arms: Sequence[ArmSummary], unit: str) -> Said:
     """Return a sentence on every arm against its baseline, but for those that a search proposed."""
     return [
-        (f"{_of_winner(arm, unit) if arm.role == 'confirmed' else _of_arm(arm, unit)}{_seeds(arm.verdict)}", arm.verdict)
+        (
+            f"{_of_winner(arm, unit) if arm.role == 'confirmed' else _of_arm(arm, unit)}{_seeds(arm.verdict)}",
+            arm.verdict,
+        )
         for arm in arms
         if arm.gap is not None and arm.gap.pairs > 1 and arm.role != "searched"
     ]
@@ -93,14 +96,22 @@ def headline(said: Said) -> str:
     if len(said) <= MOST_SAID:
         return f"{'; '.join(text for text, _ in said)}."
     decided = [text for text, verdict in said if verdict.decided]
-    more = [f"{counted(len(decided) - MOST_SAID, 'more comparison')} decided"] if len(decided) > MOST_SAID else []
+    more = (
+        [f"{counted(len(decided) - MOST_SAID, 'more comparison')} decided"]
+        if len(decided) > MOST_SAID
+        else []
+    )
     sentences = [f"{'; '.join(decided[:MOST_SAID] + more)}."] if decided else []
     total = f"of {len(said)} comparisons"
     counts = Counter(verdict.kind for verdict in verdicts)
     if undecided := counts["undecided"]:
         needed = [verdict.needed for verdict in verdicts if verdict.kind == "undecided"]
         seeds = [its.count for its in needed if its and its.count]
-        each = f"; with {max(seeds)} seeds in all each of them has an 80 % chance of a verdict" if len(seeds) == undecided else ""
+        each = (
+            f"; with {max(seeds)} seeds in all each of them has an 80 % chance of a verdict"
+            if len(seeds) == undecided
+            else ""
+        )
         sentences.append(f"{undecided} {total} {'is' if undecided == 1 else 'are'} undecided{each}.")
     if unjudged := counts["unjudged"]:
         sentences.append(f"{unjudged} {total} {'is' if unjudged == 1 else 'are'} not judged.")

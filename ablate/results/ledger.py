@@ -140,8 +140,14 @@ class Ledger:
     def _add_member(self, arm: int, seed: int, trial_id: str, spec: str) -> int:
         self.db.execute("INSERT OR IGNORE INTO trials (id, spec) VALUES (?, ?)", (trial_id, spec))
         trial = self.db.execute("SELECT trial FROM trials WHERE id = ?", (trial_id,)).fetchone()["trial"]
-        if self.db.execute("SELECT 1 FROM members WHERE arm = ? AND seed = ? AND trial != ?", (arm, seed, trial)).fetchone():
-            self._redraw("seed = ?2 AND members.arm IN (SELECT arm FROM arms WHERE arm = ?1 OR baseline = ?1)", arm, seed)
+        if self.db.execute(
+            "SELECT 1 FROM members WHERE arm = ? AND seed = ? AND trial != ?", (arm, seed, trial)
+        ).fetchone():
+            self._redraw(
+                "seed = ?2 AND members.arm IN (SELECT arm FROM arms WHERE arm = ?1 OR baseline = ?1)",
+                arm,
+                seed,
+            )
         self.db.execute(
             "INSERT INTO members (arm, seed, trial) VALUES (?1, ?2, ?3) ON CONFLICT (arm, seed) DO UPDATE SET trial = ?3, wanted = 1",
             (arm, seed, trial),
@@ -155,7 +161,9 @@ class Ledger:
         if rows and self.fact("mlflow_parent"):
             self._replaced += [(row["id"], key_of(row)) for row in rows]
         members = [(row["arm"], row["seed"]) for row in rows]
-        self.db.executemany("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE arm = ? AND seed = ?", members)
+        self.db.executemany(
+            "UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE arm = ? AND seed = ?", members
+        )
 
     def move_arm(self, arm: int, place: int) -> None:
         """Put an arm at this place in the order of those that are wanted."""
@@ -177,7 +185,9 @@ class Ledger:
 
     def proposed(self) -> int:
         """Points that a search has proposed, those too that cannot be run."""
-        return self.db.execute("SELECT count(*) FROM arms WHERE place IS NOT NULL AND optuna IS NOT NULL").fetchone()[0]
+        return self.db.execute(
+            "SELECT count(*) FROM arms WHERE place IS NOT NULL AND optuna IS NOT NULL"
+        ).fetchone()[0]
 
     def arm(self, name: str) -> int | None:
         """The number of a wanted arm, None where there is none of this name."""
@@ -204,14 +214,17 @@ class Ledger:
 
     def own_trials(self, arm: int) -> set[int]:
         """The trials that this arm wants and no other."""
-        query = (
-            "SELECT trial FROM members WHERE arm = ?1 AND wanted AND trial NOT IN (SELECT trial FROM members WHERE arm != ?1 AND wanted)"
-        )
+        query = "SELECT trial FROM members WHERE arm = ?1 AND wanted AND trial NOT IN (SELECT trial FROM members WHERE arm != ?1 AND wanted)"
         return {row["trial"] for row in self.db.execute(query, (arm,))}
 
     def studied_seeds(self) -> list[int]:
         """Every seed that an arm of the study was ever run on, wanted now or not."""
-        return [row["seed"] for row in self.db.execute("SELECT DISTINCT seed FROM members JOIN arms USING (arm) WHERE optuna IS NOT NULL")]
+        return [
+            row["seed"]
+            for row in self.db.execute(
+                "SELECT DISTINCT seed FROM members JOIN arms USING (arm) WHERE optuna IS NOT NULL"
+            )
+        ]
 
     def to_ship(self) -> list[sqlite3.Row]:
         """The wanted members whose MLflow run is there or due and not complete: as `members`, and as few as are under way."""
@@ -257,10 +270,15 @@ class Ledger:
 
     def start_attempt(self, trial: int, attempt: int, now: float) -> None:
         """An attempt begins, under the number that the store gave it."""
-        self.db.execute("INSERT OR REPLACE INTO attempts (trial, attempt, started) VALUES (?, ?, ?)", (trial, attempt, now))
+        self.db.execute(
+            "INSERT OR REPLACE INTO attempts (trial, attempt, started) VALUES (?, ?, ?)",
+            (trial, attempt, now),
+        )
         self.db.execute("UPDATE trials SET status = 'running' WHERE trial = ?", (trial,))
 
-    def end_attempt(self, trial: int, attempt: int, now: float, outcome: str, reason: str | None = None) -> None:
+    def end_attempt(
+        self, trial: int, attempt: int, now: float, outcome: str, reason: str | None = None
+    ) -> None:
         """How an attempt ended: done, diverged, failed, interrupted."""
         self.db.execute(
             "UPDATE attempts SET ended = ?, outcome = ?, reason = ? WHERE trial = ? AND attempt = ?",
@@ -277,9 +295,18 @@ class Ledger:
 
     def attempts_since(self, trial: int, moment: float) -> int:
         """How many attempts of a trial began after a moment."""
-        return self.db.execute("SELECT count(*) FROM attempts WHERE trial = ? AND started >= ?", (trial, moment)).fetchone()[0]
+        return self.db.execute(
+            "SELECT count(*) FROM attempts WHERE trial = ? AND started >= ?", (trial, moment)
+        ).fetchone()[0]
 
-    def settle(self, trial: int, status: str, reason: str | None = None, seconds: float | None = None, reused: bool = False) -> None:
+    def settle(
+        self,
+        trial: int,
+        status: str,
+        reason: str | None = None,
+        seconds: float | None = None,
+        reused: bool = False,
+    ) -> None:
         """Set a trial's status."""
         self.db.execute(
             "UPDATE trials SET status = ?, reason = ?, seconds = coalesce(?, seconds), reused = ? WHERE trial = ?",
@@ -293,14 +320,19 @@ class Ledger:
         self.db.execute("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", (now,))
         again = "SELECT trial FROM trials WHERE status IN ('running', 'failed', 'oom', 'stopped')"
         self.db.execute(f"UPDATE members SET closed = 0 WHERE trial IN ({again})")
-        return self.db.execute(f"UPDATE trials SET status = 'pending', reason = NULL WHERE trial IN ({again})").rowcount
+        return self.db.execute(
+            f"UPDATE trials SET status = 'pending', reason = NULL WHERE trial IN ({again})"
+        ).rowcount
 
     def forget(self, trial: int) -> None:
         """A trial's records and attempts go: it is run afresh."""
         with self._atomic():
             self._drop_records(trial)
             self.db.execute("DELETE FROM attempts WHERE trial = ?", (trial,))
-            self.db.execute("UPDATE trials SET status = 'pending', reason = NULL, seconds = NULL, reused = 0 WHERE trial = ?", (trial,))
+            self.db.execute(
+                "UPDATE trials SET status = 'pending', reason = NULL, seconds = NULL, reused = 0 WHERE trial = ?",
+                (trial,),
+            )
 
     def renew(self, trial: int, events: Iterable[Mapping[str, Any]]) -> None:
         """Put these events in place of all that is recorded of a trial."""
@@ -318,16 +350,23 @@ class Ledger:
         for table in ("records", "events"):
             self.db.execute(f"DELETE FROM {table} WHERE trial = ?", (trial,))
         self.discard([(self.trial(trial).id, "")])
-        self.db.execute("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE trial = ?", (trial,))
+        self.db.execute(
+            "UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE trial = ?", (trial,)
+        )
 
     def discard(self, runs: Iterable[tuple[str, str]]) -> None:
         """Note that MLflow's present runs of these trials are to be removed: those of one member by its key, or of all by ""."""
         now = int(time.time() * 1000)
-        self.describe(**{_DISCARDED: json.dumps([*self.discarded(), *((trial, now, member) for trial, member in runs)])})
+        self.describe(
+            **{_DISCARDED: json.dumps([*self.discarded(), *((trial, now, member) for trial, member in runs)])}
+        )
 
     def discarded(self, gone: Collection[tuple[str, int, str]] = ()) -> list[tuple[str, int, str]]:
         """Return what `discard` noted: trial, moment (milliseconds) before which the runs began, member's key; less those in `gone`."""
-        noted = [(trial, moment, *(member or [""])) for trial, moment, *member in json.loads(self.fact(_DISCARDED) or "[]")]
+        noted = [
+            (trial, moment, *(member or [""]))
+            for trial, moment, *member in json.loads(self.fact(_DISCARDED) or "[]")
+        ]
         if gone and {*gone} & {*noted}:
             noted = [one for one in noted if one not in gone]
             self.describe(**{_DISCARDED: json.dumps(noted)})
@@ -401,7 +440,10 @@ class Ledger:
     def series(self, trial: int, name: str) -> dict[int, float]:
         """One metric of a trial by step."""
         query = "SELECT step, value FROM records JOIN names USING (name) WHERE trial = ? AND text = ? ORDER BY step"
-        return {step: math.nan if value is None else value for step, value in self.db.execute(query, (trial, name))}
+        return {
+            step: math.nan if value is None else value
+            for step, value in self.db.execute(query, (trial, name))
+        }
 
     def names(self) -> dict[int, str]:
         """The metrics' names by number."""
@@ -410,7 +452,9 @@ class Ledger:
     def recorded(self, trial: int | None = None) -> bool:
         """Return True where there is any record, or any of this trial."""
         which = "" if trial is None else "WHERE trial = :trial"
-        return bool(self.db.execute(f"SELECT EXISTS (SELECT 1 FROM records {which})", {"trial": trial}).fetchone()[0])
+        return bool(
+            self.db.execute(f"SELECT EXISTS (SELECT 1 FROM records {which})", {"trial": trial}).fetchone()[0]
+        )
 
     def finals(self, wanted: Callable[[Name], bool]) -> dict[int, dict[str, float]]:
         """Return the last values of every wanted trial, of the metrics whose name is `wanted`; no per-layer series."""
@@ -461,7 +505,10 @@ class Ledger:
 
     def shipped(self, arm: int, seed: int, run: str, step: int, closed: bool) -> None:
         """The member's MLflow run has everything up to `step`, and all there will be where it is closed."""
-        self.db.execute("UPDATE members SET mlflow = ?, shipped = ?, closed = ? WHERE arm = ? AND seed = ?", (run, step, closed, arm, seed))
+        self.db.execute(
+            "UPDATE members SET mlflow = ?, shipped = ?, closed = ? WHERE arm = ? AND seed = ?",
+            (run, step, closed, arm, seed),
+        )
 
     def unshipped(self) -> int:
         """Members whose MLflow run is not complete."""
@@ -469,7 +516,9 @@ class Ledger:
 
     def mlflow_runs(self) -> set[str]:
         """The MLflow runs that are known to be members'."""
-        return {row["mlflow"] for row in self.db.execute("SELECT mlflow FROM members WHERE mlflow IS NOT NULL")}
+        return {
+            row["mlflow"] for row in self.db.execute("SELECT mlflow FROM members WHERE mlflow IS NOT NULL")
+        }
 
     def forget_mlflow(self) -> None:
         """Whatever was shipped is gone, or went elsewhere: everything is to be shipped again."""

@@ -16,11 +16,18 @@ _NAN = "-1.7976931348623157e308"
 
 def record_table(path: Path, trials: Sequence[int], names: Sequence[int]) -> pa.Table:
     """Return (trial, name, step, value) of these trials and metrics, by their numbers in the ledger at `path`; a NULL is a NaN."""
-    inside = [f"{column} IN ({','.join(map(str, numbers))})" for column, numbers in (("trial", trials), ("name", names))]
-    query = f"SELECT trial, name, step, ifnull(value, {_NAN}) AS value FROM records WHERE {' AND '.join(inside)}"
+    inside = [
+        f"{column} IN ({','.join(map(str, numbers))})"
+        for column, numbers in (("trial", trials), ("name", names))
+    ]
+    query = (
+        f"SELECT trial, name, step, ifnull(value, {_NAN}) AS value FROM records WHERE {' AND '.join(inside)}"
+    )
     with dbapi.connect(readonly_uri(path)) as connection, connection.cursor() as cursor:
         cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": "65536"})
-        cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")  # with a rollback journal a writer holds readers up
+        cursor.execute(
+            f"PRAGMA busy_timeout = {_BUSY_MS}"
+        )  # with a rollback journal a writer holds readers up
         cursor.execute(query)
         rows = cursor.fetch_arrow_table()
     values = rows["value"].cast(pa.float64())

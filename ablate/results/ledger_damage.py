@@ -23,7 +23,9 @@ def stored_values(path: Path) -> list[StoredValue]:
     """Return all values that are no NaN, by trial, name and step, once all of them are in the ledger's file itself."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        rows = db.execute("SELECT trial, name, step, value FROM records WHERE value IS NOT NULL ORDER BY 1, 2, 3").fetchall()
+        rows = db.execute(
+            "SELECT trial, name, step, value FROM records WHERE value IS NOT NULL ORDER BY 1, 2, 3"
+        ).fetchall()
     return [StoredValue(*row) for row in rows]
 
 

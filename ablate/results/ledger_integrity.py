@@ -23,7 +23,9 @@ def tally(ledger: Ledger, trial: int) -> Tally:
     result, cursor = Tally(), ledger.db.cursor()
     cursor.row_factory = None
     names = ledger.names()
-    rows = cursor.execute("SELECT name, step, value, time FROM records WHERE trial = ? ORDER BY name, step", (trial,))
+    rows = cursor.execute(
+        "SELECT name, step, value, time FROM records WHERE trial = ? ORDER BY name, step", (trial,)
+    )
     try:
         for name, found in groupby(rows, key=itemgetter(0)):
             result.column(names[name], ((step, value, moment) for _, step, value, moment in found))
@@ -41,7 +43,9 @@ def strays(ledger: Ledger, trial: int, events: Iterable[Mapping[str, Any]]) -> b
         for event in events
         for name, value in event["metrics"].items()
     }
-    rows = ledger.db.execute("SELECT step, text, value, time FROM records LEFT JOIN names USING (name) WHERE trial = ?", (trial,))
+    rows = ledger.db.execute(
+        "SELECT step, text, value, time FROM records LEFT JOIN names USING (name) WHERE trial = ?", (trial,)
+    )
     return any(there.get((step, name)) != (value, moment) for step, name, value, moment in rows)
 
 
@@ -66,7 +70,9 @@ def _unreadable(ledger: Ledger) -> str | None:
     for arm, seed, knobs, spec in members:
         if knobs is None or spec is None:
             return f"table members, row {arm}/{seed}: of no arm or trial"
-        if not (isinstance(json.loads(knobs), dict) and json.loads(spec)["workload"] and isinstance(seed, int)):
+        if not (
+            isinstance(json.loads(knobs), dict) and json.loads(spec)["workload"] and isinstance(seed, int)
+        ):
             return f"table members, row {arm}/{seed}: a cell does not hold what its column is for"
     for column in ("baseline", *({"repeats"} - missing_columns(ledger.db))):
         query = f"SELECT arm FROM arms WHERE place IS NOT NULL AND {column} NOT IN (SELECT arm FROM arms)"

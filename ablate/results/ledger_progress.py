@@ -38,7 +38,9 @@ class Pace:
 
 def running_attempts(ledger: Ledger) -> dict[int, Attempt]:
     """Return the attempts that have not ended, by trial."""
-    rows = ledger.db.execute("SELECT trial, attempt, started, ended, outcome, reason FROM attempts WHERE ended IS NULL")
+    rows = ledger.db.execute(
+        "SELECT trial, attempt, started, ended, outcome, reason FROM attempts WHERE ended IS NULL"
+    )
     return {row["trial"]: Attempt(*row) for row in rows}
 
 
@@ -60,7 +62,9 @@ def pace(ledger: Ledger, trial: int, started: float) -> Pace:
     name, step = max(rows, key=lambda row: -1 if row["step"] is None else row["step"], default=(0, None))
     if step is None:
         return Pace()
-    query = "SELECT step, time FROM records WHERE trial = ? AND name = ? AND time >= ? ORDER BY step DESC LIMIT ?"
+    query = (
+        "SELECT step, time FROM records WHERE trial = ? AND name = ? AND time >= ? ORDER BY step DESC LIMIT ?"
+    )
     recent = [tuple(row) for row in ledger.db.execute(query, (trial, name, started, _PACE_RECORDS))]
     if not recent:
         return Pace(step)
@@ -83,4 +87,8 @@ def unshipped_records(ledger: Ledger, shown: Callable[[str], bool]) -> int:
     names = [number for number, text in ledger.names().items() if shown(text)]
     members = ledger.db.execute("SELECT trial, shipped FROM members WHERE wanted AND NOT closed").fetchall()
     query = "SELECT count(*) FROM records WHERE trial = ? AND name = ? AND step > ?"
-    return sum(ledger.db.execute(query, (trial, name, shipped)).fetchone()[0] for trial, shipped in members for name in names)
+    return sum(
+        ledger.db.execute(query, (trial, name, shipped)).fetchone()[0]
+        for trial, shipped in members
+        for name in names
+    )

@@ -59,22 +59,30 @@ def install(db: sqlite3.Connection) -> None:
     _define(db)
     if not is_sealed(db):
         db.execute("BEGIN IMMEDIATE")
-        db.execute("CREATE TABLE IF NOT EXISTS row_seals (part TEXT, key TEXT, seal TEXT, PRIMARY KEY (part, key)) WITHOUT ROWID")
+        db.execute(
+            "CREATE TABLE IF NOT EXISTS row_seals (part TEXT, key TEXT, seal TEXT, PRIMARY KEY (part, key)) WITHOUT ROWID"
+        )
         for name, table in SEALED.items():
-            db.execute(f"INSERT OR IGNORE INTO row_seals SELECT '{name}', {table.key()}, {table.digest} FROM {name}")
+            db.execute(
+                f"INSERT OR IGNORE INTO row_seals SELECT '{name}', {table.key()}, {table.digest} FROM {name}"
+            )
         db.execute("COMMIT")
     for name, table in SEALED.items():
         # No conflict clause in the bodies: SQLite replaces it with that of the statement that fires the trigger.
         drop = f"DELETE FROM row_seals WHERE part = '{name}' AND key = CAST({{}} AS TEXT);"
         same = " AND ".join(f"{column} = NEW.{column}" for column in table.columns[: table.keys])
-        add = f"INSERT INTO row_seals SELECT '{name}', {table.key()}, {table.digest} FROM {name} WHERE {same};"
+        add = (
+            f"INSERT INTO row_seals SELECT '{name}', {table.key()}, {table.digest} FROM {name} WHERE {same};"
+        )
         old, new = drop.format(table.key("OLD.")), drop.format(table.key("NEW."))
         for event, body in (
             ("INSERT", new + add),
             (f"UPDATE OF {', '.join(table.columns)}", old + new + add),
             ("DELETE", old),
         ):
-            db.execute(f"CREATE TEMP TRIGGER seal_{name}_{event.split()[0]} AFTER {event} ON main.{name} BEGIN {body} END")
+            db.execute(
+                f"CREATE TEMP TRIGGER seal_{name}_{event.split()[0]} AFTER {event} ON main.{name} BEGIN {body} END"
+            )
 
 
 def _define(db: sqlite3.Connection) -> None:
@@ -109,7 +117,9 @@ def difference(db: sqlite3.Connection) -> tuple[str, str, str] | None:
         if row:
             return name, str(row[0]), "is gone"
     stray = "part NOT IN (SELECT value FROM json_each(?)) AND (part != ? OR key NOT IN (SELECT CAST(trial AS TEXT) FROM trials))"
-    row = db.execute(f"SELECT part, key FROM row_seals WHERE {stray} LIMIT 1", (json.dumps([*SEALED]), RECORDS)).fetchone()
+    row = db.execute(
+        f"SELECT part, key FROM row_seals WHERE {stray} LIMIT 1", (json.dumps([*SEALED]), RECORDS)
+    ).fetchone()
     return ("row_seals", f"{row[0]} {row[1]}", "is not what was written") if row else None
 
 
@@ -124,5 +134,7 @@ def records_seal(db: sqlite3.Connection, trial: int) -> str | None:
     """Return the seal of a trial's records, None where it has none: it runs, or an earlier version wrote it."""
     if not is_sealed(db):
         return None
-    row = db.execute("SELECT seal FROM row_seals WHERE part = ? AND key = ?", (RECORDS, str(trial))).fetchone()
+    row = db.execute(
+        "SELECT seal FROM row_seals WHERE part = ? AND key = ?", (RECORDS, str(trial))
+    ).fetchone()
     return row[0] if row else None

@@ -24,7 +24,9 @@ def summary_markdown(ledger: Ledger) -> str:
     for arm, mark in zip(shown, marks, strict=True):
         gap = "baseline" if arm.gap is None else interval(arm.gap)
         verdict = f"{verdict_text(arm.verdict, short=True)}{mark} | {needed_text(arm.verdict.needed)}"
-        lines.append(f"| {markdown_cell(arm.name)} | {number(arm.mean)} | {gap} | {len(arm.values)} | {verdict} |")
+        lines.append(
+            f"| {markdown_cell(arm.name)} | {number(arm.mean)} | {gap} | {len(arm.values)} | {verdict} |"
+        )
     lines += ["", *(f"{note}  " for note in notes)] if notes else []
     if shown != arms:
         lines += ["", f"and {len(arms) - len(shown):,} more arms, none of them better"]

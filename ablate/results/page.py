@@ -102,13 +102,18 @@ class Table:
     def html(self) -> str:
         """A table whose rows can be sorted."""
         right = {name for name in self.columns if any(isinstance(row.get(name), tuple) for row in self.rows)}
-        head = "".join(f'<th{_right(name, right)}><button type="button">{_inline(name)}</button></th>' for name in self.columns)
+        head = "".join(
+            f'<th{_right(name, right)}><button type="button">{_inline(name)}</button></th>'
+            for name in self.columns
+        )
         marks, notes = footnotes(self.notes)
         cells = [
             "".join(self._cell(row, name, right, mark) for name in self.columns)
             for row, mark in itertools.zip_longest(self.rows, marks, fillvalue="")
         ]
-        body = "\n".join(f"<tr{_class(name)}>{inside}</tr>" for name, inside in itertools.zip_longest(self.classes, cells))
+        body = "\n".join(
+            f"<tr{_class(name)}>{inside}</tr>" for name, inside in itertools.zip_longest(self.classes, cells)
+        )
         caption = "<br>".join(_inline(line) for line in (*notes, self.caption) if line)
         caption = f"<caption>{caption}</caption>" if caption else ""
         return (
@@ -198,7 +203,9 @@ class Section:
         """The same in Markdown."""
         if not self.parts:
             return ""
-        return "\n\n".join([*([f"## {self.title}"] if self.title else []), *(part.markdown() for part in self.parts)])
+        return "\n\n".join(
+            [*([f"## {self.title}"] if self.title else []), *(part.markdown() for part in self.parts)]
+        )
 
     def save(self, folder: Path) -> None:
         """What its parts save."""

@@ -63,7 +63,9 @@ class Interval:
 @functools.cache
 def _t(pairs: int, looks: int, alpha: float) -> float:
     """Student's t at its share of alpha. Split evenly over looks declared beforehand, all hold together (Bonferroni)."""
-    return float(special.stdtrit(pairs - 1, 1 - alpha / looks / 2)) / math.sqrt(pairs) if pairs > 1 else math.inf
+    return (
+        float(special.stdtrit(pairs - 1, 1 - alpha / looks / 2)) / math.sqrt(pairs) if pairs > 1 else math.inf
+    )
 
 
 @functools.cache
@@ -117,7 +119,10 @@ class Difference:
     @property
     def tells(self) -> bool:
         """True where the spread of the differences is worth an interval and a p-value."""
-        return min(self.pairs, self.pairs if self.distinct is None else self.distinct) >= FEWEST_DISTINCT and self.deviation > 0
+        return (
+            min(self.pairs, self.pairs if self.distinct is None else self.distinct) >= FEWEST_DISTINCT
+            and self.deviation > 0
+        )
 
     @property
     def same(self) -> bool:
@@ -127,10 +132,16 @@ class Difference:
 
 def common(arm: Mapping[int, float], baseline: Mapping[int, float]) -> list[int]:
     """The seeds that both finished with a finite value: the pairs."""
-    return sorted(seed for seed in arm.keys() & baseline.keys() if math.isfinite(arm[seed]) and math.isfinite(baseline[seed]))
+    return sorted(
+        seed
+        for seed in arm.keys() & baseline.keys()
+        if math.isfinite(arm[seed]) and math.isfinite(baseline[seed])
+    )
 
 
-def paired_difference(arm: Mapping[int, float], baseline: Mapping[int, float], interval: Interval = Interval()) -> Difference:
+def paired_difference(
+    arm: Mapping[int, float], baseline: Mapping[int, float], interval: Interval = Interval()
+) -> Difference:
     """The mean of arm - baseline over common seeds with finite values, and its 95 % interval of the given kind.
 
     Without an interval (NaN) from fewer than 3 distinct values of the differences.
@@ -174,7 +185,9 @@ def equivalence(difference: Difference, margin: float | None) -> float:
     """
     if margin is None or not difference.tells:
         return math.nan
-    return p_value(difference, math.copysign(margin, difference.mean)) if abs(difference.mean) < margin else 1.0
+    return (
+        p_value(difference, math.copysign(margin, difference.mean)) if abs(difference.mean) < margin else 1.0
+    )
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -193,7 +206,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # Verdicts
 
 Kind = Literal["better", "worse", "equivalent", "same", "undecided", "unjudged"]
-Reason = Literal["no_pair", "one_pair", "few_values", "equal_counts", "nothing_learned", "baseline", "refused", "pruned"]
+Reason = Literal[
+    "no_pair", "one_pair", "few_values", "equal_counts", "nothing_learned", "baseline", "refused", "pruned"
+]
 """Why there is no verdict."""
 
 
@@ -239,7 +254,9 @@ class Verdict:
         return self.kind in ("better", "worse", "equivalent", "same")
 
 
-def judge(compared: Sequence[tuple[Difference, float | None]], minimize: bool, plan: bool = True, among: int = 1) -> list[Verdict]:
+def judge(
+    compared: Sequence[tuple[Difference, float | None]], minimize: bool, plan: bool = True, among: int = 1
+) -> list[Verdict]:
     """Return the verdicts on differences that stand in one table, each with its margin, corrected by Holm over all of them.
 
     `plan`: name the seeds that an undecided one needs. `among`: comparisons of the table, if they are more than are given here.
@@ -247,7 +264,9 @@ def judge(compared: Sequence[tuple[Difference, float | None]], minimize: bool, p
     unseen = [1.0] * (among - len(compared))
     effects = holm([*(p_value(difference) for difference, _ in compared), *unseen])
     likenesses = holm([*(equivalence(difference, margin) for difference, margin in compared), *unseen])
-    open_effects, open_likenesses = (max(1, sum(p >= ALPHA for p in corrected)) for corrected in (effects, likenesses))
+    open_effects, open_likenesses = (
+        max(1, sum(p >= ALPHA for p in corrected)) for corrected in (effects, likenesses)
+    )
     verdicts = []
     for (difference, margin), p, same in zip(compared, effects, likenesses):  # noqa: B905 - the unseen have p-values alone
         verdict = replace(_verdict(difference, minimize, p, same), p=p, p_equivalence=same)
@@ -269,7 +288,11 @@ def _verdict(difference: Difference, minimize: bool, p: float, same: float) -> V
         return Verdict("unjudged", "one_pair" if pairs else "no_pair", count=pairs)
     if difference.same:
         # Equal losses come from equal bits. Equal counts may differ on the next seed.
-        return Verdict("unjudged", "equal_counts", count=pairs) if difference.whole else Verdict("same", count=pairs)
+        return (
+            Verdict("unjudged", "equal_counts", count=pairs)
+            if difference.whole
+            else Verdict("same", count=pairs)
+        )
     if not difference.tells:
         return Verdict("unjudged", "few_values", count=difference.distinct or pairs)
     if same < ALPHA:
@@ -307,7 +330,11 @@ class Needed:
 
 
 def seeds_needed(
-    difference: Difference, margin: float | None, effects: float = 1, likenesses: float = 1, ranged: bool = True
+    difference: Difference,
+    margin: float | None,
+    effects: float = 1,
+    likenesses: float = 1,
+    ranged: bool = True,
 ) -> Needed | None:
     """The smallest number of seeds, in all, at which the chance of a verdict is 80 %, given the seeds so far.
 
@@ -323,15 +350,27 @@ def seeds_needed(
     scaled = difference.mean / margin, difference.deviation / margin
     if max(map(abs, scaled)) > _VAST:
         return Needed(None, None, None)
-    return _needed(difference.pairs, *scaled, difference.interval, (effects + 1) / 2, (likenesses + 1) / 2, ranged)
+    return _needed(
+        difference.pairs, *scaled, difference.interval, (effects + 1) / 2, (likenesses + 1) / 2, ranged
+    )
 
 
 @functools.lru_cache(4096)
-def _needed(pairs: int, mean: float, deviation: float, interval: Interval, effects: float, likenesses: float, ranged: bool) -> Needed:
+def _needed(
+    pairs: int,
+    mean: float,
+    deviation: float,
+    interval: Interval,
+    effects: float,
+    likenesses: float,
+    ranged: bool,
+) -> Needed:
     open_ = _Open(pairs, mean, deviation)
     rule = interval, effects, likenesses
     count = open_.fewest(open_.quantiles(_uniform()[0]), rule)
-    return Needed(count, *(open_.fewest(open_.quantiles(np.array(q)), rule) if ranged else None for q in (0.1, 0.9)))
+    return Needed(
+        count, *(open_.fewest(open_.quantiles(np.array(q)), rule) if ranged else None for q in (0.1, 0.9))
+    )
 
 
 @functools.cache
@@ -365,10 +404,16 @@ class _Open:
         interval, effects, likenesses = rule
         new = total - self.pairs
         variance = 1 / (1 / _PRIOR**2 + self.pairs / spreads**2)
-        effect = variance * self.pairs * self.mean / spreads**2 + np.sqrt(variance) * special.ndtri(uniform[0])
+        effect = variance * self.pairs * self.mean / spreads**2 + np.sqrt(variance) * special.ndtri(
+            uniform[0]
+        )
         added = effect + spreads / math.sqrt(new) * special.ndtri(uniform[1])
         squares = spreads**2 * special.chdtri(new - 1, uniform[2]) if new > 1 else 0.0
-        squares = squares + (self.pairs - 1) * self.deviation**2 + self.pairs * new / total * (self.mean - added) ** 2
+        squares = (
+            squares
+            + (self.pairs - 1) * self.deviation**2
+            + self.pairs * new / total * (self.mean - added) ** 2
+        )
         mean, deviation = (self.pairs * self.mean + new * added) / total, np.sqrt(squares / (total - 1))
         excludes = np.abs(mean) > interval.half_width(total, effects) * deviation
         within = np.abs(mean) + interval.half_width(total, likenesses) * deviation < 1

@@ -16,8 +16,13 @@ _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
 
 def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
     """Number the notes on a table's rows, equal ones once. Return each row's marks (`¹ ³`), and the notes behind their marks."""
-    numbers = {note: str(number).translate(_RAISED) for number, note in enumerate(dict.fromkeys(n for row in rows for n in row), 1)}
-    return [" ".join(numbers[note] for note in row) for row in rows], [f"{mark} {note}" for note, mark in numbers.items()]
+    numbers = {
+        note: str(number).translate(_RAISED)
+        for number, note in enumerate(dict.fromkeys(n for row in rows for n in row), 1)
+    }
+    return [" ".join(numbers[note] for note in row) for row in rows], [
+        f"{mark} {note}" for note, mark in numbers.items()
+    ]
 
 
 def csv_cell(value: object) -> object:

@@ -8,7 +8,16 @@ from typing import Literal
 from ablate.experiment.schema import Metric, Published
 from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import ALPHA, Difference, equivalence, holm, p_value, paired_difference
-from ablate.results.summary import ArmSummary, interval, interval_of, mean_of, metrics_of, nothing_learned, percents, summaries
+from ablate.results.summary import (
+    ArmSummary,
+    interval,
+    interval_of,
+    mean_of,
+    metrics_of,
+    nothing_learned,
+    percents,
+    summaries,
+)
 from ablate.results.verdict_text import NOT_JUDGED, REASONS, diverged_text
 
 Detail = Literal["negligible", "within", "smaller", "larger"]
@@ -21,7 +30,10 @@ class Agreement:
 
     kind: Literal["agrees", "disagrees", "differs", "unresolved", "unjudged"]
     """Of one arm's figure "agrees" or "differs"; of two arms' "agrees", "disagrees" or "unresolved"."""
-    reason: Literal["not_measured", "one_pair", "few_values", "equal_counts", "nothing_learned", "no_share"] | None = None
+    reason: (
+        Literal["not_measured", "one_pair", "few_values", "equal_counts", "nothing_learned", "no_share"]
+        | None
+    ) = None
     """Set if and only if the kind is "unjudged"."""
     detail: Detail | None = None
     tolerance: float | None = None
@@ -51,7 +63,11 @@ class Replication:
     @property
     def subject(self) -> str:
         """The arm, or `arm minus other`."""
-        return self.figure.arm if self.figure.against is None else f"{self.figure.arm} minus {self.figure.against}"
+        return (
+            self.figure.arm
+            if self.figure.against is None
+            else f"{self.figure.arm} minus {self.figure.against}"
+        )
 
     @property
     def metric(self) -> str:
@@ -63,7 +79,11 @@ class Replication:
         """What the paper says: a number with its unit, or an ordering."""
         if self.figure.amount is None:
             return self.figure.value
-        return f"{self.figure.amount:.4g}" if self.figure.against is None else _signed(self.figure, self.figure.amount)
+        return (
+            f"{self.figure.amount:.4g}"
+            if self.figure.against is None
+            else _signed(self.figure, self.figure.amount)
+        )
 
     @property
     def found(self) -> str:
@@ -80,20 +100,31 @@ def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replica
     """Every published figure beside what this sweep measured of it."""
     metrics = {metric.name: metric for metric in metrics_of(ledger)}
     figures = list(published)
-    metrics |= {figure.metric: Metric(name=figure.metric) for figure in figures if figure.metric not in metrics}
+    metrics |= {
+        figure.metric: Metric(name=figure.metric) for figure in figures if figure.metric not in metrics
+    }
     arms = {name: summaries(ledger, metrics[name]) for name in {figure.metric for figure in figures}}
     lines = [_replication(ledger, figure, metrics[figure.metric], arms[figure.metric]) for figure in figures]
     of_two = [line.figure.against is not None for line in lines]
     judged = [two and line.learned and not line.unshared for line, two in zip(lines, of_two, strict=True)]
-    effects = holm([p_value(line.measured) if its else math.nan for line, its in zip(lines, judged, strict=True)])
-    likenesses = holm([equivalence(line.measured, line.margin) if its else math.nan for line, its in zip(lines, judged, strict=True)])
+    effects = holm(
+        [p_value(line.measured) if its else math.nan for line, its in zip(lines, judged, strict=True)]
+    )
+    likenesses = holm(
+        [
+            equivalence(line.measured, line.margin) if its else math.nan
+            for line, its in zip(lines, judged, strict=True)
+        ]
+    )
     return [
         replace(line, verdict=_same_way(line, p, same)) if two else line
         for line, two, p, same in zip(lines, of_two, effects, likenesses, strict=True)
     ]
 
 
-def _replication(ledger: Ledger, figure: Published, metric: Metric, arms: Iterable[ArmSummary]) -> Replication:
+def _replication(
+    ledger: Ledger, figure: Published, metric: Metric, arms: Iterable[ArmSummary]
+) -> Replication:
     """A figure beside what was measured; that of two arms has no verdict yet."""
     values, how = _measured(ledger, figure, figure.arm), interval_of(ledger)
     learned = not nothing_learned([arm for arm in arms if arm.name in (figure.arm, figure.against)])
@@ -107,13 +138,19 @@ def _replication(ledger: Ledger, figure: Published, metric: Metric, arms: Iterab
     whole = paired_difference(values, other).whole  # of the values, not of their shares
     unshared = figure.relative and level == 0
     if figure.relative:
-        values = {seed: (value - other[seed]) / abs(other[seed]) for seed, value in values.items() if other.get(seed)}
+        values = {
+            seed: (value - other[seed]) / abs(other[seed])
+            for seed, value in values.items()
+            if other.get(seed)
+        }
         other, margin = dict.fromkeys(values, 0.0), margin and margin / abs(level) if level else None
     measured = replace(paired_difference(values, other, how), whole=whole)
     members = [member for member in ledger.members() if member["name"] in (figure.arm, figure.against)]
     diverged = tuple(sorted({member["seed"] for member in members if member["status"] == "diverged"}))
     given = len({member["seed"] for member in members})
-    return Replication(figure, measured, Agreement("unjudged", "not_measured"), margin, diverged, given, learned, unshared)
+    return Replication(
+        figure, measured, Agreement("unjudged", "not_measured"), margin, diverged, given, learned, unshared
+    )
 
 
 def _measured(ledger: Ledger, figure: Published, arm: str) -> dict[int, float]:
@@ -165,7 +202,11 @@ def _same_way(line: Replication, p: float, same: float) -> Agreement:
         return Agreement("agrees", detail="negligible" if none else _size(figure, measured))
     if sign:
         return Agreement("disagrees")
-    return Agreement("disagrees", detail="negligible") if none else Agreement("unresolved", detail=_size(figure, measured))
+    return (
+        Agreement("disagrees", detail="negligible")
+        if none
+        else Agreement("unresolved", detail=_size(figure, measured))
+    )
 
 
 def _size(figure: Published, measured: Difference) -> Detail | None:

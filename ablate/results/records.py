@@ -53,7 +53,9 @@ def _frame(ledger: Ledger, metrics: Collection[str] | None) -> pd.DataFrame:
         return pd.DataFrame(columns=list(_FIRST))
     rows = _rows(ledger, metrics is None, wanted)
     trials = rows["trial"].to_numpy()
-    starts, ends = (np.searchsorted(trials, [member["trial"] for member in members], side) for side in ("left", "right"))
+    starts, ends = (
+        np.searchsorted(trials, [member["trial"] for member in members], side) for side in ("left", "right")
+    )
     member = np.repeat(np.arange(len(members)), ends - starts)
     order = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
     facts = pd.DataFrame(_facts(ledger, members))
@@ -63,7 +65,9 @@ def _frame(ledger: Ledger, metrics: Collection[str] | None) -> pd.DataFrame:
     codes = np.searchsorted(wanted, rows["name"].to_numpy())[order]
     columns["metric"] = pd.Categorical.from_codes(codes, [names[number] for number in wanted])
     columns["value"] = rows["value"].to_numpy()[order]
-    return pd.DataFrame({name: columns[name] for name in (*_FIRST, *(name for name in columns if name not in _FIRST))})
+    return pd.DataFrame(
+        {name: columns[name] for name in (*_FIRST, *(name for name in columns if name not in _FIRST))}
+    )
 
 
 def _repeated(fact: pd.Series, member: np.ndarray) -> pd.Categorical:
@@ -118,17 +122,25 @@ def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
         there = pq.read_schema(part).metadata
         trials = _numbers(there[b"trials"], {wanted[trial]["id"]: trial for trial in wanted.keys() - known})
         metrics = _numbers(there[b"names"], {texts[number]: number for number in names})
-        rows = pq.read_table(part, filters=pc.field("trial").isin(list(trials)) & pc.field("name").isin(list(metrics)))
+        rows = pq.read_table(
+            part, filters=pc.field("trial").isin(list(trials)) & pc.field("name").isin(list(metrics))
+        )
         for place, (column, numbers) in enumerate((("trial", trials), ("name", metrics))):
             rows = rows.set_column(place, column, _renumbered(rows[column], numbers))
         kept.append(rows)
         known |= set(trials.values())
     new = record_table(ledger.path, sorted(wanted.keys() - known), names)
     if everything and edition and new.num_rows >= _WORTH_KEEPING:
-        finished = {trial: row["id"] for trial, row in wanted.items() if row["status"] in FINISHED and trial not in known}
+        finished = {
+            trial: row["id"]
+            for trial, row in wanted.items()
+            if row["status"] in FINISHED and trial not in known
+        }
         with suppress(OSError):  # a state folder that cannot be written is read again the next time
             _keep(folder, edition, new, finished, texts)
-    return pa.concat_tables([*kept, new]).sort_by([("trial", "ascending"), ("step", "ascending"), ("name", "ascending")])
+    return pa.concat_tables([*kept, new]).sort_by(
+        [("trial", "ascending"), ("step", "ascending"), ("name", "ascending")]
+    )
 
 
 def _numbers(written: bytes, now: Mapping[str, int]) -> dict[int, int]:
@@ -141,7 +153,9 @@ def _renumbered(column: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.Chunk
     return pc.take(pa.array(list(numbers.values()), pa.int64()), places)
 
 
-def _keep(folder: Path, edition: str, rows: pa.Table, trials: Mapping[int, str], names: Mapping[int, str]) -> None:
+def _keep(
+    folder: Path, edition: str, rows: pa.Table, trials: Mapping[int, str], names: Mapping[int, str]
+) -> None:
     """Remember the rows of these trials (number -> id); what was remembered of another edition of the ledger goes."""
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.parquet"):

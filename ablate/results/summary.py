@@ -151,9 +151,13 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
     """
     metric = metric or metric_of(ledger)
     found = _summaries(ledger, metric)
-    searched, others = ([arm for arm in found if (arm.role == "searched") == of_search] for of_search in (True, False))
+    searched, others = (
+        [arm for arm in found if (arm.role == "searched") == of_search] for of_search in (True, False)
+    )
     judged = _judged(searched, found, metric) | _judged(others, found, metric)
-    return [replace(arm, verdict=_qualified(arm, its)) if (its := judged.get(arm.name)) else arm for arm in found]
+    return [
+        replace(arm, verdict=_qualified(arm, its)) if (its := judged.get(arm.name)) else arm for arm in found
+    ]
 
 
 def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
@@ -179,7 +183,10 @@ def nothing_learned(arms: Collection[ArmSummary]) -> bool:
 
 
 def judge_learned(
-    compared: Sequence[tuple[Difference, float | None, Collection[ArmSummary]]], metric: Metric, plan: bool = True, unseen: int = 0
+    compared: Sequence[tuple[Difference, float | None, Collection[ArmSummary]]],
+    metric: Metric,
+    plan: bool = True,
+    unseen: int = 0,
 ) -> list[Verdict]:
     """Return the verdicts on comparisons, each with its margin and the arms in it, corrected over those in which an arm learned.
 
@@ -202,7 +209,9 @@ def _context_free(store: Store, members: Iterable[Any], noted: Mapping[str, floa
     return noted.get(first["name"]) if found is None else found
 
 
-def _judged(arms: Collection[ArmSummary], everything: Iterable[ArmSummary], metric: Metric, unseen: int = 0) -> dict[str, Verdict]:
+def _judged(
+    arms: Collection[ArmSummary], everything: Iterable[ArmSummary], metric: Metric, unseen: int = 0
+) -> dict[str, Verdict]:
     """Return the verdicts on these arms by name, `everything` being the arms among which their baselines are."""
     by_name = {arm.name: arm for arm in everything}
     compared = [arm for arm in arms if arm.gap is not None and not arm.pruned]
@@ -243,41 +252,68 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
     others = [] if baseline is None else ledger.members(baseline)
     if not others or any(member["status"] not in OVER for member in others):
         return None
-    metric, rows, searches = metric_of(ledger), {row["arm"]: row for row in ledger.arms()}, bool(ledger.fact("search"))
+    metric, rows, searches = (
+        metric_of(ledger),
+        {row["arm"]: row for row in ledger.arms()},
+        bool(ledger.fact("search")),
+    )
     roles = {number: role_of(row, searches, 1) for number, row in rows.items() if row["baseline"] is not None}
     family = [number for number, role in roles.items() if (role == "searched") == (roles[arm] == "searched")]
     if roles[arm] != "searched":
         arms = dict(zip(rows, _summaries(ledger, metric), strict=True))
         open_ = {member["arm"] for member in ledger.members() if member["status"] not in OVER} - {arm}
-        compared = [number for number in family if number not in open_ and arms[number].gap is not None and not arms[number].pruned]
-        judged = _judged([arms[number] for number in compared], arms.values(), metric, len(open_.intersection(family)))
+        compared = [
+            number
+            for number in family
+            if number not in open_ and arms[number].gap is not None and not arms[number].pruned
+        ]
+        judged = _judged(
+            [arms[number] for number in compared], arms.values(), metric, len(open_.intersection(family))
+        )
         its = arms[arm]
     else:
         groups = {arm: members, baseline: others}
-        lasts = {m["trial"]: {name: ledger.last_value(m["trial"], name) for name in (metric.name, LOSS)} for m in (*members, *others)}
+        lasts = {
+            m["trial"]: {name: ledger.last_value(m["trial"], name) for name in (metric.name, LOSS)}
+            for m in (*members, *others)
+        }
         values = {number: _values(group, lasts, metric.name) for number, group in groups.items()}
         how = metric, interval_of(ledger), searches
         its, base = _with_references(
-            [_summary(rows, number, group, lasts, {}, {}, values, *how) for number, group in groups.items()], ledger, groups, metric
+            [_summary(rows, number, group, lasts, {}, {}, values, *how) for number, group in groups.items()],
+            ledger,
+            groups,
+            metric,
         )
         judged = _judged([its], [its, base], metric, len(family) - 1)
     return its.gap, _qualified(its, judged[its.name]) if its.name in judged else its.verdict
 
 
-def _with_references(arms: list[ArmSummary], ledger: Ledger, members: Mapping[int, list[Any]], metric: Metric) -> list[ArmSummary]:
+def _with_references(
+    arms: list[ArmSummary], ledger: Ledger, members: Mapping[int, list[Any]], metric: Metric
+) -> list[ArmSummary]:
     """The arms with the loss of a model that ignores its input, where the metric says nothing of such a model."""
     if not parse(metric.name).of_data:
         return arms
     store, noted = Store(ledger.path.absolute().parents[2]), json.loads(ledger.fact("context_free") or "{}")
-    return [replace(arm, context_free=_context_free(store, group, noted)) for arm, group in zip(arms, members.values(), strict=True)]
+    return [
+        replace(arm, context_free=_context_free(store, group, noted))
+        for arm, group in zip(arms, members.values(), strict=True)
+    ]
 
 
 def _values(members: list[Any], lasts: dict[int, dict[str, float]], name: str) -> dict[int, float]:
-    found = {member["seed"]: lasts[member["trial"]].get(name, math.nan) for member in members if member["status"] == "done"}
+    found = {
+        member["seed"]: lasts[member["trial"]].get(name, math.nan)
+        for member in members
+        if member["status"] == "done"
+    }
     return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
-def _summary(arms, number, members, lasts, speeds, peaks, values, metric: Metric, interval: Interval, searches: bool) -> ArmSummary:
+def _summary(
+    arms, number, members, lasts, speeds, peaks, values, metric: Metric, interval: Interval, searches: bool
+) -> ArmSummary:
     arm = arms[number]
     baseline = arm["baseline"]
     gap = None if baseline is None else paired_difference(values[number], values[baseline], interval)
@@ -302,7 +338,9 @@ def _summary(arms, number, members, lasts, speeds, peaks, values, metric: Metric
         memory=mean_of([peaks.get(trial, math.nan) for trial in done]),
         nans=sum(FIRST_NONFINITE in lasts[member["trial"]] for member in members),
         diverged=diverged,
-        missing=tuple(member["seed"] for member in members if member["status"] not in ("done", "diverged", "pruned")),
+        missing=tuple(
+            member["seed"] for member in members if member["status"] not in ("done", "diverged", "pruned")
+        ),
         pruned=pruned,
         reason=arm["reason"] or "",
         loss=mean_of([loss for trial in done if math.isfinite(loss := lasts[trial].get(LOSS, math.nan))]),
@@ -313,8 +351,13 @@ def dropped(arms: Iterable[ArmSummary]) -> Iterator[str]:
     """Yield a sentence on pruned arms of a search, and one on refused arms, if there are any."""
     arms = list(arms)
     pruned = [arm.name for arm in arms if arm.pruned]
-    refused = [f"{arm.name} ({arm.reason})" if arm.reason else arm.name for arm in arms if arm.role == "refused"]
-    for title, names in (("Pruned, so not run to the end", pruned), ("Refused, since they cannot be run", refused)):
+    refused = [
+        f"{arm.name} ({arm.reason})" if arm.reason else arm.name for arm in arms if arm.role == "refused"
+    ]
+    for title, names in (
+        ("Pruned, so not run to the end", pruned),
+        ("Refused, since they cannot be run", refused),
+    ):
         if names:
             yield f"**{title}:** {'; '.join(names[:_MOST_NAMED])}{' and others' if len(names) > _MOST_NAMED else ''}."
 
@@ -345,7 +388,11 @@ def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, s
     """
     metric = metric or metric_of(ledger)
     arms = summaries(ledger, metric)
-    grown = [arm for arm in arms if arm.gap and 0 < arm.gap.pairs == arm.seeds and arm.verdict.reason != "nothing_learned"]
+    grown = [
+        arm
+        for arm in arms
+        if arm.gap and 0 < arm.gap.pairs == arm.seeds and arm.verdict.reason != "nothing_learned"
+    ]
     return [(arm.name, arm.baseline) for arm in grown if not arm.verdict.decided]
 
 
@@ -401,9 +448,14 @@ def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:
         for place, arm in enumerate(arms):
             if knob in arm.knobs:
                 alike.setdefault(json.dumps(arm.knobs | {knob: None}, sort_keys=True), []).append(place)
-        for first, second in itertools.chain.from_iterable(itertools.combinations(places, 2) for places in alike.values()):
+        for first, second in itertools.chain.from_iterable(
+            itertools.combinations(places, 2) for places in alike.values()
+        ):
             one, other = arms[first], arms[second]
-            if one.knobs[knob] != other.knobs[knob] and other.baseline != one.name != other.name != one.baseline:
+            if (
+                one.knobs[knob] != other.knobs[knob]
+                and other.baseline != one.name != other.name != one.baseline
+            ):
                 yield knob, first, second
 
 
@@ -452,7 +504,9 @@ def interval(difference: Difference) -> str:
     half = difference.high - difference.mean if difference.has_interval else 0.0
     smallest = half or abs(difference.mean)
     decimals = max(4, 1 - math.floor(math.log10(smallest))) if smallest else 4
-    bound = f" ±{half:.{decimals}f}" if difference.has_interval else " ±∞" if math.isinf(difference.low) else ""
+    bound = (
+        f" ±{half:.{decimals}f}" if difference.has_interval else " ±∞" if math.isinf(difference.low) else ""
+    )
     return f"{difference.mean:+z.{decimals}f}{bound}"
 
 
@@ -472,9 +526,15 @@ def emulated(ledger: Ledger) -> str:
 def reading(arms: list[ArmSummary]) -> str:
     """How to read a table of these arms: how they are paired, what ± is, and what a search's gaps are worth."""
     counts = {arm.gap.pairs for arm in arms if arm.gap and arm.gap.pairs}
-    over = f"over {counted(counts.pop(), 'seed')}" if len(counts) == 1 else "by seed, each arm over its own, so compare gaps and not means"
+    over = (
+        f"over {counted(counts.pop(), 'seed')}"
+        if len(counts) == 1
+        else "by seed, each arm over its own, so compare gaps and not means"
+    )
     how = arms[0].interval if arms else Interval()
-    said = [f"Gaps and effects are paired {over}; ± is a {how}, each on its own; verdicts are after Holm's correction over their table."]
+    said = [
+        f"Gaps and effects are paired {over}; ± is a {how}, each on its own; verdicts are after Holm's correction over their table."
+    ]
     if how.kind == "sequence":
         said.append("It holds at every look, however often seeds are added.")
     open_ = [arm for arm in arms if arm.verdict.kind == "undecided"]
@@ -483,10 +543,16 @@ def reading(arms: list[ArmSummary]) -> str:
             "Seeds needed: in all, for an 80 % chance of a verdict; in brackets, if the deviation is at either end of its 80 % range."
         )
     elif open_ and any(arm.margin is None for arm in open_):
-        said.append("Without metric.min_effect no number of seeds is named: an effect may be as small as one likes.")
+        said.append(
+            "Without metric.min_effect no number of seeds is named: an effect may be as small as one likes."
+        )
     roles = {arm.role for arm in arms}
     if "confirmed" in roles:
-        said.append(f"`{CONFIRM}` is the search's best arm on seeds that took no part in choosing it; the other gaps are exploratory.")
+        said.append(
+            f"`{CONFIRM}` is the search's best arm on seeds that took no part in choosing it; the other gaps are exploratory."
+        )
     elif "searched" in roles:
-        said.append("The arm that won a search was chosen by these numbers: run it again on new seeds before believing its gap.")
+        said.append(
+            "The arm that won a search was chosen by these numbers: run it again on new seeds before believing its gap."
+        )
     return " ".join(said)

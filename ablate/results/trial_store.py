@@ -58,12 +58,17 @@ class Tally:
                 self._last[name] = step
                 self._waiting.setdefault(name, []).append((step, value, moment))
             elif step < last:
-                raise ValueError(f"{name} is recorded at step {step} after step {last}: steps must not go back")
+                raise ValueError(
+                    f"{name} is recorded at step {step} after step {last}: steps must not go back"
+                )
         self._words.update((step, text) for text in event.get("events", ()))
 
     def column(self, name: str, rows: Iterable[tuple[int, float | None, float]]) -> None:
         """Count a metric's next (step, value, time); None is a NaN."""
-        packed = [_RECORD.pack(step, math.nan if value is None or value != value else value + 0.0, moment) for step, value, moment in rows]
+        packed = [
+            _RECORD.pack(step, math.nan if value is None or value != value else value + 0.0, moment)
+            for step, value, moment in rows
+        ]
         self.count += len(packed)
         self._columns.setdefault(name, hashlib.sha256()).update(b"".join(packed))
 
@@ -102,7 +107,11 @@ def parsed(text: bytes, trial: str) -> dict[str, Any]:
 
 def as_event(content: Any) -> dict[str, Any]:
     """Return content that is an event: an integer `step`, a number `time`, a mapping `metrics`. ValueError for anything else."""
-    whole = isinstance(content, dict) and isinstance(content.get("metrics"), dict) and isinstance(content.get("step"), int)
+    whole = (
+        isinstance(content, dict)
+        and isinstance(content.get("metrics"), dict)
+        and isinstance(content.get("step"), int)
+    )
     if not whole or not isinstance(content.get("time"), int | float):
         raise ValueError("it is no event")
     return content
@@ -230,7 +239,9 @@ class Store:
         for step in sorted(layers):
             yield from (event for _, event in layers[step])
 
-    def _lay(self, layers: dict[int, list[tuple[Path, dict[str, Any]]]], trial: str, until: float, strict: bool) -> None:
+    def _lay(
+        self, layers: dict[int, list[tuple[Path, dict[str, Any]]]], trial: str, until: float, strict: bool
+    ) -> None:
         """Two trials may each have gone on from a state that the other left, and a trial from one of its own: a trunk counts for what
         lies beyond it alone."""
         for trunk in self._trunks(trial, strict):
@@ -248,7 +259,11 @@ class Store:
                 yield {"trial": str(trunk["trial"]), "step": int(trunk["step"])}
             except (ValueError, TypeError, KeyError) as error:
                 if strict:
-                    raise error if isinstance(error, Damaged) else Damaged(path, "damaged: it names no trial and step") from None
+                    raise (
+                        error
+                        if isinstance(error, Damaged)
+                        else Damaged(path, "damaged: it names no trial and step")
+                    ) from None
 
     def _events_files(self, trial: str) -> list[Path]:
         return sorted(self.folder(trial).glob("events-*.jsonl"), key=_number)
@@ -267,17 +282,27 @@ class Store:
             raise Damaged(folder / "result.json", f"damaged: it has no {', '.join(sorted(lacking))}")
         wanted = result.get("records")
         try:
-            events = list(self.events(trial, strict=not wanted))  # a damaged line may be one that a later attempt made again
+            events = list(
+                self.events(trial, strict=not wanted)
+            )  # a damaged line may be one that a later attempt made again
             found = Tally(events).sealed()
             if wanted and found != wanted:
                 list(self.events(trial))  # the line that is damaged, if one is
         except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
-            raise error if isinstance(error, Damaged) else Damaged(folder, f"its events cannot be read: {error}") from None
+            raise (
+                error
+                if isinstance(error, Damaged)
+                else Damaged(folder, f"its events cannot be read: {error}")
+            ) from None
         last = max((event["step"] for event in events), default=0)
         if wanted and found != wanted:
-            raise Damaged(folder, f"its events hold {_counted(found)}, and its result was made of {_counted(wanted)}")
+            raise Damaged(
+                folder, f"its events hold {_counted(found)}, and its result was made of {_counted(wanted)}"
+            )
         if not wanted and last != result["steps"]:
-            raise Damaged(folder, f"its events end at step {last}, and its result says step {result['steps']}")
+            raise Damaged(
+                folder, f"its events end at step {last}, and its result says step {result['steps']}"
+            )
         return events
 
     def signature(self, trial: str) -> str:
@@ -289,8 +314,14 @@ class Store:
             folder = self.folder(name := left.pop())
             done.add(name)
             paths = [path for path in sorted(folder.glob("*")) if path.suffix in (".json", ".jsonl")]
-            seen += [[name, path.name, (facts := path.stat()).st_size, facts.st_mtime_ns] for path in paths if path.name != "spec.json"]
-            left += [trunk["trial"] for trunk in self._trunks(name, strict=False) if trunk["trial"] not in done]
+            seen += [
+                [name, path.name, (facts := path.stat()).st_size, facts.st_mtime_ns]
+                for path in paths
+                if path.name != "spec.json"
+            ]
+            left += [
+                trunk["trial"] for trunk in self._trunks(name, strict=False) if trunk["trial"] not in done
+            ]
         return _digest(seen)
 
     def log(self, trial: str, attempt: int) -> Path:
@@ -331,9 +362,17 @@ def _put(layer: list[tuple[Path, dict[str, Any]]], path: Path, event: dict[str, 
         if source == path and old == event:  # the same line, by another way
             return
         if source == path:
-            event = event | {"metrics": {name: value for name, value in event["metrics"].items() if name not in old["metrics"]}}
+            event = event | {
+                "metrics": {
+                    name: value for name, value in event["metrics"].items() if name not in old["metrics"]
+                }
+            }
         else:
-            old = old | {"metrics": {name: value for name, value in old["metrics"].items() if name not in event["metrics"]}}
+            old = old | {
+                "metrics": {
+                    name: value for name, value in old["metrics"].items() if name not in event["metrics"]
+                }
+            }
         if old["metrics"] or set(old.get("events", ())) - words:
             kept.append((source, old))
     layer[:] = [*kept, (path, event)]

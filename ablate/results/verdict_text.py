@@ -33,7 +33,13 @@ def verdict_text(verdict: Verdict, short: bool = False) -> str:
     own = verdict.reason in _OWN_WORD
     if short:
         word = REASONS[verdict.reason] if own else NOT_JUDGED if verdict.kind == "unjudged" else verdict.kind
-        return word if not verdict.diverged else "diverged" if verdict.diverged == verdict.seeds else f"diverged; {word}"
+        return (
+            word
+            if not verdict.diverged
+            else "diverged"
+            if verdict.diverged == verdict.seeds
+            else f"diverged; {word}"
+        )
     lost = diverged_text(verdict.diverged, verdict.seeds)
     if lost and verdict.diverged == verdict.seeds:
         return lost
@@ -100,6 +106,7 @@ def verdict_document(verdict: Verdict) -> dict[str, Any]:
         "exploratory": verdict.exploratory,
         "fresh_seeds": verdict.fresh_seeds,
         "diverged": verdict.diverged,
-        "seeds_needed": needed and {"count": needed.count, "low": needed.low, "high": needed.high, "most_named": MOST_SEEDS},
+        "seeds_needed": needed
+        and {"count": needed.count, "low": needed.low, "high": needed.high, "most_named": MOST_SEEDS},
         "text": verdict_text(verdict),
     }

@@ -49,7 +49,11 @@ class Verified:
         told = f"{self.verified} of {self.trials} trials verified against their records"
         told += f"; {self.unverified} from an earlier version unverified" if self.unverified else ""
         told += f"; {self.absent} without a folder unverified" if self.absent else ""
-        return f"{told}; its ledger, of an earlier version, has no seals: arms and settings unverified" if self.unsealed else told
+        return (
+            f"{told}; its ledger, of an earlier version, has no seals: arms and settings unverified"
+            if self.unsealed
+            else told
+        )
 
 
 def verify(ledger: Ledger, store: Store) -> Verified:
@@ -92,7 +96,9 @@ def _compare(ledger: Ledger, store: Store, row: Trial, again: str) -> tuple[str,
     return kind, [Mismatch(trial, str(ledger.path), f"{ledger.path}: {why}", again) for why in wrong]
 
 
-def doubted(ledger: Ledger, store: Store, row: Trial, result: Mapping[str, Any], events: list[dict[str, Any]]) -> None:
+def doubted(
+    ledger: Ledger, store: Store, row: Trial, result: Mapping[str, Any], events: list[dict[str, Any]]
+) -> None:
     """Damaged where a trial of an earlier version, which one attempt ran, is in the ledger with other records than in its folder."""
     if "records" not in result and store.attempts(row.id) == 1 and strays(ledger, row.trial, events):
         why = f"its records are not those in {ledger.path}, and its result, of an earlier version, does not say which are right"

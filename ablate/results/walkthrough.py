@@ -20,7 +20,15 @@ from ablate.training.workloads.tensors import capture, gemm_metric, layer_of, pr
 
 _LAYER = {
     "layer": "blocks.0.mlp.down",
-    "capture": {"layers": 2, "width": 96, "heads": 3, "steps": 40, "batch": 4, "eval_tokens": 128, "eval_batch": 1},
+    "capture": {
+        "layers": 2,
+        "width": 96,
+        "heads": 3,
+        "steps": 40,
+        "batch": 4,
+        "eval_tokens": 128,
+        "eval_batch": 1,
+    },
 }
 _DRAWS = 64
 
@@ -33,7 +41,9 @@ class Walkthrough:
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """x [tokens, inputs], w [outputs, inputs] and dy [tokens, outputs] of one layer at the end of a short bf16 run, in bf16."""
-        config = WORKLOADS["tensors"].model_validate({"x": "captured", "w": "captured", "g": "captured"} | _LAYER)
+        config = WORKLOADS["tensors"].model_validate(
+            {"x": "captured", "w": "captured", "g": "captured"} | _LAYER
+        )
         seen = capture(config, 0, torch.device("cpu"))
         return seen["x"], seen["w"], seen["g"]
 
@@ -57,7 +67,10 @@ class Walkthrough:
                     "root mean square": (f"{rms:.3g}", rms),
                     "amax": (f"{x.abs().max():.3g}", x.abs().max().item()),
                     "amax / rms": (f"{crest:.1f}", crest),
-                    "kurtosis (3: Gaussian)": (f"{x.pow(4).mean() / rms**4:.1f}", x.pow(4).mean().item() / rms**4),
+                    "kurtosis (3: Gaussian)": (
+                        f"{x.pow(4).mean() / rms**4:.1f}",
+                        x.pow(4).mean().item() / rms**4,
+                    ),
                 }
             )
         return self.show(Table(_stem(name), rows))
@@ -74,14 +87,23 @@ class Walkthrough:
             "rounded to E2M1": operand.codes[row, span],
             "back": operand.dequantize()[row, span],
         }
-        rows = [{"": word, **{str(place): f"{value:.3g}" for place, value in enumerate(values)}} for word, values in steps.items()]
+        rows = [
+            {"": word, **{str(place): f"{value:.3g}" for place, value in enumerate(values)}}
+            for word, values in steps.items()
+        ]
         scale = operand.block_scale[row, 0, start // 16, 0].item()
         said = f"Block {start // 16} of row {row}: block scale {scale:g} (E4M3), amax of the tensor {operand.amax.item():g} (fp32)."
         return self.show(Table("block", rows, said))
 
     def errors(self, what: str, quant: Quant, **tensors: Tensor) -> Section:
         """The errors of a cast, as telemetry records them."""
-        return self.show(Table(_stem(what), [self._errors(word, quantize(x, quant, keep=True)) for word, x in tensors.items()], what))
+        return self.show(
+            Table(
+                _stem(what),
+                [self._errors(word, quantize(x, quant, keep=True)) for word, x in tensors.items()],
+                what,
+            )
+        )
 
     def _errors(self, word: str, operand: Operand) -> dict[str, object]:
         found = quantisation(operand)
@@ -99,7 +121,9 @@ class Walkthrough:
         casts = quantize(x, plain, keep=True), quantize(x, plain, rotation=product.hadamard, keep=True)
         rows = [self._errors(word, cast) for word, cast in zip(("as it is", "rotated"), casts, strict=True)]
         flat = [cast.scaled.flatten().numpy() for cast in casts]
-        return self.show(Table("rotation", rows, "The same cast, to nearest."), figures.rotation_histogram(*flat))
+        return self.show(
+            Table("rotation", rows, "The same cast, to nearest."), figures.rotation_histogram(*flat)
+        )
 
     def rounding(self, x: Tensor) -> Section:
         """One draw and the mean of many, by both roundings."""
@@ -111,7 +135,10 @@ class Walkthrough:
             one = quantize(x, drawn, clock=clock).dequantize()
             total += one
             if draw == 0:
-                rows = [_row("nearest, once", values, quantize(x, nearest).dequantize()), _row("stochastic, once", values, one)]
+                rows = [
+                    _row("nearest, once", values, quantize(x, nearest).dequantize()),
+                    _row("stochastic, once", values, one),
+                ]
         rows.insert(1, _row(f"nearest, mean of {_DRAWS}", values, quantize(x, nearest).dequantize()))
         rows.append(_row(f"stochastic, mean of {_DRAWS}", values, (total / _DRAWS).float()))
         clock.step = 0
@@ -124,9 +151,15 @@ class Walkthrough:
         rows = []
         for block in ("1x16", "16x16"):
             quant = Quant(block=block)
-            across, down = quantize(w, quant).dequantize(), quantize(w.t().contiguous(), quant).dequantize().t()
+            across, down = (
+                quantize(w, quant).dequantize(),
+                quantize(w.t().contiguous(), quant).dequantize().t(),
+            )
             apart = ((across - down).square().sum() / w.float().square().sum()).item()
-            rows.append(_row(f"blocks of {block}", w.float(), across) | {"the two casts apart, relative": (f"{apart:.2e}", apart)})
+            rows.append(
+                _row(f"blocks of {block}", w.float(), across)
+                | {"the two casts apart, relative": (f"{apart:.2e}", apart)}
+            )
         return self.show(Table("tiles", rows))
 
     def products(self, x: Tensor, w: Tensor, dy: Tensor, recipes: Mapping[str, Recipe]) -> Section:
@@ -134,8 +167,16 @@ class Walkthrough:
         rows = []
         for name, recipe in recipes.items():
             found = product_errors(products_of(layer_of(recipe, w, Clock(0)), x, dy), x, w, dy)
-            decibels = {product: found.get(gemm_metric(product, "sqnr_db"), math.nan) for product in ("fprop", "dgrad", "wgrad")}
-            rows.append({"recipe": name, **{f"{product}, SQNR dB": (f"{value:.2f}", value) for product, value in decibels.items()}})
+            decibels = {
+                product: found.get(gemm_metric(product, "sqnr_db"), math.nan)
+                for product in ("fprop", "dgrad", "wgrad")
+            }
+            rows.append(
+                {
+                    "recipe": name,
+                    **{f"{product}, SQNR dB": (f"{value:.2f}", value) for product, value in decibels.items()},
+                }
+            )
         said = "One draw; a recipe that is noisier once may be better on average: see the rounding above."
         return self.show(Table("products", rows), Text(said))
 
@@ -143,7 +184,11 @@ class Walkthrough:
 def _row(word: str, exact: Tensor, found: Tensor) -> dict[str, object]:
     error = ((exact - found).square().sum() / exact.square().sum()).item()
     bias = ((exact * found).sum() / exact.square().sum()).item() - 1
-    return {"cast": word, "relative squared error": (f"{error:.2e}", error), "bias along x": (f"{bias:+.1e}", bias)}
+    return {
+        "cast": word,
+        "relative squared error": (f"{error:.2e}", error),
+        "bias along x": (f"{bias:+.1e}", bias),
+    }
 
 
 def _stem(name: str) -> str:

@@ -26,7 +26,9 @@ def seal(file: BufferedRandom, about: Mapping[str, Any]) -> None:
     """Append the footer to a checkpoint that was just written: `about`, its size and its SHA-256."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    text = json.dumps({**about, "size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}).encode()
+    text = json.dumps(
+        {**about, "size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    ).encode()
     file.seek(0, os.SEEK_END)
     file.write(text + _FOOTER.pack(len(text), zlib.crc32(text), _MAGIC))
 

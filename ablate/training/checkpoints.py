@@ -30,7 +30,12 @@ class Checkpoints:
     """One trial's checkpoint file, and the states on its way that other trials pass through too. A file is there whole or not at all."""
 
     def __init__(
-        self, path: Path, trial: str, seconds: float, shared: Mapping[int, Path] | None = None, journal: Journal | None = None
+        self,
+        path: Path,
+        trial: str,
+        seconds: float,
+        shared: Mapping[int, Path] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.path, self.trial, self.seconds, self.shared = path, trial, seconds, shared or {}
         self._journal = journal
@@ -38,7 +43,11 @@ class Checkpoints:
         """The step that this attempt went on from."""
         self._last = time.monotonic()
         self._state = self._read(path)
-        further = (step for step in sorted(self.shared, reverse=True) if self._state is None or step > self._state["step"])
+        further = (
+            step
+            for step in sorted(self.shared, reverse=True)
+            if self._state is None or step > self._state["step"]
+        )
         taken = next((state for step in further if (state := self._read(self.shared[step]))), None)
         if taken:
             os.utime(self.shared[taken["step"]])  # used now: the last to be removed where room is short
@@ -61,12 +70,19 @@ class Checkpoints:
 
     def wanted(self, step: int) -> tuple[bool, bool]:
         """Whether a state after `step` steps is wanted: by other trials that pass through it, and for this one, as `seconds` went by."""
-        return step in self.shared and not self.shared[step].exists(), time.monotonic() - self._last >= self.seconds
+        return step in self.shared and not self.shared[
+            step
+        ].exists(), time.monotonic() - self._last >= self.seconds
 
     def leave(self, step: int, state: dict[str, Any], wanted: tuple[bool, bool]) -> None:
         """Leave the state after `step` steps for whom it is wanted."""
         others, own = wanted
-        about = {"version": CHECKPOINT_VERSION, "trial": self.trial, "step": step, "records": self._journal and self._journal.reach(step)}
+        about = {
+            "version": CHECKPOINT_VERSION,
+            "trial": self.trial,
+            "step": step,
+            "records": self._journal and self._journal.reach(step),
+        }
         if others:
             self.shared[step].parent.mkdir(parents=True, exist_ok=True)
             self._write(self.shared[step], state, about | {"state": self.shared[step].name})
@@ -94,7 +110,11 @@ class Checkpoints:
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever a damaged file makes torch raise
-            why = str(error) if isinstance(error, Damaged) else f"{path}: cannot be read ({type(error).__name__}: {error})"
+            why = (
+                str(error)
+                if isinstance(error, Damaged)
+                else f"{path}: cannot be read ({type(error).__name__}: {error})"
+            )
             print(f"{why}; the trial goes on without it. It is kept as {self._put_aside(path)}", flush=True)
             return None
 
@@ -103,9 +123,14 @@ class Checkpoints:
         if about["version"] != CHECKPOINT_VERSION or (path == self.path and about["trial"] != self.trial):
             raise Damaged(path, "of another version or trial")
         if path != self.path and about.get("state") != path.name:
-            raise Damaged(path, f"the state of trial {about['trial']} after step {about['step']} under another's name")
+            raise Damaged(
+                path, f"the state of trial {about['trial']} after step {about['step']} under another's name"
+            )
         if self._journal and self._journal.recorded(about["trial"], about["step"]) != about["records"]:
-            raise Damaged(path, f"the records of trial {about['trial']} up to step {about['step']} are not those that it was left after")
+            raise Damaged(
+                path,
+                f"the records of trial {about['trial']} up to step {about['step']} are not those that it was left after",
+            )
 
     def _put_aside(self, path: Path) -> Path:
         aside = path.with_name(f"{path.name}.damaged")
@@ -125,7 +150,11 @@ class Standing(NamedTuple):
 
     def state(self, step: int) -> dict[str, Any]:
         """After `step` steps."""
-        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "engine": self.engine.state()}
+        parts = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "engine": self.engine.state(),
+        }
         return {"step": step, **gathered(parts, kept=world().rank == 0)}
 
     def restore(self, state: dict[str, Any]) -> int:

@@ -50,7 +50,9 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, device=torch.device("cpu"))  # by gloo: a whole model need not pass through a GPU
+        dist.broadcast_object_list(
+            box, device=torch.device("cpu")
+        )  # by gloo: a whole model need not pass through a GPU
         return box[0]
 
     def sums(self, *numbers: float) -> list[float]:
@@ -110,14 +112,20 @@ def alone() -> Iterator[None]:
 class Part:
     """This rank's part of every step of one run."""
 
-    def __init__(self, world: World, config: Training, engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, world: World, config: Training, engine: Engine, parameters: Sequence[nn.Parameter]
+    ) -> None:
         self.world, self.engine, self.parameters = world, engine, parameters
         groups = world.layout.groups(config.accumulate)
         self.splits = world.size // groups
         group, self.index = divmod(world.rank, self.splits)
         self.micro_batches = range(group, config.accumulate, groups)
         self.several = groups > 1
-        peers = [dist.new_group(list(range(g * self.splits, (g + 1) * self.splits))) for g in range(groups)] if self.splits > 1 else None
+        peers = (
+            [dist.new_group(list(range(g * self.splits, (g + 1) * self.splits))) for g in range(groups)]
+            if self.splits > 1
+            else None
+        )
         self._divided = peers and Divided(self.index, self.splits, peers[group])
 
     def divided(self) -> AbstractContextManager:
@@ -127,7 +135,11 @@ class Part:
     def of(self, batch: Sequence[Tensor]) -> list[Tensor]:
         """This rank's sequences of a micro-batch."""
         size = len(batch[0]) // self.splits
-        return [tensor[self.index * size : (self.index + 1) * size] for tensor in batch] if self.splits > 1 else list(batch)
+        return (
+            [tensor[self.index * size : (self.index + 1) * size] for tensor in batch]
+            if self.splits > 1
+            else list(batch)
+        )
 
     def total(self, loss: float, step: int) -> float:
         """The loss of the whole step; leaves the whole step's gradient in the parameters, and the amaxes that the next steps need."""
@@ -172,7 +184,9 @@ def _add_up(gradients: Sequence[Tensor]) -> None:
     """Make each gradient the sum of every rank's, in its own precision, fp32."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat)
-    for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+    for gradient, total in zip(
+        gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+    ):
         gradient.copy_(total.view_as(gradient))
 
 
@@ -230,5 +244,8 @@ def placed_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
     if "parts" in state:  # of several optimizers, which are never sharded
         return state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = {number: {name: _as(kept, parameters[number]) for name, kept in its.items()} for number, its in state["state"].items()}
+    moments = {
+        number: {name: _as(kept, parameters[number]) for name, kept in its.items()}
+        for number, its in state["state"].items()
+    }
     return state | {"state": moments}

@@ -51,7 +51,11 @@ class Change:
     def __str__(self) -> str:
         parts = [] if self.lr is None else [f"learning rate times {self.lr:.3g}"]
         parts += [] if self.clip is None else [f"clip {self.clip:.3g}"]
-        parts += [f"{', '.join(self.slots)} of {', '.join(self.layers)} in {self.precision}"] if self.precision else []
+        parts += (
+            [f"{', '.join(self.slots)} of {', '.join(self.layers)} in {self.precision}"]
+            if self.precision
+            else []
+        )
         return ", ".join(parts)
 
 
@@ -70,7 +74,11 @@ class Verdict:
         if self.cause is None:
             return ""
         if self.kind == "stop":
-            return f"{self.cause}, after {self.interventions} interventions (guard.limit)" if self.interventions else str(self.cause)
+            return (
+                f"{self.cause}, after {self.interventions} interventions (guard.limit)"
+                if self.interventions
+                else str(self.cause)
+            )
         changed = str(self.change or "")
         return f"{self.cause}; step skipped" + (f"; from here on {changed}" if changed else "")
 
@@ -110,7 +118,9 @@ class Watch:
         if self._guard.policy == "stop" or self.skipped == self._guard.limit:
             return Verdict("stop", cause, self.skipped)
         self.skipped += 1
-        return Verdict("skip", cause, self.skipped, self._fall_back() if self._guard.policy == "fallback" else None)
+        return Verdict(
+            "skip", cause, self.skipped, self._fall_back() if self._guard.policy == "fallback" else None
+        )
 
     def _cause(self, loss: float, norm: float) -> Cause | None:
         """Return what diverges in a step; None for nothing."""
@@ -145,11 +155,18 @@ class Watch:
         """Where steps may be skipped, how many were; and what the learning rate is multiplied by, where that may change."""
         if self._guard.policy == "stop":
             return {}
-        return {"nan/steps_skipped": float(self.skipped)} | ({"guard/lr": self.lr} if self._guard.policy == "fallback" else {})
+        return {"nan/steps_skipped": float(self.skipped)} | (
+            {"guard/lr": self.lr} if self._guard.policy == "fallback" else {}
+        )
 
     def state(self) -> dict[str, Any]:
         """What a later attempt goes on from."""
-        return {"losses": list(self._losses), "norms": list(self._norms), "skipped": self.skipped, "fallbacks": self.fallbacks}
+        return {
+            "losses": list(self._losses),
+            "norms": list(self._norms),
+            "skipped": self.skipped,
+            "fallbacks": self.fallbacks,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """As `state` told it."""

@@ -53,9 +53,13 @@ class Fallback(Spec):
     def _names_slots(self) -> "Fallback":
         for pattern in self.slots:
             if not any(fnmatchcase(slot, pattern) for slot in SLOTS):
-                raise ValueError(f"guard.fallback.slots {pattern!r} matches none of the slots {', '.join(SLOTS)}")
+                raise ValueError(
+                    f"guard.fallback.slots {pattern!r} matches none of the slots {', '.join(SLOTS)}"
+                )
         if self.precision is None and (self.slots, self.layers) != (("*",), ("*",)):
-            raise ValueError("guard.fallback.slots and layers have no effect without guard.fallback.precision: fp8 or bf16")
+            raise ValueError(
+                "guard.fallback.slots and layers have no effect without guard.fallback.precision: fp8 or bf16"
+            )
         return self
 
     def safer(self, products: Products) -> Products:
@@ -142,11 +146,17 @@ class Training(Spec):
     @model_validator(mode="after")
     def _steps_cover_the_budget(self) -> "Training":
         if self.token_budget is not None:
-            steps = -(-self.token_budget // max(1, self.tokens_per_step))  # 0 of a shape that `problems` refuses
+            steps = -(
+                -self.token_budget // max(1, self.tokens_per_step)
+            )  # 0 of a shape that `problems` refuses
             if steps > MOST_STEPS:
-                raise ValueError(f"token_budget {self.token_budget} is {steps} steps; a run has at most {MOST_STEPS}")
+                raise ValueError(
+                    f"token_budget {self.token_budget} is {steps} steps; a run has at most {MOST_STEPS}"
+                )
             if "steps" in self.model_fields_set and self.steps != steps:
-                raise ValueError(f"steps {self.steps} and token_budget {self.token_budget} (which is {steps} steps) differ; leave one out")
+                raise ValueError(
+                    f"steps {self.steps} and token_budget {self.token_budget} (which is {steps} steps) differ; leave one out"
+                )
             object.__setattr__(self, "steps", steps)  # frozen for others
         return self
 
@@ -189,7 +199,10 @@ class Training(Spec):
         """(field, reason) for what cannot run with this recipe."""
         unused = [name for name, value in self.guard.fallback if value != getattr(Fallback(), name)]
         if unused and self.guard.policy != "fallback":
-            yield "guard.policy", f"{self.guard.policy} never falls back, so fallback.{unused[0]} has no effect; use policy: fallback"
+            yield (
+                "guard.policy",
+                f"{self.guard.policy} never falls back, so fallback.{unused[0]} has no effect; use policy: fallback",
+            )
         if self.compile and (needed := recipe.products.backward_needs):
             yield "compile", f"true keeps x and w alone for the backward pass; needed is {needed}"
         if self.compile and self.recompute:

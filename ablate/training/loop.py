@@ -97,7 +97,9 @@ class Meter:
         """
         losses = self.losses[self.recorded if last and self.recorded < len(self.losses) else 0 :]
         mixed = self.unmeasured == 0
-        count, seconds = (len(self.losses), self.seconds) if mixed else (self.unmeasured, self.unmeasured_seconds)
+        count, seconds = (
+            (len(self.losses), self.seconds) if mixed else (self.unmeasured, self.unmeasured_seconds)
+        )
         return {
             "train/loss": math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan,
             "grad/norm": self.norms[-1],
@@ -120,7 +122,9 @@ class Prepared(NamedTuple):
     """The mean loss of a batch; None: the model gives it itself."""
 
 
-def train(run: Prepared, config: Training, telemetry: Telemetry, checkpoints: Checkpoints | None = None) -> Iterator[Record]:
+def train(
+    run: Prepared, config: Training, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+) -> Iterator[Record]:
     """Train for `config.steps` steps, or until its time budget is spent.
 
     With `checkpoints`, goes on from the one that is there, and leaves one now and then, once the records before it were taken. Ends
@@ -128,7 +132,9 @@ def train(run: Prepared, config: Training, telemetry: Telemetry, checkpoints: Ch
     has checkpoints, and its records count.
     """
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be so, before its first product
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # what cuBLAS needs to be so, before its first product
         torch.use_deterministic_algorithms(True)
     loop, ranks = _Loop(run, config, telemetry), world()
     first = loop.restore(ranks.told(checkpoints and checkpoints.take()))
@@ -189,7 +195,9 @@ class _Loop:
         """Take one step; what there is to record of it."""
         engine, config, telemetry = self.run.engine, self.config, self.telemetry
         recipe = engine.at(step, self.plan)
-        look = Look(step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine))
+        look = Look(
+            step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine)
+        )
         start = time.perf_counter()
         loss, norm = self.world.told(self._gradient_of(step, look))
         verdict = self.watch.judge(loss, norm)
@@ -201,7 +209,9 @@ class _Loop:
         engine.observe(self.world.told(look.metrics) if engine.recipe.triggers else look.metrics, step)
         return self._record(step + 1, recipe, look.metrics, verdict)
 
-    def _record(self, done: int, recipe: Recipe, metrics: dict[str, float], verdict: Verdict) -> Record | None:
+    def _record(
+        self, done: int, recipe: Recipe, metrics: dict[str, float], verdict: Verdict
+    ) -> Record | None:
         config, stopped, diverges = self.config, verdict.kind == "stop", verdict.cause is not None
         budget = config.time_budget is not None and self.world.told(self.spent >= config.time_budget)
         self.over = stopped or budget or done == config.steps
@@ -263,7 +273,9 @@ class _Loop:
         with self.run.engine.still_weights(), part.divided():
             for micro_batch in part.micro_batches:
                 self.run.engine.clock.micro_batch = micro_batch
-                loss = self.loss(*part.of(self.run.batch(step, micro_batch))) / (self.config.accumulate * part.splits)
+                loss = self.loss(*part.of(self.run.batch(step, micro_batch))) / (
+                    self.config.accumulate * part.splits
+                )
                 loss.backward()
                 total += loss.item()
         return part.total(total, step)

@@ -51,13 +51,17 @@ class Name:
         if self.layer is not None and self.slot is None:
             raise ValueError(f"layer {self.layer!r} without a slot: give slot, such as fprop.x")
         if self.slot is not None and not slots:
-            raise ValueError(f"slot {self.slot!r} in family {self.family!r}: only {', '.join(sorted(_WITH_SLOTS))} have slots")
+            raise ValueError(
+                f"slot {self.slot!r} in family {self.family!r}: only {', '.join(sorted(_WITH_SLOTS))} have slots"
+            )
         closed = [self.family, self.slot, *([self.metric] if slots or self.family is None else [])]
         if wrong := [part for part in closed if part is not None and "/" in part]:
             raise ValueError(f"{wrong[0]!r} contains a slash, which separates the parts of a name")
 
     def __str__(self) -> str:
-        return "/".join(part for part in (self.family, self.slot, self.layer, self.metric) if part is not None)
+        return "/".join(
+            part for part in (self.family, self.slot, self.layer, self.metric) if part is not None
+        )
 
     def like(self, patterns: Iterable[str]) -> bool:
         """Return True if the whole text matches one of these globs, in which `*` matches slashes too: `quant/*/sqnr_db`."""
@@ -70,7 +74,9 @@ class Name:
 
         The ledger keeps the rest. A run in MLflow then has about 30 keys, which its page can still show.
         """
-        return self.family != "quant" or (self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS)
+        return self.family != "quant" or (
+            self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS
+        )
 
     @property
     def is_count(self) -> bool:

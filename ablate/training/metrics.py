@@ -30,14 +30,19 @@ def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> d
     the reference's norm over that of the difference (below sqrt(3), "FP4 All the Way" leaves FP4: arXiv 2505.19115)."""
 
     def inner(a: Iterable[Tensor], b: Iterable[Tensor]) -> float:
-        return math.fsum(torch.vdot(x.double().flatten(), y.double().flatten()).item() for x, y in zip(a, b, strict=True))
+        return math.fsum(
+            torch.vdot(x.double().flatten(), y.double().flatten()).item() for x, y in zip(a, b, strict=True)
+        )
 
     norm, reference_norm = math.sqrt(inner(gradient, gradient)), math.sqrt(inner(reference, reference))
     difference = [g - r for g, r in zip(gradient, reference, strict=True)]
     noise = math.sqrt(inner(difference, difference))
     if not all(0 < size < math.inf for size in (norm, reference_norm, noise)):
         return {}
-    return {"grad/cosine_to_bf16": inner(gradient, reference) / (norm * reference_norm), "grad/noise_ratio": reference_norm / noise}
+    return {
+        "grad/cosine_to_bf16": inner(gradient, reference) / (norm * reference_norm),
+        "grad/noise_ratio": reference_norm / noise,
+    }
 
 
 Casts = Mapping[str, tuple[Tensor, Operand]]
@@ -55,7 +60,9 @@ def oscillation(before: Casts, after: Casts) -> dict[str, float]:
         elements += cast.codes.numel()
         way += (new_w - w).abs().sum(dtype=torch.float64).item()
         quantised_way += (new_cast.dequantize() - cast.dequantize()).abs().sum(dtype=torch.float64).item()
-    return {"weights/flipped": flipped / elements} | ({"weights/oscillation": quantised_way / way} if way else {})
+    return {"weights/flipped": flipped / elements} | (
+        {"weights/oscillation": quantised_way / way} if way else {}
+    )
 
 
 ALARMS = (

@@ -55,7 +55,9 @@ def scale_clipped_frac(operand: Operand, seen: Census) -> float:
     top = SCALES[operand.quant.scale.format].max
     reach = top * _largest_element(operand) / operand.divisor
     reach *= 1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1)
-    too_large = _block_amaxes(operand, seen) > reach * (1 + 2**-4)  # half a step of E4M3 above is still nearest
+    too_large = _block_amaxes(operand, seen) > reach * (
+        1 + 2**-4
+    )  # half a step of E4M3 above is still nearest
     return _fraction((operand.block_scale == top) & too_large)
 
 
@@ -73,7 +75,9 @@ def scale_saturated_frac(operand: Operand, seen: Census) -> float:
     scale, quant = operand.block_scale, operand.quant
     if scale is None:
         return 0.0
-    return _fraction(scale >= min(quant.outer.bound if quant.outer else math.inf, SCALES[quant.scale.format].max))
+    return _fraction(
+        scale >= min(quant.outer.bound if quant.outer else math.inf, SCALES[quant.scale.format].max)
+    )
 
 
 def clipped_frac(operand: Operand, seen: Census) -> float:
@@ -100,7 +104,9 @@ def crest(operand: Operand, seen: Census) -> float:
     """Return the median over blocks of largest |x| over root mean square; blocks of zeros have none."""
     if not seen.power:
         return math.nan
-    return (seen.blocks / (seen.block_power / seen.block_elements).sqrt()).nanmedian().item()  # NaN for a block of zeros
+    return (
+        (seen.blocks / (seen.block_power / seen.block_elements).sqrt()).nanmedian().item()
+    )  # NaN for a block of zeros
 
 
 def kurtosis(operand: Operand, seen: Census) -> float:
@@ -142,18 +148,27 @@ OPERAND_METRICS = {
     "magnitude": OperandMetric(magnitude),
     "scale_clipped_frac": OperandMetric(
         scale_clipped_frac,
-        Alarm(each_layer("scale_clipped_frac"), "above", 0.05, "the outer scale saturated {:.0%} of the blocks"),
+        Alarm(
+            each_layer("scale_clipped_frac"), "above", 0.05, "the outer scale saturated {:.0%} of the blocks"
+        ),
     ),
     "scale_zero_frac": OperandMetric(
         scale_zero_frac,
-        Alarm(each_layer("scale_zero_frac"), "above", 0.05, "{:.0%} of the block scales rounded to zero, and their blocks with them"),
+        Alarm(
+            each_layer("scale_zero_frac"),
+            "above",
+            0.05,
+            "{:.0%} of the block scales rounded to zero, and their blocks with them",
+        ),
     ),
     "scale_saturated_frac": OperandMetric(scale_saturated_frac),
     "clipped_frac": OperandMetric(
         clipped_frac,
         Alarm(each_layer("clipped_frac"), "above", 0.10, "{:.0%} of the elements lay far beyond the grid"),
     ),
-    "zero_frac": OperandMetric(zero_frac, Alarm(each_layer("zero_frac"), "above", 0.50, "{:.0%} of the elements rounded to zero")),
+    "zero_frac": OperandMetric(
+        zero_frac, Alarm(each_layer("zero_frac"), "above", 0.50, "{:.0%} of the elements rounded to zero")
+    ),
     "saturated_frac": OperandMetric(saturated_frac),
     "blocks_saturated_frac": OperandMetric(blocks_saturated_frac),
     "crest": OperandMetric(crest),

@@ -16,7 +16,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 def _eager(kind: type) -> type:
     """An optimizer of torch without the wrappers that keep torch.compile out, which nothing here puts around a step: at the first
     call they import torch._dynamo, which takes as long as the rest of torch."""
-    plain = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")}
+    plain = {
+        name: unwrap(getattr(kind, name))
+        for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+    }
     return type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(unwrap(kind.step))})
 
 
@@ -53,7 +56,12 @@ def muon(model: nn.Module, config: Training) -> torch.optim.Optimizer:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if p.ndim == 2 and block_of(name) >= 0]
     others = [p for name, p in named if not (p.ndim == 2 and block_of(name) >= 0)]
-    setting = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
+    setting = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "momentum": config.momentum,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
     return Joint([_Muon(hidden, **setting), *([_adamw(others, config)] if others else [])])
 
 
@@ -63,7 +71,9 @@ class Joint(_Optimizer):
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self.param_groups = [group for part in parts for group in part.param_groups]  # theirs, so that a rate set here is theirs
+        self.param_groups = [
+            group for part in parts for group in part.param_groups
+        ]  # theirs, so that a rate set here is theirs
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:

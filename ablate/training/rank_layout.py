@@ -35,7 +35,9 @@ class Layout:
         splits = self.splits(config.accumulate)
         if config.compile:
             yield f"workload.compile compiles for one rank; leave it out, or use 1 instead of {self.ranks}"
-        if self.groups(config.accumulate) > 1 and (slot := _slot(recipe, lambda quant, _: _statistic(quant) == "hold")):
+        if self.groups(config.accumulate) > 1 and (
+            slot := _slot(recipe, lambda quant, _: _statistic(quant) == "hold")
+        ):
             yield f"{slot}.outer.statistic hold takes the amax of the step's first micro-batch, which one rank sees; use accumulate 1"
         if splits > 1:
             yield from self._split_misfits(config, recipe, engine, splits)
@@ -55,8 +57,12 @@ class Layout:
         tokens = config.tokens_per_step // config.accumulate // splits
         if slot := _slot(recipe, lambda quant, slot: quant.transform is not None and slot in TOKEN_AXES):
             yield f"{many}, and {slot}.transform looks at the whole of one; {way_out}"
-        cut = _slot(recipe, lambda quant, slot: slot in TOKEN_AXES and tokens % grain(quant, None, TOKEN_AXES[slot]))
-        cut = cut or next((f"recipe.{name}.hadamard" for name, size in _rotations(recipe) if tokens % size), None)
+        cut = _slot(
+            recipe, lambda quant, slot: slot in TOKEN_AXES and tokens % grain(quant, None, TOKEN_AXES[slot])
+        )
+        cut = cut or next(
+            (f"recipe.{name}.hadamard" for name, size in _rotations(recipe) if tokens % size), None
+        )
         if cut:
             yield f"{many}, {tokens} tokens, which cuts a block of {cut}; {way_out}"
 
@@ -87,7 +93,9 @@ def _slot(recipe: Recipe, meant: Callable[[Quant, str], Any]) -> str | None:
 
 def _rotations(recipe: Recipe) -> Iterator[tuple[str, int]]:
     """The products whose contraction is over tokens, where they are rotated, and the size of that."""
-    return (("wgrad", products.wgrad.hadamard.size) for products in _everything(recipe) if products.wgrad.hadamard)
+    return (
+        ("wgrad", products.wgrad.hadamard.size) for products in _everything(recipe) if products.wgrad.hadamard
+    )
 
 
 def _statistic(quant: Quant) -> str | None:

@@ -51,7 +51,11 @@ def sweep(state: Path, folder: Path, reference: Path) -> Iterator[Finding]:
             yield Finding("lost", f"{about} is {found[key]['status']}, not {wanted[key]['status']}")
         yield from _records(about, _of(ours, found[key]["trial"]), _of(theirs, wanted[key]["trial"]))
         yield from _files(about, Store(state), found[key]["id"], set(_of(theirs, wanted[key]["trial"])))
-    yield from _sets("trial folder", {path.name for path in (state / "trials").iterdir()}, {row["id"] for row in wanted.values()})
+    yield from _sets(
+        "trial folder",
+        {path.name for path in (state / "trials").iterdir()},
+        {row["id"] for row in wanted.values()},
+    )
     yield from _attempts(ours)
     ours.close()
     theirs.close()
@@ -70,12 +74,24 @@ def _records(about: str, ours: Records, theirs: Records) -> Iterator[Finding]:
     if missing := sorted(theirs.keys() - ours.keys()):
         yield Finding("lost", f"{about}: {len(missing)} records, the first {missing[0]}", len(missing))
     if extra := sorted(ours.keys() - theirs.keys()):
-        yield Finding("wrong", f"{about}: {len(extra)} records that an undisturbed run has not, the first {extra[0]}", len(extra))
+        yield Finding(
+            "wrong",
+            f"{about}: {len(extra)} records that an undisturbed run has not, the first {extra[0]}",
+            len(extra),
+        )
     same = (key for key in sorted(ours.keys() & theirs.keys()) if not parse(key[1]).of_machine)
-    differ = [key for key in same if ours[key] != theirs[key] and not (math.isnan(ours[key]) and math.isnan(theirs[key]))]
+    differ = [
+        key
+        for key in same
+        if ours[key] != theirs[key] and not (math.isnan(ours[key]) and math.isnan(theirs[key]))
+    ]
     if differ:
         first = f"{differ[0]}: {ours[differ[0]]!r}, not {theirs[differ[0]]!r}"
-        yield Finding("wrong", f"{about}: {len(differ)} values differ from an undisturbed run's, the first {first}", len(differ))
+        yield Finding(
+            "wrong",
+            f"{about}: {len(differ)} values differ from an undisturbed run's, the first {first}",
+            len(differ),
+        )
 
 
 def _files(about: str, store: Store, trial: str, wanted: set[tuple[int, str]]) -> Iterator[Finding]:
@@ -85,9 +101,15 @@ def _files(about: str, store: Store, trial: str, wanted: set[tuple[int, str]]) -
             yield Finding("lost", f"{about}: no result in its folder {trial}")
     except Damaged as error:
         yield Finding("lost", f"{about}: {error}")
-    there = {(event["step"], name) for event in store.events(trial, strict=False) for name in event["metrics"]}
+    there = {
+        (event["step"], name) for event in store.events(trial, strict=False) for name in event["metrics"]
+    }
     if missing := sorted(wanted - there):
-        yield Finding("lost", f"{about}: {len(missing)} records in its folder {trial}, the first {missing[0]}", len(missing))
+        yield Finding(
+            "lost",
+            f"{about}: {len(missing)} records in its folder {trial}, the first {missing[0]}",
+            len(missing),
+        )
     if (store.folder(trial) / "checkpoint.pt").exists():
         yield Finding("wrong", f"{about}: a checkpoint is left in its folder {trial}")
 
@@ -95,10 +117,14 @@ def _files(about: str, store: Store, trial: str, wanted: set[tuple[int, str]]) -
 def _attempts(book: Ledger) -> Iterator[Finding]:
     """Every attempt ended, and at most one of a trial's ended with its result."""
     rows: dict[str, list[sqlite3.Row]] = {}
-    for row in book.db.execute("SELECT id, attempts.* FROM attempts JOIN trials USING (trial) ORDER BY attempt"):
+    for row in book.db.execute(
+        "SELECT id, attempts.* FROM attempts JOIN trials USING (trial) ORDER BY attempt"
+    ):
         rows.setdefault(row["id"], []).append(row)
     for trial, attempts in rows.items():
-        if open_ones := [row["attempt"] for row in attempts if row["ended"] is None or row["outcome"] is None]:
+        if open_ones := [
+            row["attempt"] for row in attempts if row["ended"] is None or row["outcome"] is None
+        ]:
             yield Finding("wrong", f"trial {trial}: attempts {open_ones} never ended")
         finished = sum(row["outcome"] in FINISHED for row in attempts)
         if finished > 1:
@@ -129,9 +155,13 @@ def repeats(state: Path) -> Iterator[Repeat]:
             resumed = after[0].get("resumed", 0)
             again = [event for event in before if event["step"] > resumed]
             if again:
-                kept = max((event["time"] for event in before if event["step"] <= resumed), default=again[0]["time"])
+                kept = max(
+                    (event["time"] for event in before if event["step"] <= resumed), default=again[0]["time"]
+                )
                 gaps = (later["time"] - earlier["time"] for earlier, later in itertools.pairwise(before))
-                yield Repeat(folder.name, again[-1]["step"] - resumed, again[-1]["time"] - kept, max(gaps, default=0.0))
+                yield Repeat(
+                    folder.name, again[-1]["step"] - resumed, again[-1]["time"] - kept, max(gaps, default=0.0)
+                )
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -157,11 +187,16 @@ def study(folder: Path) -> Iterator[Finding]:
     book.close()
     drawn = shown(folder / "optuna.log")
     if len(drawn) != len(finals):
-        yield Finding("twice" if len(drawn) > len(finals) else "lost", f"Optuna shows {len(drawn)} points of {len(finals)}")
+        yield Finding(
+            "twice" if len(drawn) > len(finals) else "lost",
+            f"Optuna shows {len(drawn)} points of {len(finals)}",
+        )
     for number, (status, value) in enumerate(drawn):
         wanted = math.fsum(finals.get(number, ())) / len(finals.get(number, (0,)))
         if status != "COMPLETE" or value != wanted:
-            yield Finding("wrong", f"Optuna's point {number} is {status} with {value}, not COMPLETE with {wanted}")
+            yield Finding(
+                "wrong", f"Optuna's point {number} is {status} with {value}, not COMPLETE with {wanted}"
+            )
 
 
 class Tracker:
@@ -172,7 +207,9 @@ class Tracker:
 
     def ask(self, path: str, **query: Any) -> dict[str, Any]:
         """GET."""
-        with urllib.request.urlopen(f"{self.address}/api/2.0/mlflow/{path}?{urlencode(query)}", timeout=60) as answer:
+        with urllib.request.urlopen(
+            f"{self.address}/api/2.0/mlflow/{path}?{urlencode(query)}", timeout=60
+        ) as answer:
             return json.load(answer)
 
     def search(self, experiment: str) -> list[dict[str, Any]]:
@@ -186,8 +223,12 @@ class Tracker:
 
     def history(self, run: str, key: str) -> Counter:
         """(step, value, milliseconds) of a metric."""
-        points = self.ask("metrics/get-history", run_id=run, metric_key=key, max_results=_PAGE).get("metrics", [])
-        return Counter((int(point.get("step", 0)), float(point["value"]), int(point["timestamp"])) for point in points)
+        points = self.ask("metrics/get-history", run_id=run, metric_key=key, max_results=_PAGE).get(
+            "metrics", []
+        )
+        return Counter(
+            (int(point.get("step", 0)), float(point["value"]), int(point["timestamp"])) for point in points
+        )
 
     def files(self, run: str) -> set[str]:
         """Names of a run's artifacts."""
@@ -196,7 +237,9 @@ class Tracker:
 
 def mlflow(tracker: Tracker, folder: Path) -> Iterator[Finding]:
     """One run a member and one for the sweep, all finished, whole, and with the ledger's records and times, each once."""
-    experiment = tracker.ask("experiments/get-by-name", experiment_name=folder.name)["experiment"]["experiment_id"]
+    experiment = tracker.ask("experiments/get-by-name", experiment_name=folder.name)["experiment"][
+        "experiment_id"
+    ]
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in tracker.search(experiment):
         if run["info"].get("lifecycle_stage") == "deleted" and _tags(run).get("ablate.status") == "replaced":
@@ -209,9 +252,13 @@ def mlflow(tracker: Tracker, folder: Path) -> Iterator[Finding]:
     for member in sorted({*wanted, "the sweep", *runs}):
         found = runs.get(member, [])
         if len(found) != 1:
-            yield Finding("twice" if found else "lost", f"MLflow: {len(found)} runs of {member}", max(1, len(found) - 1))
+            yield Finding(
+                "twice" if found else "lost", f"MLflow: {len(found)} runs of {member}", max(1, len(found) - 1)
+            )
         for run in found:
-            yield from _whole(tracker, run, {"spec.json", "result.json"} if member in wanted else {"experiment.yaml"})
+            yield from _whole(
+                tracker, run, {"spec.json", "result.json"} if member in wanted else {"experiment.yaml"}
+            )
             if member in wanted:
                 yield from _histories(tracker, run, book, wanted[member])
     book.close()
@@ -222,7 +269,10 @@ def _tags(run: dict[str, Any]) -> dict[str, str]:
 
 
 def _whole(tracker: Tracker, run: dict[str, Any], files: set[str]) -> Iterator[Finding]:
-    about, params = f"MLflow: {run['info']['run_name']}", {param["key"] for param in run["data"].get("params", [])}
+    about, params = (
+        f"MLflow: {run['info']['run_name']}",
+        {param["key"] for param in run["data"].get("params", [])},
+    )
     if "spec.json" in files and not {"arm", "seed", "data", "recipe.schedule"} <= params:
         yield Finding("lost", f"{about} has {len(params)} params, and not all")
     if missing := files - tracker.files(run["info"]["run_id"]):
@@ -238,6 +288,14 @@ def _histories(tracker: Tracker, run: dict[str, Any], book: Ledger, member: sqli
         drawn = tracker.history(run["info"]["run_id"], key)
         about = f"MLflow: {run['info']['run_name']} {key}"
         if missing := points - drawn:
-            yield Finding("lost", f"{about}: {missing.total()} of {points.total()} points, the first {min(missing)}", missing.total())
+            yield Finding(
+                "lost",
+                f"{about}: {missing.total()} of {points.total()} points, the first {min(missing)}",
+                missing.total(),
+            )
         if extra := drawn - points:
-            yield Finding("twice", f"{about}: {extra.total()} points that the ledger has not, the first {min(extra)}", extra.total())
+            yield Finding(
+                "twice",
+                f"{about}: {extra.total()} points that the ledger has not, the first {min(extra)}",
+                extra.total(),
+            )

@@ -49,7 +49,12 @@ def equal(what: str, measured: object, expected: object) -> Row:
 def near(what: str, measured: float, expected: float, tolerance: float, cause: str = "") -> Row:
     """Within a share `tolerance` of a figure, which `cause` explains."""
     limits = f"{expected:g} ± {100 * tolerance:g} %"
-    return Row(what, f"{measured:.4g}", f"{limits}, {cause}" if cause else limits, bool(abs(measured / expected - 1) <= tolerance))
+    return Row(
+        what,
+        f"{measured:.4g}",
+        f"{limits}, {cause}" if cause else limits,
+        bool(abs(measured / expected - 1) <= tolerance),
+    )
 
 
 def below(what: str, measured: float, limit: float, cause: str) -> Row:
@@ -60,7 +65,9 @@ def below(what: str, measured: float, limit: float, cause: str) -> Row:
 def same(what: str, *pairs: tuple[Tensor, Tensor]) -> Row:
     """Every element of each pair alike; NaN is like nothing."""
     differ = sum(int((ours.double() != theirs.double()).sum()) for ours, theirs in pairs)
-    return Row(what, f"{differ:,} of {sum(ours.numel() for ours, _ in pairs):,} differ", "0 differ", differ == 0)
+    return Row(
+        what, f"{differ:,} of {sum(ours.numel() for ours, _ in pairs):,} differ", "0 differ", differ == 0
+    )
 
 
 def normal(rows: int, columns: int, seed: int = 0) -> Tensor:

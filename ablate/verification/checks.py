@@ -42,7 +42,9 @@ def hardware() -> Iterator[Row]:
 def presets() -> Iterator[Row]:
     """Every preset through a small layer, forward and backward, on the emulated engine."""
     bad = [name for name, preset in PRESETS.items() if not _runs(preset())]
-    found = f"{len(PRESETS) - len(bad)} of {len(PRESETS)} presets" + (f", not {', '.join(bad)}" if bad else "")
+    found = f"{len(PRESETS) - len(bad)} of {len(PRESETS)} presets" + (
+        f", not {', '.join(bad)}" if bad else ""
+    )
     yield Row("engine emulated runs", found, f"all {len(PRESETS)}", not bad)
 
 
@@ -64,18 +66,29 @@ def ties() -> Iterator[Row]:
     """Halfway points go to the even code, in both signs."""
     y, e2m1 = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]), ELEMENTS["e2m1"]
     for sign, what in ((1, "ties .25 .75 1.25 1.75 2.5 3.5 5"), (-1, "their negatives, negated")):
-        yield equal(what, " ".join(f"{sign * v + 0.0:g}" for v in nearest(y * sign, e2m1).tolist()), "0 1 1 2 2 4 4")
+        yield equal(
+            what, " ".join(f"{sign * v + 0.0:g}" for v in nearest(y * sign, e2m1).tolist()), "0 1 1 2 2 4 4"
+        )
     beyond = torch.tensor([6.01, 7.0, 1e30, math.inf, -7.0])
     yield equal("beyond 6", " ".join(f"{v:g}" for v in nearest(beyond, e2m1).tolist()), "6 6 6 6 -6")
-    yield equal("fp32 subnormals are kept", f"{(torch.full((64,), 2.0**-140) * 1.0).amin().item():.3g}", f"{2.0**-140:.3g}")
+    yield equal(
+        "fp32 subnormals are kept",
+        f"{(torch.full((64,), 2.0**-140) * 1.0).amin().item():.3g}",
+        f"{2.0**-140:.3g}",
+    )
 
 
 def grids() -> Iterator[Row]:
     """Casts against a search through all codes, and against torch's own."""
     y = torch.arange(-8192, 8193) / 1024
     codes = torch.tensor(MAGNITUDES)
-    distance = (y.abs().unsqueeze(1) - codes).abs() * 4096 + torch.arange(8) % 2  # multiples of 4, and 1 more for an odd code
-    yield same("E2M1 to nearest, against a search", (nearest(y, ELEMENTS["e2m1"]), codes[distance.argmin(1)] * y.sign()))
+    distance = (y.abs().unsqueeze(1) - codes).abs() * 4096 + torch.arange(
+        8
+    ) % 2  # multiples of 4, and 1 more for an odd code
+    yield same(
+        "E2M1 to nearest, against a search",
+        (nearest(y, ELEMENTS["e2m1"]), codes[distance.argmin(1)] * y.sign()),
+    )
     scales = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
     theirs = scales.clamp(max=448).to(torch.float8_e4m3fn).float()
     yield same("E4M3 block scales, against torch", (round_scale(scales, BlockScale()), theirs))
@@ -107,7 +120,10 @@ def scaling() -> Iterator[Row]:
     yield same("block scales, in the right order", (ours, scale))
     with np.errstate(divide="ignore"):
         factor = np.minimum(one / (scale.numpy() * (one / outer)), np.finfo(np.float32).max)
-    yield same("1 / (s (1 / S)) by true division", (element_scales(ours, encode_scale(amax, Quant())), torch.from_numpy(factor)))
+    yield same(
+        "1 / (s (1 / S)) by true division",
+        (element_scales(ours, encode_scale(amax, Quant())), torch.from_numpy(factor)),
+    )
 
 
 def awkward() -> Iterator[Row]:
@@ -121,10 +137,17 @@ def awkward() -> Iterator[Row]:
     steps = torch.arange(1, 8.0)
     top = torch.cat((torch.tensor([2688.0]), steps * 6 / 512)).repeat_interleave(16).view(1, -1)
     found = quantize(top, Quant()).block_scale.flatten()[1:] * 512
-    yield equal("subnormal block scales, times 2^9", " ".join(f"{v:g}" for v in found.tolist()), "1 2 3 4 5 6 7")
-    yield equal("the largest block scale", f"{quantize(normal(64, 64), Quant()).block_scale.amax().item():g}", "448")
+    yield equal(
+        "subnormal block scales, times 2^9", " ".join(f"{v:g}" for v in found.tolist()), "1 2 3 4 5 6 7"
+    )
+    yield equal(
+        "the largest block scale", f"{quantize(normal(64, 64), Quant()).block_scale.amax().item():g}", "448"
+    )
     order = torch.arange(1.0, 1001).view(10, 100).flip(1)
-    found = [quantize(order, Quant(outer=Outer(statistic=f"percentile:{p}"))).amax.item() for p in (0.07, 0.9985, 1.0)]
+    found = [
+        quantize(order, Quant(outer=Outer(statistic=f"percentile:{p}"))).amax.item()
+        for p in (0.07, 0.9985, 1.0)
+    ]
     yield equal("percentiles .07, .9985, 1 of 1 ... 1000", " ".join(f"{v:g}" for v in found), "70 999 1000")
 
 
@@ -138,7 +161,11 @@ def nonfinite() -> Iterator[Row]:
             seen += not quantize(x, quant).largest.isfinite()
         clean = bool(quantize(normal(32, 64), quant).largest.isfinite())
         alarm = "no" if clean else "a"
-        yield equal(f"NaN, Inf, -Inf under {name}", f"{seen} of 3 seen, {alarm} false alarm", "3 of 3 seen, no false alarm")
+        yield equal(
+            f"NaN, Inf, -Inf under {name}",
+            f"{seen} of 3 seen, {alarm} false alarm",
+            "3 of 3 seen, no false alarm",
+        )
 
 
 def kernels() -> Iterator[Row]:
@@ -148,10 +175,25 @@ def kernels() -> Iterator[Row]:
     for exponent in (0, -100, 100, -130):
         x = (normal(48, 80, seed=exponent + 200) * 2.0**exponent).bfloat16()
         for quant in forms.values():
-            for z, rotation in ((x, None), (x.t(), None), (x.t(), Hadamard() if quant.block == "1x16" else None)):
-                mine, theirs = (quantize(z, quant, rotation=rotation, clock=Clock(1), keep=keep) for keep in (False, True))
-                pairs += [(mine.values, theirs.values), (mine.block_scale, theirs.block_scale), (mine.amax, theirs.amax)]
-    yield same("compiled quantisers, against the reference" if cpu.build() else "no compiled quantisers: the reference, again", *pairs)
+            for z, rotation in (
+                (x, None),
+                (x.t(), None),
+                (x.t(), Hadamard() if quant.block == "1x16" else None),
+            ):
+                mine, theirs = (
+                    quantize(z, quant, rotation=rotation, clock=Clock(1), keep=keep) for keep in (False, True)
+                )
+                pairs += [
+                    (mine.values, theirs.values),
+                    (mine.block_scale, theirs.block_scale),
+                    (mine.amax, theirs.amax),
+                ]
+    yield same(
+        "compiled quantisers, against the reference"
+        if cpu.build()
+        else "no compiled quantisers: the reference, again",
+        *pairs,
+    )
 
 
 # --- rotation and products ---------------------------------------------------------------------------------------------------
@@ -177,7 +219,9 @@ def copies() -> Iterator[Row]:
     there, back = (quantize(z, Quant(block="16x16")).dequantize() for z in (w, w.t()))
     yield same("Q(W)ᵀ = Q(Wᵀ) with 16x16 blocks", (there.t(), back))
     there, back = (quantize(z, Quant()).dequantize() for z in (w, w.t()))
-    yield near("Q(W)ᵀ and Q(Wᵀ) differ with 1x16, x 1e3", relative_error(there.t(), back), 17.0, 0.02, "the sample")
+    yield near(
+        "Q(W)ᵀ and Q(Wᵀ) differ with 1x16, x 1e3", relative_error(there.t(), back), 17.0, 0.02, "the sample"
+    )
 
 
 def _operands() -> tuple[Operand, Operand]:
@@ -188,10 +232,21 @@ def _operands() -> tuple[Operand, Operand]:
 def products() -> Iterator[Row]:
     """Operands exact in bf16, alpha outside the product, one rounding: against double precision."""
     a, b = _operands()
-    exact = [o.codes.view(o.values.shape[0], -1, 16).double() * _row_scales(o).unsqueeze(2).double() for o in (a, b)]
-    yield same("code x scale is exact in bf16", *((o.values, e.flatten(1)) for o, e in zip((a, b), exact, strict=True)))
+    exact = [
+        o.codes.view(o.values.shape[0], -1, 16).double() * _row_scales(o).unsqueeze(2).double()
+        for o in (a, b)
+    ]
+    yield same(
+        "code x scale is exact in bf16",
+        *((o.values, e.flatten(1)) for o, e in zip((a, b), exact, strict=True)),
+    )
     factor = a.amax.double().item() * b.amax.double().item() / (36 * 448**2)
-    yield below("alpha = amax amax / (36 448²), error", abs(alpha(a, b).double().item() / factor - 1), 2.0**-23, "two roundings")
+    yield below(
+        "alpha = amax amax / (36 448²), error",
+        abs(alpha(a, b).double().item() / factor - 1),
+        2.0**-23,
+        "two roundings",
+    )
     y = exact[0].flatten(1) @ exact[1].flatten(1).t() * factor
     error = (product(a, b, torch.float32).double() - y).norm() / y.norm()
     yield below("product in fp32, relative error", error.item(), 1e-6, "1024 fp32 additions")
@@ -272,7 +327,11 @@ def gpu_bits() -> Iterator[Row]:
     }
     for name, (quant, turn) in cases.items():
         here, there = (quantize(z, quant, rotation=turn, clock=Clock(7)) for z in (x, x.cuda()))
-        yield same(f"{name}: processor and GPU", (here.values, there.values.cpu()), (here.block_scale, there.block_scale.cpu()))
+        yield same(
+            f"{name}: processor and GPU",
+            (here.values, there.values.cpu()),
+            (here.block_scale, there.block_scale.cpu()),
+        )
 
 
 # --- schedules and stored tensors --------------------------------------------------------------------------------------------
@@ -282,7 +341,14 @@ def schedules() -> Iterator[Row]:
     """A phase starts in its step, not one sooner or later: what a recipe quantises there, and what it does not."""
     run = Run(steps=100, tokens_per_step=512, decay=80)
     cooldown = KNOBS["cooldown"].paths(0.1, Turn(PRESETS["nvfp4"]()))["schedule"][0]["start"]
-    starts = {"step:30": 30, "tokens:4096": 8, "fraction:0.07": 7, "fraction:0.29": 29, "decay": 80, cooldown: 90}
+    starts = {
+        "step:30": 30,
+        "tokens:4096": 8,
+        "fraction:0.07": 7,
+        "fraction:0.29": 29,
+        "decay": 80,
+        cooldown: 90,
+    }
     for start, step in starts.items():
         recipe = PRESETS["nvfp4"]().model_copy(update={"schedule": (Phase(start=start),)})
         plain = [n for n in range(run.steps) if recipe.at(n, run).plain]
@@ -296,13 +362,19 @@ def stored() -> Iterator[Row]:
     yield equal("the 16 codes, packed", bytes(pack(every)[0].tolist()).hex(" "), "10 32 54 76 98 ba dc fe")
     yield same("unpacked again", (unpack(pack(every)), every))
     x = normal(128, 256).bfloat16()
-    tensor = store(x, Quant(), Quant(rounding="stochastic"), rotation=Hadamard(), clock=Clock(3), where=(1, 2))
+    tensor = store(
+        x, Quant(), Quant(rounding="stochastic"), rotation=Hadamard(), clock=Clock(3), where=(1, 2)
+    )
     plain = quantize(x, Quant())
     turned = quantize(x.t(), Quant(rounding="stochastic"), rotation=Hadamard(), clock=Clock(3), where=2)
     with tempfile.TemporaryDirectory() as folder:
         tensor.save(Path(folder) / "tensor.pt")
         again = load(Path(folder) / "tensor.pt")
-    pairs = [(copy.operand().dequantize(), o.dequantize()) for t in (tensor, again) for copy, o in ((t.row, plain), (t.column, turned))]
+    pairs = [
+        (copy.operand().dequantize(), o.dequantize())
+        for t in (tensor, again)
+        for copy, o in ((t.row, plain), (t.column, turned))
+    ]
     yield same("both copies, stored, saved, loaded", *pairs)
     yield equal("bits an element of one copy", f"{tensor.row.bits_per_element:.3f}", "4.501")
 
@@ -403,7 +475,9 @@ def against(peer: str) -> Iterator[Row]:
         return
     for comparison in found:
         measured = f"{comparison.mismatches:,} of {comparison.elements:,} differ"
-        expected = f"at most {100 * comparison.allowed:g} %: {comparison.why}" if comparison.allowed else "0 differ"
+        expected = (
+            f"at most {100 * comparison.allowed:g} %: {comparison.why}" if comparison.allowed else "0 differ"
+        )
         yield Row(comparison.what, measured, expected, comparison.agrees)
 
 

@@ -71,7 +71,16 @@ def experiment(folder: Path) -> str:
     for name, part in (("train", text[:10_000]), ("val", text[10_000:])):
         part.tofile(folder / f"{name}.bin")
     data = {"train": str(folder / "train.bin"), "val": str(folder / "val.bin"), "vocab": 64}
-    shape = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 2, "steps": 200, "eval_every": 40, "eval_tokens": 64}
+    shape = {
+        "layers": 1,
+        "width": 32,
+        "heads": 2,
+        "context": 16,
+        "batch": 2,
+        "steps": 200,
+        "eval_every": 40,
+        "eval_tokens": 64,
+    }
     content = {
         "schema": 1,
         "question": "Is anything lost?",
@@ -119,7 +128,9 @@ class Blow:
 class Suite:
     """Sweeps under faults until so many were made; `blows`, `findings` and `repeats` say what happened. `tell` hears a line for each."""
 
-    def __init__(self, folder: Path, faults: int, seed: int, names: list[str], tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, faults: int, seed: int, names: list[str], tell: Callable[[str], None]
+    ) -> None:
         self.folder, self.tell = folder, tell
         self.blows: list[Blow] = []
         self.findings: list[Finding] = []
@@ -135,14 +146,18 @@ class Suite:
     def run(self) -> None:
         """Everything, from the servers' start to their end."""
         with self._stack:
-            scratch = Path(tempfile.mkdtemp(prefix="af"))  # short: Ray's sockets lie below, and a socket's path has 107 characters
+            scratch = Path(
+                tempfile.mkdtemp(prefix="af")
+            )  # short: Ray's sockets lie below, and a socket's path has 107 characters
             self._stack.callback(shutil.rmtree, scratch, ignore_errors=True)
             scratch.chmod(0o755)
             content = experiment(self.folder)
             reference = self._begin(content, "undisturbed", "none", "inline")  # beside the first faults
             address = self._serve(scratch)
             cards = deck(self._names, np.random.default_rng(self._seed))
-            plan = [(next(cards), np.random.default_rng([self._seed, number])) for number in range(self._faults)]
+            plan = [
+                (next(cards), np.random.default_rng([self._seed, number])) for number in range(self._faults)
+            ]
             kills = deque(card for card in plan if card[0] in FAULTS)
             self._harms = [card for card in plan if card[0] in HARMS]
             for number, (_, rng) in enumerate(card for card in plan if card[0] == MIGRATION):
@@ -186,7 +201,9 @@ class Suite:
         """`ablate status --verify` names what was corrupted in a finished sweep; what it passes over must differ in nothing."""
         status, said = sweep.command("status", sweep.folder.name, "--verify")
         if status not in (0, 1):
-            self._broken(number, Finding("wrong", f"status --verify ended with {status}: {said[-1] if said else ''}"))
+            self._broken(
+                number, Finding("wrong", f"status --verify ended with {status}: {said[-1] if said else ''}")
+            )
         for blow, _ in self._silent:
             if any(_subject(blow) in line for line in said):
                 blow.came.append("named by status --verify")
@@ -205,13 +222,31 @@ class Suite:
 
     def _migration(self, number: int, rng: np.random.Generator) -> None:
         """Kill the driver of a small sweep while MLflow makes its database; the same command, and `sync`, must get done then."""
-        content = json.dumps({"schema": 1, "question": "?", "workload": {"idle": {"steps": 3}}, "ablate": {"rht": [True]}, "seeds": 1})
+        content = json.dumps(
+            {
+                "schema": 1,
+                "question": "?",
+                "workload": {"idle": {"steps": 3}},
+                "ablate": {"rht": [True]},
+                "seeds": 1,
+            }
+        )
         name = f"migration-{number}"
-        sweep = self._begin(content, name, f"sqlite:///{(self.folder / name / 'mlflow.db').resolve()}", "inline")
-        self._wait(lambda: _databases(sweep.state) or sweep.process.poll() is not None, 120, "MLflow makes no database")
+        sweep = self._begin(
+            content, name, f"sqlite:///{(self.folder / name / 'mlflow.db').resolve()}", "inline"
+        )
+        self._wait(
+            lambda: _databases(sweep.state) or sweep.process.poll() is not None,
+            120,
+            "MLflow makes no database",
+        )
         time.sleep(rng.uniform(0, 1.5))
         blow = Blow(MIGRATION, -1, time.monotonic() - self._started, sweep.records())
-        blow.came.append(f"{_tables(_databases(sweep.state))} tables by then" if sweep.process.poll() is None else "it was done before")
+        blow.came.append(
+            f"{_tables(_databases(sweep.state))} tables by then"
+            if sweep.process.poll() is None
+            else "it was done before"
+        )
         with suppress(ProcessLookupError):
             os.killpg(sweep.process.pid, signal.SIGKILL)
         sweep.process.wait()
@@ -225,7 +260,13 @@ class Suite:
         if sweep.unshipped() or status:
             blow.outcome = "broken"
             why = said[-1] if said else sweep.last_line()
-            self._broken(name, Finding("lost", f"{blow.kind}: MLflow misses {sweep.unshipped()} members; sync ended with {status}: {why}"))
+            self._broken(
+                name,
+                Finding(
+                    "lost",
+                    f"{blow.kind}: MLflow misses {sweep.unshipped()} members; sync ended with {status}: {why}",
+                ),
+            )
         self.tell(f"{len(self.blows):3d}/{self._faults}  {blow}")
 
     def _begin(self, content: str, name: str, mlflow: str, executor: str, **environment: str) -> Sweep:
@@ -243,8 +284,12 @@ class Suite:
             server, store = postgres(programs, scratch / "postgres", self.folder / "postgres.log")
             self._keep("PostgreSQL", server)
         else:
-            self._names = [name for name in self._names if name not in FAULTS or FAULTS[name].role != "PostgreSQL"]
-            self.tell("no PostgreSQL here (its programs, and psycopg for Python): MLflow's store is SQLite, and is not killed")
+            self._names = [
+                name for name in self._names if name not in FAULTS or FAULTS[name].role != "PostgreSQL"
+            ]
+            self.tell(
+                "no PostgreSQL here (its programs, and psycopg for Python): MLflow's store is SQLite, and is not killed"
+            )
         server, address = mlflow(store, self.folder / "artifacts", self.folder / "mlflow.log")
         self._keep("MLflow", server)
         return address
@@ -279,7 +324,12 @@ class Suite:
 
     def _strike(self, number: int, sweep: Sweep, kind: str, rng: np.random.Generator) -> bool:
         """Make one fault at its moment, and wait for what comes of it; False where the sweep was done before."""
-        fault, goal, which, pause = FAULTS[kind], sweep.records() + int(rng.integers(*_GAP)), rng.random(), rng.uniform(*_PAUSE)
+        fault, goal, which, pause = (
+            FAULTS[kind],
+            sweep.records() + int(rng.integers(*_GAP)),
+            rng.random(),
+            rng.uniform(*_PAUSE),
+        )
         victims = self._await(number, sweep, fault.role, goal)
         if not victims:
             return False
@@ -302,7 +352,9 @@ class Suite:
         latest = time.monotonic() + _LATEST_SECONDS
         while not self._over(number, sweep):
             self._tend()
-            if (sweep.records() >= goal or time.monotonic() > latest) and (victims := self._victims(sweep, role)):
+            if (sweep.records() >= goal or time.monotonic() > latest) and (
+                victims := self._victims(sweep, role)
+            ):
                 return victims
             time.sleep(0.02)
         return []
@@ -318,13 +370,22 @@ class Suite:
         status = sweep.process.poll()
         if status is None or sweep.done:
             return sweep.done
-        if status == 2 and _REBUILD in sweep.last_line() and any("ledger" in blow.kind for blow, _ in self._silent):
+        if (
+            status == 2
+            and _REBUILD in sweep.last_line()
+            and any("ledger" in blow.kind for blow, _ in self._silent)
+        ):
             status, said = sweep.command("rebuild", str(sweep.file), "--device", "cpu")
             if status:
-                self._broken(number, Finding("wrong", f"rebuild ended with status {status}: {said[-1] if said else ''}"))
+                self._broken(
+                    number,
+                    Finding("wrong", f"rebuild ended with status {status}: {said[-1] if said else ''}"),
+                )
             sweep.start()
             return False
-        self._broken(number, Finding("wrong", f"the command ended by itself with status {status}: {sweep.last_line()}"))
+        self._broken(
+            number, Finding("wrong", f"the command ended by itself with status {status}: {sweep.last_line()}")
+        )
         if sweep.starts > _MOST_STARTS + len(self.blows):
             raise TimeoutError(f"the same command never gets done; see {sweep.log}")
         sweep.start()
@@ -336,9 +397,13 @@ class Suite:
         with suppress(subprocess.TimeoutExpired):
             sweep.process.wait(_GONE_SECONDS)
         status = sweep.process.poll()
-        wanted = -signal.SIGKILL if (fault.role, fault.signal) == ("controller", signal.SIGKILL) else _INTERRUPTED
+        wanted = (
+            -signal.SIGKILL if (fault.role, fault.signal) == ("controller", signal.SIGKILL) else _INTERRUPTED
+        )
         if status not in (wanted, 0):  # 0: it was done at that moment
-            self._broken(number, Finding("wrong", f"{blow.kind}: the command ended with status {status}, not {wanted}"))
+            self._broken(
+                number, Finding("wrong", f"{blow.kind}: the command ended with status {status}, not {wanted}")
+            )
         left = sweep.gone(_GONE_SECONDS)
         if left:
             self._broken(number, Finding("wrong", f"{blow.kind}: {', '.join(left)} outlived it", len(left)))
@@ -353,7 +418,11 @@ class Suite:
         """Wait for the next record, and for the line that says what happened to the trial, where one was hit."""
         began, before, line = time.monotonic(), sweep.records(), None
         deadline = began + _LATEST_SECONDS
-        while time.monotonic() < deadline and not sweep.done and (blow.until_next is None or (retried and not line)):
+        while (
+            time.monotonic() < deadline
+            and not sweep.done
+            and (blow.until_next is None or (retried and not line))
+        ):
             self._tend()
             if blow.until_next is None and sweep.records() > before:
                 blow.until_next = time.monotonic() - began
@@ -411,7 +480,10 @@ class Suite:
         corrupted = any(blow.round == number and blow.kind in HARMS for blow in self.blows)
         for repeat in () if corrupted else found:  # what was corrupted is done again from an earlier state
             if repeat.seconds > CHECKPOINT_SECONDS + 3 * repeat.slack:
-                yield Finding("wrong", f"trial {repeat.trial} did {repeat.steps} steps again, {repeat.seconds:.2f} s of work")
+                yield Finding(
+                    "wrong",
+                    f"trial {repeat.trial} did {repeat.steps} steps again, {repeat.seconds:.2f} s of work",
+                )
 
 
 def _subject(blow: Blow) -> str:
@@ -427,7 +499,10 @@ def _databases(state: Path) -> list[Path]:
 def _tables(paths: list[Path]) -> int:
     """Tables that MLflow's database has, as far as it can be read."""
     for path in paths:
-        with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        with (
+            suppress(sqlite3.DatabaseError),
+            closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db,
+        ):
             return len(tables(db))
     return 0
 
@@ -441,7 +516,9 @@ def told(state: Path | None, count: int, seed: int, names: list[str], screen: Co
         raise InputError([f"--state {state}: there is something in it; name a new folder"])
     folder = state or Path(tempfile.mkdtemp(prefix="ablate-faults-"))
     folder.mkdir(parents=True, exist_ok=True)
-    suite = Suite(folder.resolve(), count, seed, names, lambda line: screen.print(line, markup=False, soft_wrap=True))
+    suite = Suite(
+        folder.resolve(), count, seed, names, lambda line: screen.print(line, markup=False, soft_wrap=True)
+    )
     try:
         suite.run()
     except TimeoutError as error:
@@ -449,10 +526,15 @@ def told(state: Path | None, count: int, seed: int, names: list[str], screen: Co
         screen.print(f"BROKEN wrong: {error}", markup=False, soft_wrap=True)
     screen.print("", _table(suite), "")
     screen.print(f"seed {seed}", markup=False)
-    totals = {kind: sum(found.count for found in suite.findings if found.kind == kind) for kind in ("lost", "twice", "wrong")}
+    totals = {
+        kind: sum(found.count for found in suite.findings if found.kind == kind)
+        for kind in ("lost", "twice", "wrong")
+    }
     wrong = f", other promises broken {totals['wrong']}" if totals["wrong"] else ""
     silent = sum(found.count for found in suite.findings if "values differ" in found.what)
-    screen.print(f"faults {len(suite.blows)}, silent differences {silent}, losses {totals['lost']}, duplicates {totals['twice']}{wrong}")
+    screen.print(
+        f"faults {len(suite.blows)}, silent differences {silent}, losses {totals['lost']}, duplicates {totals['twice']}{wrong}"
+    )
     if suite.findings:
         screen.print(f"The evidence is in {folder}.", soft_wrap=True)
     elif state is None:
@@ -464,16 +546,34 @@ def _table(suite: Suite) -> Table:
     """How often each kind came, and how long it was until the next record."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("fault")
-    for name in ("times", "survived", "found", "no difference", "broken", "median s to the next record", "longest"):
+    for name in (
+        "times",
+        "survived",
+        "found",
+        "no difference",
+        "broken",
+        "median s to the next record",
+        "longest",
+    ):
         table.add_column(name, justify="right")
     for kind in sorted({blow.kind for blow in suite.blows}, key=KINDS.index):
         mine = [blow for blow in suite.blows if blow.kind == kind]
         waits = sorted(blow.until_next for blow in mine if blow.until_next is not None)
-        outcomes = [sum(blow.outcome == name for blow in mine) for name in ("survived", "found", "no difference", "broken")]
+        outcomes = [
+            sum(blow.outcome == name for blow in mine)
+            for name in ("survived", "found", "no difference", "broken")
+        ]
         times = (f"{waits[len(waits) // 2]:.1f}", f"{waits[-1]:.1f}") if waits else ("-", "-")
         table.add_row(kind, str(len(mine)), *(str(number or "-") for number in outcomes), *times)
     steps = [repeat.steps for repeat in suite.repeats] or [0]
     table.add_row(
-        "steps done again", str(len(suite.repeats)), "", "", "", "", f"{sorted(steps)[len(steps) // 2]} steps", f"{max(steps)} steps"
+        "steps done again",
+        str(len(suite.repeats)),
+        "",
+        "",
+        "",
+        "",
+        f"{sorted(steps)[len(steps) // 2]} steps",
+        f"{max(steps)} steps",
     )
     return table

@@ -25,7 +25,9 @@ class Gpu(NamedTuple):
     @property
     def peaks(self) -> Peaks:
         """FLOP/s by format."""
-        return {name: 1e12 * peak for name in ("bf16", "fp8", "fp4") if (peak := getattr(self, name)) is not None}
+        return {
+            name: 1e12 * peak for name in ("bf16", "fp8", "fp4") if (peak := getattr(self, name)) is not None
+        }
 
 
 GPUS = (

@@ -65,7 +65,10 @@ def _value(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
     path = folder / "ledger.db"
     with suppress(sqlite3.DatabaseError):
         if rows := stored_values(path):
-            row, bit = rows[int(rng.integers(len(rows)))], int(rng.integers(63))  # not the sign of a zero, which SQLite does not keep
+            row, bit = (
+                rows[int(rng.integers(len(rows)))],
+                int(rng.integers(63)),
+            )  # not the sign of a zero, which SQLite does not keep
             (number,) = struct.unpack("<Q", struct.pack("<d", row.value))
             (other,) = struct.unpack("<d", struct.pack("<Q", number ^ 1 << bit))
             overwrite(path, row, other)
@@ -77,7 +80,11 @@ def _cell(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
     """Flip a bit of the ledger's file, in or beside a value that is stored there."""
     path = folder / "ledger.db"
     with suppress(sqlite3.DatabaseError):
-        rows = [row.value for row in stored_values(path) if math.isfinite(row.value) and not row.value.is_integer()]
+        rows = [
+            row.value
+            for row in stored_values(path)
+            if math.isfinite(row.value) and not row.value.is_integer()
+        ]
         content = path.read_bytes()
         place = content.find(struct.pack(">d", rows[int(rng.integers(len(rows)))])) if rows else -1
         return _flip(path, rng, place - 12, place + 16) if place > 0 else None

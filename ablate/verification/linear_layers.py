@@ -124,17 +124,25 @@ Passes = Callable[[Callable[[], None]], None]
 """Computes a forward and a backward pass, and calls its argument before, between and after the two."""
 
 
-def passes(recipes: Mapping[str, tuple[Recipe, str]], shape: Shape, device: str, weights: str) -> dict[str, Passes]:
+def passes(
+    recipes: Mapping[str, tuple[Recipe, str]], shape: Shape, device: str, weights: str
+) -> dict[str, Passes]:
     """A layer of this shape for each recipe and the engine that computes it, all with the same fp32 or bf16 weight, x and dy."""
     import torch
 
     generator = torch.Generator(device).manual_seed(0)
     _, tokens, inputs, outputs = shape
-    x, dy = (torch.randn(tokens, n, generator=generator, device=device, dtype=torch.bfloat16) for n in (inputs, outputs))
+    x, dy = (
+        torch.randn(tokens, n, generator=generator, device=device, dtype=torch.bfloat16)
+        for n in (inputs, outputs)
+    )
     bare = torch.nn.Linear(inputs, outputs, bias=False, device="meta")
     weight = torch.empty(outputs, inputs, device=device, dtype=getattr(torch, DTYPES[weights]))
     bare.weight = torch.nn.Parameter(weight.normal_(0, 0.02, generator=generator))
-    return {name: _passes(_layer(bare, recipe, engine), x.requires_grad_(), dy) for name, (recipe, engine) in recipes.items()}
+    return {
+        name: _passes(_layer(bare, recipe, engine), x.requires_grad_(), dy)
+        for name, (recipe, engine) in recipes.items()
+    }
 
 
 def _layer(bare: Any, recipe: Recipe, engine: str) -> Any:
@@ -175,7 +183,9 @@ def matmul(side: int, device: str) -> Passes:
     from ablate.numerics.product import linear
 
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(side, side, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (
+        torch.randn(side, side, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )
 
     def product(mark: Callable[[], None]) -> None:
         mark()
@@ -221,7 +231,11 @@ def measured_yardstick(side: int, device: str) -> str:
     """What a share is of where no peak is known: the product that is measured."""
     from ablate.numerics.product import multiplies_bf16
 
-    by = "" if device == GPU or multiplies_bf16() else ", by way of fp32 operands since this CPU has no bf16 instructions"
+    by = (
+        ""
+        if device == GPU or multiplies_bf16()
+        else ", by way of fp32 operands since this CPU has no bf16 instructions"
+    )
     return f"torch's own bf16 product of {side}x{side}x{side}{by}, measured in turn with the layers"
 
 
@@ -231,18 +245,29 @@ def measured(speed: float) -> Peaks:
 
 
 def line(
-    shape: Shape, preset: str, recipe: Recipe, engine: str, seconds: tuple[float, float], peaks: Peaks, unit: tuple[str, float]
+    shape: Shape,
+    preset: str,
+    recipe: Recipe,
+    engine: str,
+    seconds: tuple[float, float],
+    peaks: Peaks,
+    unit: tuple[str, float],
 ) -> dict[str, Any]:
     """What a layer's seconds forward and backward mean; `unit`: a name and the FLOP/s that it is."""
     formats = multiplied(recipe.products, engine, recipe.dtype)
     found: dict[str, Any] = {"shape": shape.name, "size": shape.size, "preset": preset, "engine": engine}
     parts = zip(("forward", "backward"), (("fprop",), _BACKWARD), seconds, strict=True)
-    told = [(way, _sums(shape.flops, [formats[name] for name in names]), spent) for way, names, spent in parts]
+    told = [
+        (way, _sums(shape.flops, [formats[name] for name in names]), spent) for way, names, spent in parts
+    ]
     found |= {f"{way} ms": 1000 * spent for way, _, spent in told}
     found |= {f"{way} {unit[0]}": sum(flops.values()) / spent / unit[1] for way, flops, spent in told}
     found |= {f"{way} of peak": share(flops, spent, peaks) for way, flops, spent in told}
     ideals = {way: share(flops, 1.0, peaks) for way, flops, _ in told}
-    tops = {f"{way} peak": sum(flops.values()) / ideals[way] / unit[1] if ideals[way] else None for way, flops, _ in told}
+    tops = {
+        f"{way} peak": sum(flops.values()) / ideals[way] / unit[1] if ideals[way] else None
+        for way, flops, _ in told
+    }
     return found | {"multiplies": formats} | tops
 
 
@@ -258,7 +283,11 @@ def machine(device: str) -> dict[str, Any]:
     found |= {"device": device, "threads": torch.get_num_threads()}
     if device == GPU:
         gpu = torch.cuda.get_device_properties(0)
-        found |= {"gpu": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "gpu memory GiB": gpu.total_memory / 2**30}
+        found |= {
+            "gpu": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "gpu memory GiB": gpu.total_memory / 2**30,
+        }
         found |= {"cuda": torch.version.cuda} | dict(_smi(f"GPU-{gpu.uuid}"))
     return found
 

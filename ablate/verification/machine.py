@@ -26,7 +26,11 @@ def facts() -> Iterator[Fact]:
     yield "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free", ""
     yield "python, torch", f"{found['python']}, {torch.__version__}", ""
     yield "bf16 on the processor", bf16(), "any; the numbers are the same"
-    yield "GPUs", f"{torch.cuda.device_count()} with CUDA" if torch.cuda.is_available() else "none with CUDA", ""
+    yield (
+        "GPUs",
+        f"{torch.cuda.device_count()} with CUDA" if torch.cuda.is_available() else "none with CUDA",
+        "",
+    )
     for number in range(torch.cuda.device_count()):
         yield from gpu(number)
     yield "transformer-engine", library(), "a native part, for its GPU kernels"

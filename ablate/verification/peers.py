@@ -79,7 +79,9 @@ def tensors() -> dict[str, Tensor]:
     kinds = {
         "gaussian": normal(),
         "outliers": torch.where(hit, 1e4, 1.0) * normal(),  # most E4M3 scales become subnormal or zero
-        "ties": torch.randint(-24, 25, SHAPE, generator=g) * 0.25 * 2.0**exponent,  # halfway points of E2M1 and of E4M3
+        "ties": torch.randint(-24, 25, SHAPE, generator=g)
+        * 0.25
+        * 2.0**exponent,  # halfway points of E2M1 and of E4M3
         "spread": normal() * 2.0**exponent,  # block scales over the whole of E4M3
         "zero_blocks": normal() * kept.repeat_interleave(32, 0).repeat_interleave(32, 1),
         "zero": torch.zeros(SHAPE),
@@ -105,13 +107,19 @@ def values(grid: Format) -> Tensor:
     return torch.cat((magnitudes, -magnitudes))
 
 
-def on_tensors(what: str, ours: Callable, theirs: Callable, *, without: str = "", allowed: float = 0.0, why: str = "") -> Comparison:
+def on_tensors(
+    what: str, ours: Callable, theirs: Callable, *, without: str = "", allowed: float = 0.0, why: str = ""
+) -> Comparison:
     """Compare two functions of a tensor that return tuples of equal shapes, on all tensors but those named in `without`."""
     pairs = [(ours(x), theirs(x)) for name, x in tensors().items() if name not in without.split()]
-    return count(what, [pair for mine, other in pairs for pair in zip(mine, other, strict=True)], allowed, why)
+    return count(
+        what, [pair for mine, other in pairs for pair in zip(mine, other, strict=True)], allowed, why
+    )
 
 
-def on_values(what: str, grid: Format, ours: Callable, theirs: Callable, *, signed: bool = True) -> Comparison:
+def on_values(
+    what: str, grid: Format, ours: Callable, theirs: Callable, *, signed: bool = True
+) -> Comparison:
     """Compare two casts to `grid`, value by value."""
     y = values(grid) if signed else values(grid).abs()
     return count(what, [(ours(y), theirs(y))])
@@ -213,7 +221,9 @@ def te_reference() -> SimpleNamespace:
         _shell(f"{root}.quantized_tensor", Quantizer=_Quantizer, QuantizedTensorStorage=_Storage)
         _shell(f"{root}.tensor.utils", is_custom=lambda _: True)
         names = ("gemm", "reference_utils", "reference_nvfp4", "reference_current_scaling")
-        gemm, utils, nvfp4, current = (importlib.import_module(f"{root}.custom_recipes.{name}") for name in names)
+        gemm, utils, nvfp4, current = (
+            importlib.import_module(f"{root}.custom_recipes.{name}") for name in names
+        )
     return SimpleNamespace(nvfp4=nvfp4, current_scaling=current, gemm=gemm, formats=utils.Fp4Formats)
 
 
@@ -237,14 +247,26 @@ def transformer_engine() -> Iterator[Comparison]:
     for block in ("1x16", "16x16"):
         yield _te_copies(f"NVFP4 {block}", Quant(block=block))
     yield _te_copies("NVFP4 1x16, transpose rotated by 16", Quant(), Hadamard())
-    yield _te_copies("NVFP4 1x16, one amax a row", Quant(outer=Outer(granularity="row")), row_scaled_nvfp4=True)
-    for block, criterion, bound in (("1x16", "mae", 256), ("1x16", "mse", 256), ("1x16", "mse", 448), ("16x16", "mae", 256)):
-        quant = Quant(block=block, select=Select(among="scales", criterion=criterion), outer=Outer(bound=float(bound)))
+    yield _te_copies(
+        "NVFP4 1x16, one amax a row", Quant(outer=Outer(granularity="row")), row_scaled_nvfp4=True
+    )
+    for block, criterion, bound in (
+        ("1x16", "mae", 256),
+        ("1x16", "mse", 256),
+        ("1x16", "mse", 448),
+        ("16x16", "mae", 256),
+    ):
+        quant = Quant(
+            block=block, select=Select(among="scales", criterion=criterion), outer=Outer(bound=float(bound))
+        )
         options = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": bound, "nvfp4_4over6_err_mode": criterion}
         yield _te_copies(f"Four Over Six {block} {criterion}, bound {bound}", quant, **options)
     yield on_tensors("MXFP4 1x32, ceil", partial(quantized, mx("e2m1", "ceil")), _te_mxfp4)
     eight_bits = {name: dtype for name, dtype in HARDWARE.items() if ELEMENTS[name].bits == 8}
-    for element, dtype in eight_bits.items():  # where S overflows, TE caps it by the input's dtype and not at FLT_MAX
+    for (
+        element,
+        dtype,
+    ) in eight_bits.items():  # where S overflows, TE caps it by the input's dtype and not at FLT_MAX
         what = f"FP8 {element} codes, one scale a tensor"
         yield on_tensors(what, partial(_current, element), partial(_te_current, dtype), without="subnormal")
 
@@ -296,8 +318,12 @@ def torchao() -> Iterator[Comparison]:
         return mx_tensor.to_dtype(data, scale, dtype, 32, torch.float32), scale
 
     def nvfp4(x: Tensor) -> Arrays:
-        scale, data = nvfp4_tensor.nvfp4_quantize(x, 16, nvfp4_tensor.per_tensor_amax_to_scale(x.abs().amax()))
-        return (kernels.f4_unpacked_to_f32(kernels.unpack_uint4(data)) * scale.float().repeat_interleave(16, 1),)
+        scale, data = nvfp4_tensor.nvfp4_quantize(
+            x, 16, nvfp4_tensor.per_tensor_amax_to_scale(x.abs().amax())
+        )
+        return (
+            kernels.f4_unpacked_to_f32(kernels.unpack_uint4(data)) * scale.float().repeat_interleave(16, 1),
+        )
 
     for element, dtype in HARDWARE.items():
         for rule, mode in {"floor": Mode.FLOOR, "ceil": Mode.RCEIL}.items():
@@ -305,9 +331,21 @@ def torchao() -> Iterator[Comparison]:
             what, ours = f"MX {element} 1x32, {rule}", partial(quantized, mx(element, rule))
             yield on_tensors(what, ours, partial(theirs, dtype, mode), without="subnormal")
 
-    yield on_values("cast to e2m1", ELEMENTS["e2m1"], cast("e2m1"), lambda y: kernels.f4_unpacked_to_f32(kernels.f32_to_f4_unpacked(y)))
+    yield on_values(
+        "cast to e2m1",
+        ELEMENTS["e2m1"],
+        cast("e2m1"),
+        lambda y: kernels.f4_unpacked_to_f32(kernels.f32_to_f4_unpacked(y)),
+    )
     why = "torchao rounds amax / 2688 and divides by that, so exact ties move by an ulp; it keeps block scales at 2^-9 or more"
-    yield on_tensors("NVFP4 1x16", lambda x: quantized(Quant(), x)[:1], nvfp4, without="zero subnormal", allowed=0.02, why=why)
+    yield on_tensors(
+        "NVFP4 1x16",
+        lambda x: quantized(Quant(), x)[:1],
+        nvfp4,
+        without="zero subnormal",
+        allowed=0.02,
+        why=why,
+    )
 
 
 # --- gfloat -----------------------------------------------------------------------------------------------------------------
@@ -319,7 +357,13 @@ def gfloat() -> Iterator[Comparison]:
     from gfloat import RoundMode, formats
 
     def info(k: int, precision: int, bias: int, **rules) -> gf.FormatInfo:
-        rules = {"is_signed": True, "has_nz": True, "num_high_nans": 0, "has_subnormals": True, "is_twos_complement": False} | rules
+        rules = {
+            "is_signed": True,
+            "has_nz": True,
+            "num_high_nans": 0,
+            "has_subnormals": True,
+            "is_twos_complement": False,
+        } | rules
         return gf.FormatInfo(f"k{k}p{precision}", k, precision, bias=bias, domain=gf.Domain.Finite, **rules)
 
     def theirs(info: gf.FormatInfo, mode: RoundMode, y: Tensor, **bits) -> Tensor:
@@ -328,7 +372,9 @@ def gfloat() -> Iterator[Comparison]:
     def stochastic(name: str, width: int) -> Comparison:
         """Ours goes up where 2^width f >= bits + 1: gfloat's fastest mode, given the complement of the bits."""
         grid = ELEMENTS[name]
-        bits = torch.randint(0, 1 << width, values(grid).shape, generator=torch.Generator().manual_seed(width))
+        bits = torch.randint(
+            0, 1 << width, values(grid).shape, generator=torch.Generator().manual_seed(width)
+        )
         given = {"srbits": (1 << width) - 1 - bits.numpy(), "srnumbits": width}
         ours = partial(ROUNDINGS["stochastic"], grid=grid, bits=bits.float(), width=width)
         other = partial(theirs, elements[name], RoundMode.StochasticFastest, **given)
@@ -341,20 +387,34 @@ def gfloat() -> Iterator[Comparison]:
         return torch.from_numpy(rounded).view(x.shape), torch.from_numpy(scales).view(x.shape[0], -1)
 
     nearest, floor, ceil = RoundMode.TiesToEven, RoundMode.TowardZero, RoundMode.TowardPositive
-    elements = {"e2m1": formats.format_info_ocp_e2m1, "e4m3": formats.format_info_ocp_e4m3, "e5m2": formats.format_info_ocp_e5m2}
+    elements = {
+        "e2m1": formats.format_info_ocp_e2m1,
+        "e4m3": formats.format_info_ocp_e4m3,
+        "e5m2": formats.format_info_ocp_e5m2,
+    }
     for name, kind in {**elements, "e1m2": info(4, 3, bias=1), "e3m0": info(4, 1, bias=3)}.items():
         yield on_values(f"cast to {name}", ELEMENTS[name], cast(name), partial(theirs, kind, nearest))
     fraction = partial(theirs, info(4, 3, bias=1), nearest)
     yield on_values("cast to int4", ELEMENTS["int4"], cast("int4"), lambda y: fraction(y.double() / 4) * 4)
     for name in elements:
         yield from (stochastic(name, width) for width in (8, 16, 24))
-    ue5m3 = info(8, 4, bias=15, is_signed=False, has_nz=False, num_high_nans=8)  # the top binade stays unused: up to 61440
+    ue5m3 = info(
+        8, 4, bias=15, is_signed=False, has_nz=False, num_high_nans=8
+    )  # the top binade stays unused: up to 61440
     for name, kind in {"e4m3": elements["e4m3"], "ue5m3": ue5m3}.items():
         for rule, mode in {"nearest": nearest, "floor": floor, "ceil": ceil}.items():
             ours = partial(SCALE_ROUNDINGS[rule], grid=SCALES[name])
-            yield on_values(f"block scale to {name}, {rule}", SCALES[name], ours, partial(theirs, kind, mode), signed=False)
+            yield on_values(
+                f"block scale to {name}, {rule}",
+                SCALES[name],
+                ours,
+                partial(theirs, kind, mode),
+                signed=False,
+            )
     for name in elements:
-        yield on_tensors(f"MX {name} 1x32, floor", partial(quantized, mx(name, "floor")), partial(blocks, name))
+        yield on_tensors(
+            f"MX {name} 1x32, floor", partial(quantized, mx(name, "floor")), partial(blocks, name)
+        )
 
 
 # --- ml_dtypes --------------------------------------------------------------------------------------------------------------
@@ -374,7 +434,12 @@ def ml_dtypes() -> Iterator[Comparison]:
         codes = np.arange(16 if name == "e2m1" else 256, dtype=np.uint8).view(dtype).astype(np.float32)
         points = torch.from_numpy(codes[np.isfinite(codes)])
         yield count(f"every code of {name} stays itself", [(cast(name)(points), points)])
-        yield on_values(f"cast to {name}", ELEMENTS[name], cast(name), lambda y, name=name: torch.from_numpy(theirs(name, y.numpy())))
+        yield on_values(
+            f"cast to {name}",
+            ELEMENTS[name],
+            cast(name),
+            lambda y, name=name: torch.from_numpy(theirs(name, y.numpy())),
+        )
     for block in ("1x16", "16x16"):
         numpy = partial(_numpy_nvfp4, theirs, int(block.split("x")[0]))
         yield on_tensors(f"NVFP4 {block}", partial(quantized, Quant(block=block)), numpy)
@@ -390,7 +455,9 @@ def _numpy_nvfp4(cast: Callable, rows: int, x: Tensor) -> Arrays:
         multiplier = outer * (one / np.float32(6))
         scale = cast("e4m3", np.minimum(np.abs(tiles).max(axis=(1, 3), keepdims=True) * multiplier, top))
         codes = cast("e2m1", tiles * np.minimum(one / (scale * (one / outer)), top))
-    return torch.from_numpy((codes * scale).reshape(x.shape)), torch.from_numpy(np.repeat(scale[:, 0, :, 0], rows, axis=0))
+    return torch.from_numpy((codes * scale).reshape(x.shape)), torch.from_numpy(
+        np.repeat(scale[:, 0, :, 0], rows, axis=0)
+    )
 
 
 # --- fouroversix ------------------------------------------------------------------------------------------------------------
@@ -406,26 +473,67 @@ def fouroversix() -> Iterator[Comparison]:
 
     def theirs(dtype: str, rule: str, block: str, x: Tensor) -> Arrays:
         kind, rule = reference.DataType(dtype), reference.ScaleRule(rule)
-        options = {"pack_values": False, "use_blackwell_scale_layout": False, "block_scale_2d": block == "16x16"}
+        options = {
+            "pack_values": False,
+            "use_blackwell_scale_layout": False,
+            "block_scale_2d": block == "16x16",
+        }
         codes, scales, _ = reference.quantize_to_fp4(x, fp4_format=kind, scale_rule=rule, **options)
         scales = scales.float().view(x.shape[0], -1)
-        steps = torch.where(scales < 0, 6 / 7, 1.0).repeat_interleave(kind.block_size, 1)  # IF4's sign: a block on the INT4 grid
+        steps = torch.where(scales < 0, 6 / 7, 1.0).repeat_interleave(
+            kind.block_size, 1
+        )  # IF4's sign: a block on the INT4 grid
         return codes.float() * steps * scales.abs().repeat_interleave(kind.block_size, 1), scales.abs()
 
     why = "its sums of errors run in another order, which decides between nearly equal candidates"
-    for block, criterion, rule in (("1x16", "mse", "mse"), ("1x16", "mae", "mae"), ("1x16", "absmax", "abs_max"), ("16x16", "mse", "mse")):
-        quant = Quant(block=block, select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0))
-        what, explained = f"Four Over Six {block} {criterion}, bound 256", {} if rule == "abs_max" else {"allowed": 0.001, "why": why}
-        yield on_tensors(what, partial(quantized, quant), partial(theirs, "nvfp4", rule, block), without="subnormal", **explained)
+    for block, criterion, rule in (
+        ("1x16", "mse", "mse"),
+        ("1x16", "mae", "mae"),
+        ("1x16", "absmax", "abs_max"),
+        ("16x16", "mse", "mse"),
+    ):
+        quant = Quant(
+            block=block, select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0)
+        )
+        what, explained = (
+            f"Four Over Six {block} {criterion}, bound 256",
+            {} if rule == "abs_max" else {"allowed": 0.001, "why": why},
+        )
+        yield on_tensors(
+            what,
+            partial(quantized, quant),
+            partial(theirs, "nvfp4", rule, block),
+            without="subnormal",
+            **explained,
+        )
     why = "its sums of errors run in another order, and it multiplies by fp32(7/6) where we divide by fp32(6/7): ties differ"
     if4 = partial(quantized, Quant(select=Select(among="grids", criterion="mse")))
-    yield on_tensors("IF4 1x16 mse", if4, partial(theirs, "if4", "mse", "1x16"), without="subnormal", allowed=0.001, why=why)
+    yield on_tensors(
+        "IF4 1x16 mse",
+        if4,
+        partial(theirs, "if4", "mse", "1x16"),
+        without="subnormal",
+        allowed=0.001,
+        why=why,
+    )
     ceil = partial(quantized, mx("e2m1", "ceil"))
-    yield on_tensors("MXFP4 1x32, ceil", ceil, partial(theirs, "mxfp4", "static_6", "1x32"), without="zero zero_blocks subnormal")
+    yield on_tensors(
+        "MXFP4 1x32, ceil",
+        ceil,
+        partial(theirs, "mxfp4", "static_6", "1x32"),
+        without="zero zero_blocks subnormal",
+    )
     why = "it takes block_amax / 6 * S, the order of Transformer Engine up to 2.14, where exact ties of E4M3 round otherwise"
     for name, dtype, element in (("NVFP4", "nvfp4", "e2m1"), ("NVINT4", "nvint4", "int4")):
         ours = partial(quantized, Quant(element=element))
-        yield on_tensors(f"{name} 1x16", ours, partial(theirs, dtype, "static_6", "1x16"), without="subnormal", allowed=0.005, why=why)
+        yield on_tensors(
+            f"{name} 1x16",
+            ours,
+            partial(theirs, dtype, "static_6", "1x16"),
+            without="subnormal",
+            allowed=0.005,
+            why=why,
+        )
 
 
 INSTALL = {

@@ -32,7 +32,14 @@ _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 class Server:
     """A process that is killed and started again: in a session of its own, listening on 127.0.0.1."""
 
-    def __init__(self, command: list[str], log: Path, ready: Callable[[], bool], user: str | None = None, **environment: str) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        log: Path,
+        ready: Callable[[], bool],
+        user: str | None = None,
+        **environment: str,
+    ) -> None:
         self._command, self._log, self.ready, self._user = command, log, ready, user
         self._environment = os.environ | environment
         self.process: subprocess.Popen | None = None
@@ -108,9 +115,23 @@ def postgres(
     with log.open("a") as out:
         subprocess.run(make, user=user, cwd="/", stdout=out, stderr=out, check=True)
     secret.unlink()
-    command = [programs / "postgres", "-D", folder / "data", "-h", "127.0.0.1", "-p", port, "-k", folder, "-F", *more]
+    command = [
+        programs / "postgres",
+        "-D",
+        folder / "data",
+        "-h",
+        "127.0.0.1",
+        "-p",
+        port,
+        "-k",
+        folder,
+        "-F",
+        *more,
+    ]
     probe = [programs / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
-    server = Server([*map(str, command)], log, lambda: subprocess.run(probe, check=False).returncode == 0, user)
+    server = Server(
+        [*map(str, command)], log, lambda: subprocess.run(probe, check=False).returncode == 0, user
+    )
     return server, f"postgresql://ablate@127.0.0.1:{port}/{database}"
 
 
@@ -126,7 +147,18 @@ def mlflow(store: str, folder: Path, log: Path) -> tuple[Server, str]:
     folder.mkdir()
     port = free_port()
     address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
     command += ["--backend-store-uri", store, "--artifacts-destination", str(folder)]
     quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     return Server(command, log, lambda: _answers(f"{address}/health"), **quiet), address
@@ -143,12 +175,32 @@ def _answers(address: str) -> bool:
 class Sweep:
     """The sweep's command, started as often as it takes, and every process that came of it."""
 
-    def __init__(self, file: Path, state: Path, mlflow: str, executor: str, environment: dict[str, str]) -> None:
+    def __init__(
+        self, file: Path, state: Path, mlflow: str, executor: str, environment: dict[str, str]
+    ) -> None:
         self.folder, self.file, self.mlflow = state / "sweeps" / file.stem, file, mlflow
         self.state, self.log, self._mark = state, state / "output.txt", uuid.uuid4().hex
         state.mkdir(parents=True)
-        words = ["--state", str(state), "--mlflow", mlflow, "--executor", executor, "--workers", "2", "--device", "cpu"]
-        self._command = [sys.executable, "-m", "ablate.sweep", str(file), *words, *(("--no-fork",) if executor == "inline" else ())]
+        words = [
+            "--state",
+            str(state),
+            "--mlflow",
+            mlflow,
+            "--executor",
+            executor,
+            "--workers",
+            "2",
+            "--device",
+            "cpu",
+        ]
+        self._command = [
+            sys.executable,
+            "-m",
+            "ablate.sweep",
+            str(file),
+            *words,
+            *(("--no-fork",) if executor == "inline" else ()),
+        ]
         kept = {key: value for key, value in os.environ.items() if not key.startswith("ABLATE_")}
         self._environment = kept | {"ABLATE_REPORT": "false"} | environment | {_MARK: self._mark}
         self.starts = 0
@@ -159,12 +211,21 @@ class Sweep:
         self.starts += 1
         with self.log.open("a") as log:
             out = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self.process = subprocess.Popen(self._command, env=self._environment, start_new_session=True, **out)
+            self.process = subprocess.Popen(
+                self._command, env=self._environment, start_new_session=True, **out
+            )
 
     def command(self, *words: str) -> tuple[int, list[str]]:
         """Another command of ours on this state folder; returns its status and the lines that it printed."""
         command = [sys.executable, "-m", "ablate", *words, "--state", str(self.state)]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            command,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
         with self.log.open("a") as log:
             print(f"$ {' '.join(words)}", done.stdout, done.stderr, sep="\n", file=log)
         return done.returncode, (done.stdout + done.stderr).splitlines()
@@ -218,12 +279,16 @@ class Sweep:
     def gone(self, seconds: float) -> list[str]:
         """Wait until all its processes are; those that are not, in words, ended here. Ray's agents are left to themselves."""
         deadline = time.monotonic() + seconds
-        while (left := [one for one in self.family() if _role(one) not in _AGENTS]) and time.monotonic() < deadline:
+        while (
+            left := [one for one in self.family() if _role(one) not in _AGENTS]
+        ) and time.monotonic() < deadline:
             time.sleep(0.05)
         told = []
         for process in left:
             with suppress(psutil.NoSuchProcess):
-                told.append(f"{process.name()} ({process.status()}, {_role(process) or process.name()}: {' '.join(process.cmdline()[:4])})")
+                told.append(
+                    f"{process.name()} ({process.status()}, {_role(process) or process.name()}: {' '.join(process.cmdline()[:4])})"
+                )
                 process.kill()
         return told
 

@@ -40,7 +40,9 @@ def medians(work: Work, rounds: int, least: float = 0.0) -> dict[str, float]:
     So slow drifts of the machine meet all alike, and what is short runs with its data in cache, as in training.
     """
     repeats = {name: 1 + int(least / seconds(call, 2)) if least else 1 for name, call in work.items()}
-    measured = [{name: seconds(call, repeats[name]) for name, call in work.items()} for _ in range(rounds + 1)]
+    measured = [
+        {name: seconds(call, repeats[name]) for name, call in work.items()} for _ in range(rounds + 1)
+    ]
     return {name: statistics.median(line[name] for line in measured[1:]) for name in work}
 
 
@@ -128,12 +130,18 @@ def stretches(
     """
     for call in work.values():  # compiles, allocates
         _stretches(call, clock)
-    repeats = {name: min(100, math.ceil(least / sum(_stretches(call, clock)))) if least else 1 for name, call in work.items()}
+    repeats = {
+        name: min(100, math.ceil(least / sum(_stretches(call, clock)))) if least else 1
+        for name, call in work.items()
+    }
     seen: dict[Any, list[list[float]]] = {name: [] for name in work}
     for _ in range(rounds):
         for name, call in work.items():
             seen[name] += (_stretches(call, clock) for _ in range(repeats[name]))
-    return {name: [statistics.median(column) for column in zip(*lines, strict=True)] for name, lines in seen.items()}
+    return {
+        name: [statistics.median(column) for column in zip(*lines, strict=True)]
+        for name, lines in seen.items()
+    }
 
 
 def _stretches(call: Callable[[Callable[[], None]], None], clock: Clock) -> list[float]:
@@ -169,10 +177,14 @@ def profile(call: Callable[[], Any], trace: Path | None = None) -> dict[str, flo
     for event in seen.key_averages():
         group = next((name for name, heads in GROUPS.items() if event.key.startswith(heads)), "rest")
         spent[group] += event.self_cpu_time_total if group != "quantisers" else event.cpu_time_total
-    inner = spent["quantisers"] - sum(e.self_cpu_time_total for e in seen.key_averages() if e.key.startswith("quantise"))
+    inner = spent["quantisers"] - sum(
+        e.self_cpu_time_total for e in seen.key_averages() if e.key.startswith("quantise")
+    )
     spent["rest"] = max(0.0, spent["rest"] - inner)
     whole = sum(spent.values())
-    return {name: value / whole for name, value in spent.items()} | {"peak": float(max(_levels(seen), default=0))}
+    return {name: value / whole for name, value in spent.items()} | {
+        "peak": float(max(_levels(seen), default=0))
+    }
 
 
 def _activities() -> list[Any]:

@@ -40,9 +40,17 @@ class Figure:
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[ROW]...", help="Rows to measure; all, where none is named.")] = None,
-    file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, too.")] = None,
-    scale: Annotated[float, typer.Option(min=0.01, max=1, help="A share of the trials, for trying; the goals are those of 1.")] = 1.0,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ROW]...", help="Rows to measure; all, where none is named."),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, too.")
+    ] = None,
+    scale: Annotated[
+        float,
+        typer.Option(min=0.01, max=1, help="A share of the trials, for trying; the goals are those of 1."),
+    ] = 1.0,
 ) -> None:
     """Measure what the platform costs. Exit status 1 where a goal is missed."""
     for name in names or ():
@@ -59,7 +67,11 @@ def main(
     if file:
         machine = {name: value for name, value in provenance.environment().items() if name != "host"}
         file.write_text(
-            json.dumps({"scale": scale, "machine": machine, "figures": [asdict(figure) for figure in figures]}, indent=1) + "\n"
+            json.dumps(
+                {"scale": scale, "machine": machine, "figures": [asdict(figure) for figure in figures]},
+                indent=1,
+            )
+            + "\n"
         )
     if any(figure.met is False for figure in figures):
         raise typer.Exit(1)
@@ -93,29 +105,65 @@ def cost(folder: Path, scale: float) -> Iterator[Figure]:
     """Share of the machine that one trial of 20 records takes: seconds x workers / trials. Every MLflow database is there before."""
     for trials in (max(8, round(60 * scale)), max(8, round(200 * scale))):
         ours = _ours(folder / f"ours-{trials}", trials)
-        yield at_most("cost", f"{trials} trials: a trial, from the first one's start until MLflow has all of them", ours["drawn"], 50, "ms")
-        yield Figure("cost", f"{trials} trials: a trial, from the first one's start to the last one's end", ours["ran"], "ms")
+        yield at_most(
+            "cost",
+            f"{trials} trials: a trial, from the first one's start until MLflow has all of them",
+            ours["drawn"],
+            50,
+            "ms",
+        )
+        yield Figure(
+            "cost",
+            f"{trials} trials: a trial, from the first one's start to the last one's end",
+            ours["ran"],
+            "ms",
+        )
         yield Figure("cost", f"{trials} trials: the whole command, a trial", ours["whole"], "ms")
         theirs = []
         for how in ("reuse", "default"):
             found = script("ray_tune", store(folder / f"tune-{how}-{trials}"), trials, WORKERS, how)
             theirs.append(1000 * found["trials_s"] * WORKERS / trials)
-            yield Figure("cost", f"{trials} trials: Ray Tune ({how}), from its first trial's start to its last one's end", theirs[-1], "ms")
-            yield Figure("cost", f"{trials} trials: Ray Tune ({how}), fit()", 1000 * found["fit_s"] * WORKERS / trials, "ms")
+            yield Figure(
+                "cost",
+                f"{trials} trials: Ray Tune ({how}), from its first trial's start to its last one's end",
+                theirs[-1],
+                "ms",
+            )
+            yield Figure(
+                "cost",
+                f"{trials} trials: Ray Tune ({how}), fit()",
+                1000 * found["fit_s"] * WORKERS / trials,
+                "ms",
+            )
             yield Figure("cost", f"{trials} trials: Ray Tune ({how}), starting Ray", found["start_s"], "s")
         plain = 1000 * script("plain_optuna", store(folder / f"plain-{trials}"), trials)["trials_s"] / trials
         yield Figure("cost", f"{trials} trials: plain Optuna and MLflow in one process", plain, "ms")
-        yield least("cost", f"{trials} trials: Ray Tune's better setting over ours until drawn", min(theirs) / ours["drawn"], 12, "times")
+        yield least(
+            "cost",
+            f"{trials} trials: Ray Tune's better setting over ours until drawn",
+            min(theirs) / ours["drawn"],
+            12,
+            "times",
+        )
         arms = _ours(folder / f"nvfp4-{trials}", trials, "nvfp4")
-        yield Figure("cost", f"{trials} trials of nvfp4, whose runs have 135 parameters: a trial, until drawn", arms["drawn"], "ms")
+        yield Figure(
+            "cost",
+            f"{trials} trials of nvfp4, whose runs have 135 parameters: a trial, until drawn",
+            arms["drawn"],
+            "ms",
+        )
 
 
 def _ours(state: Path, trials: int, recipe: str = "bf16") -> dict[str, float]:
     """Milliseconds a trial: until MLflow's last write, until the last trial's end, and of the whole command."""
     file = search(store(state), "cost", trials, recipe)
     seconds = sweep(file, "--state", state, "--workers", WORKERS)
-    ((ran, first, last),) = ledger(state, "cost", "SELECT count(*), min(started), max(ended) FROM attempts WHERE outcome = 'done'")
-    ((drawn, end),) = rows(state / "mlflow.db", "SELECT count(*), max(end_time) FROM runs WHERE status = 'FINISHED'")
+    ((ran, first, last),) = ledger(
+        state, "cost", "SELECT count(*), min(started), max(ended) FROM attempts WHERE outcome = 'done'"
+    )
+    ((drawn, end),) = rows(
+        state / "mlflow.db", "SELECT count(*), max(end_time) FROM runs WHERE status = 'FINISHED'"
+    )
     ((points,),) = rows(state / "mlflow.db", "SELECT count(*) FROM metrics")
     assert ran == trials == drawn - 1  # the sweep has a run of its own
     assert points == RECORDS * trials
@@ -133,24 +181,57 @@ def first_step(folder: Path, scale: float) -> Iterator[Figure]:
         started = time.time()
         sweep(file, "--state", state)
         seconds.append(
-            min(json.loads(path.read_text().splitlines()[0])["time"] for path in state.glob("trials/*/events-1.jsonl")) - started
+            min(
+                json.loads(path.read_text().splitlines()[0])["time"]
+                for path in state.glob("trials/*/events-1.jsonl")
+            )
+            - started
         )
-    yield at_most("first_step", "from the command to the first training step, median of 3", statistics.median(seconds), 8, "s")
+    yield at_most(
+        "first_step",
+        "from the command to the first training step, median of 3",
+        statistics.median(seconds),
+        8,
+        "s",
+    )
 
 
 def _first_records(state: Path) -> dict[str, float]:
     """The moment of each trial's first record, by its id."""
-    return {path.parent.name: json.loads(path.read_text().splitlines()[0])["time"] for path in state.glob("trials/*/events-1.jsonl")}
+    return {
+        path.parent.name: json.loads(path.read_text().splitlines()[0])["time"]
+        for path in state.glob("trials/*/events-1.jsonl")
+    }
 
 
 def next_trial(folder: Path, scale: float) -> Iterator[Figure]:
     """From a trial's start on a warm worker to its first step, of trials that have nothing to set up."""
     state = folder / "next"
-    sweep(search(state, "next", max(12, round(60 * scale))), "--state", state, "--workers", WORKERS, "--mlflow", "none")
-    started = dict(ledger(state, "next", "SELECT id, min(started) FROM attempts JOIN trials USING (trial) GROUP BY trial"))
+    sweep(
+        search(state, "next", max(12, round(60 * scale))),
+        "--state",
+        state,
+        "--workers",
+        WORKERS,
+        "--mlflow",
+        "none",
+    )
+    started = dict(
+        ledger(
+            state, "next", "SELECT id, min(started) FROM attempts JOIN trials USING (trial) GROUP BY trial"
+        )
+    )
     first = _first_records(state)
-    waits = [1000 * (first[trial] - begun) for trial, begun in sorted(started.items(), key=lambda item: item[1])][WORKERS:]
-    yield at_most("next_trial", "from a trial's start on a warm worker to its first step, median", statistics.median(waits), 50, "ms")
+    waits = [
+        1000 * (first[trial] - begun) for trial, begun in sorted(started.items(), key=lambda item: item[1])
+    ][WORKERS:]
+    yield at_most(
+        "next_trial",
+        "from a trial's start on a warm worker to its first step, median",
+        statistics.median(waits),
+        50,
+        "ms",
+    )
     yield Figure("next_trial", "the slowest twentieth takes", sorted(waits)[-max(1, len(waits) // 20)], "ms")
 
 
@@ -163,7 +244,9 @@ def resume(folder: Path, scale: float) -> Iterator[Figure]:
     sweep(*words)
     trials, before = 5 * (arms + 1), _processor_seconds()
     seconds = statistics.median(sweep(*words) for _ in range(3))
-    yield at_most("resume", f"a finished sweep of {trials:,} trials to its table, median of 3", seconds, 5, "s")
+    yield at_most(
+        "resume", f"a finished sweep of {trials:,} trials to its table, median of 3", seconds, 5, "s"
+    )
     yield Figure("resume", "of which processor time", (_processor_seconds() - before) / 3, "s")
 
 
@@ -181,17 +264,25 @@ def many(folder: Path, scale: float) -> Iterator[Figure]:
     what = f"{found['trials']:,} trials of {RECORDS} records, 64 slots in process"
     for clock, told in ((1, "by the clock"), (2, "of processor time, MLflow's thread apart")):
         done = [(one[0], one[clock]) for one in found["done"]]
-        first, last = (_per_trial(done, *span) for span in ((0, tenth), (found["trials"] - tenth, found["trials"])))
+        first, last = (
+            _per_trial(done, *span) for span in ((0, tenth), (found["trials"] - tenth, found["trials"]))
+        )
         yield Figure("many", f"{what}: a trial of the first tenth, {told}", first, "ms")
         yield at_most("many", f"{what}: the last tenth over the first, {told}", last / first, 1.2, "times")
-    yield at_most("many", f"{what}: controller's peak memory, with torch and MLflow", found["peak_mb"], 1000, "MB")
+    yield at_most(
+        "many", f"{what}: controller's peak memory, with torch and MLflow", found["peak_mb"], 1000, "MB"
+    )
     yield Figure("many", f"{what}: of which before the first trial", found["before_mb"], "MB")
     yield Figure("many", f"{what}: all, until MLflow has it too", found["seconds"], "s")
     state, trials, slots = folder / "ray", max(32, round(300 * scale)), 16
     sweep(search(state, "ray", trials), "--state", state, "--workers", slots)
-    ((ran, start, end),) = ledger(state, "ray", "SELECT count(*), min(started), max(ended) FROM attempts WHERE outcome = 'done'")
+    ((ran, start, end),) = ledger(
+        state, "ray", "SELECT count(*), min(started), max(ended) FROM attempts WHERE outcome = 'done'"
+    )
     assert ran == trials
-    yield Figure("many", f"{trials} trials on Ray, {slots} logical CPUs: a trial", 1000 * (end - start) / trials, "ms")
+    yield Figure(
+        "many", f"{trials} trials on Ray, {slots} logical CPUs: a trial", 1000 * (end - start) / trials, "ms"
+    )
 
 
 def _per_trial(done: list[tuple[int, float]], first: int, last: int) -> float:
@@ -217,10 +308,26 @@ def dead_mlflow(folder: Path, scale: float) -> Iterator[Figure]:
     yield at_most("dead_mlflow", "imports of MLflow in trial processes", imports, 0, "")
     what = f"trials' processor time, dead server over none, median of {rounds} rounds"
     yield Figure(
-        "dead_mlflow", what, statistics.median(ratios), "times", f"1 within {spread:.3f}", abs(statistics.median(ratios) - 1) <= spread
+        "dead_mlflow",
+        what,
+        statistics.median(ratios),
+        "times",
+        f"1 within {spread:.3f}",
+        abs(statistics.median(ratios) - 1) <= spread,
     )
-    yield Figure("dead_mlflow", "the spread of that without any MLflow, largest minus smallest over the median", spread, "")
-    yield at_most("dead_mlflow", "records missing once the sweep was run again with a server", _missing(folder / "0-dead"), 0, "")
+    yield Figure(
+        "dead_mlflow",
+        "the spread of that without any MLflow, largest minus smallest over the median",
+        spread,
+        "",
+    )
+    yield at_most(
+        "dead_mlflow",
+        "records missing once the sweep was run again with a server",
+        _missing(folder / "0-dead"),
+        0,
+        "",
+    )
 
 
 def _missing(state: Path) -> int:
@@ -229,7 +336,9 @@ def _missing(state: Path) -> int:
     shown = "text NOT LIKE 'quant/%' OR (text NOT LIKE 'quant/%/%/%' AND (text LIKE '%/sqnr_db' OR text LIKE '%/zero_frac'))"
     query = f"SELECT mlflow, text, step, value FROM records JOIN names USING (name) JOIN members USING (trial) WHERE {shown}"
     ours = sorted(ledger(state, "one", query))
-    theirs = sorted(rows(state / "mlflow.db", "SELECT run_uuid, key, step, value FROM metrics WHERE key NOT LIKE 'gap/%'"))
+    theirs = sorted(
+        rows(state / "mlflow.db", "SELECT run_uuid, key, step, value FROM metrics WHERE key NOT LIKE 'gap/%'")
+    )
     assert ours
     return len(set(ours) ^ set(theirs)) + abs(len(ours) - len(theirs))
 
@@ -247,20 +356,42 @@ def cooldown(folder: Path, scale: float) -> Iterator[Figure]:
     """Six cooldown fractions: steps run, of a tiny model, over those from scratch and over those planned."""
     steps, fractions = 200, [0, 0.05, 0.1, 0.15, 0.2, 0.25]
     model = {"gpt": TINY | {"steps": steps}}
-    keys = {"workload": model, "ablate": {"cooldown": fractions}, "against": {"cooldown": 0}, "telemetry": EVERY_STEP}
+    keys = {
+        "workload": model,
+        "ablate": {"cooldown": fractions},
+        "against": {"cooldown": 0},
+        "telemetry": EVERY_STEP,
+    }
     states = {fork: folder / fork for fork in ("fork", "no-fork")}
     for fork, state in states.items():
-        sweep(experiment(state, "cooldown", **keys), "--state", state, f"--{fork}", "--mlflow", "none", "--workers", 1)
+        sweep(
+            experiment(state, "cooldown", **keys),
+            "--state",
+            state,
+            f"--{fork}",
+            "--mlflow",
+            "none",
+            "--workers",
+            1,
+        )
     events = {fork: list(state.glob("trials/*/events-*.jsonl")) for fork, state in states.items()}
     ran = {fork: sum(len(path.read_text().splitlines()) for path in paths) for fork, paths in events.items()}
     planned = steps + sum(round(steps * fraction) for fraction in fractions)
-    yield least("cooldown", f"{len(fractions)} fractions: steps from scratch over steps run", ran["no-fork"] / ran["fork"], 3, "times")
+    yield least(
+        "cooldown",
+        f"{len(fractions)} fractions: steps from scratch over steps run",
+        ran["no-fork"] / ran["fork"],
+        3,
+        "times",
+    )
     yield at_most("cooldown", "steps run over steps planned", ran["fork"] / planned, 1.05, "times")
     losses = "text IN ('train/loss', 'val/loss')"
     query = f"SELECT id, text, step, value FROM records JOIN names USING (name) JOIN trials USING (trial) WHERE {losses}"
     forked, alone = (sorted(ledger(state, "cooldown", query)) for state in states.values())
     assert alone
-    yield at_most("cooldown", f"of {len(alone):,} losses, other than from scratch", len(set(forked) ^ set(alone)), 0, "")
+    yield at_most(
+        "cooldown", f"of {len(alone):,} losses, other than from scratch", len(set(forked) ^ set(alone)), 0, ""
+    )
 
 
 def killed_worker(folder: Path, scale: float) -> Iterator[Figure]:

@@ -70,7 +70,13 @@ def main(folder: Path, arms: int, seeds: int, slots: int, mlflow: str | None) ->
             if step.done % 500 == 0:
                 say(f"  {step.done:,} of {step.total:,} after {done[-1][1]:.0f} s, {peak_mb():.0f} MB")
     assert outcome.status == "done"
-    return {"trials": outcome.ran, "seconds": outcome.seconds, "done": done, "before_mb": before, "peak_mb": peak_mb()}
+    return {
+        "trials": outcome.ran,
+        "seconds": outcome.seconds,
+        "done": done,
+        "before_mb": before,
+        "peak_mb": peak_mb(),
+    }
 
 
 def peak_mb() -> float:

@@ -74,7 +74,11 @@ def main(folder: Path, mlflow: str | None, every: float, kill: bool) -> dict[str
     subprocess.run([sys.executable, "-c", "import mlflow"], capture_output=True, check=False)
     trapped = len(log.read_text().splitlines())  # one: the trap works
     assert trapped == 1
-    keys = {"telemetry": {"log": 1, "every": 1000, "shadow": 1000, "checkpoint": every}, "ablate": {"rht": [True, False]}, "retry": 9}
+    keys = {
+        "telemetry": {"log": 1, "every": 1000, "shadow": 1000, "checkpoint": every},
+        "ablate": {"rht": [True, False]},
+        "retry": 9,
+    }
     worker = Worker()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     file = experiment(folder, "one", workload={"gpt": TINY | {"steps": STEPS}}, **keys)
@@ -86,7 +90,12 @@ def main(folder: Path, mlflow: str | None, every: float, kill: bool) -> dict[str
             assert step.status == "done"
             continue
         for running in step.running:
-            if kill and running.attempt == 1 and running.step >= STEPS // 2 and all(k["trial"] != running.trial for k in killed):
+            if (
+                kill
+                and running.attempt == 1
+                and running.step >= STEPS // 2
+                and all(k["trial"] != running.trial for k in killed)
+            ):
                 killed.append({"trial": running.trial, "step": running.step})
                 threading.Thread(target=worker.kill).start()
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -94,7 +103,9 @@ def main(folder: Path, mlflow: str | None, every: float, kill: bool) -> dict[str
         "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "seconds": seconds,
         "imports": len(log.read_text().splitlines()) - trapped,
-        "repeated": [_repeated(folder, trial) for (trial,) in ledger(folder, "one", "SELECT id FROM trials")] if kill else [],
+        "repeated": [_repeated(folder, trial) for (trial,) in ledger(folder, "one", "SELECT id FROM trials")]
+        if kill
+        else [],
         "killed": len(killed),
     }
 
@@ -108,7 +119,13 @@ def _repeated(folder: Path, trial: str) -> dict[str, float]:
     first, second = events[0], events[1]
     resumed = second[0].get("resumed", 0)
     span = first[-1]["time"] - next(event["time"] for event in first if event["step"] > resumed)
-    return {"killed": 1, "reached": first[-1]["step"], "resumed": resumed, "repeated": first[-1]["step"] - resumed, "seconds": span}
+    return {
+        "killed": 1,
+        "reached": first[-1]["step"],
+        "resumed": resumed,
+        "repeated": first[-1]["step"] - resumed,
+        "seconds": span,
+    }
 
 
 if __name__ == "__main__":

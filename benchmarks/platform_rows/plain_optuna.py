@@ -20,8 +20,12 @@ def main(folder: Path, trials: int) -> dict[str, float]:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
-    mlflow.set_experiment(experiment_id=mlflow.create_experiment("plain", artifact_location=(folder / "artifacts").as_uri()))
-    study = optuna.create_study(storage=f"sqlite:///{folder / 'optuna.db'}", sampler=optuna.samplers.TPESampler(seed=0))
+    mlflow.set_experiment(
+        experiment_id=mlflow.create_experiment("plain", artifact_location=(folder / "artifacts").as_uri())
+    )
+    study = optuna.create_study(
+        storage=f"sqlite:///{folder / 'optuna.db'}", sampler=optuna.samplers.TPESampler(seed=0)
+    )
 
     def objective(trial: optuna.Trial) -> float:
         x, y = (trial.suggest_float(name, -1.0, 1.0) for name in "xy")

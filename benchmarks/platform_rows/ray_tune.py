@@ -22,11 +22,17 @@ def trainable(config: dict) -> None:
 
 def main(folder: Path, trials: int, workers: int, reuse: bool) -> dict[str, float]:
     """Seconds of starting Ray, of `fit`, and from the first trial's start to the last one's end."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0"}
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+    }
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{folder / 'mlflow.db'}"
-    experiment = MlflowClient(uri).create_experiment("tune", artifact_location=(folder / "artifacts").as_uri())
+    experiment = MlflowClient(uri).create_experiment(
+        "tune", artifact_location=(folder / "artifacts").as_uri()
+    )
     started = time.perf_counter()
     import ray
     from ray import tune

@@ -13,7 +13,13 @@ from ablate.results.records import frame
 STEPS = range(10, 1001, 10)
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
 LAYERED = [f"quant/{slot}/blocks.{layer}.mlp.up/sqnr_db" for slot in SLOTS for layer in range(15)]
-PLAIN = ["train/loss", "val/loss", "grad/norm", "throughput/tokens_per_s", *(f"quant/{slot}/sqnr_db" for slot in SLOTS)]
+PLAIN = [
+    "train/loss",
+    "val/loss",
+    "grad/norm",
+    "throughput/tokens_per_s",
+    *(f"quant/{slot}/sqnr_db" for slot in SLOTS),
+]
 METRICS = [*PLAIN, *LAYERED]
 SPEC = json.dumps({"workload": {"gpt": {}}, "data": "drawn"})
 
@@ -30,7 +36,10 @@ def fill(path: Path, arms: int, seeds: int) -> None:
         for seed in range(seeds):
             trial = ledger.add_member(number, seed, f"{arm}/{seed}", SPEC)
             level = 3 + 0.1 * math.sin(seed) + 0.001 * arm + 0.002 * math.sin(7 * arm + seed)
-            events = [{"step": step, "time": float(step), "metrics": dict.fromkeys(METRICS, level + 10 / step)} for step in STEPS]
+            events = [
+                {"step": step, "time": float(step), "metrics": dict.fromkeys(METRICS, level + 10 / step)}
+                for step in STEPS
+            ]
             ledger.record(trial, events)
             ledger.settle(trial, "done", seconds=1.0)
         base = number if base is None else base

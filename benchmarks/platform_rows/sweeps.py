@@ -19,7 +19,15 @@ def experiment(folder: Path, name: str, **keys: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.yaml"
     path.write_text(
-        json.dumps({"schema": 1, "question": "What does it cost?", "workload": {"idle": {"steps": RECORDS}}, "seeds": 1} | keys)
+        json.dumps(
+            {
+                "schema": 1,
+                "question": "What does it cost?",
+                "workload": {"idle": {"steps": RECORDS}},
+                "seeds": 1,
+            }
+            | keys
+        )
     )
     return path
 
@@ -27,12 +35,16 @@ def experiment(folder: Path, name: str, **keys: Any) -> Path:
 def search(folder: Path, name: str, trials: int, recipe: str = "bf16") -> Path:
     """An experiment of so many arms that TPE proposes, of one trial each."""
     space = {"workload.x": {"uniform": [-1.0, 1.0]}, "workload.y": {"uniform": [-1.0, 1.0]}}
-    return experiment(folder, name, recipe=recipe, against=recipe, ablate=space, search={"sampler": "tpe", "trials": trials})
+    return experiment(
+        folder, name, recipe=recipe, against=recipe, ablate=space, search={"sampler": "tpe", "trials": trials}
+    )
 
 
 def grid(folder: Path, name: str, arms: int, seeds: int) -> Path:
     """An experiment of arms x seeds trials, and a baseline a seed."""
-    return experiment(folder, name, ablate={"cooldown": [n / (arms + arms // 3) for n in range(arms)]}, seeds=seeds)
+    return experiment(
+        folder, name, ablate={"cooldown": [n / (arms + arms // 3) for n in range(arms)]}, seeds=seeds
+    )
 
 
 def command(*words: Any, told: int | None = subprocess.PIPE) -> float:
@@ -40,7 +52,9 @@ def command(*words: Any, told: int | None = subprocess.PIPE) -> float:
     started = time.perf_counter()
     done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, stderr=told, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{' '.join(map(str, words))}: exit status {done.returncode}\n{done.stdout[-3000:]}\n{(done.stderr or '')[-3000:]}")
+        sys.exit(
+            f"{' '.join(map(str, words))}: exit status {done.returncode}\n{done.stdout[-3000:]}\n{(done.stderr or '')[-3000:]}"
+        )
     return time.perf_counter() - started
 
 

@@ -10,7 +10,9 @@ from ablate.training.data.batches import training_batch
 from ablate.training.data.corpus import Corpus
 
 PLAIN = Augment(normalise=False)
-ALL = Augment(crop_padding=4, flip=0.5, randaugment=RandAugment(), brightness=0.4, contrast=0.4, saturation=0.4)
+ALL = Augment(
+    crop_padding=4, flip=0.5, randaugment=RandAugment(), brightness=0.4, contrast=0.4, saturation=0.4
+)
 
 
 def coloured(count: int = 200, size: int = 12) -> ImageSet:
@@ -45,7 +47,9 @@ def test_the_changes_of_one_image_differ_by_seed_step_micro_batch_and_place_in_t
 
 def test_no_bits_are_drawn_for_two_things(monkeypatch):
     asked, draw = [], augment.philox
-    monkeypatch.setattr(augment, "philox", lambda counter, key: asked.append((counter.clone(), key)) or draw(counter, key))
+    monkeypatch.setattr(
+        augment, "philox", lambda counter, key: asked.append((counter.clone(), key)) or draw(counter, key)
+    )
     image_batch(coloured(), 0, 0, 0, 4, ALL)
     places = [(*column, key) for counter, key in asked for column in counter.t().tolist()]
     assert len(places) == len(set(places)) == 4 * 6  # which, crop, flip, two operations, colours
@@ -83,7 +87,9 @@ def test_which_images_are_drawn_does_not_depend_on_the_augmentation_and_reaches_
 
 
 def test_a_larger_batch_begins_with_the_smaller_one():
-    assert torch.equal(image_batch(coloured(), 0, 0, 0, 4, ALL), image_batch(coloured(), 0, 0, 0, 16, ALL)[:4])
+    assert torch.equal(
+        image_batch(coloured(), 0, 0, 0, 4, ALL), image_batch(coloured(), 0, 0, 0, 16, ALL)[:4]
+    )
 
 
 # --- the changes ------------------------------------------------------------------------------------------------------------
@@ -91,13 +97,17 @@ def test_a_larger_batch_begins_with_the_smaller_one():
 
 def test_without_changes_a_batch_is_the_pixels():
     images = coloured()
-    assert torch.equal((before(images) * 255).round().byte(), torch.from_numpy(images.train)[drawn(images, 0, 0, 0, 64)])
+    assert torch.equal(
+        (before(images) * 255).round().byte(), torch.from_numpy(images.train)[drawn(images, 0, 0, 0, 64)]
+    )
 
 
 def test_normalised_images_have_mean_0_and_deviation_1():
     images = open_images("photos")
     batch = torch.cat([image_batch(images, 0, step, 0, 256, Augment()) for step in range(20)])
-    torch.testing.assert_close(batch.mean((0, 2, 3)), torch.zeros(3), atol=0.03, rtol=0)  # 5,120 correlated crops
+    torch.testing.assert_close(
+        batch.mean((0, 2, 3)), torch.zeros(3), atol=0.03, rtol=0
+    )  # 5,120 correlated crops
     torch.testing.assert_close(batch.std((0, 2, 3)), torch.ones(3), atol=0.03, rtol=0)
 
 
@@ -112,11 +122,19 @@ def test_half_of_the_images_are_flipped_and_a_flip_is_a_mirror():
 
 def test_a_crop_is_a_window_of_the_image_in_a_black_margin_and_reaches_every_place():
     images = coloured()
-    old, new = before(images, 512), image_batch(images, 0, 0, 0, 512, Augment(crop_padding=2, normalise=False))
+    old, new = (
+        before(images, 512),
+        image_batch(images, 0, 0, 0, 512, Augment(crop_padding=2, normalise=False)),
+    )
     wide = torch.nn.functional.pad(old, (2, 2, 2, 2))
     found = set()
     for image, padded in zip(new, wide, strict=True):
-        windows = {(y, x) for y in range(5) for x in range(5) if torch.equal(padded[:, y : y + 12, x : x + 12], image)}
+        windows = {
+            (y, x)
+            for y in range(5)
+            for x in range(5)
+            if torch.equal(padded[:, y : y + 12, x : x + 12], image)
+        }
         assert len(windows) == 1
         found |= windows
     assert len(found) == 25
@@ -130,7 +148,9 @@ def test_a_colour_change_keeps_what_it_is_not_about(name):
     old, new = before(images), image_batch(images, 0, 0, 0, 64, Augment(normalise=False, **{name: 0.2}))
     weights = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     grey = (old * weights).sum(1, keepdim=True)
-    centre = {"brightness": torch.zeros(1), "contrast": grey.mean((2, 3), keepdim=True), "saturation": grey}[name]
+    centre = {"brightness": torch.zeros(1), "contrast": grey.mean((2, 3), keepdim=True), "saturation": grey}[
+        name
+    ]
     factors = ((new - centre) / (old - centre))[(old - centre).abs() > 0.05]
     assert 0.8 - 1e-3 <= factors.min() < 0.85
     assert 1.15 < factors.max() <= 1.2 + 1e-3
@@ -156,7 +176,9 @@ def test_posterize_keeps_the_high_bits_and_solarize_inverts_what_is_bright():
     kept = OPERATIONS["posterize"](levels, torch.ones(1)) * 255
     assert kept.round().int().flatten().tolist() == [level & 0xF0 for level in range(256)]
     turned = OPERATIONS["solarize"](levels, torch.full((1,), 0.5)) * 255
-    assert turned.round().int().flatten().tolist() == [level if level < 128 else 255 - level for level in range(256)]
+    assert turned.round().int().flatten().tolist() == [
+        level if level < 128 else 255 - level for level in range(256)
+    ]
 
 
 def test_a_translation_of_half_moves_the_image_by_that_share():
@@ -169,11 +191,16 @@ def test_a_translation_of_half_moves_the_image_by_that_share():
 def test_every_operation_is_drawn_and_one_an_image():
     images = coloured()
     old = before(images, 256)
-    new = image_batch(images, 0, 0, 0, 256, Augment(normalise=False, randaugment=RandAugment(ops=1, magnitude=10)))
+    new = image_batch(
+        images, 0, 0, 0, 256, Augment(normalise=False, randaugment=RandAugment(ops=1, magnitude=10))
+    )
     counts = dict.fromkeys(OPERATIONS, 0)
     for n in range(256):
         for name, operation in OPERATIONS.items():
-            same = [torch.allclose(operation(old[n : n + 1], torch.full((1,), s)), new[n : n + 1], atol=1e-6) for s in (-1.0, 1.0)]
+            same = [
+                torch.allclose(operation(old[n : n + 1], torch.full((1,), s)), new[n : n + 1], atol=1e-6)
+                for s in (-1.0, 1.0)
+            ]
             counts[name] += any(same)
     assert min(counts.values()) >= 8  # 23 expected of each
     assert sum(counts.values()) == 256

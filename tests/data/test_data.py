@@ -31,7 +31,9 @@ def source(tmp_path, train, val, **fields) -> Shards:
 # --- shards ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("header", "dtype"), [(None, np.uint16), (20240520, np.uint16), (20240801, np.uint32)])
+@pytest.mark.parametrize(
+    ("header", "dtype"), [(None, np.uint16), (20240520, np.uint16), (20240801, np.uint32)]
+)
 def test_a_shard_is_read_as_it_was_written(tmp_path, header, dtype):
     tokens = np.arange(700) % 50
     train = write(tmp_path / "a.bin", tokens, header, dtype)
@@ -43,14 +45,18 @@ def test_a_shard_is_read_as_it_was_written(tmp_path, header, dtype):
 
 def test_raw_uint32_shards_say_so(tmp_path):
     path = write(tmp_path / "a.bin", [70000, 1], dtype=np.uint32)
-    np.testing.assert_array_equal(open_corpus(source(tmp_path, path, path, vocab=70001, dtype="uint32")).train, [70000, 1])
+    np.testing.assert_array_equal(
+        open_corpus(source(tmp_path, path, path, vocab=70001, dtype="uint32")).train, [70000, 1]
+    )
 
 
 def test_a_glob_joins_shards_in_order_of_name(tmp_path):
     for name, first in (("t2", 10), ("t1", 0), ("t3", 20)):
         write(tmp_path / f"{name}.bin", range(first, first + 10))
     val = write(tmp_path / "v.bin", range(8))
-    np.testing.assert_array_equal(open_corpus(source(tmp_path, str(tmp_path / "t*.bin"), val)).train, range(30))
+    np.testing.assert_array_equal(
+        open_corpus(source(tmp_path, str(tmp_path / "t*.bin"), val)).train, range(30)
+    )
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -97,7 +103,9 @@ def test_a_truncated_shard_is_refused(tmp_path):
         open_corpus(source(tmp_path, path, path))
 
 
-@pytest.mark.parametrize("fields", [{"vocab": 1}, {"dtype": "int8"}, {"bytes_per_token": 0.0}, {"tokeniser": "gpt2"}])
+@pytest.mark.parametrize(
+    "fields", [{"vocab": 1}, {"dtype": "int8"}, {"bytes_per_token": 0.0}, {"tokeniser": "gpt2"}]
+)
 def test_an_impossible_source_is_refused(fields):
     with pytest.raises(ValidationError):
         Shards(**{"train": "a", "val": "b", "vocab": 10, **fields})
@@ -113,7 +121,9 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path):
 
 
 def test_the_unigram_entropy_of_uniform_tokens_is_log_vocab():
-    corpus = Corpus(np.arange(6400, dtype=np.uint16) % 64, np.arange(640, dtype=np.uint16) % 64, 64, "0", None)
+    corpus = Corpus(
+        np.arange(6400, dtype=np.uint16) % 64, np.arange(640, dtype=np.uint16) % 64, 64, "0", None
+    )
     assert corpus.unigram_entropy() == pytest.approx(np.log(64))
 
 

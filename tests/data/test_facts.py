@@ -22,7 +22,11 @@ def test_what_comes_with_packages_is_named_and_counted():
         "counts": {"train images": 1500, "validation images": 297, "classes": 10},
     }
     told = facts("stdlib")
-    assert (told["name"], told["counts"]["vocabulary"], told["counts"]["bytes per token"]) == ("stdlib", 256, 1.0)
+    assert (told["name"], told["counts"]["vocabulary"], told["counts"]["bytes per token"]) == (
+        "stdlib",
+        256,
+        1.0,
+    )
 
 
 def test_a_file_is_named_as_the_experiment_names_it(tmp_path, monkeypatch):
@@ -42,7 +46,12 @@ def test_a_dataset_says_its_commit(monkeypatch):
     monkeypatch.setattr(module, "open_corpus", lambda source: module.Corpus(range(5), range(2), 9, "0", None))
     told = facts(HubText(dataset="some/stories", config="small"))
     assert (told["name"], told["type"]) == ("some/stories", "hugging_face")
-    assert told["source"] == {"path": "some/stories", "config_name": "small", "split": "train", "revision": "c0ffee"}
+    assert told["source"] == {
+        "path": "some/stories",
+        "config_name": "small",
+        "split": "train",
+        "revision": "c0ffee",
+    }
 
 
 def test_a_password_in_a_place_is_not_told(monkeypatch):

@@ -39,8 +39,14 @@ def test_the_photos_are_crops_of_scikit_learns_and_no_training_pixel_is_in_a_val
     from sklearn.datasets import load_sample_images
 
     photos, (china, flower) = open_images("photos"), load_sample_images().images
-    windows = [np.lib.stride_tricks.sliding_window_view(photo, (32, 32), axis=(0, 1))[::8, ::8] for photo in (china, flower)]
-    places = [{window.tobytes(): (y, x) for y, row in enumerate(view) for x, window in enumerate(row)} for view in windows]
+    windows = [
+        np.lib.stride_tricks.sliding_window_view(photo, (32, 32), axis=(0, 1))[::8, ::8]
+        for photo in (china, flower)
+    ]
+    places = [
+        {window.tobytes(): (y, x) for y, row in enumerate(view) for x, window in enumerate(row)}
+        for view in windows
+    ]
     covered = {}
     for part in ("train", "val"):
         images, labels = getattr(photos, part), getattr(photos, f"{part}_labels")
@@ -83,7 +89,11 @@ def published(folder, classes: int, form: str, protocol: int = 2) -> dict[str, n
                 (folder / f"{name}.bin").write_bytes(rows.tobytes())
             else:
                 table = {b"data": data, b"filenames": [b"a.png"] * 3}
-                table |= {b"labels": fine.tolist()} if classes == 10 else {b"fine_labels": fine.tolist(), b"coarse_labels": coarse.tolist()}
+                table |= (
+                    {b"labels": fine.tolist()}
+                    if classes == 10
+                    else {b"fine_labels": fine.tolist(), b"coarse_labels": coarse.tolist()}
+                )
                 (folder / name).write_bytes(pickle.dumps(table, protocol=protocol))
             contents.append((data.reshape(-1, 3, 32, 32), fine, coarse))
         held[part] = [np.concatenate(parts) for parts in zip(*contents, strict=True)]
@@ -130,18 +140,24 @@ def test_a_pickle_that_would_run_something_is_refused_and_does_not_run_it(tmp_pa
     monkeypatch.chdir(tmp_path)
     published(tmp_path, 100, "pickle")
     (tmp_path / "train").write_bytes(pickle.dumps({b"data": Attack()}, protocol=2))
-    with pytest.raises(ValueError, match=r"train: refused: this pickle would call posix\.mkdir, and only numpy arrays"):
+    with pytest.raises(
+        ValueError, match=r"train: refused: this pickle would call posix\.mkdir, and only numpy arrays"
+    ):
         open_images(Cifar100(cifar100=str(tmp_path)))
     assert not (tmp_path / "struck").exists()
 
 
-@pytest.mark.parametrize("name", ["builtins eval", "builtins getattr", "os system", "numpy load", "numpy.core.multiarray fromfile"])
+@pytest.mark.parametrize(
+    "name", ["builtins eval", "builtins getattr", "os system", "numpy load", "numpy.core.multiarray fromfile"]
+)
 def test_nothing_but_the_makers_of_arrays_can_be_named(name):
     with pytest.raises(ValueError, match="refused"):
         unpickle(f"c{name.replace(' ', chr(10))}\n(tR.".encode(), "x")
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"no pickle", pickle.dumps({b"data": pixels(3)}, protocol=2)[:200]])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", b"no pickle", pickle.dumps({b"data": pixels(3)}, protocol=2)[:200]]
+)
 def test_a_torn_pickle_is_told_in_a_sentence(content):
     with pytest.raises(ValueError, match=r"^x: not a whole pickle"):
         unpickle(content, "x")
@@ -149,7 +165,13 @@ def test_a_torn_pickle_is_told_in_a_sentence(content):
 
 @pytest.mark.parametrize(
     "content",
-    [{}, [], {b"data": 1, b"labels": [1]}, {b"data": pixels(3), b"labels": [1]}, {b"data": pixels(1).astype(float), b"labels": [1]}],
+    [
+        {},
+        [],
+        {b"data": 1, b"labels": [1]},
+        {b"data": pixels(3), b"labels": [1]},
+        {b"data": pixels(1).astype(float), b"labels": [1]},
+    ],
 )
 def test_a_pickle_of_something_else_is_told_in_a_sentence(tmp_path, content):
     published(tmp_path, 10, "pickle")
@@ -162,7 +184,9 @@ def test_a_truncated_binary_file_is_named(tmp_path):
     published(tmp_path, 10, "binary")
     with (tmp_path / "data_batch_2.bin").open("r+b") as file:
         file.truncate(3073 + 5)
-    with pytest.raises(ValueError, match=r"data_batch_2\.bin: 3078 bytes are not a whole number of images of 3073"):
+    with pytest.raises(
+        ValueError, match=r"data_batch_2\.bin: 3078 bytes are not a whole number of images of 3073"
+    ):
         open_images(Cifar10(cifar10=str(tmp_path)))
 
 
@@ -187,7 +211,10 @@ def test_a_class_beyond_the_last_is_told(tmp_path):
 
 def pictures(folder, count: int, size: int = 8, seed: int = 0, suffix: str = "png") -> list[np.ndarray]:
     folder.mkdir(parents=True, exist_ok=True)
-    made = [np.random.default_rng(seed + n).integers(0, 256, (size, size, 3), dtype=np.uint8) for n in range(count)]
+    made = [
+        np.random.default_rng(seed + n).integers(0, 256, (size, size, 3), dtype=np.uint8)
+        for n in range(count)
+    ]
     for number, picture in enumerate(made):
         Image.fromarray(picture).save(folder / f"{number:02}.{suffix}")
     return made
@@ -222,7 +249,9 @@ def test_folders_train_and_val_need_no_classes(tmp_path):
 def test_a_validation_image_beside_the_folders_of_classes_is_told(tmp_path):
     pictures(tmp_path / "train" / "cat", 3)
     pictures(tmp_path / "val", 1)
-    with pytest.raises(ValueError, match=r"val/00\.png: no training image lies beside the folders of classes, too"):
+    with pytest.raises(
+        ValueError, match=r"val/00\.png: no training image lies beside the folders of classes, too"
+    ):
         open_images(Folder(folder=str(tmp_path), size=8))
 
 
@@ -233,7 +262,9 @@ def test_a_folders_own_name_is_no_class(tmp_path):
         pictures(tmp_path / place / "m", 10, seed=50)
     first, second = (open_images(Folder(folder=str(tmp_path / place), size=8)) for place in ("a", "z"))
     assert first.fingerprint == second.fingerprint
-    assert first.train_labels.tolist() == [0] * 9 + [1] * 9  # the cache keeps one of them: what a name would have changed
+    assert (
+        first.train_labels.tolist() == [0] * 9 + [1] * 9
+    )  # the cache keeps one of them: what a name would have changed
 
 
 def test_what_was_decoded_is_kept_and_a_changed_file_is_seen(tmp_path, cache):
@@ -288,9 +319,15 @@ def test_a_dataset_in_a_local_folder_is_read_by_the_library(tmp_path):
     ("fields", "said"),
     [
         ({"image": "img"}, r"split train: cannot be read: there is no column 'img'; there are image, label$"),
-        ({"label": "klass"}, r"row 0: no whole number in column 'klass'; there are image, label \(label: null for none\)$"),
+        (
+            {"label": "klass"},
+            r"row 0: no whole number in column 'klass'; there are image, label \(label: null for none\)$",
+        ),
         ({"val_split": "nope"}, r"split nope: cannot be read: "),
-        ({}, r"there are 3 to train on and 0 to validate on; it takes at least 10, or a val_split of its own$"),
+        (
+            {},
+            r"there are 3 to train on and 0 to validate on; it takes at least 10, or a val_split of its own$",
+        ),
     ],
 )
 def test_a_dataset_of_too_few_images_or_other_columns_is_told_in_one_sentence(tmp_path, fields, said):
@@ -309,8 +346,12 @@ def test_a_dataset_of_too_few_images_or_other_columns_is_told_in_one_sentence(tm
 def test_a_cell_without_an_image_is_named(tmp_path):
     datasets = pytest.importorskip("datasets")
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    datasets.Dataset.from_dict({"image": [None] * 12, "label": [0] * 12}, features=kinds).to_parquet(tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match=r"split train, row 0: no image in column 'image', nor the path of one"):
+    datasets.Dataset.from_dict({"image": [None] * 12, "label": [0] * 12}, features=kinds).to_parquet(
+        tmp_path / "train.parquet"
+    )
+    with pytest.raises(
+        ValueError, match=r"split train, row 0: no image in column 'image', nor the path of one"
+    ):
         open_images(HubImages(dataset=str(tmp_path), size=8))
 
 
@@ -320,7 +361,8 @@ def test_a_dataset_that_cannot_be_reached_is_told_in_one_sentence(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        OSError, match=r"dataset uoft-cs/cifar10: .* cannot be reached .*without a network there are digits, photos"
+        OSError,
+        match=r"dataset uoft-cs/cifar10: .* cannot be reached .*without a network there are digits, photos",
     ) as error:
         open_images(HubImages(dataset="uoft-cs/cifar10", size=32))
     assert "\n" not in str(error.value)
@@ -356,5 +398,7 @@ def test_a_source_survives_json_and_names_its_places():
 
 def test_opening_images_imports_neither_torch_nor_scikit_learn():
     code = "import sys; from ablate.training.data import open_images; open_images('digits'); open_images('photos'); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"torch", "sklearn", "datasets", "transformers"} & set(loaded)

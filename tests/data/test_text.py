@@ -22,7 +22,9 @@ from ablate.training.data.tokenisers import SEPARATOR, open_tokeniser
 
 pytestmark = pytest.mark.usefixtures("cache")
 
-STORIES = [f"Story {n}: the café closed at {n % 24} o'clock,\nand {'nobody ' * (n % 5)}came.\n" for n in range(400)]
+STORIES = [
+    f"Story {n}: the café closed at {n % 24} o'clock,\nand {'nobody ' * (n % 5)}came.\n" for n in range(400)
+]
 
 
 def stories(folder: Path, name: str = "stories.txt") -> Path:
@@ -31,14 +33,21 @@ def stories(folder: Path, name: str = "stories.txt") -> Path:
 
 
 def lines(folder: Path, name: str = "stories.jsonl", column: str = "text") -> Path:
-    (folder / name).write_text("".join(json.dumps({"id": n, column: story}) + "\n" for n, story in enumerate(STORIES)))
+    (folder / name).write_text(
+        "".join(json.dumps({"id": n, column: story}) + "\n" for n, story in enumerate(STORIES))
+    )
     return folder / name
 
 
 def made(folder: Path, *patterns: Path | str, **how) -> prepared.About:
     how = {"val": None, "column": "text", "val_fraction": 0.05} | how
     folder.mkdir()
-    return prepared.prepare(folder, of_files([str(p) for p in patterns], how.pop("val"), how.pop("column"), how.pop("val_fraction"), **how))
+    return prepared.prepare(
+        folder,
+        of_files(
+            [str(p) for p in patterns], how.pop("val"), how.pop("column"), how.pop("val_fraction"), **how
+        ),
+    )
 
 
 def decoded(folder: Path, ids) -> str:
@@ -91,7 +100,9 @@ def test_pieces_are_the_text_whole_characters_and_short_enough(tmp_path_factory,
     assert "".join(piece.content.decode() for piece in found) == text
     assert all(0 < len(piece.content) <= longest for piece in found)
     assert [piece.first for piece in found] == [n == 0 for n in range(len(found))]
-    assert [piece.offset for piece in found] == [sum(len(p.content) for p in found[:n]) for n in range(len(found))]
+    assert [piece.offset for piece in found] == [
+        sum(len(p.content) for p in found[:n]) for n in range(len(found))
+    ]
 
 
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path):
@@ -114,7 +125,10 @@ def test_a_tokeniser_is_the_same_bytes_for_the_same_text_whatever_the_threads(tm
 print(t.open_tokeniser("bpe:600", lambda: d.pieces([d.Path({str(path)!r})], "text", 300)).json)"""
     runs = [
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, check=True, env={"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            check=True,
+            env={"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
         )
         for threads in ("1", "4")
     ]
@@ -135,7 +149,9 @@ def test_the_written_tokenizer_is_the_one_that_wrote_the_shards_also_for_others(
         assert text.startswith("Story 0: the café closed at 0 o'clock,\nand came.\nStory 1")
         assert (
             theirs.encode("the café", add_special_tokens=False).ids
-            == open_tokeniser(str(out), lambda: ()).encode([documents.Piece("the café".encode(), True, "x")])[0].tolist()
+            == open_tokeniser(str(out), lambda: ())
+            .encode([documents.Piece("the café".encode(), True, "x")])[0]
+            .tolist()
         )
 
 
@@ -143,7 +159,12 @@ def test_a_prepared_tokeniser_gives_another_text_the_same_ids(tmp_path):
     made(tmp_path / "out", stories(tmp_path), tokenizer="bpe:400")
     made(tmp_path / "again", stories(tmp_path), tokenizer=str(tmp_path / "out"))
     about, again = prepared.about(tmp_path / "out"), prepared.about(tmp_path / "again")
-    assert (again.vocab, again.separator, again.train.tokens, again.fingerprint) == (400, 0, about.train.tokens, about.fingerprint)
+    assert (again.vocab, again.separator, again.train.tokens, again.fingerprint) == (
+        400,
+        0,
+        about.train.tokens,
+        about.fingerprint,
+    )
 
 
 def test_a_published_tokeniser_neither_cuts_nor_pads_and_its_separator_is_found(tmp_path):
@@ -156,7 +177,10 @@ def test_a_published_tokeniser_neither_cuts_nor_pads_and_its_separator_is_found(
     library.enable_padding(length=2)
     library.save(str(tmp_path / "t.json"))
     tokeniser = open_tokeniser(str(tmp_path / "t.json"), lambda: ())
-    assert [ids.tolist() for ids in tokeniser.encode([documents.Piece(b"a b a", True, "x"), documents.Piece(b"c", True, "y")])] == [
+    assert [
+        ids.tolist()
+        for ids in tokeniser.encode([documents.Piece(b"a b a", True, "x"), documents.Piece(b"c", True, "y")])
+    ] == [
         [7, 2, 7],
         [3],
     ]
@@ -171,7 +195,9 @@ def test_a_large_vocabulary_is_stored_in_four_bytes_in_llm_cs_layout(tmp_path):
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.save(str(tmp_path / "t.json"))
     (tmp_path / "text").write_text("a b a")
-    made(tmp_path / "out", tmp_path / "text", tokenizer=str(tmp_path / "t.json"), val=[str(tmp_path / "text")])
+    made(
+        tmp_path / "out", tmp_path / "text", tokenizer=str(tmp_path / "t.json"), val=[str(tmp_path / "text")]
+    )
     content = (tmp_path / "out" / "train_000000.bin").read_bytes()
     assert np.frombuffer(content[:12], np.int32).tolist() == [20240801, 7, 3]
     assert np.frombuffer(content[1024:], np.uint32).tolist() == [70000, 1, 70000]
@@ -191,7 +217,11 @@ def test_shards_are_in_llm_cs_layout_and_read_as_one_text(tmp_path):
     np.testing.assert_array_equal(a.train, b.train)
     for start in (0, 990, 999, 1000, 2500, len(a.train) - 20):
         np.testing.assert_array_equal(a.train[start : start + 1020], b.train[start : start + 1020])
-    assert (one.fingerprint, a.fingerprint, a.unigram_entropy()) == (many.fingerprint, b.fingerprint, b.unigram_entropy())
+    assert (one.fingerprint, a.fingerprint, a.unigram_entropy()) == (
+        many.fingerprint,
+        b.fingerprint,
+        b.unigram_entropy(),
+    )
     c = open_corpus(Shards(train=str(parts / "train_*.bin"), val=str(parts / "val_*.bin"), vocab=256))
     np.testing.assert_array_equal(a.train, c.train)
 
@@ -203,7 +233,10 @@ def test_a_window_across_files_is_a_batch(tmp_path):
 
     made(tmp_path / "whole", stories(tmp_path))
     made(tmp_path / "parts", stories(tmp_path), shard_tokens=50)
-    batches = [training_batch(open_corpus(Prepared(prepared=str(tmp_path / name))), 0, 0, 0, 8, 128) for name in ("whole", "parts")]
+    batches = [
+        training_batch(open_corpus(Prepared(prepared=str(tmp_path / name))), 0, 0, 0, 8, 128)
+        for name in ("whole", "parts")
+    ]
     assert torch.equal(batches[0][0], batches[1][0])
     assert torch.equal(batches[0][1], batches[1][1])
 
@@ -232,7 +265,10 @@ def test_training_ends_after_so_many_tokens(tmp_path):
     [
         (lambda out: (out / "train_000000.bin").unlink(), r"train_000000\.bin is missing"),
         (lambda out: (out / "data.json").unlink(), r"no data\.json there; `ablate data prepare"),
-        (lambda out: (out / "data.json").write_text("{}"), r"data\.json: not as `ablate data prepare` writes it"),
+        (
+            lambda out: (out / "data.json").write_text("{}"),
+            r"data\.json: not as `ablate data prepare` writes it",
+        ),
         (lambda out: cut(out / "train_000000.bin"), "truncated: its header promises"),
         (lambda out: turn(out / "val_000000.bin", 1030, b"!"), "are not those that"),
         (lambda out: turn(out / "train_000000.bin", 1031, b"\7"), "is beyond the vocabulary of 256"),
@@ -264,7 +300,11 @@ def test_text_is_the_same_corpus_as_the_folder_prepared_of_it(tmp_path):
     path = stories(tmp_path)
     about = made(tmp_path / "out", path, tokenizer="bpe:400", val_fraction=0.01)
     corpus = open_corpus(Text(text=str(path), tokenizer="bpe:400"))
-    assert (corpus.fingerprint, corpus.vocab, corpus.bytes_per_token) == (about.fingerprint, about.vocab, about.bytes_per_token)
+    assert (corpus.fingerprint, corpus.vocab, corpus.bytes_per_token) == (
+        about.fingerprint,
+        about.vocab,
+        about.bytes_per_token,
+    )
     np.testing.assert_array_equal(corpus.train, open_corpus(Prepared(prepared=str(tmp_path / "out"))).train)
 
 
@@ -295,7 +335,9 @@ def test_a_file_is_read_again_when_it_may_have_changed_and_only_then(tmp_path, m
     path.write_text(path.read_text().replace("closed", "opened"))
     now = path.stat().st_mtime_ns
     second = cache_module.digest([path])
-    path.write_text(path.read_text().replace("opened", "tended"))  # of the same size, and in the same moment for a coarse clock
+    path.write_text(
+        path.read_text().replace("opened", "tended")
+    )  # of the same size, and in the same moment for a coarse clock
     os.utime(path, ns=(now, now))
     assert len({first, second, cache_module.digest([path])}) == 3
 
@@ -312,7 +354,9 @@ def counted(*words):
 p.prepare = counted
 from ablate.training.data.corpus import Text, open_corpus
 print(open_corpus(Text(text={str(path)!r}, tokenizer="bpe:600")).fingerprint)"""
-    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     told = {run.communicate(timeout=300)[0] for run in runs}
     assert all(run.returncode == 0 for run in runs)
     assert len(told) == 1
@@ -335,7 +379,9 @@ def test_what_a_killed_process_left_is_no_corpus(tmp_path, cache):
 def test_a_cache_that_cannot_be_written_is_told_with_the_way_out(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(OSError, match=r"cannot be kept there \(Not a directory\); ABLATE_CACHE names another folder"):
+    with pytest.raises(
+        OSError, match=r"cannot be kept there \(Not a directory\); ABLATE_CACHE names another folder"
+    ):
         open_corpus(Text(text=str(stories(tmp_path))))
 
 
@@ -343,9 +389,14 @@ def test_parquet_and_json_lines_hold_the_same_documents(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.table({"id": range(len(STORIES)), "story": STORIES}), tmp_path / "s.parquet", row_group_size=90)
+    pq.write_table(
+        pa.table({"id": range(len(STORIES)), "story": STORIES}), tmp_path / "s.parquet", row_group_size=90
+    )
     parquet = made(tmp_path / "a", tmp_path / "s.parquet", column="story")
-    assert parquet.fingerprint == made(tmp_path / "b", lines(tmp_path, column="story"), column="story").fingerprint
+    assert (
+        parquet.fingerprint
+        == made(tmp_path / "b", lines(tmp_path, column="story"), column="story").fingerprint
+    )
 
 
 @pytest.mark.parametrize(
@@ -353,12 +404,27 @@ def test_parquet_and_json_lines_hold_the_same_documents(tmp_path):
     [
         ("t.txt", b"", {}, "there is no text: the files are empty"),
         ("t.txt", b"short", {}, "nothing is left to validate on"),
-        ("t.txt", b"a\n" * 3000 + b"\xff\xfe", {"tokenizer": "bpe:300"}, r"t\.txt: byte 6000 \(0xff\) is not UTF-8"),
+        (
+            "t.txt",
+            b"a\n" * 3000 + b"\xff\xfe",
+            {"tokenizer": "bpe:300"},
+            r"t\.txt: byte 6000 \(0xff\) is not UTF-8",
+        ),
         ("t.txt", b"text", {"tokenizer": "nowhere.json"}, "there is no file nowhere.json"),
         ("t.txt.gz", b"\x1f\x8b", {}, r"t\.txt\.gz: a \.gz file is no text; unpack it first"),
         ("t.bin", b"ids", {}, r"t\.bin: a \.bin file is no text"),
-        ("t.jsonl", b'{"text": "a"}\n{"text": 3}\n', {}, r"t\.jsonl:2: no text in column 'text'; its columns: text"),
-        ("t.jsonl", b'{"text": "a"}\n{"body": "b"}\n', {}, r"t\.jsonl:2: no text in column 'text'; its columns: body"),
+        (
+            "t.jsonl",
+            b'{"text": "a"}\n{"text": 3}\n',
+            {},
+            r"t\.jsonl:2: no text in column 'text'; its columns: text",
+        ),
+        (
+            "t.jsonl",
+            b'{"text": "a"}\n{"body": "b"}\n',
+            {},
+            r"t\.jsonl:2: no text in column 'text'; its columns: body",
+        ),
         ("t.jsonl", b'{"text": "a"}\n{"te', {}, r"t\.jsonl:2: not JSON"),
         ("t.parquet", b"PAR1", {}, r"t\.parquet: not a Parquet file that can be read"),
     ],
@@ -392,7 +458,10 @@ def test_a_dataset_in_a_local_folder_is_read_by_the_library_and_ends_at_the_toke
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("fields", "told"),
-    [({"column": "body"}, "row 0: no text in column 'body'; its columns: id, text"), ({"split": "test"}, "split test: cannot be read: ")],
+    [
+        ({"column": "body"}, "row 0: no text in column 'body'; its columns: id, text"),
+        ({"split": "test"}, "split test: cannot be read: "),
+    ],
 )
 def test_a_wrong_column_or_split_of_a_dataset_is_told(tmp_path, fields, told):
     pytest.importorskip("datasets")
@@ -407,7 +476,8 @@ def test_a_hub_that_cannot_be_reached_is_told_in_one_sentence_with_what_there_is
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://me:secret@127.0.0.1:9")
     with pytest.raises(
-        OSError, match=r"dataset some/stories: http://me:\*\*\*@127\.0\.0\.1:9 was asked .* cannot be reached \(.*\)"
+        OSError,
+        match=r"dataset some/stories: http://me:\*\*\*@127\.0\.0\.1:9 was asked .* cannot be reached \(.*\)",
     ) as error:
         open_corpus(HubText(dataset="some/stories"))
     message = str(error.value)
@@ -475,7 +545,13 @@ def test_a_source_that_is_none_is_refused_once_with_what_there_is(value, told):
 
 def test_a_source_survives_json_and_names_its_places():
     kinds = TypeAdapter(Source)
-    for value in ("stdlib", {"train": "a", "val": "b", "vocab": 9}, {"text": "a"}, {"dataset": "a/b"}, {"prepared": "a"}):
+    for value in (
+        "stdlib",
+        {"train": "a", "val": "b", "vocab": 9},
+        {"text": "a"},
+        {"dataset": "a/b"},
+        {"prepared": "a"},
+    ):
         source = kinds.validate_python(value)
         assert kinds.validate_json(kinds.dump_json(source)) == source
         assert hash(source) == hash(kinds.validate_python(value))
@@ -490,5 +566,7 @@ def test_a_part_of_a_source_is_a_knob_and_a_mistyped_one_is_told_with_the_neares
     base = Base("gpt", {"data": {"text": path}}, "bf16")
     arm = base.arm({"workload.data.tokenizer": "bpe:300", "workload.data.val_fraction": 0.1})
     assert arm.config.data == Text(text=path, tokenizer="bpe:300", val_fraction=0.1)
-    with pytest.raises(KnobError, match=r"data\.text\.tokeniser: no such key; 'tokenizer' is the nearest of tokenizer"):
+    with pytest.raises(
+        KnobError, match=r"data\.text\.tokeniser: no such key; 'tokenizer' is the nearest of tokenizer"
+    ):
         Base("gpt", {"data": {"text": path, "tokeniser": "bytes"}}, "bf16").arm({})

@@ -17,7 +17,9 @@ def drawn(*shape: int, seed: int, outliers: bool = False) -> Tensor:
     return x.bfloat16().float()
 
 
-def layer(recipe: Recipe, weight: Tensor, bias: Tensor | None = None, clock: Clock | None = None) -> EmulatedLinear:
+def layer(
+    recipe: Recipe, weight: Tensor, bias: Tensor | None = None, clock: Clock | None = None
+) -> EmulatedLinear:
     """A layer of this weight [out, in] under the recipe's own products."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     linear.weight.data.copy_(weight)

@@ -49,24 +49,36 @@ RECIPES = {
     "weights in rows of 16": nvfp4(weights_2d=False).products,
     "forward alone": WHOLE.high_precision("backward"),
     "backward alone": WHOLE.high_precision("forward"),
-    "rotated without signs": WHOLE.model_copy(update={"wgrad": WHOLE.wgrad.model_copy(update={"hadamard": Hadamard(signs="none")})}),
+    "rotated without signs": WHOLE.model_copy(
+        update={"wgrad": WHOLE.wgrad.model_copy(update={"hadamard": Hadamard(signs="none")})}
+    ),
     "wgrad in bf16": WHOLE.model_copy(update={"wgrad": Wgrad()}),
     "dgrad in bf16": WHOLE.model_copy(update={"dgrad": Dgrad()}),
     "Four Over Six forward": Products(fprop=Fprop(x=CHOSEN, w=CHOSEN)),
     "Four Over Six forward, rotated backward": WHOLE.model_copy(update={"fprop": Fprop(x=BETTER, w=BETTER)}),
-    "weights from their forward copy": WHOLE.model_copy(update={"dgrad": Dgrad(g=Quant(), w=Quant(block="16x16", source="forward"))}),
+    "weights from their forward copy": WHOLE.model_copy(
+        update={"dgrad": Dgrad(g=Quant(), w=Quant(block="16x16", source="forward"))}
+    ),
     "activations by rows": Products(fprop=Fprop(x=Quant(outer=Outer(granularity="row")), w=Quant())),
 }
 
 
-def layers(products: Products, features: tuple[int, int], seed: int, bias: bool = False) -> Iterator[nn.Module]:
+def layers(
+    products: Products, features: tuple[int, int], seed: int, bias: bool = False
+) -> Iterator[nn.Module]:
     """The emulator's layer and the engine's, with the same weights."""
     for kind in (EmulatedLinear, native.NativeLinear):
         g, clock = torch.Generator().manual_seed(seed), Clock(0)
         linear = nn.Linear(*features, bias=bias)
         for parameter in linear.parameters():
             parameter.data = torch.randn(parameter.shape, generator=g)
-        layer = kind(linear, "blocks.0.a", clock, torch.bfloat16, *([native.Draws(clock)] if kind is native.NativeLinear else []))
+        layer = kind(
+            linear,
+            "blocks.0.a",
+            clock,
+            torch.bfloat16,
+            *([native.Draws(clock)] if kind is native.NativeLinear else []),
+        )
         layer.products = products
         yield layer
 
@@ -85,9 +97,14 @@ def computed(layer: nn.Module, tokens: int, seed: int) -> list[Tensor]:
 def differ(products: Products, shape: tuple[int, int, int], seed: int, bias: bool = False) -> list[float]:
     """The share of elements that differ, and the largest difference over the largest magnitude, over all that is computed."""
     tokens, inputs, outputs = shape
-    ours, theirs = (computed(layer, tokens, seed) for layer in layers(products, (inputs, outputs), seed, bias))
+    ours, theirs = (
+        computed(layer, tokens, seed) for layer in layers(products, (inputs, outputs), seed, bias)
+    )
     pairs = [(a.double(), b.double()) for a, b in zip(ours, theirs, strict=True)]
-    return [max(float((a != b).double().mean()) for a, b in pairs), max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)]
+    return [
+        max(float((a != b).double().mean()) for a, b in pairs),
+        max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs),
+    ]
 
 
 def shapes(count: int) -> list[tuple[int, int, int]]:
@@ -99,7 +116,11 @@ def shapes(count: int) -> list[tuple[int, int, int]]:
 def switched() -> dict[str, list[float]]:
     """One layer under recipes in turn, some of one class, some none: how far each step is from the emulator's."""
     sequence = [("rotated", WHOLE), ("not rotated", RECIPES["not rotated"]), ("bf16", Products())]
-    sequence += [("forward alone", RECIPES["forward alone"]), ("backward alone", RECIPES["backward alone"]), ("rotated again", WHOLE)]
+    sequence += [
+        ("forward alone", RECIPES["forward alone"]),
+        ("backward alone", RECIPES["backward alone"]),
+        ("rotated again", WHOLE),
+    ]
     ours, theirs = layers(WHOLE, (96, 64), 5)
     found = {}
     for name, products in sequence:
@@ -123,7 +144,9 @@ def trap() -> dict[str, object]:
     except RuntimeError as error:
         said = str(error)
     with TE.autocast(enabled=True, recipe=native.build(description)):
-        torch.func.functional_call(used, {"weight": layer.weight.detach().bfloat16()}, (torch.ones(64, 64).bfloat16(),))
+        torch.func.functional_call(
+            used, {"weight": layer.weight.detach().bfloat16()}, (torch.ones(64, 64).bfloat16(),)
+        )
     return {"said": said, "rotates still": used.quantizers["scaling_fwd"][0].with_rht}
 
 
@@ -131,15 +154,24 @@ def trained() -> dict[str, object]:
     """A small transformer under both engines: a layer policy, a phase of another recipe of the same class, and one in bf16."""
     phases = (Phase(start="step:2", use=RECIPES["not rotated"]), Phase(start="step:4", use=None))
     recipe = nvfp4().model_copy(update={"layers": Layers(skip_last=1), "schedule": phases})
-    config = WORKLOADS["gpt"](layers=2, width=32, heads=2, steps=6, batch=2, context=32, eval_tokens=128, eval_batch=2, accumulate=2)
+    config = WORKLOADS["gpt"](
+        layers=2, width=32, heads=2, steps=6, batch=2, context=32, eval_tokens=128, eval_batch=2, accumulate=2
+    )
     losses = {
         engine: [
-            {key: value for key, value in record.metrics.items() if key in ("train/loss", "val/loss", "val/loss_bf16", "flops/fp4_share")}
+            {
+                key: value
+                for key, value in record.metrics.items()
+                if key in ("train/loss", "val/loss", "val/loss_bf16", "flops/fp4_share")
+            }
             for record in config.records(recipe, 0, engine, "cpu", Telemetry(every=2, log=1, shadow=3))
         ]
         for engine in ("emulated", "transformer_engine")
     }
-    high = [record.metrics["train/loss"] for record in config.records(PRESETS["bf16"](), 0, "emulated", "cpu", Telemetry(log=1))]
+    high = [
+        record.metrics["train/loss"]
+        for record in config.records(PRESETS["bf16"](), 0, "emulated", "cpu", Telemetry(log=1))
+    ]
     models = [config.prepare(recipe, 0, "cpu", engine) for engine in ("emulated", "transformer_engine")]
     before, after = (dict(run.model.state_dict().items()) for run in models)
     same = list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
@@ -152,7 +184,12 @@ QWEN3 = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
 }
 SHORT = {"steps": 3, "batch": 2, "context": 32, "eval_tokens": 64, "eval_batch": 2, "lr": 3e-3}
-WATCHED = {"policy": "fallback", "loss": 1.0001, "window": 4, "fallback": {"precision": "bf16", "slots": ["fprop.*"]}}
+WATCHED = {
+    "policy": "fallback",
+    "loss": 1.0001,
+    "window": 4,
+    "fallback": {"precision": "bf16", "slots": ["fprop.*"]},
+}
 OTHERS = {
     "all weights": ("finetune", SHORT | {"model": QWEN3}),
     "adapters": ("finetune", SHORT | {"model": QWEN3, "lora": {"rank": 4}}),
@@ -169,7 +206,10 @@ OTHERS = {
         }
         | {"steps": 3, "batch": 32, "eval_tokens": 512, "eval_batch": 32},
     ),
-    "a guard that falls back": ("gpt", SHORT | {"layers": 1, "width": 32, "heads": 2, "lr": 0.3, "steps": 7, "guard": WATCHED}),
+    "a guard that falls back": (
+        "gpt",
+        SHORT | {"layers": 1, "width": 32, "heads": 2, "lr": 0.3, "steps": 7, "guard": WATCHED},
+    ),
 }
 
 
@@ -178,19 +218,30 @@ def others() -> dict[str, dict[str, list[dict[str, float]]]]:
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for name, (workload, fields) in OTHERS.items():
         config = WORKLOADS[workload].model_validate_json(json.dumps(fields))
-        for engine, recipe in (("emulated", nvfp4()), (engine_selection.NATIVE, nvfp4()), ("bf16", PRESETS["bf16"]())):
+        for engine, recipe in (
+            ("emulated", nvfp4()),
+            (engine_selection.NATIVE, nvfp4()),
+            ("bf16", PRESETS["bf16"]()),
+        ):
             arm = Arm(name, {}, config, recipe)
             if engine == engine_selection.NATIVE:
                 engine_selection.choose(engine, [arm], "cuda", machine=B200)
-            records = config.records(recipe, 0, "emulated" if engine == "bf16" else engine, "cpu", Telemetry(log=1))
-            kept = [{key: value for key, value in record.metrics.items() if "loss" in key or key == "guard/lr"} for record in records]
+            records = config.records(
+                recipe, 0, "emulated" if engine == "bf16" else engine, "cpu", Telemetry(log=1)
+            )
+            kept = [
+                {key: value for key, value in record.metrics.items() if "loss" in key or key == "guard/lr"}
+                for record in records
+            ]
             found.setdefault(name, {})[engine] = kept
     return found
 
 
 def remembering(steps: int) -> Recipe:
     """FP8 by the largest amax of so many steps before."""
-    return Recipe.model_validate_json(PRESETS["fp8_delayed"]().model_dump_json().replace("delayed:1024", f"delayed:{steps}"))
+    return Recipe.model_validate_json(
+        PRESETS["fp8_delayed"]().model_dump_json().replace("delayed:1024", f"delayed:{steps}")
+    )
 
 
 def growing(step: int, micro_batch: int) -> float:
@@ -224,21 +275,37 @@ def delayed() -> dict[str, object]:
     found = {"scales": [], "histories": [], "differ": []}
     ours, theirs = layers(remembering(2).products, (96, 64), 13)
     seen: dict[str, float] = {}
-    ours.probe = lambda _, slot, operand: seen.update({slot: encode_scale(operand.amax, operand.quant).item()})
+    ours.probe = lambda _, slot, operand: seen.update(
+        {slot: encode_scale(operand.amax, operand.quant).item()}
+    )
     for step in range(6):
         for micro_batch in range(2):
-            results = [at(layer, step, micro_batch, 2 * step + micro_batch, growing(step, micro_batch)) for layer in (ours, theirs)]
+            results = [
+                at(layer, step, micro_batch, 2 * step + micro_batch, growing(step, micro_batch))
+                for layer in (ours, theirs)
+            ]
             ((inner, _),) = theirs._layers.values()
-            assert (seen["fprop.x"], seen["fprop.w"], seen["dgrad.g"]) == (seen["wgrad.x"], seen["dgrad.w"], seen["wgrad.g"])
-            found["scales"].append([[seen[slot] for slot in ("fprop.x", "fprop.w", "dgrad.g")], scales(inner)])
-            found["differ"].append(max(float((a != b).double().mean()) for a, b in zip(*results, strict=True)))
+            assert (seen["fprop.x"], seen["fprop.w"], seen["dgrad.g"]) == (
+                seen["wgrad.x"],
+                seen["dgrad.w"],
+                seen["wgrad.g"],
+            )
+            found["scales"].append(
+                [[seen[slot] for slot in ("fprop.x", "fprop.w", "dgrad.g")], scales(inner)]
+            )
+            found["differ"].append(
+                max(float((a != b).double().mean()) for a, b in zip(*results, strict=True))
+            )
         for layer in (ours, theirs):
             layer.clock.stream = "evaluation"
             with torch.no_grad():
                 layer(torch.full((32, 96), 1e6).bfloat16())
                 layer.weight.mul_(1.5)
             layer.clock.stream = "training"
-    histories = [{slot: sorted(history.amax.items()) for slot, history in layer.histories.items()} for layer in (ours, theirs)]
+    histories = [
+        {slot: sorted(history.amax.items()) for slot, history in layer.histories.items()}
+        for layer in (ours, theirs)
+    ]
     return found | {"histories": histories}
 
 
@@ -247,7 +314,16 @@ def trained_delayed() -> dict[str, object]:
     phases = (Phase(start="step:3", use=None), Phase(start="step:4", use=remembering(3).products))
     recipe = remembering(2).model_copy(update={"layers": Layers(skip_last=1), "schedule": phases})
     config = WORKLOADS["gpt"](
-        layers=2, width=32, heads=2, steps=6, batch=2, context=32, eval_tokens=128, eval_batch=2, eval_every=2, accumulate=2
+        layers=2,
+        width=32,
+        heads=2,
+        steps=6,
+        batch=2,
+        context=32,
+        eval_tokens=128,
+        eval_batch=2,
+        eval_every=2,
+        accumulate=2,
     )
     often = Telemetry(every=2, log=1, shadow=3, checkpoint=0)
 
@@ -256,13 +332,20 @@ def trained_delayed() -> dict[str, object]:
 
     def interrupted(steps: int) -> list[dict[str, float]]:
         with TemporaryDirectory() as folder:
-            first = config.records(recipe, 0, "transformer_engine", "cpu", often, Checkpoints(Path(folder, "state.pt"), "a", 0))
-            begun = list(islice(first, steps + 1))[:steps]  # the last step begins by leaving the state after those before it
+            first = config.records(
+                recipe, 0, "transformer_engine", "cpu", often, Checkpoints(Path(folder, "state.pt"), "a", 0)
+            )
+            begun = list(islice(first, steps + 1))[
+                :steps
+            ]  # the last step begins by leaving the state after those before it
             again = Checkpoints(Path(folder, "state.pt"), "a", 0)
             assert again.start == steps
             return losses([*begun, *config.records(recipe, 0, "transformer_engine", "cpu", often, again)])
 
-    whole = {engine: losses(config.records(recipe, 0, engine, "cpu", often)) for engine in ("emulated", "transformer_engine")}
+    whole = {
+        engine: losses(config.records(recipe, 0, engine, "cpu", often))
+        for engine in ("emulated", "transformer_engine")
+    }
     return {"losses": whole, "resumed": {steps: interrupted(steps) for steps in (2, 4)}}
 
 
@@ -286,11 +369,17 @@ def regions() -> dict[str, object]:
         metas = {way: both[0].fp8_meta[f"scaling_{way}"].amax_history[-3:, 0] for way in ("fwd", "bwd")}
         return {way: bool((history > 0).all()) for way, history in metas.items()}
 
-    said = {"one": remembered(True, False), "one a layer": remembered(False, True), "one a layer in one": remembered(True, True)}
+    said = {
+        "one": remembered(True, False),
+        "one a layer": remembered(False, True),
+        "one a layer in one": remembered(True, True),
+    }
     layer = TE.Linear(96, 64, bias=False, params_dtype=torch.bfloat16, device="meta")
     ours = next(layers(remembering(8).products, (96, 64), 13))
     seen: dict[str, float] = {}
-    ours.probe = lambda _, slot, operand: seen.update({slot: encode_scale(operand.amax, operand.quant).item()})
+    ours.probe = lambda _, slot, operand: seen.update(
+        {slot: encode_scale(operand.amax, operand.quant).item()}
+    )
     steps = []
     for step in range(4):
         y, dx, dw = at(ours, step, 0, step, growing(step, 0))
@@ -303,7 +392,10 @@ def regions() -> dict[str, object]:
         with TE.autocast(enabled=True, recipe=recipe):
             own = torch.func.functional_call(layer, {"weight": weight}, (x,))
         own.backward(dy)
-        differ = max(float((a != b).double().mean()) for a, b in zip((y, dx, dw), (own, x.grad, weight.grad), strict=True))
+        differ = max(
+            float((a != b).double().mean())
+            for a, b in zip((y, dx, dw), (own, x.grad, weight.grad), strict=True)
+        )
         steps.append([[seen[slot] for slot in ("fprop.x", "fprop.w", "dgrad.g")], used, differ])
     return {"moved on": said, "steps": steps}
 
@@ -320,8 +412,14 @@ def frozen() -> list[float]:
 def built() -> dict[str, str]:
     """TE's own objects for the presets that it computes: the recipe as TE prints it."""
     presets = {name: make() for name, make in PRESETS.items() if not list(recipe_refusals(make()))}
-    found = {name: te_recipe(recipe.products) for name, recipe in presets.items() if not recipe.products.plain}
-    return {name: repr(native.build(description)) for name, description in found.items() if isinstance(description, Builtin)}
+    found = {
+        name: te_recipe(recipe.products) for name, recipe in presets.items() if not recipe.products.plain
+    }
+    return {
+        name: repr(native.build(description))
+        for name, description in found.items()
+        if isinstance(description, Builtin)
+    }
 
 
 def made() -> dict[str, dict[str, list[str]]]:
@@ -331,7 +429,11 @@ def made() -> dict[str, dict[str, list[str]]]:
 
     def remembered(*, stochastic_rounding=False, **options):
         quantiser = te_double.reference(**options)
-        words = {"stochastic": stochastic_rounding, "rotated": options["with_rht"], "square": options["with_2d_quantization"]}
+        words = {
+            "stochastic": stochastic_rounding,
+            "rotated": options["with_rht"],
+            "square": options["with_2d_quantization"],
+        }
         alive.append(quantiser)
         asked[id(quantiser)] = " ".join(["nvfp4", *(word for word, there in words.items() if there)])
         return quantiser
@@ -350,9 +452,15 @@ def made() -> dict[str, dict[str, list[str]]]:
     found = {}
     for name, products in customs.items():
         make = native.build(te_recipe(products)).qfactory
-        roles = [TE.QuantizerRole(module_type="linear", tensor_type=tensor) for tensor in ("input", "weight", "grad_output")]
+        roles = [
+            TE.QuantizerRole(module_type="linear", tensor_type=tensor)
+            for tensor in ("input", "weight", "grad_output")
+        ]
         kept = [make(role) for role in (*roles, None)]
-        found[name] = {tensor: told(it) for tensor, it in zip(("input", "weight", "grad_output", "leaving"), kept, strict=True)}
+        found[name] = {
+            tensor: told(it)
+            for tensor, it in zip(("input", "weight", "grad_output", "leaving"), kept, strict=True)
+        }
     TE.NVFP4Quantizer = before
     return found
 
@@ -378,7 +486,23 @@ def refused() -> dict[str, str]:
 if __name__ == "__main__":
     many = [differ(WHOLE, shape, seed) for seed, shape in enumerate(shapes(int(sys.argv[1])))]
     each = {name: differ(products, (64, 96, 128), 4, bias=True) for name, products in RECIPES.items()}
-    told = {name: str(native.build(te_recipe(products))).partition(",")[0] for name, products in RECIPES.items()}
-    whole = {"many": many, "each": each, "told": told, "frozen": frozen(), "built": built(), "made": made(), "switched": switched()}
+    told = {
+        name: str(native.build(te_recipe(products))).partition(",")[0] for name, products in RECIPES.items()
+    }
+    whole = {
+        "many": many,
+        "each": each,
+        "told": told,
+        "frozen": frozen(),
+        "built": built(),
+        "made": made(),
+        "switched": switched(),
+    }
     remembered = {"delayed": delayed(), "trained_delayed": trained_delayed(), "regions": regions()}
-    print(json.dumps(whole | remembered | {"trap": trap(), "trained": trained(), "others": others(), "refused": refused()}))
+    print(
+        json.dumps(
+            whole
+            | remembered
+            | {"trap": trap(), "trained": trained(), "others": others(), "refused": refused()}
+        )
+    )

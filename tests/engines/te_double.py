@@ -35,7 +35,16 @@ class _Extension(ModuleType):
 
 _FWD = [f"GEMM{n}_{tensor}" for n in (1, 2, 3) for tensor in ("INPUT", "WEIGHT", "OUTPUT")]
 _BWD = [f"GRAD_{tensor}{n}" for n in (1, 2, 3) for tensor in ("OUTPUT", "INPUT")]
-_TYPES = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6, "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10}
+_TYPES = {
+    "kByte": 0,
+    "kInt32": 2,
+    "kFloat32": 4,
+    "kFloat16": 5,
+    "kBFloat16": 6,
+    "kFloat8E4M3": 7,
+    "kFloat8E5M2": 8,
+    "kFloat4E2M1": 10,
+}
 _ENUMS = {
     "DType": _TYPES,
     "FP8FwdTensors": {name: n for n, name in enumerate(_FWD)},
@@ -52,7 +61,8 @@ _ROWS_AND_COLUMNS = {
     "_columnwise_scale_inv": "scale_t",
 }
 _NATIVE_NAMES = {
-    "NVFP4TensorRef": _ROWS_AND_COLUMNS | {"_amax_rowwise": "global_amax_row", "_amax_columnwise": "global_amax_col"},
+    "NVFP4TensorRef": _ROWS_AND_COLUMNS
+    | {"_amax_rowwise": "global_amax_row", "_amax_columnwise": "global_amax_col"},
     "CurrentScalingTensorRef": {"_transpose": "data_t"},
 }
 """Under which names a native tensor has what the reference's has."""
@@ -98,7 +108,9 @@ def install() -> ModuleType:
             setattr(kind, native, property(lambda made, its=its: getattr(made, its)))
     CurrentScalingTensorRef.get_data_tensors = lambda _: ()
     CurrentScalingTensorRef.clear = lambda _: None
-    CurrentScalingTensorRef.dequantize = lambda made, *, dtype: made._quantizer.dequantize(made.data, made.scale, dtype)
+    CurrentScalingTensorRef.dequantize = lambda made, *, dtype: made._quantizer.dequantize(
+        made.data, made.scale, dtype
+    )
     float8_tensor.Float8CurrentScalingQuantizer = te.Float8CurrentScalingQuantizer = current
     mxfp8_tensor.MXFP8Quantizer = te.MXFP8Quantizer = microscaled
     NVFP4TensorRef.get_data_tensors = lambda _: ()  # what a hybrid one asks for before it lets go of data
@@ -115,7 +127,13 @@ def install() -> ModuleType:
 
 
 def reference(
-    *, fp4_dtype, with_2d_quantization=False, stochastic_rounding=False, with_post_rht_amax=False, with_rht=False, **options
+    *,
+    fp4_dtype,
+    with_2d_quantization=False,
+    stochastic_rounding=False,
+    with_post_rht_amax=False,
+    with_rht=False,
+    **options,
 ) -> object:
     """TE's reference quantiser, by the arguments of its native one."""
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
@@ -135,7 +153,9 @@ def _drawn(x, global_amax, tile_len_x, tile_len_y, **options):
     """The reference's scales, and codes that 8 random bits an element take up or down: P(up) is the position cut to 1/256."""
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
 
-    _, scales = NVFP4QuantizerRef._quantize_blockwise_reference(x, global_amax, tile_len_x, tile_len_y, **options)
+    _, scales = NVFP4QuantizerRef._quantize_blockwise_reference(
+        x, global_amax, tile_len_x, tile_len_y, **options
+    )
     outer = torch.clamp(2688 / global_amax, max=torch.finfo(torch.float32).max)
     factor = (1 / (scales.float() * (1 / outer))).clamp(max=torch.finfo(torch.float32).max)
     y = (x.float() * factor.repeat_interleave(tile_len_x, dim=1)).clamp(-6, 6)
@@ -154,7 +174,9 @@ def current(fp8_dtype, device=None, *, force_pow_2_scales=False, amax_epsilon=0.
     named = type("Float8CurrentScalingQuantizer", (CurrentScalingQuantizerRef,), {})
     made = named(_fp8(fp8_dtype), pow_2_scales=force_pow_2_scales, eps=amax_epsilon)
     made.copy = lambda: copy(made)
-    made.qgemm = lambda qx, qw, params, dtype, sx, sw, *_, **__: (qx.float() @ qw.float().t() * (sx * sw)).to(dtype)
+    made.qgemm = lambda qx, qw, params, dtype, sx, sw, *_, **__: (qx.float() @ qw.float().t() * (sx * sw)).to(
+        dtype
+    )
     return made
 
 
@@ -164,7 +186,10 @@ def _fp8(kind: int) -> torch.dtype:
 
 def microscaled(fp8_dtype, *, with_2d_quantization=False, **_) -> object:
     """MXFP8 by its definition: a block's scale is the least power of two that brings its amax to the element's maximum or below."""
-    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingQuantizerRef, CurrentScalingTensorRef
+    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
+        CurrentScalingQuantizerRef,
+        CurrentScalingTensorRef,
+    )
 
     def cast(x):
         """Codes [rows, columns], and biased exponents [rows, columns / 32]."""
@@ -178,9 +203,14 @@ def microscaled(fp8_dtype, *, with_2d_quantization=False, **_) -> object:
     def quantize(x, **_):
         (data, scale), (data_t, scale_t) = cast(x), cast(x.t().contiguous())
         kept = {"data": data, "scale": scale, "data_t": data_t, "scale_t": scale_t}
-        found = Microscaled(**kept, dtype=x.dtype, device=x.device, quant_dtype=kind, _quantizer=made, original_shape=x.shape)
+        found = Microscaled(
+            **kept, dtype=x.dtype, device=x.device, quant_dtype=kind, _quantizer=made, original_shape=x.shape
+        )
         found._rowwise_data, found._rowwise_scale_inv = data, scale
-        found._columnwise_data, found._columnwise_scale_inv = data_t.t(), scale_t.t()  # it lies as the tensor does
+        found._columnwise_data, found._columnwise_scale_inv = (
+            data_t.t(),
+            scale_t.t(),
+        )  # it lies as the tensor does
         return found
 
     def wide(data, scale):
@@ -227,7 +257,9 @@ def _scaled(x, quantiser, *_):
     top = torch.finfo(kind).max
     codes = (x.float() * quantiser.scale).clamp(-top, top).to(kind)
     quantiser.amax.copy_(torch.maximum(quantiser.amax, x.abs().amax().float()))
-    return quantiser.create_tensor_from_data(codes.view(torch.uint8), fake_dtype=x.dtype, internal=quantiser.internal)
+    return quantiser.create_tensor_from_data(
+        codes.view(torch.uint8), fake_dtype=x.dtype, internal=quantiser.internal
+    )
 
 
 def _moved_on(reduced, histories, scales, algorithm, fp8_dtype, margin):
@@ -237,13 +269,17 @@ def _moved_on(reduced, histories, scales, algorithm, fp8_dtype, margin):
     """
     assert (algorithm, margin) == ("max", 0)
     top = torch.finfo(_fp8(fp8_dtype)).max
-    for seen, history, scale in zip(reduced.split([len(scale) for scale in scales]), histories, scales, strict=True):
+    for seen, history, scale in zip(
+        reduced.split([len(scale) for scale in scales]), histories, scales, strict=True
+    ):
         history[0] = seen
         largest = history.amax(0)
         history.copy_(history.roll(-1, 0))
         history[0] = 0
         known = (largest > 0) & largest.isfinite()
-        scale.copy_(torch.where(known, (torch.tensor(top) / largest).clamp(max=torch.finfo(torch.float32).max), scale))
+        scale.copy_(
+            torch.where(known, (torch.tensor(top) / largest).clamp(max=torch.finfo(torch.float32).max), scale)
+        )
 
 
 def _extension(name: str) -> ModuleType:

@@ -48,7 +48,15 @@ SMALL = Bench(
     products=((96, 160, 64),),
     draws=16,
     steps=6,
-    model={"layers": 2, "width": 32, "heads": 2, "batch": 2, "context": 32, "eval_tokens": 128, "eval_batch": 2},
+    model={
+        "layers": 2,
+        "width": 32,
+        "heads": 2,
+        "batch": 2,
+        "context": 32,
+        "eval_tokens": 128,
+        "eval_batch": 2,
+    },
 )
 REF = reference_nvfp4.NVFP4QuantizerRef
 
@@ -141,7 +149,9 @@ def multiplied(change: Callable) -> contextlib.AbstractContextManager:
 def weights_in_rows() -> contextlib.AbstractContextManager:
     """Weights whose blocks are 1x16, whatever the recipe says."""
     whole = te_double.reference
-    return patch.object(nvfp4_tensor, "NVFP4Quantizer", lambda **options: whole(**options | {"with_2d_quantization": False}))
+    return patch.object(
+        nvfp4_tensor, "NVFP4Quantizer", lambda **options: whole(**options | {"with_2d_quantization": False})
+    )
 
 
 def exponents(change: Callable) -> contextlib.AbstractContextManager:
@@ -152,7 +162,11 @@ def exponents(change: Callable) -> contextlib.AbstractContextManager:
 def power_of_two() -> contextlib.AbstractContextManager:
     """FP8 whose scale is a power of two."""
     whole = te_double.current
-    return patch.object(TE, "Float8CurrentScalingQuantizer", lambda *args, **kw: whole(*args, **kw | {"force_pow_2_scales": True}))
+    return patch.object(
+        TE,
+        "Float8CurrentScalingQuantizer",
+        lambda *args, **kw: whole(*args, **kw | {"force_pow_2_scales": True}),
+    )
 
 
 def larger() -> contextlib.AbstractContextManager:
@@ -179,16 +193,36 @@ def wrong() -> dict[str, list[str]]:
         "a delayed amax half as large again": (larger(), exact_products, "fp8"),
         "draws that go up too often": (drawn(lambda bits: bits * 7 // 8), stochastic_draws),
         "draws that go up too seldom": (drawn(lambda bits: (bits + 40).clamp(max=255)), stochastic_draws),
-        "to nearest in the place of draws": (drawn(lambda bits: torch.full_like(bits, 127)), stochastic_draws),
+        "to nearest in the place of draws": (
+            drawn(lambda bits: torch.full_like(bits, 127)),
+            stochastic_draws,
+        ),
         "one set of bits for both copies": (copied(), stochastic_draws),
-        "one bit for two neighbours": (drawn(lambda bits: bits[:, ::2].repeat_interleave(2, dim=1)), stochastic_draws),
+        "one bit for two neighbours": (
+            drawn(lambda bits: bits[:, ::2].repeat_interleave(2, dim=1)),
+            stochastic_draws,
+        ),
         "draws that no seed determines": (patch.object(native, "seed", lambda *_: None), stochastic_draws),
         "draws that never change": (drawn(torch.zeros_like), stochastic_draws),
         "a draw that is neither neighbour": (a_third_value(), stochastic_draws),
-        "y rounded twice": (multiplied(lambda z, which: (z.float() * 3).bfloat16().float().div(3).to(z.dtype)), exact_products),
-        "dgrad a hundredth larger": (multiplied(lambda z, which: z * 1.01 if which == "dgrad" else z), exact_products),
-        "a rotation of one side of wgrad that is not the other's": (patch.object(REF, "_apply_rht", _one_side), exact_products),
-        "dgrad of the wrong sign, in training": (multiplied(lambda z, which: -z if which == "dgrad" else z), short_training, "nvfp4", []),
+        "y rounded twice": (
+            multiplied(lambda z, which: (z.float() * 3).bfloat16().float().div(3).to(z.dtype)),
+            exact_products,
+        ),
+        "dgrad a hundredth larger": (
+            multiplied(lambda z, which: z * 1.01 if which == "dgrad" else z),
+            exact_products,
+        ),
+        "a rotation of one side of wgrad that is not the other's": (
+            patch.object(REF, "_apply_rht", _one_side),
+            exact_products,
+        ),
+        "dgrad of the wrong sign, in training": (
+            multiplied(lambda z, which: -z if which == "dgrad" else z),
+            short_training,
+            "nvfp4",
+            [],
+        ),
         "weights in rows, in training": (weights_in_rows(), short_training, "nvfp4", []),
     }
     found = {}
@@ -224,12 +258,20 @@ def commanded(*words: str) -> dict[str, object]:
             application(["--engine", "transformer_engine", *words])
         except SystemExit as end:
             status = end.code
-    return {"status": status, "said": said.getvalue(), "kept": parity_record.place(B200).exists(), "files": sorted(os.listdir())}
+    return {
+        "status": status,
+        "said": said.getvalue(),
+        "kept": parity_record.place(B200).exists(),
+        "files": sorted(os.listdir()),
+    }
 
 
 def chosen() -> dict[str, object]:
     """What `auto` takes for arms of each family on this made-up machine."""
-    arms = [Base("gpt", {}, "nvfp4").arm({"recipe": preset}) for preset in ("bf16", "nvfp4", "mxfp8", "fp8_current")]
+    arms = [
+        Base("gpt", {}, "nvfp4").arm({"recipe": preset})
+        for preset in ("bf16", "nvfp4", "mxfp8", "fp8_current")
+    ]
     return vars(engine_selection.choose("auto", arms, "cuda", machine=B200))
 
 
@@ -249,7 +291,9 @@ def trial() -> dict[str, str]:
     """The environment that a trial by this engine records."""
     recipe = Base("gpt", {}, "nvfp4").arm({"sr": False}).recipe
     config = WORKLOADS["gpt"](**SMALL.model, steps=2)
-    spec = TrialSpec(workload="gpt", config=config, recipe=recipe, seed=0, engine="transformer_engine", device="cpu")
+    spec = TrialSpec(
+        workload="gpt", config=config, recipe=recipe, seed=0, engine="transformer_engine", device="cpu"
+    )
     store = Store(Path("state"))
     list(run(spec, store, 1, {}))
     return store.result(spec.id)["environment"]
@@ -266,25 +310,40 @@ def storage() -> dict[str, bool]:
 
     def padded(scales, kind, columnwise):
         raw = scales.contiguous().view(torch.uint8)
-        full = torch.full(te_double.NATIVE[kind].get_scale_shape(te_double.NATIVE[kind], shape, columnwise), 255, dtype=torch.uint8)
+        full = torch.full(
+            te_double.NATIVE[kind].get_scale_shape(te_double.NATIVE[kind], shape, columnwise),
+            255,
+            dtype=torch.uint8,
+        )
         assert full.shape != raw.shape
         full[: raw.shape[0], : raw.shape[1]] = raw
         return full
 
     def alike(read, copy):
         pairs = zip(read, te_casts.casts(x, copy), strict=True)
-        return all(torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales) and a.amax == b.amax for a, b in pairs)
+        return all(
+            torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales) and a.amax == b.amax
+            for a, b in pairs
+        )
 
     made, names = native.quantiser(Format("nvfp4", "e2m1"))(x), ("rowwise", "columnwise")
     kept = {f"{way}_data": getattr(made, f"_{way}_data") for way in names}
-    kept |= {f"{way}_scale_inv": padded(getattr(made, f"_{way}_scale_inv"), "NVFP4", way == "columnwise") for way in names}
+    kept |= {
+        f"{way}_scale_inv": padded(getattr(made, f"_{way}_scale_inv"), "NVFP4", way == "columnwise")
+        for way in names
+    }
     kept |= {f"amax_{way}": getattr(made, f"_amax_{way}") for way in names}
-    nvfp4 = NVFP4TensorStorage(**kept, fp4_dtype=TE.DType.kFloat4E2M1, quantizer=None, with_gemm_swizzled_scales=False)
+    nvfp4 = NVFP4TensorStorage(
+        **kept, fp4_dtype=TE.DType.kFloat4E2M1, quantizer=None, with_gemm_swizzled_scales=False
+    )
     found = {"nvfp4": alike(te_casts._nvfp4(nvfp4, shape, Format("nvfp4", "e2m1")), Format("nvfp4", "e2m1"))}
 
     made, eight = native.quantiser(Format("mxfp8", "e4m3"))(x), TE.DType.kFloat8E4M3
     kept = {f"{way}_data": getattr(made, f"_{way}_data").contiguous().view(torch.uint8) for way in names}
-    kept |= {f"{way}_scale_inv": padded(getattr(made, f"_{way}_scale_inv"), "MXFP8", way == "columnwise") for way in names}
+    kept |= {
+        f"{way}_scale_inv": padded(getattr(made, f"_{way}_scale_inv"), "MXFP8", way == "columnwise")
+        for way in names
+    }
     mxfp8 = MXFP8TensorStorage(**kept, fp8_dtype=eight, quantizer=None, with_gemm_swizzled_scales=False)
     found["mxfp8"] = alike(te_casts._mxfp8(mxfp8, shape, Format("mxfp8", "e4m3")), Format("mxfp8", "e4m3"))
 
@@ -304,4 +363,8 @@ def layers() -> list[str]:
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     os.environ["NVTE_DEBUG"] = "0"
-    print(json.dumps({"wrong": wrong(), "whole": whole(), "trial": trial(), "layers": layers(), "storage": storage()}))
+    print(
+        json.dumps(
+            {"wrong": wrong(), "whole": whole(), "trial": trial(), "layers": layers(), "storage": storage()}
+        )
+    )

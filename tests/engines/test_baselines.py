@@ -20,7 +20,14 @@ TYPES = {
 }
 """Type, largest value, exponent of its largest power of two."""
 TOKENS, INPUTS, OUTPUTS = 64, 96, 128
-CONTRACTED = {"fprop.x": "x", "fprop.w": "w", "dgrad.g": "g", "dgrad.w": "w.T", "wgrad.g": "g.T", "wgrad.x": "x.T"}
+CONTRACTED = {
+    "fprop.x": "x",
+    "fprop.w": "w",
+    "dgrad.g": "g",
+    "dgrad.w": "w.T",
+    "wgrad.g": "g.T",
+    "wgrad.x": "x.T",
+}
 
 
 def cast(y: np.ndarray, element: str) -> np.ndarray:
@@ -35,7 +42,9 @@ def microscaled(x: np.ndarray, element: str, rule: str) -> tuple[np.ndarray, flo
     tiles = x.reshape(len(x), -1, 32)
     amax = np.abs(tiles).max(axis=2, keepdims=True)
     amax = np.where(amax == 0, 2.0**exponent, amax)
-    fraction, power = np.frexp(amax if rule == "floor" else amax / top)  # value = fraction * 2^power, fraction in [.5, 1)
+    fraction, power = np.frexp(
+        amax if rule == "floor" else amax / top
+    )  # value = fraction * 2^power, fraction in [.5, 1)
     scale = np.exp2(power - 1 - exponent) if rule == "floor" else np.exp2(power - (fraction == 0.5))
     return (cast(tiles / scale, element) * scale).reshape(x.shape), 1.0
 
@@ -43,7 +52,9 @@ def microscaled(x: np.ndarray, element: str, rule: str) -> tuple[np.ndarray, flo
 def per_tensor(x: np.ndarray, element: str, amax: float) -> tuple[np.ndarray, float]:
     """The whole tensor by one fp32 scale, maximum / amax, and the factor that undoes it."""
     top = TYPES[element][1]
-    return cast((x.astype(np.float32) * (np.float32(top) / np.float32(amax))).astype(np.float64), element), amax / top
+    return cast(
+        (x.astype(np.float32) * (np.float32(top) / np.float32(amax))).astype(np.float64), element
+    ), amax / top
 
 
 def fp8(slot: str) -> str:
@@ -60,7 +71,11 @@ BASELINES = {
 
 def given() -> dict[str, torch.Tensor]:
     """x, w and dy with tokens that are 30 times larger, a block of zeros, values that are subnormal in fp8, and exact ties."""
-    x, w, g = drawn(TOKENS, INPUTS, seed=1, outliers=True), drawn(OUTPUTS, INPUTS, seed=2), drawn(TOKENS, OUTPUTS, seed=3, outliers=True)
+    x, w, g = (
+        drawn(TOKENS, INPUTS, seed=1, outliers=True),
+        drawn(OUTPUTS, INPUTS, seed=2),
+        drawn(TOKENS, OUTPUTS, seed=3, outliers=True),
+    )
     x[:32, :32] = 0
     g[3] *= 2.0**-14
     w[:, 32:64] = (w[:, 32:64] * 4).round() / 4
@@ -91,11 +106,14 @@ def test_the_products_of_a_baseline_are_those_of_its_operands(preset):
     tensors = given()
     results = run(layer(exact(PRESETS[preset]()), tensors["w"]), tensors["x"], tensors["g"])
     operands = {slot: BASELINES[preset](oriented(tensors, slot), slot) for slot in SLOTS}
-    for result, (left, right) in zip(results, (("fprop.x", "fprop.w"), ("dgrad.g", "dgrad.w"), ("wgrad.g", "wgrad.x")), strict=True):
+    for result, (left, right) in zip(
+        results, (("fprop.x", "fprop.w"), ("dgrad.g", "dgrad.w"), ("wgrad.g", "wgrad.x")), strict=True
+    ):
         (a, one), (b, other) = operands[left], operands[right]
         # fp32 additions in any order, and a rounding of each factor: 2^-23 of the sum of magnitudes for each term
         close = (
-            np.abs(result.double().numpy() - a @ b.T * one * other) <= (a.shape[1] + 8) * 2.0**-23 * (np.abs(a) @ np.abs(b).T) * one * other
+            np.abs(result.double().numpy() - a @ b.T * one * other)
+            <= (a.shape[1] + 8) * 2.0**-23 * (np.abs(a) @ np.abs(b).T) * one * other
         )
         assert close.all(), left
 

@@ -11,19 +11,37 @@ from ablate.recipes import PRESETS, Recipe
 from ablate.training.loop import Telemetry
 from ablate.training.workloads.gpt import Gpt
 
-CONFIG = Gpt(layers=1, width=32, heads=2, context=32, batch=2, steps=6, warmup=0, eval_every=3, eval_tokens=64, eval_batch=2)
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler here")
+CONFIG = Gpt(
+    layers=1,
+    width=32,
+    heads=2,
+    context=32,
+    batch=2,
+    steps=6,
+    warmup=0,
+    eval_every=3,
+    eval_tokens=64,
+    eval_batch=2,
+)
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler here"
+)
 
 
 def records(recipe: Recipe, compile: bool) -> list[dict[str, float]]:
     config = CONFIG.model_copy(update={"compile": compile})
-    return [record.metrics for record in config.records(recipe, 0, "emulated", "cpu", Telemetry(every=2, shadow=4, log=1))]
+    return [
+        record.metrics
+        for record in config.records(recipe, 0, "emulated", "cpu", Telemetry(every=2, shadow=4, log=1))
+    ]
 
 
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, by inductor itself
-def test_a_compiled_trial_has_the_eager_losses_and_compiles_nothing_when_the_recipe_changes(tmp_path, monkeypatch):
+def test_a_compiled_trial_has_the_eager_losses_and_compiles_nothing_when_the_recipe_changes(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -41,7 +59,9 @@ def test_a_compiled_trial_has_the_eager_losses_and_compiles_nothing_when_the_rec
 
 def test_without_a_compiler_it_is_told(monkeypatch):
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"compile: true needs a C\+\+ compiler on the worker: install g\+\+"):
+    with pytest.raises(
+        RuntimeError, match=r"compile: true needs a C\+\+ compiler on the worker: install g\+\+"
+    ):
         records(PRESETS["nvfp4"](), compile=True)
 
 

@@ -19,14 +19,21 @@ from ablate.recipes import PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import block_of
 from ablate.recipes.recipe import Layers, Phase, Rule, Run
 
-SHAPES = [(32, 32, 32), (64, 96, 32), (32, 64, 160), (256, 128, 96)]  # tokens, in, out: TE needs multiples of 32
+SHAPES = [
+    (32, 32, 32),
+    (64, 96, 32),
+    (32, 64, 160),
+    (256, 128, 96),
+]  # tokens, in, out: TE needs multiples of 32
 NVFP4 = PRESETS["nvfp4"]()
 
 
 def exact_outputs(recipe: Recipe) -> Recipe:
     """The same recipe with every product left in fp32, and gradients rounded to nearest."""
     recipe, nearest = exact(recipe), Quant()
-    return recipe.model_copy(update={name: getattr(recipe, name).model_copy(update={"g": nearest}) for name in ("dgrad", "wgrad")})
+    return recipe.model_copy(
+        update={name: getattr(recipe, name).model_copy(update={"g": nearest}) for name in ("dgrad", "wgrad")}
+    )
 
 
 def te_products(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -36,7 +43,9 @@ def te_products(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, tuple[Tensor, Ten
     qw = te.quantizer((16, 16)).quantize(w.bfloat16())
 
     def magnitude(a, scale_a, b, scale_b, amaxes):
-        return te.values(a, scale_a).abs() @ te.values(b, scale_b).abs().t() * (amaxes[0] * amaxes[1] / 2688**2)
+        return (
+            te.values(a, scale_a).abs() @ te.values(b, scale_b).abs().t() * (amaxes[0] * amaxes[1] / 2688**2)
+        )
 
     def call(a, b, layout, grad):
         return gemm(a, b, None, out_dtype=torch.float32, layout=layout, grad=grad)[0]
@@ -44,8 +53,14 @@ def te_products(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, tuple[Tensor, Ten
     row, column = (lambda q: q.global_amax_row), (lambda q: q.global_amax_col)
     return {
         "y": (call(qw, qx, "TN", False), magnitude(qx.data, qx.scale, qw.data, qw.scale, (row(qx), row(qw)))),
-        "dx": (call(qw, qdy, "NN", True), magnitude(qdy.data, qdy.scale, qw.data_t, qw.scale_t, (row(qdy), column(qw)))),
-        "dw": (call(qx, qdy, "NT", True), magnitude(qdy.data_t, qdy.scale_t, qx.data_t, qx.scale_t, (column(qdy), column(qx)))),
+        "dx": (
+            call(qw, qdy, "NN", True),
+            magnitude(qdy.data, qdy.scale, qw.data_t, qw.scale_t, (row(qdy), column(qw))),
+        ),
+        "dw": (
+            call(qx, qdy, "NT", True),
+            magnitude(qdy.data_t, qdy.scale_t, qx.data_t, qx.scale_t, (column(qdy), column(qx))),
+        ),
     }
 
 
@@ -99,12 +114,30 @@ def watched(recipe: Recipe, clock: Clock | None = None, tokens=64, inputs=48, ou
 
 def test_the_probe_sees_every_quantised_operand_as_it_was_quantised():
     seen = watched(NVFP4)
-    x, w, dy = drawn(64, 48, seed=1).bfloat16(), drawn(80, 48, seed=2).bfloat16(), drawn(64, 80, seed=3).bfloat16()
-    originals = {"fprop.x": x, "fprop.w": w, "dgrad.g": dy, "dgrad.w": w.t(), "wgrad.g": dy.t(), "wgrad.x": x.t()}
+    x, w, dy = (
+        drawn(64, 48, seed=1).bfloat16(),
+        drawn(80, 48, seed=2).bfloat16(),
+        drawn(64, 80, seed=3).bfloat16(),
+    )
+    originals = {
+        "fprop.x": x,
+        "fprop.w": w,
+        "dgrad.g": dy,
+        "dgrad.w": w.t(),
+        "wgrad.g": dy.t(),
+        "wgrad.x": x.t(),
+    }
     assert set(seen) == set(SLOTS)
     for slot, tensor in originals.items():
         rotation = NVFP4.wgrad.hadamard if slot.startswith("wgrad") else None
-        expected = quantize(tensor, NVFP4.slot(slot), rotation=rotation, clock=Clock(0), where=site("blocks.0.linear", slot), keep=True)
+        expected = quantize(
+            tensor,
+            NVFP4.slot(slot),
+            rotation=rotation,
+            clock=Clock(0),
+            where=site("blocks.0.linear", slot),
+            keep=True,
+        )
         assert torch.equal(seen[slot].values, expected.values), slot
         assert torch.equal(seen[slot].source, expected.source), slot
         assert seen[slot].amax == expected.amax
@@ -150,7 +183,9 @@ def test_the_two_copies_of_the_gradient_draw_independent_bits():
     for other in (column, column.t()):  # as each is laid out, and element for element
         up = torch.stack(((row[~top] > 2.5).double(), (other[~top] > 2.5).double()))
         assert (up.mean(1) - 0.5).abs().max() < 0.02
-        assert abs(torch.corrcoef(up)[0, 1]) < 0.02  # 61,440 pairs: independent ones have standard deviation 0.004
+        assert (
+            abs(torch.corrcoef(up)[0, 1]) < 0.02
+        )  # 61,440 pairs: independent ones have standard deviation 0.004
 
 
 def test_the_backward_pass_draws_by_the_clock_and_repeats_itself():
@@ -185,7 +220,9 @@ def test_any_shape_equals_the_zero_padded_one(tokens, inputs, outputs):
     x, w, dy = drawn(tokens, inputs, seed=1), drawn(outputs, inputs, seed=2), drawn(tokens, outputs, seed=3)
     small = run(layer(recipe, w), x, dy)
     large = run(layer(recipe, pad(w, 16, 16)), pad(x, 16, 16), pad(dy, 16, 16))
-    for mine, padded, shape in zip(small, large, ((tokens, outputs), (tokens, inputs), (outputs, inputs)), strict=True):
+    for mine, padded, shape in zip(
+        small, large, ((tokens, outputs), (tokens, inputs), (outputs, inputs)), strict=True
+    ):
         assert mine.shape == shape
         # Equal operands (tested bit for bit in test_quantize), another order of at most 64 additions in fp32.
         torch.testing.assert_close(mine, padded[: shape[0], : shape[1]], rtol=1e-5, atol=1e-5)
@@ -243,7 +280,11 @@ def test_a_weight_that_stays_is_quantised_once_and_to_the_same_bits(shape):
     linear.operand = lambda x, slot, *how: made.append(slot) or operand(x, slot, *how)
 
     def products() -> list[Tensor]:
-        return [z for batch in range(3) for z in run(linear, drawn(32, shape[1], seed=batch), drawn(32, shape[0], seed=9))]
+        return [
+            z
+            for batch in range(3)
+            for z in run(linear, drawn(32, shape[1], seed=batch), drawn(32, shape[0], seed=9))
+        ]
 
     expected = products()
     assert (made.count("fprop.w"), made.count("dgrad.w")) == (3, 3)
@@ -258,7 +299,9 @@ def test_a_weight_that_stays_is_quantised_once_and_to_the_same_bits(shape):
 
 
 def test_a_weight_whose_rounding_is_drawn_is_quantised_each_time():
-    stochastic = NVFP4.model_copy(update={"fprop": NVFP4.fprop.model_copy(update={"w": Quant(rounding="stochastic")})})
+    stochastic = NVFP4.model_copy(
+        update={"fprop": NVFP4.fprop.model_copy(update={"w": Quant(rounding="stochastic")})}
+    )
     net = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(32, 48, bias=False))])})
     engine = convert(net, stochastic, Clock(0))
     engine.at(0, Run(10, 1))
@@ -276,7 +319,10 @@ def test_a_weight_whose_rounding_is_drawn_is_quantised_each_time():
 def model(blocks: int = 1, bias: bool = False, seed: int = 0) -> nn.Module:
     """Two linears a block, an embedding-like linear before and a head behind them."""
     outside = {"stem": nn.Linear(32, 32, bias=bias), "head": nn.Linear(32, 16, bias=bias)}
-    inner = [nn.Sequential(nn.Linear(32, 48, bias=bias), nn.GELU(), nn.Linear(48, 32, bias=bias)) for _ in range(blocks)]
+    inner = [
+        nn.Sequential(nn.Linear(32, 48, bias=bias), nn.GELU(), nn.Linear(48, 32, bias=bias))
+        for _ in range(blocks)
+    ]
     result = nn.ModuleDict({"blocks": nn.ModuleList(inner), **outside})
     g = torch.Generator().manual_seed(seed)
     for parameter in result.parameters():
@@ -306,7 +352,10 @@ def test_convert_keeps_names_values_and_state_dicts(preset):
     convert(converted, PRESETS[preset](), Clock(0))
     assert [*converted.state_dict()] == [*original.state_dict()]
     assert all(parameter is parameters[name] for name, parameter in converted.named_parameters())
-    assert all(torch.equal(a, b) for a, b in zip(converted.state_dict().values(), original.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(converted.state_dict().values(), original.state_dict().values(), strict=True)
+    )
     assert not converted.load_state_dict(original.state_dict()).missing_keys
 
 
@@ -314,11 +363,19 @@ def test_convert_leaves_layers_outside_the_blocks_alone():
     converted = model(2)
     engine = convert(converted, NVFP4, Clock(0))
     assert type(converted["stem"]) is type(converted["head"]) is nn.Linear
-    assert set(engine.layers) == {f"blocks.{block}.{part}" for block, part in itertools.product((0, 1), (0, 2))}
+    assert set(engine.layers) == {
+        f"blocks.{block}.{part}" for block, part in itertools.product((0, 1), (0, 2))
+    }
 
 
 @pytest.mark.parametrize(
-    "match", [{"within": "Foo"}, {"name": "blocks.7.*"}, {"blocks": "2-3"}, {"name": "blocks.0.0", "blocks": "last:1"}]
+    "match",
+    [
+        {"within": "Foo"},
+        {"name": "blocks.7.*"},
+        {"blocks": "2-3"},
+        {"name": "blocks.0.0", "blocks": "last:1"},
+    ],
 )
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rule_that_selects_no_layer_of_a_model_is_refused_when_that_is_converted(match, number):
@@ -358,13 +415,21 @@ def test_a_layer_policy_decides_which_blocks_quantise(layers, expected):
     assert {block_of(name) for name, linear in engine.layers.items() if not linear.products.plain} == expected
 
 
-@pytest.mark.parametrize(("start", "first"), [("step:2", 2), ("fraction:0.5", 3), ("step:0", 0), ("fraction:1", 6)])
+@pytest.mark.parametrize(
+    ("start", "first"), [("step:2", 2), ("fraction:0.5", 3), ("step:0", 0), ("fraction:1", 6)]
+)
 @pytest.mark.parametrize("slots", ["all", "forward", "backward"])
 def test_a_phase_switches_its_products_at_its_step(slots, start, first):
     converted = model()
-    engine = convert(converted, NVFP4.model_copy(update={"schedule": (Phase(start=start, slots=slots),)}), Clock(0))
+    engine = convert(
+        converted, NVFP4.model_copy(update={"schedule": (Phase(start=start, slots=slots),)}), Clock(0)
+    )
     x, dy, linear = drawn(16, 32, seed=1).bfloat16(), drawn(16, 48, seed=3), converted["blocks"][0][0]
-    switched = {"all": set(SLOTS), "forward": {"fprop.x", "fprop.w"}, "backward": set(SLOTS) - {"fprop.x", "fprop.w"}}[slots]
+    switched = {
+        "all": set(SLOTS),
+        "forward": {"fprop.x", "fprop.w"},
+        "backward": set(SLOTS) - {"fprop.x", "fprop.w"},
+    }[slots]
     for step in range(6):
         engine.at(step, Run(6))
         watch = Watch()
@@ -425,7 +490,11 @@ def test_a_model_of_which_nothing_would_be_quantised_is_refused_with_the_names_t
 
 def test_a_second_list_of_blocks_with_an_unknown_name_is_told():
     with pytest.warns(UserWarning, match=r"not quantised: the blocks in 'trunk'"):
-        engine = convert(nn.ModuleDict({"blocks": nn.ModuleList([block()]), "trunk": nn.ModuleList([block()])}), NVFP4, Clock(0))
+        engine = convert(
+            nn.ModuleDict({"blocks": nn.ModuleList([block()]), "trunk": nn.ModuleList([block()])}),
+            NVFP4,
+            Clock(0),
+        )
     assert set(engine.layers) == {"blocks.0.up", "blocks.0.down"}
 
 
@@ -468,7 +537,9 @@ def test_a_block_under_two_names_counts_as_two_and_is_refused_where_the_recipe_t
     shared = block()
     engine = convert(listed("blocks", shared, shared), NVFP4, Clock(0))
     engine.at(0, Run(1))
-    assert engine.names == {f"blocks.0.{part}": [f"blocks.0.{part}", f"blocks.1.{part}"] for part in ("up", "down")}
+    assert engine.names == {
+        f"blocks.0.{part}": [f"blocks.0.{part}", f"blocks.1.{part}"] for part in ("up", "down")
+    }
     assert engine.fp4_share() == 1.0
     apart = NVFP4.model_copy(update={"layers": Layers(skip_first=1)})
     with pytest.raises(ValueError, match=r"blocks\.0\.up and blocks\.1\.up are one layer"):
@@ -488,14 +559,18 @@ def test_hooks_handles_mode_and_attributes_of_a_replaced_layer_stay():
     linear.note = "kept"
     handles = {
         "pre": linear.register_forward_pre_hook(lambda *_: called.append("pre")),
-        "pre with kwargs": linear.register_forward_pre_hook(lambda *_: called.append("pre with kwargs"), with_kwargs=True),
+        "pre with kwargs": linear.register_forward_pre_hook(
+            lambda *_: called.append("pre with kwargs"), with_kwargs=True
+        ),
         "forward": linear.register_forward_hook(lambda *_: called.append("forward")),
         "always": linear.register_forward_hook(lambda *_: called.append("always"), always_call=True),
         "backward pre": linear.register_full_backward_pre_hook(lambda *_: called.append("backward pre")),
         "backward": linear.register_full_backward_hook(lambda *_: called.append("backward")),
         "state dict pre": linear.register_state_dict_pre_hook(lambda *_: called.append("state dict pre")),
         "state dict": linear.register_state_dict_post_hook(lambda *_: called.append("state dict")),
-        "load pre": linear.register_load_state_dict_pre_hook(lambda module, *_: called.append(("load pre", module))),
+        "load pre": linear.register_load_state_dict_pre_hook(
+            lambda module, *_: called.append(("load pre", module))
+        ),
         "load": linear.register_load_state_dict_post_hook(lambda module, _: called.append(("load", module))),
     }
     linear.weight.register_hook(lambda _: called.append("parameter"))
@@ -512,7 +587,9 @@ def test_hooks_handles_mode_and_attributes_of_a_replaced_layer_stay():
     assert not mine.training
     assert mine.note == "kept"
     told = [*handles][:-2]
-    assert sorted(map(str, moments())) == sorted(map(str, [*told, "parameter", ("load pre", mine), ("load", mine)]))
+    assert sorted(map(str, moments())) == sorted(
+        map(str, [*told, "parameter", ("load pre", mine), ("load", mine)])
+    )
     for handle in handles.values():
         handle.remove()
     assert moments() == ["parameter"]
@@ -528,7 +605,11 @@ def test_weights_that_something_computes_and_replaced_forwards_are_refused_by_na
     def replaced(linear: nn.Linear) -> None:
         linear.forward = lambda x: x
 
-    for change, why in ((parametrized, "WeightNorm"), (computed, "a hook"), (replaced, "forward was replaced")):
+    for change, why in (
+        (parametrized, "WeightNorm"),
+        (computed, "a hook"),
+        (replaced, "forward was replaced"),
+    ):
         plain = model(2)
         change(plain["blocks"][1][2])
         with pytest.raises(ValueError, match=rf"^blocks\.1\.2: .*{why}"):

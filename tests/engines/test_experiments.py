@@ -21,7 +21,9 @@ def operands(recipe: Recipe) -> list[tuple[str, Operand]]:
     """Every quantised operand of the first step, in order."""
     run = SHAPE.prepare(recipe, 0, "cpu")
     with torch.no_grad():
-        run.model.head.weight.normal_(generator=torch.Generator().manual_seed(1))  # zero at first, and with it every gradient
+        run.model.head.weight.normal_(
+            generator=torch.Generator().manual_seed(1)
+        )  # zero at first, and with it every gradient
     run.engine.at(0, Run(SHAPE.steps, SHAPE.tokens_per_step))
     seen = []
     run.engine.listen(lambda layer, slot, operand: seen.append((f"{layer} {slot}", operand)))

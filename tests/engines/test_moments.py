@@ -25,7 +25,9 @@ class Tape:
 
     def __init__(self, statistic: str) -> None:
         self.clock = Clock(0)
-        self.module = layer(Recipe(fprop=Fprop(x=Quant(outer=Outer(statistic=statistic)))), torch.eye(16), clock=self.clock)
+        self.module = layer(
+            Recipe(fprop=Fprop(x=Quant(outer=Outer(statistic=statistic)))), torch.eye(16), clock=self.clock
+        )
         self.module.probe = Watch()
 
     def at(self, step: int, micro_batch: int, amax: float, stream: str = "training") -> float:
@@ -65,7 +67,11 @@ def test_a_recomputed_forward_pass_repeats_its_statistic(statistic, steps):
     for step in range(5):
         for micro_batch in (0, 1):
             amax = AMAXES[2 * step + micro_batch]
-            assert tape.at(step, micro_batch, amax) == tape.at(step, micro_batch, amax) == ORACLES[statistic](step, micro_batch, steps)
+            assert (
+                tape.at(step, micro_batch, amax)
+                == tape.at(step, micro_batch, amax)
+                == ORACLES[statistic](step, micro_batch, steps)
+            )
 
 
 @pytest.mark.parametrize("statistic", ["delayed:2", "hold:2"])
@@ -104,7 +110,9 @@ def test_a_shadow_step_in_high_precision_advances_no_statistic():
         forward(converted, drawn(8, 32, seed=1) * 100).sum().backward()
     assert all(not history.amax for linear in engine.layers.values() for history in linear.histories.values())
     forward(converted, drawn(8, 32, seed=1).requires_grad_()).sum().backward()
-    assert all(len(history.amax) == 1 for linear in engine.layers.values() for history in linear.histories.values())
+    assert all(
+        len(history.amax) == 1 for linear in engine.layers.values() for history in linear.histories.values()
+    )
 
 
 def test_each_operand_has_a_history_of_its_own():
@@ -113,7 +121,11 @@ def test_each_operand_has_a_history_of_its_own():
     for step in range(2):
         module.clock.step = step
         run(module, drawn(16, 48, seed=1) * (step + 1), drawn(16, 32, seed=3) * 10)
-    first = {"x": drawn(16, 48, seed=1), "w": drawn(32, 48, seed=2), "g": drawn(16, 32, seed=3).mul(10).bfloat16()}
+    first = {
+        "x": drawn(16, 48, seed=1),
+        "w": drawn(32, 48, seed=2),
+        "g": drawn(16, 32, seed=3).mul(10).bfloat16(),
+    }
     for slot, operand in module.probe.seen.items():
         assert operand.amax == first[slot[-1]].abs().max()
 
@@ -148,7 +160,9 @@ def gradients(preset: str, recompute: bool) -> list[list[Tensor]]:
         model.zero_grad()
         for micro_batch in (0, 1):
             clock.micro_batch = micro_batch
-            forward(model, drawn(24, 32, seed=2 * step + micro_batch) * (step + 1), recompute).square().mean().backward()
+            forward(
+                model, drawn(24, 32, seed=2 * step + micro_batch) * (step + 1), recompute
+            ).square().mean().backward()
         found.append([parameter.grad.clone() for parameter in model.parameters()])
         with torch.no_grad():
             for parameter in model.parameters():
@@ -159,7 +173,11 @@ def gradients(preset: str, recompute: bool) -> list[list[Tensor]]:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_recomputed_activations_give_the_same_gradients(preset):
     kept, recomputed = gradients(preset, False), gradients(preset, True)
-    assert all(torch.equal(a, b) for one, other in zip(kept, recomputed, strict=True) for a, b in zip(one, other, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for one, other in zip(kept, recomputed, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -190,7 +208,9 @@ DETERMINISTIC = [name for name in PRESETS if PRESETS[name]().fprop.w]
 SPLIT_WEIGHTS = {
     "mean": Recipe(fprop=Fprop(w=Quant(transform=Transform(mean=True)))),
     "channels": Recipe(fprop=Fprop(w=Quant(transform=Transform(channels=0.1)))),
-    "rotated channels": Recipe(fprop=Fprop(w=Quant(transform=Transform(channels=0.1)), hadamard=Hadamard(size=32))),
+    "rotated channels": Recipe(
+        fprop=Fprop(w=Quant(transform=Transform(channels=0.1)), hadamard=Hadamard(size=32))
+    ),
     "rotated for each layer": Recipe(fprop=Fprop(w=Quant(), hadamard=Hadamard(size=32, signs="per_layer"))),
 }
 

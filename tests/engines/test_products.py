@@ -25,7 +25,9 @@ def array(x: Tensor) -> np.ndarray:
 
 def quantised(x: np.ndarray, quant: Quant, **more) -> np.ndarray:
     """What the tested quantiser (tests/numerics) makes of a matrix, without its padding."""
-    return array(quantize(torch.from_numpy(np.ascontiguousarray(x)).float(), quant, **more).dequantize())[:, : x.shape[1]]
+    return array(quantize(torch.from_numpy(np.ascontiguousarray(x)).float(), quant, **more).dequantize())[
+        :, : x.shape[1]
+    ]
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
@@ -89,7 +91,9 @@ TOKENS, INPUTS, OUTPUTS = 48, 64, 80
 SPLIT = ("fprop.x", "dgrad.g", "wgrad.g", "wgrad.x")
 
 
-def with_slot(slot: str, quant: Quant, other: Quant | None = None, rotation: Hadamard | None = None) -> Recipe:
+def with_slot(
+    slot: str, quant: Quant, other: Quant | None = None, rotation: Hadamard | None = None
+) -> Recipe:
     """A recipe that quantises one slot so, and the other operand of its product otherwise."""
     product, operand = slot.split(".")
     kind = {"fprop": Fprop, "dgrad": Dgrad, "wgrad": Wgrad}[product]
@@ -100,7 +104,13 @@ def with_slot(slot: str, quant: Quant, other: Quant | None = None, rotation: Had
 
 def products(recipe: Recipe, given: dict[str, Tensor], clock: Clock | None = None) -> dict[str, Tensor]:
     """The three products of a layer of weight w, by name."""
-    return dict(zip(DIRECTIONS["all"], run(layer(recipe, given["w"], clock=clock), given["x"], given["g"]), strict=True))
+    return dict(
+        zip(
+            DIRECTIONS["all"],
+            run(layer(recipe, given["w"], clock=clock), given["x"], given["g"]),
+            strict=True,
+        )
+    )
 
 
 def tensors() -> dict[str, Tensor]:
@@ -108,7 +118,11 @@ def tensors() -> dict[str, Tensor]:
     x = drawn(TOKENS, INPUTS, seed=1)
     x[:, ::9] *= 20
     x[:, 5] += 7
-    return {"x": x.bfloat16().float(), "w": drawn(OUTPUTS, INPUTS, seed=2), "g": drawn(TOKENS, OUTPUTS, seed=3, outliers=True)}
+    return {
+        "x": x.bfloat16().float(),
+        "w": drawn(OUTPUTS, INPUTS, seed=2),
+        "g": drawn(TOKENS, OUTPUTS, seed=3, outliers=True),
+    }
 
 
 @pytest.mark.parametrize("how", TRANSFORMS)
@@ -117,10 +131,18 @@ def test_the_parts_of_an_operand_add_up_in_the_product(slot, how):
     given, quant = tensors(), Quant(transform=TRANSFORMS[how])
     results = products(with_slot(slot, quant, Quant()), given)
     product, operand = slot.split(".")
-    rest, taken = parts(array(given[operand]), quant.transform)  # tokens by channels, whatever the product contracts
+    rest, taken = parts(
+        array(given[operand]), quant.transform
+    )  # tokens by channels, whatever the product contracts
     turn = np.transpose if product == "wgrad" else np.asarray
-    mine = quantised(turn(rest), Quant()) + sum(turn(part) if how is None else quantised(turn(part), how) for part, how in taken)
-    left = {"fprop": given["w"], "dgrad": given["w"].t(), "wgrad": given["g"].t() if operand == "x" else given["x"].t()}[product]
+    mine = quantised(turn(rest), Quant()) + sum(
+        turn(part) if how is None else quantised(turn(part), how) for part, how in taken
+    )
+    left = {
+        "fprop": given["w"],
+        "dgrad": given["w"].t(),
+        "wgrad": given["g"].t() if operand == "x" else given["x"].t(),
+    }[product]
     other = quantised(array(left), Quant())
     a, b = (other, mine) if slot == "wgrad.x" else (mine, other)
     # 2^-7 of a few elements: a mean in fp32 may round to another bf16 than one in float64
@@ -137,7 +159,11 @@ def test_a_low_rank_part_is_multiplied_beside_the_rest(slot):
     low = drawn(rows, 2, seed=4) @ drawn(2, columns, seed=5) * 50
     given[big] = (low + given[big].clamp(-3, 3)).bfloat16().float()
     results = {}
-    for name, quant in {"split": Quant(transform=Transform(low_rank=2)), "whole": Quant(), "none": None}.items():
+    for name, quant in {
+        "split": Quant(transform=Transform(low_rank=2)),
+        "whole": Quant(),
+        "none": None,
+    }.items():
         y, _, dw = run(layer(with_slot(slot, quant), given["w"]), given["x"], given["g"])
         results[name] = y if slot == "fprop.x" else dw
     error = {name: (results[name] - results["none"]).norm() for name in ("split", "whole")}
@@ -162,7 +188,11 @@ def test_splitting_is_of_the_operand_named_alone():
 def test_a_backward_operand_from_the_forward_copy_is_that_copy_rotated_back(signs, inputs):
     rotation = signs and Hadamard(size=16, signs=signs)
     again = Quant(source="forward")
-    recipe = Recipe(fprop=Fprop(x=Quant(), w=Quant(block="1x32"), hadamard=rotation), dgrad=Dgrad(w=again), wgrad=Wgrad(g=Quant(), x=again))
+    recipe = Recipe(
+        fprop=Fprop(x=Quant(), w=Quant(block="1x32"), hadamard=rotation),
+        dgrad=Dgrad(w=again),
+        wgrad=Wgrad(g=Quant(), x=again),
+    )
     x, w, dy = drawn(48, inputs, seed=1), drawn(80, inputs, seed=2), drawn(48, 80, seed=3)
     module = layer(recipe, w)
     module.probe = Watch()
@@ -235,12 +265,20 @@ def test_clip_mask_stops_gradients_where_the_cast_clipped_in_the_rotated_domain(
         mask = quest_mask(h)
         assert 0.005 < 1 - mask.mean() < 0.2
         expected = turned(turned(plain[name], r) * mask, r.T)
-        assert np.abs(array(gradient) - expected).max() <= 1e-5 * np.abs(plain[name]).max()  # sums and rotations in fp32
+        assert (
+            np.abs(array(gradient) - expected).max() <= 1e-5 * np.abs(plain[name]).max()
+        )  # sums and rotations in fp32
         assert np.abs(expected - plain[name] * mask).max() > 1e-2 or not size
 
 
 def test_a_value_mapped_to_six_exactly_is_stopped():
-    recipe = exact(Recipe(fprop=Fprop(x=Quant(estimator="clip_mask", scale=BlockScale(format="e8m0", rounding="floor"), outer=None))))
+    recipe = exact(
+        Recipe(
+            fprop=Fprop(
+                x=Quant(estimator="clip_mask", scale=BlockScale(format="e8m0", rounding="floor"), outer=None)
+            )
+        )
+    )
     x = torch.full((1, 16), 1.0)
     x[0, 3], x[0, 4] = 6.0, 5.75
     _, dx, _ = run(layer(recipe, torch.eye(16)), x, torch.ones(1, 16))
@@ -260,14 +298,18 @@ def dge_slope(y: float, k: float, clip: float) -> float:
 
 @pytest.mark.parametrize(("k", "clip"), [(5.0, 3.0), (3.0, 1.5), (1.0, 3.0)])
 def test_the_slope_of_the_differentiable_estimator_multiplies_dw(k, clip):
-    quant = Quant(block=None, scale=None, outer=Outer(granularity="row", bound=1.0), estimator=Dge(k=k, clip=clip))
+    quant = Quant(
+        block=None, scale=None, outer=Outer(granularity="row", bound=1.0), estimator=Dge(k=k, clip=clip)
+    )
     recipe = exact(Recipe(fprop=Fprop(w=quant)))
     x, w, dy = drawn(48, 64, seed=1), drawn(80, 64, seed=2), drawn(48, 80, seed=3)
     _, dx, dw = run(layer(recipe, w), x, dy)
     scaled = array(w) * 6 / np.abs(array(w)).max(axis=1, keepdims=True)
     slopes = np.vectorize(lambda y: dge_slope(y, k, clip))(scaled)
     plain = array(dy).T @ array(x)
-    inside = np.abs(scaled) < 6 - 1e-5  # the row's largest may be 6, or an ulp beyond it, where the slope is 0
+    inside = (
+        np.abs(scaled) < 6 - 1e-5
+    )  # the row's largest may be 6, or an ulp beyond it, where the slope is 0
     # the slope is steep at the middle of an interval, where fp32 and float64 may see it 1e-4 apart
     assert np.quantile((np.abs(array(dw) - plain * slopes) / (np.abs(plain) + 1e-3))[inside], 0.999) < 1e-4
     assert np.abs(array(dx) - array(dy) @ array(w)).max() < 1e-4
@@ -282,7 +324,9 @@ def test_prescaled_operands_multiply_by_sixteen_ninths():
     quant = PRESETS["mxfp4_backward"]().dgrad.g.model_copy(update={"rounding": "nearest", "bits": 8})
     recipe = Recipe(dgrad=Dgrad(g=quant, w=quant), wgrad=Wgrad(g=quant, x=quant))
     # Blocks of 4: scale 1, 4 * 3/4 = 3 is on the grid. Without 16/9 the product would be 9 a term instead of 16.
-    _, dx, dw = run(layer(recipe, torch.full((64, 32), 4.0)), torch.full((96, 32), 4.0), torch.full((96, 64), 4.0))
+    _, dx, dw = run(
+        layer(recipe, torch.full((64, 32), 4.0)), torch.full((96, 32), 4.0), torch.full((96, 64), 4.0)
+    )
     assert dx.unique().tolist() == [64 * 16]
     assert dw.unique().tolist() == [96 * 16]
 
@@ -291,7 +335,10 @@ def test_the_floor_rule_saturates_without_prescale_and_not_with_it():
     plain = PRESETS["mxfp4"]().fprop.x
     x = drawn(64, 256, seed=1)
     saturated = {}
-    for name, quant in {"plain": plain, "prescaled": plain.model_copy(update={"range": Range(map_to=4.0, prescale=0.75)})}.items():
+    for name, quant in {
+        "plain": plain,
+        "prescaled": plain.model_copy(update={"range": Range(map_to=4.0, prescale=0.75)}),
+    }.items():
         saturated[name] = (quantize(x, quant, keep=True).scaled.abs() > 6).any().item()
     assert saturated == {"plain": True, "prescaled": False}
 
@@ -330,9 +377,20 @@ def test_a_scale_for_each_128_is_that_of_the_128_alone(inputs):
 @pytest.mark.parametrize("product", DIRECTIONS["all"])
 def test_a_rotation_cancels_in_the_product(product, size, signs):
     given, spec = tensors(), Hadamard(size=size, signs=signs)
-    alone = exact(Recipe(**{product: {"fprop": Fprop, "dgrad": Dgrad, "wgrad": Wgrad}[product](hadamard=spec)}))
-    beside = with_slot({"fprop": "fprop.w", "dgrad": "dgrad.g", "wgrad": "wgrad.x"}[product], Quant(element="e4m3"), None, spec)
-    plain = {"fprop": given["x"] @ given["w"].t(), "dgrad": given["g"] @ given["w"], "wgrad": given["g"].t() @ given["x"]}[product]
+    alone = exact(
+        Recipe(**{product: {"fprop": Fprop, "dgrad": Dgrad, "wgrad": Wgrad}[product](hadamard=spec)})
+    )
+    beside = with_slot(
+        {"fprop": "fprop.w", "dgrad": "dgrad.g", "wgrad": "wgrad.x"}[product],
+        Quant(element="e4m3"),
+        None,
+        spec,
+    )
+    plain = {
+        "fprop": given["x"] @ given["w"].t(),
+        "dgrad": given["g"] @ given["w"],
+        "wgrad": given["g"].t() @ given["x"],
+    }[product]
     for recipe, tolerance in ((alone, 0.01), (beside, 0.05)):
         rotated = products(recipe, given, Clock(3, step=5, micro_batch=2))[product]
         # rotated values are rounded to bf16 (2^-9 on average), or one operand to E4M3 (2^-5);
@@ -344,7 +402,10 @@ def sources(signs: str, slot: str = "wgrad.x", **when) -> Tensor:
     """The rotated operand of a slot, at a time."""
     where = when.pop("name", "blocks.0.linear")
     rotation = Hadamard(size=16, signs=signs)
-    recipe = Recipe(dgrad=Dgrad(g=Quant(), w=Quant(), hadamard=rotation), wgrad=Wgrad(g=Quant(), x=Quant(), hadamard=rotation))
+    recipe = Recipe(
+        dgrad=Dgrad(g=Quant(), w=Quant(), hadamard=rotation),
+        wgrad=Wgrad(g=Quant(), x=Quant(), hadamard=rotation),
+    )
     # one token in 16 is not zero: its row of the rotation is what is seen
     x = torch.zeros(256, 16)
     x[torch.arange(16) * 17] = torch.eye(16)
@@ -369,7 +430,12 @@ CHANGES = {
 @pytest.mark.parametrize("signs", CHANGES)
 def test_signs_are_drawn_anew_as_often_as_their_name_says(signs):
     first = sources(signs)
-    others = {"seed": {"seed": 1}, "name": {"name": "blocks.1.linear"}, "step": {"step": 1}, "micro_batch": {"micro_batch": 1}}
+    others = {
+        "seed": {"seed": 1},
+        "name": {"name": "blocks.1.linear"},
+        "step": {"step": 1},
+        "micro_batch": {"micro_batch": 1},
+    }
     changed = {what for what, when in others.items() if not torch.equal(sources(signs, **when), first)}
     assert changed == CHANGES[signs]
     assert torch.equal(sources(signs), first)

@@ -2,7 +2,18 @@
 
 import pytest
 
-from ablate.engines.te_mapping import TENSORS, Builtin, Copies, Custom, Format, families, recipe_refusals, refusals, te_recipe, variants
+from ablate.engines.te_mapping import (
+    TENSORS,
+    Builtin,
+    Copies,
+    Custom,
+    Format,
+    families,
+    recipe_refusals,
+    refusals,
+    te_recipe,
+    variants,
+)
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select
 from ablate.recipes import KNOBS, PRESETS
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Phase, Products, Wgrad
@@ -21,7 +32,12 @@ MAPPED = {
     "fp32": [None],
     "fp8_current": [("Float8CurrentScaling", HYBRID)],
     "fp8_delayed": ["custom"],
-    "mxfp8": [("MXFP8BlockScaling", {"fp8_format": "E4M3", "enable_2d_quantization": False, "backward_override": None})],
+    "mxfp8": [
+        (
+            "MXFP8BlockScaling",
+            {"fp8_format": "E4M3", "enable_2d_quantization": False, "backward_override": None},
+        )
+    ],
     "nvfp4": [("NVFP4BlockScaling", NVFP4)],
     "nvfp4_paper": [("NVFP4BlockScaling", NVFP4)],
     "fp4_all_the_way": [
@@ -132,7 +148,13 @@ def test_a_rotation_without_signs_is_one_too():
 
 def test_requantising_from_the_forward_copy_is_said():
     again = Quant(source="forward")
-    found = te_recipe(one(fprop=Fprop(x=Quant(), w=Quant()), dgrad=Dgrad(g=Quant(), w=again), wgrad=Wgrad(g=Quant(), x=Quant())))
+    found = te_recipe(
+        one(
+            fprop=Fprop(x=Quant(), w=Quant()),
+            dgrad=Dgrad(g=Quant(), w=again),
+            wgrad=Wgrad(g=Quant(), x=Quant()),
+        )
+    )
     assert isinstance(found, Custom)
     assert (found.weight.requantised, found.input.requantised) == (True, False)
 
@@ -140,7 +162,11 @@ def test_requantising_from_the_forward_copy_is_said():
 def test_four_over_six_forward_is_its_own_argument():
     chosen = Quant(select=Select(among="scales", criterion="mse"), outer=Outer(bound=256.0))
     found = dict(te_recipe(one(fprop=Fprop(x=chosen, w=chosen))).options)
-    assert (found["nvfp4_4over6"], found["nvfp4_4over6_e4m3_use_256"], found["nvfp4_4over6_err_mode"]) == ("all", "all", "MSE")
+    assert (found["nvfp4_4over6"], found["nvfp4_4over6_e4m3_use_256"], found["nvfp4_4over6_err_mode"]) == (
+        "all",
+        "all",
+        "MSE",
+    )
     found = dict(te_recipe(one(fprop=Fprop(x=Quant(), w=chosen))).options)
     assert found["nvfp4_4over6"] == "weights"
 
@@ -153,7 +179,12 @@ def test_delayed_scaling_is_a_recipe_of_single_quantisers_with_histories_of_each
 
 
 @pytest.mark.parametrize(
-    ("slot", "change"), [("wgrad.x", {"outer": {"statistic": "delayed:16"}}), ("wgrad.x", {"source": "forward"}), ("dgrad.w", None)]
+    ("slot", "change"),
+    [
+        ("wgrad.x", {"outer": {"statistic": "delayed:16"}}),
+        ("wgrad.x", {"source": "forward"}),
+        ("dgrad.w", None),
+    ],
 )
 def test_a_tensor_of_which_one_copy_has_another_scale_than_the_delayed_one_is_refused(slot, change):
     content = PRESETS["fp8_delayed"]().products.model_dump()
@@ -194,7 +225,9 @@ def test_one_field_beyond_transformer_engine_is_refused_by_its_name(begins):
     if change is None:
         content[product][operand] = None
     else:
-        content[product][operand].update({key: getattr(value, "model_dump", lambda value=value: value)() for key, value in change.items()})
+        content[product][operand].update(
+            {key: getattr(value, "model_dump", lambda value=value: value)() for key, value in change.items()}
+        )
     reasons = list(refusals(Products.model_validate(content)))
     assert [reason for reason in reasons if reason.startswith(begins)], reasons
 

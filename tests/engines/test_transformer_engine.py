@@ -30,7 +30,10 @@ def found():
     """What the contract's program tells: about half a minute."""
     if peers.version("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE.parent.parent), str(HERE))), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(HERE.parent.parent), str(HERE))),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, str(HERE / "te_contract.py"), str(SHAPES)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -46,7 +49,9 @@ def test_forward_and_backward_are_the_emulators_on_random_shapes(found):
 
 
 def test_every_recipe_that_maps_to_nvfp4_is_computed_as_the_emulator_does(found):
-    wrong = {name: differs for name, differs in found["each"].items() if differs[0] >= 1e-3 or differs[1] >= 2**-7}
+    wrong = {
+        name: differs for name, differs in found["each"].items() if differs[0] >= 1e-3 or differs[1] >= 2**-7
+    }
     assert wrong == {}
 
 
@@ -68,13 +73,22 @@ def test_the_recipes_of_its_own_are_built_as_transformer_engine_reads_them(found
     assert set(built) == {"fp8_current", "mxfp8", "nvfp4", "nvfp4_paper", "healing"}
     assert "format=HYBRID" in built["fp8_current"]
     assert "power_2_scale=True" not in built["fp8_current"]
-    assert built["mxfp8"].startswith("recipe_type=MXFP8BlockScaling, margin=0, format=E4M3, backward_override=None")
-    x, w, g = (built["nvfp4"].partition(f"fp4_quant_{name}=")[2].partition(")")[0] for name in ("fwd_inp", "fwd_weight", "bwd_grad"))
+    assert built["mxfp8"].startswith(
+        "recipe_type=MXFP8BlockScaling, margin=0, format=E4M3, backward_override=None"
+    )
+    x, w, g = (
+        built["nvfp4"].partition(f"fp4_quant_{name}=")[2].partition(")")[0]
+        for name in ("fwd_inp", "fwd_weight", "bwd_grad")
+    )
     switches = {
         name: [line.partition("=")[2] == "True" for line in part.replace(",", "").split("\n")[3:6]]
         for name, part in {"x": x, "w": w, "g": g}.items()
     }
-    assert switches == {"x": [True, False, False], "w": [False, False, True], "g": [True, True, False]}  # rotated, stochastic, square
+    assert switches == {
+        "x": [True, False, False],
+        "w": [False, False, True],
+        "g": [True, True, False],
+    }  # rotated, stochastic, square
 
 
 def test_a_custom_recipe_makes_a_quantiser_for_each_copy_of_each_tensor(found):
@@ -100,7 +114,12 @@ def test_a_custom_recipe_makes_a_quantiser_for_each_copy_of_each_tensor(found):
             "grad_output": gradient,
             "leaving": [none, none],
         },
-        "backward in fp8": {"input": [none, fp8], "weight": [none, fp8], "grad_output": [fp8, fp8], "leaving": [none, none]},
+        "backward in fp8": {
+            "input": [none, fp8],
+            "weight": [none, fp8],
+            "grad_output": [fp8, fp8],
+            "leaving": [none, none],
+        },
     }
 
 
@@ -109,14 +128,23 @@ def test_a_weight_that_is_not_trained_changes_neither_output_nor_dx(found):
 
 
 def test_a_layer_takes_up_each_recipe_that_it_is_given_in_turn(found):
-    assert list(found["switched"]) == ["rotated", "not rotated", "bf16", "forward alone", "backward alone", "rotated again"]
+    assert list(found["switched"]) == [
+        "rotated",
+        "not rotated",
+        "bf16",
+        "forward alone",
+        "backward alone",
+        "rotated again",
+    ]
     assert max(found["switched"].values())[0] < 1e-3
 
 
 def test_a_te_linear_keeps_the_quantisers_of_its_first_recipe_and_the_engine_says_so(found):
     """The trap is TE's: should it be mended there, the first line fails, and one te.Linear a layer would do."""
     assert found["trap"]["rotates still"] is True
-    assert found["trap"]["said"].startswith("blocks.0.a: Transformer Engine has not taken up the recipe in force")
+    assert found["trap"]["said"].startswith(
+        "blocks.0.a: Transformer Engine has not taken up the recipe in force"
+    )
 
 
 def test_a_training_with_a_layer_policy_and_phases_goes_as_the_emulators(found):
@@ -124,7 +152,9 @@ def test_a_training_with_a_layer_policy_and_phases_goes_as_the_emulators(found):
     assert len(ours) == len(theirs) == 6
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-4)
-    assert ours[-1]["flops/fp4_share"] == theirs[-1]["flops/fp4_share"] == 1 / 3  # one of two blocks, 4 of 6 steps
+    assert (
+        ours[-1]["flops/fp4_share"] == theirs[-1]["flops/fp4_share"] == 1 / 3
+    )  # one of two blocks, 4 of 6 steps
     assert [record["train/loss"] for record in theirs] != found["trained"]["high"]
 
 
@@ -148,19 +178,25 @@ def test_a_layer_with_delayed_scaling_scales_by_the_amaxes_that_the_emulator_sca
     """In each moment the same three factors to the bit, though amaxes change with each micro-batch and evaluations have huge ones."""
     scales = found["delayed"]["scales"]
     assert [ours for ours, _ in scales] == [theirs for _, theirs in scales]
-    assert len({tuple(ours) for ours, _ in scales}) == 6  # two in the first step, each of its own; the next one's is the larger
+    assert (
+        len({tuple(ours) for ours, _ in scales}) == 6
+    )  # two in the first step, each of its own; the next one's is the larger
     assert max(found["delayed"]["differ"]) < 1e-3
 
 
 def test_it_remembers_the_largest_amax_of_each_step_once_and_nothing_of_evaluations(found):
     ours, theirs = found["delayed"]["histories"]
     assert ours == theirs
-    assert {slot: [step for step, _ in amaxes] for slot, amaxes in theirs.items()} == {slot: [3, 4, 5] for slot in SLOTS}
+    assert {slot: [step for step, _ in amaxes] for slot, amaxes in theirs.items()} == {
+        slot: [3, 4, 5] for slot in SLOTS
+    }
 
 
 def test_a_training_with_delayed_scaling_goes_as_the_emulators(found):
     """With a layer in bf16, a phase in bf16, another window after it that reaches back before it, and steps of two micro-batches."""
-    ours, theirs = (found["trained_delayed"]["losses"][engine] for engine in ("emulated", "transformer_engine"))
+    ours, theirs = (
+        found["trained_delayed"]["losses"][engine] for engine in ("emulated", "transformer_engine")
+    )
     assert len(ours) == len(theirs) == 6
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-4)
@@ -215,11 +251,16 @@ def model() -> nn.Module:
 
 def test_a_worker_without_what_the_planner_had_refuses_in_a_sentence(monkeypatch):
     monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(9, 0)))
-    with pytest.raises(ValueError, match=r"^engine transformer_engine: this GPU, SM 9\.0, does not train NVFP4"):
+    with pytest.raises(
+        ValueError, match=r"^engine transformer_engine: this GPU, SM 9\.0, does not train NVFP4"
+    ):
         native.convert(model(), PRESETS["nvfp4"](), Clock(0))
 
 
-@pytest.mark.parametrize("switch", ["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"])
+@pytest.mark.parametrize(
+    "switch",
+    ["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"],
+)
 def test_an_environment_that_changes_numbers_is_refused(switch, monkeypatch):
     monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(9, 0)))
     monkeypatch.setenv(switch, "1")
@@ -232,7 +273,9 @@ def test_in_high_precision_a_layer_is_the_emulators_and_asks_nothing_of_te(monke
     monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(10, 0)))
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     plain = model()
-    expected = nn.functional.linear(x, plain.blocks[0]["a"].weight.bfloat16(), plain.blocks[0]["a"].bias.bfloat16())
+    expected = nn.functional.linear(
+        x, plain.blocks[0]["a"].weight.bfloat16(), plain.blocks[0]["a"].bias.bfloat16()
+    )
     native.convert(plain, PRESETS["bf16"](), Clock(0))
     assert torch.equal(plain.blocks[0]["a"](x), expected)
 
@@ -282,10 +325,20 @@ def test_amaxes_that_a_gpu_left_as_tensors_are_numbers_from_the_next_step_on(mon
 
 def test_draws_depend_on_the_moment_alone(monkeypatch):
     seeds = []
-    monkeypatch.setattr(torch.cuda, "default_generators", [type("Generator", (), {"manual_seed": lambda _, seed: seeds.append(seed)})()])
+    monkeypatch.setattr(
+        torch.cuda,
+        "default_generators",
+        [type("Generator", (), {"manual_seed": lambda _, seed: seeds.append(seed)})()],
+    )
     clock, gpu = Clock(3), torch.device("cuda", 0)
     draws = native.Draws(clock)
-    for step, stream in ((0, "training"), (0, "training"), (1, "training"), (1, "evaluation"), (1, "training")):
+    for step, stream in (
+        (0, "training"),
+        (0, "training"),
+        (1, "training"),
+        (1, "evaluation"),
+        (1, "training"),
+    ):
         clock.step, clock.stream = step, stream
         draws.at(gpu)
     assert len(seeds) == 4  # twice in one moment: once

@@ -80,7 +80,9 @@ def reset_by_hand(spec: OsciReset, steps: int, first: int) -> list[np.ndarray]:
     return path
 
 
-@pytest.mark.parametrize(("period", "window", "start"), [(10, 4, 0.0), (10, 5, 0.5), (6, 3, 0.34), (12, 11, 0.2)])
+@pytest.mark.parametrize(
+    ("period", "window", "start"), [(10, 4, 0.0), (10, 5, 0.5), (6, 3, 0.34), (12, 11, 0.2)]
+)
 def test_osci_reset_puts_oscillating_weights_on_their_quantised_value(period, window, start):
     spec, steps = OsciReset(period=period, window=window, start=start), 40
     module, rules = toy(weights=Weights(osci_reset=spec))
@@ -88,7 +90,10 @@ def test_osci_reset_puts_oscillating_weights_on_their_quantised_value(period, wi
     for step, w in walk(module, rules, steps):
         np.testing.assert_array_equal(w, expected[step])
     untouched = [w for _, w in walk(*toy(), steps)][-1]
-    assert {i for i in range(16) if w[i] != untouched[i]} == {1, 3}  # 25 times as far as the weight; 4 goes 5 times as far
+    assert {i for i in range(16) if w[i] != untouched[i]} == {
+        1,
+        3,
+    }  # 25 times as far as the weight; 4 goes 5 times as far
 
 
 def test_osci_reset_looks_first_at_the_first_period_past_its_start():
@@ -152,7 +157,9 @@ def test_q_ema_chooses_between_the_two_neighbours_alone(seed):
     g = torch.Generator().manual_seed(seed)
     module.weight.data[0, 1:] = torch.empty(15).uniform_(-6, 6, generator=g)
     module.target = torch.empty(1, 16).uniform_(-60, 60, generator=g)  # far away
-    for value, q in zip(module.weight.detach().bfloat16()[0].tolist(), module.quantised_weight()[0].tolist(), strict=True):
+    for value, q in zip(
+        module.weight.detach().bfloat16()[0].tolist(), module.quantised_weight()[0].tolist(), strict=True
+    ):
         assert abs(q) in grids.neighbours(value, E2M1)
         assert q == 0 or (q > 0) == (value > 0)
 
@@ -170,13 +177,18 @@ def test_q_ema_decides_alike_in_both_copies_of_the_weight():
     assert torch.equal(forward[:32, :48], module.quantised_weight())
 
 
-@pytest.mark.parametrize("quant", [Quant(rounding="stochastic"), Quant(source="forward"), Quant(rounding="stochastic", source="forward")])
+@pytest.mark.parametrize(
+    "quant",
+    [Quant(rounding="stochastic"), Quant(source="forward"), Quant(rounding="stochastic", source="forward")],
+)
 def test_q_ema_leaves_a_backward_copy_that_is_rounded_otherwise(quant):
     recipe = Recipe(fprop=Fprop(w=Quant()), dgrad=Dgrad(g=Quant(), w=quant))
     seen = []
     for target in (None, drawn(32, 48, seed=4)):
         module = layer(recipe, drawn(32, 48, seed=1))
-        if quant.source == "forward" and target is not None:  # the copy itself is decided by the mean: start from the same one
+        if (
+            quant.source == "forward" and target is not None
+        ):  # the copy itself is decided by the mean: start from the same one
             module.weight.data.copy_(module.quantised_weight())
         module.probe, module.target = Watch(), target
         run(module, drawn(16, 48, seed=2), drawn(16, 32, seed=3))
@@ -195,7 +207,9 @@ LR, DECAY, BETA1, BETA2, EPS = 0.02, 0.01, 0.2, 0.9, 1e-8
 
 
 def adamw(module: EmulatedLinear) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([module.weight], lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, fused=True)
+    return torch.optim.AdamW(
+        [module.weight], lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, fused=True
+    )
 
 
 def gradient(step: int) -> np.ndarray:
@@ -216,7 +230,13 @@ def ramped(weights: Weights, steps: int):
         optimizer.step()
         rules.after(optimizer, step, Run(steps))
         state = optimizer.state[module.weight]
-        yield step, *(t.detach().double().numpy()[0].copy() for t in (module.weight, state["exp_avg"], state["exp_avg_sq"]))
+        yield (
+            step,
+            *(
+                t.detach().double().numpy()[0].copy()
+                for t in (module.weight, state["exp_avg"], state["exp_avg_sq"])
+            ),
+        )
 
 
 def ramp_by_hand(spec: QRamping, steps: int):
@@ -252,13 +272,21 @@ def ramp_by_hand(spec: QRamping, steps: int):
 
 @pytest.mark.parametrize(
     "spec",
-    [QRamping(period=20, window=8), QRamping(period=10, window=9, threshold=8.0, slowdown=2), QRamping(period=20, window=6, slowest=3)],
+    [
+        QRamping(period=20, window=8),
+        QRamping(period=10, window=9, threshold=8.0, slowdown=2),
+        QRamping(period=20, window=6, slowest=3),
+    ],
 )
 def test_q_ramping_updates_oscillating_weights_less_often_and_further(spec):
     waited = set()
-    for (step, *mine), (_, *theirs, wait) in zip(ramped(Weights(q_ramping=spec), 70), ramp_by_hand(spec, 70), strict=True):
+    for (step, *mine), (_, *theirs, wait) in zip(
+        ramped(Weights(q_ramping=spec), 70), ramp_by_hand(spec, 70), strict=True
+    ):
         for what, a, b in zip(("weight", "first moment", "second moment"), mine, theirs, strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6, err_msg=f"{what} after step {step}")  # fp32 against float64
+            np.testing.assert_allclose(
+                a, b, rtol=2e-4, atol=2e-6, err_msg=f"{what} after step {step}"
+            )  # fp32 against float64
         waited |= {(i, int(wait[i])) for i in range(16)}
     assert {i for i, wait in waited if wait > 1} >= {1}
     assert {i for i, wait in waited if wait > 1}.isdisjoint({0, 2, 5})
@@ -268,7 +296,9 @@ def test_q_ramping_updates_oscillating_weights_less_often_and_further(spec):
 def test_the_moments_of_a_waiting_weight_are_kept():
     spec, kept = QRamping(period=20, window=8), 0
     before = None
-    for (_, w, m, v), (_, _, _, _, wait) in zip(ramped(Weights(q_ramping=spec), 18), ramp_by_hand(spec, 18), strict=True):
+    for (_, w, m, v), (_, _, _, _, wait) in zip(
+        ramped(Weights(q_ramping=spec), 18), ramp_by_hand(spec, 18), strict=True
+    ):
         if before is not None and wait[1] > 1 and (m[1], v[1]) == before[1:]:
             assert w[1] == pytest.approx(before[0] * (1 - LR * DECAY), rel=1e-6)
             kept += 1
@@ -279,7 +309,9 @@ def test_the_moments_of_a_waiting_weight_are_kept():
 def test_q_ramping_of_weights_that_do_not_oscillate_is_adamw_bit_for_bit():
     results = []
     for weights in (Weights(), Weights(q_ramping=QRamping(period=4, window=2, threshold=1e9))):
-        module = layer(PRESETS["nvfp4"](), drawn(64, 48, seed=1) * 1e-2)  # steps of 2e-2: many weights change their sign
+        module = layer(
+            PRESETS["nvfp4"](), drawn(64, 48, seed=1) * 1e-2
+        )  # steps of 2e-2: many weights change their sign
         rules, optimizer = WeightRules(weights, module, {"toy": module}), adamw(module)
         for step in range(10):
             module.weight.grad = torch.randn(64, 48, generator=torch.Generator().manual_seed(step))
@@ -327,8 +359,13 @@ def test_rules_are_for_layers_whose_forward_weight_is_quantised():
 
 def test_bf16_master_weights_are_rounded_after_every_step():
     module, _ = toy()
-    norm, frozen = nn.Parameter(torch.full((4,), 0.3)), nn.Parameter(torch.full((4,), 0.3), requires_grad=False)
-    rules = WeightRules(Weights(master="bf16"), nn.ParameterList([module.weight, norm, frozen]), {"toy": module})
+    norm, frozen = (
+        nn.Parameter(torch.full((4,), 0.3)),
+        nn.Parameter(torch.full((4,), 0.3), requires_grad=False),
+    )
+    rules = WeightRules(
+        Weights(master="bf16"), nn.ParameterList([module.weight, norm, frozen]), {"toy": module}
+    )
     optimizer = torch.optim.SGD([module.weight, norm], lr=1.0)
     expected: Tensor = START.clone()
     for step in range(6):

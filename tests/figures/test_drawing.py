@@ -28,7 +28,9 @@ def book(tmp_path):
     ):
         for seed in range(2):
             trial = ledger.add_member(arm, seed, f"{arm}/{seed}", "{}")
-            events = [{"step": n, "time": 0.0, "metrics": {ERROR.name: level, MEAN.name: level / n}} for n in (1, 4)]
+            events = [
+                {"step": n, "time": 0.0, "metrics": {ERROR.name: level, MEAN.name: level / n}} for n in (1, 4)
+            ]
             ledger.record(trial, events)
             ledger.settle(trial, "done")
     yield ledger
@@ -45,13 +47,17 @@ def test_dots_show_every_seed_of_every_measured_arm_and_what_was_published(book)
 def test_a_decay_has_log_axes_and_its_published_points(book):
     axes = decay(frame(book), MEAN.name, PUBLISHED).figure.axes[0]
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "D"] == [(4, 5e-3)]
+    assert [
+        (line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "D"
+    ] == [(4, 5e-3)]
 
 
 def test_of_many_arms_the_best_are_drawn_and_that_is_said(book):
     base = book.arms()[0]["arm"]
     for number in range(60):
-        trial = book.add_member(book.add_arm(f"arm {number}", {"n": number}, base, None), 0, f"many/{number}", "{}")
+        trial = book.add_member(
+            book.add_arm(f"arm {number}", {"n": number}, base, None), 0, f"many/{number}", "{}"
+        )
         book.record(trial, [{"step": 1, "time": 0.0, "metrics": {ERROR.name: 1.0 - number / 100}}])
         book.settle(trial, "done")
     figure = dots(summaries(book, ERROR), ERROR).figure

@@ -37,7 +37,11 @@ def test_a_gap_curve_is_the_mean_of_paired_differences_with_their_t_interval(boo
     assert set(picture.data["arm"]) == known.keys() - {"bf16"}
     for line in picture.data.itertuples():
         arm, step = known[line.arm], int(line.step)
-        apart = [arm[seed][step] - known["bf16"][seed][step] for seed in arm if math.isfinite(arm[seed].get(step, math.nan))]
+        apart = [
+            arm[seed][step] - known["bf16"][seed][step]
+            for seed in arm
+            if math.isfinite(arm[seed].get(step, math.nan))
+        ]
         assert line.gap == pytest.approx(statistics.fmean(apart))
         assert line.seeds == len(apart)
         low, high = stats.t.interval(0.95, len(apart) - 1, statistics.fmean(apart), stats.sem(apart))
@@ -57,7 +61,9 @@ def test_curves_are_means_over_seeds_between_the_smallest_and_the_largest(book):
     data = figures.curves(frame(book), "val/loss").data
     last = data[data["arm"] == "bf16"].iloc[-1]
     ends = [series[1000] for series in known.values()]
-    assert (last["mean"], last["low"], last["high"]) == pytest.approx((statistics.fmean(ends), min(ends), max(ends)))
+    assert (last["mean"], last["low"], last["high"]) == pytest.approx(
+        (statistics.fmean(ends), min(ends), max(ends))
+    )
 
 
 def test_a_forest_shows_gaps_with_intervals_and_what_does_not_matter(book):
@@ -69,7 +75,9 @@ def test_a_forest_shows_gaps_with_intervals_and_what_does_not_matter(book):
         assert line.gap == pytest.approx(statistics.fmean(apart))
         low, high = stats.t.interval(0.95, len(apart) - 1, statistics.fmean(apart), stats.sem(apart))
         low, high = (low, high) if len(apart) > 2 else (math.nan, math.nan)
-        assert (line.low, line.high, line.margin, line.pairs) == pytest.approx((low, high, 0.01, len(apart)), nan_ok=True)
+        assert (line.low, line.high, line.margin, line.pairs) == pytest.approx(
+            (low, high, 0.01, len(apart)), nan_ok=True
+        )
     axes = picture.figure.axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(-0.01, 0.02)] * 4
     points = [line for line in axes.lines if line.get_marker() in "os" and len(line.get_xdata()) == 1]
@@ -80,7 +88,10 @@ def test_a_forest_shows_gaps_with_intervals_and_what_does_not_matter(book):
 def test_a_margin_in_percent_is_drawn_at_its_baseline(book):
     arms = summary.summaries(book, metric := Metric(min_effect="1%"))
     level = next(arm for arm in arms if arm.name == "bf16").mean
-    for picture in (figures.forest(arms, metric), figures.contrast_forest(summary.contrasts(arms, metric), metric)):
+    for picture in (
+        figures.forest(arms, metric),
+        figures.contrast_forest(summary.contrasts(arms, metric), metric),
+    ):
         assert max(picture.data["margin"]) == pytest.approx(0.01 * level, rel=0.05)
 
 
@@ -142,9 +153,14 @@ def test_slots_and_layers_are_means_over_seeds_and_arms(book):
         if value := book.series(member["trial"], name).get(400):
             by_arm.setdefault(member["name"], []).append(value)
     arm = "rht=true sr=true"
-    for chosen, expected in ((arm, by_arm[arm]), (None, [value for values in by_arm.values() for value in values])):
+    for chosen, expected in (
+        (arm, by_arm[arm]),
+        (None, [value for values in by_arm.values() for value in values]),
+    ):
         data = figures.slot_layers(frame(book), chosen).data
-        line = data[(data["slot"] == "dgrad.g") & (data["layer"] == "blocks.1.mlp.up") & (data["step"] == 400)]
+        line = data[
+            (data["slot"] == "dgrad.g") & (data["layer"] == "blocks.1.mlp.up") & (data["step"] == 400)
+        ]
         assert line["sqnr_db"].item() == pytest.approx(statistics.fmean(expected))
     assert list(dict.fromkeys(data["layer"])) == made_up.LAYERS
     assert figures.slot_layers(frame(book), "no such arm") is None
@@ -157,7 +173,9 @@ def test_the_best_so_far_never_gets_worse_and_lost_arms_have_a_place(tmp_path):
     finite = [value for value in data["value"] if math.isfinite(value)]
     assert len(finite) < len(data) == 24
     assert data["best_so_far"].iloc[-1] == min(finite)
-    known = [min((v for v in data["value"][: n + 1] if math.isfinite(v)), default=math.nan) for n in range(24)]
+    known = [
+        min((v for v in data["value"][: n + 1] if math.isfinite(v)), default=math.nan) for n in range(24)
+    ]
     np.testing.assert_array_equal(data["best_so_far"], known)
     ledger.close()
 
@@ -167,7 +185,9 @@ def test_a_front_is_what_no_other_beats(tmp_path):
     both = {metric: summary.summaries(ledger, metric) for metric in (LOSS, made_up.SPEED)}
     data = figures.objectives(both).data
     for line in data.itertuples(index=False):
-        beaten = ((data[LOSS.name] <= line[1]) & (data[made_up.SPEED.name] >= line[2]) & (data["arm"] != line.arm)).any()
+        beaten = (
+            (data[LOSS.name] <= line[1]) & (data[made_up.SPEED.name] >= line[2]) & (data["arm"] != line.arm)
+        ).any()
         assert line.front == (not beaten)
     ledger.close()
 
@@ -176,7 +196,10 @@ def test_parallel_axes_put_each_value_at_its_height(tmp_path):
     ledger = made_up.search(tmp_path)
     picture = figures.parallel(summary.summaries(ledger), LOSS)
     rates = picture.data["workload.lr"].astype(float)
-    best = max((line for line in picture.figure.axes[0].lines if len(line.get_xdata()) == 5), key=Line2D.get_linewidth)
+    best = max(
+        (line for line in picture.figure.axes[0].lines if len(line.get_xdata()) == 5),
+        key=Line2D.get_linewidth,
+    )
     low, high = math.log(rates.min()), math.log(rates.max())
     assert best.get_ydata()[0] == pytest.approx((math.log(rates.iloc[0]) - low) / (high - low))
     assert picture.data["val/loss"].is_monotonic_increasing
@@ -185,9 +208,15 @@ def test_parallel_axes_put_each_value_at_its_height(tmp_path):
 
 
 def test_errors_by_slot_are_means_of_last_values(book):
-    expected = [book.last_value(m["trial"], "quant/wgrad.x/magnitude") for m in book.members() if m["name"] == "rht=true sr=false"]
+    expected = [
+        book.last_value(m["trial"], "quant/wgrad.x/magnitude")
+        for m in book.members()
+        if m["name"] == "rht=true sr=false"
+    ]
     data = figures.errors_by_slot(frame(book)).data
-    line = data[(data["arm"] == "rht=true sr=false") & (data["slot"] == "wgrad.x") & (data["error"] == "magnitude")]
+    line = data[
+        (data["arm"] == "rht=true sr=false") & (data["slot"] == "wgrad.x") & (data["error"] == "magnitude")
+    ]
     assert line["mean"].item() == pytest.approx(statistics.fmean(expected))
 
 
@@ -195,7 +224,10 @@ def test_a_baseline_of_each_arm_stands_beside_it(tmp_path):
     ledger = made_up.Ledger(tmp_path / "pairs" / "ledger.db")
     for number, kind in enumerate(("gaussian", "student")):
         base = ledger.add_arm(f"{kind}, as it is", {"x": kind}, None, None)
-        for arm, error in ((base, 0.01 + number), (ledger.add_arm(kind, {"x": kind, "rht": True}, base, None), 0.02 + number)):
+        for arm, error in (
+            (base, 0.01 + number),
+            (ledger.add_arm(kind, {"x": kind, "rht": True}, base, None), 0.02 + number),
+        ):
             made_up.member(ledger, arm, 0, [(1, {"quant/wgrad.g/rel_mse": error})])
     data = figures.errors_by_slot(frame(ledger)).data
     assert list(data["arm"]) == ["gaussian", "student"]
@@ -217,7 +249,10 @@ def test_roundings_are_counted_by_code_and_their_errors_by_origin():
     nearest, stochastic = np.array([0.0, 0.0, 0.5, 4.0, 0.0]), np.array([0.0, 0.5, 0.5, 6.0, -0.0])
     picture = figures.rounding_histogram(values, nearest, stochastic)
     data = picture.data[picture.data["what"] == "goes to"]
-    counts = {(line.rounding, line.value): line.count for line in data.drop(columns="mean_error").itertuples(index=False, name="Line")}
+    counts = {
+        (line.rounding, line.value): line.count
+        for line in data.drop(columns="mean_error").itertuples(index=False, name="Line")
+    }
     assert {key: value for key, value in counts.items() if value} == {
         ("to nearest", 0.0): 2, ("to nearest", 0.5): 1, ("to nearest", 4.0): 1,
         ("stochastic", 0.0): 1, ("stochastic", 0.5): 2, ("stochastic", 6.0): 1,

@@ -58,7 +58,11 @@ LINES = [
 ]
 SPEEDS = [
     {"shape": shape, "size": "64x32x32", "preset": preset, "engine": engine}
-    | {f"{way} {what}": value for way in ("forward", "backward") for what, value in (("TFLOP/s", 3.0), ("peak", 4.0), ("of peak", 0.75))}
+    | {
+        f"{way} {what}": value
+        for way in ("forward", "backward")
+        for what, value in (("TFLOP/s", 3.0), ("peak", 4.0), ("of peak", 0.75))
+    }
     for shape in ("llama-8b qkv", "64x32x32")
     for preset, engine in (("bf16", "torch"), ("nvfp4", "transformer_engine"))
 ]
@@ -69,7 +73,9 @@ OF_ITS_OWN = {
     "shares": lambda: figures.shares(LINES[:1] + LINES[-1:], "ms", "operation", ("a", "b")),
     "speeds": lambda: figures.speeds(SPEEDS, "TFLOP/s"),
     "rotation_histogram": lambda: figures.rotation_histogram(VALUES**3, VALUES),
-    "rounding_histogram": lambda: figures.rounding_histogram(VALUES, np.round(VALUES), np.floor(VALUES + 0.3)),
+    "rounding_histogram": lambda: figures.rounding_histogram(
+        VALUES, np.round(VALUES), np.floor(VALUES + 0.3)
+    ),
 }
 NAMES = sorted(FROM_A_SWEEP | OF_ITS_OWN)
 
@@ -111,7 +117,11 @@ def test_a_picture_is_three_files(saved, name):
     picture, folder = saved[0][name], saved[1]
     assert picture.name.startswith(name)
     assert (folder / f"{picture.name}.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / f"{picture.name}.svg").read_text().startswith('<?xml version="1.0" encoding="utf-8"?>\n<svg ')
+    assert (
+        (folder / f"{picture.name}.svg")
+        .read_text()
+        .startswith('<?xml version="1.0" encoding="utf-8"?>\n<svg ')
+    )
     back = pd.read_csv(folder / f"{picture.name}.csv")
     assert list(back.columns) == list(picture.data.columns)
     assert 0 < len(back) == len(picture.data)
@@ -151,8 +161,13 @@ def test_pictures_on_one_page_share_no_id_and_fetch_nothing(saved):
     for picture in saved[0].values():
         svg = (saved[1] / f"{picture.name}.svg").read_text().partition("\n")[2]
         ids += re.findall(r'\bid="([^"]+)"', svg)
-        assert set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', svg)) <= {pair for one in ids for pair in ((one, ""), ("", one))}
-        assert set(re.findall(r"https?://[^\s\"'<]+", svg)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+        assert set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', svg)) <= {
+            pair for one in ids for pair in ((one, ""), ("", one))
+        }
+        assert set(re.findall(r"https?://[^\s\"'<]+", svg)) <= {
+            "http://www.w3.org/2000/svg",
+            "http://www.w3.org/1999/xlink",
+        }
         assert svg.startswith("<svg ")
         assert "<metadata" not in svg
     assert len(ids) == len(set(ids)) > 500
@@ -193,7 +208,13 @@ def diverged(folder: Path) -> Ledger:
     base = ledger.add_arm("bf16", {}, None, None)
     for arm in (base, ledger.add_arm("sr", {"sr": True}, base, None)):
         for seed in range(2):
-            made_up.member(ledger, arm, seed, [(1, {"val/loss": np.nan, "nan/first_step": 1.0, "nan/loss": 1.0})], "diverged")
+            made_up.member(
+                ledger,
+                arm,
+                seed,
+                [(1, {"val/loss": np.nan, "nan/first_step": 1.0, "nan/loss": 1.0})],
+                "diverged",
+            )
     return ledger
 
 
@@ -203,8 +224,17 @@ def many(folder: Path) -> Ledger:
     base = ledger.add_arm("bf16", {}, None, None)
     with ledger.transaction():
         for number in range(1001):
-            arm = ledger.add_arm(f"_arm ${number}, {'long ' * 20}{number}", {"n": number}, base, number) if number else base
-            metrics = {LOSS.name: 3 - number / 1e4, SPEED.name: 1e3 + number, "quant/wgrad.g/sqnr_db": 20.0, "quant/wgrad.g/rel_mse": 0.01}
+            arm = (
+                ledger.add_arm(f"_arm ${number}, {'long ' * 20}{number}", {"n": number}, base, number)
+                if number
+                else base
+            )
+            metrics = {
+                LOSS.name: 3 - number / 1e4,
+                SPEED.name: 1e3 + number,
+                "quant/wgrad.g/sqnr_db": 20.0,
+                "quant/wgrad.g/rel_mse": 0.01,
+            }
             metrics |= {"quant/wgrad.g/blocks.0.mlp.up/sqnr_db": 20.0, "quant/wgrad.g/zero_frac": 0.1}
             made_up.member(ledger, arm, 0, [(step, metrics) for step in (1, 2)])
     return ledger
@@ -231,7 +261,9 @@ ABOUT_OTHERS = {"divergence", "slot_errors", "slot_layers", "fractions", "errors
 
 @pytest.mark.parametrize("name", sorted(FROM_A_SWEEP.keys() - ABOUT_OTHERS))
 def test_a_metric_that_no_one_recorded_gives_no_picture(name, tmp_path):
-    assert FROM_A_SWEEP[name](Sweep(made_up.grid(tmp_path, steps=2), Metric(name="gemm/fprop/rel_mse"))) is None
+    assert (
+        FROM_A_SWEEP[name](Sweep(made_up.grid(tmp_path, steps=2), Metric(name="gemm/fprop/rel_mse"))) is None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +271,9 @@ def lonely(tmp_path_factory):
     return Sweep(made_up.grid(tmp_path_factory.mktemp("lonely"), seeds=1, steps=3, only=1))
 
 
-@pytest.mark.parametrize("name", sorted(FROM_A_SWEEP.keys() - {"contrast_forest", "interaction"} - OF_A_SEARCH))
+@pytest.mark.parametrize(
+    "name", sorted(FROM_A_SWEEP.keys() - {"contrast_forest", "interaction"} - OF_A_SEARCH)
+)
 def test_one_arm_with_one_seed_is_enough_and_has_no_interval(name, lonely):
     picture = FROM_A_SWEEP[name](lonely)
     assert len(picture.data)
@@ -258,11 +292,15 @@ def thousand(tmp_path_factory):
     return Sweep(many(tmp_path_factory.mktemp("many")))
 
 
-@pytest.mark.parametrize("name", sorted(FROM_A_SWEEP.keys() - {"interaction", "contrast_forest", "slot_layers"} - OF_A_SEARCH))
+@pytest.mark.parametrize(
+    "name", sorted(FROM_A_SWEEP.keys() - {"interaction", "contrast_forest", "slot_layers"} - OF_A_SEARCH)
+)
 def test_of_a_thousand_arms_the_best_forty_are_drawn_and_that_is_said(name, thousand):
     picture = FROM_A_SWEEP[name](thousand)
     assert 39 <= picture.data["arm"].nunique() <= 41
-    said = " ".join(text.get_text() for text in picture.figure.texts) + " ".join(axes.get_xlabel() for axes in picture.figure.axes)
+    said = " ".join(text.get_text() for text in picture.figure.texts) + " ".join(
+        axes.get_xlabel() for axes in picture.figure.axes
+    )
     assert re.search(r"\b4[01] of 1,00[01]", said.replace("\n", " "))
     if name not in ("slot_errors", "fractions", "errors_by_slot", "divergence"):  # where all arms are alike
         assert any(arm.endswith("long 1000") for arm in picture.data["arm"])

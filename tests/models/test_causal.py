@@ -7,13 +7,22 @@ from ablate.numerics.philox import Clock
 from ablate.recipes.layers import blocks_in
 from ablate.training.models import causal
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
+SHAPE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+}
 EXPERTS = SHAPE | {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
 MIXTURES = {
     "qwen3_moe": EXPERTS | {"moe_intermediate_size": 32},
     "qwen2_moe": EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-    "olmoe": EXPERTS | {"head_dim": 16, "eos_token_id": 1},  # its norms take no other head_dim than hidden_size / heads
+    "olmoe": EXPERTS
+    | {"head_dim": 16, "eos_token_id": 1},  # its norms take no other head_dim than hidden_size / heads
 }
 
 

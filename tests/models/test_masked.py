@@ -46,7 +46,9 @@ def pieces(image: np.ndarray, patch: int) -> np.ndarray:
     grid = image.shape[1] // patch
     return np.stack(
         [
-            image[:, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch].transpose(1, 2, 0).ravel()
+            image[:, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
+            .transpose(1, 2, 0)
+            .ravel()
             for row in range(grid)
             for column in range(grid)
         ]
@@ -93,19 +95,26 @@ def test_every_patch_is_masked_as_often_as_any_other():
 
 def test_every_arm_of_a_seed_sees_the_same_images_and_masks_and_validation_is_every_seeds():
     workload = mae()
-    one, other, seed = (workload.subject(PRESETS[name](), Clock(seed), CPU) for name, seed in (("bf16", 4), ("quartet2", 4), ("bf16", 5)))
+    one, other, seed = (
+        workload.subject(PRESETS[name](), Clock(seed), CPU)
+        for name, seed in (("bf16", 4), ("quartet2", 4), ("bf16", 5))
+    )
     assert all(torch.equal(a, b) for a, b in zip(one.batch(3, 1), other.batch(3, 1), strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(one.batch(3, 1), seed.batch(3, 1), strict=True))
     for there in (other, seed):
         assert all(
-            torch.equal(a, b) for mine, its in zip(one.validation, there.validation, strict=True) for a, b in zip(mine, its, strict=True)
+            torch.equal(a, b)
+            for mine, its in zip(one.validation, there.validation, strict=True)
+            for a, b in zip(mine, its, strict=True)
         )
 
 
 # --- the model --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"norm_pix": True}, {"data": "photos", "patch": 8}], ids=["grey", "normalised", "colour"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"norm_pix": True}, {"data": "photos", "patch": 8}], ids=["grey", "normalised", "colour"]
+)
 def test_the_loss_is_the_mean_squared_error_over_masked_patches_alone(fields):
     workload = mae(**fields)
     subject = workload.subject(PRESETS["bf16"](), Clock(0), CPU)
@@ -115,7 +124,9 @@ def test_the_loss_is_the_mean_squared_error_over_masked_patches_alone(fields):
     for image, keys, guess in zip(images.double().numpy(), order.numpy(), logits, strict=True):
         target = pieces(image, workload.patch)
         if workload.norm_pix:
-            target = (target - target.mean(1, keepdims=True)) / np.sqrt(target.var(1, ddof=1, keepdims=True) + 1e-6)
+            target = (target - target.mean(1, keepdims=True)) / np.sqrt(
+                target.var(1, ddof=1, keepdims=True) + 1e-6
+            )
         hidden = np.argsort(keys)[workload.visible :]
         errors += [((guess[patch] - target[patch]) ** 2).mean() for patch in hidden]
     assert subject.loss(subject.model, images, order).item() == pytest.approx(np.mean(errors), rel=1e-5)
@@ -127,7 +138,9 @@ def test_what_is_masked_is_not_seen():
     hidden = unpatchify(masks(order, workload.visible).unsqueeze(-1).expand(-1, -1, 4).float(), 2, 1)
     changed = torch.where(hidden > 0, torch.tensor(9.0), images)
     assert not torch.equal(changed, images)
-    assert torch.equal(model(pixel_values=changed, noise=order).logits, model(pixel_values=images, noise=order).logits)
+    assert torch.equal(
+        model(pixel_values=changed, noise=order).logits, model(pixel_values=images, noise=order).logits
+    )
 
 
 def test_positions_are_sines_and_cosines_of_column_and_row():
@@ -192,7 +205,9 @@ class Oracle(torch.nn.Module):
         self.workload, self.error = workload, error
 
     def forward(self, pixel_values, noise):
-        target = torch.stack([torch.from_numpy(pieces(image.numpy(), self.workload.patch)) for image in pixel_values])
+        target = torch.stack(
+            [torch.from_numpy(pieces(image.numpy(), self.workload.patch)) for image in pixel_values]
+        )
         if self.workload.norm_pix:
             target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6).sqrt()
         return type("Output", (), {"logits": target + self.error})
@@ -201,7 +216,9 @@ class Oracle(torch.nn.Module):
 @pytest.mark.parametrize("norm_pix", [False, True])
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("images", ["digits", "photos"])
-def test_a_perfect_prediction_is_the_original_and_visible_patches_are_never_predicted(images, normalise, norm_pix):
+def test_a_perfect_prediction_is_the_original_and_visible_patches_are_never_predicted(
+    images, normalise, norm_pix
+):
     workload = mae(data=images, patch=4, augment={"normalise": normalise}, norm_pix=norm_pix)
     batch = next(validation(workload, workload.opened))
     perfect = reconstruct(Oracle(workload, 0.0), workload, workload.opened, batch)
@@ -209,7 +226,9 @@ def test_a_perfect_prediction_is_the_original_and_visible_patches_are_never_pred
     assert perfect.original[:1].numpy() == pytest.approx(raw.numpy(), abs=1e-6)
     assert perfect.reconstruction.numpy() == pytest.approx(perfect.original.numpy(), abs=1e-5)
     off = reconstruct(Oracle(workload, 5.0), workload, workload.opened, batch)
-    hidden = unpatchify(off.masked.unsqueeze(-1).expand(-1, -1, 16 * raw.shape[1]).float(), 4, raw.shape[1]) > 0
+    hidden = (
+        unpatchify(off.masked.unsqueeze(-1).expand(-1, -1, 16 * raw.shape[1]).float(), 4, raw.shape[1]) > 0
+    )
     assert torch.equal(off.reconstruction[~hidden], off.original[~hidden])
     assert (off.reconstruction[hidden] >= off.original[hidden]).all()
     assert off.reconstruction[hidden].mean() > 1.2 * off.original[hidden].mean()
@@ -223,7 +242,9 @@ def test_decibels_are_of_masked_pixels_alone():
     guess[0, 0, :2, :2] = 0.1
     guess[0, 0, 2:, 2:] = 9.0  # a visible patch
     masked = torch.tensor([[True, True, False, False]])
-    assert psnr([Reconstruction(original, original, guess, masked)], 2) == pytest.approx(-10 * math.log10(0.01 / 2))
+    assert psnr([Reconstruction(original, original, guess, masked)], 2) == pytest.approx(
+        -10 * math.log10(0.01 / 2)
+    )
     assert psnr([Reconstruction(original, original, original, masked)], 2) == math.inf
 
 
@@ -264,7 +285,8 @@ def test_a_montage_has_every_image_at_its_place_in_whole_squares(tmp_path):
     for row in range(2):
         for column in range(2):
             at = found[
-                top + row * (tile + gap) : top + row * (tile + gap) + tile, gap + column * (tile + gap) : gap + column * (tile + gap) + tile
+                top + row * (tile + gap) : top + row * (tile + gap) + tile,
+                gap + column * (tile + gap) : gap + column * (tile + gap) + tile,
             ]
             assert (at == ([255, 0, 0] if row == column else [128, 128, 128])).all()
     assert (found[:top] < 128).any()  # letters

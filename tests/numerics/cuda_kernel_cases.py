@@ -31,7 +31,9 @@ FORMS = {
     "1x16 nearest": NEAREST,
     "16x16 nearest": Quant(block="16x16"),
     "1x16 stochastic": STOCHASTIC,
-    "headroom, bound 256": Quant(rounding="stochastic", range=Range(headroom=17 / 16), outer=Outer(bound=256.0)),
+    "headroom, bound 256": Quant(
+        rounding="stochastic", range=Range(headroom=17 / 16), outer=Outer(bound=256.0)
+    ),
 }
 REGIMES = {"ordinary": 1.0, "tiny": 1e-30, "huge": 1e30, "subnormal": 1e-40, "one ulp of bf16 apart": 0.0}
 CASES = [((9, 21), regime) for regime in REGIMES] + [((18, 37), "ordinary"), ((5, 150), "ordinary")]
@@ -73,7 +75,9 @@ def same(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
         return False
     whole = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
-    return torch.equal(*(z.nan_to_num(0.0, float("inf"), -float("inf")).contiguous().view(whole) for z in (a, b)))
+    return torch.equal(
+        *(z.nan_to_num(0.0, float("inf"), -float("inf")).contiguous().view(whole) for z in (a, b))
+    )
 
 
 def assert_equal(mine: cuda.Quantized, theirs: Operand) -> None:
@@ -91,7 +95,9 @@ def test_every_bit_is_the_references(form, dtype, transposed):
     for shape, regime in cases(form, transposed ^ (dtype == torch.float32)):
         x = drawn(shape, regime, dtype)
         x, given = (z.t() if transposed else z for z in (x, x.to(DEVICE)))
-        assert_equal(cuda.quantize(given, FORMS[form], None, CLOCK, WHERE), reference(x, FORMS[form], where=WHERE))
+        assert_equal(
+            cuda.quantize(given, FORMS[form], None, CLOCK, WHERE), reference(x, FORMS[form], where=WHERE)
+        )
 
 
 @pytest.mark.parametrize("name", ["fixed", "per_call"])
@@ -115,11 +121,20 @@ def test_random_cases_over_every_field_are_the_references_too(monkeypatch):
         number += 1
         one = case(23, number)
         x = one.x.to(DEVICE)
-        if one.part or x.numel() > (1024 if INTERPRETED else 10**6) or not cuda.can_quantize(x, one.quant, one.rotation):
+        if (
+            one.part
+            or x.numel() > (1024 if INTERPRETED else 10**6)
+            or not cuda.can_quantize(x, one.quant, one.rotation)
+        ):
             continue
         wanted -= 1
         statistics.add(one.quant.outer.statistic)
-        options = {"rotation": one.rotation, "clock": one.clocks[0], "where": one.where, "product": one.product}
+        options = {
+            "rotation": one.rotation,
+            "clock": one.clocks[0],
+            "where": one.where,
+            "product": one.product,
+        }
         mine = quantize(x, one.quant, **options)
         with reference_only(), mock.patch.object(cuda, "can_quantize", return_value=False):
             theirs = quantize(one.x, one.quant, **options)
@@ -133,7 +148,9 @@ def test_a_rotation_adds_in_the_references_order():
     g = torch.Generator().manual_seed(0)
     exponents = torch.tensor([0, -8, -9, -25, -26])[torch.randint(0, 5, (100_000, 16), generator=g)]
     x = torch.randn(exponents.shape, generator=g).sign() * 2.0**exponents
-    mirror = [int(f"{r:04b}"[::-1], 2) for r in range(16)]  # butterflies of a mirrored vector are those in the opposite order
+    mirror = [
+        int(f"{r:04b}"[::-1], 2) for r in range(16)
+    ]  # butterflies of a mirrored vector are those in the opposite order
     largest, opposite = (butterflies(z).bfloat16().abs().amax(dim=1) for z in (x, x[:, mirror]))
     told = x[largest != opposite].bfloat16()
     assert len(told) > 10
@@ -154,12 +171,16 @@ def test_both_copies_are_what_one_at_a_time_gives(first, second, rotation):
     flips = rotation and signs(rotation, DEVICE, CLOCK, 6)
     for shape, regime in CASES[::2]:
         x = drawn(shape, regime, torch.bfloat16 if rotation else torch.float32)
-        rows, columns = cuda.quantize_both(x.to(DEVICE), cuda.Form(first, None, 7), cuda.Form(second, flips, WHERE), CLOCK)
+        rows, columns = cuda.quantize_both(
+            x.to(DEVICE), cuda.Form(first, None, 7), cuda.Form(second, flips, WHERE), CLOCK
+        )
         assert_equal(rows, reference(x, first, where=7))
         assert_equal(columns, reference(x.t(), second, rotation=rotation, where=WHERE, product=6))
 
 
-@pytest.mark.parametrize("values", [(float("nan"),), (float("inf"),), (-float("inf"), float("inf")), (3.0e38,) * 16], ids=str)
+@pytest.mark.parametrize(
+    "values", [(float("nan"),), (float("inf"),), (-float("inf"), float("inf")), (3.0e38,) * 16], ids=str
+)
 @pytest.mark.parametrize("form", ["1x16 nearest", "1x16 stochastic", "16x16 nearest"])
 def test_what_is_not_finite_is_the_references_too(form, values):
     """With 16 values near the largest, a rotation makes the infinity itself."""
@@ -170,7 +191,9 @@ def test_what_is_not_finite_is_the_references_too(form, values):
     for z, given in ((x, x.to(DEVICE)), (x.t(), x.to(DEVICE).t())):
         assert_equal(cuda.quantize(given, quant, None, CLOCK, WHERE), reference(z, quant, where=WHERE))
     if quant.block == "1x16":
-        rows, columns = cuda.quantize_both(x.to(DEVICE), cuda.Form(quant, None, 7), cuda.Form(quant, flips, WHERE), CLOCK)
+        rows, columns = cuda.quantize_both(
+            x.to(DEVICE), cuda.Form(quant, None, 7), cuda.Form(quant, flips, WHERE), CLOCK
+        )
         theirs = reference(x.t(), quant, rotation=rotation, where=WHERE)
         assert_equal(rows, reference(x, quant, where=7))
         assert_equal(columns, theirs)
@@ -186,14 +209,20 @@ def test_a_tensor_of_zeros_and_one_of_a_single_element():
 
 def test_every_word_of_the_clock_counts():
     x = drawn((3, 32), "ordinary").to(DEVICE)
-    clocks = [CLOCK] + [replace(CLOCK, **change) for change in ({"seed": 4}, {"step": 4}, {"micro_batch": 4}, {"stream": "evaluation"})]
+    clocks = [CLOCK] + [
+        replace(CLOCK, **change)
+        for change in ({"seed": 4}, {"step": 4}, {"micro_batch": 4}, {"stream": "evaluation"})
+    ]
     draws = [cuda.quantize(x, STOCHASTIC, None, clock, WHERE)[0] for clock in clocks]
     draws.append(cuda.quantize(x, STOCHASTIC, None, CLOCK, WHERE - 1)[0])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
 
 
 def test_an_amax_sees_every_element():
-    for shape, places in (((17, 1), [(row, 0) for row in range(17)]), ((2, 130), [(1, 127), (1, 128), (0, 129)])):
+    for shape, places in (
+        ((17, 1), [(row, 0) for row in range(17)]),
+        ((2, 130), [(1, 127), (1, 128), (0, 129)]),
+    ):
         for place in places:
             x = torch.zeros(shape, device=DEVICE)
             x[place] = -3.5
@@ -220,7 +249,9 @@ def test_a_form_that_is_not_theirs_is_refused(monkeypatch):
     assert not cuda.can_quantize_both(x, STOCHASTIC, Quant(rounding="stochastic", bits=16), None)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="products on a GPU add in another order; its operands are tested above")
+@pytest.mark.skipif(
+    not INTERPRETED, reason="products on a GPU add in another order; its operands are tested above"
+)
 def test_a_layer_reads_its_gradient_once_and_changes_no_bit(monkeypatch):
     linear, clock = nn.Linear(32, 48, bias=False), Clock(3)
     x, dy = drawn((21, 32), "ordinary").float(), drawn((21, 48), "ordinary").float()

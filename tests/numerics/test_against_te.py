@@ -38,7 +38,11 @@ def outliers(shape, g) -> Tensor:
 
 def ties(shape, g) -> Tensor:
     """Multiples of a quarter times a power of two, up to 6: halfway points of the element grid and of E4M3."""
-    return torch.randint(-24, 25, shape, generator=g) * 0.25 * 2.0 ** torch.randint(-10, 11, (1,), generator=g).item()
+    return (
+        torch.randint(-24, 25, shape, generator=g)
+        * 0.25
+        * 2.0 ** torch.randint(-10, 11, (1,), generator=g).item()
+    )
 
 
 def spread(shape, g) -> Tensor:
@@ -61,7 +65,10 @@ def zero(shape, g) -> Tensor:
     return torch.zeros(shape)
 
 
-KINDS = {kind.__name__: kind for kind in (normal, scaled, tiny, outliers, ties, spread, zero_rows, zero_blocks, zero)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (normal, scaled, tiny, outliers, ties, spread, zero_rows, zero_blocks, zero)
+}
 
 ROTATED = [kind for kind in KINDS if kind != "tiny"]
 """TE's reference rotates by a product in bf16, which flushes subnormals on a CPU with bf16 instructions; here nothing is flushed."""
@@ -107,7 +114,9 @@ def test_both_copies_of_a_tensor_equal_transformer_engines(kind, dtype, seed):
 def test_the_rotated_transposed_copy_equals_transformer_engines(kind, seed):
     x = draw(kind, "bf16", seed)  # TE rotates bf16 only
     theirs = te.quantizer((1, 16), rht=True).quantize(x)
-    assert_equal(quantize(x.t(), Quant(), rotation=Hadamard()), theirs.data_t, theirs.scale_t, theirs.global_amax_col)
+    assert_equal(
+        quantize(x.t(), Quant(), rotation=Hadamard()), theirs.data_t, theirs.scale_t, theirs.global_amax_col
+    )
     assert_equal(quantize(x, Quant()), theirs.data, theirs.scale, theirs.global_amax_row)
 
 
@@ -140,7 +149,9 @@ def test_both_copies_scaled_by_row_equal_transformer_engines(kind, dtype, seed):
 def test_four_over_six_equals_transformer_engines(kind, block, criterion, bound):
     tile = tuple(map(int, block.split("x")))
     options = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": bound, "nvfp4_4over6_err_mode": criterion.upper()}
-    quant = Quant(block=block, select=Select(among="scales", criterion=criterion), outer=Outer(bound=float(bound)))
+    quant = Quant(
+        block=block, select=Select(among="scales", criterion=criterion), outer=Outer(bound=float(bound))
+    )
     for seed, dtype in ((0, "bf16"), (1, "fp32"), (2, "bf16")):
         x = draw(kind, dtype, seed)
         theirs = quantizer(tile, **options).quantize(x)
@@ -166,7 +177,9 @@ def test_power_of_two_scales_rounded_up_equal_transformer_engines_mxfp4(kind, se
     # Its quantize() fails for 1x32 in 2.20 (no amax there), so the blockwise reference is called as quantize() would.
     x = draw(kind, "bf16", seed)
     x = x[:, : x.shape[1] // 32 * 32] if x.shape[1] >= 32 else x.repeat(1, 2)
-    codes, scales = quantizer((1, 32))._quantize_blockwise_reference(x.contiguous(), x.abs().amax(), 32, 1, pow_2_scales=True, eps=0.0)
+    codes, scales = quantizer((1, 32))._quantize_blockwise_reference(
+        x.contiguous(), x.abs().amax(), 32, 1, pow_2_scales=True, eps=0.0
+    )
     ours = quantize(x, MXFP4, keep=True)
     assert torch.equal(ours.block_scale[:, 0, :, 0], scales)
     assert torch.equal(ours.codes, te.reference().nvfp4.cast_from_fp4x2(codes, torch.float32))

@@ -24,7 +24,10 @@ from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range,
 from ablate.recipes.recipe import DIRECTIONS, Fprop, Products, Recipe
 
 PACKAGE = Path(ablate.__file__).parent
-TAGGED = {(Outer, "statistic"): (choices.STATISTICS, ARGUMENTS), (Range, "statistic"): (choices.BLOCK_STATISTICS, BLOCK_ARGUMENTS)}
+TAGGED = {
+    (Outer, "statistic"): (choices.STATISTICS, ARGUMENTS),
+    (Range, "statistic"): (choices.BLOCK_STATISTICS, BLOCK_ARGUMENTS),
+}
 """Fields whose words may take a number, with their registry and numbers to try."""
 
 
@@ -40,11 +43,15 @@ def spelled(kind: type[Spec], field: str) -> list[str]:
     registry, arguments = TAGGED.get((kind, field), ({}, {}))
     if not registry:
         return list(words(kind.model_fields[field].annotation))
-    return [word if entry.number is None else f"{word}:{arguments[word][0]}" for word, entry in registry.items()]
+    return [
+        word if entry.number is None else f"{word}:{arguments[word][0]}" for word, entry in registry.items()
+    ]
 
 
 SETS = {
-    (kind, field): {word.partition(":")[0] if (kind, field) in TAGGED else word for word in spelled(kind, field)}
+    (kind, field): {
+        word.partition(":")[0] if (kind, field) in TAGGED else word for word in spelled(kind, field)
+    }
     for kind in sorted(reachable(Recipe) | reachable(Quant), key=lambda kind: kind.__name__)
     for field in kind.model_fields
     if spelled(kind, field)
@@ -79,10 +86,14 @@ def with_word(base: Quant, kind: type[Spec], field: str, word: str) -> Quant | N
         return None
 
 
-NUMERIC = [(kind, field, word) for kind, field in SETS for word in spelled(kind, field) if kind in (Quant, *PATHS)]
+NUMERIC = [
+    (kind, field, word) for kind, field in SETS for word in spelled(kind, field) if kind in (Quant, *PATHS)
+]
 
 
-@pytest.mark.parametrize(("kind", "field", "word"), NUMERIC, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("kind", "field", "word"), NUMERIC, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_a_word_is_accepted_and_the_reference_computes_it(kind, field, word):
     quant = next((made for base in BASES if (made := with_word(base, kind, field, word))), None)
     assert quant is not None
@@ -105,7 +116,11 @@ def accepted(kind: type[Spec], field: str, word: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("kind", "field"), [key for key in SETS if key[0] not in (Quant, *PATHS)], ids=lambda v: getattr(v, "__name__", v))
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [key for key in SETS if key[0] not in (Quant, *PATHS)],
+    ids=lambda v: getattr(v, "__name__", v),
+)
 def test_a_word_outside_the_quantisers_is_accepted_and_no_other(kind, field):
     assert all(accepted(kind, field, word) for word in spelled(kind, field))
     assert not accepted(kind, field, "no_such_word")
@@ -176,8 +191,16 @@ EXCEPTIONS = {
 def listed(source: str) -> Iterator[tuple[str, ...]]:
     """Yield the strings of each tuple, list, set and dictionary's keys that a module writes out, those of a Literal included."""
     for node in ast.walk(ast.parse(source)):
-        items = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else node.keys if isinstance(node, ast.Dict) else ()
-        strings = tuple(item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str))
+        items = (
+            node.elts
+            if isinstance(node, ast.Tuple | ast.List | ast.Set)
+            else node.keys
+            if isinstance(node, ast.Dict)
+            else ()
+        )
+        strings = tuple(
+            item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)
+        )
         if len(strings) > 1:
             yield strings
 
@@ -195,7 +218,12 @@ def offences(source: str) -> set[str]:
 
 def test_no_module_but_a_registry_lists_the_words_of_a_closed_set():
     paths = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
-    found = {(name, field) for name, path in paths.items() if name not in REGISTRIES for field in offences(path.read_text())}
+    found = {
+        (name, field)
+        for name, path in paths.items()
+        if name not in REGISTRIES
+        for field in offences(path.read_text())
+    }
     assert found == EXCEPTIONS.keys()
 
 

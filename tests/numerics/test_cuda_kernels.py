@@ -21,7 +21,9 @@ needs_triton = pytest.mark.skipif(cuda.kernels() is None, reason="there is no Tr
 
 def run_cases(**environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(CASES)]
-    result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -52,8 +54,16 @@ SIMPLER = {
     "amaxes, not rotated": ("amaxes", "fp32", {"signs": None}),
     "rows, nearest": ("by_rows", "fp32", {"STOCHASTIC": False}),
     "columns, nearest, rotated": ("by_columns", "bf16", {"STOCHASTIC": False}),
-    "columns, stochastic, not rotated": ("by_columns", "fp32", {"STOCHASTIC": True, "signs": None, "COLUMNS": 256}),
-    "both, nearest, not rotated": ("by_both", "fp32", {"FIRST_STOCHASTIC": False, "SECOND_STOCHASTIC": False, "signs": None}),
+    "columns, stochastic, not rotated": (
+        "by_columns",
+        "fp32",
+        {"STOCHASTIC": True, "signs": None, "COLUMNS": 256},
+    ),
+    "both, nearest, not rotated": (
+        "by_both",
+        "fp32",
+        {"FIRST_STOCHASTIC": False, "SECOND_STOCHASTIC": False, "signs": None},
+    ),
     "tiles, fp32": ("by_tiles", "fp32", {}),
 }
 CAPABILITIES = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100, "sm_120a": 120}
@@ -73,9 +83,13 @@ def compiled(kernel: str, dtype: str, constants: dict, capability: int):
     from triton.compiler import ASTSource
 
     function, constants = getattr(cuda.kernels(), kernel).fn, {"COLUMNS": 128} | constants
-    signature = {name: "constexpr" if name in constants else type_of(name, dtype) for name in function.arg_names}
+    signature = {
+        name: "constexpr" if name in constants else type_of(name, dtype) for name in function.arg_names
+    }
     aligned = [
-        n for n, (name, kind) in enumerate(signature.items()) if (kind[0] == "*" and "amax" not in name) or name in ("rows", "columns")
+        n
+        for n, (name, kind) in enumerate(signature.items())
+        if (kind[0] == "*" and "amax" not in name) or name in ("rows", "columns")
     ]
     source = ASTSource(function, signature, constants, {(n,): [["tt.divisibility", 16]] for n in aligned})
     return compile(source, target=GPUTarget("cuda", capability, 32), options=cuda.EXACT)
@@ -86,7 +100,9 @@ def instructions(ptx: str) -> Counter:
 
 
 @needs_triton
-@pytest.mark.parametrize(("build", "target"), [*itertools.product(BUILDS, CAPABILITIES), *itertools.product(SIMPLER, ["sm_90a"])])
+@pytest.mark.parametrize(
+    ("build", "target"), [*itertools.product(BUILDS, CAPABILITIES), *itertools.product(SIMPLER, ["sm_90a"])]
+)
 def test_a_kernel_compiles_to_exact_arithmetic(build, target, tmp_path, monkeypatch):
     """PTX contracts only a multiplication and an addition that name no rounding; ptxas then keeps each as it is written."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -94,8 +110,14 @@ def test_a_kernel_compiles_to_exact_arithmetic(build, target, tmp_path, monkeypa
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
     assert f".target {target}\n" in kernel.asm["ptx"]
     found = instructions(kernel.asm["ptx"])
-    floats = {name for name in found if re.search(r"\.f32(x2)?$", name) and re.match(r"add|sub|mul|div|fma|mad|rcp|ex2|sqrt|rsqrt", name)}
-    assert not {name for name in floats if not re.fullmatch(r"(add|sub|mul)\.rn\.f32(x2)?|div\.rn\.f32", name)}
+    floats = {
+        name
+        for name in found
+        if re.search(r"\.f32(x2)?$", name) and re.match(r"add|sub|mul|div|fma|mad|rcp|ex2|sqrt|rsqrt", name)
+    }
+    assert not {
+        name for name in floats if not re.fullmatch(r"(add|sub|mul)\.rn\.f32(x2)?|div\.rn\.f32", name)
+    }
     assert ("div.rn.f32" in found) == ("amaxes" not in build)
     assert not [name for name in found if "ftz" in name]
     # Held in registers, sixteen rows need no exchange between threads: what goes through shared memory is a scale or a maximum.
@@ -125,7 +147,14 @@ def test_one_build_serves_every_step_and_every_layer(name):
     changing = [p for p in parameters if p.rpartition("_")[2] in ("key0", "key1", "step", "batch", "where")]
     assert len(changing) >= 5
     assert all(parameters[p].do_not_specialize for p in changing)
-    assert [cuda._word(n) for n in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)] == [0, 1, 2**31 - 1, -(2**31), -1, 0]
+    assert [cuda._word(n) for n in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)] == [
+        0,
+        1,
+        2**31 - 1,
+        -(2**31),
+        -1,
+        0,
+    ]
 
 
 # --- without Triton, without a GPU -----------------------------------------------------------------------------------------
@@ -134,8 +163,13 @@ def test_one_build_serves_every_step_and_every_layer(name):
 def test_the_package_needs_no_triton():
     """And where there is one, it is not imported before a GPU needs it."""
     code = "import sys; import ablate.numerics.quantize, ablate.numerics.kernels.cuda as cuda; {}print('triton' in sys.modules, {})"
-    for hidden, asked, said in (("", "1", "False 1"), ("sys.modules['triton'] = None; ", "cuda.kernels()", "True None")):
-        result = subprocess.run([sys.executable, "-c", code.format(hidden, asked)], capture_output=True, text=True, check=False)
+    for hidden, asked, said in (
+        ("", "1", "False 1"),
+        ("sys.modules['triton'] = None; ", "cuda.kernels()", "True None"),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-c", code.format(hidden, asked)], capture_output=True, text=True, check=False
+        )
         assert result.stdout.strip() == said, result.stderr
 
 

@@ -32,7 +32,9 @@ class TestEstimators:
     def test_it_is_a_finite_factor_not_below_zero_for_every_element(self, name, element):
         top = ELEMENTS[element].max
         points = torch.from_numpy(grids.named(element)).float()
-        scaled = torch.cat((torch.linspace(-2 * top, 2 * top, 1001), points, (points[1:] + points[:-1]) / 2)).view(1, -1)
+        scaled = torch.cat(
+            (torch.linspace(-2 * top, 2 * top, 1001), points, (points[1:] + points[:-1]) / 2)
+        ).view(1, -1)
         factor = slope(operand(scaled, NAMED[name], element))
         assert factor.shape == scaled.shape
         assert factor.dtype == torch.float32
@@ -62,7 +64,9 @@ def test_the_clip_mask_is_one_strictly_inside_the_grid():
 def test_the_clip_mask_of_a_clipping_statistic_is_zero_where_the_cast_saturated(generator):
     # Quartet's forward: 1x32 blocks, 2.92 standard deviations at the top, powers of two rounded down.
     scale = BlockScale(format="e8m0", rounding="floor")
-    quant = Quant(block="1x32", scale=scale, outer=None, range=Range(statistic="std:2.92247856"), estimator="clip_mask")
+    quant = Quant(
+        block="1x32", scale=scale, outer=None, range=Range(statistic="std:2.92247856"), estimator="clip_mask"
+    )
     x = torch.randn(64, 64, generator=generator)
     result = quantize(x, quant, keep=True, rotation=Hadamard(size=32, signs="none"))
     mask = slope(result)
@@ -101,8 +105,12 @@ def test_it_peaks_halfway_and_is_one_over_k_at_a_grid_point():
 
 
 def test_the_scaled_elements_are_those_that_were_rounded(generator):
-    quant = Quant(element="e2m1", block=None, scale=None, outer=Outer(granularity="row", bound=1.0), estimator=Dge())
+    quant = Quant(
+        element="e2m1", block=None, scale=None, outer=Outer(granularity="row", bound=1.0), estimator=Dge()
+    )
     x = torch.randn(8, 32, generator=generator)
     result = quantize(x, quant, keep=True)
-    np.testing.assert_allclose(result.scaled.numpy(), (x * 6 / x.abs().amax(1, keepdim=True)).numpy(), rtol=1e-6)
+    np.testing.assert_allclose(
+        result.scaled.numpy(), (x * 6 / x.abs().amax(1, keepdim=True)).numpy(), rtol=1e-6
+    )
     assert slope(result).shape == x.shape

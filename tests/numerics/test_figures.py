@@ -16,7 +16,12 @@ EDEN = 17 / 16 * 0.93
 
 
 def mxfp4(rounding: str, map_to: float) -> Quant:
-    return Quant(block="1x32", scale=BlockScale(format="e8m0", rounding=rounding), range=Range(map_to=map_to), outer=None)
+    return Quant(
+        block="1x32",
+        scale=BlockScale(format="e8m0", rounding=rounding),
+        range=Range(map_to=map_to),
+        outer=None,
+    )
 
 
 def four_over_six(criterion: str) -> Quant:
@@ -66,14 +71,24 @@ def test_ms_eden_on_gaussian_data_errs_by_the_published_figure(factor, figure):
     x, clock = gaussian(1024), Clock(0)
     rotated = rotate(x, turn, clock, 3)
     # 1 %, as above, of NUMERICS' 9.72 (4M elements: 9.73). 17/16 alone is not that figure: it was measured for itself.
-    assert error(rotated, quantize(x, quant, rotation=turn, clock=clock, product=3).dequantize()) == pytest.approx(figure, rel=0.01)
+    assert error(
+        rotated, quantize(x, quant, rotation=turn, clock=clock, product=3).dequantize()
+    ) == pytest.approx(figure, rel=0.01)
 
 
 def test_the_figures_order_the_quantisers_as_published():
     found = {name: figure for name, (_, figure, _) in FIGURES.items()}
-    errors = {name: error(gaussian(256), quantize(gaussian(256), FIGURES[name][0], clock=Clock(1)).dequantize()) for name in found}
+    errors = {
+        name: error(gaussian(256), quantize(gaussian(256), FIGURES[name][0], clock=Clock(1)).dequantize())
+        for name in found
+    }
     assert sorted(errors, key=errors.get)[:5] == ["search", "INT4", *sorted(found, key=found.get)[2:5]]
-    assert errors["16x16 nearest"] < errors["MXFP4, floor"] < errors["stochastic"] < errors["stochastic with headroom"]
+    assert (
+        errors["16x16 nearest"]
+        < errors["MXFP4, floor"]
+        < errors["stochastic"]
+        < errors["stochastic with headroom"]
+    )
 
 
 @cache
@@ -110,7 +125,9 @@ def test_without_headroom_the_error_of_a_mean_stalls_at_the_bias_of_saturated_bl
 def test_half_of_the_blocks_have_a_maximum_above_six_times_their_rounded_scale():
     result = quantize(gaussian(256), Quant(), keep=True)
     above = (result.scaled.abs() > 6).view(256, 64, 16).any(2).double().mean().item()
-    assert above == pytest.approx(0.509, abs=0.01)  # NUMERICS section 3; 16,384 blocks: a standard error of 0.004
+    assert above == pytest.approx(
+        0.509, abs=0.01
+    )  # NUMERICS section 3; 16,384 blocks: a standard error of 0.004
     roomy = quantize(gaussian(256), Quant(range=ROOM), keep=True)
     # A block whose scale is at its bound of 448 has no room: those within 1/17 of the tensor's largest magnitude.
     crowded = (roomy.scaled.abs() > 6).view(256, 64, 16).any(2)
@@ -123,7 +140,10 @@ def test_stochastic_rounding_with_headroom_keeps_the_mean_magnitude_and_without_
     top = x.abs().view(256, 64, 16).argmax(2, keepdim=True)
     ratio = {}
     for name, room in (("with", ROOM), ("without", Range())):
-        total = sum(quantize(x, Quant(rounding="stochastic", range=room), clock=Clock(2, step=n)).dequantize() for n in range(16))
+        total = sum(
+            quantize(x, Quant(rounding="stochastic", range=room), clock=Clock(2, step=n)).dequantize()
+            for n in range(16)
+        )
         largest = [t.view(256, 64, 16).gather(2, top).abs().double().sum() for t in (total / 16, x)]
         ratio[name] = (largest[0] / largest[1]).item()
     assert ratio["with"] == pytest.approx(1, abs=0.002)  # 8-bit truncation and 16 draws
@@ -144,5 +164,7 @@ def test_the_mean_of_ms_eden_is_the_input_in_magnitude_and_a_plain_quantiser_shr
             q = quantize(x, quant, rotation=turn, clock=clock).dequantize()
             total += (q * rotate(x, turn, clock, 0)).double().sum() / x.double().square().sum() / 8
         share[name] = total.item()
-    assert share["eden"] == pytest.approx(1, abs=0.0015)  # scaled-domain correction: 0.9993 in the authors' arithmetic
+    assert share["eden"] == pytest.approx(
+        1, abs=0.0015
+    )  # scaled-domain correction: 0.9993 in the authors' arithmetic
     assert abs(share["nearest"] - 1) > 0.002

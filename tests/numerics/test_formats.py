@@ -25,7 +25,9 @@ class TestElements:
 
     def test_its_fields_enumerate_the_values_of_its_codes(self, name):
         element = ELEMENTS[name]
-        np.testing.assert_array_equal(grids.magnitudes(element.mantissa, element.emin, element.max), grids.named(name))
+        np.testing.assert_array_equal(
+            grids.magnitudes(element.mantissa, element.emin, element.max), grids.named(name)
+        )
 
     def test_it_has_a_zero_and_its_largest_value_is_max(self, name):
         values = grids.named(name)
@@ -38,7 +40,9 @@ class TestElements:
         steps = np.diff(values)
         for y in (values[:-1], inside, np.nextafter(values[1:].astype(np.float32), np.float32(0))):
             for sign in (1, -1):
-                np.testing.assert_array_equal(ELEMENTS[name].step(torch.from_numpy(sign * y).float()).numpy(), steps)
+                np.testing.assert_array_equal(
+                    ELEMENTS[name].step(torch.from_numpy(sign * y).float()).numpy(), steps
+                )
 
     def test_its_bits_are_what_its_codes_and_a_sign_take(self, name):
         bits = 1 + math.ceil(math.log2(len(grids.named(name))))

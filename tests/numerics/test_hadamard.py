@@ -72,7 +72,9 @@ class TestSigns:
         drawn = torch.stack([signs_of(Hadamard(size=128, signs=signs), Clock(seed)) for seed in range(200)])
         assert abs(drawn.mean()) < 4 / 160  # four standard errors of 25,600 signs
         correlation = drawn.t() @ drawn / 200 - torch.eye(128)
-        assert correlation.abs().max() < 5.5 / 200**0.5  # 8,128 pairs: the largest of as many normal ones is near 4
+        assert (
+            correlation.abs().max() < 5.5 / 200**0.5
+        )  # 8,128 pairs: the largest of as many normal ones is near 4
 
 
 @pytest.mark.parametrize("signs", SIGNS)
@@ -95,7 +97,9 @@ def test_the_unsigned_rotation_is_its_own_inverse_exactly_where_the_size_is_a_sq
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_are_made_in_one_order_whatever_the_machine(size, generator):
     """numpy's fp32, in pairs at distances 1, 2, 4, ...: a matrix product may add otherwise, and so round otherwise."""
-    z = torch.randn(8, size, generator=generator) * 2.0 ** torch.randint(-20, 20, (8, size), generator=generator)
+    z = torch.randn(8, size, generator=generator) * 2.0 ** torch.randint(
+        -20, 20, (8, size), generator=generator
+    )
     mine = rotate(z, Hadamard(size=size, signs="none"))
     y, distance = z.numpy().copy(), 1
     while distance < size:
@@ -114,11 +118,16 @@ def test_drawn_signs_need_a_clock_and_the_others_none():
             with pytest.raises(ValueError, match="clock"):
                 quantize(x, Quant(), rotation=spec)
         else:
-            assert torch.equal(quantize(x, Quant(), rotation=spec).values, quantize(x, Quant(), rotation=spec, clock=CLOCK).values)
+            assert torch.equal(
+                quantize(x, Quant(), rotation=spec).values,
+                quantize(x, Quant(), rotation=spec, clock=CLOCK).values,
+            )
 
 
 def test_the_fixed_signs_are_transformer_engines():
-    assert torch.equal(torch.tensor(TE_SIGNS, dtype=torch.float32), te.reference().nvfp4.get_wgrad_sign_vector())
+    assert torch.equal(
+        torch.tensor(TE_SIGNS, dtype=torch.float32), te.reference().nvfp4.get_wgrad_sign_vector()
+    )
 
 
 def test_the_signs_flip_the_inputs_not_the_outputs():
@@ -193,7 +202,9 @@ def test_a_bf16_rotation_by_a_size_that_is_no_square_does_not_shrink(size, gener
 def test_the_signs_of_two_operands_of_a_product_agree_and_of_two_products_do_not(generator):
     x = torch.randn(4, 128, generator=generator)
     spec, draw = Hadamard(size=128, signs="per_call"), {"clock": CLOCK, "keep": True}
-    first, second = (quantize(x, Quant(), rotation=spec, where=site, product=7, **draw).source for site in (1, 2))
+    first, second = (
+        quantize(x, Quant(), rotation=spec, where=site, product=7, **draw).source for site in (1, 2)
+    )
     other = quantize(x, Quant(), rotation=spec, where=1, product=8, **draw).source
     assert torch.equal(first, second)
     assert not torch.equal(first, other)

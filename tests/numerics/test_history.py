@@ -21,9 +21,13 @@ def tensor(largest: float) -> torch.Tensor:
     return x * largest
 
 
-def look(history: History, word: str, largest: float, step: int, stream: str = "training", micro_batch: int = 0) -> float:
+def look(
+    history: History, word: str, largest: float, step: int, stream: str = "training", micro_batch: int = 0
+) -> float:
     clock = Clock(0, stream, step, micro_batch)
-    return quantize(tensor(largest), Quant(outer=Outer(statistic=word)), clock=clock, history=history).amax.item()
+    return quantize(
+        tensor(largest), Quant(outer=Outer(statistic=word)), clock=clock, history=history
+    ).amax.item()
 
 
 def test_a_delayed_amax_is_the_largest_of_the_n_steps_before():
@@ -50,17 +54,26 @@ def test_a_hold_refreshes_at_steps_0_50_and_100_counted_from_zero():
 
 def test_the_micro_batches_of_a_step_count_together_and_share_its_scale():
     history = History()
-    first = [look(history, "delayed:2", largest, 0, micro_batch=i) for i, largest in enumerate((2.0, 7.0, 3.0))]
+    first = [
+        look(history, "delayed:2", largest, 0, micro_batch=i) for i, largest in enumerate((2.0, 7.0, 3.0))
+    ]
     assert first == [2, 7, 3]
     assert [look(history, "delayed:2", 1.0, 1, micro_batch=i) for i in range(2)] == [7, 7]
     held = History()
-    assert [look(held, "hold:2", largest, 0, micro_batch=i) for i, largest in enumerate((2.0, 7.0, 3.0))] == [2, 2, 2]
+    assert [look(held, "hold:2", largest, 0, micro_batch=i) for i, largest in enumerate((2.0, 7.0, 3.0))] == [
+        2,
+        2,
+        2,
+    ]
 
 
 def test_values_above_an_old_amax_saturate_and_below_it_use_less_of_the_range():
     history = History()
     quant = Quant(outer=Outer(statistic="delayed:1"))
-    results = [quantize(tensor(largest), quant, clock=Clock(0, step=step), history=history) for step, largest in enumerate((1.0, 4.0, 1.0))]
+    results = [
+        quantize(tensor(largest), quant, clock=Clock(0, step=step), history=history)
+        for step, largest in enumerate((1.0, 4.0, 1.0))
+    ]
     largest = [result.dequantize().abs().max().item() for result in results]
     assert largest == pytest.approx([1, 1, 1], rel=1e-6)
     assert [result.amax.item() for result in results] == [1, 1, 4]
@@ -106,7 +119,9 @@ class TestHistory:
             for step in range(cut):
                 look(first, word, AMAXES[step], step)
             second.amax = dict(first.amax)
-            assert [look(second, word, AMAXES[step], step) for step in range(cut, len(AMAXES))] == answers[cut:]
+            assert [look(second, word, AMAXES[step], step) for step in range(cut, len(AMAXES))] == answers[
+                cut:
+            ]
 
     def test_it_keeps_no_more_than_its_window(self, word):
         history = History()
@@ -114,7 +129,9 @@ class TestHistory:
             look(history, word, 1.0, step)
         assert len(history.amax) <= 4
         assert all(torch.as_tensor(amax).ndim == 0 for amax in history.amax.values())
-        assert word != "delayed:3" or all(isinstance(amax, float) for amax in history.amax.values())  # no small tensors that stay
+        assert word != "delayed:3" or all(
+            isinstance(amax, float) for amax in history.amax.values()
+        )  # no small tensors that stay
 
     def test_what_it_keeps_does_not_change_with_the_tensor(self, word):
         history, x = History(), tensor(2.0)

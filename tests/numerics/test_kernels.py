@@ -103,7 +103,10 @@ def test_a_rotated_transpose_is_the_references_too(build, form, signs):
         assert_equal(mine, reference(x, FORMS[form], **how))
 
 
-@pytest.mark.parametrize("quant", [*FORMS.values(), Quant(block="1x32", outer=None, scale=BlockScale(format="e8m0")), Quant(block="1x64")])
+@pytest.mark.parametrize(
+    "quant",
+    [*FORMS.values(), Quant(block="1x32", outer=None, scale=BlockScale(format="e8m0")), Quant(block="1x64")],
+)
 def test_what_is_decoded_is_what_the_reference_decodes(build, quant):
     for shape, regime in itertools.product(SHAPES, REGIMES):
         made = quantize(drawn(shape, regime, torch.float32), quant, clock=Clock(1))
@@ -117,7 +120,10 @@ def test_what_is_decoded_is_what_the_reference_decodes(build, quant):
 def test_ten_million_elements_differ_in_none(build):
     for seed, (form, regime) in enumerate(itertools.product(FORMS.values(), REGIMES)):
         x = drawn((512, 800), regime, torch.bfloat16, seed)
-        assert_equal(quantize(x, form, clock=Clock(seed), where=seed), reference(x, form, clock=Clock(seed), where=seed))
+        assert_equal(
+            quantize(x, form, clock=Clock(seed), where=seed),
+            reference(x, form, clock=Clock(seed), where=seed),
+        )
 
 
 def test_telemetry_gets_the_same_operand_from_the_reference(build):
@@ -144,7 +150,13 @@ def test_what_telemetry_counts_is_what_the_reference_counts(build, form, dtype, 
         assert torch.equal(mine.source.float(), theirs.source)
         for name, value in vars(census(theirs)).items():
             if isinstance(value, Tensor):
-                torch.testing.assert_close(getattr(census(mine), name).reshape(value.shape), value, rtol=1e-13, atol=0, check_dtype=False)
+                torch.testing.assert_close(
+                    getattr(census(mine), name).reshape(value.shape),
+                    value,
+                    rtol=1e-13,
+                    atol=0,
+                    check_dtype=False,
+                )
             else:  # sums in double precision, in another order
                 assert getattr(census(mine), name) == pytest.approx(value, rel=1e-12), name
 

@@ -31,7 +31,9 @@ SEED = 20
 CASES = 3_000
 """In all, shared out among the builds that this CPU runs."""
 
-needs_builds = pytest.mark.skipif(not runnable_builds(), reason="the package was installed without compiled quantisers")
+needs_builds = pytest.mark.skipif(
+    not runnable_builds(), reason="the package was installed without compiled quantisers"
+)
 
 
 def test_every_field_of_the_specification_is_varied():
@@ -110,7 +112,11 @@ def products(random: Random) -> Products:
     def operand(name: str) -> Quant | None:
         quant = quantiser(random) if random.random() < 0.85 else None
         forward = quant is not None and name in ("dgrad.w", "wgrad.x")
-        return quant.model_copy(update={"estimator": None, **({} if forward else {"source": "original"})}) if quant else None
+        return (
+            quant.model_copy(update={"estimator": None, **({} if forward else {"source": "original"})})
+            if quant
+            else None
+        )
 
     while True:
         signs = random.choices(literal_values(Hadamard, "signs"), k=3)

@@ -45,7 +45,9 @@ def test_many_counters_and_keys_equal_an_implementation_on_python_integers(gener
     counters = torch.randint(0, 2**32, (4, 50), generator=generator)
     for key in torch.randint(0, 2**32, (10, 2), generator=generator).tolist():
         mine = philox(counters, tuple(key)).t().tolist()
-        assert [tuple(words) for words in mine] == [philox_by_hand(counter, key) for counter in counters.t().tolist()]
+        assert [tuple(words) for words in mine] == [
+            philox_by_hand(counter, key) for counter in counters.t().tolist()
+        ]
 
 
 def test_philox_leaves_its_counters_alone():
@@ -61,9 +63,13 @@ def test_sixteen_elements_share_a_counter_of_group_step_micro_batch_and_site(wid
     fields = 32 // width  # draws in one 32-bit word
     for group in range(4):
         words = [
-            word for call in range(4 // fields) for word in philox_by_hand((group, 3, 5, where), (7, STREAMS["evaluation"] << 8 | call))
+            word
+            for call in range(4 // fields)
+            for word in philox_by_hand((group, 3, 5, where), (7, STREAMS["evaluation"] << 8 | call))
         ]
-        expected = [word >> (32 // fields) * field & (1 << width) - 1 for word in words for field in range(fields)]
+        expected = [
+            word >> (32 // fields) * field & (1 << width) - 1 for word in words for field in range(fields)
+        ]
         assert mine[group].tolist() == expected
 
 
@@ -74,7 +80,9 @@ def test_every_byte_of_a_draw_is_uniform(width):
     assert drawn.max() < 2**width
     for shift in range(0, width, 8):
         counts = torch.bincount((drawn >> shift) & 255, minlength=256)
-        assert stats.chisquare(counts.numpy()).pvalue > 1e-4  # one fixed draw of 65,536: a uniform one fails 1 in 10,000
+        assert (
+            stats.chisquare(counts.numpy()).pvalue > 1e-4
+        )  # one fixed draw of 65,536: a uniform one fails 1 in 10,000
 
 
 NEIGHBOURS = {
@@ -92,7 +100,9 @@ NEIGHBOURS = {
 def test_another_place_or_time_draws_independent_bits(changed, width):
     first = bits(Clock(1), site("blocks.0.up", "wgrad.g"), width=width)
     second = bits(*NEIGHBOURS[changed], width=width)
-    cells = ((first.long() >> width - 4) * 16 + (second.long() >> width - 4)).flatten()  # the joint of the top four bits
+    cells = (
+        (first.long() >> width - 4) * 16 + (second.long() >> width - 4)
+    ).flatten()  # the joint of the top four bits
     assert stats.chisquare(torch.bincount(cells, minlength=256).numpy()).pvalue > 1e-4
 
 
@@ -104,13 +114,20 @@ def test_neighbouring_elements_rows_and_calls_are_independent():
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_bits_for_another_purpose_are_independent(width):
-    first, second = (random_bits(Clock(1), 5, 64, 1024, width, torch.device("cpu"), purpose) for purpose in (0, 1))
+    first, second = (
+        random_bits(Clock(1), 5, 64, 1024, width, torch.device("cpu"), purpose) for purpose in (0, 1)
+    )
     cells = ((first.long() >> width - 4) * 16 + (second.long() >> width - 4)).flatten()
     assert stats.chisquare(torch.bincount(cells, minlength=256).numpy()).pvalue > 1e-4
 
 
 def test_streams_never_share_a_key_whatever_the_call():
-    keys = [number << 8 | purpose << 4 | call for number in STREAMS.values() for purpose in range(16) for call in range(4)]
+    keys = [
+        number << 8 | purpose << 4 | call
+        for number in STREAMS.values()
+        for purpose in range(16)
+        for call in range(4)
+    ]
     assert len(set(keys)) == len(keys)
     drawn = [
         tuple(random_bits(Clock(1, stream), 5, 1, 16, width, torch.device("cpu"), purpose).flatten().tolist())
@@ -131,7 +148,11 @@ def test_the_bits_of_a_group_do_not_depend_on_how_many_rows_follow():
 
 
 def test_the_sites_of_a_model_differ():
-    names = [f"blocks.{i}.{part}" for i in range(200) for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")]
+    names = [
+        f"blocks.{i}.{part}"
+        for i in range(200)
+        for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    ]
     sites = {site(name, slot) for name, slot in itertools.product(names, ("dgrad.g", "wgrad.g"))}
     assert len(sites) == 2 * len(names)
     assert all(0 <= s < 2**32 for s in sites)

@@ -54,8 +54,13 @@ def test_alpha_is_applied_after_the_accumulation():
     # Values are integers here, so that the accumulation is exact, and alpha is its only rounding.
     a, b = operands(3, k=16)
     values = [(o.values.double() * 2).round().bfloat16() for o in (a, b)]
-    a, b = (Operand(v, Quant(), amax) for v, amax in zip(values, (torch.tensor(1.1), torch.tensor(0.7)), strict=True))
-    expected = exact(a, b).numpy().astype(np.float32) * (np.float32(1.1) * np.float32(0.7) / np.float32(2688.0**2))
+    a, b = (
+        Operand(v, Quant(), amax)
+        for v, amax in zip(values, (torch.tensor(1.1), torch.tensor(0.7)), strict=True)
+    )
+    expected = exact(a, b).numpy().astype(np.float32) * (
+        np.float32(1.1) * np.float32(0.7) / np.float32(2688.0**2)
+    )
     np.testing.assert_array_equal(product(a, b, torch.float32).numpy(), expected)
 
 
@@ -72,9 +77,13 @@ def test_the_bf16_product_is_the_fp32_one_rounded_once():
     expected, mine = product(a, b, torch.float32).bfloat16(), product(a, b, torch.bfloat16)
     differs = expected != mine
     assert mine.dtype == torch.bfloat16
-    assert differs.double().mean() <= 1e-4  # the order of additions moves a value across a rounding boundary: 7e-6 measured
+    assert (
+        differs.double().mean() <= 1e-4
+    )  # the order of additions moves a value across a rounding boundary: 7e-6 measured
     ulp = (expected.view(torch.int16) - mine.view(torch.int16)).abs()
-    near_zero = torch.maximum(expected.abs(), mine.abs()).double() < (order_bound(a, b) * alpha(a, b).double())
+    near_zero = torch.maximum(expected.abs(), mine.abs()).double() < (
+        order_bound(a, b) * alpha(a, b).double()
+    )
     assert ((ulp <= 1) | near_zero).all()
 
 
@@ -99,10 +108,14 @@ def test_rotating_both_operands_cancels_before_quantisation():
     x, w = torch.randn(64, 64, generator=g).bfloat16(), torch.randn(64, 64, generator=g).bfloat16()
     quant, rotation = Quant(), Hadamard()
     plain = product(quantize(x, quant), quantize(w, quant), torch.float32)
-    rotated = product(quantize(x, quant, rotation=rotation), quantize(w, quant, rotation=rotation), torch.float32)
+    rotated = product(
+        quantize(x, quant, rotation=rotation), quantize(w, quant, rotation=rotation), torch.float32
+    )
     exact = x.double() @ w.double().t()
     errors = [((y - exact).square().sum() / exact.square().sum()).item() for y in (plain, rotated)]
-    assert errors[1] == pytest.approx(errors[0], rel=0.15)  # two quantisations of Gaussian data, 9e-3 each; 4,096 samples
+    assert errors[1] == pytest.approx(
+        errors[0], rel=0.15
+    )  # two quantisations of Gaussian data, 9e-3 each; 4,096 samples
     assert errors[1] < 0.025
 
 
@@ -122,12 +135,16 @@ def test_operands_scaled_by_row_give_every_output_its_own_alpha():
     np.testing.assert_array_equal(alpha(a, b).numpy(), expected)
     one, _ = operands(10)
     np.testing.assert_array_equal(alpha(a, one).numpy(), (a.amax * one.amax).numpy() / np.float32(2688.0**2))
-    np.testing.assert_array_equal(alpha(one, b).numpy(), (one.amax * b.amax.t()).numpy() / np.float32(2688.0**2))
+    np.testing.assert_array_equal(
+        alpha(one, b).numpy(), (one.amax * b.amax.t()).numpy() / np.float32(2688.0**2)
+    )
 
 
 def test_a_prescale_of_three_quarters_is_undone_outside_the_product():
     scale = BlockScale(format="e8m0", rounding="floor")
-    quant = Quant(block="1x32", scale=scale, outer=None, range=Range(map_to=4.0, prescale=0.75), rounding="stochastic")
+    quant = Quant(
+        block="1x32", scale=scale, outer=None, range=Range(map_to=4.0, prescale=0.75), rounding="stochastic"
+    )
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(11))
     a = quantize(x, quant, clock=Clock(0), keep=True)
     assert a.scaled.abs().max() < 6  # OCP's floor rule puts the maximum in [4, 8), and 3/4 of it below 6
@@ -160,7 +177,9 @@ def test_operands_of_any_two_quantisers_multiply_to_what_they_decode_to(left, ri
     # The order of K fp32 additions, and some eight roundings of factors.
     assert ((mine.double() - expected).abs() <= (width + 8) * 2.0**-24 * most).all()
     rounded = product(a, b, torch.bfloat16)
-    assert ((rounded.double() - expected).abs() <= 2.0**-8 * expected.abs() + (width + 8) * 2.0**-24 * most).all()
+    assert (
+        (rounded.double() - expected).abs() <= 2.0**-8 * expected.abs() + (width + 8) * 2.0**-24 * most
+    ).all()
 
 
 def test_empty_operands_multiply_to_zeros_of_the_right_shape():
@@ -188,7 +207,9 @@ def test_a_cpu_without_bf16_instructions_multiplies_in_fp32_and_rounds_once(monk
     a, b = quantize(x, Quant()), quantize(w, Quant(block="16x16"))
     scaled = a.values.float() @ b.values.float().t() * alpha(a, b)
     assert torch.equal(product(a, b, torch.bfloat16), scaled.bfloat16())
-    assert torch.equal(product(Operand(x), Operand(w), torch.bfloat16), (x.float() @ w.float().t()).bfloat16())
+    assert torch.equal(
+        product(Operand(x), Operand(w), torch.bfloat16), (x.float() @ w.float().t()).bfloat16()
+    )
     given = x.clone().requires_grad_()
     linear(given, w).sum().backward()
     assert given.grad.dtype == torch.bfloat16
@@ -201,7 +222,9 @@ def test_a_product_with_an_operand_of_zeros_costs_no_product(monkeypatch):
     zero = quantize(torch.zeros(48, 96, dtype=torch.bfloat16), Quant())
     assert alpha(zero, b) == 0
     expected = product(zero, b, torch.float32)
-    monkeypatch.setattr("ablate.numerics.product.multiplies_bf16", lambda: True)  # as on a CPU where addmm is the way
+    monkeypatch.setattr(
+        "ablate.numerics.product.multiplies_bf16", lambda: True
+    )  # as on a CPU where addmm is the way
     monkeypatch.setattr(torch, "addmm", lambda *_, **__: pytest.fail("a product of zeros"))
     assert torch.equal(product(zero, b, torch.bfloat16).float(), expected)
     with pytest.raises(pytest.fail.Exception):

@@ -26,7 +26,11 @@ ROOM = Range(headroom=17 / 16)
 
 
 def _cases() -> dict[str, Quant]:
-    cases = {f"{element} {rounding}": Quant(element=element, rounding=rounding) for element in ELEMENTS for rounding in ROUNDINGS}
+    cases = {
+        f"{element} {rounding}": Quant(element=element, rounding=rounding)
+        for element in ELEMENTS
+        for rounding in ROUNDINGS
+    }
     for format, rounding in itertools.product(SCALES, SCALE_ROUNDINGS):
         try:
             scale = BlockScale(format=format, rounding=rounding)
@@ -35,21 +39,37 @@ def _cases() -> dict[str, Quant]:
         outer = None if format in ("e8m0", "bf16", "fp32") else Outer()
         cases[f"scale {format} {rounding}"] = Quant(block="1x32", scale=scale, outer=outer)
     cases |= {f"scale {zero}": Quant(scale=BlockScale(zero=zero)) for zero in ("one", "min_normal")}
-    cases |= {f"block {block}": Quant(block=block) for block in ("1x8", "1x16", "1x32", "1x64", "1x128", "16x16", "32x32")}
+    cases |= {
+        f"block {block}": Quant(block=block)
+        for block in ("1x8", "1x16", "1x32", "1x64", "1x128", "16x16", "32x32")
+    }
     for among, criterion in itertools.product(CANDIDATES, CRITERIA):
-        cases[f"select {among} {criterion}"] = Quant(select=Select(among=among, criterion=criterion), outer=Outer(bound=256.0))
+        cases[f"select {among} {criterion}"] = Quant(
+            select=Select(among=among, criterion=criterion), outer=Outer(bound=256.0)
+        )
     words = ("percentile:0.9", "delayed:4", "hold:4", "static:8")
     cases |= {word: Quant(outer=Outer(statistic=word)) for word in words}
     cases |= {word: Quant(range=Range(statistic=word)) for word in ("rms:2.5", "std:2.92")}
-    cases |= {f"outer {granularity}": Quant(outer=Outer(granularity=granularity)) for granularity in ("row", "block:128")}
+    cases |= {
+        f"outer {granularity}": Quant(outer=Outer(granularity=granularity))
+        for granularity in ("row", "block:128")
+    }
     cases |= {f"{bits} bits": Quant(rounding="stochastic", bits=bits, range=ROOM) for bits in (8, 16, 24)}
     cases["16x16 stochastic"] = Quant(block="16x16", rounding="stochastic")
     cases["map to 4"] = Quant(range=Range(map_to=4.0))
-    cases["mxfp4"] = Quant(block="1x32", scale=BlockScale(format="e8m0", rounding="floor"), range=Range(map_to=4.0), outer=None)
-    cases["prescaled"] = cases["mxfp4"].model_copy(update={"range": Range(map_to=4.0, prescale=0.75), "rounding": "stochastic"})
+    cases["mxfp4"] = Quant(
+        block="1x32", scale=BlockScale(format="e8m0", rounding="floor"), range=Range(map_to=4.0), outer=None
+    )
+    cases["prescaled"] = cases["mxfp4"].model_copy(
+        update={"range": Range(map_to=4.0, prescale=0.75), "rounding": "stochastic"}
+    )
     cases["fp8 per tensor"] = Quant(element="e4m3", block=None, scale=None, outer=Outer(bound=1.0))
-    cases["fp8 per row"] = Quant(element="e5m2", block=None, scale=None, outer=Outer(bound=1.0, granularity="row"))
-    cases["ms_eden"] = Quant(rounding="ms_eden", outer=Outer(bound=256.0), range=Range(headroom=17 / 16 * 0.93))
+    cases["fp8 per row"] = Quant(
+        element="e5m2", block=None, scale=None, outer=Outer(bound=1.0, granularity="row")
+    )
+    cases["ms_eden"] = Quant(
+        rounding="ms_eden", outer=Outer(bound=256.0), range=Range(headroom=17 / 16 * 0.93)
+    )
     return cases
 
 
@@ -57,7 +77,10 @@ CASES = _cases()
 DRAWING = [name for name, quant in CASES.items() if draws(quant)]
 TWO_DIMENSIONAL = [
     *(Quant(element=element, block="16x16") for element in ELEMENTS),
-    *(Quant(block="32x32", scale=BlockScale(format=format), outer=None if format == "e8m0" else Outer()) for format in SCALES),
+    *(
+        Quant(block="32x32", scale=BlockScale(format=format), outer=None if format == "e8m0" else Outer())
+        for format in SCALES
+    ),
     *(Quant(block="16x16", select=Select(among=among, criterion="absmax")) for among in CANDIDATES),
     Quant(block="16x16", range=Range(headroom=17 / 16), outer=Outer(statistic="percentile:0.9")),
 ]
@@ -73,7 +96,9 @@ def tensor(seed: int, rows: int = 32, columns: int = 128) -> torch.Tensor:
 
 def quantized(x: torch.Tensor, name: str, clock: Clock | None = None, where: int = 3, **options):
     rotation = TURN if CASES[name].rounding == "ms_eden" else None
-    return quantize(x, CASES[name], rotation=rotation, clock=clock or Clock(1), where=where, product=4, **options)
+    return quantize(
+        x, CASES[name], rotation=rotation, clock=clock or Clock(1), where=where, product=4, **options
+    )
 
 
 def same(a, b) -> bool:
@@ -117,7 +142,10 @@ def test_values_are_codes_times_scales_exactly_in_their_dtype_and_decode_from_le
     scale = 1.0 if result.block_scale is None else per_element(result.block_scale, quant)
     assert torch.equal(result.values.float(), result.codes * scale)
     if not quant.wide:
-        assert torch.equal(result.values.double(), result.codes.double() * (1.0 if result.block_scale is None else scale.double()))
+        assert torch.equal(
+            result.values.double(),
+            result.codes.double() * (1.0 if result.block_scale is None else scale.double()),
+        )
         amax = torch.ones(1) if result.amax is None else result.amax
         expected = result.codes * (scale * amax * (1 / torch.tensor(result.divisor)))
         assert torch.equal(result.dequantize(), expected)
@@ -234,9 +262,13 @@ def test_beyond_the_largest_fp32_over_448_decoding_overflows_to_infinity_as_tran
 
 NOT_AGAIN = {
     **dict.fromkeys(("rms:2.5", "std:2.92"), "what was clipped lowers the statistic"),
-    **dict.fromkeys(("e4m3 nearest", "e4m3 away"), "a block's largest code may be 416, and its scale is rounded to another the next time"),
     **dict.fromkeys(
-        ("scale e8m0 nearest", "scale e8m0 away"), "a power of two rounded down clips the block, whose maximum then asks for a smaller one"
+        ("e4m3 nearest", "e4m3 away"),
+        "a block's largest code may be 416, and its scale is rounded to another the next time",
+    ),
+    **dict.fromkeys(
+        ("scale e8m0 nearest", "scale e8m0 away"),
+        "a power of two rounded down clips the block, whose maximum then asks for a smaller one",
     ),
     "scale ue5m3 ceil": "6 / amax in fp32 may lift the top block above the bound, to 480, and the outer scale with it",
     **{
@@ -252,11 +284,17 @@ NOT_AGAIN = {
 @given(seed=SEEDS)
 def test_quantising_again_changes_nothing_beyond_fp32_rounding(name, seed):
     once = quantized(tensor(seed), name)
-    assert once.block_scale is None or once.block_scale.min() >= 2.0**-6  # a subnormal scale says too little to come back
+    assert (
+        once.block_scale is None or once.block_scale.min() >= 2.0**-6
+    )  # a subnormal scale says too little to come back
     x = once.dequantize() if name == "static:8" else once.values.float()
     twice = quantized(x, name)
     torch.testing.assert_close(twice.dequantize(), x, rtol=1e-6, atol=0)
-    if once.block_scale is not None and CASES[name].scale.format != "fp32" and (CASES[name].outer or Outer()).granularity != "block:128":
+    if (
+        once.block_scale is not None
+        and CASES[name].scale.format != "fp32"
+        and (CASES[name].outer or Outer()).granularity != "block:128"
+    ):
         assert torch.equal(twice.values, once.values)
 
 
@@ -318,7 +356,9 @@ def test_the_global_generator_is_neither_read_nor_advanced(name):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("name", [*DRAWING, "e2m1 nearest", "select scales mse", "block 16x16", "percentile:0.9", "rms:2.5"])
+@pytest.mark.parametrize(
+    "name", [*DRAWING, "e2m1 nearest", "select scales mse", "block 16x16", "percentile:0.9", "rms:2.5"]
+)
 def test_the_number_of_threads_changes_no_bit(name):
     x, before = tensor(10, 256, 512), torch.get_num_threads()
     try:
@@ -333,13 +373,22 @@ def test_the_number_of_threads_changes_no_bit(name):
 
 
 UNBIASED = {
-    **{f"{element}, fp32 scales": Quant(element=element, rounding="stochastic", scale=BlockScale(format="fp32")) for element in ELEMENTS},
+    **{
+        f"{element}, fp32 scales": Quant(
+            element=element, rounding="stochastic", scale=BlockScale(format="fp32")
+        )
+        for element in ELEMENTS
+    },
     "e2m1, headroom": Quant(rounding="stochastic", range=ROOM, outer=Outer(bound=400.0)),
     "e2m1, 24 bits": Quant(rounding="stochastic", range=ROOM, outer=Outer(bound=400.0), bits=24),
     "16x16 tiles": Quant(rounding="stochastic", block="16x16", range=ROOM, outer=Outer(bound=400.0)),
-    "powers of two, up": Quant(rounding="stochastic", block="1x32", scale=BlockScale(format="e8m0", rounding="ceil"), outer=None),
+    "powers of two, up": Quant(
+        rounding="stochastic", block="1x32", scale=BlockScale(format="e8m0", rounding="ceil"), outer=None
+    ),
     "powers of two, down, three quarters": CASES["prescaled"],
-    "stochastic scales": Quant(rounding="stochastic", scale=BlockScale(rounding="ceil"), outer=Outer(bound=256.0)),
+    "stochastic scales": Quant(
+        rounding="stochastic", scale=BlockScale(rounding="ceil"), outer=Outer(bound=256.0)
+    ),
 }
 """Stochastic rounding that nothing saturates: scales that are not rounded down, or have room."""
 
@@ -352,7 +401,11 @@ def test_stochastic_rounding_is_unbiased_where_nothing_saturates(name):
     total = torch.zeros(x.shape, dtype=torch.float64)
     for step in range(draws_):
         total += quantize(x, quant, clock=Clock(0, step=step)).dequantize().double()
-    unit = per_element(kept.block_scale, quant).double() * (1.0 if kept.amax is None else kept.amax) / kept.divisor  # a code of 1
+    unit = (
+        per_element(kept.block_scale, quant).double()
+        * (1.0 if kept.amax is None else kept.amax)
+        / kept.divisor
+    )  # a code of 1
     step = ELEMENTS[quant.element].step(kept.scaled.abs()).double()
     gap = (total / draws_ - x.double()).abs() / (unit * step)
     # A draw's standard deviation is at most half a step; 8 bits cut off at most 1/256 of one. 5 standard errors: once in 2e6.

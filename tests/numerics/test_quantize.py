@@ -26,7 +26,10 @@ QUANTS += [
 EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True)
 
 
-@pytest.fixture(params=QUANTS, ids=lambda q: f"{q.block}-{q.rounding}{q.bits}-{q.range.headroom}-{q.outer.statistic}-{q.outer.bound}")
+@pytest.fixture(
+    params=QUANTS,
+    ids=lambda q: f"{q.block}-{q.rounding}{q.bits}-{q.range.headroom}-{q.outer.statistic}-{q.outer.bound}",
+)
 def quant(request) -> Quant:
     return request.param
 
@@ -120,7 +123,12 @@ def test_quantising_again_does_change_what_was_rounded_stochastically_or_to_a_su
 @EXAMPLES
 def test_any_shape_equals_the_zero_padded_one(rows, columns, seed):
     x = tensor(seed, rows, columns).bfloat16()
-    for quant, rotation in ((Quant(), None), (Quant(block="16x16"), None), (Quant(), Hadamard()), (QUANTS[1], None)):
+    for quant, rotation in (
+        (Quant(), None),
+        (Quant(block="16x16"), None),
+        (Quant(), Hadamard()),
+        (QUANTS[1], None),
+    ):
         padded = pad(x, 16, 16)
         a, b = quantized(x, quant, rotation=rotation), quantized(padded, quant, rotation=rotation)
         assert a.values.shape == (rows, padded.shape[1])
@@ -137,7 +145,9 @@ def test_padding_adds_zeros_at_the_end_and_only_what_is_missing():
     assert pad(x, 4, 32).sum() == 48
 
 
-@pytest.mark.parametrize(("block", "width"), [("1x8", 32), ("1x16", 32), ("1x32", 32), ("1x64", 64), ("16x16", 32), (None, 32)])
+@pytest.mark.parametrize(
+    ("block", "width"), [("1x8", 32), ("1x16", 32), ("1x32", 32), ("1x64", 64), ("16x16", 32), (None, 32)]
+)
 def test_the_contraction_is_padded_to_whole_blocks_and_whole_groups_of_random_bits(block, width):
     quant = Quant(block=block) if block else Quant(block=None, scale=None, outer=Outer(bound=1.0))
     assert quantize(torch.ones(3, 20), quant).values.shape == (3, width)
@@ -194,7 +204,9 @@ def test_keeping_the_source_changes_no_bit(quant):
     assert torch.equal(b.source, x.float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int32, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
 def test_another_dtype_is_refused_by_name(dtype):
     with pytest.raises(TypeError, match=str(dtype)):
         quantize(torch.zeros(2, 16).to(dtype), Quant())
@@ -222,17 +234,26 @@ def test_ms_eden_multiplies_the_scales_of_a_group_by_one_correction_and_rounds_t
     assert torch.equal(result.codes, plain.codes)
     assert torch.equal(result.scaled, plain.scaled)
     y, q = (z.double().view(32, 2, 32) for z in (plain.scaled, plain.codes))
-    correction = (y.square().sum(2) / (y * q).sum(2)).repeat_interleave(2, 1)  # Quartet II: <y, y> / <y, q> over a rotation
+    correction = (y.square().sum(2) / (y * q).sum(2)).repeat_interleave(
+        2, 1
+    )  # Quartet II: <y, y> / <y, q> over a rotation
     wanted = plain.block_scale.view(32, 4).double() * correction
     mine = result.block_scale.view(32, 4).double()
     step = ELEMENTS["e4m3"].step(wanted.float()).double()
     assert ((mine - wanted).abs() < step * (1 + 1e-5)).all()
     assert torch.isin(mine, torch.from_numpy(grids.named("e4m3"))).all()
-    draws = [quantize(x, quant, rotation=rotation, clock=Clock(1), where=n, product=0).block_scale for n in range(64)]
+    draws = [
+        quantize(x, quant, rotation=rotation, clock=Clock(1), where=n, product=0).block_scale
+        for n in range(64)
+    ]
     again = quantize(x, Quant(outer=Outer(bound=bound)), rotation=rotation, clock=Clock(1), keep=True)
     y, q = (z.double().view(32, 2, 32) for z in (again.scaled, again.codes))
-    wanted = again.block_scale.view(32, 4).double() * (y.square().sum(2) / (y * q).sum(2)).repeat_interleave(2, 1)
-    drift = (torch.stack(draws).view(64, 32, 4).double().mean(0) - wanted) / ELEMENTS["e4m3"].step(wanted.float())
+    wanted = again.block_scale.view(32, 4).double() * (y.square().sum(2) / (y * q).sum(2)).repeat_interleave(
+        2, 1
+    )
+    drift = (torch.stack(draws).view(64, 32, 4).double().mean(0) - wanted) / ELEMENTS["e4m3"].step(
+        wanted.float()
+    )
     assert drift.abs().max() < 5 * 0.5 / 8  # five standard errors of 64 draws between two codes
     assert drift.mean().abs() < 5 * 0.5 / 8 / 128**0.5
 
@@ -241,7 +262,9 @@ def test_elements_and_block_scales_take_their_own_bits_in_the_documented_layout(
     quant = Quant(rounding="stochastic", bits=24, scale=BlockScale(rounding="stochastic"), outer=None)
     x, clock = tensor(13, 6, 80).abs(), Clock(1, step=2)
     result = quantize(x, quant, clock=clock, where=9, keep=True)
-    elements, scales = (random_bits(clock, 9, 6, columns, 24, x.device, purpose) for columns, purpose in ((80, 0), (16, 1)))
+    elements, scales = (
+        random_bits(clock, 9, 6, columns, 24, x.device, purpose) for columns, purpose in ((80, 0), (16, 1))
+    )
     largest = x.view(6, 5, 16).amax(2) * (1 / torch.tensor(6.0))
     block_scale = stochastic(largest, SCALES["e4m3"], scales[:, :5].contiguous(), 24)
     assert torch.equal(result.block_scale.view(6, 5), block_scale)

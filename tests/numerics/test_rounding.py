@@ -37,7 +37,9 @@ class TestRoundings:
     @given(value=FLOATS, bits=st.integers(0, 255))
     @settings(max_examples=200, deadline=None, derandomize=True)
     def test_a_value_goes_to_one_of_its_two_neighbours(self, rounding, element, value, bits):
-        y = ROUNDINGS[rounding](torch.tensor([value]), ELEMENTS[element], torch.tensor([float(bits)]), 8).item()
+        y = ROUNDINGS[rounding](
+            torch.tensor([value]), ELEMENTS[element], torch.tensor([float(bits)]), 8
+        ).item()
         assert abs(y) in grids.neighbours(value, grid(element))
         assert y == 0 or math.copysign(1, y) == math.copysign(1, value)
 
@@ -83,7 +85,9 @@ def test_nearest_is_nearest_with_ties_to_the_even_code(element, generator):
         np.nextafter(halfway.astype(np.float32), np.float32(np.inf)),
         np.nextafter(halfway.astype(np.float32), np.float32(0)),
     )
-    y = torch.cat([*map(torch.from_numpy, (halfway, above, below)), 4 * torch.randn(4096, generator=generator)]).float()
+    y = torch.cat(
+        [*map(torch.from_numpy, (halfway, above, below)), 4 * torch.randn(4096, generator=generator)]
+    ).float()
     y = torch.cat((y, -y))
     np.testing.assert_array_equal(nearest(y, ELEMENTS[element]).numpy(), grids.nearest(y.numpy(), points))
 
@@ -100,7 +104,9 @@ def test_eight_bits_round_up_exactly_floor_256_f_times_of_256(element, fraction,
     every = torch.arange(256.0)
     for low, high in zip(grid(element)[:-1], grid(element)[1:], strict=True):
         y = np.float32(low + fraction * (high - low))
-        exact = (float(y) - low) / (high - low)  # the fraction that fp32 holds: a dyadic step makes this exact
+        exact = (float(y) - low) / (
+            high - low
+        )  # the fraction that fp32 holds: a dyadic step makes this exact
         rounded = sign * stochastic(torch.full((256,), sign * float(y)), ELEMENTS[element], every, 8)
         assert (rounded == high).sum() == math.floor(256 * exact)
         assert ((rounded == high) | (rounded == low)).all()
@@ -111,8 +117,14 @@ def test_eight_bits_round_up_exactly_floor_256_f_times_of_256(element, fraction,
 def test_wider_draws_round_up_below_the_threshold_floor_2_to_the_width_times_f(fraction, width):
     y = np.float32(2 + fraction)  # between 2 and 3
     threshold = math.floor(2**width * (float(y) - 2))
-    bits = [b for b in (0, threshold - 2, threshold - 1, threshold, threshold + 1, 2**width - 1) if 0 <= b < 2**width]
-    rounded = stochastic(torch.full((len(bits),), float(y)), ELEMENTS["e2m1"], torch.tensor(bits).float(), width)
+    bits = [
+        b
+        for b in (0, threshold - 2, threshold - 1, threshold, threshold + 1, 2**width - 1)
+        if 0 <= b < 2**width
+    ]
+    rounded = stochastic(
+        torch.full((len(bits),), float(y)), ELEMENTS["e2m1"], torch.tensor(bits).float(), width
+    )
     assert rounded.tolist() == [3.0 if b < threshold else 2.0 for b in bits]
 
 

@@ -30,7 +30,13 @@ from ablate.numerics.spec import BlockScale, Outer, Quant, Range
 
 FLT_MAX = float(np.finfo(np.float32).max)
 E4M3 = grids.named("e4m3")
-SPELLINGS = {"amax": "amax", "percentile": "percentile:0.9", "delayed": "delayed:4", "hold": "hold:4", "static": "static:2.5"}
+SPELLINGS = {
+    "amax": "amax",
+    "percentile": "percentile:0.9",
+    "delayed": "delayed:4",
+    "hold": "hold:4",
+    "static": "static:2.5",
+}
 ENUMERATED = ("e4m3", "ue5m3", "e8m0")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -70,8 +76,12 @@ def bf16_pairs(count: int, generator) -> tuple[np.ndarray, np.ndarray]:
 def test_e4m3_keeps_subnormals_rounds_ties_to_even_and_saturates(generator):
     halfway = (E4M3[1:] + E4M3[:-1]) / 2
     drawn = 2.0 ** torch.empty(4096).uniform_(-12, 12, generator=generator)
-    values = torch.cat((torch.from_numpy(E4M3), torch.from_numpy(halfway), drawn, torch.tensor([449.0, 1e30, FLT_MAX]))).float()
-    np.testing.assert_array_equal(round_scale(values, BlockScale()).numpy(), grids.nearest(values.numpy(), E4M3))
+    values = torch.cat(
+        (torch.from_numpy(E4M3), torch.from_numpy(halfway), drawn, torch.tensor([449.0, 1e30, FLT_MAX]))
+    ).float()
+    np.testing.assert_array_equal(
+        round_scale(values, BlockScale()).numpy(), grids.nearest(values.numpy(), E4M3)
+    )
 
 
 def scale_values(format: str, generator) -> torch.Tensor:
@@ -81,7 +91,9 @@ def scale_values(format: str, generator) -> torch.Tensor:
     values = torch.cat((torch.zeros(1), 2.0**exponents, 2.0**near, torch.tensor([FLT_MAX])))
     if format in ENUMERATED:
         points = grids.named(format)
-        values = torch.cat((values, torch.from_numpy(np.concatenate((points, (points[1:] + points[:-1]) / 2))).float()))
+        values = torch.cat(
+            (values, torch.from_numpy(np.concatenate((points, (points[1:] + points[:-1]) / 2))).float())
+        )
     return values[values.isfinite()].sort().values
 
 
@@ -90,7 +102,9 @@ class TestScaleFormats:
     """What every scale format promises under every rounding that it may have."""
 
     def rounded(self, values, format, rounding, bits=0.0):
-        return round_scale(values, BlockScale(format=format, rounding=rounding), torch.full_like(values, bits))
+        return round_scale(
+            values, BlockScale(format=format, rounding=rounding), torch.full_like(values, bits)
+        )
 
     def test_a_scale_is_a_value_of_the_format(self, format, rounding, generator):
         mine = self.rounded(scale_values(format, generator), format, rounding, 2.0**23)
@@ -105,7 +119,9 @@ class TestScaleFormats:
         if format not in ENUMERATED:
             return  # torch's own cast, compared below
         values = scale_values(format, generator)
-        expected = np.array([grids.neighbours(value, grids.named(format)) for value in values.double().tolist()])
+        expected = np.array(
+            [grids.neighbours(value, grids.named(format)) for value in values.double().tolist()]
+        )
         for bits in (0.0, 2.0**23, 2.0**24 - 1):
             mine = self.rounded(values, format, rounding, bits).double().numpy()
             assert ((mine == expected[:, 0]) | (mine == expected[:, 1])).all()
@@ -130,7 +146,9 @@ class TestScaleFormats:
         assert plain[0] == 0
         smallest = 2.0 ** SCALES[format].emin
         for zero, value in (("one", 1.0), ("min_normal", smallest)):
-            mine = round_scale(values, BlockScale(format=format, rounding=rounding, zero=zero), bits.expand_as(values))
+            mine = round_scale(
+                values, BlockScale(format=format, rounding=rounding, zero=zero), bits.expand_as(values)
+            )
             assert torch.equal(mine[plain > 0], plain[plain > 0])
             assert mine[plain == 0].eq(value).all()
 
@@ -142,14 +160,18 @@ def test_nearest_scales_are_nearest_with_ties_to_the_even_code(format, generator
     np.testing.assert_array_equal(round_scale(values, BlockScale(format=format)).double().numpy(), expected)
 
 
-@pytest.mark.parametrize(("format", "dtype"), [("e4m3", torch.float8_e4m3fn), ("bf16", torch.bfloat16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(
+    ("format", "dtype"), [("e4m3", torch.float8_e4m3fn), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
+)
 def test_nearest_scales_are_torchs_own_cast_below_the_maximum(format, dtype, generator):
     values = scale_values(format, generator).clamp(max=SCALES[format].max)
     assert torch.equal(round_scale(values, BlockScale(format=format)), values.to(dtype).float())
 
 
 def test_powers_of_two_round_to_torchs_own_codes_and_to_either_side(generator):
-    values = scale_values("e8m0", generator).clamp(min=2.0**-126, max=2.0**127)  # torch rounds subnormals up, even near 2^-127
+    values = scale_values("e8m0", generator).clamp(
+        min=2.0**-126, max=2.0**127
+    )  # torch rounds subnormals up, even near 2^-127
     tie = values.frexp().mantissa == 0.75  # torch takes every tie up, here the even code decides
     mine = round_scale(values, BlockScale(format="e8m0"))
     assert torch.equal(mine[~tie], values.to(torch.float8_e8m0fnu).float()[~tie])
@@ -173,17 +195,26 @@ def test_stochastic_scales_keep_their_value_on_average(format):
     low, high = points[len(points) // 2], points[len(points) // 2 + 1]
     for fraction in (0.0, 0.25, 1 / 3, 0.9):
         y = np.float32(low + fraction * (high - low))
-        bits = torch.arange(0, 2**24, 2**12).float()  # every 4,096th of the draws: the mean is exact to 1 / 4,096 of a step
-        rounded = round_scale(torch.full_like(bits, float(y)), BlockScale(format=format, rounding="stochastic"), bits)
+        bits = torch.arange(
+            0, 2**24, 2**12
+        ).float()  # every 4,096th of the draws: the mean is exact to 1 / 4,096 of a step
+        rounded = round_scale(
+            torch.full_like(bits, float(y)), BlockScale(format=format, rounding="stochastic"), bits
+        )
         assert rounded.double().mean().item() == pytest.approx(float(y), abs=(high - low) / 4096)
 
 
 def test_ocps_floor_rule_and_the_ceil_rule_are_powers_of_two_around_the_maximum(generator):
     largest = torch.cat(
-        (torch.tensor([1.0, 3.0, 4.0, 6.0, 7.9, 8.0, 12.0]), 2.0 ** torch.empty(500).uniform_(-90, 90, generator=generator))
+        (
+            torch.tensor([1.0, 3.0, 4.0, 6.0, 7.9, 8.0, 12.0]),
+            2.0 ** torch.empty(500).uniform_(-90, 90, generator=generator),
+        )
     )
     one = torch.ones(())
-    floor = Quant(block="1x32", scale=BlockScale(format="e8m0", rounding="floor"), range=Range(map_to=4.0), outer=None)
+    floor = Quant(
+        block="1x32", scale=BlockScale(format="e8m0", rounding="floor"), range=Range(map_to=4.0), outer=None
+    )
     ceil = floor.model_copy(update={"scale": BlockScale(format="e8m0", rounding="ceil"), "range": Range()})
     # OCP MX 1.0, section 6.3: 2^(floor(log2 amax) - 2); the other 2^ceil(log2(amax / 6)), as Transformer Engine and TetraJet have it.
     exponents = np.floor(np.log2(largest.double().numpy())) - 2
@@ -219,7 +250,9 @@ def test_headroom_multiplies_the_multiplier_once(generator):
     np.testing.assert_array_equal(mine, grids.nearest(block * multiplier, E4M3))
 
 
-@pytest.mark.parametrize(("amax", "scale"), [(0.0, 1.0), (math.inf, 1.0), (2688.0, 1.0), (1e-38, FLT_MAX), (3e38, 2688 / 3e38)])
+@pytest.mark.parametrize(
+    ("amax", "scale"), [(0.0, 1.0), (math.inf, 1.0), (2688.0, 1.0), (1e-38, FLT_MAX), (3e38, 2688 / 3e38)]
+)
 def test_the_encode_scale_is_finite_and_positive_whatever_the_amax(amax, scale):
     assert encode_scale(torch.tensor(amax), Quant()).item() == np.float32(np.float32(scale))
 
@@ -271,7 +304,9 @@ def test_a_percentile_is_the_order_statistic_ceil_p_n(p, shape, generator):
     x = torch.randn(shape, generator=generator)
     ordered = np.sort(np.abs(x.numpy()).ravel())
     mine = statistic(x, statistic=f"percentile:{p}")
-    assert mine.item() == ordered[math.ceil(Decimal(str(p)) * x.numel()) - 1]  # as written: in binary 0.07 * 100 is above 7
+    assert (
+        mine.item() == ordered[math.ceil(Decimal(str(p)) * x.numel()) - 1]
+    )  # as written: in binary 0.07 * 100 is above 7
     rows = statistic(x, statistic=f"percentile:{p}", granularity="row").flatten().numpy()
     ordered = np.sort(np.abs(x.numpy()), axis=1)
     np.testing.assert_array_equal(rows, ordered[:, math.ceil(Decimal(str(p)) * shape[1]) - 1])
@@ -280,7 +315,10 @@ def test_a_percentile_is_the_order_statistic_ceil_p_n(p, shape, generator):
 def test_the_percentile_one_is_the_amax(generator):
     x = torch.randn(48, 64, generator=generator)
     for granularity in ("tensor", "row"):
-        a, b = (quantize(x, Quant(outer=Outer(statistic=word, granularity=granularity))) for word in ("amax", "percentile:1.0"))
+        a, b = (
+            quantize(x, Quant(outer=Outer(statistic=word, granularity=granularity)))
+            for word in ("amax", "percentile:1.0")
+        )
         assert torch.equal(a.values, b.values)
         assert torch.equal(a.amax, b.amax)
 
@@ -310,7 +348,9 @@ class TestStatistics:
     def test_it_is_zero_for_an_empty_tensor_and_remembers_nothing_of_it(self, name):
         history = History()
         for shape in ((0, 16), (4, 0), (0, 0)):
-            assert statistic(torch.empty(shape), statistic=SPELLINGS[name], history=history, clock=Clock(0)) == 0
+            assert (
+                statistic(torch.empty(shape), statistic=SPELLINGS[name], history=history, clock=Clock(0)) == 0
+            )
         assert not history.amax
 
     def test_it_needs_no_history_for_a_first_look(self, name, generator):
@@ -380,7 +420,9 @@ class TestBlockStatistics:
     def test_elements_beyond_it_saturate_and_the_rest_does_not(self, name, tile, generator):
         x = torch.randn(32, 64, generator=generator)
         block = f"{tile[0]}x{tile[1]}"
-        quant = Quant(block=block, range=Range(statistic=BLOCK_SPELLINGS[name][0]), scale=BlockScale(format="fp32"))
+        quant = Quant(
+            block=block, range=Range(statistic=BLOCK_SPELLINGS[name][0]), scale=BlockScale(format="fp32")
+        )
         result = quantize(x, quant, keep=True)
         limit = block_statistic(tiles_of(x, *tile), result.block_amax, quant.range.statistic)
         beyond = (tiles_of(x, *tile).abs() > limit * (1 + 1e-6)).view(32, 64)
@@ -398,6 +440,8 @@ def test_a_smallest_normal_amax_and_one_below_it_decode_to_about_the_input():
         assert result.dequantize().isfinite().all()
         assert result.dequantize()[x == 0].eq(0).all()
         assert result.dequantize()[0, 0] == pytest.approx(2.0**power, rel=0.07 if power > -140 else 1)
-        powers = quantize(x, Quant(block="1x32", scale=BlockScale(format="e8m0", rounding="ceil"), outer=None))
+        powers = quantize(
+            x, Quant(block="1x32", scale=BlockScale(format="e8m0", rounding="ceil"), outer=None)
+        )
         assert powers.block_scale.min() == 2.0**-127
         assert powers.dequantize().isfinite().all()

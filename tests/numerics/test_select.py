@@ -89,9 +89,13 @@ class TestCandidates:
         for candidate in CANDIDATES[among](x, amaxes, scale, quant):
             assert np.isin(candidate.block_scale.double().numpy(), E4M3).all()
             codes = grids.nearest(candidate.scaled.numpy(), grids.named("e2m1"))
-            integers = grids.nearest((candidate.scaled / torch.tensor(INT_STEP)).numpy(), grids.named("int4")) * np.float32(INT_STEP)
+            integers = grids.nearest(
+                (candidate.scaled / torch.tensor(INT_STEP)).numpy(), grids.named("int4")
+            ) * np.float32(INT_STEP)
             mine = candidate.codes.numpy()
-            assert np.array_equal(mine, codes) or (among == "grids" and np.array_equal(mine, integers.astype(np.float32)))
+            assert np.array_equal(mine, codes) or (
+                among == "grids" and np.array_equal(mine, integers.astype(np.float32))
+            )
 
     def test_a_tie_keeps_the_first_candidate(self, among, criterion):
         # Zeros: every candidate errs by nothing. A block of one magnitude: the first candidate is exact, up to its scale.
@@ -131,13 +135,17 @@ def test_a_criterion_is_its_measure_of_every_block(criterion, tile, generator):
     mine = CRITERIA[criterion](difference)
     assert mine.shape == (2, 1, 3, 1)
     flat = difference.transpose(1, 2).reshape(2, 3, -1).double().numpy()
-    np.testing.assert_allclose(mine[:, 0, :, 0].double().numpy(), MEASURES[criterion](flat), rtol=1e-5)  # fp32 sums of up to 1,024
+    np.testing.assert_allclose(
+        mine[:, 0, :, 0].double().numpy(), MEASURES[criterion](flat), rtol=1e-5
+    )  # fp32 sums of up to 1,024
 
 
 @pytest.mark.parametrize("criterion", ["mse", "mae"])
 def test_sums_run_along_a_row_in_turn_and_then_over_the_rows_as_a_tree(criterion, generator):
     difference = torch.randn(8, 16, 8, 16, generator=generator)
-    terms = (difference.square() if criterion == "mse" else difference.abs()).transpose(1, 2).numpy()  # [8, 8, 16 rows, 16 columns]
+    terms = (
+        (difference.square() if criterion == "mse" else difference.abs()).transpose(1, 2).numpy()
+    )  # [8, 8, 16 rows, 16 columns]
     rows = terms[..., 0].copy()
     for column in range(1, 16):
         rows = rows + terms[..., column]
@@ -158,7 +166,9 @@ def test_a_block_that_both_scales_hold_exactly_keeps_six(criterion):
 def test_the_error_is_measured_in_the_original_domain():
     quant = Quant(select=Select(among="scales", criterion="mae"), outer=Outer(bound=256.0))
     amax = torch.tensor(3.0)
-    candidate = Candidate(torch.full((1, 1, 1, 1), 224.0), torch.zeros(1, 1, 1, 16), torch.full((1, 1, 1, 16), 4.0))
+    candidate = Candidate(
+        torch.full((1, 1, 1, 1), 224.0), torch.zeros(1, 1, 1, 16), torch.full((1, 1, 1, 16), 4.0)
+    )
     tiles = torch.full((1, 1, 1, 16), 1.0)
     value = np.float32(4 * 224) * np.float32(3) / np.float32(6 * 256)
     assert block_error(candidate, tiles, amax, quant).item() == pytest.approx(16 * abs(value - 1), rel=1e-6)
@@ -187,7 +197,9 @@ def test_grids_use_one_scale_and_two_sets_of_values(generator):
     x = torch.randn(64, 64, generator=generator)
     plain = quantize(x, Quant(select=Select(among="scales"), outer=Outer()), keep=True)
     result = quantize(x, Quant(select=Select(among="grids")), keep=True)
-    base = round_scale(result.block_amax / torch.full_like(result.block_amax, 6.0) * (2688 / result.amax), BlockScale())
+    base = round_scale(
+        result.block_amax / torch.full_like(result.block_amax, 6.0) * (2688 / result.amax), BlockScale()
+    )
     assert torch.equal(result.block_scale, base)
     per_block = result.codes.view(64, 4, 16)
     float_blocks = torch.isin(per_block.abs(), torch.from_numpy(grids.named("e2m1")).float()).all(2)

@@ -29,14 +29,24 @@ def cases() -> dict[str, tuple[Quant, Hadamard | None]]:
     found["rows"] = Quant(outer=Outer(granularity="row")), None
     found["rows, rotated"] = Quant(outer=Outer(granularity="row")), ROTATED
     found["held"] = Quant(outer=Outer(statistic="hold:4")), None
-    return {name: case for name, case in found.items() if case not in list(found.values())[: list(found).index(name)]}
+    return {
+        name: case
+        for name, case in found.items()
+        if case not in list(found.values())[: list(found).index(name)]
+    }
 
 
 def moments(x: Tensor, quant: Quant, rotation: Hadamard | None, share: Share | None) -> list[Tensor]:
     """Values and amaxes of two steps' quantisation: the second one knows the first's history."""
     history, found = History(), []
     for step in range(2):
-        options = {"rotation": rotation, "clock": Clock(3, step=step), "where": 11, "product": 12, "history": history}
+        options = {
+            "rotation": rotation,
+            "clock": Clock(3, step=step),
+            "where": 11,
+            "product": 12,
+            "history": history,
+        }
         operand = quantize(x * (step + 1), quant, share=share, **options)
         found += [operand.values.float(), torch.zeros(()) if operand.amax is None else operand.amax]
     return found
@@ -53,7 +63,9 @@ def parts_against_the_whole(count: int) -> list[str]:
             wanted = moments(x, quant, rotation, None)
             found = moments(share.own(x), quant, rotation, share)
             for ours, theirs in zip(found, wanted, strict=True):
-                cut = theirs if theirs.ndim < 2 or theirs.shape[axis] == ours.shape[axis] else share.own(theirs)
+                cut = (
+                    theirs if theirs.ndim < 2 or theirs.shape[axis] == ours.shape[axis] else share.own(theirs)
+                )
                 if not torch.equal(ours, cut):
                     off.append(f"{name} axis {axis} by {layout}: {(ours != cut).sum()} of {ours.numel()}")
     return off
@@ -83,7 +95,9 @@ def test_gathered_codes_and_scales_are_those_of_the_whole():
 
 
 def amaxes_with_a_nan() -> list[float]:
-    mine = torch.tensor([1.0, float("nan"), 3.0] if torch.distributed.get_rank() else [2.0, 1.0, float("inf")])
+    mine = torch.tensor(
+        [1.0, float("nan"), 3.0] if torch.distributed.get_rank() else [2.0, 1.0, float("inf")]
+    )
     return Share(0, torch.distributed.get_rank(), 2).largest(mine).tolist()
 
 

@@ -90,7 +90,11 @@ CONTRADICTIONS = [
     (BlockScale, {"format": "e8m0", "zero": "one"}, ("scale.zero", "e8m0")),
     (Outer, {"granularity": "row", "statistic": "delayed:16"}, ("outer.statistic", "granularity row")),
     (Outer, {"granularity": "row", "statistic": "static:1"}, ("outer.statistic", "granularity row")),
-    (Outer, {"granularity": "block:128", "statistic": "hold:50"}, ("outer.statistic", "granularity block:128")),
+    (
+        Outer,
+        {"granularity": "block:128", "statistic": "hold:50"},
+        ("outer.statistic", "granularity block:128"),
+    ),
     (Outer, {"granularity": "block:128", "statistic": "percentile:0.9"}, ("outer.statistic", "128")),
     (Transform, {}, ("transform", "null")),
     (Transform, {"mean": True, "channels_in": "bf16"}, ("transform.channels_in", "transform.channels")),
@@ -99,11 +103,19 @@ CONTRADICTIONS = [
     (Quant, {"scale": None}, ("block", "scale")),
     (Quant, {"block": None, "scale": None, "outer": None}, ("block scale", "outer scale")),
     (Quant, {"block": None, "scale": None}, ("outer.bound", "write 1")),
-    (Quant, {"block": None, "scale": None, "outer": Outer(bound=1.0), "range": Range(headroom=1.5)}, ("range", "no block scale")),
+    (
+        Quant,
+        {"block": None, "scale": None, "outer": Outer(bound=1.0), "range": Range(headroom=1.5)},
+        ("range", "no block scale"),
+    ),
     (Quant, {"outer": Outer(bound=449.0)}, ("outer.bound", "448")),
     (Quant, {"scale": BlockScale(format="ue5m3"), "outer": Outer(bound=61441.0)}, ("outer.bound", "61440")),
     (Quant, {"block": "16x16", "outer": Outer(granularity="row")}, ("outer.granularity row", "16x16")),
-    (Quant, {"block": "32x32", "outer": Outer(granularity="block:128")}, ("outer.granularity block:128", "32x32")),
+    (
+        Quant,
+        {"block": "32x32", "outer": Outer(granularity="block:128")},
+        ("outer.granularity block:128", "32x32"),
+    ),
     (Quant, {"select": SCALES_CHOSEN, "rounding": "stochastic"}, ("select", "rounding stochastic")),
     (Quant, {"select": SCALES_CHOSEN, "element": "int4"}, ("select", "e2m1")),
     (Quant, {"select": SCALES_CHOSEN, "scale": E8M0, "outer": None}, ("select", "e4m3")),
@@ -116,7 +128,11 @@ CONTRADICTIONS = [
     (Quant, {"rounding": "ms_eden", "outer": Outer(bound=256.5)}, ("ms_eden", "outer.bound")),
     (Quant, {"rounding": "ms_eden", "block": "16x16", "outer": Outer(bound=256.0)}, ("ms_eden", "one row")),
     (Quant, {"rounding": "ms_eden", "element": "int4", "outer": Outer(bound=256.0)}, ("ms_eden", "e2m1")),
-    (Quant, {"rounding": "ms_eden", "scale": BlockScale(format="fp32"), "outer": Outer(bound=256.0)}, ("ms_eden", "e4m3")),
+    (
+        Quant,
+        {"rounding": "ms_eden", "scale": BlockScale(format="fp32"), "outer": Outer(bound=256.0)},
+        ("ms_eden", "e4m3"),
+    ),
     (
         Quant,
         {"rounding": "ms_eden", "scale": BlockScale(rounding="stochastic"), "outer": Outer(bound=256.0)},
@@ -149,7 +165,12 @@ def test_a_percentile_outside_its_interval_says_which_interval():
 
 
 def test_the_ends_of_intervals_belong_to_them():
-    for fields in ({"statistic": "percentile:1"}, {"statistic": "percentile:1e-9"}, {"statistic": "delayed:1"}, {"bound": 448.0}):
+    for fields in (
+        {"statistic": "percentile:1"},
+        {"statistic": "percentile:1e-9"},
+        {"statistic": "delayed:1"},
+        {"bound": 448.0},
+    ):
         assert Outer(**fields)
     assert Range(headroom=4.0)
     assert Range(prescale=1.0)
@@ -161,16 +182,37 @@ def consistent() -> list[Quant]:
     names = ("element", "block", "rounding")
     choices = [get_args(Quant.model_fields[name].annotation) for name in names]
     choices[1] = ("1x8", "1x16", "1x32", "1x64", "1x128", "16x16", "32x32", None)
-    scales = [None, *(BlockScale.model_construct(format=f, rounding=r, zero="zero") for f in SCALES for r in SCALE_ROUNDINGS)]
-    outers = [None, *(Outer(granularity=g, bound=b) for g in ("tensor", "row", "block:128") for b in (256.0, 1.0))]
+    scales = [
+        None,
+        *(
+            BlockScale.model_construct(format=f, rounding=r, zero="zero")
+            for f in SCALES
+            for r in SCALE_ROUNDINGS
+        ),
+    ]
+    outers = [
+        None,
+        *(Outer(granularity=g, bound=b) for g in ("tensor", "row", "block:128") for b in (256.0, 1.0)),
+    ]
     selects = [None, *(Select(among=among) for among in CANDIDATES)]
     found = []
-    for element, block, rounding, scale, outer, select in itertools.product(*choices, scales, outers, selects):
+    for element, block, rounding, scale, outer, select in itertools.product(
+        *choices, scales, outers, selects
+    ):
         if (block is None) != (scale is None) or (select and element != "e2m1"):
             continue
         try:
             scale_checked = scale and BlockScale(**scale.model_dump())
-            found.append(Quant(element=element, block=block, rounding=rounding, scale=scale_checked, outer=outer, select=select))
+            found.append(
+                Quant(
+                    element=element,
+                    block=block,
+                    rounding=rounding,
+                    scale=scale_checked,
+                    outer=outer,
+                    select=select,
+                )
+            )
         except ValidationError:
             pass
     return found
@@ -184,8 +226,12 @@ def test_whatever_the_spec_accepts_can_be_computed():
     for quant in (accepted[index] for index in chosen):
         result = quantize(x, quant, rotation=Hadamard(size=128), clock=Clock(0), keep=True)
         assert result.dequantize().isfinite().all(), quant
-        if quant.select is None or quant.select.among != "grids":  # IF4's second grid is not the element's own
-            assert torch.isin(result.codes.abs(), torch.from_numpy(grids.named(quant.element)).float()).all(), quant
+        if (
+            quant.select is None or quant.select.among != "grids"
+        ):  # IF4's second grid is not the element's own
+            assert torch.isin(
+                result.codes.abs(), torch.from_numpy(grids.named(quant.element)).float()
+            ).all(), quant
         assert result.values.shape == (3, 128)
 
 
@@ -206,10 +252,18 @@ def test_a_statistic_has_one_spelling():
 
 def test_a_spec_survives_json():
     for quant in (
-        Quant(rounding="stochastic", range=Range(headroom=17 / 16), outer=Outer(statistic="percentile:0.999")),
+        Quant(
+            rounding="stochastic", range=Range(headroom=17 / 16), outer=Outer(statistic="percentile:0.999")
+        ),
         Quant(select=SCALES_CHOSEN, estimator=Dge(k=3.0), transform=Transform(mean=True, channels=0.1)),
         Quant(element="e4m3", block=None, scale=None, outer=Outer(statistic="delayed:1024", bound=1.0)),
-        Quant(block="1x32", scale=E8M0, outer=None, range=Range(statistic="std:2.92247856", map_to=6.0), estimator="clip_mask"),
+        Quant(
+            block="1x32",
+            scale=E8M0,
+            outer=None,
+            range=Range(statistic="std:2.92247856", map_to=6.0),
+            estimator="clip_mask",
+        ),
     ):
         assert Quant.model_validate_json(quant.model_dump_json()) == quant
 

@@ -36,7 +36,9 @@ STORABLE = {
 def tensor(rows: int = 32, columns: int = 64, seed: int = 0) -> Tensor:
     """Gaussian bf16; rows from 2^-20 to 1, so that block scales are normal, subnormal and zero."""
     g = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, columns, generator=g) * 2.0 ** torch.randint(-20, 1, (rows, 1), generator=g)).bfloat16()
+    return (
+        torch.randn(rows, columns, generator=g) * 2.0 ** torch.randint(-20, 1, (rows, 1), generator=g)
+    ).bfloat16()
 
 
 def both(x: Tensor, quant: Quant, **options) -> Stored:
@@ -62,7 +64,9 @@ def same(a: Packed | Stored | None, b: Packed | Stored | None) -> bool:
         if isinstance(left, Packed | None):
             equal = same(left, right)
         elif isinstance(left, Tensor):
-            equal = left.dtype == right.dtype and torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+            equal = left.dtype == right.dtype and torch.equal(
+                left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
+            )
             equal = equal and left.shape == right.shape
         else:
             equal = left == right
@@ -95,7 +99,9 @@ def test_an_odd_number_of_columns_is_refused():
 # --- against Transformer Engine --------------------------------------------------------------------------------------------
 
 
-def assert_equals_te(ours: Packed, codes: Tensor, scales: Tensor, amax: Tensor, x: Tensor | None = None) -> None:
+def assert_equals_te(
+    ours: Packed, codes: Tensor, scales: Tensor, amax: Tensor, x: Tensor | None = None
+) -> None:
     """Every code, but for the sign of zero: TE's reference calls -0 code 0. Where `x` is not zero there is no exception."""
     __tracebackhide__ = True
     mine, theirs = nibbles(ours.codes), nibbles(codes)
@@ -159,7 +165,10 @@ def test_a_zero_block_scale_keeps_its_codes_and_decodes_to_zero_with_their_signs
 def test_each_copy_holds_the_operand_that_quantize_returns_bit_for_bit(quant, shape, rotation):
     x = tensor(*shape)
     stored, clock = both(x, quant, rotation=rotation), Clock(1, step=5)
-    expected = quantize(x, quant, clock=clock, where=7), quantize(x.t(), quant, rotation=rotation, clock=clock, where=8)
+    expected = (
+        quantize(x, quant, clock=clock, where=7),
+        quantize(x.t(), quant, rotation=rotation, clock=clock, where=8),
+    )
     for packed, operand in zip((stored.row, stored.column), expected, strict=True):
         assert packed.dequantize().shape == operand.values.shape
         ours = packed.operand()
@@ -167,8 +176,15 @@ def test_each_copy_holds_the_operand_that_quantize_returns_bit_for_bit(quant, sh
         assert torch.equal(ours.block_scale, operand.block_scale)
         assert ours.amax == operand.amax
         if operand.values.numel():
-            assert torch.equal(packed.dequantize(), operand.dequantize())  # but for the sign of zero where the block scale is zero
-            kept = (operand.block_scale != 0).expand(-1, quant.tile[0], -1, quant.tile[1]).flatten(2).flatten(0, 1)[: packed.rows]
+            assert torch.equal(
+                packed.dequantize(), operand.dequantize()
+            )  # but for the sign of zero where the block scale is zero
+            kept = (
+                (operand.block_scale != 0)
+                .expand(-1, quant.tile[0], -1, quant.tile[1])
+                .flatten(2)
+                .flatten(0, 1)[: packed.rows]
+            )
             assert torch.equal(bits(packed.dequantize())[kept], bits(operand.dequantize())[kept])
     assert (stored.row.rows, stored.row.columns) == shape
 
@@ -203,7 +219,9 @@ def test_stochastic_copies_repeat_with_the_clock_and_draw_independently():
 def test_stochastic_codes_under_a_zero_scale_use_the_same_bits_as_every_other(width):
     x = torch.full((1, 48), 2.0**-130)  # times FLT_MAX, halfway between 0 and 1/2, less a little
     x[0, 0] = 1.0
-    codes = nibbles(store(x, Quant(rounding="stochastic", bits=width), clock=Clock(3), where=(4, 5)).row.codes)[0, 16:]
+    codes = nibbles(
+        store(x, Quant(rounding="stochastic", bits=width), clock=Clock(3), where=(4, 5)).row.codes
+    )[0, 16:]
     drawn = random_bits(Clock(3), 4, 1, 48, width, x.device)[0, 16:]
     position = 2.0**-130 * torch.finfo(torch.float32).max / 0.5
     assert codes.tolist() == (math.floor(position * 2**width) > drawn).int().tolist()
@@ -285,7 +303,12 @@ def test_a_call_that_contradicts_itself_is_refused():
 def test_parts_that_do_not_fit_each_other_are_refused():
     stored = both(tensor(), Quant())
     row = stored.row
-    for wrong in ({"scales": row.scales[:, :1]}, {"codes": row.codes[1:]}, {"columns": 65}, {"amax": row.amax.view(1)}):
+    for wrong in (
+        {"scales": row.scales[:, :1]},
+        {"codes": row.codes[1:]},
+        {"columns": 65},
+        {"amax": row.amax.view(1)},
+    ):
         with pytest.raises(ValueError, match="do not fit 1x16 tiles"):
             dataclasses.replace(row, **wrong)
     for wrong in ({"scales": row.scales.float()}, {"codes": row.codes.int()}, {"amax": row.amax.double()}):
@@ -323,7 +346,12 @@ def test_rows_of_a_row_wise_copy_with_1x16_blocks_may_be_sliced_anywhere():
     [
         ("16x16", None, (8, 32), "rows 8:32 cut a block: .* multiples of 16"),
         ("16x16", None, (0, 33), "rows 0:33 cut a block"),
-        ("1x16", None, (0, 33), "columns 0:33 cut a block"),  # they are the contraction of the column-wise copy
+        (
+            "1x16",
+            None,
+            (0, 33),
+            "columns 0:33 cut a block",
+        ),  # they are the contraction of the column-wise copy
         ("1x16", Hadamard(size=64), (16, 50), "multiples of 64"),
         ("1x16", None, (0, 51), "not within 0:50"),
         ("1x16", None, (-16, 50), "not within"),
@@ -361,7 +389,10 @@ def test_padding_counts_as_bytes_and_not_as_elements():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rotation", [None, Hadamard()], ids=["plain", "rotated"])
 def test_a_file_brings_back_every_bit(tmp_path, shape, rotation):
-    for quant, path in ((Quant(rounding="stochastic"), tmp_path / "a"), (Quant(block="16x16"), str(tmp_path / "b"))):
+    for quant, path in (
+        (Quant(rounding="stochastic"), tmp_path / "a"),
+        (Quant(block="16x16"), str(tmp_path / "b")),
+    ):
         stored = both(tensor(*shape), quant, rotation=rotation)
         stored.save(path)
         assert same(load(path), stored)
@@ -420,12 +451,24 @@ def torch_file(content) -> bytes:
 WRONG = {
     "an empty file": (lambda _: b"", "not a file that torch can read"),
     "text": (lambda _: b"hello, world", "not a file that torch can read"),
-    "half a file": (lambda path: saved(path)[: len(saved(path)) // 2], "not a file that torch can read, or cut short"),
+    "half a file": (
+        lambda path: saved(path)[: len(saved(path)) // 2],
+        "not a file that torch can read, or cut short",
+    ),
     "a tensor": (lambda _: torch_file(torch.ones(3)), "not a stored NVFP4 tensor"),
     "another dict": (lambda _: torch_file({"weight": torch.ones(3)}), "not a stored NVFP4 tensor"),
-    "another version": (lambda path: altered(path, version=2), "version 2 of the stored tensor; this program reads version 1"),
-    "another amax": (lambda path: altered(path, **{"row.amax": torch.tensor(2.0)}), "altered since it was written"),
-    "another quant": (lambda path: altered(path, **{"row.quant": Quant(block="16x16").model_dump_json()}), "altered since"),
+    "another version": (
+        lambda path: altered(path, version=2),
+        "version 2 of the stored tensor; this program reads version 1",
+    ),
+    "another amax": (
+        lambda path: altered(path, **{"row.amax": torch.tensor(2.0)}),
+        "altered since it was written",
+    ),
+    "another quant": (
+        lambda path: altered(path, **{"row.quant": Quant(block="16x16").model_dump_json()}),
+        "altered since",
+    ),
     "no digest": (lambda path: altered(path, digest=None), "altered since"),
 }
 
@@ -521,10 +564,15 @@ def test_known_scales_lie_at_known_places():
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_copy_gives_its_scales_for_every_row_and_swizzled(block):
-    for packed in (both(tensor(40, 70), Quant(block=block)).row, both(tensor(40, 70), Quant(block=block)).column):
+    for packed in (
+        both(tensor(40, 70), Quant(block=block)).row,
+        both(tensor(40, 70), Quant(block=block)).column,
+    ):
         per_row = packed.row_scales().view(torch.uint8)
         assert per_row.shape == (packed.rows, packed.codes.shape[1] // 8)
-        np.testing.assert_array_equal(packed.swizzled_scales().view(torch.uint8).numpy(), slow_swizzle(per_row.numpy()))
+        np.testing.assert_array_equal(
+            packed.swizzled_scales().view(torch.uint8).numpy(), slow_swizzle(per_row.numpy())
+        )
 
 
 def test_wrong_scales_are_refused():
@@ -542,4 +590,6 @@ def test_one_copy_takes_what_quantize_takes():
     packed = store_one(x, quant, rotation=rotation, clock=clock, where=3, product=4)
     operand = quantize(x, quant, rotation=rotation, clock=clock, where=3, product=4)
     assert torch.equal(packed.operand().values, operand.values)
-    assert same(packed, store(x.t(), Quant(), quant, rotation=rotation, clock=clock, where=(0, 3), product=4).column)
+    assert same(
+        packed, store(x.t(), Quant(), quant, rotation=rotation, clock=clock, where=(0, 3), product=4).column
+    )

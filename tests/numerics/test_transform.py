@@ -65,13 +65,18 @@ class TestTransforms:
         assert len(parts) == 1 + sum(bool(getattr(TRANSFORMS[name], field)) for field in FIELDS)
         assert all(part.shape == (24, 40) for part, _ in parts)
         half = split(tensor().bfloat16(), quant, channels)
-        assert all(part.dtype == torch.bfloat16 for part, _ in half[1:])  # the operand's own precision; the rest stays exact
+        assert all(
+            part.dtype == torch.bfloat16 for part, _ in half[1:]
+        )  # the operand's own precision; the rest stays exact
 
     def test_it_lowers_the_error_on_a_tensor_with_what_it_takes_out(self, name, channels):
         x = tensor() if channels == 1 else tensor(rows=40, columns=24).t().contiguous()
         plain = (quantize(x, Quant()).dequantize()[:, : x.shape[1]] - x).square().sum()
         parts = parts_of(x, TRANSFORMS[name], channels)
-        values = sum((part if how is None else quantize(part, how).dequantize()[:, : x.shape[1]]) for part, how in parts)
+        values = sum(
+            (part if how is None else quantize(part, how).dequantize()[:, : x.shape[1]])
+            for part, how in parts
+        )
         assert (values - x).square().sum() < plain
 
     def test_it_leaves_its_input_alone_and_repeats(self, name, channels):
@@ -88,14 +93,20 @@ class TestTransforms:
 
     def test_transposing_commutes_with_it(self, name, channels):
         for (part, _), (turned, _) in zip(
-            parts_of(tensor(), TRANSFORMS[name], channels), parts_of(tensor().t(), TRANSFORMS[name], 1 - channels), strict=True
+            parts_of(tensor(), TRANSFORMS[name], channels),
+            parts_of(tensor().t(), TRANSFORMS[name], 1 - channels),
+            strict=True,
         ):
             # The subspace iteration starts from another basis: it has converged to fp32 on two outlier channels.
-            torch.testing.assert_close(part, turned.t(), rtol=0, atol=2e-3 if TRANSFORMS[name].low_rank else 1e-5)
+            torch.testing.assert_close(
+                part, turned.t(), rtol=0, atol=2e-3 if TRANSFORMS[name].low_rank else 1e-5
+            )
 
     def test_empty_tensors_pass(self, name, channels):
         for shape in ((0, 16), (4, 0), (0, 0)):
-            assert all(part.shape == shape for part, _ in parts_of(torch.empty(shape), TRANSFORMS[name], channels))
+            assert all(
+                part.shape == shape for part, _ in parts_of(torch.empty(shape), TRANSFORMS[name], channels)
+            )
 
     def test_a_nan_or_an_infinity_stays_visible(self, name, channels):
         for bad in (math.nan, math.inf):
@@ -118,8 +129,12 @@ def test_no_transform_is_one_part():
 
 def test_the_mean_is_over_tokens_for_every_channel():
     x = tensor()
-    np.testing.assert_allclose(mean(x, channels=1)[5].numpy(), x.double().mean(0).numpy(), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(mean(x.t(), channels=0)[:, 5].numpy(), x.double().mean(0).numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        mean(x, channels=1)[5].numpy(), x.double().mean(0).numpy(), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        mean(x.t(), channels=0)[:, 5].numpy(), x.double().mean(0).numpy(), rtol=1e-5, atol=1e-6
+    )
     assert parts_of(x + 100, TRANSFORMS["mean"])[0][0].mean(0).abs().max() < 1e-4
 
 

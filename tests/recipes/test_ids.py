@@ -33,7 +33,9 @@ with tempfile.TemporaryDirectory() as folder:
 
 def ids_with_a_new_field(folder: Path, later: str) -> dict[str, dict[str, str]]:
     """Return the ids that a copy of the package computes in which every part of a recipe has a further field."""
-    shutil.copytree(Path(ablate.__file__).parent, folder / "ablate", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(ablate.__file__).parent, folder / "ablate", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in DESCRIPTIONS:
         path = folder / "ablate" / name
         header = re.compile(r"^class \w+\((?!BaseModel|NamedTuple).*\):\n", re.MULTILINE)
@@ -41,7 +43,9 @@ def ids_with_a_new_field(folder: Path, later: str) -> dict[str, dict[str, str]]:
         assert count > 5
         path.write_text(text.replace("\nfrom ", "\nimport typing\nfrom ", 1))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(Path(__file__).parents[1])))}
-    done = subprocess.run([sys.executable, "-c", IDS], env=environment, cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IDS], env=environment, cwd=folder, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 

@@ -15,7 +15,9 @@ from ablate.recipes.recipe import Phase, Run
 
 NVFP4 = PRESETS["nvfp4"]()
 GRADIENTS, WEIGHTS = {"dgrad.g", "wgrad.g"}, {"fprop.w", "dgrad.w"}
-VALUES = {name: list(get_args(knob.type)) for name, knob in KNOBS.items() if get_origin(knob.type) is Literal} | {
+VALUES = {
+    name: list(get_args(knob.type)) for name, knob in KNOBS.items() if get_origin(knob.type) is Literal
+} | {
     "rht": [True, False],
     "sr": [True, False],
     "sr_headroom": [1.0, 1.0625, 2.0],
@@ -135,7 +137,14 @@ def test_a_value_of_another_type_is_refused(name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("amax_percentile", 1.5), ("amax_percentile", 0.0), ("cooldown", 1.5), ("skip_last", -1), ("sr_headroom", 0.0), ("sr_headroom", 5.0)],
+    [
+        ("amax_percentile", 1.5),
+        ("amax_percentile", 0.0),
+        ("cooldown", 1.5),
+        ("skip_last", -1),
+        ("sr_headroom", 0.0),
+        ("sr_headroom", 5.0),
+    ],
 )
 def test_a_value_out_of_range_is_refused(name, value):
     with pytest.raises(ValidationError):
@@ -206,7 +215,10 @@ def test_size_and_signs_of_no_rotation_are_refused(name):
     assert "has no effect with rht false" in refused({"rht": False, name: KNOBS[name].example})[name]
 
 
-@pytest.mark.parametrize(("knobs", "field", "value"), [({"sr_bits": 24}, "bits", 24), ({"sr_headroom": 1.5}, "range.headroom", 1.5)])
+@pytest.mark.parametrize(
+    ("knobs", "field", "value"),
+    [({"sr_bits": 24}, "bits", 24), ({"sr_headroom": 1.5}, "range.headroom", 1.5)],
+)
 def test_bits_and_headroom_are_of_the_gradients_alone(knobs, field, value):
     recipe = arm(knobs)
     for slot in SLOTS:
@@ -218,14 +230,18 @@ def test_bits_and_headroom_are_of_the_gradients_alone(knobs, field, value):
 
 
 def test_random_bits_without_random_rounding_are_refused():
-    assert any("no effect with rounding nearest" in why for why in refused({"sr": False, "sr_bits": 24}).values())
+    assert any(
+        "no effect with rounding nearest" in why for why in refused({"sr": False, "sr_bits": 24}).values()
+    )
 
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(("tiles", "weights"), [(True, "16x16"), (False, "1x64")])
 def test_block_and_weights_2d_compose_in_any_order(tiles, weights, order):
     recipe = arm(dict([("block", "1x64"), ("weights_2d", tiles)][::order]))
-    assert {slot: recipe.slot(slot).block for slot in SLOTS} == {slot: weights if slot in WEIGHTS else "1x64" for slot in SLOTS}
+    assert {slot: recipe.slot(slot).block for slot in SLOTS} == {
+        slot: weights if slot in WEIGHTS else "1x64" for slot in SLOTS
+    }
 
 
 def test_block_alone_leaves_weight_tiles():
@@ -261,7 +277,9 @@ def test_a_cooldown_changes_the_slots_that_are_named(slots):
 
 @pytest.mark.parametrize("others", [{}, {"cooldown": 0.0}])
 def test_slots_of_no_cooldown_are_refused(others):
-    assert "has no effect without cooldown" in refused({"cooldown_slots": "forward", **others})["cooldown_slots"]
+    assert (
+        "has no effect without cooldown" in refused({"cooldown_slots": "forward", **others})["cooldown_slots"]
+    )
 
 
 @pytest.mark.parametrize("preset", ["healing", "fp4_all_the_way"])
@@ -330,8 +348,13 @@ def test_a_short_knob_and_a_full_path_on_other_fields_go_together():
 def test_rules_that_quantise_count_where_every_block_is_kept():
     rules = [{"match": "*.mlp.*", "use": PRESETS["mxfp8"]().products.model_dump(mode="json")}]
     recipe = arm({"skip_last": 2, "recipe.layers.rules": rules})
-    layers = located({f"blocks.{block}.{name}": () for block in range(2) for name in ("attention.qkv", "mlp.up")})
-    assert [recipe.decided(decider) for decider in recipe.layers.deciders(layers).values()] == [None, PRESETS["mxfp8"]().products] * 2
+    layers = located(
+        {f"blocks.{block}.{name}": () for block in range(2) for name in ("attention.qkv", "mlp.up")}
+    )
+    assert [recipe.decided(decider) for decider in recipe.layers.deciders(layers).values()] == [
+        None,
+        PRESETS["mxfp8"]().products,
+    ] * 2
     idle = [{"match": "*.mlp.*", "use": None}]
     assert "nothing is quantised" in refused({"skip_last": 2, "recipe.layers.rules": idle})["skip_last"]
 

@@ -111,14 +111,34 @@ def test_what_is_written_is_read_as_the_same_match(given):
 
 @pytest.mark.parametrize(
     ("written", "canonical"),
-    [("last:02", "last:2"), ("first:0.150", "first:0.15"), ("last:.5", "last:0.5"), ("00-07", "0-7"), ("last:0.00001", "last:0.00001")],
+    [
+        ("last:02", "last:2"),
+        ("first:0.150", "first:0.15"),
+        ("last:.5", "last:0.5"),
+        ("00-07", "0-7"),
+        ("last:0.00001", "last:0.00001"),
+    ],
 )
 def test_blocks_have_one_spelling(written, canonical):
     assert Match(blocks=written) == Match(blocks=canonical)
     assert Match(blocks=canonical).model_dump() == {"blocks": canonical}
 
 
-WRONG = ["last:0", "first:0.0", "last:1.5", "last:-1", "last", "2", "4-2", "first:\u0663", "last:2 ", "", "middle:2", "last:1e-1", "-1-2"]
+WRONG = [
+    "last:0",
+    "first:0.0",
+    "last:1.5",
+    "last:-1",
+    "last",
+    "2",
+    "4-2",
+    "first:\u0663",
+    "last:2 ",
+    "",
+    "middle:2",
+    "last:1e-1",
+    "-1-2",
+]
 
 
 @pytest.mark.parametrize("blocks", WRONG)
@@ -129,7 +149,19 @@ def test_blocks_that_mean_nothing_are_refused(blocks):
 
 
 @pytest.mark.parametrize(
-    "match", [{}, 3, None, ["*"], "", "class:", {"name": ""}, {"block": "last:2"}, {"blocks": 2}, {"class": "Attention"}]
+    "match",
+    [
+        {},
+        3,
+        None,
+        ["*"],
+        "",
+        "class:",
+        {"name": ""},
+        {"block": "last:2"},
+        {"blocks": 2},
+        {"class": "Attention"},
+    ],
 )
 def test_a_match_that_says_nothing_is_refused(match):
     with pytest.raises(ValidationError) as refusal:
@@ -156,8 +188,14 @@ def test_a_match_that_selects_nothing_says_which_field_and_what_there_is(match, 
 
 
 def test_the_nearest_name_or_class_is_in_the_sentence():
-    reasons = [select(Match.model_validate(match), MODEL).reason for match in ("class:Atention", "encoder.layers.2.mlp.dwon")]
-    assert ["'Attention' is the nearest" in reasons[0], "'encoder.layers.2.mlp.down' is the nearest" in reasons[1]] == [True, True]
+    reasons = [
+        select(Match.model_validate(match), MODEL).reason
+        for match in ("class:Atention", "encoder.layers.2.mlp.dwon")
+    ]
+    assert [
+        "'Attention' is the nearest" in reasons[0],
+        "'encoder.layers.2.mlp.down' is the nearest" in reasons[1],
+    ] == [True, True]
 
 
 def test_a_model_without_layers_has_none_to_select():

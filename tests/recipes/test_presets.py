@@ -24,7 +24,10 @@ from ablate.training.workloads.gpt import Gpt
 NVFP4 = PRESETS["nvfp4"]()
 BASELINES = ("bf16", "fp32", "mxfp8", "mxfp4")
 """Formats rather than recipes: nothing of theirs is left out."""
-VARIANTS = {"nvfp4": "left as Transformer Engine has it", "healing": "`nvfp4` and `fp8_current`, which say it"}
+VARIANTS = {
+    "nvfp4": "left as Transformer Engine has it",
+    "healing": "`nvfp4` and `fp8_current`, which say it",
+}
 """Presets that refuse nothing beyond what all refuse, and why."""
 SOURCES = ("arXiv", "Transformer Engine", "OCP", "MLPerf", "`nvfp4`", "`fp8_current`", "baseline", "bf16")
 
@@ -72,14 +75,23 @@ def test_what_was_left_out_and_what_was_written_out_are_one_trial(name, shards):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"schedule": [{"start": "fraction:.5"}]}, {"schedule": [{"start": "fraction:0.50", "slots": "all", "use": None}]}),
+        (
+            {"schedule": [{"start": "fraction:.5"}]},
+            {"schedule": [{"start": "fraction:0.50", "slots": "all", "use": None}]},
+        ),
         ({"schedule": [{"start": "fraction:1"}]}, {"schedule": [{"start": "fraction:1.00"}]}),
         ({"schedule": [{"start": "step:7"}]}, {"schedule": [{"start": "step:007"}]}),
         ({"schedule": [{"start": "tokens:70"}]}, {"schedule": [{"start": "tokens:070"}]}),
         ({"schedule": [{"start": "noise_ratio:1.5"}]}, {"schedule": [{"start": "noise_ratio:1.50:50"}]}),
         ({"fprop": {"x": {"range": {"headroom": 1}}}}, {"fprop": {"x": {}}}),
-        ({"fprop": {"x": {"outer": {"statistic": "percentile:.5"}}}}, {"fprop": {"x": {"outer": {"statistic": "percentile:0.50"}}}}),
-        ({"fprop": {"x": {"outer": {"statistic": "hold:050"}}}}, {"fprop": {"x": {"outer": {"statistic": "hold:50"}}}}),
+        (
+            {"fprop": {"x": {"outer": {"statistic": "percentile:.5"}}}},
+            {"fprop": {"x": {"outer": {"statistic": "percentile:0.50"}}}},
+        ),
+        (
+            {"fprop": {"x": {"outer": {"statistic": "hold:050"}}}},
+            {"fprop": {"x": {"outer": {"statistic": "hold:50"}}}},
+        ),
     ],
 )
 def test_two_spellings_of_one_recipe_are_one_trial(one, other, shards):
@@ -99,7 +111,11 @@ def test_a_baseline_quantises_nothing(name):
     assert all(recipe.slot(slot) is None for slot in SLOTS)
 
 
-FORWARD, BACKWARD, GRADIENTS = {"fprop.x", "fprop.w"}, {"dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x"}, {"dgrad.g", "wgrad.g"}
+FORWARD, BACKWARD, GRADIENTS = (
+    {"fprop.x", "fprop.w"},
+    {"dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x"},
+    {"dgrad.g", "wgrad.g"},
+)
 RANDOM = {
     "nvfp4": GRADIENTS,
     "nvfp4_paper": GRADIENTS,
@@ -168,7 +184,12 @@ def test_microsofts_slope_is_for_the_weight_alone_and_its_residual_for_x():
 
 def test_healing_ends_in_fp8():
     recipe = PRESETS["healing"]()
-    assert [recipe.at(step, Run(20)).products == NVFP4.products for step in (0, 17, 18, 19)] == [True, True, False, False]
+    assert [recipe.at(step, Run(20)).products == NVFP4.products for step in (0, 17, 18, 19)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert recipe.at(18, Run(20)).products == PRESETS["fp8_current"]().products
 
 
@@ -211,7 +232,9 @@ def test_a_preset_trains_and_its_probe_sees_every_operand_with_its_quantiser(nam
     def batch(step, micro_batch):
         return training_batch(corpus, 0, step, micro_batch, 2, 16)
 
-    records = list(train(Prepared(model, engine, batch, [batch(99, 0)]), workload, Telemetry(every=10**6, log=1)))
+    records = list(
+        train(Prepared(model, engine, batch, [batch(99, 0)]), workload, Telemetry(every=10**6, log=1))
+    )
     losses = [record.metrics["train/loss"] for record in records]
     assert [record.step for record in records] == list(range(1, 21))
     assert all(map(math.isfinite, losses))
@@ -220,4 +243,6 @@ def test_a_preset_trains_and_its_probe_sees_every_operand_with_its_quantiser(nam
     phases = [recipe, *(phase.use for phase in recipe.schedule if phase.use and phase.trigger is None)]
     wanted = {slot: {part.slot(slot) for part in phases} - {None} for slot in SLOTS}
     assert dict(seen) == {slot: quants for slot, quants in wanted.items() if quants}
-    assert all(steps[step] == {slot for slot, _ in recipe.quantised()} for step in range(18) if not recipe.triggers)
+    assert all(
+        steps[step] == {slot for slot, _ in recipe.quantised()} for step in range(18) if not recipe.triggers
+    )

@@ -21,12 +21,17 @@ def kept(layers: Layers, blocks: int) -> list[int]:
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_the_operand_with_the_outputs_rows_comes_first(product):
-    assert getattr(NVFP4, product).operands == {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}[product]
+    assert (
+        getattr(NVFP4, product).operands
+        == {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}[product]
+    )
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_high_precision_drops_quantisation_and_rotation_and_keeps_the_rest(product):
-    spec = getattr(NVFP4, product).model_copy(update={"dw": "fp32"} if product == "wgrad" else {"gemm": "fp32_out"})
+    spec = getattr(NVFP4, product).model_copy(
+        update={"dw": "fp32"} if product == "wgrad" else {"gemm": "fp32_out"}
+    )
     high = spec.high_precision()
     assert not spec.plain
     assert high.plain
@@ -87,7 +92,9 @@ def test_a_phase_puts_its_products_and_no_others_in_high_precision(slots):
     for step in (2, 3):
         now = recipe.at(step, Run(4))
         assert {name for name in PRODUCTS if getattr(now, name).plain} == set(DIRECTIONS[slots])
-        assert all(getattr(now, name) == getattr(NVFP4, name) for name in set(PRODUCTS) - set(DIRECTIONS[slots]))
+        assert all(
+            getattr(now, name) == getattr(NVFP4, name) for name in set(PRODUCTS) - set(DIRECTIONS[slots])
+        )
 
 
 def test_overlapping_phases_add_up():
@@ -102,7 +109,8 @@ def test_overlapping_phases_add_up():
 
 
 @pytest.mark.parametrize(
-    ("start", "first"), [("tokens:0", 0), ("tokens:1", 1), ("tokens:640", 10), ("tokens:641", 11), ("tokens:64000", None)]
+    ("start", "first"),
+    [("tokens:0", 0), ("tokens:1", 1), ("tokens:640", 10), ("tokens:641", 11), ("tokens:64000", None)],
 )
 def test_a_phase_by_tokens_starts_once_that_many_were_seen(start, first):
     run = Run(20, tokens_per_step=64)
@@ -176,7 +184,9 @@ def rule(match: str, use=None) -> Rule:
     return Rule(match=match, use=use)
 
 
-LAYERS = located({f"blocks.{block}.{name}": () for block in range(4) for name in ("attention.qkv", "mlp.up", "mlp.down")})
+LAYERS = located(
+    {f"blocks.{block}.{name}": () for block in range(4) for name in ("attention.qkv", "mlp.up", "mlp.down")}
+)
 
 
 def decided(recipe: Recipe) -> dict[str, Products | None]:
@@ -207,8 +217,15 @@ def test_a_rule_decides_before_the_counts():
 
 
 def test_placements_are_every_layer_once_by_what_decides():
-    placements = with_layers(skip_last=1, rules=(rule("*.down"), rule("blocks.3.*.down"), rule("*.qkv"))).placements(LAYERS)
-    assert [(placement.decider, len(placement.layers)) for placement in placements] == [(0, 4), (2, 4), ("own", 3), ("skipped", 1)]
+    placements = with_layers(
+        skip_last=1, rules=(rule("*.down"), rule("blocks.3.*.down"), rule("*.qkv"))
+    ).placements(LAYERS)
+    assert [(placement.decider, len(placement.layers)) for placement in placements] == [
+        (0, 4),
+        (2, 4),
+        ("own", 3),
+        ("skipped", 1),
+    ]
     assert {layer for placement in placements for layer in placement.layers} == set(LAYERS)
 
 
@@ -218,7 +235,10 @@ def test_a_rule_on_the_last_blocks_is_the_count_of_them(fraction, blocks):
     layers = located({f"blocks.{block}.mlp.up": () for block in range(blocks)})
     by_rule, by_count = (
         {name for name, decider in policy.deciders(layers).items() if decider != "own"}
-        for policy in (Layers(rules=(Rule(match={"blocks": f"last:{fraction}"}),)), Layers(last_fraction=fraction))
+        for policy in (
+            Layers(rules=(Rule(match={"blocks": f"last:{fraction}"}),)),
+            Layers(last_fraction=fraction),
+        )
     )
     assert by_rule == by_count
 
@@ -238,8 +258,16 @@ def test_a_phase_changes_what_rules_use_as_well(slots):
 
 def test_products_that_a_phase_replaces_are_quantised_some_time():
     later = Recipe(schedule=(Phase(start="step:1", use=NVFP4.products),))
-    assert [later.ever_quantises(products) for products in (None, Products(), NVFP4.products)] == [False, True, True]
-    assert [NVFP4.ever_quantises(products) for products in (None, Products(), NVFP4.products)] == [False, False, True]
+    assert [later.ever_quantises(products) for products in (None, Products(), NVFP4.products)] == [
+        False,
+        True,
+        True,
+    ]
+    assert [NVFP4.ever_quantises(products) for products in (None, Products(), NVFP4.products)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_recipe_is_plain_only_where_no_rule_and_no_phase_quantises():

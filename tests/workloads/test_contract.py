@@ -24,7 +24,16 @@ TRAINED = [name for name, workload in WORKLOADS.items() if issubclass(workload, 
 OFTEN = Telemetry(every=3, shadow=4, log=1)
 OWN = ("throughput/", "memory/")
 """What differs between two runs of anything."""
-MORE = ("quant/*", "weights/*", "grad/*", "guard/*", "memory/*", "nan/first_step", "nan/steps_skipped", "tokens")
+MORE = (
+    "quant/*",
+    "weights/*",
+    "grad/*",
+    "guard/*",
+    "memory/*",
+    "nan/first_step",
+    "nan/steps_skipped",
+    "tokens",
+)
 """Families that a record may have beside METRICS."""
 OSCILLATION = {
     "osci_reset": Weights(osci_reset=OsciReset(start=0.0, period=4, window=3, threshold=1.0)),
@@ -36,16 +45,31 @@ REMEMBERING = (*OSCILLATION, "fp8_delayed")
 
 
 def recipe_of(name: str) -> Recipe:
-    return PRESETS["nvfp4"]().model_copy(update={"weights": OSCILLATION[name]}) if name in OSCILLATION else PRESETS[name]()
+    return (
+        PRESETS["nvfp4"]().model_copy(update={"weights": OSCILLATION[name]})
+        if name in OSCILLATION
+        else PRESETS[name]()
+    )
 
 
-def run(workload, recipe: Recipe, seed: int = 0, telemetry: Telemetry = OFTEN, checkpoints: Checkpoints | None = None):
+def run(
+    workload,
+    recipe: Recipe,
+    seed: int = 0,
+    telemetry: Telemetry = OFTEN,
+    checkpoints: Checkpoints | None = None,
+):
     return workload.records(recipe, seed, "emulated", "cpu", telemetry, checkpoints)
 
 
 def told(records: list[Record]) -> str:
     """What the numbers say, but for speed and memory, as text, so that nan equals nan."""
-    return repr([(r.step, {key: value for key, value in sorted(r.metrics.items()) if not key.startswith(OWN)}) for r in records])
+    return repr(
+        [
+            (r.step, {key: value for key, value in sorted(r.metrics.items()) if not key.startswith(OWN)})
+            for r in records
+        ]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +110,16 @@ def test_planning_it_loads_no_heavy_library(name):
         "spec.id, spec.wire, unit(spec.wire, 'val/loss')\n"
         "print([name for name in ('torch', 'transformers', 'ray', 'mlflow', 'optuna') if name in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
 
 
 def test_it_survives_what_crosses_the_wire(name, workload):
-    spec = TrialSpec(workload=name, config=workload, recipe=PRESETS["nvfp4"](), seed=3, engine="emulated", device="cpu")
+    spec = TrialSpec(
+        workload=name, config=workload, recipe=PRESETS["nvfp4"](), seed=3, engine="emulated", device="cpu"
+    )
     back = TrialSpec.parse(spec.wire)
     assert (back, back.id, back.config) == (spec, spec.id, workload)
 
@@ -138,7 +167,11 @@ def test_every_preset_gives_finite_records_and_they_are_those_that_it_announces(
     assert steps == sorted(set(steps))
     assert all(math.isfinite(value) for record in first for value in record.metrics.values())
     recorded = {metric for record in first for metric in record.metrics}
-    strays = {metric for metric in recorded - workload.METRICS if not any(fnmatchcase(metric, family) for family in MORE)}
+    strays = {
+        metric
+        for metric in recorded - workload.METRICS
+        if not any(fnmatchcase(metric, family) for family in MORE)
+    }
     assert strays == set()
     last = set(first[-1].metrics)
     assert "val/loss" in last or name == "tensors"
@@ -210,7 +243,9 @@ def test_a_resumed_trial_is_the_uninterrupted_one_bit_for_bit(trained, recipe, f
     whole = list(run(workload, recipe))
     at = {"gpt": 5}.get(trained, 2)
     first = run(workload, recipe, checkpoints=Checkpoints(tmp_path / "c.pt", "trial", 0))
-    taken = [next(first) for _ in range(at + 1)][:at]  # the checkpoint of `at` steps is left before step at + 1 is taken
+    taken = [next(first) for _ in range(at + 1)][
+        :at
+    ]  # the checkpoint of `at` steps is left before step at + 1 is taken
     first.close()
     again = Checkpoints(tmp_path / "c.pt", "trial", 0)
     rest = list(run(workload, recipe, checkpoints=again))

@@ -20,13 +20,29 @@ from ablate.training.loop import Telemetry
 from ablate.training.workloads.finetune import Base, Finetune, Lora
 from ablate.training.workloads.gpt import Gpt
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
 NVFP4 = PRESETS["nvfp4"]()
 OFTEN = Telemetry(every=2, shadow=2, log=1, checkpoint=0)
 OWN = ("throughput/", "memory/")
-SHARED = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+SHARED = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 64,
+}
 MODELS = {kind: {"model_type": kind, "head_dim": 16, **SHARED} for kind in ("qwen3", "llama")}
-FIELDS = {"steps": 4, "batch": 2, "context": 16, "eval_every": 4, "eval_tokens": 64, "eval_batch": 2, "lr": 1e-2}
+FIELDS = {
+    "steps": 4,
+    "batch": 2,
+    "context": 16,
+    "eval_every": 4,
+    "eval_tokens": 64,
+    "eval_batch": 2,
+    "lr": 1e-2,
+}
 
 
 def tune(folder, kind: str = "qwen3", **fields) -> Finetune:
@@ -111,7 +127,11 @@ def test_adapters_alone_are_trained_over_layers_that_the_recipe_quantises(tmp_pa
     assert all(torch.equal(after[name], value) for name, value in frozen.items())
     assert set(ready.engine.layers) == set(workload.linears)
     assert all(layer.products.fprop == NVFP4.fprop for layer in ready.engine.layers.values())
-    adapters = [module for name, module in ready.model.named_modules() if "lora_" in name and isinstance(module, torch.nn.Linear)]
+    adapters = [
+        module
+        for name, module in ready.model.named_modules()
+        if "lora_" in name and isinstance(module, torch.nn.Linear)
+    ]
     assert adapters
     assert not any(isinstance(module, EmulatedLinear) for module in adapters)
 
@@ -170,7 +190,9 @@ def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterw
     assert first[6:] == run(workload)
     assert first[6][0] == 1
     now = 0.0
-    monkeypatch.setattr("ablate.execution.supervisor.time", SimpleNamespace(time=time.time, monotonic=lambda: now))
+    monkeypatch.setattr(
+        "ablate.execution.supervisor.time", SimpleNamespace(time=time.time, monotonic=lambda: now)
+    )
     heard = Watch(patience=1.0)
     for _ in range(4):
         now += 9.0
@@ -183,11 +205,27 @@ def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterw
     [
         ({"lora": Lora(targets=("k_prj",))}, "lora.targets", "'k_prj' matches no layer; the nearest: k_proj"),
         ({"model": "./nowhere"}, "model", "no such folder or file; give a folder with config.json"),
-        ({"model": MODELS["qwen3"] | {"vocab_size": 32}}, "model", "knows 32 tokens, and the data's vocabulary has 64"),
-        ({"model": MODELS["qwen3"] | {"max_position_embeddings": 8}}, "context", "16 is longer than the model's positions reach: 8"),
+        (
+            {"model": MODELS["qwen3"] | {"vocab_size": 32}},
+            "model",
+            "knows 32 tokens, and the data's vocabulary has 64",
+        ),
+        (
+            {"model": MODELS["qwen3"] | {"max_position_embeddings": 8}},
+            "context",
+            "16 is longer than the model's positions reach: 8",
+        ),
         ({"model": {"model_type": "qwen33"}}, "model", "none that transformers knows; the nearest: qwen3"),
-        ({"model": MODELS["qwen3"] | {"hidden_sise": 8}}, "model", "has no field hidden_sise; the nearest: hidden_size"),
-        ({"model": MODELS["qwen3"] | {"num_hidden_layers": "two"}}, "model", "transformers refuses this qwen3"),
+        (
+            {"model": MODELS["qwen3"] | {"hidden_sise": 8}},
+            "model",
+            "has no field hidden_sise; the nearest: hidden_size",
+        ),
+        (
+            {"model": MODELS["qwen3"] | {"num_hidden_layers": "two"}},
+            "model",
+            "transformers refuses this qwen3",
+        ),
         ({"model": {"model_type": "gpt2"}}, "model", "no linear layer inside numbered blocks"),
     ],
 )
@@ -221,12 +259,27 @@ def test_fields_of_the_houses_own_model_have_no_place_beside_another(tmp_path):
     ("workload", "expected"),
     [
         ("{finetune: {model: /nope/x}}", "finetune.model: '/nope/x': model /nope/x: no such folder or file"),
-        ("{gpt: {model: /nope/x, guard: {policy: fallback, fallback: {precision: fp8, layers: ['model.*']}}}}", "model /nope/x: no such"),
+        (
+            "{gpt: {model: /nope/x, guard: {policy: fallback, fallback: {precision: fp8, layers: ['model.*']}}}}",
+            "model /nope/x: no such",
+        ),
         ("{gpt: {model: {model_type: vit}}}", "transformers' vit is no causal language model"),
-        ("{gpt: {model: {model_type: llama, num_key_value_heads: 0}}}", "transformers cannot build this llama: integer division"),
-        ("{gpt: {model: {model_type: llama, hidden_act: sillu}}}", "transformers cannot build this llama: 'sillu'"),
-        ("{finetune: {data: {text: /nope.txt}}}", "workload.finetune.data: {'text': '/nope.txt'}: cannot be read"),
-        ("{finetune: {base: {data: {text: /nope.txt}}}}", "workload.finetune.base.data: {'text': '/nope.txt'}: cannot be read"),
+        (
+            "{gpt: {model: {model_type: llama, num_key_value_heads: 0}}}",
+            "transformers cannot build this llama: integer division",
+        ),
+        (
+            "{gpt: {model: {model_type: llama, hidden_act: sillu}}}",
+            "transformers cannot build this llama: 'sillu'",
+        ),
+        (
+            "{finetune: {data: {text: /nope.txt}}}",
+            "workload.finetune.data: {'text': '/nope.txt'}: cannot be read",
+        ),
+        (
+            "{finetune: {base: {data: {text: /nope.txt}}}}",
+            "workload.finetune.base.data: {'text': '/nope.txt'}: cannot be read",
+        ),
         ("{finetune: {lora: {targets: []}}}", "targets"),
     ],
 )
@@ -248,7 +301,9 @@ def test_weights_that_are_not_all_there_are_not_drawn_anew(tmp_path):
     weights = folder / "model" / "model.safetensors"
     kept = {name: value for name, value in load_file(weights).items() if ".layers.1.mlp." not in name}
     save_file(kept, weights, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"its weights lack model\.layers\.1\.mlp\.down_proj\.weight \(and 2 more\)"):
+    with pytest.raises(
+        ValueError, match=r"its weights lack model\.layers\.1\.mlp\.down_proj\.weight \(and 2 more\)"
+    ):
         run(tune(tmp_path, model=str(folder / "model")))
     weights.unlink()
     assert "holds no weights" in dict(tune(tmp_path, model=str(folder / "model")).problems())["model"]
@@ -256,9 +311,14 @@ def test_weights_that_are_not_all_there_are_not_drawn_anew(tmp_path):
 
 def test_code_that_lies_beside_a_model_is_never_run(tmp_path):
     (tmp_path / "configuration_weird.py").write_text("raise SystemExit('executed')")
-    (tmp_path / "config.json").write_text('{"model_type": "weird", "auto_map": {"AutoConfig": "configuration_weird.Weird"}}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "weird", "auto_map": {"AutoConfig": "configuration_weird.Weird"}}'
+    )
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert "no configuration that transformers can read" in dict(tune(tmp_path, model=str(tmp_path)).problems())["model"]
+    assert (
+        "no configuration that transformers can read"
+        in dict(tune(tmp_path, model=str(tmp_path)).problems())["model"]
+    )
 
 
 def test_where_a_model_lies_is_no_part_of_a_trial(tmp_path):

@@ -54,7 +54,11 @@ def test_it_sleeps_as_long_as_it_says_and_says_what_it_costs():
     started = time.perf_counter()
     losses(steps=3, seconds=0.05)
     assert time.perf_counter() - started >= 0.15
-    assert Idle(steps=3, seconds=0.05).cost(True) == Idle(steps=3, seconds=0.05).cost(False) == pytest.approx(0.15, abs=0.05)
+    assert (
+        Idle(steps=3, seconds=0.05).cost(True)
+        == Idle(steps=3, seconds=0.05).cost(False)
+        == pytest.approx(0.15, abs=0.05)
+    )
 
 
 def test_how_long_it_sleeps_is_not_identity():
@@ -64,7 +68,10 @@ def test_how_long_it_sleeps_is_not_identity():
 
 def test_describing_it_imports_no_torch():
     code = "import sys; from ablate.training.workloads import WORKLOADS; WORKLOADS['idle']().identity(); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "False\n"
+    )
 
 
 def test_it_is_known_by_its_name():

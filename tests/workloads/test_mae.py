@@ -54,7 +54,8 @@ def test_a_step_has_all_patches_of_its_images():
 
 
 @pytest.mark.parametrize(
-    ("patch", "ratio", "visible"), [(2, 0.75, 4), (2, 0.5, 8), (2, 0.9, 2), (1, 0.9, 6), (4, 0.5, 2), (1, 1 / 64, 63), (1, 63 / 64, 1)]
+    ("patch", "ratio", "visible"),
+    [(2, 0.75, 4), (2, 0.5, 8), (2, 0.9, 2), (1, 0.9, 6), (4, 0.5, 2), (1, 1 / 64, 63), (1, 63 / 64, 1)],
 )
 def test_as_many_patches_are_visible_as_the_ratio_leaves(patch, ratio, visible):
     assert mae(data="digits", patch=patch, mask_ratio=ratio).visible == visible
@@ -68,7 +69,11 @@ def test_as_many_patches_are_visible_as_the_ratio_leaves(patch, ratio, visible):
         ({"width": 34, "heads": 2}, "width", "34 is no multiple of 4"),
         ({"decoder": Stack(width=30, heads=4)}, "decoder.width", "30 is no multiple of 4"),
         ({"decoder": Stack(width=32, heads=5)}, "decoder.heads", "5 does not divide width 32"),
-        ({"mask_ratio": 0.01}, "mask_ratio", "0.01 masks none of 16 patches; at least one must be masked, and one visible"),
+        (
+            {"mask_ratio": 0.01},
+            "mask_ratio",
+            "0.01 masks none of 16 patches; at least one must be masked, and one visible",
+        ),
         ({"mask_ratio": 0.99}, "mask_ratio", "0.99 masks all of 16 patches"),
         ({"patch": 8}, "mask_ratio", "masks all of 1 patches"),
         ({"patch": 1, "norm_pix": True}, "norm_pix", "no deviation"),
@@ -94,9 +99,14 @@ def test_images_that_cannot_be_read_are_no_traceback_where_steps_follow_from_tok
 
 def test_without_the_library_it_says_how_to_install_it(monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "transformers" else real(name, *more))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "transformers" else real(name, *more)
+    )
     ((field, said),) = mae().problems()
-    assert (field, said) == ("data", "the model is transformers', which is not installed: `pip install 'ablate-fp4[hf]'`")
+    assert (field, said) == (
+        "data",
+        "the model is transformers', which is not installed: `pip install 'ablate-fp4[hf]'`",
+    )
 
 
 def test_where_its_images_lie_is_no_identity(tmp_path):
@@ -112,7 +122,10 @@ def test_where_its_images_lie_is_no_identity(tmp_path):
 def test_it_costs_more_with_more_blocks_more_visible_patches_and_quantised():
     base = mae(steps=100).cost(True)
     assert base > mae(steps=100).cost(False)
-    assert base < min(mae(steps=100, **more).cost(True) for more in ({"layers": 3}, {"mask_ratio": 0.25}, {"width": 64}, {"batch": 8}))
+    assert base < min(
+        mae(steps=100, **more).cost(True)
+        for more in ({"layers": 3}, {"mask_ratio": 0.25}, {"width": 64}, {"batch": 8})
+    )
 
 
 def test_what_it_explains_is_the_share_of_a_blank_guess_that_is_gone():
@@ -124,15 +137,28 @@ def test_what_it_explains_is_the_share_of_a_blank_guess_that_is_gone():
 
 
 def test_training_explains_more_and_more():
-    records = list(mae(steps=60, batch=8, lr=3e-3, eval_every=20).records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry()))
+    records = list(
+        mae(steps=60, batch=8, lr=3e-3, eval_every=20).records(
+            PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry()
+        )
+    )
     explained = [record.metrics["val/explained"] for record in records if "val/explained" in record.metrics]
     assert explained == sorted(explained)
     assert explained[-1] > 0.25
 
 
-@pytest.mark.parametrize("fields", [{}, {"norm_pix": True}, {"data": "photos", "patch": 8}], ids=["grey", "normalised", "colour"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"norm_pix": True}, {"data": "photos", "patch": 8}], ids=["grey", "normalised", "colour"]
+)
 def test_every_run_leaves_a_picture_and_the_same_one_twice(fields, tmp_path):
-    trial = TrialSpec(workload="mae", config=mae(**fields), recipe=PRESETS["nvfp4"](), seed=0, engine="emulated", device="cpu")
+    trial = TrialSpec(
+        workload="mae",
+        config=mae(**fields),
+        recipe=PRESETS["nvfp4"](),
+        seed=0,
+        engine="emulated",
+        device="cpu",
+    )
     pictures = []
     for place in ("a", "b"):
         store = Store(tmp_path / place)
@@ -169,7 +195,16 @@ def test_a_constant_image_has_a_finite_loss_where_pixels_are_normalised(tmp_path
     for number in range(10):
         Image.new("L", (8, 8), 25 * number).save(tmp_path / f"{number}.png")
     flat = mae(data={"folder": str(tmp_path), "size": 8}, norm_pix=True, patch=4)
-    records = list(flat.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry(log=1), Checkpoints(tmp_path / "c.pt", "t", 60)))
+    records = list(
+        flat.records(
+            PRESETS["nvfp4"](),
+            0,
+            "emulated",
+            "cpu",
+            Telemetry(log=1),
+            Checkpoints(tmp_path / "c.pt", "t", 60),
+        )
+    )
     assert all(math.isfinite(record.metrics["train/loss"]) for record in records)
     assert "nan/first_step" not in records[-1].metrics
 
@@ -180,4 +215,7 @@ def test_describing_it_imports_neither_torch_nor_transformers():
         " list(m.problems()), m.identity(), m.fingerprint(), m.cost(True), m.linears;"
         " print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )

@@ -31,7 +31,9 @@ def records(recipe: str = "nvfp4", seed: int = 0, **fields):
 
 
 def metrics(recipe: str = "nvfp4", seed: int = 0, **fields) -> dict[str, float]:
-    return {name: value for record in records(recipe, seed, **fields) for name, value in record.metrics.items()}
+    return {
+        name: value for record in records(recipe, seed, **fields) for name, value in record.metrics.items()
+    }
 
 
 @pytest.mark.parametrize("name", sorted(set(DISTRIBUTIONS) - {"captured"}))
@@ -72,7 +74,9 @@ def test_hot_tokens_are_the_same_in_every_tensor_and_stray_ones_are_not():
 def test_hot_channels_are_columns_and_a_mean_is_the_columns_own():
     x = draw("hot_channels:0.05:30", (256, 64), 0).float()
     assert (x.square().mean(0) > 100).sum() == 3
-    assert draw("mean:4", (256, 64), 0).float().mean(0).abs().mean() == pytest.approx(4 * math.sqrt(2 / math.pi), rel=0.4)
+    assert draw("mean:4", (256, 64), 0).float().mean(0).abs().mean() == pytest.approx(
+        4 * math.sqrt(2 / math.pi), rel=0.4
+    )
 
 
 @pytest.mark.parametrize("value", ["normal", "student:x", "gaussian:1", "hot_tokens:1:2:3", "student:-3", ""])
@@ -109,13 +113,17 @@ def test_product_errors_are_numpys():
     b = quantize(torch.tensor(w).bfloat16(), recipe.fprop.w).dequantize().double().numpy()[: w.shape[0]]
     exact, mine = x @ w.T, a @ b.T
     expected = ((exact - mine) ** 2).sum() / (exact**2).sum()
-    assert found["gemm/fprop/rel_mse"] == pytest.approx(expected, rel=2e-3)  # the product itself is rounded to bf16
+    assert found["gemm/fprop/rel_mse"] == pytest.approx(
+        expected, rel=2e-3
+    )  # the product itself is rounded to bf16
 
 
 def test_2d_weights_are_consistent_and_1d_weights_are_not():
     """17.0e-3 on Gaussian data: NUMERICS section 4; 4 % for 64k elements."""
     assert metrics("nvfp4", outputs=256, inputs=256)["weights/inconsistency"] == 0
-    assert metrics("fp4_all_the_way", outputs=256, inputs=256)["weights/inconsistency"] == pytest.approx(17.0e-3, rel=0.04)
+    assert metrics("fp4_all_the_way", outputs=256, inputs=256)["weights/inconsistency"] == pytest.approx(
+        17.0e-3, rel=0.04
+    )
 
 
 def test_records_come_after_powers_of_four_draws_and_the_last():
@@ -140,7 +148,10 @@ def test_a_mean_over_draws_is_numpys_mean():
 
     g = config.tensors(1, torch.device("cpu"))[2]
     where = site("tensors", "dgrad.g")
-    drawn = [quantize(g, recipe.dgrad.g, clock=Clock(1, step=step), where=where).dequantize().double().numpy() for step in range(4)]
+    drawn = [
+        quantize(g, recipe.dgrad.g, clock=Clock(1, step=step), where=where).dequantize().double().numpy()
+        for step in range(4)
+    ]
     x = g.double().numpy()
     expected = ((np.mean(drawn, 0)[:, : x.shape[1]] - x) ** 2).sum() / (x**2).sum()
     assert metrics("nvfp4", seed=1, draws=4)["mean/dgrad.g/rel_mse"] == pytest.approx(expected, rel=1e-6)

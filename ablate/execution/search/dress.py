@@ -151,13 +151,23 @@ def importances(journal: Path, name: str, objective: int = 0) -> dict[str, float
     if study is None or objective >= len(study.directions):
         return {}
     arms = (trial for trial in _own(study) if REPEATS not in trial.user_attrs)
-    done = [trial for trial in arms if trial.state == TrialState.COMPLETE and math.isfinite(trial.values[objective])]
-    varied = {knob for knob in set.intersection(*(set(trial.params) for trial in done)) if _varies(done, knob)} if done else set()
+    done = [
+        trial
+        for trial in arms
+        if trial.state == TrialState.COMPLETE and math.isfinite(trial.values[objective])
+    ]
+    varied = (
+        {knob for knob in set.intersection(*(set(trial.params) for trial in done)) if _varies(done, knob)}
+        if done
+        else set()
+    )
     if len(done) < _FEWEST or not varied or len({trial.values[objective] for trial in done}) == 1:
         return {}
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
-    alone = optuna.create_study()  # of this objective, without what failed, was given up or came from an earlier sweep
+    alone = (
+        optuna.create_study()
+    )  # of this objective, without what failed, was given up or came from an earlier sweep
     for trial in done:
         facts = {"params": trial.params, "distributions": trial.distributions}
         alone.add_trial(create_trial(value=trial.values[objective], **facts))

@@ -62,12 +62,18 @@ def _intact(journal: Path) -> list[dict[str, Any]]:
 
 def encode(value: Any) -> Any:
     """Optuna's categories are None, bool, int, float and str; whatever else becomes JSON text."""
-    return value if value is None or isinstance(value, bool | int | float | str) else "json:" + json.dumps(value)
+    return (
+        value if value is None or isinstance(value, bool | int | float | str) else "json:" + json.dumps(value)
+    )
 
 
 def decode(value: Any) -> Any:
     """The value that was encoded."""
-    return json.loads(value.removeprefix("json:")) if isinstance(value, str) and value.startswith("json:") else value
+    return (
+        json.loads(value.removeprefix("json:"))
+        if isinstance(value, str) and value.startswith("json:")
+        else value
+    )
 
 
 def points(journal: Path, name: str) -> list[dict[str, Any]]:
@@ -78,7 +84,11 @@ def points(journal: Path, name: str) -> list[dict[str, Any]]:
 def given_up(journal: Path, name: str) -> dict[int, int]:
     """The step of the last report of each of a sweep's own points that its pruner gave up, by number."""
     trials = enumerate(_own(journal, name))
-    return {number: max(trial.intermediate_values, default=0) for number, trial in trials if trial.state == TrialState.PRUNED}
+    return {
+        number: max(trial.intermediate_values, default=0)
+        for number, trial in trials
+        if trial.state == TrialState.PRUNED
+    }
 
 
 def _own(journal: Path, name: str) -> list[FrozenTrial]:
@@ -96,4 +106,7 @@ def shown(journal: Path) -> list[tuple[str, float | None]]:
     """State and value of every point that a journal shows, in order, as Optuna itself reads it."""
     storage = JournalStorage(JournalFileBackend(str(journal)))
     (study,) = optuna.get_all_study_names(storage)
-    return [(trial.state.name, trial.value) for trial in optuna.load_study(study_name=study, storage=storage).get_trials(deepcopy=False)]
+    return [
+        (trial.state.name, trial.value)
+        for trial in optuna.load_study(study_name=study, storage=storage).get_trials(deepcopy=False)
+    ]

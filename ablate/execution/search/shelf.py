@@ -142,9 +142,13 @@ def dashboard(state: Path) -> tuple[Callable[..., Iterable[bytes]], Callable[[st
         if reads or (environ["REQUEST_METHOD"] == "PUT" and _NOTES.fullmatch(environ["PATH_INFO"])):
             return pages(environ, start)
         start("403 Forbidden", [("Content-Type", "application/json")])
-        return [b'{"reason": "These pages show sweeps and take notes; a study is written by its sweep alone."}']
+        return [
+            b'{"reason": "These pages show sweeps and take notes; a study is written by its sweep alone."}'
+        ]
 
     def number(sweep: str) -> int | None:
-        return next((study._study_id for study in storage.get_all_studies() if study.study_name == sweep), None)
+        return next(
+            (study._study_id for study in storage.get_all_studies() if study.study_name == sweep), None
+        )
 
     return application, number

@@ -34,7 +34,9 @@ POPULATION = 10
 _MOST_CHOICES = 100
 
 SAMPLERS = {
-    "tpe": lambda seed: optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=8),
+    "tpe": lambda seed: optuna.samplers.TPESampler(
+        seed=seed, multivariate=True, group=True, n_startup_trials=8
+    ),
     "random": lambda seed: optuna.samplers.RandomSampler(seed=seed),
     "gp": lambda seed: optuna.samplers.GPSampler(seed=seed, n_startup_trials=8),
     "cmaes": lambda seed: optuna.samplers.CmaEsSampler(seed=seed),
@@ -49,7 +51,9 @@ def _factor(rungs: Sequence[int]) -> int:
 
 PRUNERS = {
     "median": lambda rungs: optuna.pruners.MedianPruner(n_startup_trials=0, n_min_trials=5),
-    "asha": lambda rungs: optuna.pruners.SuccessiveHalvingPruner(min_resource=rungs[0], reduction_factor=_factor(rungs)),
+    "asha": lambda rungs: optuna.pruners.SuccessiveHalvingPruner(
+        min_resource=rungs[0], reduction_factor=_factor(rungs)
+    ),
     # One bracket a rung: it takes the whole logarithm of max over min, which rounding may put just below.
     "hyperband": lambda rungs: optuna.pruners.HyperbandPruner(
         min_resource=rungs[0], max_resource=rungs[-1] + 1, reduction_factor=_factor(rungs)
@@ -75,7 +79,9 @@ def _shown(dimension: Dimension) -> Dimension | None:
         return dimension
     if not all(type(value) in (int, float) for value in values):
         return None
-    return Dimension("int" if all(type(value) is int for value in values) else "uniform", low=min(values), high=max(values))
+    return Dimension(
+        "int" if all(type(value) is int for value in values) else "uniform", low=min(values), high=max(values)
+    )
 
 
 class Study:
@@ -85,7 +91,9 @@ class Study:
     sweeps that the sampler knows from the start; they are no arms of this sweep, and prune nothing.
     """
 
-    def __init__(self, journal: Path, experiment: Experiment, points: Sequence[Point], warm: Sequence[Point] = ()) -> None:
+    def __init__(
+        self, journal: Path, experiment: Experiment, points: Sequence[Point], warm: Sequence[Point] = ()
+    ) -> None:
         self._journal, self._experiment, self._warm = journal, experiment, warm
         names = tuple(arm.name for arm in experiment.arms if arm.name not in experiment.added)
         space = experiment.space or {ARM: Dimension("choice", names)}
@@ -163,7 +171,11 @@ class Study:
         return False
 
     def _same_warm(self, trial: FrozenTrial, point: Point) -> bool:
-        return self._same_place(trial, point) and self._same_end(trial, point) and trial.user_attrs.get(WARM) == point.name
+        return (
+            self._same_place(trial, point)
+            and self._same_end(trial, point)
+            and trial.user_attrs.get(WARM) == point.name
+        )
 
     def _same_place(self, trial: FrozenTrial, point: Point) -> bool:
         params, distributions = self._params(point)
@@ -226,9 +238,15 @@ class Study:
     def _add(self, point: Point, state: TrialState, **facts: Any) -> None:
         params, distributions = self._params(point)
         generation = {}
-        if isinstance(self.study.sampler, optuna.samplers.NSGAIISampler):  # without one it would not be among the parents
+        if isinstance(
+            self.study.sampler, optuna.samplers.NSGAIISampler
+        ):  # without one it would not be among the parents
             generation = {self.study.sampler._get_generation_key(): len(self._trials()) // POPULATION}
-        self.study.add_trial(create_trial(state=state, params=params, distributions=distributions, system_attrs=generation, **facts))
+        self.study.add_trial(
+            create_trial(
+                state=state, params=params, distributions=distributions, system_attrs=generation, **facts
+            )
+        )
 
     def running(self) -> list[int]:
         """Numbers of the points that were not yet told."""

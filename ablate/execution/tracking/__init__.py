@@ -11,4 +11,15 @@ from ablate.execution.tracking.projector import Projector, Shipped, behind
 from ablate.execution.tracking.reader import fetch
 from ablate.execution.tracking.runs import VIEW, page, shown
 
-__all__ = ["VIEW", "Projector", "Shipped", "behind", "fetch", "knock", "log_report", "page", "shown", "unusable"]
+__all__ = [
+    "VIEW",
+    "Projector",
+    "Shipped",
+    "behind",
+    "fetch",
+    "knock",
+    "log_report",
+    "page",
+    "shown",
+    "unusable",
+]

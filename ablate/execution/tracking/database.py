@@ -39,7 +39,9 @@ def half_made(path: Path) -> bool:
     with closing(open_readonly(path)) as db:
         found = tables(db)
         held = (table for table in ("experiments", "runs") if table in found)
-        return bool(found & _TABLES) and not any(db.execute(f"SELECT 1 FROM {table}").fetchone() for table in held)
+        return bool(found & _TABLES) and not any(
+            db.execute(f"SELECT 1 FROM {table}").fetchone() for table in held
+        )
 
 
 def unusable(path: Path) -> str | None:
@@ -81,7 +83,11 @@ def _check_address(uri: str, path: Path) -> None:
     from sqlalchemy import make_url
 
     if make_url(uri).database != str(path):
-        raise InputError([f"{path}: this version of SQLAlchemy cannot open a path with '?' or '%'; install SQLAlchemy 2.1, or move it"])
+        raise InputError(
+            [
+                f"{path}: this version of SQLAlchemy cannot open a path with '?' or '%'; install SQLAlchemy 2.1, or move it"
+            ]
+        )
 
 
 def _make(path: Path, artifacts: Path) -> None:
@@ -96,13 +102,17 @@ def _make(path: Path, artifacts: Path) -> None:
 
 def _migrate(path: Path, artifacts: Path) -> None:
     """Have MLflow open a database, which makes its tables, and leave no connection to a file that is renamed afterwards."""
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # read as it is imported: it tells every migration
+    os.environ.setdefault(
+        "MLFLOW_LOGGING_LEVEL", "WARNING"
+    )  # read as it is imported: it tells every migration
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     address = url(path)
     try:
         SqlAlchemyStore(address, artifacts.resolve().as_uri())
     finally:
-        engine = SqlAlchemyStore._engine_map.pop(address, None)  # or a client would go on with the renamed file
+        engine = SqlAlchemyStore._engine_map.pop(
+            address, None
+        )  # or a client would go on with the renamed file
         if engine:
             engine.dispose()

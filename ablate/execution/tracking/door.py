@@ -19,7 +19,9 @@ def knock(uri: str | None) -> None:
     """InputError, in one sentence, where a server answers that we may not use it. One that does not answer is no concern of this."""
     if not uri or not uri.startswith(("http://", "https://")) or _answer(uri) not in _REFUSED:
         return
-    from mlflow import MlflowClient  # which takes seconds to import, and knows more ways to log in than those that were tried
+    from mlflow import (
+        MlflowClient,
+    )  # which takes seconds to import, and knows more ways to log in than those that were tried
     from mlflow.exceptions import MlflowException
 
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -41,7 +43,11 @@ def refusal(error: Exception) -> str | None:
         who = f"does not know user {user!r} with this password" if user else "wants to know who we are"
         return f"MLflow's server {who} (401); set {_USER} and {_PASSWORD} to a user of its own"
     said = str(error).partition("Response body: ")[2].strip(" '") or str(error).splitlines()[0]
-    hint = "; `mlflow server --allowed-hosts` names the hosts that it answers to" if "Invalid Host" in said else ""
+    hint = (
+        "; `mlflow server --allowed-hosts` names the hosts that it answers to"
+        if "Invalid Host" in said
+        else ""
+    )
     return f"MLflow's server refuses us (403): {said}{hint}"
 
 
@@ -60,7 +66,9 @@ def _answer(uri: str) -> int | None:
     if not (user and password) and parts.password:
         user, password = unquote(parts.username or ""), unquote(parts.password)
     if user and password:
-        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}")
+        request.add_unredirected_header(
+            "Authorization", f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
+        )
     try:
         with urllib.request.urlopen(request, timeout=_LOOK_SECONDS) as answer:
             return answer.status

@@ -30,7 +30,14 @@ from ablate.results.ledger_rows import key_of
 from ablate.results.trial_store import Store
 from ablate.training.workloads import unit
 
-_TERMINAL = {"done": "FINISHED", "diverged": "FINISHED", "failed": "FAILED", "oom": "FAILED", "stopped": "KILLED", "pruned": "KILLED"}
+_TERMINAL = {
+    "done": "FINISHED",
+    "diverged": "FINISHED",
+    "failed": "FAILED",
+    "oom": "FAILED",
+    "stopped": "KILLED",
+    "pruned": "KILLED",
+}
 _METRICS_A_BATCH = 1000  # MLflow's limit
 _RUNS_A_PAGE = 200
 _INTERVAL = 1.0
@@ -71,7 +78,13 @@ class Projector:
         """Why the picture is behind, while it is."""
         self.behind = 0
         """How many records it lacks then."""
-        self._uri, self._state, self._ledger_path, self._sweep, self._facts = uri, state, ledger, sweep, dict(facts)
+        self._uri, self._state, self._ledger_path, self._sweep, self._facts = (
+            uri,
+            state,
+            ledger,
+            sweep,
+            dict(facts),
+        )
         self._metric = schema.Metric.model_validate_json(facts.get("metric") or "{}").name
         self._metrics = json.loads(facts.get("metrics") or "[]")
         self._shipped: dict[tuple[int, int], Shipped] = {}
@@ -96,7 +109,9 @@ class Projector:
     def _run(self) -> None:
         ledger = Ledger(self._ledger_path, readonly=True)
         client = None
-        while not (self._finish or ledger.recorded()):  # to import MLflow and make its database would hold up the first trial
+        while not (
+            self._finish or ledger.recorded()
+        ):  # to import MLflow and make its database would hold up the first trial
             self._wake.wait(_INTERVAL)
         while not self._stop.is_set():
             try:
@@ -107,7 +122,9 @@ class Projector:
                 if last:
                     self._close(client, ledger, *last)
                     break
-            except Exception as error:  # a picture must not end the sweep: said in the status line, tried again
+            except (
+                Exception
+            ) as error:  # a picture must not end the sweep: said in the status line, tried again
                 first = shorten((str(error).splitlines() or [""])[0], 120, placeholder=" ...")
                 why = plainly(error) or f"{type(error).__name__}: {first}"
                 self.trouble, self.behind = redact(why, self._uri), behind(ledger)
@@ -119,9 +136,13 @@ class Projector:
 
     def _connect(self, ledger: Ledger) -> Any:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # a run whose making was never answered would be made twice
+        os.environ.setdefault(
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0"
+        )  # a run whose making was never answered would be made twice
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # it shows the address, with its password
+        os.environ.setdefault(
+            "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true"
+        )  # it shows the address, with its password
         from mlflow import MlflowClient
 
         with lock(database.lock_path(self._uri, self._state)):
@@ -142,7 +163,9 @@ class Projector:
         if known:
             client.update_run(parent, status="RUNNING")
             self._discard(client, ledger)
-            self._orphans = self._find_orphans(client, ledger.mlflow_runs() | {member.run for member in self._shipped.values()})
+            self._orphans = self._find_orphans(
+                client, ledger.mlflow_runs() | {member.run for member in self._shipped.values()}
+            )
         return client
 
     def _has(self, client: Any, run: str) -> bool:
@@ -183,12 +206,16 @@ class Projector:
             return known.experiment_id
         local = path_of(self._uri) is not None
         location = (self._state / "artifacts" / self._sweep).resolve().as_uri() if local else None
-        kind = {"mlflow.experimentKind": "custom_model_development"}  # or its page opens on traces of language models
+        kind = {
+            "mlflow.experimentKind": "custom_model_development"
+        }  # or its page opens on traces of language models
         return client.create_experiment(self._sweep, artifact_location=location, tags=kind)
 
     def _find_parent(self, client: Any) -> str | None:
         """This sweep's run, where an earlier controller made it and died before it could say so."""
-        runs = client.search_runs([self.experiment], f"tags.`ablate.sweep_id` = '{self._facts['sweep_id']}'", max_results=1)
+        runs = client.search_runs(
+            [self.experiment], f"tags.`ablate.sweep_id` = '{self._facts['sweep_id']}'", max_results=1
+        )
         return runs[0].info.run_id if runs else None
 
     def _find_orphans(self, client: Any, noted: set[str]) -> dict[tuple[Any, Any], str]:
@@ -197,9 +224,14 @@ class Projector:
         page = None
         while True:
             wanted = f"tags.`mlflow.parentRunId` = '{self.parent}'"
-            runs = client.search_runs([self.experiment], wanted, 1, _RUNS_A_PAGE, ["attributes.start_time DESC"], page)
+            runs = client.search_runs(
+                [self.experiment], wanted, 1, _RUNS_A_PAGE, ["attributes.start_time DESC"], page
+            )
             new = [run for run in runs if run.info.run_id not in noted]
-            found |= {(run.data.tags.get("ablate.member"), run.data.tags.get("ablate.trial")): run.info.run_id for run in new}
+            found |= {
+                (run.data.tags.get("ablate.member"), run.data.tags.get("ablate.trial")): run.info.run_id
+                for run in new
+            }
             page = runs.token
             if not (new and page):
                 return found
@@ -234,7 +266,9 @@ class Projector:
         """Bring the run of every member that is under way up to date with the ledger."""
         for member in ledger.to_ship():
             key = (member["arm"], member["seed"])
-            known = self._shipped.get(key) or Shipped(*key, member["mlflow"] or "", member["shipped"], closed=False)
+            known = self._shipped.get(key) or Shipped(
+                *key, member["mlflow"] or "", member["shipped"], closed=False
+            )
             if self._stop.is_set():
                 return
             if not known.closed:
@@ -244,7 +278,10 @@ class Projector:
         """One member's run, in as few calls as may be: each costs a commit, or a round trip."""
         from mlflow.entities import Param, RunTag
 
-        over, run = member["status"] in _TERMINAL, known.run or self._orphans.get((key_of(member), member["id"]), "")
+        over, run = (
+            member["status"] in _TERMINAL,
+            known.run or self._orphans.get((key_of(member), member["id"]), ""),
+        )
         begun = (known.arm, known.seed) in self._shipped
         params = [] if begun or known.step >= 0 else [Param(key, value) for key, value in runs.params(member)]
         tags = [RunTag("ablate.status", member["status"])] if over and run else []
@@ -267,7 +304,9 @@ class Projector:
         if over:
             info = self._made.pop(run, None) or client.get_run(run).info
             self._artifacts(info.artifact_uri, member)
-            lasted = member["seconds"] and int(1000 * member["seconds"])  # of the trial, whenever its run was drawn
+            lasted = member["seconds"] and int(
+                1000 * member["seconds"]
+            )  # of the trial, whenever its run was drawn
             client.set_terminated(run, _TERMINAL[member["status"]], lasted and info.start_time + lasted)
         return Shipped(known.arm, known.seed, run, step, over)
 
@@ -286,14 +325,20 @@ class Projector:
         found = {}
         for one, step, moment, metrics in runs.gaps(ledger, member, self._metric):
             own = (one["arm"], one["seed"]) == (member["arm"], member["seed"])
-            known = self._shipped.get((one["arm"], one["seed"])) or Shipped(one["arm"], one["seed"], one["mlflow"], 0, bool(one["closed"]))
+            known = self._shipped.get((one["arm"], one["seed"])) or Shipped(
+                one["arm"], one["seed"], one["mlflow"], 0, bool(one["closed"])
+            )
             if own or known.closed:
-                found[run if own else known.run] = [Metric(name, value, int(moment * 1000), step) for name, value in metrics.items()]
+                found[run if own else known.run] = [
+                    Metric(name, value, int(moment * 1000), step) for name, value in metrics.items()
+                ]
         return found
 
     def _create(self, client: Any, member: Mapping[str, Any]) -> str:
         tags = runs.tags(member, self._sweep, self.parent, member["against"])
-        run = client.create_run(self.experiment, tags=tags, run_name=f"{member['name']} seed={member['seed']}").info
+        run = client.create_run(
+            self.experiment, tags=tags, run_name=f"{member['name']} seed={member['seed']}"
+        ).info
         self._made[run.run_id] = run
         return run.run_id
 
@@ -306,14 +351,20 @@ class Projector:
             dataset = Dataset(**runs.dataset(member, json.loads(told)))
             client.log_inputs(run, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
-    def _batches(self, records: Iterator[tuple[int, str, float, float]], more: list[Any]) -> Iterator[tuple[int, list[Any]]]:
+    def _batches(
+        self, records: Iterator[tuple[int, str, float, float]], more: list[Any]
+    ) -> Iterator[tuple[int, list[Any]]]:
         """The last step and the metrics of as many whole steps as fit one call; `more` goes with the last."""
         from mlflow.entities import Metric
 
         batch: list[Any] = []
         last = -1
         for step, found in groupby(records, key=lambda record: record[0]):
-            metrics = [Metric(name, value, int(moment * 1000), step) for _, name, value, moment in found if runs.shown(name, self._metrics)]
+            metrics = [
+                Metric(name, value, int(moment * 1000), step)
+                for _, name, value, moment in found
+                if runs.shown(name, self._metrics)
+            ]
             if batch and len(batch) + len(metrics) + len(more) > _METRICS_A_BATCH:
                 yield last, batch
                 batch = []

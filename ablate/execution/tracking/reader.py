@@ -41,7 +41,9 @@ def fetch(uri: str, sweep: str, path: Path) -> Ledger:
         described = json.loads(_artifact(client, parent, "sweep.json") or "null")
         if described is None:
             raise InputError(
-                [f"{redact(uri)}: {sweep} has no sweep.json: `ablate sync {sweep} --rebuild`, where it was run, draws it again"]
+                [
+                    f"{redact(uri)}: {sweep} has no sweep.json: `ablate sync {sweep} --rebuild`, where it was run, draws it again"
+                ]
             )
         unfinished = path.with_name(f"{path.name}.unfinished")
         unfinished.unlink(missing_ok=True)
@@ -62,10 +64,21 @@ def told(uri: str) -> Iterator[None]:
     try:
         yield
     except (OSError, MlflowException, SQLAlchemyError, CommandError) as error:  # requests' are OSErrors
-        first = plainly(error) or next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        hint = f"; `{Path(sys.executable).parent / 'mlflow'} db upgrade` brings it up to date" if "out-of-date" in first else ""
+        first = plainly(error) or next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        hint = (
+            f"; `{Path(sys.executable).parent / 'mlflow'} db upgrade` brings it up to date"
+            if "out-of-date" in first
+            else ""
+        )
         raise InputError(
-            [redact(f"{redact(uri)}: MLflow cannot be used there: {first.partition(' Take a backup')[0]}{hint}", uri)]
+            [
+                redact(
+                    f"{redact(uri)}: MLflow cannot be used there: {first.partition(' Take a backup')[0]}{hint}",
+                    uri,
+                )
+            ]
         ) from error
 
 
@@ -104,7 +117,12 @@ class _Sweep:
         for name, seed, trial in self.runs:
             tags = self.runs[name, seed, trial].data.tags
             optuna = tags.get("ablate.optuna_trial")
-            new = {"name": name, "knobs": json.loads(tags["ablate.knobs"]), "against": tags.get("ablate.against"), "trials": {}}
+            new = {
+                "name": name,
+                "knobs": json.loads(tags["ablate.knobs"]),
+                "against": tags.get("ablate.against"),
+                "trials": {},
+            }
             arm = known.setdefault(name, new | {"optuna": None if optuna is None else int(optuna)})
             arm["trials"][seed] = trial
         self.arms = list(known.values())
@@ -124,9 +142,13 @@ def _runs(client: Any, uri: str, sweep: str) -> tuple[Any, list[Any]]:
         raise InputError([f"{redact(uri)}: no experiment {sweep!r}; {hint}"])
     parents = _search(client, experiment.experiment_id, "tags.`ablate.kind` = 'sweep'")
     if not parents:
-        raise InputError([f"{redact(uri)}: {sweep} is no sweep: no run of it is tagged `ablate.kind` = sweep"])
+        raise InputError(
+            [f"{redact(uri)}: {sweep} is no sweep: no run of it is tagged `ablate.kind` = sweep"]
+        )
     parent = max(parents, key=lambda run: run.info.start_time)
-    return parent, _search(client, experiment.experiment_id, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    return parent, _search(
+        client, experiment.experiment_id, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    )
 
 
 def _search(client: Any, experiment: str, wanted: str) -> list[Any]:
@@ -153,7 +175,9 @@ def _fill(book: Ledger, client: Any, sweep: _Sweep) -> None:
     book.describe(**sweep.facts)
     numbers: dict[str, int] = {}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for arm in sorted(sweep.arms, key=lambda arm: arm["against"] is not None):  # a baseline has its number first
+        for arm in sorted(
+            sweep.arms, key=lambda arm: arm["against"] is not None
+        ):  # a baseline has its number first
             role, reason = arm.get("role"), arm.get("reason")  # an earlier version wrote neither
             against = numbers.get(arm["against"])
             number = book.add_arm(arm["name"], arm["knobs"], against, arm["optuna"], role, reason=reason)
@@ -161,7 +185,9 @@ def _fill(book: Ledger, client: Any, sweep: _Sweep) -> None:
         for place, arm in enumerate(sweep.arms):
             book.move_arm(numbers[arm["name"]], place)
         wanted = [(arm["name"], seed, trial) for arm in sweep.arms for seed, trial in arm["trials"].items()]
-        read = pool.map(lambda key: _read(client, sweep.runs[key]) if key in sweep.runs else ("{}", []), wanted)
+        read = pool.map(
+            lambda key: _read(client, sweep.runs[key]) if key in sweep.runs else ("{}", []), wanted
+        )
         for (name, seed, trial), (spec, events) in zip(wanted, read, strict=True):
             number = book.add_member(numbers[name], int(seed), trial, spec)
             run = sweep.runs.get((name, seed, trial))
@@ -169,17 +195,30 @@ def _fill(book: Ledger, client: Any, sweep: _Sweep) -> None:
                 known = sweep.trials.get(trial, {})
                 tags = run.data.tags
                 book.record(number, events)
-                book.settle(number, tags["ablate.status"], known.get("reason"), known.get("seconds"), tags["ablate.reused"] == "true")
+                book.settle(
+                    number,
+                    tags["ablate.status"],
+                    known.get("reason"),
+                    known.get("seconds"),
+                    tags["ablate.reused"] == "true",
+                )
 
 
 def _read(client: Any, run: Any) -> tuple[str, list[dict[str, Any]]]:
     """A member's spec, as far as it was shipped, and its records."""
     tags = run.data.tags
-    known = {"seed": int(tags["ablate.seed"]), "engine": tags["ablate.engine"], "device": tags["ablate.device"]}
+    known = {
+        "seed": int(tags["ablate.seed"]),
+        "engine": tags["ablate.engine"],
+        "device": tags["ablate.device"],
+    }
     spec = _artifact(client, run, "spec.json")
     keys = [key for key in run.data.metrics if parse(key).family != GAP]
     points = (point for key in keys for point in client.get_metric_history(run.info.run_id, key))
-    events = [{"step": point.step, "time": point.timestamp / 1000, "metrics": {point.key: _value(point.value)}} for point in points]
+    events = [
+        {"step": point.step, "time": point.timestamp / 1000, "metrics": {point.key: _value(point.value)}}
+        for point in points
+    ]
     return spec or json.dumps(known), events
 
 

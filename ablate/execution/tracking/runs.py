@@ -44,7 +44,11 @@ def shown(name: str, metrics: Collection[str]) -> bool:
 def page(server: str, experiment: str, run: str | None = None) -> str:
     """Where a run's page is, or the saved view of all runs of an experiment. Without a password, and as browsers name the server."""
     where = f"{redact(os.environ.get(PAGES) or server).rstrip('/')}/#/experiments/{experiment}"
-    return f"{where}/runs/{run}" if run else f"{where}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
+    return (
+        f"{where}/runs/{run}"
+        if run
+        else f"{where}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
+    )
 
 
 # A member
@@ -95,7 +99,9 @@ def dataset(member: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, str
     data = json.loads(member["spec"])["data"]
     return {
         "name": name,
-        "digest": data if len(data) <= _MOST_OF_A_DIGEST else hashlib.sha256(data.encode()).hexdigest()[:_MOST_OF_A_DIGEST],
+        "digest": data
+        if len(data) <= _MOST_OF_A_DIGEST
+        else hashlib.sha256(data.encode()).hexdigest()[:_MOST_OF_A_DIGEST],
         "source_type": told["type"],
         "source": json.dumps(told["source"]),
         "schema": json.dumps({"mlflow_colspec": columns}),
@@ -115,7 +121,9 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def gaps(ledger: Ledger, member: Mapping[str, Any], metric: str) -> Iterator[tuple[Mapping[str, Any], int, float, dict[str, float]]]:
+def gaps(
+    ledger: Ledger, member: Mapping[str, Any], metric: str
+) -> Iterator[tuple[Mapping[str, Any], int, float, dict[str, float]]]:
     """What can be said once this member is done: of itself against its baseline's member at the same seed, or, where it is a baseline,
     of every member that is compared with it. (member, step, time, metrics), step and time being those of its last value.
     """
@@ -174,18 +182,25 @@ def description(ledger: Ledger) -> str:
                 }
                 for arm in ledger.arms()
             ],
-            "trials": {row.id: {"reason": row.reason, "seconds": row.seconds} for row in ledger.wanted_trials()},
+            "trials": {
+                row.id: {"reason": row.reason, "seconds": row.seconds} for row in ledger.wanted_trials()
+            },
         },
         indent=1,
     )
 
 
-def view(knobs: Iterable[str], metric: str, metrics: Iterable[str], counted: str, minimize: bool, now_ms: int) -> str | None:
+def view(
+    knobs: Iterable[str], metric: str, metrics: Iterable[str], counted: str, minimize: bool, now_ms: int
+) -> str | None:
     """The saved view of a sweep's runs as MLflow's pages keep it: no run but the members', what was turned, what came of it, the best
     first. None where it would not fit."""
     metrics = list(metrics)
     columns = [f"params.`{TURNED}{knob}`" for knob in knobs][:_MOST_COLUMNS]
-    columns += ["tags.`ablate.status`", *(f"metrics.`{key}`" for key in (*metrics, gap_in(counted), gap_in("pct")))]
+    columns += [
+        "tags.`ablate.status`",
+        *(f"metrics.`{key}`" for key in (*metrics, gap_in(counted), gap_in("pct"))),
+    ]
     state = {
         "searchFilter": "tags.`ablate.kind` = 'trial'",
         "orderByKey": f"metrics.`{metric}`",

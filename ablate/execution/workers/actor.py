@@ -40,7 +40,12 @@ def versions() -> dict[str, str]:
     """What the two ends of a wire must have in common."""
     import ray
 
-    return {"Ray": ray.__version__, "Python": sys.version.split()[0], "ablate": __version__, "ablate's numerics": str(VERSION)}
+    return {
+        "Ray": ray.__version__,
+        "Python": sys.version.split()[0],
+        "ablate": __version__,
+        "ablate's numerics": str(VERSION),
+    }
 
 
 class Actor:
@@ -71,7 +76,9 @@ class Actor:
             "address": ray.util.get_node_ip_address(),
             "port": port,  # free now, for the ranks of a gang to meet at
             "versions": versions(),
-            "compiled": any(Path(numerics.__file__).parent.glob("kernels/*.so")),  # asked without torch, which takes seconds to import
+            "compiled": any(
+                Path(numerics.__file__).parent.glob("kernels/*.so")
+            ),  # asked without torch, which takes seconds to import
             "sees": Path(root, nonce).exists(),
         }
 
@@ -84,7 +91,9 @@ class Actor:
     def _run(self, request: TrialRequest, apart: bool) -> None:
         """Pass on what the supervisor says. What was left is told one message late: by then the events before it were told, too."""
         left: Left = {}
-        trunk = Store(Path(request.root)).folder(request.id) / f"trunk-{request.attempt}.json" if apart else None
+        trunk = (
+            Store(Path(request.root)).folder(request.id) / f"trunk-{request.attempt}.json" if apart else None
+        )
         try:
             for message in self.supervisor.run(request):
                 if trunk and trunk.exists():  # before the first event, whose meaning depends on it
@@ -94,7 +103,9 @@ class Actor:
                 left = self._left() if apart else left
                 if self._stopped:  # before there was a process to end
                     self.supervisor.stop()
-        except Exception as error:  # the boundary of a thread: told as the trial's failure, which is tried again
+        except (
+            Exception
+        ) as error:  # the boundary of a thread: told as the trial's failure, which is tried again
             self._told.put((Ended("failed", f"its supervisor failed: {type(error).__name__}: {error}"), {}))
 
     def hear(self) -> tuple[list[Message], Left]:

@@ -60,7 +60,10 @@ class Mirror:
             result = self.store.result(self.trial)
             if result is None:
                 return []
-            return [Events(tuple(self.store.proven(self.trial, result))), Ended(result["status"], result["reason"], result)]
+            return [
+                Events(tuple(self.store.proven(self.trial, result))),
+                Ended(result["status"], result["reason"], result),
+            ]
         except Damaged:  # it is run again
             return []
 
@@ -72,11 +75,15 @@ class Mirror:
         shared = [self.store.shared(name) for _, name in sorted(self._request.fork, reverse=True)]
         paths, records = [], {self.trial: list(self.store.events(self.trial, strict=False))}
         for path in (self.store.root / self._own, *[path for path in shared if path.exists()][:1]):
-            with suppress(FileNotFoundError, Damaged):  # there is none yet, it was removed for want of room, or it is of no use
+            with suppress(
+                FileNotFoundError, Damaged
+            ):  # there is none yet, it was removed for want of room, or it is of no use
                 about = unsealed(path)
                 paths.append(path)
                 if about["trial"] != self.trial:
-                    records[about["trial"]] = list(self.store.events(about["trial"], about["step"], strict=False))
+                    records[about["trial"]] = list(
+                        self.store.events(about["trial"], about["step"], strict=False)
+                    )
         for worker in workers:
             worker.clear()
             for path in paths:
@@ -93,7 +100,9 @@ class Mirror:
     def hear(self, message: Message) -> list[Message]:
         """Write what is told into the store; returns what the controller is to be told."""
         if self._held and not self._held():
-            raise PermissionError(f"attempt {self.attempt} of trial {self.trial} was superseded by a later one, and ends")
+            raise PermissionError(
+                f"attempt {self.attempt} of trial {self.trial} was superseded by a later one, and ends"
+            )
         if isinstance(message, Forked):
             self.store.fork(self.trial, self.attempt, message.trunk)
             return []
@@ -108,7 +117,11 @@ class Mirror:
             if left.get(name, 0) >= number:
                 path.replace(self.store.root / name)
                 del self._arrived[name]
-        return [name for name, number in left.items() if self._known(name) and (name not in self.have or 0 < self.have[name] < number)]
+        return [
+            name
+            for name, number in left.items()
+            if self._known(name) and (name not in self.have or 0 < self.have[name] < number)
+        ]
 
     def _known(self, name: str) -> bool:
         """Whether it is the trial's own checkpoint, or a state that it was asked to leave."""

@@ -65,7 +65,11 @@ class Head:
     def look(self) -> None:
         """Raise ClusterLost where one of them has been silent for too long. To be asked before Ray is, which waits for a dead head."""
         now = time.monotonic()
-        gone = [f"{part} at {address} is gone ({why})" for part, address in self._parts.items() if (why := silence(address))]
+        gone = [
+            f"{part} at {address} is gone ({why})"
+            for part, address in self._parts.items()
+            if (why := silence(address))
+        ]
         if not gone:
             self._heard = now
         elif now - self._heard >= self._patience:
@@ -87,7 +91,9 @@ def connect(address: str | None, workers: int | None) -> Any:
     """Ray, connected to the cluster at an address, or started here; ClusterError where that fails."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "6")  # seconds for which Ray asks a head that does not let it in
+    os.environ.setdefault(
+        "RAY_NUM_REDIS_GET_RETRIES", "6"
+    )  # seconds for which Ray asks a head that does not let it in
     if address and (why := _unreachable(address)):
         raise ClusterError(f"Ray cannot be reached at {address}: {why}")
     import ray
@@ -98,13 +104,21 @@ def connect(address: str | None, workers: int | None) -> Any:
         if address:
             ray.init(address=address, **quiet)
         else:
-            local: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": _LOOPBACK, "object_store_memory": _OBJECT_STORE_BYTES}
+            local: dict[str, Any] = {
+                "include_dashboard": False,
+                "_node_ip_address": _LOOPBACK,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+            }
             _private_token()
             with _loopback(ray):
-                ray.init(address="local", num_cpus=workers or os.cpu_count(), **_temporary(), **local, **quiet)
+                ray.init(
+                    address="local", num_cpus=workers or os.cpu_count(), **_temporary(), **local, **quiet
+                )
     except (ConnectionError, ImportError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         what = f"reached at {address}" if address else "started here"
-        raise ClusterError(f"Ray cannot be {what}: {_explained(' '.join(str(error).split()), address)}") from error
+        raise ClusterError(
+            f"Ray cannot be {what}: {_explained(' '.join(str(error).split()), address)}"
+        ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, at_end)  # Ray sets one that ends this process at once
@@ -182,7 +196,9 @@ def _unreachable(address: str) -> str | None:
 
 def skew(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
     """What differs between the two ends and what to do about it, None where nothing does."""
-    differing = [f"{what} {theirs[what]} (here {ours[what]})" for what in ours if theirs.get(what) != ours[what]]
+    differing = [
+        f"{what} {theirs[what]} (here {ours[what]})" for what in ours if theirs.get(what) != ours[what]
+    ]
     if not differing:
         return None
     return f"has {' and '.join(differing)}: install the same versions on every node, or run the sweep with the cluster's"

@@ -63,11 +63,17 @@ class Crew:
         """Room for all ranks at once or for none. It is there once nothing else of the cluster runs in it."""
         from ray.util.placement_group import placement_group
 
-        bundles = [{self.need.kind: ranks * self.need.units, f"node:{addresses[node]}": 0.001} for node, ranks in self.place.items()]
+        bundles = [
+            {self.need.kind: ranks * self.need.units, f"node:{addresses[node]}": 0.001}
+            for node, ranks in self.place.items()
+        ]
         return placement_group(bundles, strategy="STRICT_SPREAD" if bundles[1:] else "STRICT_PACK")
 
     def _hire(self, number: int, node: str) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+        from ray.util.scheduling_strategies import (
+            NodeAffinitySchedulingStrategy,
+            PlacementGroupSchedulingStrategy,
+        )
 
         where: Any
         if self._group:
@@ -76,7 +82,11 @@ class Crew:
             where = NodeAffinitySchedulingStrategy(node, soft=False)
         ranks = self.place[node]
         own = {"num_cpus": 0, "num_gpus": ranks * self.need.gpus} if self.need.gpus else {"num_cpus": ranks}
-        return self._ray.remote(Actor).options(**own, max_restarts=0, max_concurrency=_CALLS, scheduling_strategy=where).remote()
+        return (
+            self._ray.remote(Actor)
+            .options(**own, max_restarts=0, max_concurrency=_CALLS, scheduling_strategy=where)
+            .remote()
+        )
 
     def requests(self, request: TrialRequest, facts: list[dict[str, Any]]) -> list[TrialRequest]:
         """Return the request for each actor: the trial, and of a gang its part in it. `facts`: what each actor returned from `look`."""
@@ -84,7 +94,10 @@ class Crew:
         if len(self.nodes) == 1:
             return [request]
         address, port = facts[0]["address"], facts[0]["port"]
-        parts = (GangPart(len(self.nodes), node, address, port, ranks) for node, ranks in enumerate(self.place.values()))
+        parts = (
+            GangPart(len(self.nodes), node, address, port, ranks)
+            for node, ranks in enumerate(self.place.values())
+        )
         return [replace(request, gang=part) for part in parts]
 
     def dismiss(self) -> None:
@@ -99,6 +112,10 @@ class Crew:
     def why_gone(self, number: int, error: Exception, node_of: Callable[[str], dict[str, Any] | None]) -> str:
         """Why an actor does not answer, as far as one can know: its node is asked, since Ray learns of that much later."""
         node = node_of(self.nodes[number])
-        if node is None or not node["Alive"] or silence(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"):
+        if (
+            node is None
+            or not node["Alive"]
+            or silence(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+        ):
             return NODE_GONE
         return f"its worker died ({type(error).__name__})"

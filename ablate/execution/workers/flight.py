@@ -41,8 +41,16 @@ class Unusable(Exception):
 class Flight:
     """A trial on its way. `pump` it until it is `over`."""
 
-    def __init__(self, ray: Any, request: TrialRequest, crew: Crew, nonce: str, courier: Executor, node_of: Callable) -> None:
-        self._ray, self.request, self.crew, self._courier, self._node_of = ray, request, crew, courier, node_of
+    def __init__(
+        self, ray: Any, request: TrialRequest, crew: Crew, nonce: str, courier: Executor, node_of: Callable
+    ) -> None:
+        self._ray, self.request, self.crew, self._courier, self._node_of = (
+            ray,
+            request,
+            crew,
+            courier,
+            node_of,
+        )
         self.over = False
         self.broken = False
         """Whether an actor of its crew is gone."""
@@ -84,7 +92,9 @@ class Flight:
         except self._ray.exceptions.RayError as error:
             self.broken = self.over = True
             number = next((self._asked[ref] for ref in self._asked if ref in ready), 0)
-            self._out.append(Ended("failed", self._why(number, error), disk_full=full(getattr(error, "cause", None))))
+            self._out.append(
+                Ended("failed", self._why(number, error), disk_full=full(getattr(error, "cause", None)))
+            )
         finally:
             if self.over and self._mirror:
                 self._mirror.close()
@@ -117,7 +127,9 @@ class Flight:
             if finished := self._mirror.finished():
                 self._out += finished
                 return
-            yield from self._thread(self._mirror.give, [self._far(number) for number in range(len(self.crew.actors))])
+            yield from self._thread(
+                self._mirror.give, [self._far(number) for number in range(len(self.crew.actors))]
+            )
         if self._stopped:
             self._out.append(Ended("failed", "stopped"))
             return
@@ -128,7 +140,10 @@ class Flight:
     def _begin(self, requests: list[TrialRequest]) -> Iterator[Waits]:
         """Have every actor start. An actor's calls may overtake each other, so nothing else is asked of it before."""
         pairs = zip(self.crew.actors, requests, strict=True)
-        self._asked = {actor.start.remote(request, not self.sees): number for number, (actor, request) in enumerate(pairs)}
+        self._asked = {
+            actor.start.remote(request, not self.sees): number
+            for number, (actor, request) in enumerate(pairs)
+        }
         yield from self._all_there()
         if self._stopped:  # meanwhile
             self.stop()
@@ -144,7 +159,10 @@ class Flight:
 
     def _places(self, nonce: str) -> Generator[Waits, None, list[dict[str, Any]]]:
         """Wait until all actors are there; returns what they are, nothing where it was stopped. Unusable where versions differ."""
-        self._asked = {actor.look.remote(self.request.root, nonce): number for number, actor in enumerate(self.crew.actors)}
+        self._asked = {
+            actor.look.remote(self.request.root, nonce): number
+            for number, actor in enumerate(self.crew.actors)
+        }
         looks = list(self._asked)
         for waits in self._all_there():
             if self._stopped:
@@ -222,7 +240,9 @@ class Flight:
                 return False
         return True
 
-    def _fetch(self, mirror: Mirror, left: Left, fetching: Future | None, due: float) -> tuple[Future | None, float]:
+    def _fetch(
+        self, mirror: Mirror, left: Left, fetching: Future | None, due: float
+    ) -> tuple[Future | None, float]:
         """Have what the trial leaves brought here now and then: at once what others wait for, its own in measure."""
         if fetching and not fetching.done():
             return fetching, due
@@ -233,7 +253,9 @@ class Flight:
         if not names:
             return None, due
         pause = max(_LEAST_FETCH_SECONDS, self.request.telemetry.get("checkpoint", 60.0) / 2)
-        return self._courier.submit(self._timed_fetch, mirror, names), now + max(pause, _COURIER_SHARE * self._took)
+        return self._courier.submit(self._timed_fetch, mirror, names), now + max(
+            pause, _COURIER_SHARE * self._took
+        )
 
     def _timed_fetch(self, mirror: Mirror, names: list[str]) -> None:
         began = time.monotonic()
@@ -254,13 +276,22 @@ class Flight:
         if first.result is not None:
             return first, left
         ends = [(number, end) for number, (end, _) in self._ended.items() if end.result is None]
-        number, end = next((item for item in ends if item[1].status == "oom"), ends[0] if ends else (0, first))
+        number, end = next(
+            (item for item in ends if item[1].status == "oom"), ends[0] if ends else (0, first)
+        )
         return replace(end, reason=self._explained(number, end.reason or "")), left
 
     def _explained(self, number: int, reason: str) -> str:
         """Why a trial failed; of data that lie here alone, where they should lie."""
         workload = json.loads(self.request.spec)["workload"]
-        path = next((text for text in _texts(workload) if "/" in text and text in reason and glob.glob(str(Path(text).expanduser()))), None)
+        path = next(
+            (
+                text
+                for text in _texts(workload)
+                if "/" in text and text in reason and glob.glob(str(Path(text).expanduser()))
+            ),
+            None,
+        )
         if path is None or not any(words in reason for words in _MISSING):
             return reason
         return (

@@ -13,7 +13,16 @@ from typing import Any
 
 from ablate.execution.cluster_shares import Claim, Place, Shares, fit
 from ablate.execution.messages import Ended, Message, Notice, TrialRequest
-from ablate.execution.workers.cluster import LOOK_SECONDS, PATIENCE_SECONDS, ClusterError, ClusterLost, Head, connect, exposed, unusable
+from ablate.execution.workers.cluster import (
+    LOOK_SECONDS,
+    PATIENCE_SECONDS,
+    ClusterError,
+    ClusterLost,
+    Head,
+    connect,
+    exposed,
+    unusable,
+)
 from ablate.execution.workers.crew import Crew, Need
 from ablate.execution.workers.flight import Flight, Unusable
 
@@ -35,7 +44,14 @@ _REFERENCE = "have no compiled quantisers, and emulate slowly on their CPUs: ins
 class Pool:
     """Trials on a Ray cluster that other sweeps may use too."""
 
-    def __init__(self, address: str | None, workers: int | None, gpus: float, priority: int = 0, ranks: int | None = None) -> None:
+    def __init__(
+        self,
+        address: str | None,
+        workers: int | None,
+        gpus: float,
+        priority: int = 0,
+        ranks: int | None = None,
+    ) -> None:
         """`gpus`: of one trial; `ranks`: its processes where it has several, one a GPU, or one a CPU where it takes no GPU.
 
         `priority`: among the sweeps of a cluster; higher first, equals share. ClusterError where no trial could ever run.
@@ -69,7 +85,10 @@ class Pool:
             ray.shutdown()
             raise
         if self._head and not address and exposed(self._head.address):
-            self._tell("exposed", f"Ray listens on all network interfaces of this machine ({self._head.address}); its token protects it")
+            self._tell(
+                "exposed",
+                f"Ray listens on all network interfaces of this machine ({self._head.address}); its token protects it",
+            )
         if address:
             known = {
                 "name": _SHARES,
@@ -98,7 +117,12 @@ class Pool:
             self._settle()
             if not self._places:
                 self._refuse_barred()
-                self._tell("waits", "waits for its turn on the cluster" if self._room() else "waits for nodes: the cluster has lost all")
+                self._tell(
+                    "waits",
+                    "waits for its turn on the cluster"
+                    if self._room()
+                    else "waits for nodes: the cluster has lost all",
+                )
         return len(self._places)
 
     def _nodes(self) -> list[dict[str, Any]]:
@@ -112,13 +136,19 @@ class Pool:
         """Units by node, without nodes that do not answer or cannot run this sweep's trials."""
         self._gone = {node: until for node, until in self._gone.items() if time.monotonic() < until}
         found = {node["NodeID"]: node["Resources"].get(self._need.kind, 0.0) for node in self._nodes()}
-        return {node: units for node, units in sorted(found.items()) if units and node not in self._barred and node not in self._gone}
+        return {
+            node: units
+            for node, units in sorted(found.items())
+            if units and node not in self._barred and node not in self._gone
+        }
 
     def _claim(self) -> Claim:
         size = self._need.ranks * self._need.units
         holds = sum(flight.started for flight in self._flights.values()) * size
         wants = min(self._most, max(self.wanted, 1))
-        return Claim(wants, self._room(), self._need.ranks, self._need.units, self._priority, self._need.kind, holds)
+        return Claim(
+            wants, self._room(), self._need.ranks, self._need.units, self._priority, self._need.kind, holds
+        )
 
     def _refuse_impossible(self) -> None:
         """A trial that needs more than the cluster has would wait for ever."""
@@ -126,7 +156,9 @@ class Pool:
         if fit(claim, claim.room) is None:
             each = ", ".join(f"{units:g}" for units in claim.room.values())
             nodes = f" on {len(claim.room)} nodes ({each})" if len(claim.room) > 1 else ""
-            raise ClusterError(f"a trial needs {self._need.words}, and the Ray cluster has {sum(claim.room.values()):g}{nodes}")
+            raise ClusterError(
+                f"a trial needs {self._need.words}, and the Ray cluster has {sum(claim.room.values()):g}{nodes}"
+            )
 
     def _ask(self, seconds: float) -> list[Place]:
         """This sweep's places; those that it had while whoever counts is moved from a node that is lost."""
@@ -157,7 +189,9 @@ class Pool:
 
     def _settle(self) -> None:
         """Give back the places that this sweep may not use any more, and have a crew wait at each that is open."""
-        flights = [(trial, _key(flight.crew.place), flight.started) for trial, flight in self._flights.items()]
+        flights = [
+            (trial, _key(flight.crew.place), flight.started) for trial, flight in self._flights.items()
+        ]
         for trial in unseated([_key(place) for place in self._places], flights):
             flight = self._flights.pop(trial)
             flight.leave()
@@ -197,7 +231,9 @@ class Pool:
             if not self._idle:
                 self._settle()
             request, crew = self._queue.pop(0), self._idle.pop(0)
-            self._flights[request.id] = Flight(self._ray, request, crew, self._nonce, self._couriers, self._node)
+            self._flights[request.id] = Flight(
+                self._ray, request, crew, self._nonce, self._couriers, self._node
+            )
 
     def stop(self, trial: str) -> None:
         """End a trial in flight; `wait` tells its end."""
@@ -257,7 +293,9 @@ class Pool:
         flight = self._flights.pop(trial)
         if flight.broken:
             flight.crew.dismiss()
-            for node in flight.gone:  # Ray learns of that much later, and would have the next trial wait for that node
+            for node in (
+                flight.gone
+            ):  # Ray learns of that much later, and would have the next trial wait for that node
                 self._gone[node] = time.monotonic() + _GONE_SECONDS
             # Whoever counts places may have been there too, and answers only once Ray has moved it.
             self._places = [place for place in self._places if not place.keys() & self._gone.keys()]
@@ -307,7 +345,11 @@ class Pool:
         """Say which way results come from a cluster, and where its workers are slow."""
         if self._address and flight.started:
             where = f"workers on {flight.address}"
-            way = "see the state folder, and write into it" if flight.sees else f"do not see {flight.request.root}: {_APART}"
+            way = (
+                "see the state folder, and write into it"
+                if flight.sees
+                else f"do not see {flight.request.root}: {_APART}"
+            )
             self._tell(flight.sees, f"{where} {way}")
             if not flight.compiled and self._need.kind == "CPU":
                 self._tell("compiled", f"{where} {_REFERENCE}")
@@ -318,7 +360,9 @@ class Pool:
             flight.leave()
         if not (self._head and self._head.lost):  # which could not be told any more
             if self._address:
-                with suppress(self._ray.exceptions.RayError, ConnectionError):  # on a lost node: it counts anew, by who asks
+                with suppress(
+                    self._ray.exceptions.RayError, ConnectionError
+                ):  # on a lost node: it counts anew, by who asks
                     self._ray.get(self._shares.leave.remote(self._sweep), timeout=LOOK_SECONDS)
             with suppress(ConnectionError):
                 for crew in (*self._idle, *(flight.crew for flight in self._flights.values())):

@@ -61,7 +61,10 @@ def build() -> ctypes.CDLL | None:
     try:
         return load(path(level()))
     except OSError as error:
-        print(f"ablate: no compiled quantisers, so all runs on the slow reference ({error}); install ablate-fp4 again", file=sys.stderr)
+        print(
+            f"ablate: no compiled quantisers, so all runs on the slow reference ({error}); install ablate-fp4 again",
+            file=sys.stderr,
+        )
         return None
 
 
@@ -82,10 +85,31 @@ def load(path: Path) -> ctypes.CDLL:
         getattr(found, name).restype = ctypes.c_int
         getattr(found, name).argtypes = (pointer, integer, integer, ctypes.POINTER(Spec), pointer, pointer)
     found.amax.restype, found.amax.argtypes = ctypes.c_float, (pointer, integer, ctypes.c_int32)
-    found.turn.restype, found.turn.argtypes = ctypes.c_float, (pointer, integer, integer, ctypes.c_uint32, pointer)
+    found.turn.restype, found.turn.argtypes = (
+        ctypes.c_float,
+        (pointer, integer, integer, ctypes.c_uint32, pointer),
+    )
     found.decode.restype = found.census.restype = None
-    found.decode.argtypes = (pointer, integer, integer, pointer, integer, integer, ctypes.c_float, ctypes.c_float, pointer)
-    found.census.argtypes = (pointer, pointer, integer, integer, pointer, ctypes.POINTER(Sums), *(pointer,) * 4)
+    found.decode.argtypes = (
+        pointer,
+        integer,
+        integer,
+        pointer,
+        integer,
+        integer,
+        ctypes.c_float,
+        ctypes.c_float,
+        pointer,
+    )
+    found.census.argtypes = (
+        pointer,
+        pointer,
+        integer,
+        integer,
+        pointer,
+        ctypes.POINTER(Sums),
+        *(pointer,) * 4,
+    )
     return found
 
 
@@ -119,7 +143,9 @@ def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
 
 
 def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
-    return rotation.size == 16 and quant.block == "1x16" and x.dtype == torch.bfloat16 and not x.is_contiguous()
+    return (
+        rotation.size == 16 and quant.block == "1x16" and x.dtype == torch.bfloat16 and not x.is_contiguous()
+    )
 
 
 class Made(NamedTuple):
@@ -156,9 +182,14 @@ def quantize(
     if looked_at and memory is not whole:
         return None
     rows, columns = memory.shape
-    spec = Spec(bound=quant.outer.bound, headroom=quant.range.headroom, amax=-1.0, bf16=x.dtype == torch.bfloat16)
+    spec = Spec(
+        bound=quant.outer.bound, headroom=quant.range.headroom, amax=-1.0, bf16=x.dtype == torch.bfloat16
+    )
     if signs is not None:
-        spec.rotated, spec.signs = True, sum(1 << number for number, sign in enumerate(signs.tolist()) if sign < 0)
+        spec.rotated, spec.signs = (
+            True,
+            sum(1 << number for number, sign in enumerate(signs.tolist()) if sign < 0),
+        )
         if looked_at:
             memory, spec.rotated = _turned(memory, spec.signs), False
     source = memory.t() if by_columns else memory
@@ -168,15 +199,24 @@ def quantize(
     elif statistic is not None:
         spec.amax = statistic
     if quant.rounding == "stochastic":
-        spec.stochastic, spec.key[:], spec.clock[:] = True, philox_key(clock), (clock.step, clock.micro_batch, where)
+        spec.stochastic, spec.key[:], spec.clock[:] = (
+            True,
+            philox_key(clock),
+            (clock.step, clock.micro_batch, where),
+        )
     tile_rows, tile_columns = TILES[kernel]
     values = torch.empty(rows, columns, dtype=torch.bfloat16)
     scales = torch.empty(rows // tile_rows, columns // tile_columns)
-    if not getattr(build(), kernel)(memory.data_ptr(), rows, columns, spec, values.data_ptr(), scales.data_ptr()):
+    if not getattr(build(), kernel)(
+        memory.data_ptr(), rows, columns, spec, values.data_ptr(), scales.data_ptr()
+    ):
         return None
     if by_columns:
         values, scales = values.t(), scales.t()
-    scales, amax = scales[: -(-x.shape[0] // quant.tile[0])].unsqueeze(1).unsqueeze(3), torch.tensor(spec.amax)
+    scales, amax = (
+        scales[: -(-x.shape[0] // quant.tile[0])].unsqueeze(1).unsqueeze(3),
+        torch.tensor(spec.amax),
+    )
     largest = amax if statistic is None else torch.tensor(spec.largest)
     return Made(values[: x.shape[0]], amax, scales, largest, source if keep else None)
 
@@ -200,11 +240,15 @@ def can_decode(values: Tensor, block_scale: Tensor, amax: Tensor | None) -> bool
     )
 
 
-def decode(values: Tensor, tile: tuple[int, int], block_scale: Tensor, amax: Tensor | None, factor: Tensor) -> Tensor:
+def decode(
+    values: Tensor, tile: tuple[int, int], block_scale: Tensor, amax: Tensor | None, factor: Tensor
+) -> Tensor:
     """value(code) * ((s * amax) * factor), fp32 like `values` [rows, columns]."""
     out, scales = torch.empty(values.shape), block_scale.contiguous()
     whole = 1.0 if amax is None else amax.item()
-    build().decode(values.data_ptr(), *values.shape, scales.data_ptr(), *tile, whole, factor.item(), out.data_ptr())
+    build().decode(
+        values.data_ptr(), *values.shape, scales.data_ptr(), *tile, whole, factor.item(), out.data_ptr()
+    )
     return out
 
 

@@ -55,7 +55,10 @@ def _runs_on(device: torch.device) -> bool:
     if torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= 8 and kernels() is not None:
         return True
     told = "they take an NVIDIA GPU from Ampere on, and Triton from 3.6 on"
-    print(f"ablate: no compiled quantisers for {device}, so all runs on the slow reference; {told}", file=sys.stderr)
+    print(
+        f"ablate: no compiled quantisers for {device}, so all runs on the slow reference; {told}",
+        file=sys.stderr,
+    )
     return False
 
 
@@ -163,7 +166,9 @@ def _by_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     return _outputs(x, blocks * 16, columns, blocks, columns)
 
 
-def _outputs(x: Tensor, rows: int, columns: int, scale_rows: int, scale_columns: int) -> tuple[Tensor, Tensor]:
+def _outputs(
+    x: Tensor, rows: int, columns: int, scale_rows: int, scale_columns: int
+) -> tuple[Tensor, Tensor]:
     values = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
     return values, torch.empty(scale_rows, scale_columns, dtype=torch.float32, device=x.device)
 

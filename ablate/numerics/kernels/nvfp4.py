@@ -15,13 +15,27 @@ FLT_MAX = tl.constexpr(3.4028234663852886e38)
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a small float to the nearest even integer."""
 
-CHANGING = ["amax", "first_amax", "second_amax", "key0", "key1", "step", "micro_batch", "where", "first_where", "second_where"]
+CHANGING = [
+    "amax",
+    "first_amax",
+    "second_amax",
+    "key0",
+    "key1",
+    "step",
+    "micro_batch",
+    "where",
+    "first_where",
+    "second_where",
+]
 """Arguments whose values and alignment change from call to call: specialised on, each would be compiled anew."""
 
 CONFIGS = (
     [triton.Config({"COLUMNS": 128}, num_warps=4)]
     if triton.knobs.runtime.interpret
-    else [triton.Config({"COLUMNS": columns}, num_warps=warps) for columns, warps in ((128, 4), (256, 4), (512, 8))]
+    else [
+        triton.Config({"COLUMNS": columns}, num_warps=warps)
+        for columns, warps in ((128, 4), (256, 4), (512, 8))
+    ]
 )
 """What is tried on the first call of each shape. No bit depends on it, and no call on what an earlier one wrote."""
 tuned = triton.autotune(CONFIGS, key=["columns", "STOCHASTIC", "FIRST_STOCHASTIC", "SECOND_STOCHASTIC"])
@@ -117,7 +131,9 @@ def random_words(group, draw):
     """The four words of Philox4x32-10 for each group of sixteen elements; byte i of the sixteen is element i's."""
     key0, key1, step, micro_batch, where = draw
     step, micro_batch, where = step.to(tl.uint32), micro_batch.to(tl.uint32), where.to(tl.uint32)
-    return tl.philox_impl(group.to(tl.uint32), step, micro_batch, where, key0.to(tl.uint32), key1.to(tl.uint32))
+    return tl.philox_impl(
+        group.to(tl.uint32), step, micro_batch, where, key0.to(tl.uint32), key1.to(tl.uint32)
+    )
 
 
 # --- a slab of sixteen rows ------------------------------------------------------------------------------------------------
@@ -176,7 +192,9 @@ def rotate(slab, signs):
     for r in tl.static_range(16):
         z = turned[r] * 0.25
         even = (bits_of(z) + 0x7FFF + (bits_of(z) >> 16 & 1)) & -0x10000
-        rounded += (tl.where(z == z, float_of(even), z),)  # the sum would turn a GPU's own NaN, 0x7FFFFFFF, into -0
+        rounded += (
+            tl.where(z == z, float_of(even), z),
+        )  # the sum would turn a GPU's own NaN, 0x7FFFFFFF, into -0
     return rounded
 
 
@@ -200,7 +218,10 @@ def rows_of(x, values, scales, rows, columns, scaling, draw, STOCHASTIC: tl.cons
     random = lane
     if STOCHASTIC:
         w0, w1, w2, w3 = random_words(row * blocks + block, draw)
-        low, high = tl.where(lane < 4, w0[:, :, None], w1[:, :, None]), tl.where(lane < 12, w2[:, :, None], w3[:, :, None])
+        low, high = (
+            tl.where(lane < 4, w0[:, :, None], w1[:, :, None]),
+            tl.where(lane < 12, w2[:, :, None], w3[:, :, None]),
+        )
         random = tl.where(lane < 8, low, high) >> 8 * (lane % 4) & 255
     value = e2m1(y * factor[:, :, None], random, STOCHASTIC) * block_scale[:, :, None]
     at = row[:, :, None].to(tl.int64) * blocks * 16 + column
@@ -208,7 +229,9 @@ def rows_of(x, values, scales, rows, columns, scaling, draw, STOCHASTIC: tl.cons
 
 
 @triton.jit
-def columns_of(x, values, scales, signs, rows, columns, scaling, draw, STOCHASTIC: tl.constexpr, COLUMNS: tl.constexpr):
+def columns_of(
+    x, values, scales, signs, rows, columns, scaling, draw, STOCHASTIC: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Blocks along the columns of a slab, which are rotated first where there are signs."""
     slab, first = place(columns, COLUMNS)
     column = first + tl.arange(0, COLUMNS)
@@ -226,7 +249,11 @@ def columns_of(x, values, scales, signs, rows, columns, scaling, draw, STOCHASTI
         if STOCHASTIC:
             random = words[r // 4] >> 8 * (r % 4) & 255
         value = e2m1(loaded[r] * factor, random, STOCHASTIC) * block_scale
-        tl.store(values + (slab * 16 + r).to(tl.int64) * columns + column, value.to(tl.bfloat16), mask=column < columns)
+        tl.store(
+            values + (slab * 16 + r).to(tl.int64) * columns + column,
+            value.to(tl.bfloat16),
+            mask=column < columns,
+        )
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------------
@@ -276,10 +303,18 @@ def by_both(
     FIRST_STOCHASTIC: tl.constexpr, SECOND_STOCHASTIC: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Both: x comes from memory once, and the second time from the cache next to the arithmetic, laid out anew without exchanges."""
-    scaling, draw = prepare(first_amax, first_top, first_headroom), (key0, key1, step, micro_batch, first_where)
+    scaling, draw = (
+        prepare(first_amax, first_top, first_headroom),
+        (key0, key1, step, micro_batch, first_where),
+    )
     rows_of(x, first_values, first_scales, rows, columns, scaling, draw, FIRST_STOCHASTIC, COLUMNS)
-    scaling, draw = prepare(second_amax, second_top, second_headroom), (key0, key1, step, micro_batch, second_where)
-    columns_of(x, second_values, second_scales, signs, rows, columns, scaling, draw, SECOND_STOCHASTIC, COLUMNS)
+    scaling, draw = (
+        prepare(second_amax, second_top, second_headroom),
+        (key0, key1, step, micro_batch, second_where),
+    )
+    columns_of(
+        x, second_values, second_scales, signs, rows, columns, scaling, draw, SECOND_STOCHASTIC, COLUMNS
+    )
 
 
 @tuned
@@ -295,4 +330,8 @@ def by_tiles(x, values, scales, amax, rows, columns, top, headroom, COLUMNS: tl.
     tl.store(scales + slab.to(tl.int64) * tiles + tile, block_scale, mask=tile < tiles)
     for r in tl.static_range(16):
         value = e2m1(loaded[r] * factor[:, None], column, False) * block_scale[:, None]
-        tl.store(values + (slab * 16 + r).to(tl.int64) * tiles * 16 + column, value.to(tl.bfloat16), mask=(tile < tiles)[:, None])
+        tl.store(
+            values + (slab * 16 + r).to(tl.int64) * tiles * 16 + column,
+            value.to(tl.bfloat16),
+            mask=(tile < tiles)[:, None],
+        )

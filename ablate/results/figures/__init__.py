@@ -6,7 +6,14 @@ draws at most forty arms, and the baselines of those, and says of how many.
 
 from ablate.results.figures.bench import bars, shares, speeds
 from ablate.results.figures.curves import curves, decay, gap_curve
-from ablate.results.figures.effects import contrast_forest, dots, forest, interaction, seed_spread, throughput_gap
+from ablate.results.figures.effects import (
+    contrast_forest,
+    dots,
+    forest,
+    interaction,
+    seed_spread,
+    throughput_gap,
+)
 from ablate.results.figures.health import divergence, fractions, slot_errors, slot_layers
 from ablate.results.figures.search import history, importance, objectives, parallel
 from ablate.results.figures.style import Picture

@@ -8,7 +8,19 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from ablate.results.figures.style import COLOURS, HATCHES, Picture, canvas, finished, house, legend, name_column, panels, rows, stem
+from ablate.results.figures.style import (
+    COLOURS,
+    HATCHES,
+    Picture,
+    canvas,
+    finished,
+    house,
+    legend,
+    name_column,
+    panels,
+    rows,
+    stem,
+)
 
 Line = dict[str, Any]
 _ENGINES = {"transformer_engine": " (TE)", "emulated": " (emulated)"}
@@ -20,7 +32,9 @@ def bars(lines: Sequence[Line], value: str, label: str, hue: str) -> Picture | N
     if not lines:
         return None
     data = pd.DataFrame(lines)
-    apart = [name for name in ("shape", "dtype") if name in data and name != label and data[name].nunique() > 1]
+    apart = [
+        name for name in ("shape", "dtype") if name in data and name != label and data[name].nunique() > 1
+    ]
     data["panel"] = data[apart].astype(str).agg(", ".join, axis=1) if apart else ""
     parts, labels, hues = (list(dict.fromkeys(data[name])) for name in ("panel", label, hue))
     question = f"What does each {hue} reach in {value}, by {label}?"
@@ -31,15 +45,25 @@ def bars(lines: Sequence[Line], value: str, label: str, hue: str) -> Picture | N
     for axes, part in zip(panels(body, len(parts), columns, sharex=True, sharey=True), parts, strict=True):
         rows(axes, [str(name) for name in labels])
         for place, name in enumerate(hues):
-            found = data[(data["panel"] == part) & (data[hue] == name)].groupby(label, sort=False)[value].mean()
+            found = (
+                data[(data["panel"] == part) & (data[hue] == name)].groupby(label, sort=False)[value].mean()
+            )
             places = [labels.index(each) + (place - (len(hues) - 1) / 2) * thick for each in found.index]
-            look = {"color": COLOURS[place % len(COLOURS)], "hatch": HATCHES[place % len(HATCHES)], "edgecolor": "white"}
+            look = {
+                "color": COLOURS[place % len(COLOURS)],
+                "hatch": HATCHES[place % len(HATCHES)],
+                "edgecolor": "white",
+            }
             axes.barh(places, found, thick, linewidth=0, label=str(name), **look)
         axes.set_title(part)
         axes.tick_params(labelbottom=True)
     for axes in body.axes[-columns:]:
         axes.set_xlabel(value)
-    drawn = {name: handle for axes in body.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    drawn = {
+        name: handle
+        for axes in body.axes
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     legend(body, list(drawn.values()), list(drawn), "lower center")
     return finished(stem("bars", value), question, body, data.drop(columns="panel"))
 
@@ -50,7 +74,11 @@ def shares(lines: Sequence[Line], value: str, label: str, parts: Sequence[str]) 
     if not lines:
         return None
     data = pd.DataFrame(
-        [{label: line[label], "part": part, "share": line[part], value: line[value] * line[part]} for line in lines for part in parts]
+        [
+            {label: line[label], "part": part, "share": line[part], value: line[value] * line[part]}
+            for line in lines
+            for part in parts
+        ]
     )
     names = [str(line[label]) for line in lines]
     question = "Where does a step spend its time?"
@@ -61,7 +89,11 @@ def shares(lines: Sequence[Line], value: str, label: str, parts: Sequence[str]) 
     handles = []
     for place, part in enumerate(parts):
         widths = data.loc[data["part"] == part, value].to_numpy(float)
-        look = {"color": COLOURS[place % len(COLOURS)], "hatch": HATCHES[place % len(HATCHES)], "edgecolor": "white"}
+        look = {
+            "color": COLOURS[place % len(COLOURS)],
+            "hatch": HATCHES[place % len(HATCHES)],
+            "edgecolor": "white",
+        }
         handles.append(axes.barh(range(len(lines)), widths, 0.7, begins, linewidth=0, **look))
         begins += widths
     axes.set_xlabel(value)
@@ -89,29 +121,51 @@ def speeds(lines: Sequence[Line], unit: str, *notes: str) -> Picture | None:
     ).astype({"peak": float, "share": float})
     shapes, presets = (list(dict.fromkeys(data[name])) for name in ("shape", "preset"))
     question = "How much of the hardware does a linear layer use?"
-    body = canvas(question, 7.6 + name_column(shapes), len(shapes) * (0.2 * len(presets) + 0.22) + 0.9, *notes)
+    body = canvas(
+        question, 7.6 + name_column(shapes), len(shapes) * (0.2 * len(presets) + 0.22) + 0.9, *notes
+    )
     thick = 0.84 / len(presets)
-    drawn = {name: {"color": COLOURS[n % len(COLOURS)], "hatch": HATCHES[n % len(HATCHES)]} for n, name in enumerate(presets)}
+    drawn = {
+        name: {"color": COLOURS[n % len(COLOURS)], "hatch": HATCHES[n % len(HATCHES)]}
+        for n, name in enumerate(presets)
+    }
     for axes, way in zip(panels(body, 2, 2, sharex=True, sharey=True), ("forward", "backward"), strict=True):
         rows(axes, shapes)
         for place, name in enumerate(presets):
             part = data[(data["pass"] == way) & (data["preset"] == name)]
-            middles = [shapes.index(shape) + (place - (len(presets) - 1) / 2) * thick for shape in part["shape"]]
+            middles = [
+                shapes.index(shape) + (place - (len(presets) - 1) / 2) * thick for shape in part["shape"]
+            ]
             _tracks(axes, middles, part, unit, thick, drawn[name]["color"])
             axes.barh(middles, part[unit], thick, linewidth=0, edgecolor="white", label=name, **drawn[name])
         axes.set(title=way, xlabel=f"{unit} (more is better)")
         axes.set_xlim(0, 1.14 * data[[unit, "peak"]].max(axis=None))
     handles, names = body.axes[0].get_legend_handles_labels()
-    legend(body, [*handles, Line2D([], [], color="0.2", linewidth=1.4)], [*names, "peak, and the share of it"], "lower center")
+    legend(
+        body,
+        [*handles, Line2D([], [], color="0.2", linewidth=1.4)],
+        [*names, "peak, and the share of it"],
+        "lower center",
+    )
     return finished(stem("speeds", unit), question, body, data)
 
 
-def _tracks(axes: Axes, middles: Sequence[float], part: pd.DataFrame, unit: str, thick: float, colour: str) -> None:
+def _tracks(
+    axes: Axes, middles: Sequence[float], part: pd.DataFrame, unit: str, thick: float, colour: str
+) -> None:
     """From nothing to each bar's peak, with a line there and the share behind; nothing where no peak is known."""
     for middle, speed, peak, share in zip(middles, part[unit], part["peak"], part["share"], strict=True):
         if np.isfinite(peak):
             axes.barh(middle, peak, thick, linewidth=0, color=colour, alpha=0.13)
             axes.vlines(peak, middle - thick / 2, middle + thick / 2, color="0.2", linewidth=1.4)
             at = max(speed, peak)
-            said = axes.annotate(f"{share:.0%}", (at, middle), (4, 0), textcoords="offset points", va="center", size=7, color="0.3")
+            said = axes.annotate(
+                f"{share:.0%}",
+                (at, middle),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                size=7,
+                color="0.3",
+            )
             said.set_in_layout(False)

@@ -10,7 +10,19 @@ from matplotlib.ticker import EngFormatter
 
 from ablate.experiment.schema import Metric, Published
 from ablate.results.figures import tables
-from ablate.results.figures.style import Mark, Picture, best_of, better, canvas, finished, house, legend, log_axis, marks, stem
+from ablate.results.figures.style import (
+    Mark,
+    Picture,
+    best_of,
+    better,
+    canvas,
+    finished,
+    house,
+    legend,
+    log_axis,
+    marks,
+    stem,
+)
 from ablate.results.paired_stats import Interval
 
 
@@ -24,7 +36,13 @@ def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
     shown, total = tables.arms(found, metric)
     lines = tables.thinned(tables.over_seeds(found[found["arm"].isin(shown)], ["arm"]), ["arm"])
     question = f"How does {metric.name} develop?"
-    body = canvas(question, 7.5, _height(shown), _band(lines, "from the smallest to the largest seed"), best_of(len(shown), total))
+    body = canvas(
+        question,
+        7.5,
+        _height(shown),
+        _band(lines, "from the smallest to the largest seed"),
+        best_of(len(shown), total),
+    )
     axes = body.subplots()
     draw_lines(axes, lines, "step", marks(shown))
     axes.set(xlabel="step", ylabel=metric.name)
@@ -54,7 +72,11 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
     if margin := _margin(table, gaps, metric):
         axes.axhspan(-margin, margin, color="0.93", zorder=0)
     draw_lines(axes, lines, over, marks(shown))
-    axes.set(xscale="log", xlabel=over, ylabel=f"{metric.name}: arm minus baseline\n({better(metric.direction == 'minimize')})")
+    axes.set(
+        xscale="log",
+        xlabel=over,
+        ylabel=f"{metric.name}: arm minus baseline\n({better(metric.direction == 'minimize')})",
+    )
     log_axis(axes.xaxis)
     name_lines(body, shown)
     return finished(stem("gap_curve", metric.name), question, body, lines.rename(columns={"mean": "gap"}))
@@ -63,7 +85,9 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
 def _gaps(found: pd.DataFrame) -> pd.DataFrame:
     """Rows of arms whose value is now their distance from the baseline's at the same seed and step."""
     key = ["sweep", "baseline", "seed", "step"]
-    level = found[["sweep", "arm", "seed", "step", "value"]].rename(columns={"arm": "baseline", "value": "level"})
+    level = found[["sweep", "arm", "seed", "step", "value"]].rename(
+        columns={"arm": "baseline", "value": "level"}
+    )
     pairs = found[found["baseline"].notna() & (found["step"] > 0)].merge(level.drop_duplicates(key), on=key)
     return pairs.assign(value=pairs["value"] - pairs["level"])
 
@@ -94,9 +118,20 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     shown, total = tables.arms(found, tables.named(metric))
     lines = tables.thinned(tables.over_seeds(found[found["arm"].isin(shown)], ["arm"]), ["arm"])
     question = f"Does {metric} fall as 1 / draws?"
-    stated = [line for line in published if line.metric == metric and line.step and line.against is None and line.arm in shown]
+    stated = [
+        line
+        for line in published
+        if line.metric == metric and line.step and line.against is None and line.arm in shown
+    ]
     said = "Lines are measured, diamonds published." if stated else ""
-    body = canvas(question, 7.5, _height(shown), said, _band(lines, "from the smallest to the largest seed"), best_of(len(shown), total))
+    body = canvas(
+        question,
+        7.5,
+        _height(shown),
+        said,
+        _band(lines, "from the smallest to the largest seed"),
+        best_of(len(shown), total),
+    )
     axes = body.subplots()
     drawn = marks(shown)
     draw_lines(axes, lines, "step", drawn)
@@ -105,13 +140,23 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     steps = np.array([lines["step"].min(), lines["step"].max()])
     slope = 1.7 * lines["mean"].max() * steps[0] / steps  # above the lines, which would hide it
     axes.plot(steps, slope, color="0.5", linewidth=0.8)
-    axes.annotate("falls as 1 / draws", (steps[0], slope[0]), (10, 0), textcoords="offset points", color="0.4", va="center", size="small")
+    axes.annotate(
+        "falls as 1 / draws",
+        (steps[0], slope[0]),
+        (10, 0),
+        textcoords="offset points",
+        color="0.4",
+        va="center",
+        size="small",
+    )
     axes.set(xscale="log", yscale="log", xlabel="independent draws in the mean", ylabel=metric)
     log_axis(axes.xaxis)
     log_axis(axes.yaxis)
     axes.grid()
     name_lines(body, shown)
-    points = pd.DataFrame({"arm": line.arm, "step": float(line.step), "published": line.value} for line in stated)
+    points = pd.DataFrame(
+        {"arm": line.arm, "step": float(line.step), "published": line.value} for line in stated
+    )
     return finished(stem("decay", metric), question, body, pd.concat([lines, points], ignore_index=True))
 
 
@@ -132,10 +177,14 @@ def draw_lines(axes: Axes, lines: pd.DataFrame, over: str, drawn: dict[str, Mark
         every = max(1, len(line) // 8)
         axes.plot(line[over], line["mean"], **mark._asdict(), markersize=4, markevery=every, linewidth=1.4)
         if (line["high"] > line["low"]).any():
-            axes.fill_between(line[over], line["low"], line["high"], color=mark.color, alpha=0.18, linewidth=0)
+            axes.fill_between(
+                line[over], line["low"], line["high"], color=mark.color, alpha=0.18, linewidth=0
+            )
 
 
 def name_lines(body, shown: Sequence[str]) -> None:
     """The legend of `draw_lines`."""
-    handles = [Line2D([], [], **mark._asdict(), markersize=4, linewidth=1.4) for mark in marks(shown).values()]
+    handles = [
+        Line2D([], [], **mark._asdict(), markersize=4, linewidth=1.4) for mark in marks(shown).values()
+    ]
     legend(body, handles, shown)

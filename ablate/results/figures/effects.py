@@ -71,10 +71,17 @@ def forest(arms: list[ArmSummary], metric: Metric) -> Picture | None:
     axis = f"{metric.name}: arm minus baseline, paired, {compared[0].interval}\n({better(metric.direction == 'minimize')})"
     lines = [_Line(arm.name, arm.gap, arm.margin, arm.verdict) for arm in compared]
     data = pd.DataFrame(
-        {"arm": arm.name, "baseline": arm.baseline, **_numbers(arm.gap, arm.margin), "verdict": verdict_text(arm.verdict)}
+        {
+            "arm": arm.name,
+            "baseline": arm.baseline,
+            **_numbers(arm.gap, arm.margin),
+            "verdict": verdict_text(arm.verdict),
+        }
         for arm in compared
     )
-    return _forest(stem("forest", metric.name), question, axis, lines, data, metric, best_of(len(best), len(arms)))
+    return _forest(
+        stem("forest", metric.name), question, axis, lines, data, metric, best_of(len(best), len(arms))
+    )
 
 
 @house
@@ -83,13 +90,27 @@ def contrast_forest(contrasts: list[Contrast], metric: Metric) -> Picture | None
     measured = [contrast for contrast in contrasts if contrast.effect.pairs]
     if not measured:
         return None
-    largest = {id(contrast) for contrast in sorted(measured, key=lambda contrast: -abs(contrast.effect.mean))[:MOST_ARMS]}
+    largest = {
+        id(contrast)
+        for contrast in sorted(measured, key=lambda contrast: -abs(contrast.effect.mean))[:MOST_ARMS]
+    }
     shown = [contrast for contrast in measured if id(contrast) in largest]
     question = f"What does turning one knob do to {metric.name}?"
     axis = f"{metric.name}: first value minus the other, paired, {shown[0].effect.interval}\n({better(metric.direction == 'minimize')})"
-    lines = [_Line(f"{c.knob}: {c.change}" + (f" (with {c.held})" if c.held else ""), c.effect, c.margin, c.verdict) for c in shown]
+    lines = [
+        _Line(
+            f"{c.knob}: {c.change}" + (f" (with {c.held})" if c.held else ""), c.effect, c.margin, c.verdict
+        )
+        for c in shown
+    ]
     data = pd.DataFrame(
-        {"knob": c.knob, "change": c.change, "held": c.held, **_numbers(c.effect, c.margin, "effect"), "verdict": verdict_text(c.verdict)}
+        {
+            "knob": c.knob,
+            "change": c.change,
+            "held": c.held,
+            **_numbers(c.effect, c.margin, "effect"),
+            "verdict": verdict_text(c.verdict),
+        }
         for c in shown
     )
     said = "" if len(shown) == len(measured) else f"The {len(shown)} largest of {len(measured):,} effects."
@@ -98,10 +119,18 @@ def contrast_forest(contrasts: list[Contrast], metric: Metric) -> Picture | None
 
 def _numbers(difference: Difference, margin: float | None, name: str = "gap") -> dict[str, float]:
     margin = math.nan if margin is None else margin
-    return {name: difference.mean, "low": difference.low, "high": difference.high, "pairs": difference.pairs, "margin": margin}
+    return {
+        name: difference.mean,
+        "low": difference.low,
+        "high": difference.high,
+        "pairs": difference.pairs,
+        "margin": margin,
+    }
 
 
-def _forest(name: str, question: str, axis: str, lines: list[_Line], data: pd.DataFrame, metric: Metric, said: str) -> Picture:
+def _forest(
+    name: str, question: str, axis: str, lines: list[_Line], data: pd.DataFrame, metric: Metric, said: str
+) -> Picture:
     margin = "The grey band is what does not matter." if any(line.margin for line in lines) else ""
     width = 6 + name_column(line.name for line in lines)
     body = canvas(question, width, 0.4 * len(lines) + 1.2, margin, said)
@@ -115,11 +144,32 @@ def _forest(name: str, question: str, axis: str, lines: list[_Line], data: pd.Da
         seen.append(_standing(line.verdict))
         colour, marker, filled = _STANDINGS[seen[-1]]
         half = line.difference.high - line.difference.mean if line.difference.has_interval else None
-        axes.errorbar(line.difference.mean, row, xerr=half, fmt=marker, color=colour, fillstyle=filled, capsize=4, markersize=6)
-        axes.text(1.02, row, plain(summary.interval(line.difference)), transform=axes.get_yaxis_transform(), va="center", size="small")
+        axes.errorbar(
+            line.difference.mean,
+            row,
+            xerr=half,
+            fmt=marker,
+            color=colour,
+            fillstyle=filled,
+            capsize=4,
+            markersize=6,
+        )
+        axes.text(
+            1.02,
+            row,
+            plain(summary.interval(line.difference)),
+            transform=axes.get_yaxis_transform(),
+            va="center",
+            size="small",
+        )
     axes.set_xlabel(axis)
     present = [standing for standing in _STANDINGS if standing in seen]
-    handles = [Line2D([], [], color=_STANDINGS[s][0], marker=_STANDINGS[s][1], fillstyle=_STANDINGS[s][2], linestyle="") for s in present]
+    handles = [
+        Line2D(
+            [], [], color=_STANDINGS[s][0], marker=_STANDINGS[s][1], fillstyle=_STANDINGS[s][2], linestyle=""
+        )
+        for s in present
+    ]
     legend(body, handles, present, "lower center")
     return finished(name, question, body, data)
 
@@ -163,20 +213,30 @@ def dots(arms: list[ArmSummary], metric: Metric, published: Sequence[Published] 
     if values.min() > 0 and values.max() > 8 * values.min():
         axes.set_xscale("log")
         log_axis(axes.xaxis)
-    said = metric.name if len(best) == len(arms) else f"{metric.name}: the best {len(best)} of {len(arms):,} arms"
+    said = (
+        metric.name
+        if len(best) == len(arms)
+        else f"{metric.name}: the best {len(best)} of {len(arms):,} arms"
+    )
     axes.set_xlabel(said)
     legend(body, list(handles.values()), list(handles), "lower center")
     return finished(stem("dots", metric.name), question, body, data)
 
 
-def _dots(shown: list[ArmSummary], bases: dict[str, ArmSummary], metric: Metric, published: Sequence[Published]) -> pd.DataFrame:
+def _dots(
+    shown: list[ArmSummary], bases: dict[str, ArmSummary], metric: Metric, published: Sequence[Published]
+) -> pd.DataFrame:
     lines = []
     for arm in shown:
         lines += [(arm.name, "arm, by seed", seed, value) for seed, value in arm.values.items()]
         base = bases[arm.baseline].values if bases else {}
         lines += [(arm.name, "its baseline, by seed", seed, value) for seed, value in base.items()]
     names = {arm.name for arm in shown}
-    alone = [line for line in published if line.metric == metric.name and line.step is None and line.against is None]
+    alone = [
+        line
+        for line in published
+        if line.metric == metric.name and line.step is None and line.against is None
+    ]
     lines += [(line.arm, "published", None, line.value) for line in alone if line.arm in names]
     return pd.DataFrame(lines, columns=["arm", "what", "seed", "value"]).astype({"seed": "Int64"})
 
@@ -199,17 +259,29 @@ def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
     seeds = len(next(iter(grid.values.values())))
     rest = " and the other knobs" if len(grid.levels) > 2 else ""
     said = f"Means over {seeds} seed{'s' * (seeds > 1)}{rest}; {better(metric.direction == 'minimize')}."
-    fewer = "" if len(pairs) == len(depends) else f"The {len(pairs)} of {len(depends)} pairs of knobs that depend on each other most."
+    fewer = (
+        ""
+        if len(pairs) == len(depends)
+        else f"The {len(pairs)} of {len(depends)} pairs of knobs that depend on each other most."
+    )
     columns = min(3, len(pairs))
     tall = max(len(values) for values in means.values())
-    body = canvas(question, 3.4 * columns + 1, (0.42 * min(tall, 10) + 1.5) * -(-len(pairs) // columns), said, fewer)
+    body = canvas(
+        question, 3.4 * columns + 1, (0.42 * min(tall, 10) + 1.5) * -(-len(pairs) // columns), said, fewer
+    )
     drawn = panels(body, len(pairs), columns)
     for axes, (one, other) in zip(drawn, pairs, strict=True):
         values = means[one, other]
-        words = [[summary.number(value) for value in line] for line in values] if max(values.shape) <= _MOST_WORDS else None
+        words = (
+            [[summary.number(value) for value in line] for line in values]
+            if max(values.shape) <= _MOST_WORDS
+            else None
+        )
         image = heat(axes, values, low, high, words)
         axes.set_yticks(range(values.shape[0]), [label(json.dumps(level), 16) for level in grid.levels[one]])
-        axes.set_xticks(range(values.shape[1]), [label(json.dumps(level), 16) for level in grid.levels[other]])
+        axes.set_xticks(
+            range(values.shape[1]), [label(json.dumps(level), 16) for level in grid.levels[other]]
+        )
         axes.set(xlabel=plain(other), ylabel=plain(one))
     body.colorbar(image, ax=drawn, label=metric.name, shrink=0.9).outline.set_visible(False)
     lines = [
@@ -237,7 +309,10 @@ def _means(grid: Grid, one: str, other: str) -> np.ndarray:
     """[levels of one, levels of the other]"""
     return np.array(
         [
-            [np.mean(list(grid.mean(grid.cells(**{one: a, other: b})).values())) for b in range(len(grid.levels[other]))]
+            [
+                np.mean(list(grid.mean(grid.cells(**{one: a, other: b})).values()))
+                for b in range(len(grid.levels[other]))
+            ]
             for a in range(len(grid.levels[one]))
         ]
     )
@@ -252,17 +327,28 @@ def seed_spread(arms: list[ArmSummary], metric: Metric) -> Picture | None:
     if not shown:
         return None
     data = pd.DataFrame(
-        [(arm.name, seed, value) for arm in shown for seed, value in sorted(arm.values.items())], columns=["arm", "seed", "value"]
+        [(arm.name, seed, value) for arm in shown for seed, value in sorted(arm.values.items())],
+        columns=["arm", "seed", "value"],
     )
     seeds = sorted(set(data["seed"]))
     question = f"How much of {metric.name} is the seed's?"
     body = canvas(
-        question, 6 + name_column(arm.name for arm in shown), max(0.36 * len(shown) + 1, 2.2), _spread(shown), best_of(len(best), len(arms))
+        question,
+        6 + name_column(arm.name for arm in shown),
+        max(0.36 * len(shown) + 1, 2.2),
+        _spread(shown),
+        best_of(len(best), len(arms)),
     )
     axes = body.subplots()
     rows(axes, [arm.name for arm in shown])
     for seed, mark in marks(map(str, seeds)).items():
-        axes.plot([arm.values.get(int(seed), math.nan) for arm in shown], range(len(shown)), **mark._asdict(), markersize=5, linewidth=1)
+        axes.plot(
+            [arm.values.get(int(seed), math.nan) for arm in shown],
+            range(len(shown)),
+            **mark._asdict(),
+            markersize=5,
+            linewidth=1,
+        )
     axes.set_xlabel(f"{metric.name} ({better(metric.direction == 'minimize')})")
     if len(seeds) <= 12:
         legend(body, axes.lines, [f"seed {seed}" for seed in seeds])
@@ -285,12 +371,18 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
     throughput was measured. It compares runs of equal hardware only.
     """
     best = foremost(arms, metric, MOST_ARMS)
-    shown = [arm for arm in best if math.isfinite(arm.tokens_per_s) and arm.values and (arm.gap is None or arm.gap.pairs)]
+    shown = [
+        arm
+        for arm in best
+        if math.isfinite(arm.tokens_per_s) and arm.values and (arm.gap is None or arm.gap.pairs)
+    ]
     if not shown:
         return None
     gaps = {arm.name: 0.0 if arm.gap is None else arm.gap.mean for arm in shown}
     minimize = metric.direction == "minimize"
-    unbeaten = front({arm.name: (arm.tokens_per_s, gaps[arm.name]) for arm in shown}, (-1, 1 if minimize else -1))
+    unbeaten = front(
+        {arm.name: (arm.tokens_per_s, gaps[arm.name]) for arm in shown}, (-1, 1 if minimize else -1)
+    )
     data = pd.DataFrame(
         {
             "arm": arm.name,
@@ -313,9 +405,20 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
     handles = []
     for arm, mark in zip(shown, marks(gaps).values(), strict=True):
         half = arm.gap.high - arm.gap.mean if arm.gap is not None and arm.gap.has_interval else None
-        axes.errorbar(arm.tokens_per_s, gaps[arm.name], yerr=half, fmt=mark.marker, color=mark.color, capsize=3, markersize=6)
+        axes.errorbar(
+            arm.tokens_per_s,
+            gaps[arm.name],
+            yerr=half,
+            fmt=mark.marker,
+            color=mark.color,
+            capsize=3,
+            markersize=6,
+        )
         handles.append(Line2D([], [], color=mark.color, marker=mark.marker, linestyle=""))
-    axes.set(xlabel="tokens a second (more is better)", ylabel=f"{metric.name}: arm minus baseline\n({better(minimize)})")
+    axes.set(
+        xlabel="tokens a second (more is better)",
+        ylabel=f"{metric.name}: arm minus baseline\n({better(minimize)})",
+    )
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid()
     legend(body, handles, list(gaps))

@@ -48,7 +48,9 @@ def slot_errors(records: pd.DataFrame) -> Picture | None:
     if found.empty:
         return None
     shown, total = tables.arms(found, _SQNR)
-    lines = tables.thinned(tables.over_seeds(found[found["arm"].isin(shown)], ["slot", "arm"]), ["slot", "arm"])
+    lines = tables.thinned(
+        tables.over_seeds(found[found["arm"].isin(shown)], ["slot", "arm"]), ["slot", "arm"]
+    )
     slots = in_order(lines["slot"])
     question = "How much of each operand survives its quantisation?"
     said = "Signal to quantisation noise in dB (more is better), mean over layers and seeds; bands: from the smallest to the largest seed."
@@ -74,7 +76,9 @@ def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
     names = {text: parse(text) for text in found["metric"].unique()}
     per_layer = [text for text, name in names.items() if name.metric == "sqnr_db" and name.layer is not None]
     found = found[found["metric"].isin(per_layer)]
-    means = found.groupby(["metric", "step"], observed=True)["value"].mean().dropna().reset_index(name="sqnr_db")
+    means = (
+        found.groupby(["metric", "step"], observed=True)["value"].mean().dropna().reset_index(name="sqnr_db")
+    )
     if means.empty:
         return None
     arms = found.loc[found["metric"].isin(set(means["metric"])), "arm"].unique()
@@ -92,16 +96,24 @@ def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
     columns = min(3, len(slots))
     tall = max(1.6, 0.17 * min(len(layers), 2 * _MOST_NAMED) + 0.5)
     said = f"Of {whose}, mean over seeds: signal to quantisation noise, more is better. Grey: no value."
-    body = canvas(question, 2.3 * columns + 0.8 + name_column(layers), tall * -(-len(slots) // columns) + 0.4, said)
+    body = canvas(
+        question, 2.3 * columns + 0.8 + name_column(layers), tall * -(-len(slots) // columns) + 0.4, said
+    )
     limits = np.percentile(means["sqnr_db"], [2, 98])  # one layer far from the rest would take all colours
     drawn = panels(body, len(slots), columns, sharex=True, sharey=True)
     for axes, slot in zip(drawn, slots, strict=True):
-        matrix = means[means["slot"] == slot].pivot(index="layer", columns="step", values="sqnr_db").reindex(layers)
+        matrix = (
+            means[means["slot"] == slot]
+            .pivot(index="layer", columns="step", values="sqnr_db")
+            .reindex(layers)
+        )
         matrix = matrix.reindex(columns=sorted(set(means["step"])))
         image = heat(axes, matrix.to_numpy(), *limits)
         axes.set_title(slot)
         every = -(-len(layers) // _MOST_NAMED)
-        axes.set_yticks(range(0, len(layers), every), [label(layer) for layer in layers[::every]], size="small")
+        axes.set_yticks(
+            range(0, len(layers), every), [label(layer) for layer in layers[::every]], size="small"
+        )
         ticks = np.unique(np.linspace(0, matrix.shape[1] - 1, 4).astype(int))
         axes.set_xticks(ticks, [f"{matrix.columns[tick]:g}" for tick in ticks], size="small")
     body.supxlabel("step", size="medium")
@@ -123,7 +135,13 @@ def fractions(table: pd.DataFrame) -> Picture | None:
     kinds = [what for what in ("zero_frac", "saturated_frac") if what in set(lines["what"])]
     question = "How much of each operand rounds to zero, or lies beyond the grid?"
     said = "Share of elements, mean over layers and seeds; bands: from the smallest to the largest seed."
-    body = canvas(question, 1.75 * len(slots) + 3, max(2.1 * len(kinds) + 0.4, 0.3 * len(shown) + 0.4), said, best_of(len(shown), total))
+    body = canvas(
+        question,
+        1.75 * len(slots) + 3,
+        max(2.1 * len(kinds) + 0.4, 0.3 * len(shown) + 0.4),
+        said,
+        best_of(len(shown), total),
+    )
     grid = body.subplots(len(kinds), len(slots), squeeze=False, sharex=True, sharey="row")
     for line, what in zip(grid, kinds, strict=True):
         for axes, slot in zip(line, slots, strict=True):
@@ -153,17 +171,28 @@ def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) ->
     if table is not None:
         found = tables.chosen(table, lambda name: name.family == "nan")
     lines = [(arm.name, seed, _state(arm, seed)) for arm in arms for seed in sorted(arm.given)]
-    ends = found[found["metric"] == FIRST_NONFINITE].set_index(["arm", "seed"])["value"].rename("diverged_at_step").astype(float)
+    ends = (
+        found[found["metric"] == FIRST_NONFINITE]
+        .set_index(["arm", "seed"])["value"]
+        .rename("diverged_at_step")
+        .astype(float)
+    )
     counts = _run_counts(found[found["metric"].isin(_COUNTED)])
     kinds = [kind for kind in _COUNTED if kind in counts]
-    data = pd.DataFrame(lines, columns=["arm", "seed", "state"]).join(ends, on=["arm", "seed"]).join(counts[kinds], on=["arm", "seed"])
+    data = (
+        pd.DataFrame(lines, columns=["arm", "seed", "state"])
+        .join(ends, on=["arm", "seed"])
+        .join(counts[kinds], on=["arm", "seed"])
+    )
     data = data.fillna(dict.fromkeys(kinds, 0.0))
     seeds, names = sorted(set(data["seed"])), [arm.name for arm in arms]
     question = "Which runs reached their end, and which diverged?"
     fewer = "" if len(names) == total else f"The {len(names)} of {total:,} arms that lost most runs."
     counted = "Right: values that were not finite, over all seeds." if kinds else ""
     cells = max(1.6, min(0.55 * len(seeds), 7))
-    body = canvas(question, cells + 1.1 * len(kinds) + name_column(names) + 0.6, 0.34 * len(names) + 1.2, counted, fewer)
+    body = canvas(
+        question, cells + 1.1 * len(kinds) + name_column(names) + 0.6, 0.34 * len(names) + 1.2, counted, fewer
+    )
     ratios = (cells, *([1.1 * len(kinds)] if kinds else []))
     left, *right = body.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
     _runs(left, data, names, seeds)
@@ -198,17 +227,35 @@ def _runs(axes, data: pd.DataFrame, names: list[str], seeds: list[int]) -> None:
         row, column = names.index(line.arm), seeds.index(line.seed)
         states[row, column] = _STATES.index(line.state)
         step = f"{line.diverged_at_step:g}" if np.isfinite(line.diverged_at_step) else "×"
-        words[row][column] = {"diverged": step, "missing": "–", "done": "", "done, value not finite": "?"}[line.state]
-    heat(axes, states, -0.5, len(_STATES) - 0.5, words if len(seeds) <= 16 else None, ListedColormap(_STATE_COLOURS))
+        words[row][column] = {"diverged": step, "missing": "–", "done": "", "done, value not finite": "?"}[
+            line.state
+        ]
+    heat(
+        axes,
+        states,
+        -0.5,
+        len(_STATES) - 0.5,
+        words if len(seeds) <= 16 else None,
+        ListedColormap(_STATE_COLOURS),
+    )
     axes.set_yticks(range(len(names)), [label(name) for name in names])
     every = -(-len(seeds) // 16)
     axes.set_xticks(range(0, len(seeds), every), [str(seed) for seed in seeds[::every]])
-    axes.set_xlabel("seed (in a cell: the step at which it diverged)" if "diverged" in set(data["state"]) else "seed")
+    axes.set_xlabel(
+        "seed (in a cell: the step at which it diverged)" if "diverged" in set(data["state"]) else "seed"
+    )
     _lattice(axes, states.shape)
 
 
 def _counts(axes, matrix: np.ndarray, kinds: list[str]) -> None:
-    heat(axes, np.log1p(matrix), 0, 1.6 * max(np.log1p(matrix).max(), 1), [[f"{value:,.0f}" for value in line] for line in matrix], "Greys")
+    heat(
+        axes,
+        np.log1p(matrix),
+        0,
+        1.6 * max(np.log1p(matrix).max(), 1),
+        [[f"{value:,.0f}" for value in line] for line in matrix],
+        "Greys",
+    )
     axes.set_yticks([])
     axes.set_xticks(range(len(kinds)), [plain(parse(kind).metric).replace("_", "\n") for kind in kinds])
     axes.set_xlabel("not finite")

@@ -18,7 +18,13 @@ def overlay(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture | No
     if not losses:
         return None
     lines = [
-        {"recipe": title, "run": run, "step": step, "loss": loss, "distance": abs(loss - runs["emulated"][step - 1])}
+        {
+            "recipe": title,
+            "run": run,
+            "step": step,
+            "loss": loss,
+            "distance": abs(loss - runs["emulated"][step - 1]),
+        }
         for title, runs in losses.items()
         for run, values in runs.items()
         for step, loss in enumerate(values[: len(runs["emulated"])], 1)
@@ -50,7 +56,15 @@ def overlay(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture | No
 
 def _line(axes: Axes, run: str, steps: pd.Series, values: pd.Series) -> tuple[str, Line2D]:
     """Drawn, and what stands for it in the legend: one word for all twins."""
-    known = {"te": (COLOURS[3], "-", 1.6), "emulated": (COLOURS[0], (0, (5, 1.5)), 1.6), "bf16": (COLOURS[2], (0, (1.5, 1.2)), 1.2)}
+    known = {
+        "te": (COLOURS[3], "-", 1.6),
+        "emulated": (COLOURS[0], (0, (5, 1.5)), 1.6),
+        "bf16": (COLOURS[2], (0, (1.5, 1.2)), 1.2),
+    }
     colour, dash, width = known.get(run, (GREY, "-", 0.8))
-    (line,) = axes.plot(steps, values, color=colour, linestyle=dash, linewidth=width, zorder=3 if run in known else 2)
-    return {"te": "Transformer Engine"}.get(run, run if run in known else "emulated, last bits otherwise"), line
+    (line,) = axes.plot(
+        steps, values, color=colour, linestyle=dash, linewidth=width, zorder=3 if run in known else 2
+    )
+    return {"te": "Transformer Engine"}.get(
+        run, run if run in known else "emulated, last bits otherwise"
+    ), line

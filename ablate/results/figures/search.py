@@ -50,20 +50,56 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     if not np.isfinite(values).any():
         return None
     best = (np.fmin if metric.direction == "minimize" else np.fmax).accumulate(values)
-    data = pd.DataFrame({"order": range(1, len(searched) + 1), "arm": [arm.name for arm in searched], "value": values, "best_so_far": best})
+    data = pd.DataFrame(
+        {
+            "order": range(1, len(searched) + 1),
+            "arm": [arm.name for arm in searched],
+            "value": values,
+            "best_so_far": best,
+        }
+    )
     lost = data[~np.isfinite(data["value"])]
     question = f"Does the search still find arms with {'less' if metric.direction == 'minimize' else 'more'} {metric.name}?"
-    body = canvas(question, 7.5, 3.4, f"{len(lost)} of {len(data):,} arms have no value: crosses below." if len(lost) else "")
+    body = canvas(
+        question,
+        7.5,
+        3.4,
+        f"{len(lost)} of {len(data):,} arms have no value: crosses below." if len(lost) else "",
+    )
     axes = body.subplots()
-    axes.plot(data["order"], data["value"], "o", color=COLOURS[0], markersize=4, alpha=0.7, label="arm, mean over its seeds")
+    axes.plot(
+        data["order"],
+        data["value"],
+        "o",
+        color=COLOURS[0],
+        markersize=4,
+        alpha=0.7,
+        label="arm, mean over its seeds",
+    )
     axes.step(data["order"], data["best_so_far"], where="post", color=COLOURS[3], label="best so far")
-    axes.plot(lost["order"], [0.02] * len(lost), "x", color=GREY, markersize=5, transform=axes.get_xaxis_transform(), label="no value")
+    axes.plot(
+        lost["order"],
+        [0.02] * len(lost),
+        "x",
+        color=GREY,
+        markersize=5,
+        transform=axes.get_xaxis_transform(),
+        label="no value",
+    )
     for arm in (arm for arm in arms if arm.role == "baseline" and arm.values):
-        axes.axhline(arm.mean, color="0.3", linestyle="--", linewidth=1, label=f"{label(arm.name, 26)}, the baseline")
-    axes.set(xlabel="arms proposed so far", ylabel=f"{metric.name} ({better(metric.direction == 'minimize')})")
+        axes.axhline(
+            arm.mean, color="0.3", linestyle="--", linewidth=1, label=f"{label(arm.name, 26)}, the baseline"
+        )
+    axes.set(
+        xlabel="arms proposed so far", ylabel=f"{metric.name} ({better(metric.direction == 'minimize')})"
+    )
     axes.xaxis.get_major_locator().set_params(integer=True)
     handles, labels = axes.get_legend_handles_labels()
-    present = [(handle, text) for handle, text in zip(handles, labels, strict=True) if len(lost) or text != "no value"]
+    present = [
+        (handle, text)
+        for handle, text in zip(handles, labels, strict=True)
+        if len(lost) or text != "no value"
+    ]
     body.legend(*zip(*present, strict=True), loc="outside lower center", ncols=len(present))
     return finished(stem("history", metric.name), question, body, data)
 
@@ -81,17 +117,27 @@ def parallel(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     order = sorted(shown, key=lambda arm: arm.mean if minimize else -arm.mean)
     coloured = {arm.name for arm in order[:MOST_ARMS]}
     knobs = list(dict.fromkeys(knob for arm in shown for knob in arm.knobs))
-    columns = {knob: [arm.knobs.get(knob) for arm in order] for knob in knobs} | {metric.name: [arm.mean for arm in order]}
+    columns = {knob: [arm.knobs.get(knob) for arm in order] for knob in knobs} | {
+        metric.name: [arm.mean for arm in order]
+    }
     heights, ticks = zip(*(_axis(values) for values in columns.values()), strict=True)
     question = f"Which knobs do the arms with the {'least' if minimize else 'most'} {metric.name} share?"
-    said = "" if len(shown) <= MOST_ARMS else f"The best {MOST_ARMS} of {len(shown):,} arms in colour, the others pale."
+    said = (
+        ""
+        if len(shown) <= MOST_ARMS
+        else f"The best {MOST_ARMS} of {len(shown):,} arms in colour, the others pale."
+    )
     body = canvas(question, min(1.5 * len(columns) + 2.2, 16), 4.2, "The thick line is the best arm.", said)
     axes = body.subplots()
     ends = order[0].mean, order[min(len(order), MOST_ARMS) - 1].mean
     scale = ScalarMappable(Normalize(min(ends), max(ends)), colormaps["viridis" if minimize else "viridis_r"])
     for place in reversed(range(len(order))):
         pale = order[place].name not in coloured
-        look = {"color": "0.88", "linewidth": 0.6} if pale else {"color": scale.to_rgba(order[place].mean), "linewidth": 1.1}
+        look = (
+            {"color": "0.88", "linewidth": 0.6}
+            if pale
+            else {"color": scale.to_rgba(order[place].mean), "linewidth": 1.1}
+        )
         axes.plot([height[place] for height in heights], **(look | ({"linewidth": 3} if not place else {})))
     _columns(axes, list(columns), ticks)
     bar = body.colorbar(scale, ax=axes, label=f"{metric.name} ({better(minimize)})", shrink=0.9)
@@ -109,15 +155,23 @@ def _axis(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
     distinct = sorted(known.values()) if numbers else [known[text] for text in sorted(known)]
     unset = [(_NOT_SET, "not set")] if None in values else []
     if not numbers or len(distinct) <= _FEW:
-        places = {json.dumps(value): place / (len(distinct) - 1) if len(distinct) > 1 else 0.5 for place, value in enumerate(distinct)}
+        places = {
+            json.dumps(value): place / (len(distinct) - 1) if len(distinct) > 1 else 0.5
+            for place, value in enumerate(distinct)
+        }
         every = -(-len(distinct) // 12)
-        ticks = [(places[json.dumps(value)], f"{value:.4g}" if numbers else str(value)) for value in distinct[::every]]
+        ticks = [
+            (places[json.dumps(value)], f"{value:.4g}" if numbers else str(value))
+            for value in distinct[::every]
+        ]
         return [_NOT_SET if value is None else places[json.dumps(value)] for value in values], unset + ticks
     low, high = distinct[0], distinct[-1]
     bend, back = (math.log, math.exp) if low > 0 and high > 50 * low else (float, float)
     span = bend(high) - bend(low)
     heights = [_NOT_SET if value is None else (bend(value) - bend(low)) / span for value in values]
-    return heights, unset + [(part, f"{back(bend(low) + part * span):.4g}") for part in (0, 0.25, 0.5, 0.75, 1)]
+    return heights, unset + [
+        (part, f"{back(bend(low) + part * span):.4g}") for part in (0, 0.25, 0.5, 0.75, 1)
+    ]
 
 
 def _columns(axes: Axes, names: Sequence[str], ticks: Sequence[Sequence[tuple[float, str]]]) -> None:
@@ -128,7 +182,14 @@ def _columns(axes: Axes, names: Sequence[str], ticks: Sequence[Sequence[tuple[fl
             axes.plot(column, height, "_", color="0.3", markersize=5)
             box = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
             axes.annotate(
-                label(text, 24, 1), (column, height), (5, 0), textcoords="offset points", va="center", size="small", bbox=box, zorder=5
+                label(text, 24, 1),
+                (column, height),
+                (5, 0),
+                textcoords="offset points",
+                va="center",
+                size="small",
+                bbox=box,
+                zorder=5,
             )
     axes.set_xticks(range(len(names)), [label(name, 18, 3) for name in names])
     axes.tick_params(length=0)
@@ -150,7 +211,11 @@ def importance(importances: Mapping[str, float]) -> Picture | None:
     fewer = "" if len(data) <= MOST_ARMS else f"The first {MOST_ARMS} of {len(data)} knobs."
     data = data.head(MOST_ARMS)
     body = canvas(
-        question, 5 + name_column(data["knob"]), 0.32 * len(data) + 0.8, "Over the ranges that were searched; no effect size.", fewer
+        question,
+        5 + name_column(data["knob"]),
+        0.32 * len(data) + 0.8,
+        "Over the ranges that were searched; no effect size.",
+        fewer,
     )
     axes = body.subplots()
     rows(axes, list(data["knob"]))
@@ -174,11 +239,18 @@ def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture
         return None
     unbeaten = front(points, [1 if metric.direction == "minimize" else -1 for metric in (first, second)])
     data = pd.DataFrame(
-        [(name, *point, name in unbeaten) for name, point in points.items()], columns=["arm", first.name, second.name, "front"]
+        [(name, *point, name in unbeaten) for name, point in points.items()],
+        columns=["arm", first.name, second.name, "front"],
     )
     question = f"Which arms does no other beat in both {first.name} and {second.name}?"
     several = "" if len(arms_by_metric) == 2 else f"The first two of {len(arms_by_metric)} objectives."
-    body = canvas(question, 8.5, 4.2, f"{len(unbeaten)} of {len(points):,} arms: no other is as good in both and better in one.", several)
+    body = canvas(
+        question,
+        8.5,
+        4.2,
+        f"{len(unbeaten)} of {len(points):,} arms: no other is as good in both and better in one.",
+        several,
+    )
     axes = body.subplots()
     behind, edge = data[~data["front"]], data[data["front"]].sort_values(first.name)
     axes.plot(behind[first.name], behind[second.name], "o", color="0.6", markersize=4, alpha=0.7)
@@ -186,13 +258,16 @@ def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture
     for number, (x, y) in enumerate(zip(edge[first.name], edge[second.name], strict=True), start=1):
         axes.annotate(str(number), (x, y), (6, 4), textcoords="offset points")
     axes.set(
-        xlabel=f"{first.name} ({better(first.direction == 'minimize')})", ylabel=f"{second.name} ({better(second.direction == 'minimize')})"
+        xlabel=f"{first.name} ({better(first.direction == 'minimize')})",
+        ylabel=f"{second.name} ({better(second.direction == 'minimize')})",
     )
     axes.grid()
     axes.margins(0.12)
     named = [f"{number} {name}" for number, name in enumerate(edge["arm"].head(_MOST_NAMED), start=1)]
     several = [f"and {len(edge) - _MOST_NAMED} more"] if len(edge) > _MOST_NAMED else []
     beaten = [Line2D([], [], color="0.6", marker="o", linestyle="")] if len(behind) else []
-    handles = [Line2D([], [], color=COLOURS[3], marker="s", linestyle="")] * (len(named) + len(several)) + beaten
+    handles = [Line2D([], [], color=COLOURS[3], marker="s", linestyle="")] * (
+        len(named) + len(several)
+    ) + beaten
     legend(body, handles, [*named, *several, *["beaten"] * len(beaten)])
     return finished(stem("objectives", first.name, second.name), question, body, data)

@@ -74,7 +74,9 @@ class Picture:
         equal bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         self.write(folder / f"{self.name}.svg")
-        safe = self.data.rename(columns=csv_cell).apply(lambda column: column.map(csv_cell) if _textual(column) else column)
+        safe = self.data.rename(columns=csv_cell).apply(
+            lambda column: column.map(csv_cell) if _textual(column) else column
+        )
         csv = safe.to_csv(index=False, float_format="%.9g", lineterminator="\n")
         (folder / f"{self.name}.csv").write_text(csv, encoding="utf-8")
         return self.write(folder / f"{self.name}.png")
@@ -85,7 +87,9 @@ class Picture:
             path.write_text(f'<?xml version="1.0" encoding="utf-8"?>\n{self.svg()}', encoding="utf-8")
         else:
             with matplotlib.rc_context(STYLE):
-                self.figure.savefig(path, dpi=DPI, metadata={"Software": None} if path.suffix == ".png" else None)
+                self.figure.savefig(
+                    path, dpi=DPI, metadata={"Software": None} if path.suffix == ".png" else None
+                )
         return path
 
     def svg(self) -> str:
@@ -109,9 +113,15 @@ class Picture:
         """As a link to its file, from the folder above."""
         return f"![{self.question}](figures/{self.name}.svg)"
 
-    def _repr_mimebundle_(self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None) -> dict[str, str]:
+    def _repr_mimebundle_(
+        self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
+    ) -> dict[str, str]:
         bundle = {"image/svg+xml": self.svg(), "text/markdown": self.markdown()}
-        return {kind: text for kind, text in bundle.items() if (include is None or kind in include) and kind not in (exclude or ())}
+        return {
+            kind: text
+            for kind, text in bundle.items()
+            if (include is None or kind in include) and kind not in (exclude or ())
+        }
 
 
 def stem(*words: str) -> str:
@@ -125,11 +135,21 @@ def canvas(question: str, width: float, height: float, *notes: str) -> SubFigure
     foot = [line for note in notes if note for line in textwrap.wrap(note, int(14.5 * width))]
     above, below = 0.2 * len(title) + 0.16, 0.15 * len(foot) + 0.06
     whole = above + height + below
-    figure = Figure(figsize=(width, whole), dpi=DPI, layout="constrained")  # a small font is up to a tenth wider at another
-    figure.suptitle(plain("\n".join(title)), x=0.08 / width, y=1 - 0.08 / whole, ha="left", va="top", size=11, weight="bold").set_in_layout(
-        False
+    figure = Figure(
+        figsize=(width, whole), dpi=DPI, layout="constrained"
+    )  # a small font is up to a tenth wider at another
+    figure.suptitle(
+        plain("\n".join(title)),
+        x=0.08 / width,
+        y=1 - 0.08 / whole,
+        ha="left",
+        va="top",
+        size=11,
+        weight="bold",
+    ).set_in_layout(False)
+    said = figure.text(
+        0.08 / width, 0.06 / whole, plain("\n".join(foot)), ha="left", va="bottom", size="small", color="0.35"
     )
-    said = figure.text(0.08 / width, 0.06 / whole, plain("\n".join(foot)), ha="left", va="bottom", size="small", color="0.35")
     said.set_in_layout(False)
     return figure.subfigures(3, 1, height_ratios=(above, height, below))[1]
 
@@ -167,7 +187,9 @@ def marks(names: Iterable[str]) -> dict[str, Mark]:
     """A mark for each name: no two alike among the first 140, nor in grey among the first 28."""
     distinct = dict.fromkeys(names)
     return {
-        name: Mark(COLOURS[place % len(COLOURS)], _MARKERS[place % len(_MARKERS)], _DASHES[place % len(_DASHES)])
+        name: Mark(
+            COLOURS[place % len(COLOURS)], _MARKERS[place % len(_MARKERS)], _DASHES[place % len(_DASHES)]
+        )
         for place, name in enumerate(distinct)
     }
 
@@ -189,12 +211,18 @@ def label(text: str, width: int = 34, lines: int = 2) -> str:
     if len(text) > most:
         text = f"{text[: most // 2]}…{text[-(most // 2) :]}"
     if len(text) > width:
-        breakable = text if all(len(word) <= width for word in text.split()) else re.sub(r"([./=_,])(?=\S)", "\\1\x1f ", text)
+        breakable = (
+            text
+            if all(len(word) <= width for word in text.split())
+            else re.sub(r"([./=_,])(?=\S)", "\\1\x1f ", text)
+        )
         text = "\n".join(textwrap.wrap(breakable, width)).replace("\x1f ", "").replace("\x1f", "")
     return plain(f"\u2009{text}" if text.startswith("_") else text)
 
 
-def legend(body: SubFigure, handles: Sequence[Any], labels: Sequence[str], where: str = "right center") -> Legend:
+def legend(
+    body: SubFigure, handles: Sequence[Any], labels: Sequence[str], where: str = "right center"
+) -> Legend:
     """What is which, outside of the axes."""
     columns = len(labels) if where.startswith("lower") else 1
     return body.legend(handles, [label(text, 26) for text in labels], loc=f"outside {where}", ncols=columns)
@@ -215,16 +243,31 @@ def name_column(labels: Iterable[str]) -> float:
 
 
 def heat(
-    axes: Axes, values: np.ndarray, low: float, high: float, said: Sequence[Sequence[str]] | None = None, cmap: Any = None
+    axes: Axes,
+    values: np.ndarray,
+    low: float,
+    high: float,
+    said: Sequence[Sequence[str]] | None = None,
+    cmap: Any = None,
 ) -> AxesImage:
     """A matrix as an image, one picture in the file whatever its size, with words in its cells where there are any. NaN is grey."""
     colours: Colormap = (
-        matplotlib.colormaps[cmap or STYLE["image.cmap"]].with_extremes(bad="0.88") if not isinstance(cmap, Colormap) else cmap
+        matplotlib.colormaps[cmap or STYLE["image.cmap"]].with_extremes(bad="0.88")
+        if not isinstance(cmap, Colormap)
+        else cmap
     )
     image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", vmin=low, vmax=high, cmap=colours)
     for row, line in enumerate(said or ()):
         for column, text in enumerate(line):
-            axes.text(column, row, plain(text), ha="center", va="center", size="small", color=_readable(image, values[row, column]))
+            axes.text(
+                column,
+                row,
+                plain(text),
+                ha="center",
+                va="center",
+                size="small",
+                color=_readable(image, values[row, column]),
+            )
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     return image
@@ -240,8 +283,12 @@ def log_axis(axis: Axis) -> None:
     """Ticks of a log axis as numbers rather than as powers: 0.001, 1, 10k; where it spans little, at 2 and 5 between them, too."""
     low, high = axis.get_view_interval()
     wide = high > 30 * low
-    axis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5) if high > 5 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)))
-    axis.set_major_formatter(EngFormatter(sep="") if low >= 0.5 else FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_locator(
+        LogLocator(subs=(1,) if wide else (1, 2, 5) if high > 5 * low else (1, 1.5, 2, 3, 4, 5, 6, 8))
+    )
+    axis.set_major_formatter(
+        EngFormatter(sep="") if low >= 0.5 else FuncFormatter(lambda value, _: f"{value:g}")
+    )
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -29,7 +29,9 @@ def chosen(table: pd.DataFrame, wanted: Callable[[Name], bool], **columns: str) 
     names, codes = [parse(str(text)) for text in metrics.categories], metrics.codes.to_numpy()
     chosen_codes = [code for code, name in enumerate(names) if wanted(name)]
     rows = np.isin(codes, chosen_codes) & np.isfinite(table["value"].to_numpy(float))
-    found = table.loc[rows, _KEPT].astype(dict.fromkeys(("sweep", "arm", "baseline", "seed", "metric"), object))
+    found = table.loc[rows, _KEPT].astype(
+        dict.fromkeys(("sweep", "arm", "baseline", "seed", "metric"), object)
+    )
     for column, field in columns.items():
         found[column] = np.array([getattr(name, field) for name in names], dtype=object)[codes[rows]]
     if found["sweep"].nunique() > 1:
@@ -47,7 +49,9 @@ def errors_of_slots(table: pd.DataFrame, errors: Collection[str], column: str = 
     """Return the rows of operand slots' errors, means over layers, with the slot and, in `column`, the error."""
 
     def wanted(name: Name) -> bool:
-        return name.family == "quant" and name.slot is not None and name.layer is None and name.metric in errors
+        return (
+            name.family == "quant" and name.slot is not None and name.layer is None and name.metric in errors
+        )
 
     return chosen(table, wanted, **{"slot": "slot", column: "metric"})
 
@@ -73,7 +77,11 @@ def over_seeds(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """Mean, smallest and largest over seeds of each arm at each step, within `by`; steps ascend."""
     groups = found.sort_values("step", kind="stable").groupby([*by, "step"], sort=False)
     return groups.agg(
-        tokens=("tokens", "first"), seeds=("seed", "nunique"), mean=("value", "mean"), low=("value", "min"), high=("value", "max")
+        tokens=("tokens", "first"),
+        seeds=("seed", "nunique"),
+        mean=("value", "mean"),
+        low=("value", "min"),
+        high=("value", "max"),
     ).reset_index()
 
 

@@ -11,7 +11,20 @@ from matplotlib.ticker import EngFormatter
 from ablate.experiment.schema import Metric
 from ablate.results.figures import tables
 from ablate.results.figures.health import in_order
-from ablate.results.figures.style import COLOURS, GREY, HATCHES, Picture, best_of, canvas, finished, house, legend, log_axis, marks, rows
+from ablate.results.figures.style import (
+    COLOURS,
+    GREY,
+    HATCHES,
+    Picture,
+    best_of,
+    canvas,
+    finished,
+    house,
+    legend,
+    log_axis,
+    marks,
+    rows,
+)
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of E2M1."""
@@ -27,7 +40,9 @@ _MOST_CODES = 64
 
 
 @house
-def errors_by_slot(table: pd.DataFrame, errors: Sequence[str] = ("rel_mse", "zero_frac", "magnitude")) -> Picture | None:
+def errors_by_slot(
+    table: pd.DataFrame, errors: Sequence[str] = ("rel_mse", "zero_frac", "magnitude")
+) -> Picture | None:
     """How arms differ in what quantising each operand costs, a panel for each error: the mean over seeds of the last value, the bar from
     the smallest to the largest. Of arms with several baselines each has its own beside it, as a grey stroke. None where no such error was
     recorded."""
@@ -44,12 +59,21 @@ def errors_by_slot(table: pd.DataFrame, errors: Sequence[str] = ("rel_mse", "zer
     question = "In which operands do the arms' quantisation errors differ?"
     strokes = "Grey strokes: the arm's baseline." if several else ""
     height = len(slots) * max(0.35, 0.11 * len(arms) + 0.12) + 1
-    body = canvas(question, 2.3 * len(kinds) + 3.4, max(height, 0.3 * len(arms) + 0.4), strokes, best_of(len(shown), total))
+    body = canvas(
+        question,
+        2.3 * len(kinds) + 3.4,
+        max(height, 0.3 * len(arms) + 0.4),
+        strokes,
+        best_of(len(shown), total),
+    )
     for axes, kind in zip(body.subplots(1, len(kinds), squeeze=False, sharey=True)[0], kinds, strict=True):
         _error_panel(axes, data[data["error"] == kind], slots, arms)
         axes.set_xlabel(_MEANING.get(kind, kind))
         axes.set_title(kind)
-    handles = [Line2D([], [], color=mark.color, marker=mark.marker, linestyle="", markersize=5) for mark in marks(arms).values()]
+    handles = [
+        Line2D([], [], color=mark.color, marker=mark.marker, linestyle="", markersize=5)
+        for mark in marks(arms).values()
+    ]
     legend(body, handles, arms)
     return finished("errors_by_slot", question, body, data)
 
@@ -58,9 +82,15 @@ def _errors(found: pd.DataFrame) -> pd.DataFrame:
     """Mean, smallest and largest over seeds of each arm's last values, and its baseline's mean."""
     lasts = tables.last(found).groupby(["error", "slot", "arm"], sort=False)
     data = lasts.agg(
-        baseline=("baseline", "first"), mean=("value", "mean"), low=("value", "min"), high=("value", "max"), seeds=("value", "size")
+        baseline=("baseline", "first"),
+        mean=("value", "mean"),
+        low=("value", "min"),
+        high=("value", "max"),
+        seeds=("value", "size"),
     ).reset_index()
-    level = data[["error", "slot", "arm", "mean"]].rename(columns={"arm": "baseline", "mean": "baseline_mean"})
+    level = data[["error", "slot", "arm", "mean"]].rename(
+        columns={"arm": "baseline", "mean": "baseline_mean"}
+    )
     return data.astype({"baseline": object}).merge(level, on=["error", "slot", "baseline"], how="left")
 
 
@@ -73,7 +103,9 @@ def _error_panel(axes: Axes, data: pd.DataFrame, slots: list[str], arms: list[st
         if "baseline_mean" in line:
             axes.plot(line["baseline_mean"], heights, "|", color=GREY, markersize=7, markeredgewidth=1.5)
         bars = np.maximum([line["mean"] - line["low"], line["high"] - line["mean"]], 0)
-        axes.errorbar(line["mean"], heights, xerr=bars, fmt=mark.marker, color=mark.color, markersize=4.5, linewidth=1)
+        axes.errorbar(
+            line["mean"], heights, xerr=bars, fmt=mark.marker, color=mark.color, markersize=4.5, linewidth=1
+        )
     for edge in np.arange(len(slots) - 1) + 0.5:
         axes.axhline(edge, color="0.85", linewidth=0.8)
     values = data["mean"].abs()
@@ -94,10 +126,18 @@ def rotation_histogram(before: np.ndarray, after: np.ndarray, bins: int = 60) ->
     reach = max(6.0, *(float(np.abs(values).max()) for values in both.values()))
     edges = np.linspace(-reach, reach, bins + 1)
     counts = {when: np.histogram(values, edges)[0] for when, values in both.items()}
-    data = pd.DataFrame({"from": edges[:-1], "to": edges[1:]} | {f"count_{when}": found for when, found in counts.items()})
+    data = pd.DataFrame(
+        {"from": edges[:-1], "to": edges[1:]} | {f"count_{when}": found for when, found in counts.items()}
+    )
     question = "What does the rotation do to the values that are quantised?"
     zeros = " before, ".join(f"{np.mean(np.abs(values) < 0.25):.1%}" for values in both.values())
-    body = canvas(question, 7.2, 3.6, f"Rounded to zero, being below 0.25: {zeros} after.", "Grey lines: the grid of E2M1.")
+    body = canvas(
+        question,
+        7.2,
+        3.6,
+        f"Rounded to zero, being below 0.25: {zeros} after.",
+        "Grey lines: the grid of E2M1.",
+    )
     axes = body.subplots()
     for point in sorted({sign * value for value in GRID for sign in (1, -1)}):
         axes.axvline(point, color="0.9", linewidth=0.8, zorder=0)
@@ -118,20 +158,34 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
     one length, in units of the block's scale; None where no value is finite. ValueError where the lengths differ, or results are on no
     grid."""
     source = np.ravel(values).astype(float)
-    results = {"to nearest": np.ravel(nearest).astype(float), "stochastic": np.ravel(stochastic).astype(float)}
+    results = {
+        "to nearest": np.ravel(nearest).astype(float),
+        "stochastic": np.ravel(stochastic).astype(float),
+    }
     if any(found.size != source.size for found in results.values()):
-        raise ValueError(f"{source.size} values, and {' and '.join(str(found.size) for found in results.values())} roundings of them")
+        raise ValueError(
+            f"{source.size} values, and {' and '.join(str(found.size) for found in results.values())} roundings of them"
+        )
     finite = np.isfinite(source) & np.all([np.isfinite(found) for found in results.values()], axis=0)
     source, results = source[finite], {name: found[finite] for name, found in results.items()}
     if not source.size:
         return None
     codes = np.unique(np.concatenate([found + 0.0 for found in results.values()]))
     if codes.size > _MOST_CODES:
-        raise ValueError(f"{codes.size} different results: divide by the block's scale first, so that they lie on the element's grid")
+        raise ValueError(
+            f"{codes.size} different results: divide by the block's scale first, so that they lie on the element's grid"
+        )
     bias = {name: float(np.mean(found - source)) for name, found in results.items()}
-    data = pd.concat([_rounded(name, source, found, codes) for name, found in results.items()], ignore_index=True)
+    data = pd.concat(
+        [_rounded(name, source, found, codes) for name, found in results.items()], ignore_index=True
+    )
     question = "Where do values go on the grid, and is their mean kept?"
-    body = canvas(question, 9, 3.6, "Mean error of all: " + ", ".join(f"{name} {value:+.2g}" for name, value in bias.items()) + ".")
+    body = canvas(
+        question,
+        9,
+        3.6,
+        "Mean error of all: " + ", ".join(f"{name} {value:+.2g}" for name, value in bias.items()) + ".",
+    )
     left, right = body.subplots(1, 2)
     looks = dict(zip(results, ((COLOURS[1], "o", "--"), (COLOURS[0], "s", "-")), strict=True))
     handles = []
@@ -139,9 +193,27 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
         counts = data[(data["rounding"] == name) & (data["what"] == "goes to")]
         width = 0.4
         places = np.arange(len(codes)) + side * width / 2
-        handles.append(left.bar(places, counts["count"], width, color=colour, hatch=HATCHES[side > 0], edgecolor="white", linewidth=0))
+        handles.append(
+            left.bar(
+                places,
+                counts["count"],
+                width,
+                color=colour,
+                hatch=HATCHES[side > 0],
+                edgecolor="white",
+                linewidth=0,
+            )
+        )
         near = data[(data["rounding"] == name) & (data["what"] == "comes from")]
-        right.plot(near["value"], near["mean_error"], color=colour, linestyle=dash, marker=marker, markersize=2.5, linewidth=1.2)
+        right.plot(
+            near["value"],
+            near["mean_error"],
+            color=colour,
+            linestyle=dash,
+            marker=marker,
+            markersize=2.5,
+            linewidth=1.2,
+        )
     left.set_xticks(range(len(codes)), [f"{code:g}" for code in codes], size="small")
     left.set(xlabel="value on the grid", ylabel="values that go there")
     left.yaxis.set_major_formatter(EngFormatter(sep=""))
@@ -159,8 +231,16 @@ def _rounded(name: str, source: np.ndarray, found: np.ndarray, codes: np.ndarray
     sums = np.bincount(place, found - source, minlength=60)
     errors = np.divide(sums, counts, out=np.full(60, np.nan), where=counts > 0)
     there = np.bincount(np.searchsorted(codes, found + 0.0), minlength=len(codes))
-    goes = pd.DataFrame({"rounding": name, "what": "goes to", "value": codes, "count": there, "mean_error": np.nan})
+    goes = pd.DataFrame(
+        {"rounding": name, "what": "goes to", "value": codes, "count": there, "mean_error": np.nan}
+    )
     comes = pd.DataFrame(
-        {"rounding": name, "what": "comes from", "value": (edges[:-1] + edges[1:]) / 2, "count": counts, "mean_error": errors}
+        {
+            "rounding": name,
+            "what": "comes from",
+            "value": (edges[:-1] + edges[1:]) / 2,
+            "count": counts,
+            "mean_error": errors,
+        }
     )
     return pd.concat([goes, comes[comes["count"] > 0]], ignore_index=True)

@@ -8,4 +8,15 @@ from ablate.training.data.corpus import Corpus, Shards, open_corpus
 from ablate.training.data.images import Augment, ImageSet, ImageSource, RandAugment, open_images
 from ablate.training.data.kinds import located, places
 
-__all__ = ["Augment", "Corpus", "ImageSet", "ImageSource", "RandAugment", "Shards", "located", "open_corpus", "open_images", "places"]
+__all__ = [
+    "Augment",
+    "Corpus",
+    "ImageSet",
+    "ImageSource",
+    "RandAugment",
+    "Shards",
+    "located",
+    "open_corpus",
+    "open_images",
+    "places",
+]

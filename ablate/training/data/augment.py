@@ -28,7 +28,9 @@ def drawn(images: ImageSet, seed: int, step: int, micro_batch: int, count: int) 
     return (words[0] << 31 | words[1] >> 1) % len(images.train)
 
 
-def image_batch(images: ImageSet, seed: int, step: int, micro_batch: int, count: int, augment: Augment) -> Tensor:
+def image_batch(
+    images: ImageSet, seed: int, step: int, micro_batch: int, count: int, augment: Augment
+) -> Tensor:
     """Training images that `drawn` names, cut, turned and coloured as `augment` says; float32 [count, channels, height, width]."""
     batch = _floats(images.train[drawn(images, seed, step, micro_batch, count).numpy()])
 
@@ -73,7 +75,9 @@ def _floats(pixels) -> Tensor:
 
 
 def _normalised(batch: Tensor, images: ImageSet) -> Tensor:
-    mean, deviation = (torch.from_numpy(moment).view(1, -1, 1, 1) for moment in (images.mean, images.deviation))
+    mean, deviation = (
+        torch.from_numpy(moment).view(1, -1, 1, 1) for moment in (images.mean, images.deviation)
+    )
     return (batch - mean) / deviation
 
 
@@ -84,7 +88,9 @@ def _crop(batch: Tensor, padding: int, draws: Tensor) -> Tensor:
     top, left = (draws[:2] * (2 * padding + 1)).long()
     rows = (top.view(-1, 1) + torch.arange(height)).view(count, 1, height, 1)
     columns = (left.view(-1, 1) + torch.arange(width)).view(count, 1, 1, width)
-    return wide[torch.arange(count).view(-1, 1, 1, 1), torch.arange(channels).view(1, -1, 1, 1), rows, columns]
+    return wide[
+        torch.arange(count).view(-1, 1, 1, 1), torch.arange(channels).view(1, -1, 1, 1), rows, columns
+    ]
 
 
 # --- colours: each blends with what it would be at strength 0 ---------------------------------------------------------------
@@ -111,7 +117,9 @@ def _saturation(batch: Tensor, strength: Tensor) -> Tensor:
 
 def _jitter(batch: Tensor, augment: Augment, draws: Tensor) -> Tensor:
     """Each by a factor in [1 - value, 1 + value], in this order."""
-    for draw, change, most in zip(draws, (_brightness, _contrast, _saturation), augment.coloured, strict=False):
+    for draw, change, most in zip(
+        draws, (_brightness, _contrast, _saturation), augment.coloured, strict=False
+    ):
         if most:
             batch = change(batch, (1 - min(most, 1) + draw * (most + min(most, 1))).view(-1, 1, 1, 1))
     return batch
@@ -124,7 +132,9 @@ def _warped(batch: Tensor, entries: tuple[Tensor | float, ...]) -> Tensor:
     """What the map (xx, xy, x0, yx, yy, y0), in which the image spans [-1, 1], takes its pixels from; black outside."""
     ones = torch.ones(len(batch))
     maps = torch.stack([entry * ones for entry in entries], 1).view(-1, 2, 3)
-    return F.grid_sample(batch, F.affine_grid(maps, list(batch.shape), align_corners=False), align_corners=False)
+    return F.grid_sample(
+        batch, F.affine_grid(maps, list(batch.shape), align_corners=False), align_corners=False
+    )
 
 
 def _rotate(batch: Tensor, strength: Tensor) -> Tensor:

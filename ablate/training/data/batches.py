@@ -12,7 +12,9 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, context]; targets are the inputs one token later."""
 
 
-def training_batch(corpus: Corpus, seed: int, step: int, micro_batch: int, sequences: int, context: int) -> Batch:
+def training_batch(
+    corpus: Corpus, seed: int, step: int, micro_batch: int, sequences: int, context: int
+) -> Batch:
     """Random windows of the training text, a function of its arguments alone."""
     counter = torch.zeros(4, sequences, dtype=torch.int64)
     counter[0] = torch.arange(sequences)
@@ -26,7 +28,9 @@ def validation_batches(corpus: Corpus, tokens: int, sequences: int, context: int
     """Evenly spaced windows of the validation text, at least one batch, the same for every seed and arm."""
     count = max(1, tokens // (sequences * context)) * sequences
     starts = np.linspace(0, len(corpus.val) - context - 1, count, dtype=np.int64).tolist()
-    return [_windows(corpus, corpus.val, starts[i : i + sequences], context) for i in range(0, count, sequences)]
+    return [
+        _windows(corpus, corpus.val, starts[i : i + sequences], context) for i in range(0, count, sequences)
+    ]
 
 
 def _windows(corpus: Corpus, tokens: Tokens, starts: list[int], context: int) -> Batch:

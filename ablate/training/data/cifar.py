@@ -46,7 +46,9 @@ def read(folder: Path, classes: int, label: str) -> tuple[Part, Part]:
     where, layout = _find(folder, classes)
     load = _binary if layout.binary else _pickled
     parts = [[load(where / name, layout, label) for name in names] for names in (layout.train, layout.test)]
-    train, test = ((np.concatenate([i for i, _ in part]), np.concatenate([k for _, k in part])) for part in parts)
+    train, test = (
+        (np.concatenate([i for i, _ in part]), np.concatenate([k for _, k in part])) for part in parts
+    )
     return train, test
 
 
@@ -82,7 +84,9 @@ def _pickled(path: Path, layout: Layout, label: str) -> Part:
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         whole = False
     if not whole:
-        raise ValueError(f"{path}: not a batch of CIFAR: it must hold `data`, uint8 of 3,072 columns, and as many `{label}`")
+        raise ValueError(
+            f"{path}: not a batch of CIFAR: it must hold `data`, uint8 of 3,072 columns, and as many `{label}`"
+        )
     return images, labels
 
 
@@ -91,7 +95,9 @@ def unpickle(content: bytes, name: str) -> Any:
     try:
         return _Plain(io.BytesIO(content), encoding="bytes").load()
     except _Refused as error:
-        raise ValueError(f"{name}: refused: this pickle would call {error}, and only numpy arrays and plain values are read") from None
+        raise ValueError(
+            f"{name}: refused: this pickle would call {error}, and only numpy arrays and plain values are read"
+        ) from None
     except Exception as error:  # a torn pickle raises nearly anything
         raise ValueError(f"{name}: not a whole pickle ({type(error).__name__}: {error})") from None
 

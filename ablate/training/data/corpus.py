@@ -21,7 +21,17 @@ from ablate.training.data.kinds import either
 from ablate.training.data.shards import Tokens
 from ablate.training.data.tokenisers import checked
 
-_EXCLUDED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3", "ensurepip", "turtledemo"}
+_EXCLUDED = {
+    "test",
+    "tests",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "idlelib",
+    "lib2to3",
+    "ensurepip",
+    "turtledemo",
+}
 _VALIDATION_SHARE = 10
 _WORTH_TELLING = 1 << 25
 """Bytes of text that take many seconds."""
@@ -64,7 +74,17 @@ class HubText(Spec):
     """A dataset by its name on the Hugging Face hub, or a local folder in a layout that `datasets` reads. Streamed once, and kept."""
 
     places: ClassVar[frozenset[str]] = frozenset(
-        {"dataset", "config", "split", "val_split", "revision", "column", "tokenizer", "tokens", "val_fraction"}
+        {
+            "dataset",
+            "config",
+            "split",
+            "val_split",
+            "revision",
+            "column",
+            "tokenizer",
+            "tokens",
+            "val_fraction",
+        }
     )
     NAMES: ClassVar[tuple[str, ...]] = ("dataset", "tokenizer")
     dataset: str
@@ -131,7 +151,9 @@ def _stdlib() -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(_sources(root))
     if not names:
-        raise ValueError(f"no source files of the standard library under {root}; use token shards: data: {{train: ..., val: ...}}")
+        raise ValueError(
+            f"no source files of the standard library under {root}; use token shards: data: {{train: ..., val: ...}}"
+        )
     digest, split = hashlib.sha256(), ([], [])
     for name in names:
         content = (root / name).read_bytes()
@@ -161,7 +183,9 @@ def _prose() -> Corpus:
 def _sources(root: Path) -> Iterator[str]:
     for folder, inner, files in os.walk(root):
         inner[:] = [name for name in inner if name not in _EXCLUDED]
-        yield from ((Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py"))
+        yield from (
+            (Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")
+        )
 
 
 @cache
@@ -177,7 +201,13 @@ def _shards(source: Shards) -> Corpus:
 
 @cache
 def _text(source: Text) -> Corpus:
-    job = jobs.of_files([source.text], source.val and [source.val], source.column, source.val_fraction, tokenizer=source.tokenizer)
+    job = jobs.of_files(
+        [source.text],
+        source.val and [source.val],
+        source.column,
+        source.val_fraction,
+        tokenizer=source.tokenizer,
+    )
     return _made(job, f"the text {source.text}")
 
 
@@ -193,7 +223,9 @@ def _made(job: jobs.Job, name: str) -> Corpus:
     def progress(what: str, size: int) -> None:
         nonlocal seen
         if seen <= _WORTH_TELLING < seen + size:
-            print(f"{what} of {name}, once: what is made of it is kept in {root()}", file=sys.stderr, flush=True)
+            print(
+                f"{what} of {name}, once: what is made of it is kept in {root()}", file=sys.stderr, flush=True
+            )
         seen += size
 
     return _folder(kept("corpora", job.key, lambda folder: prepared.prepare(folder, job.watched(progress))))
@@ -210,4 +242,9 @@ def _folder(folder: Path) -> Corpus:
 
 
 _WORDS = {"stdlib": _stdlib, "prose": _prose}
-_OPENED: dict[type[Spec], Callable[[Any], Corpus]] = {Shards: _shards, Text: _text, HubText: _dataset, Prepared: _prepared}
+_OPENED: dict[type[Spec], Callable[[Any], Corpus]] = {
+    Shards: _shards,
+    Text: _text,
+    HubText: _dataset,
+    Prepared: _prepared,
+}

@@ -43,7 +43,9 @@ def matching(patterns: Iterable[str]) -> list[Path]:
     found = named(patterns)
     for path in found:
         if path.suffix in _PACKED:
-            raise ValueError(f"{path}: a {path.suffix} file is no text{'' if path.suffix == '.bin' else '; unpack it first'}")
+            raise ValueError(
+                f"{path}: a {path.suffix} file is no text{'' if path.suffix == '.bin' else '; unpack it first'}"
+            )
     return found
 
 
@@ -121,4 +123,6 @@ def _rows(path: Path, column: str) -> Iterator[Piece]:
                 for number, value in enumerate(batch.column(0).to_pylist(), batch_number * _ROWS):
                     yield document(value, f"{path}, row {number}", column, names)
     except (ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a Parquet file that can be read: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"{path}: not a Parquet file that can be read: {str(error).splitlines()[0]}"
+        ) from None

@@ -5,10 +5,25 @@ from typing import Any
 from ablate.errors import redact
 from ablate.training.data import hub
 from ablate.training.data.corpus import Corpus, HubText, Prepared, Shards, Source, Text, open_corpus
-from ablate.training.data.images import Cifar10, Cifar100, Folder, HubImages, ImageSet, ImageSource, open_images
+from ablate.training.data.images import (
+    Cifar10,
+    Cifar100,
+    Folder,
+    HubImages,
+    ImageSet,
+    ImageSource,
+    open_images,
+)
 
 _IMAGES = (Cifar10, Cifar100, Folder, HubImages)
-_PLACE = {Shards: "train", Text: "text", Prepared: "prepared", Cifar10: "cifar10", Cifar100: "cifar100", Folder: "folder"}
+_PLACE = {
+    Shards: "train",
+    Text: "text",
+    Prepared: "prepared",
+    Cifar10: "cifar10",
+    Cifar100: "cifar100",
+    Folder: "folder",
+}
 """The field that says where a local source lies."""
 KINDS = (str, HubText, HubImages, *_PLACE)
 """What `facts` can tell of."""
@@ -22,7 +37,11 @@ def facts(source: Source | ImageSource) -> dict[str, Any]:
     images = isinstance(source, _IMAGES) or source in ("digits", "photos")
     name, kind, place = _place(source)
     described = _of_images(open_images(source)) if images else _of_corpus(open_corpus(source))
-    return {"name": redact(name), "type": kind, "source": {key: redact(value) for key, value in place.items() if value}} | described
+    return {
+        "name": redact(name),
+        "type": kind,
+        "source": {key: redact(value) for key, value in place.items() if value},
+    } | described
 
 
 def _place(source: Source | ImageSource) -> tuple[str, str, dict[str, str | None]]:
@@ -42,7 +61,11 @@ def _place(source: Source | ImageSource) -> tuple[str, str, dict[str, str | None
 
 
 def _of_corpus(corpus: Corpus) -> dict[str, Any]:
-    counts = {"train tokens": len(corpus.train), "validation tokens": len(corpus.val), "vocabulary": corpus.vocab}
+    counts = {
+        "train tokens": len(corpus.train),
+        "validation tokens": len(corpus.val),
+        "vocabulary": corpus.vocab,
+    }
     if corpus.bytes_per_token:
         counts["bytes per token"] = round(corpus.bytes_per_token, 4)
     return {"columns": {"token": f"integer from 0 to {corpus.vocab - 1}"}, "counts": counts}
@@ -51,6 +74,13 @@ def _of_corpus(corpus: Corpus) -> dict[str, Any]:
 def _of_images(images: ImageSet) -> dict[str, Any]:
     channels, height, width = images.shape
     return {
-        "columns": {"image": f"uint8, {channels} x {height} x {width}", "label": f"integer from 0 to {images.classes - 1}"},
-        "counts": {"train images": len(images.train), "validation images": len(images.val), "classes": images.classes},
+        "columns": {
+            "image": f"uint8, {channels} x {height} x {width}",
+            "label": f"integer from 0 to {images.classes - 1}",
+        },
+        "counts": {
+            "train images": len(images.train),
+            "validation images": len(images.val),
+            "classes": images.classes,
+        },
     }

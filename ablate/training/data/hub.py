@@ -29,7 +29,9 @@ def version(dataset: str, revision: str | None, instead: str) -> str:
     folder = local(dataset)
     if folder:
         return digest([path for path in sorted(folder.rglob("*")) if path.is_file()])
-    return remembered(key_of("dataset", dataset, revision), lambda: _commit("dataset", dataset, revision, instead))
+    return remembered(
+        key_of("dataset", dataset, revision), lambda: _commit("dataset", dataset, revision, instead)
+    )
 
 
 def tokenizer_commit(name: str, instead: str) -> str:
@@ -51,12 +53,16 @@ def model_commit(name: str, instead: str) -> str:
     return remembered(key_of("model", name), lambda: _commit("model", name, None, instead))
 
 
-def rows(dataset: str, config: str | None, split: str, commit: str, raw: str | None = None) -> Iterator[dict[str, Any]]:
+def rows(
+    dataset: str, config: str | None, split: str, commit: str, raw: str | None = None
+) -> Iterator[dict[str, Any]]:
     """The rows of a split, streamed; those of the image column `raw` as {bytes, path}. OSError in one sentence where that fails."""
     library = _datasets(dataset)
     with _told(f"dataset {dataset}, split {split}: cannot be read"):
         folder = local(dataset)
-        found = library.load_dataset(str(folder or dataset), config, split=split, streaming=True, revision=None if folder else commit)
+        found = library.load_dataset(
+            str(folder or dataset), config, split=split, streaming=True, revision=None if folder else commit
+        )
         columns = found.column_names or list(next(iter(found), ()))
         if raw and columns and raw not in columns:  # the library would add it, empty
             raise ValueError(f"there is no column {raw!r}; there are {', '.join(columns)}")
@@ -74,9 +80,13 @@ def _commit(kind: str, name: str, revision: str | None, instead: str) -> str:
     except RevisionNotFoundError:
         raise OSError(f"{kind} {name}: {where} has no revision {revision} of it") from None
     except RepositoryNotFoundError:
-        raise OSError(f"{kind} {name}: {where} has none of that name, or it is private (HF_TOKEN); {instead}") from None
+        raise OSError(
+            f"{kind} {name}: {where} has none of that name, or it is private (HF_TOKEN); {instead}"
+        ) from None
     except Exception as error:
-        raise OSError(f"{kind} {name}: {where} was asked for it and cannot be reached ({_first(error)}); {instead}") from None
+        raise OSError(
+            f"{kind} {name}: {where} was asked for it and cannot be reached ({_first(error)}); {instead}"
+        ) from None
 
 
 def _datasets(dataset: str) -> ModuleType:

@@ -165,10 +165,13 @@ class ImageSet:
     def _moments(self) -> tuple[np.ndarray, np.ndarray]:
         levels = np.arange(256) / 255
         shares = [
-            np.bincount(self.train[:, channel].ravel(), minlength=256) / self.train[:, channel].size for channel in range(self.shape[0])
+            np.bincount(self.train[:, channel].ravel(), minlength=256) / self.train[:, channel].size
+            for channel in range(self.shape[0])
         ]
         means = np.array([(share * levels).sum() for share in shares])
-        variances = np.array([(share * (levels - mean) ** 2).sum() for share, mean in zip(shares, means, strict=True)])
+        variances = np.array(
+            [(share * (levels - mean) ** 2).sum() for share, mean in zip(shares, means, strict=True)]
+        )
         return means.astype(np.float32), np.sqrt(np.maximum(variances, 1e-6)).astype(np.float32)
 
 
@@ -182,10 +185,14 @@ def open_images(source: ImageSource) -> ImageSet:
 def _image_set(train: cifar.Part, val: cifar.Part, classes: int, name: str) -> ImageSet:
     parts = (*train, *val)
     if not (len(train[0]) and len(val[0])):
-        raise ValueError(f"{name}: {len(train[0])} images to train on and {len(val[0])} to validate on; there must be some of both")
+        raise ValueError(
+            f"{name}: {len(train[0])} images to train on and {len(val[0])} to validate on; there must be some of both"
+        )
     for labels in (train[1], val[1]):
         if labels.min() < 0 or labels.max() >= classes:
-            raise ValueError(f"{name}: has a class {labels.max() if labels.min() >= 0 else labels.min()}; there are {classes}, from 0")
+            raise ValueError(
+                f"{name}: has a class {labels.max() if labels.min() >= 0 else labels.min()}; there are {classes}, from 0"
+            )
     found = hashlib.sha256(f"{classes}".encode())
     for part in parts:
         found.update(f"{part.shape}{part.dtype}".encode() + np.ascontiguousarray(part).data)
@@ -198,7 +205,11 @@ def _image_set(train: cifar.Part, val: cifar.Part, classes: int, name: str) -> I
 def _scikit(*inner: str) -> Path:
     """A data file of scikit-learn's. Importing it takes seconds."""
     found = importlib.util.find_spec("sklearn")
-    path = Path(found.submodule_search_locations[0]).joinpath("datasets", *inner) if found else Path("sklearn", *inner)
+    path = (
+        Path(found.submodule_search_locations[0]).joinpath("datasets", *inner)
+        if found
+        else Path("sklearn", *inner)
+    )
     if not path.is_file():
         raise OSError(f"{path}: no such file; scikit-learn brings it: `pip install scikit-learn`")
     return path
@@ -268,7 +279,9 @@ def _folder(source: Folder) -> ImageSet:
     tops = (root / "train", root / "val") if parted else (root, root)
     train, val = map(_files, tops) if parted else _split(_files(root))
     if not (train and val):
-        raise ValueError(f"{root}: {len(train) + len(val)} images (.png, .jpg); it takes 10, or folders train and val that hold some each")
+        raise ValueError(
+            f"{root}: {len(train) + len(val)} images (.png, .jpg); it takes 10, or folders train and val that hold some each"
+        )
     classes = sorted({_class(path, tops[0]) for path in train})
 
     def part(files: list[Path], top: Path) -> cifar.Part:
@@ -286,7 +299,9 @@ def _files(root: Path) -> list[Path]:
 
 def _split(items: list[Any]) -> tuple[list[Any], list[Any]]:
     """Every tenth apart, which is in proportion where the items are sorted by class."""
-    return [item for n, item in enumerate(items, 1) if n % _VALIDATION_EVERY], items[_VALIDATION_EVERY - 1 :: _VALIDATION_EVERY]
+    return [item for n, item in enumerate(items, 1) if n % _VALIDATION_EVERY], items[
+        _VALIDATION_EVERY - 1 :: _VALIDATION_EVERY
+    ]
 
 
 def _class(path: Path, top: Path) -> str:
@@ -307,7 +322,10 @@ def _decoded(content: bytes, name: str) -> np.ndarray:
     from PIL import Image
 
     try:
-        with warnings.catch_warnings(action="error"), Image.open(io.BytesIO(content), formats=("PNG", "JPEG")) as image:
+        with (
+            warnings.catch_warnings(action="error"),
+            Image.open(io.BytesIO(content), formats=("PNG", "JPEG")) as image,
+        ):
             pixels = np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Warning, Image.DecompressionBombError) as error:
         raise ValueError(f"{name}: not an image that can be read (PNG or JPEG): {error}") from None
@@ -316,7 +334,9 @@ def _decoded(content: bytes, name: str) -> np.ndarray:
 
 def _square(image: np.ndarray, size: int, name: str) -> np.ndarray:
     if image.shape[1:] != (size, size):
-        raise ValueError(f"{name}: is {image.shape[2]}x{image.shape[1]} pixels, not {size}x{size}; scale or cut all images first")
+        raise ValueError(
+            f"{name}: is {image.shape[2]}x{image.shape[1]} pixels, not {size}x{size}; scale or cut all images first"
+        )
     return image
 
 
@@ -327,7 +347,9 @@ def _kept(key: str, make: Callable[[], ImageSet]) -> ImageSet:
         made = make()
         for name in _ARRAYS:
             np.save(folder / f"{name}.npy", getattr(made, name), allow_pickle=False)
-        (folder / "about.json").write_text(json.dumps({"classes": made.classes, "fingerprint": made.fingerprint}))
+        (folder / "about.json").write_text(
+            json.dumps({"classes": made.classes, "fingerprint": made.fingerprint})
+        )
 
     folder = kept("images", key, fill)
     arrays = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS]
@@ -346,10 +368,19 @@ def _hub(source: HubImages) -> ImageSet:
         images = _fetched(source, source.split, commit)
         parts = (images, _fetched(source, source.val_split, commit)) if source.val_split else _split(images)
         if not all(parts):
-            wanted = "some in both" if source.val_split else f"at least {_VALIDATION_EVERY}, or a val_split of its own"
-            found = " and ".join(f"{len(part)} {what}" for part, what in zip(parts, ("to train on", "to validate on"), strict=True))
+            wanted = (
+                "some in both"
+                if source.val_split
+                else f"at least {_VALIDATION_EVERY}, or a val_split of its own"
+            )
+            found = " and ".join(
+                f"{len(part)} {what}"
+                for part, what in zip(parts, ("to train on", "to validate on"), strict=True)
+            )
             raise ValueError(f"dataset {source.dataset}: of its images there are {found}; it takes {wanted}")
-        train, val = ((np.stack([image for image, _ in part]), np.array([label for _, label in part])) for part in parts)
+        train, val = (
+            (np.stack([image for image, _ in part]), np.array([label for _, label in part])) for part in parts
+        )
         return _image_set(train, val, int(train[1].max()) + 1, f"dataset {source.dataset}")
 
     return _kept(key, make)
@@ -357,10 +388,14 @@ def _hub(source: HubImages) -> ImageSet:
 
 def _fetched(source: HubImages, split: str, commit: str) -> list[tuple[np.ndarray, int]]:
     found = []
-    for number, row in enumerate(islice(rows(source.dataset, source.config, split, commit, source.image), source.images)):
+    for number, row in enumerate(
+        islice(rows(source.dataset, source.config, split, commit, source.image), source.images)
+    ):
         name = f"dataset {source.dataset}, split {split}, row {number}"
         if source.label is not None and type(row.get(source.label)) is not int:
-            raise ValueError(f"{name}: no whole number in column {source.label!r}; there are {', '.join(row)} (label: null for none)")
+            raise ValueError(
+                f"{name}: no whole number in column {source.label!r}; there are {', '.join(row)} (label: null for none)"
+            )
         image = _square(_decoded(_content(row[source.image], source.image, name), name), source.size, name)
         found.append((image, row[source.label] if source.label else 0))
     return found
@@ -374,4 +409,9 @@ def _content(cell: dict[str, Any] | None, column: str, name: str) -> bytes:
         raise ValueError(f"{name}: no image in column {column!r}, nor the path of one") from None
 
 
-_OPENED: dict[type[Spec], Callable[[Any], ImageSet]] = {Cifar10: _cifar10, Cifar100: _cifar100, Folder: _folder, HubImages: _hub}
+_OPENED: dict[type[Spec], Callable[[Any], ImageSet]] = {
+    Cifar10: _cifar10,
+    Cifar100: _cifar100,
+    Folder: _folder,
+    HubImages: _hub,
+}

@@ -48,7 +48,9 @@ class Job:
     def key(self) -> str:
         """The hash of all that determines what is made of it."""
         fraction = self.val_fraction if self.val is None else None
-        return key_of(_VERSION, self.content, identity(self.tokenizer), fraction, self.shard_tokens, self.tokens)
+        return key_of(
+            _VERSION, self.content, identity(self.tokenizer), fraction, self.shard_tokens, self.tokens
+        )
 
     def split(self) -> Iterator[tuple[bool, Piece]]:
         """Whether each piece validates, and the piece: the next does where too small a part of the text so far does."""
@@ -83,22 +85,47 @@ def of_files(patterns: list[str], val: list[str] | None, column: str, val_fracti
     def read(paths: list[Any]) -> Callable[[], Iterable[Piece]]:
         return lambda: documents.pieces(paths, column, longest)
 
-    content = ("files", column, [[path.suffix for path in paths] for paths in (files, held)], digest(files), digest(held))
+    content = (
+        "files",
+        column,
+        [[path.suffix for path in paths] for paths in (files, held)],
+        digest(files),
+        digest(held),
+    )
     source = {"text": patterns} | ({"val": val} if val else {})
-    return Job(read(files), content, source, val=read(held) if held else None, val_fraction=val_fraction, **how)
+    return Job(
+        read(files), content, source, val=read(held) if held else None, val_fraction=val_fraction, **how
+    )
 
 
-def of_dataset(dataset: str, config: str | None, split: str, val_split: str | None, revision: str | None, column: str, **how: Any) -> Job:
+def of_dataset(
+    dataset: str,
+    config: str | None,
+    split: str,
+    val_split: str | None,
+    revision: str | None,
+    column: str,
+    **how: Any,
+) -> Job:
     """A dataset of the hub, or in a local folder. OSError in one sentence where it cannot be reached."""
     commit = hub.version(dataset, revision, _INSTEAD)
 
     def read(part: str) -> Callable[[], Iterator[Piece]]:
         def pieces() -> Iterator[Piece]:
             for number, row in enumerate(hub.rows(dataset, config, part, commit)):
-                yield documents.document(row.get(column), f"dataset {dataset}, split {part}, row {number}", column, row)
+                yield documents.document(
+                    row.get(column), f"dataset {dataset}, split {part}, row {number}", column, row
+                )
 
         return pieces
 
-    source = {"dataset": dataset, "config": config, "split": split, "val_split": val_split, "revision": commit, "column": column}
+    source = {
+        "dataset": dataset,
+        "config": config,
+        "split": split,
+        "val_split": val_split,
+        "revision": commit,
+        "column": column,
+    }
     content = ("dataset", dataset, config, split, val_split, commit, column)
     return Job(read(split), content, source, val=read(val_split) if val_split else None, **how)

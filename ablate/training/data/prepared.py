@@ -52,11 +52,16 @@ class About(Spec):
 def prepare(folder: Path, job: Job) -> About:
     """Write the shards, the tokeniser and what they are into an empty folder. OSError or ValueError in one sentence."""
     tokeniser = open_tokeniser(job.tokenizer, job.training)
-    parts = {name: _Part(shards.Writer(folder, name, tokeniser.dtype, job.shard_tokens)) for name in ("train", "val")}
+    parts = {
+        name: _Part(shards.Writer(folder, name, tokeniser.dtype, job.shard_tokens))
+        for name in ("train", "val")
+    }
     stream = job.split()
     while batch := list(islice(stream, _PIECES)):
         for (held, piece), ids in zip(batch, tokeniser.encode([piece for _, piece in batch]), strict=True):
-            parts["val" if held else "train"].add(piece, ids, tokeniser.separator, None if held else job.tokens)
+            parts["val" if held else "train"].add(
+                piece, ids, tokeniser.separator, None if held else job.tokens
+            )
         job.progress("writing tokens", sum(len(piece.content) for _, piece in batch))
         if job.tokens and parts["train"].writer.tokens >= job.tokens:
             break
@@ -94,7 +99,12 @@ class _Part:
     @property
     def told(self) -> Part:
         """What was written."""
-        return Part(tokens=self.writer.tokens, bytes=self.bytes, documents=self.documents, shards=tuple(self.writer.names))
+        return Part(
+            tokens=self.writer.tokens,
+            bytes=self.bytes,
+            documents=self.documents,
+            shards=tuple(self.writer.names),
+        )
 
 
 def _about(folder: Path, job: Job, tokeniser: Tokeniser, train: Part, val: Part, fingerprint: str) -> About:
@@ -103,7 +113,9 @@ def _about(folder: Path, job: Job, tokeniser: Tokeniser, train: Part, val: Part,
         tokenizer=tokeniser.word,
         vocab=tokeniser.vocab,
         separator=tokeniser.separator,
-        bytes_per_token=1.0 if tokeniser.word == "bytes" else val.bytes / val.tokens,  # of bytes the separator is one too
+        bytes_per_token=1.0
+        if tokeniser.word == "bytes"
+        else val.bytes / val.tokens,  # of bytes the separator is one too
         train=train,
         val=val,
         fingerprint=fingerprint,
@@ -115,13 +127,17 @@ def about(folder: Path) -> About:
     """What a folder says that it holds. OSError or ValueError in one sentence."""
     path = folder / ABOUT
     if not path.is_file():
-        raise OSError(f"{folder}: no {ABOUT} there; `ablate data prepare TEXT --out {folder}` writes such a folder")
+        raise OSError(
+            f"{folder}: no {ABOUT} there; `ablate data prepare TEXT --out {folder}` writes such a folder"
+        )
     try:
         return About.model_validate_json(path.read_bytes())
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
-        raise ValueError(f"{path}: not as `ablate data prepare` writes it: {where}: {problem['msg']}") from None
+        raise ValueError(
+            f"{path}: not as `ablate data prepare` writes it: {where}: {problem['msg']}"
+        ) from None
 
 
 def read(folder: Path) -> tuple[About, Tokens, Tokens]:

@@ -71,7 +71,9 @@ class Joined(_Windows):
             part, first = self._parts[number], int(self._ends[number]) - len(self._parts[number])
             if first >= stop:
                 break
-            found.append(part[max(0, start - first) : stop - first].astype(self.dtype))  # a copy: it keeps no file open
+            found.append(
+                part[max(0, start - first) : stop - first].astype(self.dtype)
+            )  # a copy: it keeps no file open
         return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, self.dtype)])
 
 
@@ -98,7 +100,9 @@ def read(path: Path, dtype: str) -> Shard:
             why = f"damaged, or written with more than the {_MOST:,} tokens that such a header counts; write smaller shards"
             raise ValueError(f"{path}: its header tells of {header[2]} tokens: {why}")
         if size < _HEADER + int(header[2]) * kind.itemsize:
-            raise ValueError(f"{path}: truncated: its header promises {int(header[2])} tokens, {size} bytes are there")
+            raise ValueError(
+                f"{path}: truncated: its header promises {int(header[2])} tokens, {size} bytes are there"
+            )
         return Shard(path, kind, _HEADER, int(header[2]), told.st_mtime_ns)
     kind = np.dtype(dtype)
     if size == 0 or size % kind.itemsize:
@@ -120,7 +124,9 @@ def check_and_digest(shard: Shard, vocab: int, digest: "hashlib._Hash") -> None:
 
 def _sample(shard: Shard) -> list[np.ndarray]:
     window = _SAMPLE_BYTES // shard.dtype.itemsize
-    starts = np.linspace(0, max(0, len(shard) - window), min(_SAMPLES, math.ceil(len(shard) / window)), dtype=np.int64)
+    starts = np.linspace(
+        0, max(0, len(shard) - window), min(_SAMPLES, math.ceil(len(shard) / window)), dtype=np.int64
+    )
     return [shard[start : start + window] for start in starts]
 
 

@@ -49,12 +49,16 @@ def kind(word: str) -> Literal["bytes", "bpe", "file", "hub"]:
         return "bytes"
     if word.startswith("bpe:"):
         if not (word[4:].isdecimal() and _SMALLEST <= int(word[4:]) <= _LARGEST):
-            raise ValueError(f"bpe:N takes N tokens, from {_SMALLEST} (all bytes and a separator) to {_LARGEST}")
+            raise ValueError(
+                f"bpe:N takes N tokens, from {_SMALLEST} (all bytes and a separator) to {_LARGEST}"
+            )
         return "bpe"
     if word.endswith(".json") or word.startswith((".", "/", "~")) or Path(word).exists():
         return "file"
     if not _HUB_NAME.fullmatch(word):
-        raise ValueError("must be bytes, bpe:N, the path of a tokenizer.json, or the name of a model on the hub")
+        raise ValueError(
+            "must be bytes, bpe:N, the path of a tokenizer.json, or the name of a model on the hub"
+        )
     return "hub"
 
 
@@ -108,7 +112,10 @@ def _of(library: Any, word: str) -> Tokeniser:
 
     def encode(pieces: Sequence[Piece]) -> list[np.ndarray]:
         texts = [_text(piece) for piece in pieces]
-        return [np.array(found.ids, dtype=np.uint32) for found in library.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            np.array(found.ids, dtype=np.uint32)
+            for found in library.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     return Tokeniser(
         word,
@@ -125,7 +132,9 @@ def _text(piece: Piece) -> str:
         return piece.content.decode()
     except UnicodeDecodeError as error:
         where = piece.offset + error.start
-        raise ValueError(f"{piece.name}: byte {where} ({piece.content[error.start]:#x}) is not UTF-8; `bytes` takes anything") from None
+        raise ValueError(
+            f"{piece.name}: byte {where} ({piece.content[error.start]:#x}) is not UTF-8; `bytes` takes anything"
+        ) from None
 
 
 def _bytes() -> Tokeniser:
@@ -135,14 +144,26 @@ def _bytes() -> Tokeniser:
     # The library writes each byte as a letter: those that can be printed as themselves, the others, in order, from U+0100 on.
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printed]
-    letters = {chr(byte): byte for byte in printed} | {chr(0x100 + number): byte for number, byte in enumerate(rest)}
+    letters = {chr(byte): byte for byte in printed} | {
+        chr(0x100 + number): byte for number, byte in enumerate(rest)
+    }
     library = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    library.pre_tokenizer, library.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        decoders.ByteLevel(),
+    )
 
     def encode(pieces: Sequence[Piece]) -> list[np.ndarray]:
         return [np.frombuffer(piece.content, dtype=np.uint8) for piece in pieces]
 
-    return Tokeniser("bytes", 256, 0, encode, lambda ids: ids.astype(np.uint8).tobytes().decode(errors="replace"), library.to_str())
+    return Tokeniser(
+        "bytes",
+        256,
+        0,
+        encode,
+        lambda ids: ids.astype(np.uint8).tobytes().decode(errors="replace"),
+        library.to_str(),
+    )
 
 
 def _trained(text: Iterable[Piece], vocab: int) -> Any:
@@ -150,8 +171,13 @@ def _trained(text: Iterable[Piece], vocab: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     library = Tokenizer(models.BPE())
-    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    library.pre_tokenizer, library.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[SEPARATOR], initial_alphabet=letters, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[SEPARATOR], initial_alphabet=letters, show_progress=False
+    )
     library.train_from_iterator(map(_text, text), trainer)
     return library

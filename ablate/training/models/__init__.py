@@ -14,7 +14,9 @@ def library(name: str) -> ModuleType:
         with quietly():
             return import_module(name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"this needs {error.name}, which is not installed: pip install 'ablate-fp4[hf]'") from None
+        raise ValueError(
+            f"this needs {error.name}, which is not installed: pip install 'ablate-fp4[hf]'"
+        ) from None
 
 
 @contextmanager

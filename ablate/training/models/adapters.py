@@ -31,15 +31,21 @@ with _without_a_shell("transformer_engine"), quietly():
     import peft
 
 
-def adapt(model: nn.Module, names: Sequence[str], rank: int, alpha: float, dropout: float, seed: int) -> nn.Module:
+def adapt(
+    model: nn.Module, names: Sequence[str], rank: int, alpha: float, dropout: float, seed: int
+) -> nn.Module:
     """The model with adapters on the layers `names`, drawn from the seed alone; nothing else of it is trained any more.
 
     The layers themselves stay what they are, quantised by their recipe, under their own names; adapters are computed in the
     activations' own precision.
     """
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(names), task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(names), task_type="CAUSAL_LM"
+    )
     with drawn(seed), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that will go: nothing that a user could mend
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # peft asks transformers by a name that will go: nothing that a user could mend
         return peft.get_peft_model(model, config).train()
 
 

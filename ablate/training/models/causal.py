@@ -33,15 +33,26 @@ def outlined(source: Source, vocab: int | None) -> Outline:
     """The outline of a model, from one without weights. OSError or ValueError in one sentence where there is none."""
     found = configuration(source, vocab)
     if found.get_text_config() is not found:
-        raise ValueError(f"{found.model_type} has parts that no text goes through; name the model of its text alone")
+        raise ValueError(
+            f"{found.model_type} has parts that no text goes through; name the model of its text alone"
+        )
     with torch.device("meta"):
         model = _from(found)
     names = quantisable(model)
     if not names:
-        raise ValueError(f"{found.model_type} has no linear layer inside numbered blocks that a recipe could apply to")
+        raise ValueError(
+            f"{found.model_type} has no linear layer inside numbered blocks that a recipe could apply to"
+        )
     size = sum(p.numel() for p in model.parameters())
     context = getattr(found, "max_position_embeddings", None)
-    return Outline(described(model, names), size, found.vocab_size, context, *_coverage(model, names), _features(model, names))
+    return Outline(
+        described(model, names),
+        size,
+        found.vocab_size,
+        context,
+        *_coverage(model, names),
+        _features(model, names),
+    )
 
 
 def _features(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
@@ -59,7 +70,9 @@ def _coverage(model: nn.Module, names: Sequence[str]) -> tuple[float, str | None
     not. Embeddings are looked up, not multiplied; a head that shares its matrix with one is left out with it."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in tables}
-    left = {name: count for name, count in matrices.items() if name not in {f"{layer}.weight" for layer in names}}
+    left = {
+        name: count for name, count in matrices.items() if name not in {f"{layer}.weight" for layer in names}
+    }
     return 1 - sum(left.values()) / sum(matrices.values()), max(left, key=left.get, default=None)
 
 
@@ -79,7 +92,9 @@ def configuration(source: Source, vocab: int | None = None) -> Any:
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, 3)
-        raise ValueError(f"model_type {kind!r} is none that transformers knows; {'the nearest: ' + ', '.join(near) if near else HINT}")
+        raise ValueError(
+            f"model_type {kind!r} is none that transformers knows; {'the nearest: ' + ', '.join(near) if near else HINT}"
+        )
     fields = {name: value for name, value in source.items() if name != "model_type"}
     known = AutoConfig.for_model(kind)
     for name in fields:
@@ -101,7 +116,9 @@ def _reads(kind: type, name: str) -> bool:
     if kind not in AutoModelForCausalLM._model_mapping:
         return False
     module = inspect.getmodule(AutoModelForCausalLM._model_mapping[kind])
-    read = re.compile(rf"""config\.{re.escape(name)}\b|getattr\(\s*(?:\w+\.)?config,\s*["']{re.escape(name)}["']""")
+    read = re.compile(
+        rf"""config\.{re.escape(name)}\b|getattr\(\s*(?:\w+\.)?config,\s*["']{re.escape(name)}["']"""
+    )
     return read.search(inspect.getsource(module)) is not None
 
 
@@ -111,7 +128,9 @@ def _named(source: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path or source, **more)
     except Exception as error:  # of whatever class
-        raise OSError(f"model {source}: no configuration that transformers can read: {_words(error)}") from None
+        raise OSError(
+            f"model {source}: no configuration that transformers can read: {_words(error)}"
+        ) from None
 
 
 def _words(error: Exception) -> str:
@@ -124,20 +143,29 @@ def build(source: Source, vocab: int, seed: int, device: torch.device, weights: 
     with weights drawn from the seed alone, on the CPU. OSError or ValueError in one sentence."""
     with drawn(seed):
         pretrained = weights and isinstance(source, str)
-        model = _pretrained(source) if pretrained else _from(configuration(source, vocab), dtype=torch.float32)
+        model = (
+            _pretrained(source) if pretrained else _from(configuration(source, vocab), dtype=torch.float32)
+        )
     return model.to(device).train()
 
 
 def _pretrained(source: str) -> nn.Module:
     path, revision = place(source)
-    more = {"revision": revision, "local_files_only": path is not None, "trust_remote_code": False, "dtype": torch.float32}
+    more = {
+        "revision": revision,
+        "local_files_only": path is not None,
+        "trust_remote_code": False,
+        "dtype": torch.float32,
+    }
     try:
         model, told = AutoModelForCausalLM.from_pretrained(path or source, output_loading_info=True, **more)
     except Exception as error:  # of whatever class: torn files, none, of another format
         raise OSError(f"model {source}: its weights cannot be read: {_words(error)}") from None
     lacking = sorted(map(str, (*told["missing_keys"], *told.get("mismatched_keys", ()))))
     if lacking:  # they would be drawn anew, without a word
-        raise ValueError(f"model {source}: its weights lack {lacking[0]} (and {len(lacking) - 1} more), or have it in another shape")
+        raise ValueError(
+            f"model {source}: its weights lack {lacking[0]} (and {len(lacking) - 1} more), or have it in another shape"
+        )
     return model
 
 
@@ -145,7 +173,9 @@ def loss(clock: Clock, dtype: torch.dtype, model: nn.Module, tokens: Tensor, tar
     """Mean cross-entropy in nats of `targets`, the tokens one later. `dtype` is that of activations: where it is bf16, what is not
     quantised runs under autocast on a GPU; on a CPU, whose kernels for it are slow, in fp32."""
     cuda = tokens.device if tokens.device.type == "cuda" else None
-    autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=cuda is not None and dtype == torch.bfloat16)
+    autocast = torch.autocast(
+        tokens.device.type, torch.bfloat16, enabled=cuda is not None and dtype == torch.bfloat16
+    )
     with drawn(clock, cuda), autocast:
         logits = model(input_ids=tokens, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

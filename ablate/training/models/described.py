@@ -58,8 +58,12 @@ def _outline(source: str, vocab: int | None) -> Outline:
             return json.dumps(outlined(meant, vocab), default=sorted)
         except (OSError, ValueError):
             raise
-        except Exception as error:  # of whatever class: the code of a model's configuration is another library's
-            raise ValueError(f"transformers cannot describe this model: {type(error).__name__}: {one_line(str(error))[:200]}") from None
+        except (
+            Exception
+        ) as error:  # of whatever class: the code of a model's configuration is another library's
+            raise ValueError(
+                f"transformers cannot describe this model: {type(error).__name__}: {one_line(str(error))[:200]}"
+            ) from None
 
     layers, *rest = json.loads(remembered(key, make))
     return Outline(tuple(Layer(name, block, frozenset(classes)) for name, block, classes in layers), *rest)

@@ -91,7 +91,9 @@ def loss(model: nn.Module, images: Tensor, order: Tensor) -> Tensor:
 # --- what a step sees -------------------------------------------------------------------------------------------------------
 
 
-def mask_order(seed: int, step: int, micro_batch: int, images: int, patches: int, purpose: int = _TRAINING) -> Tensor:
+def mask_order(
+    seed: int, step: int, micro_batch: int, images: int, patches: int, purpose: int = _TRAINING
+) -> Tensor:
     """A number for every patch, int64 [images, patches], no two of an image alike: patches are kept from the smallest on.
 
     A function of its arguments alone, so that every arm of a seed sees the same masks.
@@ -104,7 +106,9 @@ def mask_order(seed: int, step: int, micro_batch: int, images: int, patches: int
     return words.view(images, patches) * patches + torch.arange(patches)
 
 
-def batches(config: Any, images: ImageSet, seed: int, device: torch.device) -> tuple[Callable[[int, int], Batch], list[Batch]]:
+def batches(
+    config: Any, images: ImageSet, seed: int, device: torch.device
+) -> tuple[Callable[[int, int], Batch], list[Batch]]:
     """Batches on a device: those of training by step and micro-batch, and those of validation, the same for every seed and arm."""
 
     def batch(step: int, micro_batch: int) -> Batch:
@@ -116,7 +120,9 @@ def batches(config: Any, images: ImageSet, seed: int, device: torch.device) -> t
 
 def validation(config: Any, images: ImageSet) -> Iterator[Batch]:
     """Validation images, and masks that depend on nothing."""
-    pixels = validation_images(images, config.eval_tokens // config.patches, config.eval_batch, config.augment)
+    pixels = validation_images(
+        images, config.eval_tokens // config.patches, config.eval_batch, config.augment
+    )
     for number, part in enumerate(pixels):
         yield part, mask_order(0, 0, number, len(part), config.patches, _VALIDATION)
 
@@ -133,14 +139,22 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     """[n, channels, side, side] as [n, patches, pixels]: patches row by row, in one its rows, then columns, then channels."""
     n, channels, side, _ = images.shape
     grid = side // patch
-    return images.view(n, channels, grid, patch, grid, patch).permute(0, 2, 4, 3, 5, 1).reshape(n, grid * grid, patch * patch * channels)
+    return (
+        images.view(n, channels, grid, patch, grid, patch)
+        .permute(0, 2, 4, 3, 5, 1)
+        .reshape(n, grid * grid, patch * patch * channels)
+    )
 
 
 def unpatchify(patches: Tensor, patch: int, channels: int) -> Tensor:
     """What `patchify` was given."""
     n, count, _ = patches.shape
     grid = math.isqrt(count)
-    return patches.view(n, grid, grid, patch, patch, channels).permute(0, 5, 1, 3, 2, 4).reshape(n, channels, grid * patch, grid * patch)
+    return (
+        patches.view(n, grid, grid, patch, patch, channels)
+        .permute(0, 5, 1, 3, 2, 4)
+        .reshape(n, channels, grid * patch, grid * patch)
+    )
 
 
 def blank_loss(config: Any, images: ImageSet) -> float:
@@ -151,7 +165,9 @@ def blank_loss(config: Any, images: ImageSet) -> float:
         patches, masked = patchify(pixels, config.patch), masks(order, config.visible)
         channels = patches.unflatten(-1, (-1, pixels.shape[1]))
         shown = (~masked)[..., None, None]
-        mean = (channels * shown).sum((1, 2), keepdim=True) / (shown.sum((1, 2), keepdim=True) * channels.shape[2])
+        mean = (channels * shown).sum((1, 2), keepdim=True) / (
+            shown.sum((1, 2), keepdim=True) * channels.shape[2]
+        )
         error = _normalised(patches) if config.norm_pix else (channels - mean).flatten(2)
         losses.append((error.square().mean(-1) * masked).sum().item() / masked.sum().item())
     return math.fsum(losses) / len(losses)
@@ -173,7 +189,9 @@ class Reconstruction(NamedTuple):
     """Which patches were predicted, bool [n, patches]."""
 
 
-def reconstructions(model: nn.Module, engine: Engine, config: Any, images: ImageSet, batches: Sequence[Batch]) -> list[Reconstruction]:
+def reconstructions(
+    model: nn.Module, engine: Engine, config: Any, images: ImageSet, batches: Sequence[Batch]
+) -> list[Reconstruction]:
     """What the model makes of every batch, drawing as an evaluation does."""
     engine.clock.stream = "evaluation"
     found = []
@@ -207,7 +225,9 @@ def reconstruct(model: nn.Module, config: Any, images: ImageSet, batch: Batch) -
 def _levels(batch: Tensor, config: Any, images: ImageSet) -> Tensor:
     """Normalisation undone."""
     if config.augment.normalise:
-        mean, deviation = (torch.from_numpy(moment).view(1, -1, 1, 1) for moment in (images.mean, images.deviation))
+        mean, deviation = (
+            torch.from_numpy(moment).view(1, -1, 1, 1) for moment in (images.mean, images.deviation)
+        )
         batch = batch * deviation + mean
     return batch.clamp(0, 1)
 

@@ -88,7 +88,8 @@ class Transformer(nn.Module):
         self.dtype = dtype
         self.embedding = nn.Embedding.from_pretrained(torch.empty(vocab, shape.width), freeze=False)
         self.blocks = nn.ModuleList(
-            Block(shape.width, shape.heads, shape.kv_heads or shape.heads, shape.mlp, shape.hidden_width) for _ in range(shape.layers)
+            Block(shape.width, shape.heads, shape.kv_heads or shape.heads, shape.mlp, shape.hidden_width)
+            for _ in range(shape.layers)
         )
         self.norm = Norm(shape.width)
         self.head = nn.Linear(shape.width, vocab, bias=False)

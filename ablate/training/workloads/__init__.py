@@ -21,7 +21,13 @@ from ablate.training.workloads.idle import Idle
 from ablate.training.workloads.mae import Mae
 from ablate.training.workloads.tensors import Tensors
 
-WORKLOADS: dict[str, type[Any]] = {"gpt": Gpt, "mae": Mae, "finetune": Finetune, "tensors": Tensors, "idle": Idle}
+WORKLOADS: dict[str, type[Any]] = {
+    "gpt": Gpt,
+    "mae": Mae,
+    "finetune": Finetune,
+    "tensors": Tensors,
+    "idle": Idle,
+}
 
 
 def unit(spec: str, metric: str) -> str:

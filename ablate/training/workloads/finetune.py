@@ -118,9 +118,15 @@ class Finetune(Text):
 
     def _weights(self, folder: Path) -> Iterator[tuple[str, str]]:
         if self.base:
-            yield "base", "is for a configuration without weights, and model names one that has its own; leave one of them out"
+            yield (
+                "base",
+                "is for a configuration without weights, and model names one that has its own; leave one of them out",
+            )
         if folder.exists() and not any(path.suffix in (".safetensors", ".bin") for path in folder.glob("*")):
-            yield "model", f"{folder} holds no weights (.safetensors or .bin), as transformers' save_pretrained leaves them"
+            yield (
+                "model",
+                f"{folder} holds no weights (.safetensors or .bin), as transformers' save_pretrained leaves them",
+            )
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         """(field, reason) for what cannot run with this recipe."""
@@ -133,8 +139,12 @@ class Finetune(Text):
         """The recipe without what a run never computes: under adapters the layers' own weights are frozen, so they have no wgrad."""
         if self.lora is None:
             return recipe
-        rules = tuple(rule.model_copy(update={"use": rule.use and _frozen(rule.use)}) for rule in recipe.layers.rules)
-        phases = tuple(phase.model_copy(update={"use": phase.use and _frozen(phase.use)}) for phase in recipe.schedule)
+        rules = tuple(
+            rule.model_copy(update={"use": rule.use and _frozen(rule.use)}) for rule in recipe.layers.rules
+        )
+        phases = tuple(
+            phase.model_copy(update={"use": phase.use and _frozen(phase.use)}) for phase in recipe.schedule
+        )
         layers = recipe.layers.model_copy(update={"rules": rules})
         return _frozen(recipe).model_copy(update={"layers": layers, "schedule": phases})
 
@@ -167,7 +177,11 @@ class Finetune(Text):
         """What identifies the data's content, that of the base's, and a named model's weights."""
         from ablate.training.models.source import fingerprint
 
-        parts = [super().fingerprint(), fingerprint(self.model), self._pretraining.fingerprint() if self.base else ""]
+        parts = [
+            super().fingerprint(),
+            fingerprint(self.model),
+            self._pretraining.fingerprint() if self.base else "",
+        ]
         return "-".join(filter(None, parts))
 
     def parameters(self) -> int:
@@ -176,7 +190,9 @@ class Finetune(Text):
 
     def cost(self, quantised: bool) -> float:
         """Rough seconds of one trial on one CPU core, without the base, which is trained once."""
-        elements = 16 * (self.parameters() * self.blocks / 12) ** 0.5  # a block has 12 n^2 weights and 16 n activations of a token
+        elements = (
+            16 * (self.parameters() * self.blocks / 12) ** 0.5
+        )  # a block has 12 n^2 weights and 16 n activations of a token
         return self.seconds(self.parameters(), elements, self.blocks, quantised)
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -185,7 +201,13 @@ class Finetune(Text):
         return super().derived(metrics) | told
 
     def records(
-        self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+        self,
+        recipe: Recipe,
+        seed: int,
+        engine: str,
+        device: str,
+        telemetry: Telemetry,
+        checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
         """Train, and yield a Record after every step that measured something. Before, while the base is trained, here or by another
         trial, an empty one of step 0 now and then: a trial that says nothing for long is taken for hung."""
@@ -206,7 +228,11 @@ class Finetune(Text):
         from ablate.engines.emulated_layer import DTYPES
         from ablate.training.models.causal import build, loss
 
-        model = self._start(clock, device) if self.base else build(self.model, self.corpus.vocab, clock.seed, device)
+        model = (
+            self._start(clock, device)
+            if self.base
+            else build(self.model, self.corpus.vocab, clock.seed, device)
+        )
         return Subject(model, *self.windows(clock.seed, device), partial(loss, clock, DTYPES[recipe.dtype]))
 
     def dressed(self, subject: Subject, clock: Clock) -> Subject:
@@ -232,20 +258,39 @@ class Finetune(Text):
     def _pretraining(self) -> Gpt:
         vocab = outlined(self.model, self.corpus).vocab
         shape = {"model": dict(self.model) | {"vocab_size": vocab}, "context": self.context}
-        return Gpt(**shape, steps=self.base.steps, batch=self.base.batch, lr=self.base.lr, data=self.base.data, eval_every=self.base.steps)
+        return Gpt(
+            **shape,
+            steps=self.base.steps,
+            batch=self.base.batch,
+            lr=self.base.lr,
+            data=self.base.data,
+            eval_every=self.base.steps,
+        )
 
     def _start(self, clock: Clock, device: torch.device) -> nn.Module:
         """The base, read where it was trained before, by whichever process."""
         from ablate.training.models.causal import build
 
-        folder = kept("models", self._base_key(device.type), lambda folder: deque(self._pretrain(device.type, folder), 0))
+        folder = kept(
+            "models",
+            self._base_key(device.type),
+            lambda folder: deque(self._pretrain(device.type, folder), 0),
+        )
         return build(str(folder), self.corpus.vocab, clock.seed, device)
 
     def _base_key(self, device: str) -> str:
         import torch
 
         training = self._pretraining
-        return key_of("base", _VERSION, training.identity(), training.fingerprint(), self.base.seed, device, torch.__version__)
+        return key_of(
+            "base",
+            _VERSION,
+            training.identity(),
+            training.fingerprint(),
+            self.base.seed,
+            device,
+            torch.__version__,
+        )
 
     def _pretrain(self, device: str, folder: Path) -> Iterator[Record]:
         """Train the base and leave it in a folder; yields its records, one a step."""
@@ -257,7 +302,9 @@ class Finetune(Text):
         run = config.prepare(bf16(), self.base.seed, device)
         for record in config.train(run, Telemetry(every=never, log=1, shadow=never)):
             if FIRST_NONFINITE in record.metrics:
-                raise FloatingPointError(f"the base diverges in its pretraining: {json.dumps(config.identity())}; lower base.lr")
+                raise FloatingPointError(
+                    f"the base diverges in its pretraining: {json.dumps(config.identity())}; lower base.lr"
+                )
             yield record
         save(run.model, folder)
 

@@ -60,7 +60,13 @@ class Gpt(Text):
             return outlined(self.model, self.corpus).layers
         kinds = {"attention": "Attention", "mlp": _MLPS[self.mlp]}
         around = {name: {*_AROUND, kinds[name.partition(".")[0]]} for name in _LINEARS}
-        return located({f"blocks.{block}.{name}": classes for block in range(self.layers) for name, classes in around.items()})
+        return located(
+            {
+                f"blocks.{block}.{name}": classes
+                for block in range(self.layers)
+                for name, classes in around.items()
+            }
+        )
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -76,14 +82,20 @@ class Gpt(Text):
 
     def _shaped_otherwise(self) -> Iterator[tuple[str, str]]:
         for name in (name for name in _SHAPE if getattr(self, name) != type(self).model_fields[name].default):
-            yield name, "has no effect on a model of transformers; set that configuration's own field under model"
+            yield (
+                name,
+                "has no effect on a model of transformers; set that configuration's own field under model",
+            )
         yield from misfits(self.model, self)
 
     def _misshapen(self) -> Iterator[tuple[str, str]]:
         if self.width % self.heads:
             yield "heads", f"{self.heads} does not divide width {self.width}"
         elif self.width // self.heads % 2:
-            yield "heads", f"{self.heads} heads of width {self.width // self.heads}: rotary positions need an even head width"
+            yield (
+                "heads",
+                f"{self.heads} heads of width {self.width // self.heads}: rotary positions need an even head width",
+            )
         if self.heads % (self.kv_heads or self.heads):
             yield "kv_heads", f"{self.kv_heads} does not divide heads {self.heads}"
 
@@ -93,7 +105,11 @@ class Gpt(Text):
         if self.model is not None:
             return extents(self.model, self)
         keys = (self.kv_heads or self.heads) * (self.width // self.heads)
-        widths = {"workload.width": self.width, "workload.hidden": self.hidden_width, "the width of workload.kv_heads": keys}
+        widths = {
+            "workload.width": self.width,
+            "workload.hidden": self.hidden_width,
+            "the width of workload.kv_heads": keys,
+        }
         return {"workload.context": self.context} | widths
 
     @property
@@ -148,7 +164,9 @@ class Gpt(Text):
             from ablate.training.models.causal import build, loss
 
             model = build(self.model, self.corpus.vocab, clock.seed, device, weights=False)
-            return Subject(model, *self.windows(clock.seed, device), partial(loss, clock, DTYPES[recipe.dtype]))
+            return Subject(
+                model, *self.windows(clock.seed, device), partial(loss, clock, DTYPES[recipe.dtype])
+            )
         with torch.device("meta"):
             model = Transformer(self, self.corpus.vocab, DTYPES[recipe.dtype])
         return Subject(initialise(model, clock.seed, device), *self.windows(clock.seed, device))

@@ -63,7 +63,13 @@ class Idle(Modelless):
         return _START_SECONDS + self.steps * self.seconds
 
     def records(
-        self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+        self,
+        recipe: Recipe,
+        seed: int,
+        engine: str,
+        device: str,
+        telemetry: Telemetry,
+        checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
         """A Record after every step. Nothing is lost by running it again, so no checkpoints."""
         from ablate.training.loop import Record

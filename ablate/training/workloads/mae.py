@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
     from ablate.training.loop import Prepared
 
-_LINEARS = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj", "mlp.fc1", "mlp.fc2")
+_LINEARS = (
+    "attention.q_proj",
+    "attention.k_proj",
+    "attention.v_proj",
+    "attention.o_proj",
+    "mlp.fc1",
+    "mlp.fc2",
+)
 _AROUND = ("ViTMAEForPreTraining", "ModuleList", "ViTMAELayer", "Linear")
 _SHOWN = 6
 """Rows of the picture that a run leaves."""
@@ -56,7 +63,10 @@ class Stack(Spec):
     def problems(self) -> Iterator[tuple[str, str]]:
         """(field, reason) for what cannot run."""
         if self.width % 4:
-            yield "width", f"{self.width} is no multiple of 4: sine and cosine of row and column make up a position"
+            yield (
+                "width",
+                f"{self.width} is no multiple of 4: sine and cosine of row and column make up a position",
+            )
         if self.width % self.heads:
             yield "heads", f"{self.heads} does not divide width {self.width}"
 
@@ -127,7 +137,10 @@ class Mae(Trained):
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
         """The layers that a recipe applies to: the encoder's, then the decoder's."""
-        stacks = (("vit.layers", "ViTMAEModel", self.layers), ("decoder.decoder_layers", "ViTMAEDecoder", self.decoder.layers))
+        stacks = (
+            ("vit.layers", "ViTMAEModel", self.layers),
+            ("decoder.decoder_layers", "ViTMAEDecoder", self.decoder.layers),
+        )
         kinds = {"attention": "ViTMAEAttention", "mlp": "ViTMAEMLP"}
         return located(
             {
@@ -143,7 +156,11 @@ class Mae(Trained):
         """The widths, and the tokens of every batch: in the encoder's layers those that are visible, each with a class token an image."""
         count = max(1, min(self.eval_tokens // self.patches, len(self.opened.val)))
         batches = {"workload.batch": self.batch, "workload.eval_batch": min(self.eval_batch, count)}
-        batches |= {"the images left for the last batch of workload.eval_tokens": rest} if (rest := count % self.eval_batch) else {}
+        batches |= (
+            {"the images left for the last batch of workload.eval_tokens": rest}
+            if (rest := count % self.eval_batch)
+            else {}
+        )
         widths = {
             f"workload.{path}{name}": width
             for path, stack in (("", self.encoder), ("decoder.", self.decoder))
@@ -178,7 +195,10 @@ class Mae(Trained):
             yield "patch", f"{self.patch} does not divide the side of the images, {height}"
         elif not 0 < self.visible < self.patches:
             rest = "none" if self.visible else "all"
-            yield "mask_ratio", f"{self.mask_ratio:g} masks {rest} of {self.patches} patches; at least one must be masked, and one visible"
+            yield (
+                "mask_ratio",
+                f"{self.mask_ratio:g} masks {rest} of {self.patches} patches; at least one must be masked, and one visible",
+            )
         if self.norm_pix and self.patch**2 * channels == 1:
             yield "norm_pix", "a patch of one number has no deviation; take a larger patch"
         if reason := self.augment.problem((channels, height, width)):
@@ -188,7 +208,9 @@ class Mae(Trained):
         """The fields that determine the numbers: all but the places of the images, which their fingerprint stands for."""
         found = super().identity()
         if isinstance(found["data"], dict):
-            found["data"] = {name: value for name, value in found["data"].items() if name not in places(self.data)}
+            found["data"] = {
+                name: value for name, value in found["data"].items() if name not in places(self.data)
+            }
         return found
 
     def fingerprint(self) -> str:
@@ -231,8 +253,16 @@ class Mae(Trained):
         from ablate.training.models.masked import psnr, reconstructions
 
         found = reconstructions(run.model, run.engine, self, self.opened, run.validation)
-        images = [triple for part in found for triple in zip(part.original, part.visible, part.reconstruction, strict=True)]
-        shown = [images[number * len(images) // _SHOWN] for number in range(_SHOWN)] if len(images) > _SHOWN else images
+        images = [
+            triple
+            for part in found
+            for triple in zip(part.original, part.visible, part.reconstruction, strict=True)
+        ]
+        shown = (
+            [images[number * len(images) // _SHOWN] for number in range(_SHOWN)]
+            if len(images) > _SHOWN
+            else images
+        )
         foot = f"{psnr(found, self.patch):.1f} dB over masked pixels of {len(images)} images"
         folder.mkdir(exist_ok=True)
         montage(

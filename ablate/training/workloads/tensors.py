@@ -44,7 +44,9 @@ DISTRIBUTIONS = {
 def _distribution(value: str) -> str:
     name, *numbers = value.split(":")
     if name not in DISTRIBUTIONS:
-        raise ValueError(f"must be one of {', '.join(DISTRIBUTIONS)}, with its numbers behind colons (student:3)")
+        raise ValueError(
+            f"must be one of {', '.join(DISTRIBUTIONS)}, with its numbers behind colons (student:3)"
+        )
     known = DISTRIBUTIONS[name]
     if len(numbers) > len(known) or not all(re.fullmatch(r"\d+(\.\d+)?", number) for number in numbers):
         wanted = ", ".join(f"{what} ({default:g})" for what, default in known) or "no numbers"
@@ -71,7 +73,11 @@ class Tensors(Modelless):
     METRICS: ClassVar[frozenset[str]] = frozenset(
         (
             *(str(Name("quant", slot, None, error)) for slot in SLOTS for error in OPERAND_METRICS),
-            *(gemm_metric(product, error) for product in DIRECTIONS["all"] for error in ("rel_mse", "sqnr_db", "cosine")),
+            *(
+                gemm_metric(product, error)
+                for product in DIRECTIONS["all"]
+                for error in ("rel_mse", "sqnr_db", "cosine")
+            ),
             *(_mean_metric(slot, figure) for slot in SLOTS for figure in ("rel_mse", "slope")),
             "weights/inconsistency",
         )
@@ -117,7 +123,10 @@ class Tensors(Modelless):
         if self.captured:
             yield from ((f"capture.{field}", why) for field, why in self.capture.problems())
             if self.layer not in self.capture.linears:
-                yield "layer", f"{self.layer} is no linear layer of the captured run; it has {', '.join(self.capture.linears)}"
+                yield (
+                    "layer",
+                    f"{self.layer} is no linear layer of the captured run; it has {', '.join(self.capture.linears)}",
+                )
 
     def identity(self) -> dict[str, Any]:
         """The fields that determine the numbers; those of a captured run only where there is one."""
@@ -136,7 +145,13 @@ class Tensors(Modelless):
         return 0.5 + training + elements * (1e-6 + 5e-8 * self.draws) + flops / 20e9
 
     def records(
-        self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+        self,
+        recipe: Recipe,
+        seed: int,
+        engine: str,
+        device: str,
+        telemetry: Telemetry,
+        checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
         """A Record after 1, 4, 16, ... draws: everything after the first, the error of the mean after each. Seconds, so no checkpoints."""
         import torch
@@ -173,7 +188,11 @@ class Tensors(Modelless):
         made = []
         for number, (name, shape) in enumerate(shapes.items()):
             distribution = getattr(self, name)
-            made.append(captured[name] if distribution == "captured" else draw(distribution, shape, 3 * seed + number).to(device))
+            made.append(
+                captured[name]
+                if distribution == "captured"
+                else draw(distribution, shape, 3 * seed + number).to(device)
+            )
         return tuple(made)
 
 
@@ -182,14 +201,18 @@ def draw(distribution: str, shape: tuple[int, int], seed: int) -> Tensor:
     import torch
 
     name, *given = distribution.split(":")
-    numbers = [float(number) for number in given] + [float(default) for _, default in DISTRIBUTIONS[name][len(given) :]]
+    numbers = [float(number) for number in given] + [
+        float(default) for _, default in DISTRIBUTIONS[name][len(given) :]
+    ]
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(shape, generator=generator)
     match name:
         case "laplace":
             z = z.sign() * -torch.log1p(-torch.rand(shape, generator=generator))
         case "student":
-            powers = [torch.randn(shape, generator=generator).square() for _ in range(max(1, round(numbers[0])))]
+            powers = [
+                torch.randn(shape, generator=generator).square() for _ in range(max(1, round(numbers[0])))
+            ]
             z = z / (sum(powers) / len(powers)).sqrt()
         case "outliers":
             z = torch.where(torch.rand(shape, generator=generator) < numbers[0], z * numbers[1], z)
@@ -197,7 +220,11 @@ def draw(distribution: str, shape: tuple[int, int], seed: int) -> Tensor:
             dimension = 1 if name == "hot_channels" else 0
             count = max(1, round(numbers[0] * shape[dimension]))
             even = torch.arange(count) * shape[dimension] // count
-            hot = even if name == "hot_tokens" else torch.randperm(shape[dimension], generator=generator)[:count]
+            hot = (
+                even
+                if name == "hot_tokens"
+                else torch.randperm(shape[dimension], generator=generator)[:count]
+            )
             z.index_copy_(dimension, hot, z.index_select(dimension, hot) * numbers[1])
         case "mean":
             z = z + numbers[0] * torch.randn((1, shape[1]), generator=generator)
@@ -262,7 +289,9 @@ def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor)
         if power and error:
             result[gemm_metric(name, "rel_mse")] = error / power
             result[gemm_metric(name, "sqnr_db")] = 10 * math.log10(power / error)
-            result[gemm_metric(name, "cosine")] = ((true * y).sum() / math.sqrt(power * y.square().sum().item())).item()
+            result[gemm_metric(name, "cosine")] = (
+                (true * y).sum() / math.sqrt(power * y.square().sum().item())
+            ).item()
     return result
 
 
@@ -273,7 +302,9 @@ def _inconsistency(layer: EmulatedLinear, w: Tensor) -> dict[str, float]:
         return {}
     there = _values(layer.operand(w, "fprop.w", forward.w, None))[: w.shape[0], : w.shape[1]]
     back = _values(layer.operand(w.t(), "dgrad.w", backward.w, None)).t()[: w.shape[0], : w.shape[1]]
-    return {"weights/inconsistency": ((there - back).double().square().sum() / w.double().square().sum()).item()}
+    return {
+        "weights/inconsistency": ((there - back).double().square().sum() / w.double().square().sum()).item()
+    }
 
 
 def _values(parts: list[Operand]) -> Tensor:
@@ -313,7 +344,9 @@ class _Means:
     def add(self) -> None:
         """One more draw, at the clock's step."""
         for slot in self.slots:
-            parts = self.layer.operand(self._tensor(slot), slot, self.layer.products.slot(slot), self._rotation(slot))
+            parts = self.layer.operand(
+                self._tensor(slot), slot, self.layer.products.slot(slot), self._rotation(slot)
+            )
             values = _values(parts).double()
             self.sums[slot] = values if slot not in self.sums else self.sums[slot] + values
 
@@ -323,16 +356,22 @@ class _Means:
         for slot, total in self.sums.items():
             x = self.layer.rotated(self._tensor(slot), slot, self._rotation(slot)).double()
             mean = total[: x.shape[0], : x.shape[1]] / draws
-            self.curves[slot][draws] = result[_mean_metric(slot, "rel_mse")] = ((x - mean).square().sum() / x.square().sum()).item()
+            self.curves[slot][draws] = result[_mean_metric(slot, "rel_mse")] = (
+                (x - mean).square().sum() / x.square().sum()
+            ).item()
         return result
 
     def slopes(self) -> dict[str, float]:
         """`mean/<slot>/slope`: of log error over log draws, -1 where rounding is unbiased; from three numbers of draws or more."""
         import numpy as np
 
-        curves = {slot: curve for slot, curve in self.curves.items() if len(curve) >= 3 and all(curve.values())}
+        curves = {
+            slot: curve for slot, curve in self.curves.items() if len(curve) >= 3 and all(curve.values())
+        }
         return {
-            _mean_metric(slot, "slope"): float(np.polyfit(np.log(list(curve)), np.log(list(curve.values())), 1)[0])
+            _mean_metric(slot, "slope"): float(
+                np.polyfit(np.log(list(curve)), np.log(list(curve.values())), 1)[0]
+            )
             for slot, curve in curves.items()
         }
 

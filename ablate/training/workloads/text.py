@@ -69,7 +69,11 @@ class Text(Trained):
         """The fields that determine the numbers: all but the places of the data, which its fingerprint stands for."""
         found = super().identity()
         known = places(self.data)
-        return found | {"data": {name: value for name, value in found["data"].items() if name not in known}} if known else found
+        return (
+            found | {"data": {name: value for name, value in found["data"].items() if name not in known}}
+            if known
+            else found
+        )
 
     def fingerprint(self) -> str:
         """What identifies the data's content."""
@@ -97,14 +101,21 @@ class Text(Trained):
         def batch(step: int, micro_batch: int) -> Batch:
             return on_device(training_batch(corpus, seed, step, micro_batch, self.batch, self.context))
 
-        return batch, [on_device(pair) for pair in validation_batches(corpus, self.eval_tokens, self.eval_batch, self.context)]
+        return batch, [
+            on_device(pair)
+            for pair in validation_batches(corpus, self.eval_tokens, self.eval_batch, self.context)
+        ]
 
     def seconds(self, parameters: float, elements: float, blocks: int, quantised: bool) -> float:
         """Rough seconds of one trial on one CPU core: 6 N T flops, a third of it for tokens that are only evaluated, passes over
         `elements` activations of a token that quantisation multiplies, and what calling operators takes."""
         evaluated = self.steps // self.eval_every * self.eval_tokens * (2 if quantised else 1)
         tokens = self.steps * self.tokens_per_step + evaluated / 3
-        return 6 * parameters * tokens / 200e9 + elements * tokens * (1e-8 if quantised else 5e-9) + 2e-3 * self.steps * blocks
+        return (
+            6 * parameters * tokens / 200e9
+            + elements * tokens * (1e-8 if quantised else 5e-9)
+            + 2e-3 * self.steps * blocks
+        )
 
 
 def outlined(model: Architecture, corpus: Corpus) -> Outline:
@@ -117,7 +128,9 @@ def outlined(model: Architecture, corpus: Corpus) -> Outline:
 def extents(model: Architecture, config: Text) -> dict[str, int]:
     """The context, of which every batch is a multiple, and all numbers of features of the quantised layers of a model of `transformers`."""
     layers = outlined(model, config.corpus).features.items()
-    return {"workload.context": config.context} | {f"the model's {where}-features": count for where, count in layers}
+    return {"workload.context": config.context} | {
+        f"the model's {where}-features": count for where, count in layers
+    }
 
 
 def misfits(model: Architecture, config: Text) -> Iterator[tuple[str, str]]:
@@ -129,6 +142,9 @@ def misfits(model: Architecture, config: Text) -> Iterator[tuple[str, str]]:
         yield "model", str(error)
         return
     if found.vocab < vocab:
-        yield "model", f"knows {found.vocab} tokens, and the data's vocabulary has {vocab}: prepare them with its tokenizer"
+        yield (
+            "model",
+            f"knows {found.vocab} tokens, and the data's vocabulary has {vocab}: prepare them with its tokenizer",
+        )
     if found.context and found.context < config.context:
         yield "context", f"{config.context} is longer than the model's positions reach: {found.context}"

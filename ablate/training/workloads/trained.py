@@ -71,7 +71,13 @@ class Trained(Training):
         """Files for people, left in `folder`, which may not be there yet, at the end of a run that did not diverge."""
 
     def records(
-        self, recipe: Recipe, seed: int, engine: str, device: str, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+        self,
+        recipe: Recipe,
+        seed: int,
+        engine: str,
+        device: str,
+        telemetry: Telemetry,
+        checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
         """Train, and yield a Record after every step that measured something. Of several ranks, all call it."""
         from ablate.training.distributed import world
@@ -106,9 +112,17 @@ class Trained(Training):
 
             compile_model(found.model, driver)
         shard(found.model, driver)
-        return Prepared(found.model, driver, found.batch, found.validation, found.loss and partial(found.loss, found.model))
+        return Prepared(
+            found.model,
+            driver,
+            found.batch,
+            found.validation,
+            found.loss and partial(found.loss, found.model),
+        )
 
-    def train(self, run: Prepared, telemetry: Telemetry, checkpoints: Checkpoints | None = None) -> Iterator[Record]:
+    def train(
+        self, run: Prepared, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+    ) -> Iterator[Record]:
         """Train what was prepared."""
         from ablate.training.loop import train
 

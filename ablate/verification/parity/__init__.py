@@ -70,7 +70,12 @@ class Comparison:
         if not self.fast:
             looks.append(partial(short_training, curves=self.curves))
         found: list[tuple[Family | None, Check]] = [(None, Check("What is compared", self.subject))]
-        return found + [(family, check) for look in looks for family in self.bench.families for check in look(self.bench, family)]
+        return found + [
+            (family, check)
+            for look in looks
+            for family in self.bench.families
+            for check in look(self.bench, family)
+        ]
 
     def groups(self, status: Any = None) -> Iterator[tuple[str, list[Row]]]:
         """Each heading with its rows, as soon as they are all there; `status`, if any, says what is being looked at."""
@@ -92,7 +97,10 @@ class Comparison:
         facts = self.environment()
         yield Row("GPU", ", ".join(facts[key] for key in ("gpu", "capability") if facts.get(key)))
         yield Row("driver, torch", ", ".join(facts[key] for key in ("driver", "torch") if facts.get(key)))
-        yield Row("transformer-engine, products by", f"{facts['transformer-engine']}, {facts.get('fp4_backend', 'unknown')}")
+        yield Row(
+            "transformer-engine, products by",
+            f"{facts['transformer-engine']}, {facts.get('fp4_backend', 'unknown')}",
+        )
         for family, name in NAMES.items():
             if family not in self.bench.families:
                 reason = refusal(self.machine, {family})
@@ -112,7 +120,10 @@ class Comparison:
     def families(self) -> dict[Family, str]:
         """The verdict on each family that was compared: off where one row of it is."""
         off = {family for family, _, row in self.rows if row.ok is False}
-        return {family: parity_record.OFF if {family, None} & off else parity_record.AGREES for family in self.bench.families}
+        return {
+            family: parity_record.OFF if {family, None} & off else parity_record.AGREES
+            for family in self.bench.families
+        }
 
     @property
     def agrees(self) -> bool:
@@ -123,7 +134,9 @@ class Comparison:
         """One sentence, or a few: what agrees, what is off and where that shows, what was left out."""
         judged = [row for _, _, row in self.rows if row.ok is not None]
         off = [(family, row) for family, _, row in self.rows if row.ok is False]
-        whose = f"Transformer Engine {self.machine.version} on {self.environment().get('gpu', 'this machine')}"
+        whose = (
+            f"Transformer Engine {self.machine.version} on {self.environment().get('gpu', 'this machine')}"
+        )
         names = {family: NAMES[family] for family in self.bench.families}
         if off:
             families = dict.fromkeys(names.get(family, "all") for family, _ in off)
@@ -134,10 +147,12 @@ class Comparison:
             )
         left = [name for family, name in NAMES.items() if family not in names]
         more = f" Not compared: {' and '.join(left)}." if left else ""
-        short = " No training was compared (--fast), so that `engine: auto` stays with the emulator." if self.fast else ""
-        return (
-            f"{whose} computes what the emulator computes in {' and '.join(names.values())}: all {len(judged)} checks agree.{more}{short}"
+        short = (
+            " No training was compared (--fast), so that `engine: auto` stays with the emulator."
+            if self.fast
+            else ""
         )
+        return f"{whose} computes what the emulator computes in {' and '.join(names.values())}: all {len(judged)} checks agree.{more}{short}"
 
     def document(self) -> dict[str, Any]:
         """All of it, plain values alone."""

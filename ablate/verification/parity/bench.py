@@ -27,14 +27,26 @@ class Bench:
     """Whether FP8 products may add with 14 bits, as Hopper's tensor cores do in TE's fprop."""
     shapes: tuple[tuple[int, int], ...] = ((32, 64), (96, 160), (128, 128), (256, 1024), (2048, 512))
     """Of what is cast: multiples of 32, of 128 where RHT's fused kernel is to be met."""
-    products: tuple[tuple[int, int, int], ...] = ((32, 32, 32), (96, 160, 64), (128, 256, 384), (2048, 512, 256))
+    products: tuple[tuple[int, int, int], ...] = (
+        (32, 32, 32),
+        (96, 160, 64),
+        (128, 256, 384),
+        (2048, 512, 256),
+    )
     """Tokens, in-features, out-features."""
     draws: int = 64
     """How often one tensor is rounded stochastically."""
     steps: int = 200
     """Of each training run."""
     model: dict[str, Any] = field(
-        default_factory=lambda: {"layers": 4, "width": 256, "heads": 4, "batch": 8, "context": 256, "eval_tokens": 2048}
+        default_factory=lambda: {
+            "layers": 4,
+            "width": 256,
+            "heads": 4,
+            "batch": 8,
+            "context": 256,
+            "eval_tokens": 2048,
+        }
     )
 
 
@@ -75,12 +87,18 @@ def _presets() -> Iterator[tuple[str, Products]]:
         recipe = make()
         if not list(recipe_refusals(recipe)):
             found = [products for products in variants(recipe) if not products.plain]
-            yield from ((name if len(found) == 1 else f"{name}, phase {number}", products) for number, products in enumerate(found, 1))
+            yield from (
+                (name if len(found) == 1 else f"{name}, phase {number}", products)
+                for number, products in enumerate(found, 1)
+            )
 
 
 def _parts() -> Iterator[tuple[str, Products]]:
     nvfp4, mxfp8, fp8 = (PRESETS[name]().products for name in ("nvfp4", "mxfp8", "fp8_current"))
-    yield "nvfp4 without rotation", nvfp4.model_copy(update={"wgrad": nvfp4.wgrad.model_copy(update={"hadamard": None})})
+    yield (
+        "nvfp4 without rotation",
+        nvfp4.model_copy(update={"wgrad": nvfp4.wgrad.model_copy(update={"hadamard": None})}),
+    )
     rows = {slot: nvfp4.slot(slot).model_copy(update={"block": "1x16"}) for slot in ("fprop.w", "dgrad.w")}
     yield "nvfp4 with 1x16 weights", _with(nvfp4, rows)
     for name, products in (("nvfp4", nvfp4), ("mxfp8", mxfp8), ("fp8_current", fp8)):
@@ -90,17 +108,24 @@ def _parts() -> Iterator[tuple[str, Products]]:
     for criterion in ("mae", "mse"):
         chosen = Quant(select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0))
         yield f"Four Over Six forward, {criterion}", Products(fprop=Fprop(x=chosen, w=chosen))
-    yield "activations scaled by rows", Products(fprop=Fprop(x=Quant(outer=Outer(granularity="row")), w=Quant()))
+    yield (
+        "activations scaled by rows",
+        Products(fprop=Fprop(x=Quant(outer=Outer(granularity="row")), w=Quant())),
+    )
 
 
 def to_nearest(products: Products) -> Products:
     """The same with every stochastic rounding to nearest: what can be compared bit by bit."""
     drawn = {slot: quant for slot, quant in products.quantised() if quant.rounding == "stochastic"}
-    return _with(products, {slot: quant.model_copy(update={"rounding": "nearest"}) for slot, quant in drawn.items()})
+    return _with(
+        products, {slot: quant.model_copy(update={"rounding": "nearest"}) for slot, quant in drawn.items()}
+    )
 
 
 def _with(products: Products, slots: dict[str, Quant]) -> Products:
     for slot, quant in slots.items():
         name, _, operand = slot.partition(".")
-        products = products.model_copy(update={name: getattr(products, name).model_copy(update={operand: quant})})
+        products = products.model_copy(
+            update={name: getattr(products, name).model_copy(update={operand: quant})}
+        )
     return products

@@ -42,10 +42,19 @@ CASES = (
     Case("NVFP4 to nearest", Format("nvfp4", "e2m1"), Quant()),
     Case("NVFP4, 16x16 weights", Format("nvfp4", "e2m1", square=True), Quant(block="16x16")),
     Case("NVFP4, columnwise rotated", Format("nvfp4", "e2m1", rotated=True), Quant(), Hadamard()),
-    Case("NVFP4, rotated without signs", Format("nvfp4", "e2m1", rotated=True, signs=False), Quant(), Hadamard(signs="none")),
+    Case(
+        "NVFP4, rotated without signs",
+        Format("nvfp4", "e2m1", rotated=True, signs=False),
+        Quant(),
+        Hadamard(signs="none"),
+    ),
     Case("NVFP4, Four Over Six by MAE", Format("nvfp4", "e2m1", chosen="MAE", bound=256), _chosen("mae")),
     Case("NVFP4, Four Over Six by MSE", Format("nvfp4", "e2m1", chosen="MSE", bound=256), _chosen("mse")),
-    Case("NVFP4, Four Over Six 16x16", Format("nvfp4", "e2m1", square=True, chosen="MSE", bound=256), _chosen("mse", "16x16")),
+    Case(
+        "NVFP4, Four Over Six 16x16",
+        Format("nvfp4", "e2m1", square=True, chosen="MSE", bound=256),
+        _chosen("mse", "16x16"),
+    ),
     Case("NVFP4, scaled by rows", Format("nvfp4", "e2m1", rows=True), Quant(outer=Outer(granularity="row"))),
     Case("MXFP8 E4M3", Format("mxfp8", "e4m3"), _mxfp8("1x32")),
     Case("MXFP8 E4M3, 32x32 weights", Format("mxfp8", "e4m3", square=True), _mxfp8("32x32")),
@@ -76,7 +85,9 @@ class _Tally:
         self.signs += int(((theirs == 0) & (ours == 0) & (theirs.signbit() != ours.signbit())).sum())
 
     def row(self, expected: str = "0 differ") -> Row:
-        said = f"{self.differ:,} of {self.total:,} differ" + (f", first in {self.first}" if self.first else "")
+        said = f"{self.differ:,} of {self.total:,} differ" + (
+            f", first in {self.first}" if self.first else ""
+        )
         zeros = f", {self.signs:,} zeros by their sign" if self.signs else ""
         return Row(self.what, said + zeros, expected, self.differ == 0)
 
@@ -87,7 +98,9 @@ def _compared(case: Case, bench: Bench) -> Iterator[Row]:
     tensorwise = case.quant.scale is None
     for shape in bench.shapes:
         for kind, x in data(*shape, torch.device("cpu")):
-            for way, theirs in zip(("rowwise", "columnwise"), casts(x.to(bench.device), case.copy), strict=False):
+            for way, theirs in zip(
+                ("rowwise", "columnwise"), casts(x.to(bench.device), case.copy), strict=False
+            ):
                 ours = _reference(case, x, way)
                 where = f"{way}, {kind}, {shape[0]} x {shape[1]}"
                 codes.add(theirs.codes.cpu(), ours.codes, where)

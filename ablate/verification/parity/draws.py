@@ -48,7 +48,10 @@ def stochastic_draws(bench: Bench, family: Family) -> Iterator[Check]:
 
 def _compared(bench: Bench) -> Iterator[Row]:
     """Neighbours, unbiasedness, independence, and that a seed determines the draws."""
-    plain, turned = Format("nvfp4", "e2m1", stochastic=True), Format("nvfp4", "e2m1", stochastic=True, rotated=True)
+    plain, turned = (
+        Format("nvfp4", "e2m1", stochastic=True),
+        Format("nvfp4", "e2m1", stochastic=True, rotated=True),
+    )
     native.seed(bench.device, 1)
     rowwise, columnwise = _draws(bench, plain)
     rotated = _draws(bench, turned)[1]
@@ -65,7 +68,10 @@ def _draws(bench: Bench, copy: Format) -> list[Draws]:
     """Both copies, drawn again and again."""
     x = _tensor()
     drawn = [casts(x.to(bench.device), copy) for _ in range(bench.draws)]
-    stacks = [[torch.stack([getattr(one[way], part).cpu() for one in drawn]) for part in ("codes", "scales")] for way in (0, 1)]
+    stacks = [
+        [torch.stack([getattr(one[way], part).cpu() for one in drawn]) for part in ("codes", "scales")]
+        for way in (0, 1)
+    ]
     return [_judged(x, copy, way, *stack) for way, stack in enumerate(stacks)]
 
 
@@ -81,7 +87,9 @@ def _judged(x: Tensor, copy: Format, way: int, codes: Tensor, scales: Tensor) ->
     allowed = (codes.abs() == below) | (codes.abs() == above)
     on_grid = codes.abs() == torch.where(position == 1, above, below)
     sound = torch.where(inside, allowed, on_grid) & ((codes == 0) | (codes.sign() == scaled.sign()))
-    same_scale = (scales == ours.block_scale.flatten(0, 1).squeeze(-1).squeeze(-1)).repeat_interleave(16, dim=2)
+    same_scale = (scales == ours.block_scale.flatten(0, 1).squeeze(-1).squeeze(-1)).repeat_interleave(
+        16, dim=2
+    )
     return Draws(codes.abs() == above, position[None], inside[None], int((~(sound & same_scale)).sum()))
 
 
@@ -91,7 +99,9 @@ def _unbiased(what: str, found: Draws) -> Row:
     up, count = found.up.double().sum(0), len(found.up)
     worst, bias = 0.0, 0.0
     for number in range(BINS):
-        chosen = (found.inside & (found.position >= number / BINS) & (found.position < (number + 1) / BINS))[0]
+        chosen = (found.inside & (found.position >= number / BINS) & (found.position < (number + 1) / BINS))[
+            0
+        ]
         p = found.position[0][chosen].double()
         if not len(p):
             continue
@@ -129,8 +139,15 @@ def _seeded(bench: Bench, copy: Format) -> Row:
         made.append([one.codes.cpu() for one in casts(x, copy)])
     again = all(torch.equal(a, b) for a, b in zip(made[0], made[1], strict=True))
     other = not any(torch.equal(a, b) for a, b in zip(made[0], made[2], strict=True))
-    said = f"{'the same' if again else 'other draws'}, and {'others' if other else 'the same'} for another seed"
-    return Row("stochastic: what one seed draws again", said, "the same, and others for another seed", again and other)
+    said = (
+        f"{'the same' if again else 'other draws'}, and {'others' if other else 'the same'} for another seed"
+    )
+    return Row(
+        "stochastic: what one seed draws again",
+        said,
+        "the same, and others for another seed",
+        again and other,
+    )
 
 
 def _tensor() -> Tensor:

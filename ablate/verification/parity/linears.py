@@ -41,7 +41,9 @@ def exact_products(bench: Bench, family: Family) -> Iterator[Check]:
     """Each recipe of a family: a row for y, dx and dw over all shapes."""
     for its, name, products in recipes(bench.families):
         if its == family:
-            yield Check("te.Linear, forward and backward", partial(_compared, bench, name, products), title=name)
+            yield Check(
+                "te.Linear, forward and backward", partial(_compared, bench, name, products), title=name
+            )
 
 
 def _compared(bench: Bench, name: str, products: Products) -> Iterator[Row]:
@@ -52,7 +54,11 @@ def _compared(bench: Bench, name: str, products: Products) -> Iterator[Row]:
         for what, (limit, usual) in reach(bench, sample, products).items():
             a, b = ours[what].double(), theirs[what].double()
             tolerance = STEP * torch.maximum(a.abs(), b.abs()) + limit
-            excess = float(((a - b).abs() / tolerance.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(torch.inf).max())
+            excess = float(
+                ((a - b).abs() / tolerance.clamp(min=torch.finfo(torch.float32).tiny))
+                .nan_to_num(torch.inf)
+                .max()
+            )
             shares.append(float((a != b).double().mean()))
             limits.append(float((usual / (STEP / 2 * a.abs()).clamp(min=1e-300)).clamp(max=1).mean()))
             if excess > worst:
@@ -60,7 +66,12 @@ def _compared(bench: Bench, name: str, products: Products) -> Iterator[Row]:
     crossed = [(share, limit) for share, limit in zip(shares, limits, strict=True) if share > limit]
     share, limit = max(crossed or zip(shares, limits, strict=True))
     said = f"{worst:.2g} of the tolerance ({where}), {100 * share:.2g} % differ" if where else "all alike"
-    yield Row(f"{name}: y, dx, dw", said, f"at most 1, and {100 * limit:.2g} %: the order of additions", worst <= 1 and not crossed)
+    yield Row(
+        f"{name}: y, dx, dw",
+        said,
+        f"at most 1, and {100 * limit:.2g} %: the order of additions",
+        worst <= 1 and not crossed,
+    )
 
 
 def pair(sample: Sample, products: Products) -> Iterator[EmulatedLinear]:
@@ -69,7 +80,9 @@ def pair(sample: Sample, products: Products) -> Iterator[EmulatedLinear]:
         linear = nn.Linear(sample.w.shape[1], sample.w.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(sample.w.float())
         clock = Clock(0)
-        layer = kind(linear, "blocks.0.a", clock, torch.bfloat16, *([Draws(clock)] if kind is NativeLinear else []))
+        layer = kind(
+            linear, "blocks.0.a", clock, torch.bfloat16, *([Draws(clock)] if kind is NativeLinear else [])
+        )
         layer.products = products
         yield layer
 
@@ -97,7 +110,10 @@ def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, tuple[T
     found = {}
     for what, (name, *both) in sides.items():
         spec = getattr(products, name)
-        a, b = (_magnitudes(layer, f"{name}.{operand}", getattr(spec, operand), spec.hadamard, z) for operand, z in both)
+        a, b = (
+            _magnitudes(layer, f"{name}.{operand}", getattr(spec, operand), spec.hadamard, z)
+            for operand, z in both
+        )
         fast = bench.fast_sums and what == "y" and spec.x is not None and spec.x.scale is None
         steps, cut = (-(-a.shape[1] // 32), 2.0**-13) if fast else (a.shape[1], 2.0**-23)
         magnitudes = a @ b.t()
@@ -105,7 +121,9 @@ def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, tuple[T
     return found
 
 
-def _magnitudes(layer: EmulatedLinear, slot: str, quant: Quant | None, rotation: Hadamard | None, x: Tensor) -> Tensor:
+def _magnitudes(
+    layer: EmulatedLinear, slot: str, quant: Quant | None, rotation: Hadamard | None, x: Tensor
+) -> Tensor:
     return sum(part.dequantize() for part in layer.operand(x, slot, quant, rotation)).abs().double()
 
 
@@ -113,6 +131,8 @@ def _sample(shape: tuple[int, int, int], seed: int, device: torch.device) -> Sam
     """Normal values, of a trained layer's size; every sixteenth token thirty times larger."""
     tokens, inputs, outputs = shape
     g = torch.Generator().manual_seed(seed)
-    w, x, dy = (torch.randn(size, generator=g) for size in ((outputs, inputs), (tokens, inputs), (tokens, outputs)))
+    w, x, dy = (
+        torch.randn(size, generator=g) for size in ((outputs, inputs), (tokens, inputs), (tokens, outputs))
+    )
     x[::16] *= 30
     return Sample(*(z.bfloat16().to(device) for z in (w * inputs**-0.5, x, dy * 1e-3)))

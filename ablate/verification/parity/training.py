@@ -53,7 +53,9 @@ def twins(ends: float) -> dict[str, Twin]:
     """Three of them, whose sums end at most so far away, relatively."""
     return {
         "backwards": Twin(lambda n: torch.arange(n - 1, -1, -1), 1.0),
-        "odd ones first, higher": Twin(lambda n: torch.cat((torch.arange(1, n, 2), torch.arange(0, n, 2))), 1 + ends),
+        "odd ones first, higher": Twin(
+            lambda n: torch.cat((torch.arange(1, n, 2), torch.arange(0, n, 2))), 1 + ends
+        ),
         "second half first, lower": Twin(lambda n: torch.arange(n).roll(n // 2), 1 - ends),
     }
 
@@ -74,7 +76,11 @@ class Curves:
     def distance(self, name: str) -> float:
         """The mean over the steps of |loss - the emulator's|; infinite where a run ended early."""
         ours, theirs = self.losses["emulated"], self.losses[name]
-        return fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True)) if len(ours) == len(theirs) else torch.inf
+        return (
+            fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+            if len(ours) == len(theirs)
+            else torch.inf
+        )
 
     @property
     def yardstick(self) -> float:
@@ -83,13 +89,18 @@ class Curves:
 
     def excess(self, name: str) -> float:
         """How many times as far as the furthest twin's a run's gradients are, on the mean over the steps looked at."""
-        furthest = (max(*(self.gradients[twin][place] for twin in TWINS), 1e-6) for place in range(len(self.gradients[name])))
+        furthest = (
+            max(*(self.gradients[twin][place] for twin in TWINS), 1e-6)
+            for place in range(len(self.gradients[name]))
+        )
         return fmean(far / limit for far, limit in zip(self.gradients[name], furthest, strict=True))
 
 
 def short_training(bench: Bench, family: Family, curves: list[Curves]) -> Iterator[Check]:
     """The preset that stands for a family; its losses are left in `curves`."""
-    yield Check("A short training", partial(_compared, bench, family, curves), title=f"training, {TRAINED[family]}")
+    yield Check(
+        "A short training", partial(_compared, bench, family, curves), title=f"training, {TRAINED[family]}"
+    )
 
 
 def _compared(bench: Bench, family: Family, curves: list[Curves]) -> Iterator[Row]:
@@ -98,7 +109,12 @@ def _compared(bench: Bench, family: Family, curves: list[Curves]) -> Iterator[Ro
     curves.append(found)
     theirs, ours, name = found.losses["te"], found.losses["emulated"], TRAINED[family]
     early = max(abs(a - b) / abs(b) for a, b in zip(theirs[:FIRST], ours[:FIRST], strict=False))
-    yield Row(f"{name}: losses of steps 1 to {FIRST}", f"{early:.2g} apart", f"at most {CLOSE:g} of the loss", early <= CLOSE)
+    yield Row(
+        f"{name}: losses of steps 1 to {FIRST}",
+        f"{early:.2g} apart",
+        f"at most {CLOSE:g} of the loss",
+        early <= CLOSE,
+    )
     excess, furthest = found.excess("te"), max(found.gradients["te"])
     said = f"{furthest:.2g} of its norm at most; {excess:.2g} x the furthest twin"
     yield Row(f"{name}: gradients from one state", said, f"on the mean at most {SLACK:g} x", excess <= SLACK)
@@ -106,11 +122,19 @@ def _compared(bench: Bench, family: Family, curves: list[Curves]) -> Iterator[Ro
     drift, limit = found.distance("te"), SLACK * found.yardstick
     said = f"{drift:.2g} apart on the mean, {largest:.2g} at most"
     yield Row(
-        f"{name}: losses of {len(ours)} steps", said, f"mean at most {limit:.2g}: {SLACK:g} x the furthest twin", drift <= limit < torch.inf
+        f"{name}: losses of {len(ours)} steps",
+        said,
+        f"mean at most {limit:.2g}: {SLACK:g} x the furthest twin",
+        drift <= limit < torch.inf,
     )
     for twin in TWINS:
-        yield Row(f"{name}: twin, {twin}", f"losses {found.distance(twin):.2g}, gradients {max(found.gradients[twin]):.2g} apart")
-    far = f"losses {found.distance('bf16'):.2g} apart, gradients {found.excess('bf16'):.2g} x the furthest twin"
+        yield Row(
+            f"{name}: twin, {twin}",
+            f"losses {found.distance(twin):.2g}, gradients {max(found.gradients[twin]):.2g} apart",
+        )
+    far = (
+        f"losses {found.distance('bf16'):.2g} apart, gradients {found.excess('bf16'):.2g} x the furthest twin"
+    )
     yield Row(f"{name}: bf16, for comparison", far)
 
 
@@ -138,7 +162,9 @@ def trained(bench: Bench, family: Family) -> Curves:
             state = main.model.state_dict()
             ours = _gradient(own, config, state, record.step)
             for name, run in beside.items():
-                gradients[name].append(float((_gradient(run, config, state, record.step) - ours).norm() / ours.norm()))
+                gradients[name].append(
+                    float((_gradient(run, config, state, record.step) - ours).norm() / ours.norm())
+                )
     for name, kind in kinds.items():
         losses[name] = [record.metrics["train/loss"] for record in _records(config, prepared(*kind))]
     return Curves(family, losses, gradients)
