@@ -445,7 +445,7 @@ def _limit(seconds: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-# --- changes to the values of a file ----------------------------------------------------------------------------------------
+# --- changes to the values of a file --------------------------------------------------------------
 
 
 def _tree(text: str) -> Any:
@@ -598,7 +598,7 @@ def _written(value: Any, draw: random.Random, depth: int = 0) -> str:
     return json.dumps(value, ensure_ascii=draw.random() < 0.5 or not str(value).isprintable())
 
 
-# --- changes to the text of a file ------------------------------------------------------------------------------------------
+# --- changes to the text of a file ----------------------------------------------------------------
 
 
 def _snippet_as_value(text: str, draw: random.Random) -> str:

@@ -119,7 +119,7 @@ def _stepper(config: Gpt, preset: str, replace: Replace | None = None) -> Call:
     return call
 
 
-# --- fouroversix --------------------------------------------------------------------------------------------------------------
+# --- fouroversix ----------------------------------------------------------------------------------
 
 
 class OneSequence(nn.Module):
@@ -146,7 +146,7 @@ def fouroversix(config: Gpt) -> Call:
     return _stepper(config, "bf16", lambda linear: OneSequence(library.FourOverSixLinear(linear, how)))
 
 
-# --- Transformer Engine -------------------------------------------------------------------------------------------------------
+# --- Transformer Engine ---------------------------------------------------------------------------
 
 
 class ReferenceProducts(torch.autograd.Function):
@@ -192,7 +192,7 @@ def transformer_engine(config: Gpt) -> Call:
     return _stepper(config, "bf16", ReferenceLinear)
 
 
-# --- torchao ------------------------------------------------------------------------------------------------------------------
+# --- torchao --------------------------------------------------------------------------------------
 
 
 def torchao(config: Gpt) -> Call:

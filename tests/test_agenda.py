@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from experiments_for_tests import Children, events_of, ledger, statuses, sweep, tiny, values
-from gates_for_tests import Gate
+from support.experiments import Children, events_of, ledger, statuses, sweep, tiny, values
+from support.gates import Gate
 
 from ablate.errors import InputError
 from ablate.execution import controller, sweep_control
@@ -58,7 +58,7 @@ def interrupted(experiment, state: Path, after: int) -> None:
     steps.close()
 
 
-# --- attempts --------------------------------------------------------------------------------------------------------------
+# --- attempts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["another sweep", "a lost ledger"])
@@ -120,7 +120,7 @@ def test_who_wants_a_trial_that_another_process_runs_says_so_waits_and_adopts_it
     assert heard[-1].status == "done"
 
 
-# --- what does not match ---------------------------------------------------------------------------------------------------
+# --- what does not match --------------------------------------------------------------------------
 
 
 def test_a_ledger_that_says_otherwise_than_the_folders_is_read_again_and_said(tmp_path):
@@ -191,7 +191,7 @@ def test_a_result_that_was_not_made_of_what_was_recorded_is_not_taken_and_the_tr
     assert records(tmp_path) == records(tmp_path / "plain")
 
 
-# --- what is wanted --------------------------------------------------------------------------------------------------------
+# --- what is wanted -------------------------------------------------------------------------------
 
 
 def test_fresh_runs_everything_again_once_and_keeps_what_was_there(tmp_path):
@@ -241,7 +241,7 @@ def test_a_budget_of_cost_ends_a_run(tmp_path):
     assert wished(experiment, tmp_path, price=1e-6)[0].status == "done"
 
 
-# --- what is ordered, and what is full -------------------------------------------------------------------------------------
+# --- what is ordered, and what is full ------------------------------------------------------------
 
 
 LONG = {
@@ -373,7 +373,7 @@ def test_room_is_made_by_removing_the_shared_checkpoints_that_were_unused_for_lo
     assert not store.collect(4000)
 
 
-# --- seeds that grow -------------------------------------------------------------------------------------------------------
+# --- seeds that grow ------------------------------------------------------------------------------
 
 
 def test_undecided_arms_get_more_seeds_with_their_baselines_and_a_second_run_asks_for_none(tmp_path):
@@ -413,7 +413,7 @@ def test_an_arm_that_grew_is_one_point_of_the_study_with_the_mean_of_all_its_see
         assert trial.value == pytest.approx(sum(own) / 4, rel=1e-12)
 
 
-# --- searches --------------------------------------------------------------------------------------------------------------
+# --- searches -------------------------------------------------------------------------------------
 
 SPREAD = {"ablate": {"workload.lr": {"choice": [3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5, 3e-6, 1e-6]}}}
 

@@ -226,7 +226,7 @@ def test_what_planning_needs_imports_in_an_instant(module):
     assert result.stdout.split() == []
 
 
-# --- randomness is an argument ---------------------------------------------------------------------------------------------
+# --- randomness is an argument --------------------------------------------------------------------
 
 DRAWS = {
     "rand",
@@ -334,7 +334,7 @@ def test_an_explicit_draw_is_none(line):
     assert global_draws(ast.parse(line)) == []
 
 
-# --- regular expressions ---------------------------------------------------------------------------------------------------
+# --- regular expressions --------------------------------------------------------------------------
 
 PATTERNS = {
     "experiment.arms": ["a value that YAML writes without quotes", "the words that pydantic would accept"],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments_for_tests import ablate
+from support.experiments import ablate
 
 from ablate.engines.hardware import Machine
 from ablate.recipes import PRESETS

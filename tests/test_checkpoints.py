@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments_for_tests import SHAPE, events_of, shards, tiny, until
-from gates_for_tests import Gate
+from support.experiments import SHAPE, events_of, shards, tiny, until
+from support.gates import Gate
 
 from ablate.cli.plan import forecast
 from ablate.execution.controller import Controller
@@ -215,7 +215,7 @@ def kill_when(ready, supervisor: Supervisor) -> None:
     os.kill(trial, signal.SIGKILL)
 
 
-# --- forks -----------------------------------------------------------------------------------------------------------------
+# --- forks ----------------------------------------------------------------------------------------
 
 
 def cooldowns(folder: Path, *fractions: float) -> list[TrialSpec]:

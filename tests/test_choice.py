@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from experiments_for_tests import ablate
+from support.experiments import ablate
 
 from ablate.engines import hardware, parity_record
 from ablate.engines.hardware import Machine, this_machine

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from clusters_for_tests import OPEN, blocker, can_hide, end_family, head, node, nodes, port
-from experiments_for_tests import (
+from support.clusters import OPEN, blocker, can_hide, end_family, head, node, nodes, port
+from support.experiments import (
     ablate,
     end,
     environment,
@@ -25,7 +25,7 @@ from experiments_for_tests import (
     words_of,
     write,
 )
-from gates_for_tests import Gate, customised
+from support.gates import Gate, customised
 
 from ablate import numerics
 from ablate.verification import audit

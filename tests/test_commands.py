@@ -11,8 +11,9 @@ import sys
 
 import psutil
 import pytest
-from commands_for_tests import INLINE, here
-from experiments_for_tests import (
+from jsonschema import Draft202012Validator
+from support.commands import INLINE, here
+from support.experiments import (
     TOO_LARGE,
     ablate,
     end,
@@ -28,8 +29,7 @@ from experiments_for_tests import (
     words_of,
     write,
 )
-from gates_for_tests import Gate
-from jsonschema import Draft202012Validator
+from support.gates import Gate
 from test_controller import WILD
 from test_experiment import EXPERIMENTS
 from test_search import trials

@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import HTTPError
 
-import compose_for_tests as compose
 import psutil
 import pytest
-from commands_for_tests import here
-from experiments_for_tests import SHAPE, environment, shards, statuses, sweep, until, values
-from gates_for_tests import Gate
+import support.compose as compose
+from support.commands import here
+from support.experiments import SHAPE, environment, shards, statuses, sweep, until, values
+from support.gates import Gate
 
 from ablate.execution import controller
 from ablate.experiment.load import load

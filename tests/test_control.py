@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from experiments_for_tests import sweep, tiny
+from support.experiments import sweep, tiny
 from test_store import HOLD
 
 from ablate.errors import InputError

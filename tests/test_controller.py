@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from experiments_for_tests import TOO_LARGE, Children, ledger, shards, statuses, sweep, tiny, values
+from support.experiments import TOO_LARGE, Children, ledger, shards, statuses, sweep, tiny, values
 
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from experiments_for_tests import ablate
+from support.experiments import ablate
 from typer.testing import CliRunner
 
 from ablate.cli.data import app

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from experiments_for_tests import ledger, problems, statuses, sweep, tiny, write
+from support.experiments import ledger, problems, statuses, sweep, tiny, write
 
 from ablate.cli.settings import find
 from ablate.errors import InputError

@@ -8,9 +8,9 @@ import sys
 
 import psutil
 import pytest
-from commands_for_tests import INLINE, here
-from experiments_for_tests import ablate, environment, statuses, until, write
-from gates_for_tests import Gate
+from support.commands import INLINE, here
+from support.experiments import ablate, environment, statuses, until, write
+from support.gates import Gate
 
 from ablate.execution.sweep_control import holder
 from ablate.files import lock

@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import compose_for_tests as compose
 import pytest
-from compose_for_tests import ROOT
+import support.compose as compose
+from support.compose import ROOT
 
 from ablate import __version__
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from experiments_for_tests import problems
+from support.experiments import problems
 
 from ablate.experiment.load import load
 from ablate.experiment.schema import json_schema

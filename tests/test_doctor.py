@@ -11,7 +11,7 @@ from functools import partial
 import psutil
 import pytest
 import torch
-from experiments_for_tests import ablate, end, environment, gone, statuses, until, words_of, write
+from support.experiments import ablate, end, environment, gone, statuses, until, words_of, write
 
 from ablate.cli import doctor
 from ablate.numerics import hadamard, philox, product, quantize, rounding, scaling, stored

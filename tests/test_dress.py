@@ -7,8 +7,8 @@ import threading
 
 import optuna
 import pytest
-from experiments_for_tests import ledger, sweep, tiny
 from optuna.storages import JournalStorage
+from support.experiments import ledger, sweep, tiny
 from test_search import trials
 
 from ablate.execution.projections import Pictures

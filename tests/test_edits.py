@@ -4,8 +4,8 @@ import json
 from collections import Counter
 
 import pytest
-from commands_for_tests import here
-from experiments_for_tests import ledger, sweep, tiny, write
+from support.commands import here
+from support.experiments import ledger, sweep, tiny, write
 
 from ablate.cli.plan import forecast
 from ablate.experiment.edits import redefined

@@ -11,8 +11,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from commands_for_tests import INLINE, here
-from experiments_for_tests import end, environment, ledger, start, statuses, sweep, tiny, until, write
+from support.commands import INLINE, here
+from support.experiments import end, environment, ledger, start, statuses, sweep, tiny, until, write
 
 from ablate.execution.messages import Ended, Exited, TrialRequest
 from ablate.execution.supervisor import _end

@@ -5,8 +5,8 @@ import shutil
 from contextlib import closing
 
 import pytest
-from commands_for_tests import here
-from experiments_for_tests import sweep, tiny, write
+from support.commands import here
+from support.experiments import sweep, tiny, write
 
 from ablate.cli import status
 from ablate.cli.plan import forecast

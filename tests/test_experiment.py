@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments_for_tests import SHAPE, VOCAB, content, problems, shards, tiny, write
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
+from support.experiments import SHAPE, VOCAB, content, problems, shards, tiny, write
 
 from ablate.experiment.arms import KnobError
 from ablate.experiment.load import load

@@ -27,7 +27,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import psutil
 import pytest
-from experiments_for_tests import (
+from support.experiments import (
     ablate,
     end,
     environment,
@@ -41,7 +41,7 @@ from experiments_for_tests import (
     words_of,
     write,
 )
-from gates_for_tests import Gate
+from support.gates import Gate
 
 from ablate.execution import controller
 from ablate.execution.shared_prefixes import Family

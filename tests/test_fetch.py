@@ -6,7 +6,7 @@ import re
 import sqlite3
 
 import pytest
-from experiments_for_tests import ledger, sweep, tiny
+from support.experiments import ledger, sweep, tiny
 from test_controller import WILD
 
 from ablate.errors import InputError

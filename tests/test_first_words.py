@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from experiments_for_tests import environment, write
+from support.experiments import environment, write
 
 HEAVY = ("torch", "ray", "mlflow", "optuna", "nbclient", "transformers")
 PROGRAM = f"import sys; sys.modules |= dict.fromkeys({HEAVY}); from ablate.__main__ import main; main()"

@@ -5,8 +5,8 @@ import shutil
 from contextlib import closing
 
 import pytest
-from commands_for_tests import here
-from experiments_for_tests import ablate, ledger, shards, sweep, tiny
+from support.commands import here
+from support.experiments import ablate, ledger, shards, sweep, tiny
 
 from ablate.cli.leaderboard import collect
 from ablate.execution.sweep_control import folders

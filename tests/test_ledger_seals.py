@@ -7,8 +7,8 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from commands_for_tests import here
-from experiments_for_tests import ledger, sweep, tiny
+from support.commands import here
+from support.experiments import ledger, sweep, tiny
 from test_rebuild import content
 
 from ablate.execution.sweep_control import damage

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments_for_tests import SHAPE, VOCAB, problems, shards, tiny, write
 from PIL import Image
+from support.experiments import SHAPE, VOCAB, problems, shards, tiny, write
 
 from ablate.cli.plan import remarks
 from ablate.experiment.load import load

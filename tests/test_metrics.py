@@ -80,7 +80,7 @@ def test_slots_are_averaged_over_the_layers_where_a_metric_is_defined(generator)
     assert metrics["quant/fprop.x/rel_mse"] == pytest.approx(sum(layers) / 2)
 
 
-# --- the source's shape ----------------------------------------------------------------------------------------------------
+# --- the source's shape ---------------------------------------------------------------------------
 
 
 def blocks_of(x: np.ndarray, rows: int, columns: int) -> list[np.ndarray]:
@@ -130,7 +130,7 @@ def test_a_zero_operand_has_no_shape():
     }
 
 
-# --- censuses of scales ----------------------------------------------------------------------------------------------------
+# --- censuses of scales ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bound", [448.0, 256.0])
@@ -168,7 +168,7 @@ def test_headroom_leaves_no_element_beyond_the_grid(generator, quant, saturates)
     assert (mine["blocks_saturated_frac"] > 2 / 1024) is saturates
 
 
-# --- gradients -------------------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
 def test_gradient_noise_is_that_of_numpy(generator):
@@ -210,7 +210,7 @@ def test_without_noise_or_without_a_gradient_there_is_no_ratio(gradient, referen
     assert gradient_noise([torch.full((3,), gradient)], [torch.full((3,), reference)]) == {}
 
 
-# --- oscillation -----------------------------------------------------------------------------------------------------------
+# --- oscillation ----------------------------------------------------------------------------------
 
 
 def cast(w: torch.Tensor, quant: Quant | None = None):
@@ -349,7 +349,7 @@ def test_an_alert_is_a_sentence_with_its_place(metrics, sentence):
     assert [str(alert) for alert in alerts(metrics, ALARMS)] == [sentence]
 
 
-# --- the registry: what a new metric must keep ------------------------------------------------------------------------------
+# --- the registry: what a new metric must keep ----------------------------------------------------
 
 OPERANDS = {
     "gaussian": torch.randn(32, 64, generator=torch.Generator().manual_seed(7)),

@@ -9,8 +9,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from commands_for_tests import here
-from experiments_for_tests import environment, sweep, tiny, until
+from support.commands import here
+from support.experiments import environment, sweep, tiny, until
 
 from ablate.execution.tracking import database
 from ablate.results.databases import path_of, url
@@ -23,7 +23,7 @@ pytestmark = [
 IDLE = {"workload": {"idle": {"steps": 4}}, "seeds": 1}
 DRIVER = """
 import sys; from pathlib import Path
-from experiments_for_tests import sweep, tiny
+from support.experiments import sweep, tiny
 folder = Path(sys.argv[1])
 sweep(tiny(folder, workload={"idle": {"steps": 4}}, seeds=1), folder, sys.argv[2])
 """

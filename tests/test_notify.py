@@ -6,9 +6,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from commands_for_tests import INLINE, here
-from experiments_for_tests import TOO_LARGE, end, start, statuses, until, write
-from gates_for_tests import Gate
+from support.commands import INLINE, here
+from support.experiments import TOO_LARGE, end, start, statuses, until, write
+from support.gates import Gate
 
 from ablate.errors import InputError
 from ablate.execution import notify

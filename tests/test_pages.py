@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from experiments_for_tests import end, start, sweep, tiny, until
+from support.experiments import end, start, sweep, tiny, until
 from test_ui import addresses
 
 from ablate.cli.report import make

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from ranks_for_tests import in_ranks
+from support.ranks import in_ranks
 
 from ablate.engines.ranks import packs, whole
 from ablate.numerics.partition import Share

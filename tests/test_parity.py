@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments_for_tests import ablate
+from support.experiments import ablate
 
 from ablate import provenance
 from ablate.engines import hardware

@@ -4,7 +4,7 @@ import json
 from contextlib import closing
 
 import pytest
-from experiments_for_tests import ledger, problems, statuses, sweep, tiny
+from support.experiments import ledger, problems, statuses, sweep, tiny
 
 from ablate.cli.recipe import resolve
 from ablate.errors import InputError

@@ -1,7 +1,7 @@
 """Where things are: what goes before what, what a profile may say, and that no password is ever shown."""
 
 import pytest
-from experiments_for_tests import ablate
+from support.experiments import ablate
 
 from ablate.cli.settings import ENVIRONMENT, destination, find
 from ablate.errors import InputError, passwords, redact

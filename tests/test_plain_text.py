@@ -9,11 +9,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from commands_for_tests import INLINE, here
-from experiments_for_tests import ledger, sweep, tiny, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.table import Table
+from support.commands import INLINE, here
+from support.experiments import ledger, sweep, tiny, write
 
 from ablate.cli.common import Screen
 from ablate.errors import one_line, printable

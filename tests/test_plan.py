@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from commands_for_tests import here
-from experiments_for_tests import shards, tiny, write
+from support.commands import here
+from support.experiments import shards, tiny, write
 
 from ablate.cli.plan import policies, remarks
 from ablate.experiment.load import Experiment

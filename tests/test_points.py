@@ -5,7 +5,7 @@ import math
 import shutil
 
 import pytest
-from experiments_for_tests import ablate, ledger, sweep, tiny, write
+from support.experiments import ablate, ledger, sweep, tiny, write
 from test_search import trials
 
 from ablate.errors import InputError

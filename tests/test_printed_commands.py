@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from commands_for_tests import here
-from experiments_for_tests import environment
+from support.commands import here
+from support.experiments import environment
 
 from ablate.cli.app import app
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from experiments_for_tests import environment
+from support.experiments import environment
 
 from ablate.cli.settings import find, writable
 from ablate.cli.ui import calls_us, own_names

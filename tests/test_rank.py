@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
-from experiments_for_tests import TOO_LARGE, events_of, gone, shards, shut, tiny, until
-from gates_for_tests import Gate
+from support.experiments import TOO_LARGE, events_of, gone, shards, shut, tiny, until
+from support.gates import Gate
 from test_supervisor import HOLD, steps
 
 from ablate.execution import rank_process

@@ -7,8 +7,8 @@ import shutil
 import sqlite3
 
 import pytest
-from commands_for_tests import INLINE, here
-from experiments_for_tests import ablate, ledger, statuses, sweep, tiny, values, write
+from support.commands import INLINE, here
+from support.experiments import ablate, ledger, statuses, sweep, tiny, values, write
 from test_control import middle
 from test_tracking import runs
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from experiments_for_tests import ablate
+from support.experiments import ablate
 
 from ablate.cli.recipe import differences, layers_of, placements, resolve, rest
 from ablate.errors import InputError

@@ -4,8 +4,8 @@ import math
 from contextlib import closing
 
 import pytest
-from commands_for_tests import here
-from experiments_for_tests import sweep, tiny, write
+from support.commands import here
+from support.experiments import sweep, tiny, write
 
 from ablate.results import records
 from ablate.results.ledger import Ledger

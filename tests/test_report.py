@@ -8,8 +8,8 @@ from contextlib import closing
 import nbformat
 import numpy as np
 import pytest
-from commands_for_tests import here
-from experiments_for_tests import ablate, sweep, tiny, write
+from support.commands import here
+from support.experiments import ablate, sweep, tiny, write
 
 from ablate.cli import report
 from ablate.cli.report import NOTEBOOKS, ReportError, analysis, is_current, make

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from experiments_for_tests import sweep, tiny
 from rich.console import Console
+from support.experiments import sweep, tiny
 
 from ablate.cli.live_view import replication_table, summary_table
 from ablate.experiment.roles import CONFIRM

@@ -6,8 +6,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from commands_for_tests import here
-from experiments_for_tests import ledger, statuses, sweep, tiny, values, write
+from support.commands import here
+from support.experiments import ledger, statuses, sweep, tiny, values, write
 from test_search import trials
 
 from ablate.cli.leaderboard import collect
@@ -31,7 +31,7 @@ def answered(state, **keys) -> tuple[dict, list]:
     return {arm.name: arm for arm in arms}, found
 
 
-# --- baselines -------------------------------------------------------------------------------------------------------------
+# --- baselines ------------------------------------------------------------------------------------
 
 
 def test_everything_that_compares_arms_does_it_with_the_baseline_that_the_file_names(tmp_path):
@@ -63,7 +63,7 @@ def test_everything_that_compares_arms_does_it_with_the_baseline_that_the_file_n
     assert in_mlflow == pytest.approx(gaps)
 
 
-# --- repeated points -------------------------------------------------------------------------------------------------------
+# --- repeated points ------------------------------------------------------------------------------
 
 SEVEN = {"ablate": {"workload.x": {"choice": [n / 10 for n in range(7)]}}, "seeds": 2}
 THREE = {"ablate": {"workload.x": {"choice": [0.1, 0.5, 0.9]}}, "seeds": 2}
@@ -160,7 +160,7 @@ def test_points_of_an_earlier_range_do_not_end_a_search_of_todays(tmp_path):
     assert {x for _, x, *_ in rows(tmp_path)} == {0.1, 0.2, 0.4, 0.5, 0.9}
 
 
-# --- roles -----------------------------------------------------------------------------------------------------------------
+# --- roles ----------------------------------------------------------------------------------------
 
 
 def as_earlier(state, path: Path) -> Ledger:

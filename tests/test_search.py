@@ -9,10 +9,10 @@ from typing import get_args
 
 import optuna
 import pytest
-from experiments_for_tests import Children, content, ledger, sweep, tiny, write
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
+from support.experiments import Children, content, ledger, sweep, tiny, write
 
 from ablate.execution.search import ENDED, PRUNERS, SAMPLERS, Study
 from ablate.execution.study_points import Point

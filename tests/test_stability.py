@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from experiments_for_tests import SHAPE, shards
 from pydantic import ValidationError
+from support.experiments import SHAPE, shards
 
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import SLOTS, QEma, Run, Weights

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from experiments_for_tests import ledger, sweep, tiny
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from support.experiments import ledger, sweep, tiny
 
 from ablate.execution.controller import Controller
 from ablate.execution.messages import Ended

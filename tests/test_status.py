@@ -13,8 +13,8 @@ from contextlib import closing, suppress
 from functools import partial
 
 import pytest
-from commands_for_tests import INLINE, here
-from experiments_for_tests import TOO_LARGE, Children, end, environment, start, sweep, tiny, until, write
+from support.commands import INLINE, here
+from support.experiments import TOO_LARGE, Children, end, environment, start, sweep, tiny, until, write
 from test_commands import modules
 from test_control import middle
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from commands_for_tests import INLINE, here
-from experiments_for_tests import end, environment, ledger, start, statuses, sweep, tiny, until, values, write
+from support.commands import INLINE, here
+from support.experiments import end, environment, ledger, start, statuses, sweep, tiny, until, values, write
 from test_store import HOLD
 
 from ablate.execution.sweep_control import take

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from experiments_for_tests import until
+from support.experiments import until
 
 from ablate.files import Busy, Damaged, lock, write
 from ablate.results.ledger import Ledger

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from experiments_for_tests import TOO_LARGE, environment, events_of, gone, shut, tiny, until
-from gates_for_tests import customised
+from support.experiments import TOO_LARGE, environment, events_of, gone, shut, tiny, until
+from support.gates import customised
 
 from ablate.execution import supervisor as supervisors
 from ablate.execution.messages import Ended, Events, Exited, Message, TrialRequest, parse_line

@@ -9,9 +9,9 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
-from commands_for_tests import INLINE, here
-from experiments_for_tests import ablate, end, environment, ledger, start, sweep, tiny, until, write
-from gates_for_tests import Gate
+from support.commands import INLINE, here
+from support.experiments import ablate, end, environment, ledger, start, sweep, tiny, until, write
+from support.gates import Gate
 from test_stop import process
 from test_store import HOLD
 from test_tracking import histories, runs

@@ -6,7 +6,7 @@ import sqlite3
 from collections import Counter
 
 import pytest
-from experiments_for_tests import Children, ledger, statuses, sweep, tiny, until
+from support.experiments import Children, ledger, statuses, sweep, tiny, until
 from test_controller import WILD
 
 from ablate.execution import controller

@@ -118,7 +118,7 @@ def test_a_measurement_may_not_be_asked_for_every_zero_steps():
             Telemetry(**{name: 0})
 
 
-# --- the shadow gradient, the oscillation of weights -----------------------------------------------------------------------
+# --- the shadow gradient, the oscillation of weights ----------------------------------------------
 
 
 def by_hand(workload: Gpt, recipe: Recipe, quantised: bool) -> np.ndarray:
@@ -180,7 +180,7 @@ def test_weights_that_are_not_quantised_do_not_flip(shards):
     assert column(train(gpt(shards), recipe, telemetry=OFTEN), "weights/flipped") == {}
 
 
-# --- triggers --------------------------------------------------------------------------------------------------------------
+# --- triggers -------------------------------------------------------------------------------------
 
 
 def waiting(
@@ -451,7 +451,7 @@ def test_tokens_and_throughput_are_counted(shards):
     )
 
 
-# --- the learning rate -----------------------------------------------------------------------------------------------------
+# --- the learning rate ----------------------------------------------------------------------------
 
 
 def test_wsd_rises_stays_and_falls():
@@ -534,7 +534,7 @@ def test_the_last_record_has_the_share_of_the_linear_layers_flops_that_were_fp4(
     assert column(records, "flops/fp4_share") == {10: pytest.approx(share, rel=1e-12)}
 
 
-# --- options of real runs --------------------------------------------------------------------------------------------------
+# --- options of real runs -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", ["bf16", "nvfp4", "fp8_delayed", "ue5m3", "quartet2", "tetrajet2"])

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from experiments_for_tests import SHAPE, shards
+from support.experiments import SHAPE, shards
 
 from ablate.execution.trial_runner import run
 from ablate.experiment.trial_spec import TrialSpec

@@ -12,8 +12,8 @@ import urllib.request
 
 import psutil
 import pytest
-from commands_for_tests import here
-from experiments_for_tests import end, gone, start, sweep, tiny, until
+from support.commands import here
+from support.experiments import end, gone, start, sweep, tiny, until
 
 from ablate.cli.ui import index
 

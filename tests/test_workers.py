@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from experiments_for_tests import events_of, until, words_of
+from support.experiments import events_of, until, words_of
 from test_supervisor import request
 
 from ablate.execution.messages import Ended

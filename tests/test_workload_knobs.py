@@ -4,7 +4,7 @@ import json
 import textwrap
 
 import pytest
-from experiments_for_tests import SHAPE, problems, tiny, write
+from support.experiments import SHAPE, problems, tiny, write
 
 from ablate.recipes import KNOBS
 from ablate.training.workloads import WORKLOADS

@@ -80,7 +80,7 @@ def doctor(
     raise typer.Exit(FAILED if any(row.ok is False for _, row in rows) else DONE)
 
 
-# --- an engine beside the emulator -------------------------------------------------------------------------------------------
+# --- an engine beside the emulator ----------------------------------------------------------------
 
 
 def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> None:
@@ -143,7 +143,7 @@ def _written(comparison: "Comparison", document: dict[str, Any], record: Path | 
     return [path] if picture is None else [path, picture]
 
 
-# --- this machine's numerics -------------------------------------------------------------------------------------------------
+# --- this machine's numerics ----------------------------------------------------------------------
 
 
 def _groups(fast: bool, status: Any) -> Iterator[tuple[str, list["Row"]]]:
@@ -218,7 +218,7 @@ def _document(rows: list[tuple[str, "Row"]], fast: bool, seconds: float) -> dict
     }
 
 
-# --- beside a sweep ----------------------------------------------------------------------------------------------------------
+# --- beside a sweep -------------------------------------------------------------------------------
 
 COMMAND = (sys.executable, "-m", "ablate.doctor", "--fast", "--json", "--lifeline")
 _PATIENCE_SECONDS = 300.0

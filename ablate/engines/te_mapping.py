@@ -284,7 +284,7 @@ def _format(products: Products, slot: str) -> Format:
     return Format(family, quant.element, square=quant.block == "32x32", history=history)
 
 
-# --- TE's own recipes, where one says all that the three pairs of copies say ------------------------------------------------------
+# --- TE's own recipes, where one says all that the three pairs of copies say ----------------------
 
 
 def _builtin(custom: Custom) -> Builtin | None:

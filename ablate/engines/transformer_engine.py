@@ -216,7 +216,7 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
     return NativeEngine(model, recipe, clock)
 
 
-# --- a description as TE's objects -------------------------------------------------------------------------------------------
+# --- a description as TE's objects ----------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)

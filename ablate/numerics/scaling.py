@@ -21,7 +21,7 @@ _SMALLEST = 2.0**-127
 """E8M0's code 0, a subnormal in fp32."""
 
 
-# --- statistics ------------------------------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 def block_amax(tiles: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def outer_statistic(
     return STATISTICS[tag(outer.statistic)](x, grouped, argument(outer.statistic), history, clock)
 
 
-# --- scales ----------------------------------------------------------------------------------------------------------------
+# --- scales ---------------------------------------------------------------------------------------
 
 
 def encode_scale(amax: Tensor, quant: Quant) -> Tensor:

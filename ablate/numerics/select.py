@@ -92,7 +92,7 @@ def _candidate(tiles: Tensor, block_scale: Tensor, scale: Tensor, element: Forma
     return Candidate(block_scale, scaled, nearest(scaled, element))
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def block_error(candidate: Candidate, tiles: Tensor, amax: Tensor | None, quant: Quant) -> Tensor:

@@ -28,7 +28,7 @@ FORMAT, VERSION = "ablate-nvfp4", 1
 """What a file calls itself, and the version of its fields."""
 
 
-# --- codes, two a byte ------------------------------------------------------------------------------------------------------
+# --- codes, two a byte ----------------------------------------------------------------------------
 
 
 def pack(values: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def unpack(codes: Tensor) -> Tensor:
     return table[nibbles.to(torch.int32)]
 
 
-# --- block scales as the tensor cores read them -----------------------------------------------------------------------------
+# --- block scales as the tensor cores read them ---------------------------------------------------
 
 
 def swizzle(scales: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def unswizzle(flat: Tensor, rows: int, columns: int) -> Tensor:
     )
 
 
-# --- one copy, and the two copies of a tensor -------------------------------------------------------------------------------
+# --- one copy, and the two copies of a tensor -----------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Stored:
         raise ValueError(f"{path}: {error}") from error
 
 
-# --- behind the curtain -----------------------------------------------------------------------------------------------------
+# --- behind the curtain ---------------------------------------------------------------------------
 
 
 def _over_elements(tiles: Tensor, quant: Quant, rows: int) -> Tensor:

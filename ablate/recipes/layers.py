@@ -28,7 +28,7 @@ _BLOCKS = re.compile(
 _CLASS = "class:"
 
 
-# --- a model, as far as rules look at it -----------------------------------------------------------------------------------
+# --- a model, as far as rules look at it ----------------------------------------------------------
 
 
 class Layer(NamedTuple):
@@ -71,7 +71,7 @@ def blocks_in(layers: Sequence[Layer]) -> int:
     return 1 + max((layer.block for layer in layers), default=-1)
 
 
-# --- what a rule selects ----------------------------------------------------------------------------------------------------
+# --- what a rule selects --------------------------------------------------------------------------
 
 
 def _canonical(blocks: str) -> str:

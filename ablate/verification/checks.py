@@ -31,7 +31,7 @@ from ablate.recipes.recipe import Phase, Run
 from ablate.verification import machine, peers
 from ablate.verification.check_result import Check, Row, below, equal, near, normal, same
 
-# --- this machine ------------------------------------------------------------------------------------------------------------
+# --- this machine ---------------------------------------------------------------------------------
 
 
 def hardware() -> Iterator[Row]:
@@ -59,7 +59,7 @@ def _runs(recipe: Recipe) -> bool:
     return all(bool(z.isfinite().all()) for z in (y, x.grad, model["blocks"][0][0].weight.grad))
 
 
-# --- formats and rounding ----------------------------------------------------------------------------------------------------
+# --- formats and rounding -------------------------------------------------------------------------
 
 
 def ties() -> Iterator[Row]:
@@ -105,7 +105,7 @@ def draws() -> Iterator[Row]:
         yield same(f"share rounded from {low:g} to {high:g}", (up, torch.floor(256 * position[:, 0])))
 
 
-# --- two-level scaling -------------------------------------------------------------------------------------------------------
+# --- two-level scaling ----------------------------------------------------------------------------
 
 
 def scaling() -> Iterator[Row]:
@@ -196,7 +196,7 @@ def kernels() -> Iterator[Row]:
     )
 
 
-# --- rotation and products ---------------------------------------------------------------------------------------------------
+# --- rotation and products ------------------------------------------------------------------------
 
 
 def rotations() -> Iterator[Row]:
@@ -258,7 +258,7 @@ def _row_scales(operand: Operand) -> Tensor:
     return operand.block_scale[:, 0, :, 0].repeat_interleave(operand.quant.tile[0], 0)
 
 
-# --- randomness --------------------------------------------------------------------------------------------------------------
+# --- randomness -----------------------------------------------------------------------------------
 
 KNOWN_ANSWERS = {
     "zeros": ((0,) * 4, (0,) * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -334,7 +334,7 @@ def gpu_bits() -> Iterator[Row]:
         )
 
 
-# --- schedules and stored tensors --------------------------------------------------------------------------------------------
+# --- schedules and stored tensors -----------------------------------------------------------------
 
 
 def schedules() -> Iterator[Row]:
@@ -379,7 +379,7 @@ def stored() -> Iterator[Row]:
     yield equal("bits an element of one copy", f"{tensor.row.bits_per_element:.3f}", "4.501")
 
 
-# --- figures on standard normal data -----------------------------------------------------------------------------------------
+# --- figures on standard normal data --------------------------------------------------------------
 
 ROOM = Range(headroom=17 / 16)
 
@@ -456,7 +456,7 @@ def biased() -> Iterator[Row]:
     yield near("mean of 256 draws, no headroom, stalls", stalled, 0.173, 0.04, "the sample")
 
 
-# --- other people's code -----------------------------------------------------------------------------------------------------
+# --- other people's code --------------------------------------------------------------------------
 
 ORACLE = {"transformer_engine": "2.20.2"}
 """Whose numbers the numerics follow to the bit, and in which version; the quick run compares with no other."""

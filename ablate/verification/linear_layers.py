@@ -87,7 +87,7 @@ def shapes_of(model: str, tokens: int) -> list[Shape]:
     return [Shape(f"{model} {name}", tokens, *pair) for name, pair in widths.items()]
 
 
-# --- who computes ----------------------------------------------------------------------------------------------------------
+# --- who computes ---------------------------------------------------------------------------------
 
 
 def refused(recipe: Recipe, shapes: Sequence[Shape], device: str, machine: Machine) -> Refusal | None:
@@ -117,7 +117,7 @@ def _format(product: Any, engine: str, dtype: str) -> str:
     return "fp32" if dtype == "fp32" or any(quant and quant.wide for quant in quants) else "bf16"
 
 
-# --- what is measured ------------------------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 Passes = Callable[[Callable[[], None]], None]
@@ -206,7 +206,7 @@ def side(device: str, seconds: Callable[[int], float]) -> int:
     return tried
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------------
+# --- what is told ---------------------------------------------------------------------------------
 
 
 class Yardstick(NamedTuple):

@@ -65,7 +65,7 @@ def compare(peer: str) -> list[Comparison]:
     return [replace(comparison, peer=peer, version=installed) for comparison in PEERS[peer]()]
 
 
-# --- the inputs ------------------------------------------------------------------------------------------------------------
+# --- the inputs -----------------------------------------------------------------------------------
 
 
 @cache
@@ -134,7 +134,7 @@ def count(what: str, pairs: list[tuple[Tensor, Tensor]], allowed: float = 0.0, w
     return Comparison(what, sum(mine.numel() for mine, _ in pairs), mismatches, allowed, why)
 
 
-# --- ours -------------------------------------------------------------------------------------------------------------------
+# --- ours -----------------------------------------------------------------------------------------
 
 
 def mx(element: str, rounding: str) -> Quant:
@@ -158,7 +158,7 @@ def cast(name: str) -> Callable[[Tensor], Tensor]:
     return partial(ROUNDINGS["nearest"], grid=ELEMENTS[name])
 
 
-# --- loading what refuses to be imported ------------------------------------------------------------------------------------
+# --- loading what refuses to be imported ----------------------------------------------------------
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-# --- Transformer Engine -----------------------------------------------------------------------------------------------------
+# --- Transformer Engine ---------------------------------------------------------------------------
 
 
 class _Quantizer:
@@ -304,7 +304,7 @@ HARDWARE = {name: getattr(torch, element.dtype) for name, element in ELEMENTS.it
 """The elements that torch has a type for."""
 
 
-# --- torchao ----------------------------------------------------------------------------------------------------------------
+# --- torchao --------------------------------------------------------------------------------------
 
 
 def torchao() -> Iterator[Comparison]:
@@ -348,7 +348,7 @@ def torchao() -> Iterator[Comparison]:
     )
 
 
-# --- gfloat -----------------------------------------------------------------------------------------------------------------
+# --- gfloat ---------------------------------------------------------------------------------------
 
 
 def gfloat() -> Iterator[Comparison]:
@@ -417,7 +417,7 @@ def gfloat() -> Iterator[Comparison]:
         )
 
 
-# --- ml_dtypes --------------------------------------------------------------------------------------------------------------
+# --- ml_dtypes ------------------------------------------------------------------------------------
 
 
 def ml_dtypes() -> Iterator[Comparison]:
@@ -460,7 +460,7 @@ def _numpy_nvfp4(cast: Callable, rows: int, x: Tensor) -> Arrays:
     )
 
 
-# --- fouroversix ------------------------------------------------------------------------------------------------------------
+# --- fouroversix ----------------------------------------------------------------------------------
 
 
 def fouroversix() -> Iterator[Comparison]:

@@ -26,7 +26,7 @@ def before(images: ImageSet, count: int = 64) -> torch.Tensor:
     return image_batch(images, 0, 0, 0, count, PLAIN)
 
 
-# --- the order --------------------------------------------------------------------------------------------------------------
+# --- the order ------------------------------------------------------------------------------------
 
 
 def test_a_batch_is_a_function_of_seed_step_and_micro_batch():
@@ -92,7 +92,7 @@ def test_a_larger_batch_begins_with_the_smaller_one():
     )
 
 
-# --- the changes ------------------------------------------------------------------------------------------------------------
+# --- the changes ----------------------------------------------------------------------------------
 
 
 def test_without_changes_a_batch_is_the_pixels():
@@ -206,7 +206,7 @@ def test_every_operation_is_drawn_and_one_an_image():
     assert sum(counts.values()) == 256
 
 
-# --- validation -------------------------------------------------------------------------------------------------------------
+# --- validation -----------------------------------------------------------------------------------
 
 
 def test_validation_images_are_evenly_spaced_and_never_changed():

@@ -28,7 +28,7 @@ def source(tmp_path, train, val, **fields) -> Shards:
     return Shards(train=train, val=val, **{"vocab": 50, **fields})
 
 
-# --- shards ----------------------------------------------------------------------------------------------------------------
+# --- shards ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_unigram_entropy_of_uniform_tokens_is_log_vocab():
     assert corpus.unigram_entropy() == pytest.approx(np.log(64))
 
 
-# --- the embedded default --------------------------------------------------------------------------------------------------
+# --- the embedded default -------------------------------------------------------------------------
 
 
 def test_the_standard_library_is_a_corpus_of_bytes():
@@ -140,7 +140,7 @@ def test_the_standard_library_is_a_corpus_of_bytes():
     assert len(corpus.fingerprint) == 16
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_targets_are_the_inputs_one_token_later():

@@ -22,7 +22,7 @@ def pixels(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 3072), dtype=np.uint8)
 
 
-# --- of scikit-learn --------------------------------------------------------------------------------------------------------
+# --- of scikit-learn ------------------------------------------------------------------------------
 
 
 def test_the_digits_are_scikit_learns_with_black_0_and_white_255():
@@ -67,7 +67,7 @@ def test_the_moments_are_those_of_the_training_images(name):
     np.testing.assert_allclose(images.deviation, (images.train / 255.0).std((0, 2, 3)), rtol=1e-6)
 
 
-# --- CIFAR as published -----------------------------------------------------------------------------------------------------
+# --- CIFAR as published ---------------------------------------------------------------------------
 
 NAMES = {
     10: ([f"data_batch_{n}" for n in range(1, 6)], ["test_batch"]),
@@ -206,7 +206,7 @@ def test_a_class_beyond_the_last_is_told(tmp_path):
         open_images(Cifar10(cifar10=str(tmp_path)))
 
 
-# --- folders ----------------------------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------
 
 
 def pictures(folder, count: int, size: int = 8, seed: int = 0, suffix: str = "png") -> list[np.ndarray]:
@@ -301,7 +301,7 @@ def test_a_folder_that_is_not_there_or_holds_too_little_is_told(tmp_path):
         open_images(Folder(folder=str(tmp_path), size=8))
 
 
-# --- datasets ---------------------------------------------------------------------------------------------------------------
+# --- datasets -------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -368,7 +368,7 @@ def test_a_dataset_that_cannot_be_reached_is_told_in_one_sentence(monkeypatch):
     assert "\n" not in str(error.value)
 
 
-# --- the words --------------------------------------------------------------------------------------------------------------
+# --- the words ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

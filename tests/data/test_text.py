@@ -54,7 +54,7 @@ def decoded(folder: Path, ids) -> str:
     return open_tokeniser(str(folder), lambda: ()).decode(np.asarray(ids))
 
 
-# --- what comes out is what went in -----------------------------------------------------------------------------------------
+# --- what comes out is what went in ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:400"])
@@ -116,7 +116,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path):
         np.testing.assert_array_equal(np.concatenate(tokeniser.encode(pieces)), whole)
 
 
-# --- tokenisers -------------------------------------------------------------------------------------------------------------
+# --- tokenisers -----------------------------------------------------------------------------------
 
 
 def test_a_tokeniser_is_the_same_bytes_for_the_same_text_whatever_the_threads(tmp_path):
@@ -203,7 +203,7 @@ def test_a_large_vocabulary_is_stored_in_four_bytes_in_llm_cs_layout(tmp_path):
     assert np.frombuffer(content[1024:], np.uint32).tolist() == [70000, 1, 70000]
 
 
-# --- shards -----------------------------------------------------------------------------------------------------------------
+# --- shards ---------------------------------------------------------------------------------------
 
 
 def test_shards_are_in_llm_cs_layout_and_read_as_one_text(tmp_path):
@@ -293,7 +293,7 @@ def turn(path: Path, place: int, byte: bytes) -> None:
         file.write(byte)
 
 
-# --- text named in an experiment --------------------------------------------------------------------------------------------
+# --- text named in an experiment ------------------------------------------------------------------
 
 
 def test_text_is_the_same_corpus_as_the_folder_prepared_of_it(tmp_path):
@@ -441,7 +441,7 @@ def test_a_file_that_is_no_tokenizer_is_told(tmp_path):
         open_tokeniser(str(tmp_path / "t.json"), lambda: ())
 
 
-# --- datasets ---------------------------------------------------------------------------------------------------------------
+# --- datasets -------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -521,7 +521,7 @@ print(*sys.modules)"""
     assert not {"torch", "transformers", "datasets", "huggingface_hub"} & set(run.stdout.split())
 
 
-# --- the words --------------------------------------------------------------------------------------------------------------
+# --- the words ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def off(check: Callable, family: str = "nvfp4", *more) -> list[str]:
     return [row.what for row in rows(check, family, *more) if row.ok is False]
 
 
-# --- doubles that are wrong in one thing -------------------------------------------------------------------------------------
+# --- doubles that are wrong in one thing ----------------------------------------------------------
 
 
 def blockwise(change: Callable) -> contextlib.AbstractContextManager:
@@ -241,7 +241,7 @@ def _one_side(self, x):
         return _apply(self, x)
 
 
-# --- the whole, by its command -----------------------------------------------------------------------------------------------
+# --- the whole, by its command --------------------------------------------------------------------
 
 
 def commanded(*words: str) -> dict[str, object]:

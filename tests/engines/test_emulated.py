@@ -102,7 +102,7 @@ def test_bf16_products_are_the_fp32_ones_rounded_once():
         assert ((expected - mine)[differs].abs() <= one_ulp).all()
 
 
-# --- what is drawn, and for what -------------------------------------------------------------------------------------------
+# --- what is drawn, and for what ------------------------------------------------------------------
 
 
 def watched(recipe: Recipe, clock: Clock | None = None, tokens=64, inputs=48, outputs=80) -> dict:
@@ -211,7 +211,7 @@ def test_a_non_finite_operand_is_counted():
     assert int(module.nonfinite) == 1
 
 
-# --- shapes ----------------------------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 1, 1), (5, 17, 33), (31, 48, 7), (33, 16, 50)])
@@ -313,7 +313,7 @@ def test_a_weight_whose_rounding_is_drawn_is_quantised_each_time():
         assert not torch.equal(linear(drawn(32, 32, seed=1)), first)
 
 
-# --- convert ---------------------------------------------------------------------------------------------------------------
+# --- convert --------------------------------------------------------------------------------------
 
 
 def model(blocks: int = 1, bias: bool = False, seed: int = 0) -> nn.Module:
@@ -459,7 +459,7 @@ def test_high_precision_overrides_the_layer_policy_inside_its_context():
     assert not any(linear.products.plain for linear in engine.layers.values())
 
 
-# --- what convert handles or refuses ---------------------------------------------------------------------------------------
+# --- what convert handles or refuses --------------------------------------------------------------
 
 
 def listed(name: str, *blocks: nn.Module) -> nn.Module:

@@ -130,7 +130,7 @@ def test_each_operand_has_a_history_of_its_own():
         assert operand.amax == first[slot[-1]].abs().max()
 
 
-# --- recomputed activations, accumulated gradients -------------------------------------------------------------------------
+# --- recomputed activations, accumulated gradients ------------------------------------------------
 
 
 def blocks(seed: int = 0) -> nn.Module:
@@ -202,7 +202,7 @@ def test_micro_batches_draw_their_own_bits():
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, False]
 
 
-# --- looking at the weight -------------------------------------------------------------------------------------------------
+# --- looking at the weight ------------------------------------------------------------------------
 
 DETERMINISTIC = [name for name in PRESETS if PRESETS[name]().fprop.w]
 SPLIT_WEIGHTS = {

@@ -51,7 +51,7 @@ def close(mine: Tensor, expected: np.ndarray, magnitude: np.ndarray, terms: int)
     return bool((np.abs(array(mine) - expected) <= (terms + 8) * 2.0**-23 * magnitude + 1e-30).all())
 
 
-# --- operands in parts -----------------------------------------------------------------------------------------------------
+# --- operands in parts ----------------------------------------------------------------------------
 
 
 def parts(x: np.ndarray, transform: Transform) -> tuple[np.ndarray, list[tuple[np.ndarray, Quant | None]]]:
@@ -180,7 +180,7 @@ def test_splitting_is_of_the_operand_named_alone():
     assert len(module.operand(w, "fprop.w", recipe.fprop.w, None)) == 1
 
 
-# --- from the forward copy -------------------------------------------------------------------------------------------------
+# --- from the forward copy ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("signs", [None, "none", "fixed"])
@@ -231,7 +231,7 @@ def test_every_preset_takes_any_shape(preset, tokens, inputs, outputs):
     assert module.quantised_weight().shape == w.shape
 
 
-# --- the gradient of the cast ----------------------------------------------------------------------------------------------
+# --- the gradient of the cast ---------------------------------------------------------------------
 
 
 def quest_mask(h: np.ndarray) -> np.ndarray:
@@ -317,7 +317,7 @@ def test_the_slope_of_the_differentiable_estimator_multiplies_dw(k, clip):
         assert np.abs(array(dw) - plain)[inside].max() < 1e-4  # the straight-through estimator
 
 
-# --- scales outside the product --------------------------------------------------------------------------------------------
+# --- scales outside the product -------------------------------------------------------------------
 
 
 def test_prescaled_operands_multiply_by_sixteen_ninths():
@@ -369,7 +369,7 @@ def test_a_scale_for_each_128_is_that_of_the_128_alone(inputs):
     assert close(y, rows[0] @ rows[1].T, np.abs(rows[0]) @ np.abs(rows[1]).T, inputs)
 
 
-# --- rotations -------------------------------------------------------------------------------------------------------------
+# --- rotations ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("signs", ["none", "fixed", "per_layer", "per_step", "per_call"])

@@ -55,7 +55,7 @@ def walk(module: EmulatedLinear, rules: WeightRules, steps: int, delta=swing, ru
         yield step, module.weight.detach().clone().numpy()[0]
 
 
-# --- OsciReset -------------------------------------------------------------------------------------------------------------
+# --- OsciReset ------------------------------------------------------------------------------------
 
 
 def reset_by_hand(spec: OsciReset, steps: int, first: int) -> list[np.ndarray]:
@@ -120,7 +120,7 @@ def test_osci_reset_leaves_the_optimizers_state_alone():
     assert not torch.equal(states[0][1], states[1][1])
 
 
-# --- Q-EMA -----------------------------------------------------------------------------------------------------------------
+# --- Q-EMA ----------------------------------------------------------------------------------------
 
 
 def test_q_ema_rounds_to_the_neighbour_that_the_mean_is_nearer_to():
@@ -201,7 +201,7 @@ def test_q_ema_leaves_a_backward_copy_that_is_rounded_otherwise(quant):
         assert torch.equal(seen[1]["dgrad.w"].source[:48, :32], copy)
 
 
-# --- Q-Ramping -------------------------------------------------------------------------------------------------------------
+# --- Q-Ramping ------------------------------------------------------------------------------------
 
 LR, DECAY, BETA1, BETA2, EPS = 0.02, 0.01, 0.2, 0.9, 1e-8
 
@@ -322,7 +322,7 @@ def test_q_ramping_of_weights_that_do_not_oscillate_is_adamw_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-# --- off, elsewhere, and bf16 ----------------------------------------------------------------------------------------------
+# --- off, elsewhere, and bf16 ---------------------------------------------------------------------
 
 CALM = [
     Weights(osci_reset=OsciReset(period=4, window=3, start=0.0, threshold=1e9)),

@@ -193,7 +193,7 @@ def test_a_closed_picture_holds_nothing(draw):
     assert picture.figure.axes == []
 
 
-# --- sweeps that have little, or much --------------------------------------------------------------------------------------
+# --- sweeps that have little, or much -------------------------------------------------------------
 
 
 def nothing(folder: Path) -> Ledger:

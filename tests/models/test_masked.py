@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_workloads import SMALL
+from support.workloads import SMALL
 
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS
@@ -55,7 +55,7 @@ def pieces(image: np.ndarray, patch: int) -> np.ndarray:
     )
 
 
-# --- masks ------------------------------------------------------------------------------------------------------------------
+# --- masks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.75, 0.9, 1 / 64, 0.33])
@@ -109,7 +109,7 @@ def test_every_arm_of_a_seed_sees_the_same_images_and_masks_and_validation_is_ev
         )
 
 
-# --- the model --------------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_initial_weights_are_the_seeds_alone_and_leave_the_global_generator():
     assert weight.std() == pytest.approx(math.sqrt(2 / sum(weight.shape)), rel=0.05)
 
 
-# --- pixels -----------------------------------------------------------------------------------------------------------------
+# --- pixels ---------------------------------------------------------------------------------------
 
 
 def test_patches_are_those_of_the_loops_and_of_the_model_and_go_back():

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from quantisers_for_tests import case, reference_only
+from support.quantisers import case, reference_only
 from torch import Tensor, nn
 
 from ablate.engines.emulated_layer import EmulatedLinear

@@ -12,7 +12,7 @@ import pytest
 import torch
 from oracles import grids
 from pydantic import ValidationError
-from quantisers_for_tests import ARGUMENTS, BLOCK_ARGUMENTS, reachable
+from support.quantisers import ARGUMENTS, BLOCK_ARGUMENTS, reachable
 
 import ablate
 from ablate.engines.emulated_layer import DTYPES
@@ -59,7 +59,7 @@ SETS = {
 """The words of each closed set, by class and field."""
 
 
-# --- every word is accepted, computed and compared --------------------------------------------------------------------------
+# --- every word is accepted, computed and compared ------------------------------------------------
 
 SCALED = Quant(scale=BlockScale(format="ue5m3"), outer=Outer(bound=256.0))
 BASES = (
@@ -160,7 +160,7 @@ def test_a_direction_drops_its_products(direction):
     assert left.fprop.plain == ("fprop" in DIRECTIONS[direction])
 
 
-# --- no other module lists them ---------------------------------------------------------------------------------------------
+# --- no other module lists them -------------------------------------------------------------------
 
 REGISTRIES = ("numerics/formats.py", "numerics/choices.py", "numerics/spec.py")
 OTHERS_FACTS = "what another implementation can compute"

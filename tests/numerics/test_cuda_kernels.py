@@ -40,7 +40,7 @@ def test_every_bit_is_the_references_on_a_gpu():
     run_cases(TRITON_INTERPRET="0")
 
 
-# --- ahead of time, for GPUs that are not here -----------------------------------------------------------------------------
+# --- ahead of time, for GPUs that are not here ----------------------------------------------------
 
 BUILDS = {
     "amaxes": ("amaxes", "bf16", {}),
@@ -157,7 +157,7 @@ def test_one_build_serves_every_step_and_every_layer(name):
     ]
 
 
-# --- without Triton, without a GPU -----------------------------------------------------------------------------------------
+# --- without Triton, without a GPU ----------------------------------------------------------------
 
 
 def test_the_package_needs_no_triton():

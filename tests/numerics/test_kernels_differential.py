@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from quantisers_for_tests import (
+from support.quantisers import (
     Coverage,
     contents,
     first_difference,

@@ -197,7 +197,7 @@ def test_a_non_finite_operand_is_not_hidden_by_the_product():
         assert not y.isfinite().all()
 
 
-# --- CPUs without bf16 instructions ----------------------------------------------------------------------------------------
+# --- CPUs without bf16 instructions ---------------------------------------------------------------
 
 
 def test_a_cpu_without_bf16_instructions_multiplies_in_fp32_and_rounds_once(monkeypatch):

@@ -258,7 +258,7 @@ def test_beyond_the_largest_fp32_over_448_decoding_overflows_to_infinity_as_tran
     assert quantize(x / 2, Quant()).dequantize().isfinite().all()
 
 
-# --- quantising again -------------------------------------------------------------------------------------------------------
+# --- quantising again -----------------------------------------------------------------------------
 
 NOT_AGAIN = {
     **dict.fromkeys(("rms:2.5", "std:2.92"), "what was clipped lowers the statistic"),
@@ -306,7 +306,7 @@ def test_where_quantising_again_may_change_values_it_does(name):
     assert any(not torch.allclose(quantized(x, name).dequantize(), x, rtol=1e-3, atol=0) for x in once)
 
 
-# --- what is drawn ----------------------------------------------------------------------------------------------------------
+# --- what is drawn --------------------------------------------------------------------------------
 
 ELSEWHERE = {
     "seed": (Clock(2, step=5, micro_batch=1), 3),
@@ -414,7 +414,7 @@ def test_stochastic_rounding_is_unbiased_where_nothing_saturates(name):
     assert -1 / 256 - 1e-3 < shrink < 1e-3  # all elements together: only the truncation is left
 
 
-# --- two dimensions ---------------------------------------------------------------------------------------------------------
+# --- two dimensions -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quant", TWO_DIMENSIONAL, ids=range(len(TWO_DIMENSIONAL)))
@@ -431,7 +431,7 @@ def test_the_transposed_copy_of_a_2d_tensor_is_the_same_numbers(quant, rows, col
     assert (row.values.t() != column.values).double().mean() <= 1 / (4 * rows * columns)
 
 
-# --- a target for the rounding ----------------------------------------------------------------------------------------------
+# --- a target for the rounding --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", ["1x16", "16x16", "1x32"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks_for_tests import in_ranks
+from support.ranks import in_ranks
 from test_stored import STORABLE, same, tensor
 from torch import Tensor
 

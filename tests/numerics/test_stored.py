@@ -75,7 +75,7 @@ def same(a: Packed | Stored | None, b: Packed | Stored | None) -> bool:
     return True
 
 
-# --- codes -----------------------------------------------------------------------------------------------------------------
+# --- codes ----------------------------------------------------------------------------------------
 
 
 def test_known_values_pack_to_known_bytes_with_the_even_column_low():
@@ -96,7 +96,7 @@ def test_an_odd_number_of_columns_is_refused():
         pack(torch.zeros(2, 3))
 
 
-# --- against Transformer Engine --------------------------------------------------------------------------------------------
+# --- against Transformer Engine -------------------------------------------------------------------
 
 
 def assert_equals_te(
@@ -156,7 +156,7 @@ def test_a_zero_block_scale_keeps_its_codes_and_decodes_to_zero_with_their_signs
     assert bits(row.dequantize())[0, 16:21].tolist() == bits(torch.tensor([0, -0.0, 0, -0.0, -0.0])).tolist()
 
 
-# --- both copies -----------------------------------------------------------------------------------------------------------
+# --- both copies ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rotation", [None, Hadamard(), Hadamard(size=64)], ids=["plain", "16", "64"])
@@ -261,7 +261,7 @@ def test_the_input_is_not_changed():
     assert torch.equal(x, before)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 FOREIGN = {
     "element int4": Quant(element="int4"),
@@ -318,7 +318,7 @@ def test_parts_that_do_not_fit_each_other_are_refused():
         Stored(row, row)
 
 
-# --- slices ----------------------------------------------------------------------------------------------------------------
+# --- slices ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("span", [(0, 16), (16, 48), (32, 50), (0, 50), (16, 16)], ids=str)
@@ -364,7 +364,7 @@ def test_a_slice_that_cuts_a_block_or_leaves_the_tensor_is_refused(block, rotati
         stored.row_slice(*span)
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def test_the_bytes_are_counted_by_hand():
@@ -383,7 +383,7 @@ def test_padding_counts_as_bytes_and_not_as_elements():
     assert math.isnan(store(tensor(0, 16), Quant()).bits_per_element)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -518,7 +518,7 @@ def test_a_file_that_is_not_there_is_the_systems_own_error(tmp_path):
         load(tmp_path / "nowhere.pt")
 
 
-# --- the scale layout of the tensor cores ------------------------------------------------------------------------------------
+# --- the scale layout of the tensor cores ---------------------------------------------------------
 
 
 def slow_swizzle(scales: np.ndarray) -> np.ndarray:

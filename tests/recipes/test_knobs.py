@@ -185,7 +185,7 @@ def test_an_experiment_sets_what_the_knob_sets(name):
             assert arm(knobs) == set_paths(NVFP4, knobs)
 
 
-# --- together --------------------------------------------------------------------------------------------------------------
+# --- together -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -265,7 +265,7 @@ def test_four_over_six_sets_the_bound_of_x_and_w_and_leaves_gradients(criterion,
     assert all(recipe.slot(slot) == NVFP4.slot(slot) for slot in GRADIENTS)
 
 
-# --- cooldown --------------------------------------------------------------------------------------------------------------
+# --- cooldown -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slots", ["all", "forward", "backward"])
@@ -290,7 +290,7 @@ def test_a_cooldown_comes_after_the_recipes_own_phases(preset):
     assert arm({"cooldown": 0.5}, preset).at(19, Run(20)).plain
 
 
-# --- nothing to turn -------------------------------------------------------------------------------------------------------
+# --- nothing to turn ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp32"])
@@ -309,7 +309,7 @@ def test_a_knob_of_the_weights_on_a_forward_in_bf16_turns_the_backward_copy():
     assert (recipe.fprop.w, recipe.dgrad.w.block) == (None, "16x16")
 
 
-# --- a short knob and a full path ------------------------------------------------------------------------------------------
+# --- a short knob and a full path -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

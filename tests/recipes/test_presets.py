@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from experiments_for_tests import SHAPE
+from support.experiments import SHAPE
 
 from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import DTYPES
@@ -54,7 +54,7 @@ def test_presets_differ():
     assert len({PRESETS[name]() for name in PRESETS}) == len(PRESETS)
 
 
-# --- one recipe, one id ----------------------------------------------------------------------------------------------------
+# --- one recipe, one id ---------------------------------------------------------------------------
 
 
 def trial(shards, recipe: Recipe) -> str:
@@ -100,7 +100,7 @@ def test_two_spellings_of_one_recipe_are_one_trial(one, other, shards):
     assert trial(shards, first) == trial(shards, second)
 
 
-# --- what papers say -------------------------------------------------------------------------------------------------------
+# --- what papers say ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp32"])
@@ -200,7 +200,7 @@ def test_fp4_all_the_way_waits_for_the_square_root_of_three():
     assert {slot for slot, _ in late.quantised()} == FORWARD
 
 
-# --- training --------------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PRESETS)

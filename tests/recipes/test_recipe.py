@@ -105,7 +105,7 @@ def test_overlapping_phases_add_up():
     assert not recipe.at(1, Run(4)).wgrad.plain
 
 
-# --- when a phase starts ---------------------------------------------------------------------------------------------------
+# --- when a phase starts --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_where_the_forward_copies_are_gone_the_originals_are_quantised(name):
     assert now.dgrad.hadamard == before.dgrad.hadamard
 
 
-# --- which layers ----------------------------------------------------------------------------------------------------------
+# --- which layers ---------------------------------------------------------------------------------
 
 
 def rule(match: str, use=None) -> Rule:

@@ -1,4 +1,4 @@
-"""What every workload promises. A new one joins by a small instance in small_workloads.py, and inherits all of it."""
+"""What every workload promises. A new one joins by a small instance in support/workloads.py, and inherits all of it."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 import pytest
 import torch
-from small_workloads import SMALL
+from support.workloads import SMALL
 
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
@@ -91,7 +91,7 @@ def test_every_workload_is_here():
     assert set(SMALL) == set(WORKLOADS)
 
 
-# --- its description --------------------------------------------------------------------------------------------------------
+# --- its description ------------------------------------------------------------------------------
 
 
 def test_the_default_and_the_small_instance_have_no_problems(name, workload):
@@ -154,7 +154,7 @@ def test_its_facts_are_finite_numbers(workload):
     assert all(isinstance(value, float) and math.isfinite(value) for value in workload.summary().values())
 
 
-# --- its records ------------------------------------------------------------------------------------------------------------
+# --- its records ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -229,7 +229,7 @@ def test_it_stops_where_it_is_told_to_and_can_be_run_again(name, workload):
     assert told(list(run(workload, PRESETS["nvfp4"]()))) == told(whole)
 
 
-# --- what trains goes on from where it was ------------------------------------------------------------------------------------
+# --- what trains goes on from where it was --------------------------------------------------------
 
 
 RESUMED = [(trained, recipe) for trained in TRAINED for recipe in REMEMBERING]

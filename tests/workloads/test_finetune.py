@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from experiments_for_tests import shards
+from support.experiments import shards
 
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.errors import InputError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from pydantic import ValidationError
-from small_workloads import SMALL
+from support.workloads import SMALL
 
 from ablate.execution.trial_runner import run
 from ablate.experiment.trial_spec import TrialSpec

@@ -129,7 +129,7 @@ def amax_both(x: Tensor, signs: Tensor | None) -> Tensor:
     return found.view(torch.float32)
 
 
-# --- launches, on x as it lies in memory: [rows, columns], contiguous ------------------------------------------------------
+# --- launches, on x as it lies in memory: [rows, columns], contiguous -----------------------------
 
 
 def _rows(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ def _crop(batch: Tensor, padding: int, draws: Tensor) -> Tensor:
     ]
 
 
-# --- colours: each blends with what it would be at strength 0 ---------------------------------------------------------------
+# --- colours: each blends with what it would be at strength 0 -------------------------------------
 
 
 def _grey(batch: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _jitter(batch: Tensor, augment: Augment, draws: Tensor) -> Tensor:
     return batch
 
 
-# --- RandAugment (arXiv 1909.13719): one of these an image, its strength with a random sign where it has two sides -----------
+# --- RandAugment (arXiv 1909.13719): one of these an image, its strength with a random sign where i
 
 
 def _warped(batch: Tensor, entries: tuple[Tensor | float, ...]) -> Tensor:

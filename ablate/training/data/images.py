@@ -199,7 +199,7 @@ def _image_set(train: cifar.Part, val: cifar.Part, classes: int, name: str) -> I
     return ImageSet(*parts, classes, found.hexdigest()[:16])
 
 
-# --- of scikit-learn, which nothing has to import to read its files ---------------------------------------------------------
+# --- of scikit-learn, which nothing has to import to read its files -------------------------------
 
 
 def _scikit(*inner: str) -> Path:
@@ -256,7 +256,7 @@ def _held_out(row: int, column: int) -> bool:
     return (column + 2 * row) % 5 == 0
 
 
-# --- of files ---------------------------------------------------------------------------------------------------------------
+# --- of files -------------------------------------------------------------------------------------
 
 
 @cache
@@ -356,7 +356,7 @@ def _kept(key: str, make: Callable[[], ImageSet]) -> ImageSet:
     return ImageSet(*arrays, **json.loads((folder / "about.json").read_bytes()))
 
 
-# --- of a hub ---------------------------------------------------------------------------------------------------------------
+# --- of a hub -------------------------------------------------------------------------------------
 
 
 @cache

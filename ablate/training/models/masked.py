@@ -26,7 +26,7 @@ _EPSILON = 1e-6
 """Added to the variance of a patch, as in the model's own loss: one that is all of one colour has none."""
 
 
-# --- the model --------------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 def autoencoder(shape: Any, channels: int, side: int, seed: int, device: torch.device) -> nn.Module:
@@ -88,7 +88,7 @@ def loss(model: nn.Module, images: Tensor, order: Tensor) -> Tensor:
     return model(pixel_values=images, noise=order).loss
 
 
-# --- what a step sees -------------------------------------------------------------------------------------------------------
+# --- what a step sees -----------------------------------------------------------------------------
 
 
 def mask_order(
@@ -132,7 +132,7 @@ def masks(order: Tensor, visible: int) -> Tensor:
     return order.argsort(1).argsort(1) >= visible
 
 
-# --- pixels -----------------------------------------------------------------------------------------------------------------
+# --- pixels ---------------------------------------------------------------------------------------
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:

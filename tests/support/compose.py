@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from ablate.verification.services import Server, free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker" / "compose.yaml"
 _VARIABLE = re.compile(
     r"\$(?:(?P<escaped>\$)|(?P<plain>\w+)|\{(?P<name>\w+)(?:(?P<how>:?[-?+])(?P<word>[^}]*))?\})"

@@ -8,16 +8,15 @@ import sys
 from typing import Any
 from unittest import mock
 
-from experiments_for_tests import environment
-
 from ablate.__main__ import main
 from ablate.cli.doctor import Checkup
+from support.experiments import environment
 
 INLINE = ("--executor", "inline", "--mlflow", "none")
 
 
 def here(*words: Any, **extra: str) -> subprocess.CompletedProcess:
-    """What `ablate` of experiments_for_tests gives, of the same words and environment, called here; without the quick proof of the
+    """What `ablate` of support.experiments gives, of the same words and environment, called here; without the quick proof of the
     numerics, which tests of its own hold to its word."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     command = ["ablate", *map(str, words)]

@@ -1,12 +1,11 @@
 """A small instance of each workload: what every test of all of them runs."""
 
-from experiments_for_tests import SHAPE, shards
-
 from ablate.training.workloads.finetune import Finetune, Lora
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.idle import Idle
 from ablate.training.workloads.mae import Mae, Stack
 from ablate.training.workloads.tensors import Tensors
+from support.experiments import SHAPE, shards
 
 SMALL = {
     "gpt": lambda folder: Gpt(

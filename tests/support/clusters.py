@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from experiments_for_tests import environment, until
-from gates_for_tests import customised
+
+from support.experiments import environment, until
+from support.gates import customised
 
 OPEN = {"RAY_AUTH_MODE": "disabled"}
 _LEAN = ("--include-log-monitor", "false")
