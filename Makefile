@@ -29,6 +29,7 @@ env:
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/lint_docstrings.py
 	$(BIN)/mypy
 
 schema: $(VENV)/.installed
