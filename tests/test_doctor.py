@@ -81,7 +81,7 @@ def test_the_doctor_takes_no_unknown_option():
 
 
 def test_importing_the_doctor_imports_no_torch():
-    code = "import sys, ablate.doctor; print('torch' in sys.modules)"
+    code = "import sys, ablate.cli.doctor; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
     )
@@ -311,7 +311,7 @@ typer.run(doctor)
 WITH = """
 import sys
 import ablate.cli.doctor
-ablate.doctor.COMMAND = {command!r}
+ablate.cli.doctor.COMMAND = {command!r}
 from ablate.__main__ import main
 main()
 """

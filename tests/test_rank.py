@@ -129,7 +129,7 @@ def test_a_rank_that_hangs_ends_the_attempt_with_everybodys_stack_in_the_log(sup
     assert doors == {"127.0.0.1"}  # nobody from outside is let in
     assert told[-1].reason.startswith("no step for")
     assert (
-        "ablate/parallel.py" in Store(tmp_path).log(asked.id, 1).read_text()
+        "ablate/training/distributed.py" in Store(tmp_path).log(asked.id, 1).read_text()
     )  # where rank 0 waited for the other
 
 

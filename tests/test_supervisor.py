@@ -263,7 +263,7 @@ def test_closing_ends_the_child_and_the_trial_in_it(tmp_path):
 
 IMPORTING = """
 import os, sys, threading
-from ablate import child
+from ablate.execution import trial_process as child
 from ablate.training.workloads.idle import Idle
 
 records = Idle.records
@@ -323,7 +323,7 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
 
 COUNTING = """
 import functools, json, os, pathlib, sys
-from ablate import child
+from ablate.execution import trial_process as child
 from ablate.experiment.trial_spec import TrialSpec
 
 def loads(text):

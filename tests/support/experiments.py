@@ -165,7 +165,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 PROGRAM = """
 import ablate.cli.doctor
-ablate.doctor.COMMAND = ("true",)
+ablate.cli.doctor.COMMAND = ("true",)
 from ablate.__main__ import main
 main()
 """
