@@ -7,10 +7,14 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 
-.PHONY: demo test peers platform env lint schema clean
+.PHONY: demo test-fast test peers platform env lint schema clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m ablate.sweep experiments/rht_sr.yaml
+
+# Without slow tests, servers and browsers, and with a few cases of each test: under 3 minutes on 2 cores.
+test-fast: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --fast
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -17,8 +17,35 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+FAST_CASES = 6
+"""Cases of a parametrised test that `--fast` keeps."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help=f"leave out slow tests, servers and browsers, and all but {FAST_CASES} cases of each test",
+    )
+
+
+def thinned(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests of the fast tier: of each function the first case, the last and those evenly between."""
+    quick = [item for item in items if not any(map(item.get_closest_marker, ("slow", "services", "browser", "gpu")))]
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in quick:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = []
+    for several in cases.values():
+        last, most = len(several) - 1, min(FAST_CASES, len(several))
+        kept += [several[round(last * n / max(1, most - 1))] for n in range(most)]
+    return kept
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with the most slow tests first: one that begins last would have a single worker busy at the end."""
+    if config.getoption("--fast"):
+        items[:] = thinned(items)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
 
