@@ -1,4 +1,4 @@
-"""`python -m ablate`, and the command `ablate`."""
+"""Entry point of `python -m ablate` and of the command `ablate`."""
 
 from ablate.cli.app import main
 

@@ -1,6 +1,10 @@
-"""What is made of other files once and kept: folders named by what they were made of, whole or not there, never made twice at once.
+"""Cache of files that are derived from other files, such as token shards from text.
 
-They lie in `$ABLATE_CACHE`, else in `ablate` below `$XDG_CACHE_HOME` or `~/.cache`. All of it can be deleted: it is made again.
+Each entry is a folder named by a hash of its inputs. It exists completely or not at all, and only one process
+at a time fills it.
+
+The cache is in `$ABLATE_CACHE`, else in `ablate` below `$XDG_CACHE_HOME` or `~/.cache`. All of it can be
+deleted: entries are rebuilt when they are needed.
 """
 
 import hashlib
@@ -19,43 +23,47 @@ VARIABLE = "ABLATE_CACHE"
 _BLOCK = 1 << 20
 _POLL_SECONDS = 1.0
 _SETTLED_SECONDS = 2.0
-"""A file that changed this recently may change again without its time showing it."""
+"""Age in seconds below which a file may change again without a change of its modification time."""
 
 
 def root() -> Path:
-    """The cache's folder."""
-    named = os.environ.get(VARIABLE)
-    if named:
-        return Path(named).expanduser()
+    """Return the folder of the cache."""
+    folder = os.environ.get(VARIABLE)
+    if folder:
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ablate"
 
 
 def kept(kind: str, key: str, make: Callable[[Path], None]) -> Path:
-    """The folder that `make(folder)` fills, made where it is not there yet; another process that wants it too waits.
+    """Return the cached folder of this kind and key.
 
-    OSError in a sentence where nothing can be written there.
+    If it does not exist, `make(folder)` fills it, while other processes that need it wait.
+
+    Raises:
+        OSError: The cache cannot be written.
     """
     folder = root() / kind / key
     if folder.is_dir():
         return folder
-    with lock(_shelf(kind) / f"{key}.lock"):
+    with lock(_writable_folder(kind) / f"{key}.lock"):
         if not folder.is_dir():
-            with _making(folder) as making:
+            with _atomic_folder(folder) as making:
                 make(making)
     return folder
 
 
 def growing(kind: str, key: str, make: Callable[[Path], Iterator[Any]]) -> Iterator[None]:
-    """Fill the folder that `kept` then gives, for what takes so long that whoever waits must hear that it goes on.
+    """Fill the folder that `kept` returns afterwards, and yield while that goes on, so that a caller can
+    report progress.
 
-    Yields whenever `make(folder)` does, and every second while another process fills it.
+    Yields whenever `make(folder)` yields, and every second while another process fills the folder.
     """
     folder = root() / kind / key
     while not folder.is_dir():
         try:
-            with lock(_shelf(kind) / f"{key}.lock", wait=False):
+            with lock(_writable_folder(kind) / f"{key}.lock", wait=False):
                 if not folder.is_dir():
-                    with _making(folder) as making:
+                    with _atomic_folder(folder) as making:
                         for _ in make(making):
                             yield
         except Busy:
@@ -63,26 +71,24 @@ def growing(kind: str, key: str, make: Callable[[Path], Iterator[Any]]) -> Itera
             yield
 
 
-def _shelf(kind: str) -> Path:
-    """A folder of the cache, where something can be written."""
+def _writable_folder(kind: str) -> Path:
+    """Return the folder of one kind of entries; OSError if it cannot be written."""
     folder = root() / kind
-    why = "it is not this user's"
+    why = "it belongs to another user"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = str(error.strerror)
     if not os.access(folder, os.W_OK):
-        raise OSError(
-            f"{folder}: what is made of data cannot be kept there ({why}); {VARIABLE} names another folder"
-        )
+        raise OSError(f"{folder}: the cache cannot be written ({why}); set {VARIABLE} to another folder")
     return folder
 
 
 @contextmanager
-def _making(folder: Path) -> Iterator[Path]:
-    """An empty folder beside, which takes the folder's place where all goes well."""
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """Give an empty temporary folder, and rename it to `folder` if the block succeeds."""
     making = folder.with_name(f"{folder.name}.making")
-    shutil.rmtree(making, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(making, ignore_errors=True)  # left behind by a process that was killed
     making.mkdir()
     try:
         yield making
@@ -92,23 +98,26 @@ def _making(folder: Path) -> Iterator[Path]:
 
 
 def remembered(key: str, find: Callable[[], str]) -> str:
-    """The text that `find` found for this key the first time, here."""
+    """Return the cached text of this key; if there is none, call `find` and store its result."""
     path = root() / "notes" / f"{key}.json"
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
-        found = find()
-        write(_shelf("notes") / path.name, found)
-        return found
+        text = find()
+        write(_writable_folder("notes") / path.name, text)
+        return text
 
 
-def key_of(*words: object) -> str:
-    """32 hex digits of the hash of plain values."""
-    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:32]
+def key_of(*values: object) -> str:
+    """Return 32 hex digits of the SHA-256 hash of JSON values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def digest(paths: Sequence[Path]) -> str:
-    """32 hex digits of what stands in these files, in this order. They are read once, and again when a size or a time has changed."""
+    """Return 32 hex digits of the SHA-256 hash of the contents of these files, in this order.
+
+    The hash is cached; files are read again if their path, size, modification time or inode has changed.
+    """
     stats = [path.stat() for path in paths]
     key = key_of(
         [
@@ -122,10 +131,10 @@ def digest(paths: Sequence[Path]) -> str:
 
 
 def _digest(paths: Iterable[Path]) -> str:
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for path in paths:
-        found.update(f"{path.stat().st_size}\0".encode())
+        hashed.update(f"{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
-                found.update(block)
-    return found.hexdigest()[:32]
+                hashed.update(block)
+    return hashed.hexdigest()[:32]

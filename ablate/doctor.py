@@ -1,7 +1,7 @@
 """`python -m ablate.doctor`: the same as `ablate doctor`."""
 
-from ablate.cli.common import alone
+from ablate.cli.common import run_program
 from ablate.cli.doctor import doctor
 
 if __name__ == "__main__":
-    alone(doctor)
+    run_program(doctor)

@@ -1,4 +1,6 @@
-"""What a user's mistake is told with: its place, the nearest right word, and text that is safe to print."""
+"""Errors in a user's input: position, message, nearest valid word; and conversion of text to what is safe to
+print.
+"""
 
 import difflib
 import re
@@ -9,24 +11,26 @@ from functools import lru_cache
 from urllib.parse import unquote
 
 _WORD = 100
-"""Characters of a word that are compared with others, which takes the square of their number."""
+"""Characters of a word that are compared with others; the time grows with the square of their number."""
 _MOST_COMPARED = 1000
-"""Right words that are compared with a mistyped one, which may be thousands of arms."""
+"""Valid words that are compared with a mistyped one. There may be thousands, such as names of arms."""
 _JOINERS = "\u200c\u200d"
-"""Characters of Persian, of Indian scripts and of emoji, without a shape of their own."""
+"""Zero-width characters that Persian, Indian scripts and emoji need: ZWNJ and ZWJ."""
 _HIDDEN = ("Cc", "Cs", "Cf", "Zl", "Zp")
-"""Unicode categories that a terminal obeys or leaves out: controls, half pairs, formats (which turn the order of text), line breaks."""
+"""Unicode categories that a terminal interprets or hides: controls, surrogates, formats (which can reverse
+the order of text), line and paragraph separators.
+"""
 _PASSWORDS = (
     re.compile(r"(?<=://)([^:/@\s]*:)(\S*)(?=@)"),
     re.compile(r"([?&](?:password|passwd|token|secret)=)([^&\s]*)"),
 )
 _SHORTEST = 3
-"""A password of fewer characters is not looked for outside an address: it would be found everywhere."""
+"""Shortest password that is replaced outside addresses. A shorter one would match parts of many words."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a file, and where: `line` and `column` count from 1."""
+    """One mistake in a file, with its position. `line` and `column` count from 1."""
 
     file: str
     line: int
@@ -38,23 +42,23 @@ class Problem:
 
 
 class InputError(Exception):
-    """What a user gave cannot be run: all problems at once. Ends a command with status 2."""
+    """A user's input that cannot be used, with all its problems at once. Ends a command with exit status 2."""
 
     def __init__(self, problems: Sequence[Problem | str]) -> None:
         super().__init__("\n".join(map(str, problems)))
         self.problems = list(problems)
 
 
-def nearest(word: str, known: Iterable[str], count: int = 6) -> str:
-    """`'clip' is the nearest of clip, element, ...`: what a mistyped word may have meant."""
-    return _nearest(word, tuple(known), count)
+def nearest(word: str, valid: Iterable[str], count: int = 6) -> str:
+    """Return a hint for a mistyped word: `'clip' is the nearest of clip, element, ...`."""
+    return _nearest(word, tuple(valid), count)
 
 
 @lru_cache(maxsize=256)
-def _nearest(word: str, known: tuple[str, ...], count: int) -> str:
-    near = difflib.get_close_matches(word[:_WORD], known[:_MOST_COMPARED], n=count, cutoff=0.0)
-    listed = ", ".join(near + ([f"... ({len(known)} in all)"] if len(known) > len(near) else []))
-    return f"{near[0]!r} is the nearest of {listed}" if near else "nothing can be set here"
+def _nearest(word: str, valid: tuple[str, ...], count: int) -> str:
+    near = difflib.get_close_matches(word[:_WORD], valid[:_MOST_COMPARED], n=count, cutoff=0.0)
+    listed = ", ".join(near + ([f"... ({len(valid)} in all)"] if len(valid) > len(near) else []))
+    return f"{near[0]!r} is the nearest of {listed}" if near else "there is nothing to choose from"
 
 
 def printable(text: str) -> str:
@@ -65,7 +69,9 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text as `printable` does, line breaks shown as escapes, too: for a name within a line or a table."""
+    """Return the text as `printable` does, with line breaks as escapes, too: for a name within a line or a
+    table.
+    """
     return printable(text).replace("\n", r"\n")
 
 
@@ -78,17 +84,19 @@ def _escaped(character: str) -> str:
 
 
 def passwords(address: str) -> Iterator[str]:
-    """The passwords in an address: `user:password@`, `?password=`; also in a text that quotes addresses."""
+    """Yield the passwords in an address, or in a text with addresses: `user:password@`, `?password=`."""
     for pattern in _PASSWORDS:
-        yield from (found[2] for found in pattern.finditer(address) if found[2])
+        yield from (match[2] for match in pattern.finditer(address) if match[2])
 
 
 def redact(text: str, *addresses: str | None) -> str:
-    """The text without passwords: those in addresses that it quotes, and those of `addresses` wherever they stand."""
+    """Return the text without passwords: those in addresses within it, and those of `addresses` anywhere in
+    it.
+    """
     for address in filter(None, addresses):
         for password in passwords(address):
-            for known in sorted({password, unquote(password)}, key=len, reverse=True):
-                text = text.replace(known, "***") if len(known) >= _SHORTEST else text
+            for spelling in sorted({password, unquote(password)}, key=len, reverse=True):
+                text = text.replace(spelling, "***") if len(spelling) >= _SHORTEST else text
     for pattern in _PASSWORDS:
-        text = pattern.sub(lambda found: f"{found[1]}***", text)
+        text = pattern.sub(lambda match: f"{match[1]}***", text)
     return text

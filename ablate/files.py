@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, locks that name their holder, and folders of one user."""
+"""Atomic writes, lock files that name their holder, and folders that only one user can enter."""
 
 import errno
 import fcntl
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 
 class Damaged(ValueError):
-    """A file that is not what was written into it; the message is a sentence that names it."""
+    """A file whose content is not what was written to it. The message names the file."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: {why}")
@@ -23,7 +23,9 @@ class Damaged(ValueError):
 
 
 def write(path: Path, content: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one: temporary file, fsync, rename."""
+    """Write JSON atomically: to a temporary file, then fsync, then rename. Readers see the old file or the
+    new one.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     with temporary.open("w") as file:
         json.dump(content, file, indent=1)
@@ -33,18 +35,18 @@ def write(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that `write` wrote. Damaged where it is none."""
+    """Read a JSON object that `write` wrote; Damaged if the file does not contain one."""
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
         raise Damaged(path, f"torn or damaged: {error}") from None
     if not isinstance(content, dict):
-        raise Damaged(path, "damaged: it is no JSON object")
+        raise Damaged(path, "damaged: it is not a JSON object")
     return content
 
 
 def synced(path: Path) -> None:
-    """Have the disk keep what was written to a file, or into a folder."""
+    """Flush a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,15 +55,17 @@ def synced(path: Path) -> None:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The disk is full, the user's quota is used up, a file would exceed the largest size allowed."""
-_FULL_WORDS = ("disk is full", "PytorchStreamWriter failed writing")
-"""Words of SQLite and torch for the same, whose errors have no number."""
+"""Error numbers for a full disk, an exhausted quota, and a file above the largest size allowed."""
+_FULL_MESSAGES = ("disk is full", "PytorchStreamWriter failed writing")
+"""Messages of SQLite and torch for the same, since their errors have no number."""
 
 
 def full(error: BaseException | None, folder: Path | None = None) -> bool:
-    """Return True if an error, or one that it came from, says that nothing more can be written: in a file, in SQLite, in torch.
+    """Return True if an error, or one that caused it, means that the disk is full: from a file, SQLite or
+    torch.
 
-    SQLite does not tell a quota that is used up from a broken disk: with `folder`, a file that is written there decides.
+    SQLite reports an exhausted quota and a broken disk alike. With `folder`, a test file written there
+    decides.
     """
     if folder and getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR"):
         try:
@@ -73,7 +77,7 @@ def full(error: BaseException | None, folder: Path | None = None) -> bool:
             error = refusal
     while error is not None:
         if (isinstance(error, OSError) and error.errno in _FULL) or any(
-            words in str(error) for words in _FULL_WORDS
+            message in str(error) for message in _FULL_MESSAGES
         ):
             return True
         error = error.__cause__ or error.__context__
@@ -82,7 +86,7 @@ def full(error: BaseException | None, folder: Path | None = None) -> bool:
 
 @dataclass(frozen=True)
 class Holder:
-    """Process that holds a lock; of a trial's lock, the attempt that it computes."""
+    """Process that holds a lock and, for the lock of a trial, the attempt that it computes."""
 
     pid: int
     host: str
@@ -90,17 +94,20 @@ class Holder:
 
     @classmethod
     def this_process(cls, attempt: int | None = None) -> "Holder":
-        """Return the process that calls."""
+        """Return the calling process."""
         return cls(os.getpid(), os.uname().nodename, attempt)
 
     @property
     def content(self) -> str:
-        """Text of the lock file."""
+        """Content of the lock file."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, content: str) -> "Holder | None":
-        """Read a lock file; those of earlier versions say `pid 12 on host, attempt 3`. None if it is neither, or not yet written."""
+        """Parse the content of a lock file; None if it is damaged or not yet written.
+
+        Earlier versions wrote `pid 12 on host, attempt 3`, which is still read.
+        """
         match content.replace(",", " ").split():
             case ["pid", pid, "on", host] if pid.isdecimal():
                 return cls(int(pid), host)
@@ -114,7 +121,7 @@ class Holder:
 
     @property
     def process(self) -> str:
-        """The process in words."""
+        """Description of the process: `pid 12 on host`."""
         return f"pid {self.pid} on {self.host}"
 
     def __str__(self) -> str:
@@ -122,7 +129,7 @@ class Holder:
 
 
 class Busy(Exception):
-    """Another process holds the lock; its text says which, as far as it is known."""
+    """Another process holds the lock. The message names it if the lock file does."""
 
     def __init__(self, holder: Holder | None) -> None:
         super().__init__(str(holder or "unknown"))
@@ -130,15 +137,24 @@ class Busy(Exception):
 
 @contextmanager
 def lock(path: Path, wait: bool = True, attempt: int | None = None) -> Iterator[Callable[[], bool]]:
-    """Hold the lock file `path`, which names its holder; while another process does, wait, or raise Busy at once.
+    """Hold the lock file `path` within the block; its content names the holder.
 
-    Gives a function: whether the file still names this holder.
+    Args:
+        path: The lock file. Its folder is created.
+        wait: Wait while another process holds the lock; if False, raise Busy at once.
+        attempt: Number of the trial's attempt, for the content of the file.
+
+    Yields:
+        A function that returns True while the file still names this holder.
+
+    Raises:
+        Busy: Another process holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
         if wait:
             fcntl.flock(file, fcntl.LOCK_EX)
-        elif not _taken(file):
+        elif not _acquire(file):
             file.seek(0)
             raise Busy(Holder.parse(file.read()))
         holder = Holder.this_process(attempt).content
@@ -148,8 +164,11 @@ def lock(path: Path, wait: bool = True, attempt: int | None = None) -> Iterator[
         yield lambda: path.exists() and path.read_text() == holder
 
 
-def _taken(file: TextIO) -> bool:
-    """Whether the lock could be had without waiting for its holder; who only asks whether it is held has it for an instant."""
+def _acquire(file: TextIO) -> bool:
+    """Lock the file without waiting for its holder; return False if that fails.
+
+    Several attempts, because a process that only tests the lock holds it for an instant.
+    """
     for _ in range(5):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,9 +184,11 @@ _SHARED_BITS = 0o077
 
 
 def make_folder(path: Path, shared: bool) -> str | None:
-    """Make a folder that only this user may enter, or with `shared` one with the rights that the umask leaves.
+    """Create a folder that only this user can enter, or with `shared` one with the permissions that the umask
+    leaves.
 
-    A folder that is there keeps its rights. Return them, as `drwxr-xr-x`, if others may enter it and that was not asked for, else None.
+    An existing folder keeps its permissions. Return them, as `drwxr-xr-x`, if others can enter it although
+    `shared` is False, else None.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -179,41 +200,49 @@ def make_folder(path: Path, shared: bool) -> str | None:
 
 
 def keep_file(path: Path) -> None:
-    """Take the rights of others to a file of this user's away; nothing if there is no such file."""
+    """Remove the permissions of other users from a file of this user; do nothing if there is no such file."""
     try:
-        found = path.stat()
-        if found.st_uid == os.getuid() and found.st_mode & _SHARED_BITS:
-            path.chmod(stat.S_IMODE(found.st_mode) & ~_SHARED_BITS)
-    except OSError:  # missing, or on a file system without rights
+        status = path.stat()
+        if status.st_uid == os.getuid() and status.st_mode & _SHARED_BITS:
+            path.chmod(stat.S_IMODE(status.st_mode) & ~_SHARED_BITS)
+    except OSError:  # missing, or on a file system without permissions
         return
 
 
 def temporary_folder(base: Path = Path("/tmp")) -> Path:
-    """Return a short folder of this user's alone for temporary files; another user's under that name is not used."""
+    """Return a folder with a short path for temporary files that only this user can enter.
+
+    A folder under that name that belongs to another user is not used.
+    """
     path = base / f"ablate-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return Path(tempfile.mkdtemp(prefix="ab-"))
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _SHARED_BITS:
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & _SHARED_BITS:
         return path
     return Path(tempfile.mkdtemp(prefix="ab-", dir=base))
 
 
 def ensure_home() -> str | None:
-    """Give this process a home if it has none: no HOME, and no entry in the user database, as in containers. Return what to tell.
+    """Set HOME to a temporary folder if this process has no home folder, and return a note for the user, else
+    None.
 
-    Ray, matplotlib, Jupyter and the caches of this package all keep files there.
+    In containers HOME may be unset and the user missing from the user database. Ray, matplotlib, Jupyter and
+    the cache of this package all store files in the home folder.
     """
     try:
         Path.home()
     except RuntimeError:
         os.environ["HOME"] = str(temporary_folder())
-        return f"HOME is not set, and user {os.getuid()} is not in the user database: {os.environ['HOME']} is used as home"
+        return (
+            f"HOME is not set, and user {os.getuid()} is not in the user database: "
+            f"{os.environ['HOME']} is used as home folder"
+        )
     return None
 
 
 def short_for_sockets(folder: str) -> Path | None:
-    """Return a folder in which the paths of Ray's sockets fit, or None if they fit in the given one."""
+    """Return a folder whose path is short enough for Ray's sockets, or None if the given one is."""
     return temporary_folder() if len(os.fsencode(folder)) > _LONGEST_FOR_SOCKETS else None

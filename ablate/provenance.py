@@ -1,4 +1,6 @@
-"""Where a result came from: code, versions and hardware. Recorded beside every result, never part of a trial's identity."""
+"""Provenance of a result: code, versions and hardware. Recorded with every result, never part of a trial's
+identity.
+"""
 
 import os
 import platform
@@ -13,7 +15,7 @@ _LARGEST_DIFF = 1 << 20
 
 
 def environment() -> dict[str, str]:
-    """Versions and hardware of this process's machine; where Transformer Engine's kernels were loaded, what multiplies in them too."""
+    """Return versions and hardware of this process, and the FP4 back end if Transformer Engine is loaded."""
     return _machine() | _kernels()
 
 
@@ -38,10 +40,11 @@ def _machine() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    """`fp4_backend`, and every switch of Transformer Engine that is set. Not remembered: a trial loads TE after its process has begun.
+    """Return `fp4_backend` and every environment variable of Transformer Engine that is set.
 
-    te.Linear multiplies NVFP4, MXFP8 and FP8 by cuBLASLt alone (2.20.2); its switches to CUTLASS or cuDNN are for grouped products,
-    attention and norms.
+    Not cached, since a trial loads Transformer Engine after its process has started. te.Linear multiplies
+    NVFP4, MXFP8 and FP8 with cuBLASLt only (version 2.20.2); its switches to CUTLASS or cuDNN concern grouped
+    products, attention and norms.
     """
     library = sys.modules.get("transformer_engine_torch")
     if library is None:
@@ -61,15 +64,17 @@ def _cpu_model() -> str:
 
 
 def commit(folder: Path) -> tuple[str | None, str]:
-    """The commit checked out in `folder` and the uncommitted difference from it; (None, "") outside a repository."""
+    """Return the commit checked out in `folder` and the uncommitted diff, cut at 1 MiB; (None, "") outside a
+    repository.
+    """
     head = _git(folder, "rev-parse", "HEAD")
     return (head.strip(), _git(folder, "diff", "HEAD")[:_LARGEST_DIFF]) if head else (None, "")
 
 
-def _git(folder: Path, *words: str) -> str:
+def _git(folder: Path, *arguments: str) -> str:
     try:
         return subprocess.run(
-            ["git", "-C", folder, *words], capture_output=True, text=True, timeout=10, check=False
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10, check=False
         ).stdout
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""

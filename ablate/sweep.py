@@ -1,7 +1,7 @@
 """`python -m ablate.sweep X.yaml`: the same as `ablate sweep X.yaml`."""
 
-from ablate.cli.common import alone
+from ablate.cli.common import run_program
 from ablate.cli.sweep import sweep
 
 if __name__ == "__main__":
-    alone(sweep)
+    run_program(sweep)

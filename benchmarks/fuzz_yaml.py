@@ -352,7 +352,7 @@ def run(
 ) -> Tally:
     """Load and plan mutants `first` to `first + count - 1` in an empty folder. `keep`: where their files are left."""
     from ablate.cli.plan import show
-    from ablate.cli.settings import find
+    from ablate.cli.settings import find_settings
     from ablate.errors import InputError, Problem
     from ablate.experiment.load import load
 
@@ -363,7 +363,7 @@ def run(
         for text in texts:  # imports and corpora are not the mutants'
             file.write_text(text, encoding="utf-8")
             with redirect_stdout(io.StringIO()):
-                show(load(file, "cpu"), find(None, state=folder / "runs", device="cpu"))
+                show(load(file, "cpu"), find_settings(None, state=folder / "runs", device="cpu"))
         file.unlink()
         for number in range(first, first + count):
             file = file.with_name(f"mutant-{number}.yaml") if keep else file
@@ -371,7 +371,7 @@ def run(
             before, started = _peak(), time.process_time()
             try:
                 with _limit(seconds), redirect_stdout(io.StringIO()):
-                    show(load(file, "cpu"), find(None, state=folder / "runs", device="cpu"))
+                    show(load(file, "cpu"), find_settings(None, state=folder / "runs", device="cpu"))
                 tally.loaded += 1
             except InputError as error:
                 tally.refused += 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.experiments import ledger, problems, statuses, sweep, tiny, write
 
-from ablate.cli.settings import find
+from ablate.cli.settings import find_settings
 from ablate.errors import InputError
 from ablate.execution.sweep_control import damage
 from ablate.results import databases
@@ -93,7 +93,7 @@ def test_mlflows_database_and_artifacts_stay_in_an_awkward_state_folder(tmp_path
     outcome, news = sweep(
         tiny(tmp_path, "e?f#g%h", workload={"idle": {"steps": 4}}, seeds=1),
         state,
-        find(state=state, device="cpu").mlflow,
+        find_settings(state=state, device="cpu").mlflow,
     )
     assert (outcome.status, news) == ("done", [line for line in news if "MLflow" not in line])
     assert {path.name for path in tmp_path.iterdir()} == {state.name, "e?f#g%h.yaml", "train.bin", "val.bin"}

@@ -3,7 +3,7 @@
 import pytest
 from support.experiments import ablate
 
-from ablate.cli.settings import ENVIRONMENT, destination, find
+from ablate.cli.settings import ENVIRONMENT, destination, find_settings
 from ablate.errors import InputError, passwords, redact
 
 LAB = """
@@ -37,12 +37,12 @@ def bare(tmp_path, monkeypatch):
 
 def refused(*words, **flags) -> list[str]:
     with pytest.raises(InputError) as error:
-        find(*words, **flags)
+        find_settings(*words, **flags)
     return [str(problem) for problem in error.value.problems]
 
 
 def test_without_anything_things_are_in_runs_and_ray_is_started_here(bare):
-    place = find(device="cpu")
+    place = find_settings(device="cpu")
     assert (str(place.state), place.ray, place.executor, place.workers, place.notify, place.price) == (
         "runs",
         None,
@@ -57,7 +57,7 @@ def test_without_anything_things_are_in_runs_and_ray_is_started_here(bare):
 
 def test_a_profile_says_all_of_it(bare):
     (bare / "here" / "ablate.toml").write_text(LAB)
-    place = find("lab")
+    place = find_settings("lab")
     assert (str(place.state), place.ray, place.mlflow) == (
         "lab-runs",
         "ray://head:10001",
@@ -75,46 +75,46 @@ def test_a_profile_says_all_of_it(bare):
 
 def test_a_flag_goes_before_the_environment_before_a_profile_before_a_default(bare, monkeypatch):
     (bare / "here" / "ablate.toml").write_text(LAB)
-    seen = [str(find().state)]
+    seen = [str(find_settings().state)]
     monkeypatch.setenv("ABLATE_PROFILE", "lab")
-    seen.append(str(find().state))
+    seen.append(str(find_settings().state))
     monkeypatch.setenv("ABLATE_STATE", "from-environment")
-    seen.append(str(find().state))
-    seen.append(str(find(state="flagged").state))
+    seen.append(str(find_settings().state))
+    seen.append(str(find_settings(state="flagged").state))
     assert seen == ["default-runs", "lab-runs", "from-environment", "flagged"]
-    assert find(state="flagged").origins["state"] == "--state"
-    assert find().origins["state"] == "ABLATE_STATE"
-    assert find("default").origins["ray"] == "default"
+    assert find_settings(state="flagged").origins["state"] == "--state"
+    assert find_settings().origins["state"] == "ABLATE_STATE"
+    assert find_settings("default").origins["ray"] == "default"
 
 
 def test_the_file_here_goes_before_the_one_in_the_home_folder(bare):
     (bare / "home" / ".config" / "ablate.toml").write_text('[profile.lab]\nstate = "~/runs"')
-    assert find("lab").state == bare / "home" / "runs"
+    assert find_settings("lab").state == bare / "home" / "runs"
     (bare / "here" / "ablate.toml").write_text(LAB)
-    assert str(find("lab").state) == "lab-runs"
+    assert str(find_settings("lab").state) == "lab-runs"
 
 
 def test_an_empty_variable_says_nothing(monkeypatch):
     monkeypatch.setenv("ABLATE_STATE", "")
-    assert str(find().state) == "runs"
+    assert str(find_settings().state) == "runs"
 
 
 def test_ray_is_started_here_although_a_profile_names_a_cluster(bare):
     (bare / "here" / "ablate.toml").write_text(LAB)
-    assert find("lab", ray="local").ray is None
+    assert find_settings("lab", ray="local").ray is None
 
 
 def test_no_mlflow_is_a_choice_too(bare):
     (bare / "here" / "ablate.toml").write_text('[profile.default]\nmlflow = "none"')
-    assert find().mlflow is None
+    assert find_settings().mlflow is None
 
 
 def test_an_environment_for_another_process_leads_it_to_the_same_place(bare, monkeypatch):
     (bare / "here" / "ablate.toml").write_text(LAB)
-    for place in (find("lab"), find("lab", ray="local", mlflow="none")):
+    for place in (find_settings("lab"), find_settings("lab", ray="local", mlflow="none")):
         for name, value in place.environment().items():
             monkeypatch.setenv(name, value)
-        again = find()
+        again = find_settings()
         assert (again.ray, again.mlflow, again.notify, again.price) == (
             place.ray,
             place.mlflow,
@@ -131,7 +131,7 @@ def test_an_environment_for_another_process_leads_it_to_the_same_place(bare, mon
             "[profile.lab]\nmlfow = 'x'",
             "ablate.toml: profile.lab.mlfow: no such key; 'mlflow' is the nearest of",
         ),
-        ("mlflow = 'x'", "ablate.toml: mlflow: no such key; everything stands below [profile.NAME]"),
+        ("mlflow = 'x'", "ablate.toml: mlflow: no such key at the top level; put settings below [profile.NAME]"),
         ("profile = 'lab'", "ablate.toml: profile: must be tables, [profile.NAME]"),
         ("[profile.other]", "ablate.toml: no profile 'lab'; 'other' is the nearest of other"),
         ("[profile.lab]\nworkers = 0", "ablate.toml: profile.lab.workers: 0: must be a whole number from 1"),
@@ -141,7 +141,7 @@ def test_an_environment_for_another_process_leads_it_to_the_same_place(bare, mon
         ),
         (
             "[profile.lab]\npriority = 1.5",
-            "ablate.toml: profile.lab.priority: 1.5: must be a whole number; higher goes first",
+            "ablate.toml: profile.lab.priority: 1.5: must be a whole number; higher runs first",
         ),
         ("[profile.lab]\nprice = -1", "ablate.toml: profile.lab.price: -1: must be a number above 0"),
         (
@@ -152,7 +152,7 @@ def test_an_environment_for_another_process_leads_it_to_the_same_place(bare, mon
         ("[profile.lab\n", "ablate.toml: cannot be read: "),
         (
             "[profile.other]\nmlflow = 'postgresql://ablate:s3cret@db/x'",
-            "ablate.toml: profile.other.mlflow: a password has no place",
+            "ablate.toml: profile.other.mlflow: must not contain a password",
         ),
         (
             "[profile.lab]\nmlflow = '$NOWHERE'",
@@ -185,7 +185,7 @@ def test_a_password_comes_from_the_environment(bare, monkeypatch, written):
         f'[profile.lab]\nmlflow = "postgresql://ablate:{written}@db/mlflow"'
     )
     monkeypatch.setenv("PGPASSWORD", "s3cret")
-    place = find("lab")
+    place = find_settings("lab")
     assert place.mlflow == "postgresql://ablate:s3cret@db/mlflow"
     assert place.shown()["mlflow"] == "postgresql://ablate:***@db/mlflow"
     assert "s3cret" not in repr(place)
@@ -195,7 +195,7 @@ def test_what_is_missing_in_the_environment_does_not_matter_where_a_flag_goes_be
     (bare / "here" / "ablate.toml").write_text(
         '[profile.lab]\nmlflow = "postgresql://ablate:$NOWHERE@db/mlflow"'
     )
-    assert find("lab", mlflow="none").mlflow is None
+    assert find_settings("lab", mlflow="none").mlflow is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.experiments import environment
 
-from ablate.cli.settings import find, writable
+from ablate.cli.settings import find_settings, writable
 from ablate.cli.ui import calls_us, own_names
 from ablate.errors import InputError
 from ablate.files import keep_file, make_folder, short_for_sockets, temporary_folder
@@ -83,16 +83,16 @@ def test_a_state_folder_is_this_users_alone_unless_it_is_shared_or_was_there(tmp
 
 def test_sharing_is_a_flag_a_variable_or_a_line_of_a_profile(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert find(device="cpu").shared_state is False
+    assert find_settings(device="cpu").shared_state is False
     (tmp_path / "ablate.toml").write_text("[profile.default]\nshared_state = true\n")
-    assert find(device="cpu").shared_state is True
-    assert find(device="cpu").environment()["ABLATE_SHARED_STATE"] == "true"
+    assert find_settings(device="cpu").shared_state is True
+    assert find_settings(device="cpu").environment()["ABLATE_SHARED_STATE"] == "true"
     monkeypatch.setenv("ABLATE_SHARED_STATE", "0")
-    assert find(device="cpu").shared_state is False
-    assert find(device="cpu", shared_state=True).shared_state is True
+    assert find_settings(device="cpu").shared_state is False
+    assert find_settings(device="cpu", shared_state=True).shared_state is True
     monkeypatch.setenv("ABLATE_SHARED_STATE", "perhaps")
     with pytest.raises(InputError):
-        find(device="cpu")
+        find_settings(device="cpu")
 
 
 def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path):

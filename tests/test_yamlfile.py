@@ -143,7 +143,7 @@ def test_a_missing_file_names_the_nearest_that_is_there(tmp_path):
 
 def test_the_nearest_word_comes_first():
     assert nearest("clipp", ["rounding", "clip", "element"]).startswith("'clip' is the nearest of clip, ")
-    assert nearest("x", []) == "nothing can be set here"
+    assert nearest("x", []) == "there is nothing to choose from"
 
 
 @pytest.mark.parametrize(

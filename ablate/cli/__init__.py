@@ -1,4 +1,5 @@
-"""The command line: one command a file. Options, printing and exit statuses; what a command does is in the packages below.
+"""The command line: one file for each command, with its options, its output and its exit statuses.
 
-`app` puts the commands together, `common` has what they share, `settings` finds where the state folder, Ray and MLflow are.
+The work itself is done by the packages below. `app` assembles the commands, `common` holds shared options,
+and `settings` finds the state folder, Ray and MLflow.
 """

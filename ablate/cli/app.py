@@ -1,4 +1,4 @@
-"""The `ablate` command: its verbs, one a file, and the short ones that print what is built in."""
+"""The `ablate` command. Each subcommand has its own file, except for those here, which print a few lines."""
 
 import json
 
@@ -14,7 +14,7 @@ from ablate.cli.leaderboard import leaderboard
 from ablate.cli.plan import plan
 from ablate.cli.rebuild import rebuild
 from ablate.cli.report import report
-from ablate.cli.settings import find
+from ablate.cli.settings import find_settings
 from ablate.cli.status import status
 from ablate.cli.stop import stop, workers
 from ablate.cli.sweep import sweep
@@ -31,22 +31,22 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_SWEEPS, _WORDS, _MACHINE = "Sweeps", "Recipes and files", "This machine"
-for verb in (sweep, plan, report, status, ui, leaderboard, stop, workers, sync, rebuild):
-    app.command(rich_help_panel=_SWEEPS)(verb)
-app.add_typer(recipe.app, name="recipe", rich_help_panel=_WORDS)
-app.add_typer(data.app, name="data", rich_help_panel=_WORDS)
+_SWEEPS, _FILES, _MACHINE = "Sweeps", "Recipes and files", "This machine"
+for command in (sweep, plan, report, status, ui, leaderboard, stop, workers, sync, rebuild):
+    app.command(rich_help_panel=_SWEEPS)(command)
+app.add_typer(recipe.app, name="recipe", rich_help_panel=_FILES)
+app.add_typer(data.app, name="data", rich_help_panel=_FILES)
 app.command(rich_help_panel=_MACHINE)(doctor)
 app.add_typer(bench.app, name="bench", rich_help_panel=_MACHINE)
 
 
-@app.command(rich_help_panel=_WORDS)
+@app.command(rich_help_panel=_FILES)
 def schema() -> None:
     """Print the JSON Schema of an experiment file, for editors."""
     print(json.dumps(json_schema(), indent=2))
 
 
-@app.command(rich_help_panel=_WORDS)
+@app.command(rich_help_panel=_FILES)
 def knobs() -> None:
     """Print the table of short knobs, as Markdown."""
     print("| knob | values | what it turns | full paths |\n|---|---|---|---|")
@@ -59,11 +59,11 @@ def knobs() -> None:
 
 @app.command(rich_help_panel=_MACHINE)
 def place(state: State = None, profile: Profile = None, device: Device = None, mlflow: Mlflow = None) -> None:
-    """Print where things are, and what says so: a flag, the environment, a profile, or nothing."""
-    found = find(profile, state=state, device=device, mlflow=mlflow)
+    """Print the settings in use and the origin of each: a flag, the environment, a profile or the default."""
+    settings = find_settings(profile, state=state, device=device, mlflow=mlflow)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    for key, value in found.shown().items():
-        table.add_row(key, Text(value, overflow="fold"), Text(found.origins[key], "dim"))
+    for key, value in settings.shown().items():
+        table.add_row(key, Text(value, overflow="fold"), Text(settings.origins[key], "dim"))
     console().print(table)
 
 
@@ -74,5 +74,5 @@ def version() -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     run(app)

@@ -1,4 +1,6 @@
-"""`ablate bench`: how fast quantisers, layers, training steps and the start of a trial are here. Medians, interleaved, on one thread."""
+"""`ablate bench`: how fast quantisers, layers, training steps and the start of a trial are here. Medians,
+interleaved, on one thread.
+"""
 
 import itertools
 import json
@@ -14,7 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from ablate.cli.common import console, starting
+from ablate.cli.common import console, print_starting
 from ablate.engines.hardware import this_machine
 from ablate.errors import InputError, nearest
 from ablate.numerics.choices import DTYPES
@@ -62,8 +64,10 @@ def kernels(
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
-    """Quantise a tensor every way: million elements a second, amax included, and speed over that of a copy of the same bytes."""
-    starting("importing torch, then timing the quantisers", unless=as_json)
+    """Quantise a tensor every way: million elements a second, amax included, and speed over that of a copy of
+    the same bytes.
+    """
+    print_starting("importing torch, then timing the quantisers", quiet=as_json)
     import torch
 
     sizes = [_size(text, 2) for text in shapes or ["1024x1024"]]
@@ -109,12 +113,13 @@ def step(
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
-    """One training step of a gpt in each preset: time, tokens a second, where the time goes, and the peak of its tensors.
+    """One training step of a gpt in each preset: time, tokens a second, where the time goes, and the peak of
+    its tensors.
 
     Quantised presets come twice: as they are, products in bf16_out, and with every product in fp32_out.
     """
     names = _presets(presets or ["fp32", "nvfp4"])
-    starting("importing torch, then timing training steps", unless=as_json)
+    print_starting("importing torch, then timing training steps", quiet=as_json)
     _device(device)
     _check(png)
     timing.one_thread()
@@ -178,13 +183,15 @@ def linear(
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
-    """Forward and backward of one linear layer in each preset, at the shapes of language models: time, speed, share of the peak.
+    """Forward and backward of one linear layer in each preset, at the shapes of language models: time, speed,
+    share of the peak.
 
-    Default shapes: 2048 tokens through a square layer of 1024 and one of 2048, and the wide half of an MLP of 4096. Shares are of the
-    GPU's dense peak of the format that is multiplied, by NVIDIA's datasheet; on CPUs and other GPUs of torch's own bf16 product.
+    Default shapes: 2048 tokens through a square layer of 1024 and one of 2048, and the wide half of an MLP of
+    4096. Shares are of the GPU's dense peak of the format that is multiplied, by NVIDIA's datasheet; on CPUs
+    and other GPUs of torch's own bf16 product.
     """
     names = _presets(presets or ["nvfp4", "mxfp8", "fp8_current"])
-    starting("importing torch, then timing layers", unless=as_json)
+    print_starting("importing torch, then timing layers", quiet=as_json)
     device = _device(device)
     sizes = _layers(shapes, models, tokens, device)
     _check(png)
@@ -236,7 +243,7 @@ def linear(
 @app.command()
 def start(rounds: Rounds = 9, as_json: AsJson = False) -> None:
     """How long a trial on a warm worker takes from its fork to its first step: a gpt of the default size."""
-    starting("importing torch, then timing the start of trials", unless=as_json)
+    print_starting("importing torch, then timing the start of trials", quiet=as_json)
     from ablate.execution.trial_process import rehearse
     from ablate.training.workloads.gpt import Gpt
 
@@ -258,10 +265,11 @@ def faults(
         list[str] | None, typer.Option(metavar="KIND", help="A kind to leave out; repeatable.")
     ] = None,
 ) -> None:
-    """Kill everything that can be killed, and corrupt files, at random moments of small real sweeps; then audit every record.
+    """Kill everything that can be killed, and corrupt files, at random moments of small real sweeps; then
+    audit every record.
 
-    Controller, workers, trials, Ray, an MLflow server and a PostgreSQL of our own, on this machine; events, checkpoints, results and
-    ledgers. Exit status 1 if something was lost, done twice, or differs in silence.
+    Controller, workers, trials, Ray, an MLflow server and a PostgreSQL of our own, on this machine; events,
+    checkpoints, results and ledgers. Exit status 1 if something was lost, done twice, or differs in silence.
     """
     from ablate.verification import fault_injection
     from ablate.verification.injections import KINDS
@@ -272,7 +280,7 @@ def faults(
         if name not in KINDS
     ]:
         raise InputError(wrong)
-    starting("Ray, MLflow and PostgreSQL for the sweeps that are killed")
+    print_starting("Ray, MLflow and PostgreSQL for the sweeps that are killed")
     raise typer.Exit(
         int(
             not fault_injection.told(
@@ -423,7 +431,9 @@ def _layers(
 def _engines(
     asked: str, recipes: dict[str, Any], shapes: list[linear_layers.Shape], device: str
 ) -> dict[str, tuple[Any, str]]:
-    """Each recipe with the engine that computes it. Refused where one was asked for that cannot; `auto` says why it took the emulator."""
+    """Each recipe with the engine that computes it. Refused where one was asked for that cannot; `auto` says
+    why it took the emulator.
+    """
     here = this_machine()
     reasons = (
         {name: linear_layers.refused(recipe, shapes, device, here) for name, recipe in recipes.items()}

@@ -1,4 +1,6 @@
-"""What the commands share: exit statuses, and how a user's mistake is told."""
+"""Exit statuses, shared options and the console of all commands, and the handling of a user's mistakes and of
+signals.
+"""
 
 import os
 import shutil
@@ -19,43 +21,50 @@ from ablate.files import ensure_home
 
 DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
-_WHERE = "Where"
+WHERE = "Locations"
+"""Panel of the help page for options that say where data, servers and devices are."""
 State = Annotated[
     Path | None,
     typer.Option(
         "--state",
-        help="State folder: trials, ledgers, MLflow store; default: runs. (ABLATE_STATE)",
-        rich_help_panel=_WHERE,
+        help="Folder of trials, ledgers and the local MLflow store; default: runs. (ABLATE_STATE)",
+        rich_help_panel=WHERE,
     ),
 ]
 Profile = Annotated[
     str | None,
     typer.Option(
         "--profile",
-        help="Which profile of ablate.toml says where things are. (ABLATE_PROFILE)",
-        rich_help_panel=_WHERE,
+        help="Profile of ablate.toml to read settings from; default: default. (ABLATE_PROFILE)",
+        rich_help_panel=WHERE,
     ),
 ]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
-    typer.Option(help="Where a trial computes; default: auto.", rich_help_panel=_WHERE),
+    typer.Option(
+        help="Device on which trials compute; default: auto, a GPU if there is one.", rich_help_panel=WHERE
+    ),
 ]
 Mlflow = Annotated[
     str | None,
     typer.Option(
-        help="MLflow's address; default: a store in the state folder; none: no MLflow. (ABLATE_MLFLOW)",
-        rich_help_panel=_WHERE,
+        help="Address of MLflow; default: a store in the state folder; none: no MLflow. (ABLATE_MLFLOW)",
+        rich_help_panel=WHERE,
     ),
 ]
 Sweeps = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[X]...", help="Sweeps, by name or by YAML file; default: all there are."),
+    typer.Argument(
+        metavar="[X]...", help="Sweeps, by name or by YAML file; default: all in the state folder."
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print it as JSON, for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def run(command: Callable[[], None]) -> None:
-    """Run a command line; what the user got wrong is told in a sentence for each, with status 2, and never as a traceback."""
+    """Run a command. On an InputError, print one sentence for each mistake, without a traceback, and exit
+    with status 2.
+    """
     if note := ensure_home():
         print(note, file=sys.stderr)
     try:
@@ -66,18 +75,22 @@ def run(command: Callable[[], None]) -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, by which SLURM, Docker and systemd end a command: as Ctrl-C, with an exit status of its own."""
+    """SIGTERM, with which SLURM, Docker and systemd end a command. Handled like Ctrl-C, with its own exit
+    status.
+    """
 
 
 @contextmanager
-def heed_sigterm() -> Iterator[None]:
-    """Raise Terminated at the first SIGTERM within the block, and let those after it pass: they would cut the clean end short."""
+def raise_on_sigterm() -> Iterator[None]:
+    """Raise Terminated at the first SIGTERM within the block. Ignore later ones: they would interrupt the
+    clean-up.
+    """
 
     def end(number: int, frame: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():  # which alone may set a handler
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
         yield
         return
     before = signal.signal(signal.SIGTERM, end)
@@ -88,54 +101,65 @@ def heed_sigterm() -> Iterator[None]:
 
 
 def interruption(error: KeyboardInterrupt) -> tuple[int, str]:
-    """Return the exit status and the word for a command that a signal ended."""
+    """Return the exit status and the text that describes how a signal ended the command."""
     return (TERMINATED, "Ended by SIGTERM") if isinstance(error, Terminated) else (INTERRUPTED, "Interrupted")
 
 
-def alone(command: Callable[..., Any]) -> None:
-    """Run a verb as a program of its own, `python -m ablate.sweep`. A crash shows no local variables, which may hold a password."""
+def run_program(command: Callable[..., Any]) -> None:
+    """Run one command as a program, such as `python -m ablate.sweep`.
+
+    A crash prints no local variables, since they may hold a password.
+    """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     run(app)
 
 
-def starting(what: str, unless: bool = False) -> None:
-    """Print what is waited for, before it is imported or started: on a slow machine the first result takes a minute.
+def print_starting(task: str, quiet: bool = False) -> None:
+    """Print `Starting: TASK ...` to standard error, before slow imports: the first result can take a minute.
 
-    It goes to standard error at once. `unless`: the output is for machines, and nothing is printed.
+    Print nothing if `quiet`, for output that a program reads.
     """
-    if not unless:
-        print(f"Starting: {what} ...", file=sys.stderr, flush=True)
+    if not quiet:
+        print(f"Starting: {task} ...", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `3 min`, `2.5 h`."""
+    """Format a duration: `45 s`, `3 min`, `2.5 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class Screen(Console):
-    """A console on which text is text: no markup, no emoji codes, and no character that drives a terminal.
+    """Console that prints text literally: no markup, no emoji codes, no control characters.
 
-    Whoever names an arm or writes a question would otherwise write markup. Styles are given by rich's Text.
+    Otherwise brackets in the name of an arm or in a question would be read as markup. Styles come from rich's
+    Text.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Yield the segments of what is printed. Control codes are segments of their own; within text they are shown as escapes."""
+        """Yield the segments to print, with control characters within text as escapes.
+
+        Control codes of rich itself are separate segments and stay as they are.
+        """
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 def console() -> Screen:
-    """Standard output; wide where it is not a terminal, so that a log keeps its tables whole."""
-    found = Screen()
-    return found if found.is_terminal else Screen(width=160)
+    """Return a console on standard output. It is 160 columns wide if that is no terminal, so that tables fit
+    in a log.
+    """
+    screen = Screen()
+    return screen if screen.is_terminal else Screen(width=160)
 
 
 def program(name: str) -> str:
-    """How to call a program of this environment: by name where the shell finds it, else by its path from here."""
+    """Return the command for a program of this environment: its name if it is on PATH, else its path from the
+    current folder.
+    """
     return name if shutil.which(name) else os.path.relpath(Path(sys.executable).parent / name)

@@ -1,4 +1,6 @@
-"""`ablate data prepare`: text to token shards that any workload reads. `ablate data show`: what a source of data holds. Torch-free."""
+"""`ablate data prepare`: text to token shards that any workload reads. `ablate data show`: what a source of
+data holds. Torch-free.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, console, duration, starting
+from ablate.cli.common import DONE, FAILED, console, duration, print_starting
 from ablate.engines import ENGINES, parity_record
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
@@ -53,9 +53,9 @@ def doctor(
 ) -> None:
     """Say what this machine can run, and check that the numerics here compute what they say.
 
-    Figures, ties, known answers, and every public implementation that is installed. With --engine transformer_engine: whether its
-    kernels compute what the emulator computes; --fast leaves the training out. Exit status: 0 all agree, 1 something is off, 2 bad input,
-    or nothing that could be compared here.
+    Figures, ties, known answers, and every public implementation that is installed. With --engine
+    transformer_engine: whether its kernels compute what the emulator computes; --fast leaves the training
+    out. Exit status: 0 all agree, 1 something is off, 2 bad input, or nothing that could be compared here.
     """
     if lifeline:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
@@ -65,7 +65,7 @@ def doctor(
         )
     if engine is not None:
         _compare(engine, record, fast, as_json)
-    starting("importing torch, then checking the numerics", unless=as_json)
+    print_starting("importing torch, then checking the numerics", quiet=as_json)
     started = time.monotonic()
     rows: list[tuple[str, Row]] = []
     screen = Console(quiet=True) if as_json else console()
@@ -100,7 +100,7 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
         raise InputError([f"--record {record}: is for the document; its picture is put beside it"])
     if not os.access(folder, os.W_OK):
         raise InputError([f"--record: nothing can be written in {folder}; name a file elsewhere"])
-    starting("importing torch, then comparing the engine with the emulator", unless=as_json)
+    print_starting("importing torch, then comparing the engine with the emulator", quiet=as_json)
     from ablate.verification import parity
 
     if reason := parity.obstacle():
@@ -147,7 +147,9 @@ def _written(comparison: "Comparison", document: dict[str, Any], record: Path | 
 
 
 def _groups(fast: bool, status: Any) -> Iterator[tuple[str, list["Row"]]]:
-    """Each heading with its rows, as soon as they are all there; `status`, if any, says what is being checked."""
+    """Each heading with its rows, as soon as they are all there; `status`, if any, says what is being
+    checked.
+    """
     import torch
 
     from ablate.verification.checks import CHECKS
@@ -222,7 +224,8 @@ def _document(rows: list[tuple[str, "Row"]], fast: bool, seconds: float) -> dict
 
 COMMAND = (sys.executable, "-m", "ablate.doctor", "--fast", "--json", "--lifeline")
 _PATIENCE_SECONDS = 300.0
-"""On a machine that is busy with something else it may take long; a check that hangs must not hang a sweep."""
+"""On a machine that is busy with something else it may take long; a check that hangs must not hang a sweep.
+"""
 
 
 class Unfit(Exception):
@@ -230,7 +233,9 @@ class Unfit(Exception):
 
 
 class Checkup:
-    """The fast checks in a process of their own, beside whatever else starts. It ends when this process does, or closes it."""
+    """The fast checks in a process of their own, beside whatever else starts. It ends when this process does,
+    or closes it.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None

@@ -1,7 +1,9 @@
-"""`ablate leaderboard`: every arm of every sweep of a state folder, by what was measured on what, the best gap first. Reads only.
+"""`ablate leaderboard`: every arm of every sweep of a state folder, by what was measured on what, the best
+gap first. Reads only.
 
-Gaps are ranked among each other only if they were measured against the same baseline: the same workload in every field that changes
-a number, the same content of the data, the same recipe, engine and class of device. Such a group is called a task.
+Gaps are ranked among each other only if they were measured against the same baseline: the same workload in
+every field that changes a number, the same content of the data, the same recipe, engine and class of device.
+Such a group is called a task.
 """
 
 import hashlib
@@ -21,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ablate.cli.common import Json, Profile, State, console, duration
-from ablate.cli.settings import find
+from ablate.cli.settings import find_settings
 from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import folders, refusal
 from ablate.experiment.yaml_document import display
@@ -70,7 +72,7 @@ class Entry:
     """The gap with its interval, in words."""
 
     @property
-    def place(self) -> tuple[Any, ...]:
+    def sort_key(self) -> tuple[Any, ...]:
         """Where it stands: among those of its task and metric, by its gap; last where there is none."""
         sign = 1 if self.minimize else -1
         return (
@@ -94,12 +96,14 @@ def leaderboard(
     state: State = None,
     profile: Profile = None,
 ) -> None:
-    """List every arm of every sweep with its gap to its baseline: by workload and metric, the best first. Baselines are not listed."""
-    place = find(profile, state=state)
-    known = folders(place.state, None)
+    """List every arm of every sweep with its gap to its baseline: by workload and metric, the best first.
+    Baselines are not listed.
+    """
+    settings = find_settings(profile, state=state)
+    known = folders(settings.state, None)
     if not known:
         raise InputError(
-            [f"{place.state}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment"]
+            [f"{settings.state}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment"]
         )
     found, unreadable = collect(known)
     for line in unreadable:
@@ -118,7 +122,9 @@ def leaderboard(
 
 
 def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
-    """Every arm that is compared with another, in order; and of each ledger that cannot be read why, in a line."""
+    """Every arm that is compared with another, in order; and of each ledger that cannot be read why, in a
+    line.
+    """
     found, unreadable = [], []
     tasks: dict[str, dict[str, Any]] = {}
     for folder in known:
@@ -138,7 +144,7 @@ def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
             )
     words = _words({entry.task: (entry.workload, tasks[entry.task]) for entry in found})
     found = [replace(entry, workload=words[entry.task]) for entry in found]
-    return sorted(found, key=lambda entry: entry.place), unreadable
+    return sorted(found, key=lambda entry: entry.sort_key), unreadable
 
 
 def _document(entry: Entry) -> dict[str, Any]:
@@ -217,7 +223,9 @@ def _workload(spec: Mapping[str, Any]) -> str:
 
 
 def _facts(spec: Mapping[str, Any], against: str) -> dict[str, Any]:
-    """What a baseline computes, whatever its seed, by the path of each field; the recipe by its preset's name, or its arm's."""
+    """What a baseline computes, whatever its seed, by the path of each field; the recipe by its preset's
+    name, or its arm's.
+    """
     ((name, config),) = spec["workload"].items()
     fields = {key: value for key, value in _identity(name, json.dumps(config)).items() if key != "data"}
     recipe = _recipe(json.dumps(spec["recipe"]))
@@ -265,7 +273,9 @@ def _flat(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
 
 
 def _words(tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """Each task's name and size, and in which fields it differs from others of that name and size; no two read the same."""
+    """Each task's name and size, and in which fields it differs from others of that name and size; no two
+    read the same.
+    """
     alike: dict[str, list[str]] = {}
     for task, (size, _) in tasks.items():
         alike.setdefault(size, []).append(task)
@@ -347,8 +357,8 @@ def _row(entry: Entry, mark: str) -> list[str]:
 def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
     """Entries by the title of their table: a task and a metric.
 
-    A search that turns the workload has a task for each point. Its arms that are alone in their task are listed in one
-    table, by name, and the title says that they are not ranked.
+    A search that turns the workload has a task for each point. Its arms that are alone in their task are
+    listed in one table, by name, and the title says that they are not ranked.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -374,11 +384,11 @@ def _print(entries: list[Entry]) -> None:
     for title, group in _groups(entries).items():
         rows, notes = _cells(group)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        shown = [place for place in range(len(_COLUMNS)) if any(row[place] for row in rows)]
-        for place in shown:
-            table.add_column(_COLUMNS[place], justify="right" if _COLUMNS[place] in _RIGHT else "left")
+        shown = [column for column in range(len(_COLUMNS)) if any(row[column] for row in rows)]
+        for column in shown:
+            table.add_column(_COLUMNS[column], justify="right" if _COLUMNS[column] in _RIGHT else "left")
         for row in rows:
-            table.add_row(*(Text(one_line(row[place])) for place in shown))
+            table.add_row(*(Text(one_line(row[column])) for column in shown))
         for part in (Text(title, "bold"), table, *(Text(note, "dim") for note in notes), ""):
             screen.print(part)
     screen.print(

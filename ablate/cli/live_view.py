@@ -88,11 +88,12 @@ def _live(progress: Progress) -> Group:
 
 
 def summary_table(arms: Iterable[ArmSummary], metric: Metric, width: int | None = None) -> Table:
-    """One line an arm: mean over seeds, paired gap with its interval, quantisation error, speed, divergence, verdict, seeds needed.
+    """One line an arm: mean over seeds, paired gap with its interval, quantisation error, speed, divergence,
+    verdict, seeds needed.
 
-    Each baseline is followed by what is compared with it, first a search's winner run again; refused arms come last.
-    Columns in which nothing was measured are left out, and of many arms all but the best, which the caption says. In a terminal of
-    `width` columns those of least weight go that do not fit.
+    Each baseline is followed by what is compared with it, first a search's winner run again; refused arms
+    come last. Columns in which nothing was measured are left out, and of many arms all but the best, which
+    the caption says. In a terminal of `width` columns those of least weight go that do not fit.
     """
     everything = list(arms)
     arms = sorted(foremost(everything, metric, MOST_ARMS), key=lambda arm: arm.role != "confirmed")
@@ -165,7 +166,8 @@ def _judged_table(
     more: Sequence[str] = (),
     left: tuple[str, ...] = (),
 ) -> Table:
-    """Columns by name, followed by the verdicts and the seeds that they need; their notes and `more` stand under the table.
+    """Columns by name, followed by the verdicts and the seeds that they need; their notes and `more` stand
+    under the table.
 
     `styles`: of each verdict. `left`: columns of text.
     """

@@ -1,4 +1,6 @@
-"""`ablate plan X.yaml`: arms, trials, what is already done and what the rest would cost. Runs nothing, imports no torch."""
+"""`ablate plan X.yaml`: arms, trials, what is already done and what the rest would cost. Runs nothing,
+imports no torch.
+"""
 
 import json
 import os
@@ -15,7 +17,7 @@ from rich.text import Text
 
 from ablate.cli.common import Device, Profile, State, console, duration
 from ablate.cli.recipe import placements
-from ablate.cli.settings import Place, find
+from ablate.cli.settings import Settings, find_settings
 from ablate.errors import one_line
 from ablate.execution.estimate import Load, Pace, time_left, unproposed
 from ablate.execution.shared_prefixes import Family, note
@@ -45,8 +47,8 @@ def plan(
     device: Device = None,
 ) -> None:
     """Say what an experiment would run, what of it is done, and what the rest would cost. Runs nothing."""
-    place = find(profile, state=state, device=device)
-    show(load(file, place.device), place)
+    settings = find_settings(profile, state=state, device=device)
+    show(load(file, settings.device), settings)
 
 
 @dataclass
@@ -80,13 +82,15 @@ class Forecast:
 
 
 def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
-    """Count what a run of the experiment would do. Reads the trial store and the sweep's ledger, and opens no other file."""
+    """Count what a run of the experiment would do. Reads the trial store and the sweep's ledger, and opens no
+    other file.
+    """
     store, found = Store(state), Forecast()
     known = _known(experiment, state / "sweeps" / experiment.name / "ledger.db", store, device)
     pace, family = Pace(experiment, store, device), Family(note=note(experiment.telemetry))
     todo: dict[str, float] = {}
     finished = set(known.finished)
-    for place, (arm, seeds) in enumerate(known.arms):
+    for position, (arm, seeds) in enumerate(known.arms):
         specs = [experiment.spec(arm, seed, device) for seed in seeds]
         seconds = pace.seconds(Load.of(arm, experiment, device))
         done = {spec.id for spec in specs if spec.id in known.pruned or store.finished(spec.id)}
@@ -97,7 +101,7 @@ def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
             family.add(spec, store.checkpoint_step(spec.id))
             if spec.id not in done:
                 todo[spec.id] = seconds
-        if place < len(experiment.arms):
+        if position < len(experiment.arms):
             found.rows.append((arm, specs, sum(spec.id in done for spec in specs)))
     named = {
         (arm.name, spec.seed): {"id": spec.id, "spec": spec.wire}
@@ -159,7 +163,9 @@ def _known(experiment: Experiment, path: Path, store: Store, device: str) -> _Kn
 
 
 def _add_recorded(known: _Known, experiment: Experiment, ledger: Ledger, store: Store, device: str) -> None:
-    """Add the points that a search proposed, the seeds that arms have beside the file's, and what was given up."""
+    """Add the points that a search proposed, the seeds that arms have beside the file's, and what was given
+    up.
+    """
     rows = ledger.members()
     same = ledger.fact("experiment.yaml") == experiment.text
     known.members = {(row["name"], row["seed"]): row for row in rows}
@@ -198,11 +204,11 @@ def _over(row: Any, wanted: dict[str, str], store: Store, pruned: set[str]) -> b
     )
 
 
-def show(experiment: Experiment, place: Place) -> None:
+def show(experiment: Experiment, settings: Settings) -> None:
     """Print the plan: arms, trials, what is done, and what the rest would cost on this class of device."""
-    screen, where = console(), place.device
+    screen, where = console(), settings.device
     screen.print(Text(experiment.question, "bold"), "")
-    found = forecast(experiment, place.state, where)
+    found = forecast(experiment, settings.state, where)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("arm", "baseline", "trials", "done", "ids"):
         table.add_column(name)
@@ -251,14 +257,18 @@ def show(experiment: Experiment, place: Place) -> None:
         else f"At most {found.trials + found.later} trials to run"
     )
     screen.print(
-        f"\n{counted}, {found.done} done. {_cost(found, place, layout.ranks)}", markup=False, soft_wrap=True
+        f"\n{counted}, {found.done} done. {_cost(found, settings, layout.ranks)}",
+        markup=False,
+        soft_wrap=True,
     )
     if found.grown:
         screen.print(f"At most {found.grown} more trials, on more seeds, where arms stay undecided.")
 
 
 def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Names of arms whose layer policies select alike, with a line for each part of the policy; arms without a policy are left out."""
+    """Names of arms whose layer policies select alike, with a line for each part of the policy; arms without
+    a policy are left out.
+    """
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
         if arm.recipe.layers != Layers() and arm.config.linear_layers:
@@ -349,19 +359,19 @@ def _range(dimension) -> str:
     return f"{found} (where {only})" if only else found
 
 
-def _cost(found: Forecast, place: Place, ranks: int) -> str:
+def _cost(found: Forecast, settings: Settings, ranks: int) -> str:
     missing = found.trials + found.later
     if not missing:
         return "Nothing would be run."
-    here = place.device == "cpu" and not place.ray
-    if place.device == "cuda" and not found.measured:
+    here = settings.device == "cpu" and not settings.ray
+    if settings.device == "cuda" and not found.measured:
         return "What that takes on this GPU is not known before a trial has run on it."
     own = max(1, (os.cpu_count() or 1) // ranks) if here else 1
-    slots = min(missing, 1 if place.executor == "inline" else place.workers or own)
+    slots = min(missing, 1 if settings.executor == "inline" else settings.workers or own)
     unmeasured = 1 if found.measured else ranks  # a workload's cost is that of one core
     seconds = (
         time_left(found.seconds / unmeasured, found.longest / unmeasured, (), slots)
-        + _START_SECONDS[place.executor]
+        + _START_SECONDS[settings.executor]
     )
     at_once = f"{slots} trials at once" if slots > 1 else "one trial at a time"
     basis = (

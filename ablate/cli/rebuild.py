@@ -1,7 +1,8 @@
-"""`ablate rebuild X.yaml`: make a damaged ledger again, from the experiment, the trial folders and the study's journal.
+"""`ablate rebuild X.yaml`: make a damaged ledger again, from the experiment, the trial folders and the
+study's journal.
 
-Damaged is also a ledger that SQLite finds sound and whose records are not those of its trials' results. A trial's folder that does not
-agree with itself is put aside, so that the sweep runs the trial again.
+Damaged is also a ledger that SQLite finds sound and whose records are not those of its trials' results. A
+trial's folder that does not agree with itself is put aside, so that the sweep runs the trial again.
 """
 
 import re
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ablate.cli.common import Device, Profile, State, console
-from ablate.cli.settings import find
+from ablate.cli.settings import find_settings
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
 from ablate.execution.sweep_control import damage, put_aside
@@ -26,7 +27,9 @@ from ablate.results.trial_store import Store
 from ablate.results.verify import verify
 
 _IDENTITY = re.compile(rb"id([0-9a-f]{32})")
-"""How the sweep's identity lies in the ledger's file. Nothing else has it, and by it the sweep's runs are found again in MLflow."""
+"""How the sweep's identity lies in the ledger's file. Nothing else has it, and by it the sweep's runs are
+found again in MLflow.
+"""
 
 
 def rebuild(
@@ -38,15 +41,17 @@ def rebuild(
         bool, typer.Option("--force", help="Make it again where nothing is found to be wrong with it, too.")
     ] = False,
 ) -> None:
-    """Make the damaged ledger of a sweep again, and say what came back. The damaged file is kept beside it; nothing is run."""
-    place = find(profile, state=state, device=device)
-    experiment = load(file, place.device)
-    folder = place.state / "sweeps" / experiment.name
+    """Make the damaged ledger of a sweep again, and say what came back. The damaged file is kept beside it;
+    nothing is run.
+    """
+    settings = find_settings(profile, state=state, device=device)
+    experiment = load(file, settings.device)
+    folder = settings.state / "sweeps" / experiment.name
     if not folder.exists():
         raise InputError([f"{folder}: no such sweep has been run"])
     try:
         with lock(folder / "lock", wait=False):
-            _rebuild(experiment, file, folder, place.state, place.device, force)
+            _rebuild(experiment, file, folder, settings.state, settings.device, force)
     except Busy as busy:
         raise InputError([f"{file}: another process ({busy}) runs this sweep"]) from None
 
@@ -95,7 +100,9 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
 
 
 def _compared(path: Path, state: Path) -> tuple[str | None, list[str]]:
-    """How a sound ledger differs from the trial folders, None where it does not; and which damaged folders were put aside, in words."""
+    """How a sound ledger differs from the trial folders, None where it does not; and which damaged folders
+    were put aside, in words.
+    """
     ledger, store, put = Ledger(path, readonly=True), Store(state), []
     try:
         mismatches = verify(ledger, store).mismatches
@@ -118,7 +125,9 @@ def _nothing_runs() -> Any:
 
 
 def _points(experiment: Experiment, journal: Path) -> tuple[list[dict[str, Any]], dict[int, int]]:
-    """The points that a search had proposed, and the steps at which its pruner gave points up, as its study has them."""
+    """The points that a search had proposed, and the steps at which its pruner gave points up, as its study
+    has them.
+    """
     if not experiment.search:
         return [], {}
     from ablate.execution.search import given_up, points  # Optuna takes half a second

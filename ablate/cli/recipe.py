@@ -1,4 +1,6 @@
-"""`ablate recipe show nvfp4`, `ablate recipe diff nvfp4 quartet2`: a recipe as three products with six operands. Torch-free."""
+"""`ablate recipe show nvfp4`, `ablate recipe diff nvfp4 quartet2`: a recipe as three products with six
+operands. Torch-free.
+"""
 
 import inspect
 import json
@@ -109,7 +111,9 @@ def resolve(preset: str, turned: list[str]) -> Recipe:
 
 
 def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
-    """Return the linear layers of a model of transformers; InputError if it cannot be described, or if a rule selects none of them."""
+    """Return the linear layers of a model of transformers; InputError if it cannot be described, or if a rule
+    selects none of them.
+    """
     from ablate.training.models.described import outline
 
     try:
@@ -221,7 +225,9 @@ def used(products: Products | None) -> str:
 
 
 def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
-    """Return one line for each part of a recipe that decides about some layers of a model: how many, and what they use."""
+    """Return one line for each part of a recipe that decides about some layers of a model: how many, and what
+    they use.
+    """
     counts = recipe.layers.model_dump(exclude={"rules"}, exclude_defaults=True)
     for decider, products, selected in recipe.placements(layers):
         if isinstance(decider, int):

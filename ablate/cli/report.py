@@ -1,7 +1,8 @@
-"""`ablate report X`: an experiment's notebooks run from top to bottom, as one HTML file that can be sent, Markdown, pictures and CSV.
+"""`ablate report X`: an experiment's notebooks run from top to bottom, as one HTML file that can be sent,
+Markdown, pictures and CSV.
 
-The only file that knows papermill and nbconvert. A notebook is run by this interpreter in a process of its own, whatever kernels and
-profiles its user has; its page needs nothing from any network.
+The only file that knows papermill and nbconvert. A notebook is run by this interpreter in a process of its
+own, whatever kernels and profiles its user has; its page needs nothing from any network.
 """
 
 import hashlib
@@ -21,8 +22,8 @@ from typing import Annotated, Any
 import typer
 
 from ablate import __version__
-from ablate.cli.common import DONE, FAILED, Mlflow, Profile, State, console, starting
-from ablate.cli.settings import find
+from ablate.cli.common import DONE, FAILED, Mlflow, Profile, State, console, print_starting
+from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
 from ablate.files import short_for_sockets
@@ -91,14 +92,14 @@ def report(
 
     Written to reports/<experiment>/ in the state folder, and attached to the sweep's run in MLflow.
     """
-    place = find(profile, state=state, mlflow=mlflow)
+    settings = find_settings(profile, state=state, mlflow=mlflow)
     names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in experiments or ()]
     if notebook == ["numerics_walkthrough"] and not names:
         names = ["numerics_walkthrough"]
     elif not names:
         raise InputError(
             [
-                f"name an experiment, by its file or as one of: {', '.join(_known(place.state)) or 'none was run here'}"
+                f"name an experiment, by its file or as one of: {', '.join(_known(settings.state)) or 'none was run here'}"
             ]
         )
     wrong = [word for word in notebook or () if word not in NOTEBOOKS]
@@ -106,12 +107,12 @@ def report(
         raise InputError([f"--notebook {wrong[0]}: no such notebook; {nearest(wrong[0], NOTEBOOKS)}"])
     if not from_mlflow:
         for name in names:
-            _refuse_unknown(place.state, name)
+            _refuse_unknown(settings.state, name)
     screen, status = console(), DONE
-    starting(f"the notebooks of {', '.join(names)}, half a minute each")
+    print_starting(f"the notebooks of {', '.join(names)}, half a minute each")
     for name in names:
         try:
-            found = make(place.state, name, notebook, place.mlflow, fetch=from_mlflow, pdf=pdf, out=out)
+            found = make(settings.state, name, notebook, settings.mlflow, fetch=from_mlflow, pdf=pdf, out=out)
         except ReportError as error:
             screen.print(f"{name}: {error}", soft_wrap=True, markup=False)
             status = FAILED
@@ -143,7 +144,9 @@ def make(
     pdf: bool = False,
     out: Path | None = None,
 ) -> Report:
-    """Run the notebooks of a sweep and write its report; InputError where there is no such sweep, ReportError where one fails."""
+    """Run the notebooks of a sweep and write its report; InputError where there is no such sweep, ReportError
+    where one fails.
+    """
     from ablate.results.answer import Answer  # pandas
 
     ours = os.access(state, os.W_OK) or not state.exists()
@@ -299,7 +302,9 @@ def _dress(state: Path, name: str, folder: Path) -> None:
 
 
 def _attach(mlflow: str, ledger: Ledger, found: Report) -> str | None:
-    """Attach it to the sweep's run in MLflow; why that failed, in words: the report is made, and is what counts."""
+    """Attach it to the sweep's run in MLflow; why that failed, in words: the report is made, and is what
+    counts.
+    """
     from ablate.execution.tracking import log_report
 
     try:
@@ -317,11 +322,11 @@ def _fetched(state: Path, name: str, mlflow: str | None) -> Path:
         raise InputError(
             ["--from-mlflow: no MLflow is named; say where it is with --mlflow, or in a profile"]
         )
-    place = state / "fetched"
-    path = place / "sweeps" / name / "ledger.db"
+    folder = state / "fetched"
+    path = folder / "sweeps" / name / "ledger.db"
     path.unlink(missing_ok=True)
     fetch(mlflow, name, path).close()
-    return place
+    return folder
 
 
 # Running
@@ -329,7 +334,9 @@ def _fetched(state: Path, name: str, mlflow: str | None) -> Path:
 
 @contextmanager
 def _kernel() -> Iterator[str]:
-    """The name of a kernel that is this interpreter; its folder is the only one that Jupyter looks at, so that no other takes its place."""
+    """The name of a kernel that is this interpreter; its folder is the only one that Jupyter looks at, so
+    that no other takes its place.
+    """
     from ipykernel.kernelspec import write_kernel_spec
 
     with tempfile.TemporaryDirectory(
@@ -370,11 +377,11 @@ def _run(notebook: str, state: Path, name: str, out: Path, kernel: str) -> Any:
     given = {"state": str(state.resolve()), "sweep": name, "out": str((out / "figures").resolve())}
     parameters = {key: given[key] for key in papermill.inspect_notebook(path)}
     how = {"kernel_name": kernel, "progress_bar": False, "log_output": False, "execution_timeout": _SECONDS}
-    place = Config(
+    connection = Config(
         KernelManager={"transport": "ipc", "ip": str(Path(os.environ["JUPYTER_PATH"]) / notebook)}
     )  # this user's files, no port
     try:
-        return _without_warnings(papermill.execute_notebook(path, None, parameters, config=place, **how))
+        return _without_warnings(papermill.execute_notebook(path, None, parameters, config=connection, **how))
     except PapermillExecutionError as error:
         raise ReportError(
             f"notebook {notebook} stopped in cell {error.exec_count}: {error.ename}: {error.evalue}; run it in Jupyter to see more: {path}"
@@ -384,7 +391,9 @@ def _run(notebook: str, state: Path, name: str, out: Path, kernel: str) -> Any:
 
 
 def _without_warnings(notebook: Any) -> Any:
-    """The notebook without what libraries wrote to standard error: warnings name files of this machine, and the page is sent."""
+    """The notebook without what libraries wrote to standard error: warnings name files of this machine, and
+    the page is sent.
+    """
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]

@@ -1,7 +1,11 @@
-"""Where things are: a flag, else the environment, else a profile, else a default. Nothing about place stands in an experiment.
+"""Settings of this machine and user: addresses, folders, devices, workers.
 
-A profile is a table of `ablate.toml` in the current folder, or else of `~/.config/ablate.toml`. `[profile.default]` is in force where
-none is named. `$NAME` in a value is read from the environment; a password that stands in the file is refused.
+An experiment file describes only the experiment, so that it runs unchanged on a laptop and on a cluster. The
+settings come from, in this order, a flag, the environment, a profile, a default.
+
+A profile is a table of `ablate.toml` in the current folder or, if there is none, of `~/.config/ablate.toml`.
+Without a name, `[profile.default]` applies. `$NAME` in a value is read from the environment. A password in
+the file is refused.
 
     [profile.cluster]
     state = "/shared/runs"
@@ -37,94 +41,116 @@ _NAME = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 @dataclass(frozen=True)
-class Place:
-    """What is in force. `ray` None: Ray is started here; `mlflow` None: no MLflow; `price`: of a GPU- or core-hour.
-
-    `priority`: among the sweeps on a Ray cluster.
-    """
+class Settings:
+    """Settings of one command, resolved, with the origin of each value."""
 
     state: Path
+    """State folder."""
     ray: str | None
+    """Address of a Ray cluster; None: start Ray on this machine."""
     mlflow: str | None = field(repr=False)  # an address may hold a password
+    """Address of MLflow; None: no MLflow."""
     workers: int | None
+    """Trials at once; None: one for each core, or for each GPU."""
     executor: str
+    """`ray` or `inline`."""
     device: str
+    """`cpu` or `cuda`."""
     notify: str | None = field(repr=False)
+    """Command or URL that receives the first failure and the end of a sweep."""
     price: float | None
+    """Cost of one worker-hour, in the currency of `budget.cost`."""
     priority: int
+    """Rank among the sweeps on one Ray cluster; higher runs first."""
     shared_state: bool
-    """Whether a state folder that is made here is open to others as far as the umask allows; else it is this user's alone."""
+    """If True, a new state folder gets the permissions that the umask leaves; otherwise only this user can
+    enter it.
+    """
     profile: str | None
+    """Name of the profile, if one was named."""
     origins: Mapping[str, str]
-    """Where each value comes from, by its key."""
+    """Origin of each value, by key: a flag, a variable, a profile or `default`."""
 
     def shown(self) -> dict[str, str]:
-        """Every value as it may be printed: without passwords, and of a URL to call only where it leads, since its path is often a key."""
-        nothing = {
+        """Return every value as text that is safe to print: without passwords, and of a notification URL only
+        scheme and host.
+        """
+        defaults = {
             "ray": "started here",
             "mlflow": "none",
-            "workers": "one a core, or one a GPU",
+            "workers": "one for each core, or for each GPU",
             "notify": "none",
-            "price": "not known",
+            "price": "not set",
         }
         values = {key: getattr(self, key) for key in KEYS}
-        texts = {key: nothing[key] if value is None else redact(str(value)) for key, value in values.items()}
+        texts = {key: defaults[key] if value is None else redact(str(value)) for key, value in values.items()}
         return texts | ({"notify": destination(self.notify)} if self.notify else {})
 
     def environment(self) -> dict[str, str]:
-        """What tells another process of this machine the same addresses: out of sight of those who list processes."""
+        """Return environment variables that give a child process the same settings.
+
+        Variables instead of arguments, because every user of a machine can list the arguments of a process.
+        """
         values = {
             "state": str(self.state.resolve()),
             "ray": self.ray or "local",
             "mlflow": self.mlflow or "none",
             "notify": self.notify,
         }
-        found = {ENVIRONMENT[key]: value for key, value in values.items() if value}
-        found |= {ENVIRONMENT["shared_state"]: "true"} if self.shared_state else {}
-        return found | ({PROFILE: self.profile} if self.profile else {})
+        variables = {ENVIRONMENT[key]: value for key, value in values.items() if value}
+        variables |= {ENVIRONMENT["shared_state"]: "true"} if self.shared_state else {}
+        return variables | ({PROFILE: self.profile} if self.profile else {})
 
 
-def find(profile: str | None = None, **flags: Any) -> Place:
-    """What is in force, given the flags that were used (None: not used). InputError where the file or a value is wrong."""
+def find_settings(profile: str | None = None, **flags: Any) -> Settings:
+    """Resolve the settings.
+
+    Args:
+        profile: Name of a profile; None: the one that ABLATE_PROFILE names, else `default`.
+        flags: Values of command-line options by key; None: the option was not used.
+
+    Raises:
+        InputError: The profile file or a value is wrong. All mistakes of the file are listed at once.
+    """
     name = profile or os.environ.get(PROFILE) or None
     file, table = _profile(name)
     values, origins = {}, {}
     for key in KEYS:
-        values[key], origins[key] = _first(
-            key, flags.get(key), table, f"profile {name or 'default'} of {file}"
-        )
+        origin = f"profile {name or 'default'} of {file}"
+        values[key], origins[key] = _resolve(key, flags.get(key), table, origin)
     state = Path(values["state"]).expanduser()
     values |= {
         "state": state,
         "mlflow": mlflow_uri(values["mlflow"], state),
         "device": device_class(values["device"]),
     }
-    values["shared_state"] = _truth(values["shared_state"])
+    values["shared_state"] = _parse_boolean(values["shared_state"])
     values["ray"] = None if values["ray"] == "local" else values["ray"]
-    return Place(**values, profile=name, origins=origins)
+    return Settings(**values, profile=name, origins=origins)
 
 
-def _first(key: str, flag: Any, table: Mapping[str, Any], where: str) -> tuple[Any, str]:
-    """A value, and where it comes from."""
+def _resolve(key: str, flag: Any, table: Mapping[str, Any], origin: str) -> tuple[Any, str]:
+    """Return a value and its origin; `origin` describes the profile that `table` is."""
     variable = ENVIRONMENT.get(key, "")
     if flag is not None:
         return flag, _FLAGS.get(key, f"--{key}")
     if os.environ.get(variable):
         return os.environ[variable], variable
     if key in table:
-        return _expand(table[key], f"{key} in {where}"), where
+        return _expand(table[key], f"{key} in {origin}"), origin
     return _DEFAULTS.get(key), "default"
 
 
 def _profile(name: str | None) -> tuple[Path, dict[str, Any]]:
-    """The file that is in force, and its table of this name; all that is wrong with the file is told at once."""
+    """Return the profile file that applies and its table of this name; an InputError lists all mistakes of
+    the file.
+    """
     file = next((path for path in (Path(FILE), Path.home() / ".config" / FILE) if path.exists()), None)
     if file is None:
         if name:
+            folders = f"the current folder or {Path.home() / '.config'}"
             raise InputError(
-                [
-                    f"profile {name}: there is no {FILE}, here or in {Path.home() / '.config'}, that could hold [profile.{name}]"
-                ]
+                [f"profile {name}: there is no {FILE} in {folders}; create one with a table [profile.{name}]"]
             )
         return Path(FILE), {}
     profiles = _read(file)
@@ -139,9 +165,11 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError([f"{file}: cannot be read: {error}"]) from None
     profiles = content.pop("profile", {})
-    problems = [f"{file}: {key}: no such key; everything stands below [profile.NAME]" for key in content]
+    problems = [
+        f"{file}: {key}: no such key at the top level; put settings below [profile.NAME]" for key in content
+    ]
     if not isinstance(profiles, dict) or not all(isinstance(table, dict) for table in profiles.values()):
-        raise InputError([f"{file}: profile: must be tables, [profile.NAME]"])
+        raise InputError([f"{file}: profile: must hold tables, [profile.NAME]"])
     for name, table in profiles.items():
         for key, value in table.items():
             why = KEYS[key](value) if key in KEYS else f"no such key; {nearest(key, KEYS)}"
@@ -151,16 +179,14 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
     return profiles
 
 
-# What a value of the file may be: a function says what is wrong with it, None where nothing is
+# Validators of the values in the file: each returns a description of the mistake, or None
 
 
 def _text(value: Any) -> str | None:
     if not isinstance(value, str) or not value:
         return "must be text"
     if any(not _NAME.fullmatch(password) for password in passwords(value)):
-        return (
-            "a password has no place in this file: write $NAME in its stead, and set NAME in the environment"
-        )
+        return "must not contain a password: write $NAME instead, and set NAME in the environment"
     return None
 
 
@@ -169,15 +195,12 @@ def _workers(value: Any) -> str | None:
 
 
 def _price(value: Any) -> str | None:
-    return (
-        None
-        if type(value) in (int, float) and 0 < value < float("inf")
-        else f"{value!r}: must be a number above 0"
-    )
+    valid = type(value) in (int, float) and 0 < value < float("inf")
+    return None if valid else f"{value!r}: must be a number above 0"
 
 
 def _priority(value: Any) -> str | None:
-    return None if type(value) is int else f"{value!r}: must be a whole number; higher goes first"
+    return None if type(value) is int else f"{value!r}: must be a whole number; higher runs first"
 
 
 def _boolean(value: Any) -> str | None:
@@ -202,22 +225,24 @@ KEYS: dict[str, Callable[[Any], str | None]] = {
 }
 
 
-def _expand(value: Any, where: str) -> Any:
-    """The value with $NAME and ${NAME} from the environment."""
+def _expand(value: Any, location: str) -> Any:
+    """Replace $NAME and ${NAME} in a text by their values in the environment."""
     if not isinstance(value, str):
         return value
-    names = [found[1] or found[2] for found in _NAME.finditer(value)]
+    names = [match[1] or match[2] for match in _NAME.finditer(value)]
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise InputError([f"{where}: ${missing[0]} is not set in the environment"])
-    return _NAME.sub(lambda found: os.environ[found[1] or found[2]], value)
+        raise InputError([f"{location}: ${missing[0]} is not set in the environment"])
+    return _NAME.sub(lambda match: os.environ[match[1] or match[2]], value)
 
 
-# The values themselves
+# Derived values
 
 
-def _truth(value: bool | str) -> bool:
-    """Return a switch that the environment may set as text; InputError for other text than true and false."""
+def _parse_boolean(value: bool | str) -> bool:
+    """Return a switch that the environment may set as text; InputError for text other than true, false, 1 and
+    0.
+    """
     if isinstance(value, bool):
         return value
     if value.lower() not in ("true", "false", "1", "0"):
@@ -226,12 +251,21 @@ def _truth(value: bool | str) -> bool:
 
 
 def writable(state: Path, shared: bool = False) -> str | None:
-    """Make the state folder, for this user alone unless `shared`; InputError where that, or writing to it, is not possible.
+    """Create the state folder and check that files can be written and locked there.
 
-    Returns what to tell the user: that others can read a folder that was there. Its rights are not changed.
+    Args:
+        state: The folder.
+        shared: If False, a new folder is accessible to this user only. The permissions of an existing one
+            never change.
+
+    Returns:
+        A note for the user if others can read an existing folder, else None.
+
+    Raises:
+        InputError: The folder cannot be created, written to, or its files cannot be locked.
     """
     try:
-        rights = make_folder(state, shared)
+        permissions = make_folder(state, shared)
         probe = state / f".writable.{os.getpid()}"
         probe.touch()
         try:
@@ -240,43 +274,53 @@ def writable(state: Path, shared: bool = False) -> str | None:
             probe.unlink()
     except OSError as error:
         raise InputError([f"--state {state}: not writable ({error.strerror}); name another folder"]) from None
-    right = f"`chmod 700 {state}` keeps it to yourself, --shared-state ends this note"
-    return (
-        f"other users of this machine can read the state folder {state} ({rights}): {right}."
-        if rights
-        else None
-    )
+    if not permissions:
+        return None
+    remedy = f"`chmod 700 {state}` makes it private, --shared-state hides this note"
+    return f"other users of this machine can read the state folder {state} ({permissions}): {remedy}."
 
 
 def _lock(probe: Path) -> None:
-    """Lock a file in both ways that are used here, by flock and (SQLite) by fcntl; InputError if the file system has no locks."""
+    """Lock a file by flock, as this package does, and by fcntl, as SQLite does; InputError if the file system
+    has no locks.
+    """
     try:
         with probe.open("a") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.lockf(file, fcntl.LOCK_UN)  # over NFS both are one lock
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        why = f"files cannot be locked there ({error.strerror}), and two processes would overwrite each other's results"
-        right = "name a folder on a file system with locks (Lustre: mounted with -o flock)"
-        raise InputError([f"--state {probe.parent}: {why}; {right}"]) from None
+        why = (
+            f"files cannot be locked there ({error.strerror}), "
+            "so two processes could overwrite each other's results"
+        )
+        remedy = "name a folder on a file system with locks (Lustre: mounted with -o flock)"
+        raise InputError([f"--state {probe.parent}: {why}; {remedy}"]) from None
 
 
 def mlflow_uri(given: str | None, state: Path) -> str | None:
-    """MLflow's address: as given, a SQLite store in the state folder, or None for `none`."""
+    """Return the address of MLflow: as given, by default a SQLite store in the state folder, None for `none`."""
     if given == "none":
         return None
     return given or url((state / "mlflow.db").resolve())
 
 
 def device_class(given: str) -> str:
-    """`cpu` or `cuda`; `auto` is cuda where this machine has an NVIDIA GPU. Asks the file system, since importing torch takes seconds."""
+    """Return `cpu` or `cuda`; `auto` is cuda if this machine has an NVIDIA GPU.
+
+    The test is a device file, since importing torch takes seconds.
+    """
     if given != "auto":
         return given
     return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
 
 
 def destination(hook: str) -> str:
-    """A hook as it may be printed: a command's first word, a URL's scheme and host."""
+    """Return a notification hook as text that is safe to print: the name of a command, or scheme and host of
+    a URL.
+
+    The path of such a URL is often a key.
+    """
     if not hook.startswith(("http://", "https://")):
         return hook.partition(" ")[0]
     scheme, _, rest = redact(hook).partition("://")

@@ -1,4 +1,6 @@
-"""`ablate status`: what every sweep is doing, read from its ledger and its lock. Changes nothing, blocks nothing, imports no torch."""
+"""`ablate status`: what every sweep is doing, read from its ledger and its lock. Changes nothing, blocks
+nothing, imports no torch.
+"""
 
 import json
 import math
@@ -18,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Json, Profile, State, Sweeps, console, duration
-from ablate.cli.settings import find
+from ablate.cli.settings import find_settings
 from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import changed, damage, folders, holder, refusal
 from ablate.execution.tracking import behind
@@ -108,17 +110,19 @@ def status(
     state: State = None,
     profile: Profile = None,
 ) -> None:
-    """Say what every sweep is doing: what runs where, how fast, how long still, what failed and why. Changes nothing."""
-    place, screen = find(profile, state=state), console()
-    known = folders(place.state, sweeps)
+    """Say what every sweep is doing: what runs where, how fast, how long still, what failed and why. Changes
+    nothing.
+    """
+    settings, screen = find_settings(profile, state=state), console()
+    known = folders(settings.state, sweeps)
     if verified:
-        raise typer.Exit(_verify(known, place.state, as_json))
+        raise typer.Exit(_verify(known, settings.state, as_json))
     if as_json:
-        print(json.dumps([_document(found) for found in _all(known, place.state)], indent=1))
+        print(json.dumps([_document(found) for found in _all(known, settings.state)], indent=1))
     elif watch:
-        _watch(screen, place.state, sweeps)
+        _watch(screen, settings.state, sweeps)
     else:
-        screen.print(_page(_all(known, place.state), bool(sweeps), place.state))
+        screen.print(_page(_all(known, settings.state), bool(sweeps), settings.state))
 
 
 def _verify(known: Iterable[Path], state: Path, as_json: bool) -> int:
@@ -255,7 +259,9 @@ def _failure(ledger: Ledger, store: Store, member: Any) -> Failure:
 
 
 def _seconds_left(ledger: Ledger, now: float) -> float | None:
-    """The controller's own estimate, less the time since; None while it has none, or is of an earlier version."""
+    """The controller's own estimate, less the time since; None while it has none, or is of an earlier
+    version.
+    """
     at, seconds = json.loads(ledger.fact("left") or "[0, null]")
     return None if seconds is None else max(0.0, seconds - (now - at))
 

@@ -1,4 +1,6 @@
-"""`ablate stop` and `ablate workers`: orders for the controller that runs a sweep. Names are checked before anything is ordered."""
+"""`ablate stop` and `ablate workers`: orders for the controller that runs a sweep. Names are checked before
+anything is ordered.
+"""
 
 import time
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ablate.cli.common import Profile, State, console
-from ablate.cli.settings import find
+from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import folders, give, holder
 from ablate.results.ledger import Ledger
@@ -27,7 +29,9 @@ def stop(
     state: State = None,
     profile: Profile = None,
 ) -> None:
-    """Stop a sweep that runs, or one arm or one trial of it. Nothing is lost: the sweep's command, given again, goes on with it."""
+    """Stop a sweep that runs, or one arm or one trial of it. Nothing is lost: the sweep's command, given
+    again, goes on with it.
+    """
     if arm is not None and trial is not None:
         raise InputError(["--arm and --trial: give one of them"])
     folder = _running(sweep, state, profile)
@@ -51,7 +55,9 @@ def workers(
     state: State = None,
     profile: Profile = None,
 ) -> None:
-    """Add workers to a sweep that runs, or take some away. What runs is not ended: fewer means that no more are started."""
+    """Add workers to a sweep that runs, or take some away. What runs is not ended: fewer means that no more
+    are started.
+    """
     folder = _running(sweep, state, profile)
     _give(
         folder,
@@ -62,7 +68,7 @@ def workers(
 
 def _running(sweep: str, state: Path | None, profile: str | None) -> Path:
     """The folder of a sweep that somebody runs."""
-    (folder,) = folders(find(profile, state=state).state, [sweep])
+    (folder,) = folders(find_settings(profile, state=state).state, [sweep])
     if holder(folder) is None:
         raise InputError([f"{folder.name}: nobody runs this sweep; there is nothing to stop or change"])
     return folder
@@ -114,7 +120,9 @@ def _trials(number: int) -> str:
 
 
 def _give(folder: Path, order: dict[str, Any], said: str) -> None:
-    """Leave the order, say what it does, and wait a moment to see it taken. One that nobody lives to take is taken back."""
+    """Leave the order, say what it does, and wait a moment to see it taken. One that nobody lives to take is
+    taken back.
+    """
     screen = console()
     order_file = give(folder, order)
     screen.print(said, soft_wrap=True, markup=False)

@@ -27,13 +27,13 @@ from ablate.cli.common import (
     State,
     console,
     duration,
-    heed_sigterm,
     interruption,
+    print_starting,
     program,
-    starting,
+    raise_on_sigterm,
 )
 from ablate.cli.plan import remarks, show
-from ablate.cli.settings import Place, find, writable
+from ablate.cli.settings import Settings, find_settings, writable
 from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
 from ablate.execution.notify import Hook
@@ -134,8 +134,8 @@ def sweep(
 ) -> None:
     """Run an experiment: do what is missing, reuse what is done, and answer its question.
 
-    Ctrl-C ends it cleanly; the same command goes on. Exit status: 0 all done, 1 some trials failed, 2 bad input, 3 budget reached,
-    130 interrupted, 143 ended by SIGTERM.
+    Ctrl-C ends it cleanly; the same command goes on. Exit status: 0 all done, 1 some trials failed, 2 bad
+    input, 3 budget reached, 130 interrupted, 143 ended by SIGTERM.
     """
     given = {
         "state": state,
@@ -145,35 +145,35 @@ def sweep(
         "executor": executor,
         "device": device,
     }
-    place = find(
+    settings = find_settings(
         profile, **given, notify=notify, price=price, priority=priority, shared_state=shared_state or None
     )
-    starting(f"reading {file} and its data", unless=not sys.stderr.isatty())
-    experiment = load(file, place.device)
+    print_starting(f"reading {file} and its data", quiet=not sys.stderr.isatty())
+    experiment = load(file, settings.device)
     if dry_run:
-        show(experiment, place)
+        show(experiment, settings)
         return
-    if experiment.budget.cost is not None and place.price is None:
+    if experiment.budget.cost is not None and settings.price is None:
         raise InputError(
             [
                 f"{file}: budget.cost: what an hour of a worker costs is not known; say it with --price, or in a profile"
             ]
         )
-    notes = writable(place.state, place.shared_state)
-    knock(place.mlflow)
-    folder = place.state / "sweeps" / experiment.name
-    hook = Hook(place.notify) if place.notify else None
-    wishes = Wishes(fork, fresh, accept_version, place.price)
+    notes = writable(settings.state, settings.shared_state)
+    knock(settings.mlflow)
+    folder = settings.state / "sweeps" / experiment.name
+    hook = Hook(settings.notify) if settings.notify else None
+    wishes = Wishes(fork, fresh, accept_version, settings.price)
     if detach:
-        raise typer.Exit(_detach(file, folder, place, wishes, report))
+        raise typer.Exit(_detach(file, folder, settings, wishes, report))
     try:
-        with lock(folder / "lock", wait=False), heed_sigterm():
+        with lock(folder / "lock", wait=False), raise_on_sigterm():
             check(folder, str(file))
-            workers_too = "" if place.executor == "inline" else ", Ray and its workers"
-            starting(
+            workers_too = "" if settings.executor == "inline" else ", Ray and its workers"
+            print_starting(
                 f"reading what is done; if trials are missing, torch, a check of the numerics{workers_too}"
             )
-            raise typer.Exit(_Run(experiment, place, hook, report).run(wishes, [notes] if notes else []))
+            raise typer.Exit(_Run(experiment, settings, hook, report).run(wishes, [notes] if notes else []))
     except Busy as busy:
         raise _busy(file, str(busy)) from None
 
@@ -190,18 +190,20 @@ def _busy(file: Path, who: str) -> InputError:
 class _Run:
     """A sweep on the screen: its progress, its answer, and what its hook is told."""
 
-    def __init__(self, experiment: Experiment, place: Place, hook: Hook | None, report: bool) -> None:
-        self.experiment, self.place, self.hook, self.report = experiment, place, hook, report
+    def __init__(self, experiment: Experiment, settings: Settings, hook: Hook | None, report: bool) -> None:
+        self.experiment, self.settings, self.hook, self.report = experiment, settings, hook, report
         self.screen = console()
         self.started = time.time()
         self.failed = 0
 
     def run(self, wishes: Wishes, notes: Sequence[str] = ()) -> int:
-        """Run it to its end, however that comes, and say so, after notes on the state folder; the exit status."""
+        """Run it to its end, however that comes, and say so, after notes on the state folder; the exit
+        status.
+        """
         status = "failed"
         try:
             self.screen.print(Text(self.experiment.question, "bold"))
-            kind = network_file_system(self.place.state)
+            kind = network_file_system(self.settings.state)
             safe = f"the state folder is on a network file system ({kind}): databases take the slower, safe journal (docs/cluster.md)"
             for remark in (*notes, *([safe] if kind else []), *remarks(self.experiment)):
                 self.screen.print(f"Note: {remark}", soft_wrap=True, markup=False)
@@ -223,13 +225,13 @@ class _Run:
         from ablate.execution.workers import ClusterError, ClusterLost
 
         checkup = Checkup()
-        place, outcome = self.place, None
+        settings, outcome = self.settings, None
         controller = Controller(
             self.experiment,
-            place.state,
-            place.device,
-            partial(_connect, place, self.experiment.resources, checkup),
-            place.mlflow,
+            settings.state,
+            settings.device,
+            partial(_connect, settings, self.experiment.resources, checkup),
+            settings.mlflow,
             wishes,
         )
         try:
@@ -244,13 +246,13 @@ class _Run:
                         self._watch(step)
         except ClusterLost as error:
             self.screen.print(
-                f"{redact(str(error), place.ray)}. Nothing is lost: the same command goes on.",
+                f"{redact(str(error), settings.ray)}. Nothing is lost: the same command goes on.",
                 soft_wrap=True,
                 markup=False,
             )
             return "stopped"
         except ClusterError as error:
-            raise InputError([redact(str(error), place.ray)]) from None
+            raise InputError([redact(str(error), settings.ray)]) from None
         except Unfit as error:
             print(error, file=sys.stderr)
             return "failed"
@@ -260,26 +262,26 @@ class _Run:
         self.screen.print(
             outcome.why, "", soft_wrap=True, markup=False
         ) if outcome.why else self.screen.print()
-        _answer(self.experiment, place, self.screen)
+        _answer(self.experiment, settings, self.screen)
         self._look_next()
         return outcome.status
 
     def _look_next(self) -> None:
         """Make the report, unless it shows all there is already, and say where everything is."""
-        place, name = self.place, self.experiment.name
-        index = place.state / "reports" / name / "index.html"
+        settings, name = self.settings, self.experiment.name
+        index = settings.state / "reports" / name / "index.html"
         from ablate.cli.report import ReportError, is_current, make
 
-        if self.report and not is_current(place.state, name):
+        if self.report and not is_current(settings.state, name):
             try:
                 with self.screen.status("Making the report"):
-                    made = make(place.state, name, mlflow=place.mlflow)
+                    made = make(settings.state, name, mlflow=settings.mlflow)
                 if made.trouble:
                     self.screen.print(made.trouble, soft_wrap=True, markup=False)
             except (ReportError, InputError) as error:
                 said = f"The report was not made: {error}. The runs are safe; `ablate report {name}` tries again."
                 self.screen.print(said, soft_wrap=True, markup=False)
-        given = "" if place.origins["state"] == "default" else f" --state {place.state}"
+        given = "" if settings.origins["state"] == "default" else f" --state {settings.state}"
         self.screen.print("Look next:", style="bold")
         for line in ([str(index)] if index.exists() else []) + [f"{program('ablate')} ui {name}{given}"]:
             self.screen.print(f"  {line}", soft_wrap=True, markup=False)
@@ -294,21 +296,23 @@ class _Run:
 
     def _tell(self, event: str, status: str) -> None:
         if self.hook:
-            self.hook.tell(_message(self.experiment, self.place, event, status, time.time() - self.started))
+            self.hook.tell(
+                _message(self.experiment, self.settings, event, status, time.time() - self.started)
+            )
 
 
-def _connect(place: Place, resources: Resources, checkup: Any) -> Any:
+def _connect(settings: Settings, resources: Resources, checkup: Any) -> Any:
     """The executor, started once a trial has to run, which it does on numerics that were found to be sound."""
     from ablate.execution.workers import Inline, Pool
 
     checkup.start()
-    inline = place.executor == "inline"
-    gpus, ranks = resources.gpus_of(place.device), resources.layout(place.device).ranks
+    inline = settings.executor == "inline"
+    gpus, ranks = resources.gpus_of(settings.device), resources.layout(settings.device).ranks
     if inline and ranks > 1:
         console().print(
             f"Executor inline computes each trial by one rank, not {ranks}: the same numbers, but for the order of additions."
         )
-    pool = Inline() if inline else Pool(place.ray, place.workers, gpus, place.priority, ranks)
+    pool = Inline() if inline else Pool(settings.ray, settings.workers, gpus, settings.priority, ranks)
     try:
         checkup.passed()
     except BaseException:
@@ -317,7 +321,9 @@ def _connect(place: Place, resources: Resources, checkup: Any) -> Any:
     return pool
 
 
-def _message(experiment: Experiment, place: Place, event: str, status: str, seconds: float) -> dict[str, Any]:
+def _message(
+    experiment: Experiment, settings: Settings, event: str, status: str, seconds: float
+) -> dict[str, Any]:
     """What a hook is told; `text` is what a chat shows of it."""
     from ablate.results.markdown_summary import summary_markdown
     from ablate.results.summary import open_ledger
@@ -330,7 +336,7 @@ def _message(experiment: Experiment, place: Place, event: str, status: str, seco
         "seconds": round(seconds, 1),
     }
     try:
-        ledger = open_ledger(place.state, experiment.name)
+        ledger = open_ledger(settings.state, experiment.name)
     except FileNotFoundError:
         return told | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {status}"}
     trials = {member["id"]: member for member in ledger.members()}
@@ -352,8 +358,10 @@ def _message(experiment: Experiment, place: Place, event: str, status: str, seco
 # One run in a process that outlives the terminal
 
 
-def _detach(file: Path, folder: Path, place: Place, wishes: Wishes, report: bool) -> int:
-    """Start the same sweep in a session of its own, and see it begin; the exit status of one that ended at once."""
+def _detach(file: Path, folder: Path, settings: Settings, wishes: Wishes, report: bool) -> int:
+    """Start the same sweep in a session of its own, and see it begin; the exit status of one that ended at
+    once.
+    """
     who = holder(folder)
     if who:
         raise _busy(file, str(who))
@@ -361,12 +369,12 @@ def _detach(file: Path, folder: Path, place: Place, wishes: Wishes, report: bool
     written = folder / "console.txt"
     with written.open("w") as output:
         process = subprocess.Popen(
-            [*_words(file, place, wishes), *([] if report else ["--no-report"])],
+            [*_words(file, settings, wishes), *([] if report else ["--no-report"])],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | place.environment(),
+            env=os.environ | settings.environment(),
         )
     while process.poll() is None and not ((who := holder(folder)) and who.pid == process.pid):
         time.sleep(0.05)
@@ -374,10 +382,10 @@ def _detach(file: Path, folder: Path, place: Place, wishes: Wishes, report: bool
         print(written.read_text(), end="", file=sys.stderr if process.returncode == BAD_INPUT else sys.stdout)
         return process.returncode
     screen = console()
-    goes_on = f" goes on without this terminal: pid {process.pid}, state folder {place.state}."
+    goes_on = f" goes on without this terminal: pid {process.pid}, state folder {settings.state}."
     screen.print(Text.assemble((folder.name, "bold"), goes_on))
     screen.print("Follow it:", style="bold")
-    given = "" if place.origins["state"] == "default" else f" --state {place.state}"
+    given = "" if settings.origins["state"] == "default" else f" --state {settings.state}"
     for line in (
         f"ablate status {folder.name}{given} --watch",
         f"tail -f {written}",
@@ -387,21 +395,23 @@ def _detach(file: Path, folder: Path, place: Place, wishes: Wishes, report: bool
     return DONE
 
 
-def _words(file: Path, place: Place, wishes: Wishes) -> list[str]:
-    """The command of a detached sweep. Addresses come to it in its environment, since anyone may list the words of a process."""
+def _words(file: Path, settings: Settings, wishes: Wishes) -> list[str]:
+    """The command of a detached sweep. Addresses come to it in its environment, since anyone may list the
+    words of a process.
+    """
     words = [
         sys.executable,
         "-m",
         "ablate.sweep",
         str(file),
         "--executor",
-        place.executor,
+        settings.executor,
         "--device",
-        place.device,
+        settings.device,
     ]
-    words += ["--workers", str(place.workers)] if place.workers else []
-    words += ["--price", str(place.price)] if place.price else []
-    words += ["--priority", str(place.priority)] if place.priority else []
+    words += ["--workers", str(settings.workers)] if settings.workers else []
+    words += ["--price", str(settings.price)] if settings.price else []
+    words += ["--priority", str(settings.priority)] if settings.priority else []
     words += [] if wishes.fork else ["--no-fork"]
     words += ["--fresh"] if wishes.fresh else []
     return words + (["--accept-version"] if wishes.accept_version else [])
@@ -410,13 +420,13 @@ def _words(file: Path, place: Place, wishes: Wishes) -> list[str]:
 # What it found
 
 
-def _answer(experiment: Experiment, place: Place, screen: Console) -> None:
+def _answer(experiment: Experiment, settings: Settings, screen: Console) -> None:
     """The table, and what turning each knob did."""
     from ablate.cli.live_view import MOST_CONTRASTS, contrast_table, replication_table, summary_table
     from ablate.results.published import replications
     from ablate.results.summary import contrasts, emulated, open_ledger, summaries
 
-    ledger = open_ledger(place.state, experiment.name)
+    ledger = open_ledger(settings.state, experiment.name)
     for metric in experiment.metrics:
         arms = summaries(ledger, metric)
         if experiment.search:

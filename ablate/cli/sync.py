@@ -16,10 +16,10 @@ from ablate.cli.common import (
     State,
     Sweeps,
     console,
-    heed_sigterm,
     interruption,
+    raise_on_sigterm,
 )
-from ablate.cli.settings import Place, find
+from ablate.cli.settings import Settings, find_settings
 from ablate.errors import InputError, redact
 from ablate.execution.sweep_control import check, damage, folders, holder, put_aside
 from ablate.execution.tracking import behind, knock, unusable
@@ -47,27 +47,33 @@ def sync(
     profile: Profile = None,
     mlflow: Mlflow = None,
 ) -> None:
-    """Ship to MLflow what it does not have yet; nothing is written twice. Exit status: 0 it has everything, 1 it does not."""
-    place, screen = find(profile, state=state, mlflow=mlflow), console()
-    if place.mlflow is None:
+    """Ship to MLflow what it does not have yet; nothing is written twice. Exit status: 0 it has everything, 1
+    it does not.
+    """
+    settings, screen = find_settings(profile, state=state, mlflow=mlflow), console()
+    if settings.mlflow is None:
         raise InputError(
-            [f"there is no MLflow to ship to ({place.origins['mlflow']} says none); name one with --mlflow"]
+            [
+                f"there is no MLflow to ship to ({settings.origins['mlflow']} says none); name one with --mlflow"
+            ]
         )
-    knock(place.mlflow)
-    known = folders(place.state, sweeps)
-    _refuse_damaged(place, rebuild, bool(sweeps))
+    knock(settings.mlflow)
+    known = folders(settings.state, sweeps)
+    _refuse_damaged(settings, rebuild, bool(sweeps))
     try:
-        with heed_sigterm():
-            raise typer.Exit(_all(known, bool(sweeps), place, rebuild, timeout, screen))
+        with raise_on_sigterm():
+            raise typer.Exit(_all(known, bool(sweeps), settings, rebuild, timeout, screen))
     except KeyboardInterrupt as error:
         code, what = interruption(error)
         screen.print(f"{what}. What was shipped stays; the same command ships the rest.")
         raise typer.Exit(code) from None
 
 
-def _refuse_damaged(place: Place, rebuild: bool, named: bool) -> None:
-    """A SQLite database that cannot be opened is put aside by --rebuild, which then has to draw all sweeps: it held all of them."""
-    path = path_of(place.mlflow)
+def _refuse_damaged(settings: Settings, rebuild: bool, named: bool) -> None:
+    """A SQLite database that cannot be opened is put aside by --rebuild, which then has to draw all sweeps:
+    it held all of them.
+    """
+    path = path_of(settings.mlflow)
     if path is None:
         return
     found = unusable(path) if rebuild and not named else damage(path)
@@ -79,7 +85,7 @@ def _refuse_damaged(place: Place, rebuild: bool, named: bool) -> None:
                 f"{path}: damaged ({found}); `ablate sync --rebuild`, for all sweeps, puts it aside and makes it again"
             ]
         )
-    running = [folder.name for folder in folders(place.state, None) if holder(folder)]
+    running = [folder.name for folder in folders(settings.state, None) if holder(folder)]
     if running:
         raise InputError(
             [
@@ -89,12 +95,16 @@ def _refuse_damaged(place: Place, rebuild: bool, named: bool) -> None:
     put_aside(path)
 
 
-def _all(known: list[Path], named: bool, place: Place, rebuild: bool, timeout: float, screen: Console) -> int:
-    """Ship one sweep after another. Where one is not asked for by name, that it cannot be shipped is only said."""
+def _all(
+    known: list[Path], named: bool, settings: Settings, rebuild: bool, timeout: float, screen: Console
+) -> int:
+    """Ship one sweep after another. Where one is not asked for by name, that it cannot be shipped is only
+    said.
+    """
     status = DONE
     for folder in known:
         try:
-            complete = _locked(folder, place, rebuild, timeout, screen)
+            complete = _locked(folder, settings, rebuild, timeout, screen)
         except InputError as error:
             if named:
                 raise
@@ -114,13 +124,13 @@ def _all(known: list[Path], named: bool, place: Place, rebuild: bool, timeout: f
     return status
 
 
-def _locked(folder: Path, place: Place, rebuild: bool, timeout: float, screen: Console) -> bool:
+def _locked(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Console) -> bool:
     with lock(folder / "lock", wait=False):
         check(folder, f"{folder.name}.yaml")
-        return _ship(folder, place, rebuild, timeout, screen)
+        return _ship(folder, settings, rebuild, timeout, screen)
 
 
-def _ship(folder: Path, place: Place, rebuild: bool, timeout: float, screen: Console) -> bool:
+def _ship(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Console) -> bool:
     """Ship one sweep, whose lock is held, and say how that went; whether MLflow has everything."""
     from ablate.execution.projections import Mirror  # pandas
 
@@ -128,21 +138,21 @@ def _ship(folder: Path, place: Place, rebuild: bool, timeout: float, screen: Con
     try:
         if rebuild:
             ledger.forget_mlflow()
-        mirror = Mirror(place.mlflow, ledger, place.state, folder, folder.name, busy=True)
+        mirror = Mirror(settings.mlflow, ledger, settings.state, folder, folder.name, busy=True)
         before = behind(ledger)
         missing = _wait(mirror, ledger, folder.name, timeout, screen)
         trouble = mirror.trouble
         unsaid = mirror.finish(_ended(ledger), 0.0 if missing else timeout)
         if missing or unsaid:
-            why = redact(trouble or mirror.trouble or "no answer", place.mlflow)
+            why = redact(trouble or mirror.trouble or "no answer", settings.mlflow)
             screen.print(
-                f"{folder.name}: {missing:,} of {before:,} records are missing in {redact(place.mlflow)}: {why}",
+                f"{folder.name}: {missing:,} of {before:,} records are missing in {redact(settings.mlflow)}: {why}",
                 soft_wrap=True,
                 markup=False,
             )
             return False
         screen.print(
-            f"{folder.name}: {before:,} records shipped, none is missing in {redact(place.mlflow)}",
+            f"{folder.name}: {before:,} records shipped, none is missing in {redact(settings.mlflow)}",
             soft_wrap=True,
             markup=False,
         )

@@ -1,8 +1,9 @@
-"""`ablate ui`: MLflow's pages, Optuna's dashboard and the reports of a state folder, until Ctrl-C, on 127.0.0.1 unless asked.
+"""`ablate ui`: MLflow's pages, Optuna's dashboard and the reports of a state folder, until Ctrl-C, on
+127.0.0.1 unless asked.
 
-MLflow's server is a process of its own at the end of a lifeline; the other two are threads of this one. So nothing is left behind,
-however this process ends, and nothing is ended that was not started here. What runs is not disturbed: ledgers are read, and a study
-is written by its sweep alone.
+MLflow's server is a process of its own at the end of a lifeline; the other two are threads of this one. So
+nothing is left behind, however this process ends, and nothing is ended that was not started here. What runs
+is not disturbed: ledgers are read, and a study is written by its sweep alone.
 """
 
 import html
@@ -37,7 +38,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ablate.cli.common import DONE, Mlflow, Profile, State, console
-from ablate.cli.settings import Place, find
+from ablate.cli.settings import Settings, find_settings
 from ablate.errors import InputError, redact
 from ablate.execution.sweep_control import changed, folders
 from ablate.execution.tracking import page
@@ -55,7 +56,9 @@ _PORT = {"min": 1, "max": 65535, "rich_help_panel": "Ports"}
 
 @dataclass(frozen=True)
 class Shown:
-    """One of the three: where it is, what to look at there. `address` None: it is not there, and `hint` says why."""
+    """One of the three: where it is, what to look at there. `address` None: it is not there, and `hint` says
+    why.
+    """
 
     name: str
     address: str | None
@@ -99,24 +102,26 @@ def ui(
     profile: Profile = None,
     mlflow: Mlflow = None,
 ) -> None:
-    """Show all sweeps in MLflow's pages, Optuna's dashboard and reports, here alone (127.0.0.1), until Ctrl-C."""
-    place, screen = find(profile, state=state, mlflow=mlflow), console()
-    name = _chosen(place.state, sweep, wait)
+    """Show all sweeps in MLflow's pages, Optuna's dashboard and reports, here alone (127.0.0.1), until
+    Ctrl-C.
+    """
+    settings, screen = find_settings(profile, state=state, mlflow=mlflow), console()
+    name = _chosen(settings.state, sweep, wait)
     names = own_names(host, allowed_hosts)
     optuna = _bound("optuna", optuna_port, lambda port: _Wsgi((host, port), _Silent))
     reports = _bound(
         "reports",
         reports_port,
-        lambda port: ThreadingHTTPServer((host, port), partial(_Reports, place.state, names)),
+        lambda port: ThreadingHTTPServer((host, port), partial(_Reports, settings.state, names)),
     )
-    pages = _Pages(place, mlflow_port)
+    pages = _Pages(settings, mlflow_port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with ExitStack() as stack:
             with screen.status("starting ...") if screen.is_terminal else ExitStack():
                 stack.callback(pages.close)
                 _serve(reports, stack)
-                shown = _start(place.state, name, pages, optuna, names, stack)
+                shown = _start(settings.state, name, pages, optuna, names, stack)
                 shown.append(
                     Shown("Reports", _address(reports), "each sweep's question, and its report or pictures")
                 )
@@ -129,7 +134,9 @@ def ui(
 
 
 def _chosen(state: Path, word: str | None, wait: bool) -> str | None:
-    """The name of the sweep that was asked for, or of the one whose ledger changed last; None where there is none yet."""
+    """The name of the sweep that was asked for, or of the one whose ledger changed last; None where there is
+    none yet.
+    """
     known = folders(state, [word] if word else None)
     if not (known or wait):
         raise InputError(
@@ -206,16 +213,16 @@ def _address(server: Any) -> str:
 class _Pages:
     """MLflow's server, where one is needed: a process that ends with this one."""
 
-    def __init__(self, place: Place, given: int | None) -> None:
+    def __init__(self, settings: Settings, given: int | None) -> None:
         self._uri, self._given, self._ports, self._process = (
-            place.mlflow,
+            settings.mlflow,
             given,
             iter(_ports("mlflow", given)),
             None,
         )
-        self._artifacts = place.state.resolve() / "artifacts"
+        self._artifacts = settings.state.resolve() / "artifacts"
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._why = self._missing(place)
+        self._why = self._missing(settings)
         if self._why is None and not self._remote:
             self._launch()
 
@@ -251,10 +258,10 @@ class _Pages:
     def _remote(self) -> bool:
         return bool(self._uri) and self._uri.startswith(("http://", "https://"))
 
-    def _missing(self, place: Place) -> str | None:
+    def _missing(self, settings: Settings) -> str | None:
         """Why there is nothing to serve."""
         if self._uri is None:
-            return f"none is named ({place.origins['mlflow']})"
+            return f"none is named ({settings.origins['mlflow']})"
         path = path_of(self._uri)
         if path is not None and not path.exists():  # MLflow would make it
             return f"there is no {path}; `ablate sync` draws every sweep in it"
@@ -328,7 +335,9 @@ class _Pages:
 
 
 def own_names(host: str, more: str) -> frozenset[str]:
-    """Return the names by which a browser may call a server here: this machine's, where it listens, and those of a list with commas."""
+    """Return the names by which a browser may call a server here: this machine's, where it listens, and those
+    of a list with commas.
+    """
     words = ("localhost", socket.gethostname(), socket.getfqdn(), host, *more.split(","))
     return frozenset(word.strip().lower() for word in words if word.strip())
 
@@ -336,8 +345,9 @@ def own_names(host: str, more: str) -> frozenset[str]:
 def calls_us(header: str | None, names: frozenset[str]) -> bool:
     """Return True if a request's Host header names this server.
 
-    A page of the internet can have its own name resolve to 127.0.0.1 (DNS rebinding), and then reads what listens there as if it were its
-    own: its requests carry its name. An address in numbers cannot be pointed elsewhere, so that it is always right.
+    A page of the internet can have its own name resolve to 127.0.0.1 (DNS rebinding), and then reads what
+    listens there as if it were its own: its requests carry its name. An address in numbers cannot be pointed
+    elsewhere, so that it is always right.
     """
     found = _HOST.fullmatch(header or "")
     if not found:
@@ -436,7 +446,9 @@ small {{ color: #595959 }} img {{ max-width: 24rem; max-height: 12rem; border: 1
 
 
 def index(state: Path) -> str:
-    """A page of all sweeps with their questions, the one run last first; each leads to its report, or to its pictures where it has none."""
+    """A page of all sweeps with their questions, the one run last first; each leads to its report, or to its
+    pictures where it has none.
+    """
     known = sorted(folders(state, None), key=changed, reverse=True)
     return _PAGE.format(items="\n".join(_item(state, folder) for folder in known))
 
@@ -459,7 +471,9 @@ def _item(state: Path, folder: Path) -> str:
 
 
 def _answer(file: Path) -> str:
-    """Return the answer of a report, then its runs and its date; empty for a report of an earlier version, which has no such file."""
+    """Return the answer of a report, then its runs and its date; empty for a report of an earlier version,
+    which has no such file.
+    """
     if not file.exists():
         return ""
     about = json.loads(file.read_text(encoding="utf-8"))
