@@ -42,7 +42,7 @@ class Problem:
 
 
 class InputError(Exception):
-    """A user's input that cannot be used, with all its problems at once. Ends a command with exit status 2."""
+    """User input that cannot be used, with all its problems at once. Ends a command with exit status 2."""
 
     def __init__(self, problems: Sequence[Problem | str]) -> None:
         super().__init__("\n".join(map(str, problems)))

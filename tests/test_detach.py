@@ -54,7 +54,7 @@ def detached(tmp_path_factory, started):
 def test_a_detached_sweep_says_how_to_follow_it(detached):
     _, state, done, pid = detached
     assert done.stderr == ""
-    assert f"goes on without this terminal: pid {pid}, state folder {state}" in done.stdout
+    assert f"continues without this terminal: pid {pid}, state folder {state}" in done.stdout
     for line in (
         f"ablate status tiny --state {state} --watch",
         f"tail -f {state}/sweeps/tiny/console.txt",

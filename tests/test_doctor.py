@@ -50,7 +50,7 @@ def test_the_fast_run_prints_a_table_and_a_verdict_and_ends_with_status_0():
     assert next(line.split() for line in lines if "digits of pi" in line)[-1] == "ok"
     assert "H16[r, c] = (-1)^popcount(r & c)" in done.stdout  # rich would read [r, c] as markup
     assert lines[-1].startswith("All ")
-    assert "checks agree: numerics version" in lines[-1]
+    assert "checks agree: this machine follows numerics version" in lines[-1]
 
 
 def test_json_has_every_row_and_says_which_are_facts():
@@ -388,14 +388,14 @@ def test_a_check_that_cannot_run_is_told_with_its_last_words(tmp_path):
     status, _, errors = run((sys.executable, "-c", "import no_such_module"), *words)
     assert status == 1
     assert (
-        "  the quick check ended with status 1: ModuleNotFoundError: No module named 'no_such_module'"
+        "  the quick checks ended with status 1: ModuleNotFoundError: No module named 'no_such_module'"
         in errors.splitlines()
     )
 
 
 def test_a_check_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(doctor, "COMMAND", python(HUNG))
-    monkeypatch.setattr(doctor, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "_TIMEOUT_SECONDS", 0.2)
     checkup = doctor.Checkup()
     checkup.start()
     with pytest.raises(doctor.Unfit, match="not over within 0 s"):

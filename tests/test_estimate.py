@@ -87,7 +87,7 @@ def test_a_finished_search_says_so_and_an_edited_one_what_is_left(tmp_path):
     path = write(tmp_path, **keys)
     assert "At most 16 trials to run, 0 done." in here("plan", path, "--state", tmp_path).stdout
     sweep(tiny(tmp_path, **keys), tmp_path)
-    assert "0 trials to run, 16 done. Nothing would be run." in here("plan", path, "--state", tmp_path).stdout
+    assert "0 trials to run, 16 done. Nothing to run." in here("plan", path, "--state", tmp_path).stdout
     write(tmp_path, **keys | {"search": {"trials": 6, "sampler": "random"}})
     assert "At most 8 trials to run, 16 done." in here("plan", path, "--state", tmp_path).stdout
     write(tmp_path, **keys | {"workload": {"idle": {"steps": 4}}})  # what was proposed runs anew

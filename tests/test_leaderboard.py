@@ -78,7 +78,7 @@ def test_what_is_not_there_is_told_with_what_is(state):
     done = ablate("leaderboard", "--state", state, "--metric", "val/los")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "nothing was compared for metric 'val/los'; there is gpt 1x32, 4 steps by val/loss; gpt 1x32, 6 steps by throughput/tokens_per_s\n"
+        "no arm was compared for metric 'val/los'; there are gpt 1x32, 4 steps by val/loss; gpt 1x32, 6 steps by throughput/tokens_per_s\n"
     )
 
 
@@ -145,7 +145,7 @@ def test_where_nothing_has_been_run_that_is_one_sentence(made, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == f"{tmp_path / 'runs'}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment\n"
+        == f"{tmp_path / 'runs'}: no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment\n"
     )
 
 

@@ -260,14 +260,14 @@ def test_a_driver_that_torch_cannot_use_and_a_stray_switch_are_told_too(monkeypa
             ("--engine", "transformer_engin"),
             "--engine transformer_engin: no such engine; 'transformer_engine' is the nearest",
         ),
-        (("--record", "x.json"), "--record goes with --engine transformer_engine"),
+        (("--record", "x.json"), "--record needs --engine transformer_engine"),
         (
             ("--engine", "transformer_engine", "--record", "no/where/x.json"),
             "--record no/where/x.json: there is no folder",
         ),
         (
             ("--engine", "transformer_engine", "--record", "x.png"),
-            "--record x.png: is for the document; its picture is put beside it",
+            "--record x.png: must name a JSON file; the figure is written next to it",
         ),
     ],
 )

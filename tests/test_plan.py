@@ -47,7 +47,7 @@ def metrics(experiment: Experiment, name: str) -> dict[str, float]:
 def test_a_knob_of_wgrad_alone_is_named_where_adapters_leave_no_wgrad(tmp_path):
     experiment = tuned(tmp_path, ablate={"rht": [True, False], "sr": [True, False]})
     assert list(remarks(experiment)) == [
-        "rht: turns wgrad alone, and under workload.lora the quantised layers' weights are frozen, so no wgrad is computed: "
+        "rht: only changes wgrad, and under workload.lora the quantised layers' weights are frozen, so no wgrad is computed: "
         "arms 'rht=true sr=true' and 'rht=false sr=true' are equal (and 1 more such pairs)."
     ]
 
@@ -77,14 +77,14 @@ def test_nothing_is_remarked_of_knobs_that_turn_something(lora, keys, tmp_path):
 def test_full_paths_phases_and_named_arms_are_seen_too(tmp_path):
     arms = {"a": {"recipe.wgrad.x.rounding": "nearest"}, "b": {"recipe.wgrad.x.rounding": "stochastic"}}
     (said,) = remarks(tuned(tmp_path, ablate=None, arms=arms))
-    assert said.startswith("recipe.wgrad.x.rounding: turns wgrad alone")
+    assert said.startswith("recipe.wgrad.x.rounding: only changes wgrad")
     assert said.endswith("arms 'a' and 'b' are equal.")
 
 
 def test_the_knobs_of_a_search_are_tried_at_their_ends(tmp_path):
     knobs = {"rht": {"choice": [True, False]}, "workload.lr": {"uniform": [1e-4, 1e-2], "log": True}}
     (said,) = remarks(tuned(tmp_path, ablate=knobs, search={"sampler": "tpe", "trials": 4}))
-    assert said.startswith("rht: turns wgrad alone")
+    assert said.startswith("rht: only changes wgrad")
 
 
 def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_own_parameters():
@@ -106,7 +106,7 @@ def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_
     path = write(
         tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": EXPERTS, "steps": 1}}, seeds=1
     )
-    said = "of the weights in its matrices (embeddings apart) are in layers that a recipe quantises; the largest of the others, "
+    said = "of its matrix weights, without embeddings, are in layers that a recipe quantises; the largest of the others, "
     for words in (("plan", path), ("sweep", path, "--executor", "inline", "--mlflow", "none", "--no-report")):
         done = here(*words, "--state", tmp_path / "runs")
         assert done.returncode == 0, done.stderr + done.stdout

@@ -65,7 +65,7 @@ def test_a_damaged_ledger_is_refused_and_then_made_again_as_it_was(how, tmp_path
     assert done.returncode == 0, done.stderr
     assert content(state) == before
     records = sum(len(records) for records in before["records"].values())
-    assert f"Came back: 3 arms, 6 trials (6 done) with {records:,} records." in done.stdout
+    assert f"Recovered: 3 arms, 6 trials (6 done) with {records:,} records." in done.stdout
     assert [
         aside.read_bytes()
         for aside in book.parent.glob("ledger.db.damaged-*")
@@ -83,10 +83,10 @@ def test_what_was_not_finished_waits_and_its_records_are_kept_for_when_it_goes_o
     path = write(tmp_path)
     harm(state, "text")
     done = here("rebuild", path, "--state", state)
-    assert "Came back: 3 arms, 6 trials (2 done)" in done.stdout
-    assert "4 trials are not finished; each goes on from its last checkpoint." in done.stdout
+    assert "Recovered: 3 arms, 6 trials (2 done)" in done.stdout
+    assert "4 trials are not finished; each continues from its last checkpoint." in done.stdout
     assert (
-        "Lost: which trials had failed, and why (they run again); what earlier versions of the file wanted"
+        "Lost: failed trials and their reasons (they run again); members of earlier versions of the file"
         in done.stdout
     )
     assert sorted(statuses(state).values()) == ["done"] * 2 + ["pending"] * 4
@@ -316,7 +316,7 @@ def test_what_earlier_versions_finished_is_read_and_said_to_be_unverified(once, 
 def test_a_sweep_that_was_never_run_or_runs_is_told(tmp_path):
     path, state = write(tmp_path, seeds=1), tmp_path / "state"
     done = here("rebuild", path, "--state", state)
-    assert (done.returncode, done.stderr) == (2, f"{state / 'sweeps/tiny'}: no such sweep has been run\n")
+    assert (done.returncode, done.stderr) == (2, f"{state / 'sweeps/tiny'}: there is no such folder, so this sweep has never run\n")
     with lock(state / "sweeps" / "tiny" / "lock"):
         done = here("rebuild", path, "--state", state)
     assert (done.returncode, "runs this sweep" in done.stderr) == (2, True)

@@ -196,7 +196,7 @@ def test_what_a_killed_controller_left_is_not_said_to_run(running):
     (found,) = said(state)
     assert (found["controller"], found["running"], found["seconds_left"]) == (None, [], None)
     shown = here("status", "--state", state).stdout
-    assert "nobody runs it; last change" in shown
+    assert "not running; last change" in shown
     assert "1 of 6 trials  1 done, 5 waiting" in shown
 
 
@@ -226,7 +226,7 @@ def test_a_ledger_that_has_just_been_made_begins(tmp_path):
     (tmp_path / "sweeps" / "new").mkdir(parents=True)
     sqlite3.connect(tmp_path / "sweeps" / "new" / "ledger.db").close()
     (found,) = said(tmp_path)
-    assert (found["name"], found["trouble"], found["total"]) == ("new", "begins", 0)
+    assert (found["name"], found["trouble"], found["total"]) == ("new", "is starting", 0)
 
 
 # How far MLflow is behind, and how fast a trial is, from a ledger made by hand

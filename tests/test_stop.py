@@ -69,15 +69,15 @@ def test_an_order_arrives_and_what_will_happen_is_said(state, taker):
     commands = {
         ("stop", "tiny"): (
             {"stop": "sweep"},
-            "The sweep: 4 trials that wait are not started; all keep what they recorded.",
+            "The sweep: 4 waiting trials will not be started; records are kept.",
         ),
         ("stop", state.parent / "tiny.yaml", "--arm", "rht=true"): (
             {"stop": "arm", "name": "rht=true"},
-            "Arm rht=true: 1 trial that waits is not started; all keep what they recorded.",
+            "Arm rht=true: 1 waiting trial will not be started; records are kept.",
         ),
         ("stop", "tiny", "--trial", waiting[:10]): (
             {"stop": "trial", "id": waiting},
-            f"Trial {waiting}: 1 trial that waits is not started",
+            f"Trial {waiting}: 1 waiting trial will not be started",
         ),
         ("workers", "tiny", "3"): ({"workers": 3}, "3 trials at once from now on"),
     }
@@ -85,7 +85,7 @@ def test_an_order_arrives_and_what_will_happen_is_said(state, taker):
         done = here(*words, "--state", state)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(said)
-        assert done.stdout.endswith("Taken.\n")
+        assert done.stdout.endswith("Accepted.\n")
         assert json.loads(taker.stdout.readline()) == order
 
 
@@ -98,8 +98,8 @@ def test_an_order_arrives_and_what_will_happen_is_said(state, taker):
             "--arm rht=tru: no such arm; 'rht=true' is the nearest of rht=true, rht=false, bf16",
         ),
         (("stop", "tiny", "--trial", "zzz"), "--trial zzz: no such trial; "),
-        (("stop", "tiny", "--trial", ""), "--trial : 6 trials begin so: "),
-        (("stop", "tiny", "--arm", "a", "--trial", "b"), "--arm and --trial: give one of them"),
+        (("stop", "tiny", "--trial", ""), "--trial : 6 trials have this prefix: "),
+        (("stop", "tiny", "--arm", "a", "--trial", "b"), "--arm and --trial: both were given"),
         (("workers", "tinny", "3"), "tinny: no such sweep in "),
     ],
     ids=["sweep", "arm", "trial", "every trial", "both", "workers"],
@@ -112,13 +112,13 @@ def test_what_is_over_cannot_be_stopped(state, taker):
     done = next(iter(state.glob("trials/*/result.json"))).parent.name
     assert (
         refused("stop", "tiny", "--trial", done, state=state)
-        == f"Trial {done} is over (done): there is nothing to stop"
+        == f"Trial {done} has already ended (done): there is nothing to stop"
     )
 
 
 @pytest.mark.parametrize("words", [("stop", "tiny"), ("workers", "tiny", "2")], ids=" ".join)
 def test_a_sweep_that_nobody_runs_is_told(words, state):
-    assert refused(*words, state=state) == "tiny: nobody runs this sweep; there is nothing to stop or change"
+    assert refused(*words, state=state) == "tiny: this sweep is not running; there is nothing to stop or change"
 
 
 def test_fewer_than_one_worker_is_refused(state):
@@ -133,7 +133,7 @@ def test_an_order_that_nobody_lived_to_take_is_taken_back(state):
     assert stopping.stdout.readline().startswith("The sweep: 4 trials")
     end(holder)
     _, errors = stopping.communicate(timeout=300)
-    assert (stopping.returncode, errors) == (2, "tiny: its controller ended before it could take the order\n")
+    assert (stopping.returncode, errors) == (2, "tiny: its controller ended before it accepted the order\n")
     assert take(state / "sweeps" / "tiny") == []
 
 
@@ -171,11 +171,11 @@ def test_a_trial_an_arm_and_a_sweep_that_are_stopped_let_the_others_go_on_and_go
         until(lambda: seen(state, trial))
         done = here("stop", "tiny", "--arm", "long", "--state", state)
         assert done.stdout.startswith(
-            "Arm long: 1 trial that waits is not started; all keep what they recorded."
+            "Arm long: 1 waiting trial will not be started; records are kept."
         )
         done = here("stop", "tiny", "--trial", trial, "--state", state)
         assert done.stdout.startswith(
-            f"Trial {trial}: 1 trial that runs is ended; all keep what they recorded."
+            f"Trial {trial}: 1 running trial will be ended; records are kept."
         )
         output, _ = driver.communicate(timeout=600)
     finally:
@@ -193,7 +193,7 @@ def test_a_trial_an_arm_and_a_sweep_that_are_stopped_let_the_others_go_on_and_go
     try:
         assert running_member(state, "bf16 steps=600") == trial
         done = here("stop", "tiny", "--state", state)
-        assert (done.returncode, "Taken." in done.stdout) == (0, True)
+        assert (done.returncode, "Accepted." in done.stdout) == (0, True)
         output, _ = driver.communicate(timeout=300)
     finally:
         end(driver)

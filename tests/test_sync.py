@@ -145,7 +145,7 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
     expected = sum(sum(records.values()) for records in recorded(tmp_path, "tiny").values())
     assert expected > 100
     assert (
-        f"MLflow {expected:,} records behind; `ablate sync tiny` ships them"
+        f"MLflow {expected:,} records behind; `ablate sync tiny` sends them"
         in here("status", "tiny", "--state", tmp_path).stdout
     )
 
@@ -162,7 +162,7 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
             output, _ = waiting.communicate(timeout=180)
             assert (waiting.returncode, output) == (
                 0,
-                f"tiny: {expected:,} records shipped, none is missing in {url}\n",
+                f"tiny: {expected:,} records sent, none is missing in {url}\n",
             )
             assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
             assert parents(client, "tiny") == ["FINISHED"]
@@ -228,11 +228,11 @@ def test_a_damaged_database_is_refused_and_put_aside_by_a_rebuild(tmp_path):
         done = here("sync", *words, "--state", tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith(
-            f"{path}: damaged (file is not a database); `ablate sync --rebuild`, for all sweeps, puts it aside"
+            f"{path}: damaged (file is not a database); `ablate sync --rebuild`, without names, replaces it"
         )
     with lock(tmp_path / "sweeps" / "tiny" / "lock"):
         done = here("sync", "--rebuild", "--state", tmp_path)
-    assert (done.returncode, "still in use by tiny" in done.stderr) == (2, True)
+    assert (done.returncode, "in use by tiny" in done.stderr) == (2, True)
     assert here("sync", "--rebuild", "--state", tmp_path).returncode == 0
     assert [kept.read_bytes()[:11] for kept in tmp_path.glob("mlflow.db.damaged-*")] == [b"no database"]
     assert drawn(MlflowClient(f"sqlite:///{path}"), "tiny") == recorded(tmp_path, "tiny")
@@ -292,7 +292,7 @@ def test_what_runs_ships_by_itself(tmp_path):
         end(holder)
     assert (named.returncode, named.stderr) == (
         2,
-        f"tiny: runs (pid {holder.pid} on {os.uname().nodename}), and ships by itself\n",
+        f"tiny: is running (pid {holder.pid} on {os.uname().nodename}), and sends its own records\n",
     )
     assert (every.returncode, every.stdout) == (0, named.stderr)
 
@@ -302,7 +302,7 @@ def test_without_mlflow_there_is_nothing_to_ship_to(tmp_path):
     done = here("sync", "--state", tmp_path, ABLATE_MLFLOW="none")
     assert (done.returncode, done.stderr) == (
         2,
-        "there is no MLflow to ship to (ABLATE_MLFLOW says none); name one with --mlflow\n",
+        "no MLflow to send to: ABLATE_MLFLOW says `none`; give an address with --mlflow\n",
     )
 
 

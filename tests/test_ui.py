@@ -185,7 +185,7 @@ def test_where_nothing_has_been_run_that_is_one_sentence(made, tmp_path):
         (tmp_path / "runs" / "sweeps").mkdir(parents=True)
     done = here("ui", "--state", tmp_path / "runs")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"{tmp_path / 'runs'}: nothing has been run there yet")
+    assert done.stderr.startswith(f"{tmp_path / 'runs'}: no sweep has been run there yet")
     assert done.stderr.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""`ablate doctor`: what this machine is, and whether its numerics compute what they say. It repairs nothing."""
+"""`ablate doctor`: describe this machine and check its numerics. It changes nothing."""
 
 import json
 import os
@@ -34,35 +34,34 @@ _STYLES = {True: ("ok", "green"), False: ("OFF", "bold red"), None: ("-", "dim")
 
 def doctor(
     fast: Annotated[
-        bool, typer.Option("--fast", help="Only the checks that take a moment, as before every sweep.")
+        bool, typer.Option("--fast", help="Run only the quick checks, as before every sweep.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     engine: Annotated[
         str | None,
-        typer.Option(help="Compare this engine's kernels, on this GPU, with the emulator instead."),
+        typer.Option(help="Compare the kernels of this engine, on this GPU, with the emulator instead."),
     ] = None,
     record: Annotated[
         Path | None,
         typer.Option(
-            help="Where that comparison is written, its picture beside it; default: parity-<GPU>-<version>.json."
+            help="File for the comparison, with a figure next to it; default: parity-<GPU>-<version>.json."
         ),
     ] = None,
     lifeline: Annotated[
         bool, typer.Option("--lifeline", hidden=True, help="End when standard input closes.")
     ] = False,
 ) -> None:
-    """Say what this machine can run, and check that the numerics here compute what they say.
+    """Show what this machine can run, and check its numerics.
 
-    Figures, ties, known answers, and every public implementation that is installed. With --engine
-    transformer_engine: whether its kernels compute what the emulator computes; --fast leaves the training
-    out. Exit status: 0 all agree, 1 something is off, 2 bad input, or nothing that could be compared here.
+    The numerics are compared with published figures, ties, known answers, and every public implementation
+    that is installed. With --engine transformer_engine, compare its kernels with the emulator; --fast skips
+    the training runs. Exit status: 0 all checks agree, 1 one does not, 2 bad input, or the comparison is
+    impossible here.
     """
     if lifeline:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
     if engine is None and record is not None:
-        raise InputError(
-            ["--record goes with --engine transformer_engine: it says where that comparison is written"]
-        )
+        raise InputError(["--record needs --engine transformer_engine: it names the file of that comparison"])
     if engine is not None:
         _compare(engine, record, fast, as_json)
     print_starting("importing torch, then checking the numerics", quiet=as_json)
@@ -84,22 +83,22 @@ def doctor(
 
 
 def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> None:
-    """Compare, print, write; ends the command."""
-    known = sorted({*ENGINES} - {"emulated"})
-    if engine not in known:
+    """Compare an engine with the emulator, print and write the result, and exit."""
+    comparable = sorted({*ENGINES} - {"emulated"})
+    if engine not in comparable:
         why = (
-            "is what others are compared with; leave --engine out"
+            "is what other engines are compared with; omit --engine"
             if engine == "emulated"
-            else f"no such engine; {nearest(engine, known)}"
+            else f"no such engine; {nearest(engine, comparable)}"
         )
         raise InputError([f"--engine {engine}: {why}"])
     folder = (record or Path("here")).absolute().parent
     if not folder.is_dir():
         raise InputError([f"--record {record}: there is no folder {folder}"])
     if record is not None and record.suffix == ".png":
-        raise InputError([f"--record {record}: is for the document; its picture is put beside it"])
+        raise InputError([f"--record {record}: must name a JSON file; the figure is written next to it"])
     if not os.access(folder, os.W_OK):
-        raise InputError([f"--record: nothing can be written in {folder}; name a file elsewhere"])
+        raise InputError([f"--record: {folder} is not writable; name a file in another folder"])
     print_starting("importing torch, then comparing the engine with the emulator", quiet=as_json)
     from ablate.verification import parity
 
@@ -115,7 +114,7 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
     written = _written(comparison, document, record)
     kept = (
         _kept(document, machine) if not fast or not comparison.agrees else ""
-    )  # a quick one vouches for nothing, but takes back
+    )  # a quick comparison never approves an engine, but can reject it
     if as_json:
         print(json.dumps(document, indent=1))
     style = "bold green" if comparison.agrees else "bold red"
@@ -125,7 +124,7 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
 
 
 def _kept(document: dict[str, Any], machine: Machine) -> str:
-    """Keep it for `engine: auto`; what is to be said about that."""
+    """Keep the result for `engine: auto`, and return the end of a sentence about that."""
     try:
         return f"; kept for `engine: auto` in {parity_record.keep(document, machine)}"
     except OSError as error:
@@ -133,10 +132,10 @@ def _kept(document: dict[str, Any], machine: Machine) -> str:
 
 
 def _written(comparison: "Comparison", document: dict[str, Any], record: Path | None) -> list[Path]:
-    """The document, and the picture of its losses beside it."""
-    words = (document["environment"].get("gpu", "no-gpu"), document["compared"]["transformer_engine"])
+    """Write the document and a figure of its losses, and return their paths."""
+    parts = (document["environment"].get("gpu", "no-gpu"), document["compared"]["transformer_engine"])
     path = record or Path(
-        "-".join(["parity", *(re.sub(r"[^\w.]+", "-", str(word)) for word in words)]) + ".json"
+        "-".join(["parity", *(re.sub(r"[^\w.]+", "-", str(part)) for part in parts)]) + ".json"
     )
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     picture = comparison.draw(path.with_suffix(".png"))
@@ -147,34 +146,31 @@ def _written(comparison: "Comparison", document: dict[str, Any], record: Path | 
 
 
 def _groups(fast: bool, status: Any) -> Iterator[tuple[str, list["Row"]]]:
-    """Each heading with its rows, as soon as they are all there; `status`, if any, says what is being
-    checked.
-    """
+    """Yield each heading with its rows once they are complete; `status`, if any, shows the current check."""
     import torch
 
     from ablate.verification.checks import CHECKS
 
-    torch.set_num_threads(
-        1
-    )  # as in a trial; a second thread gains little here, and waits for the core where others use it
+    # One thread, as in a trial. A second one gains little, and on a busy machine it waits for its core.
+    torch.set_num_threads(1)
     checks = [check for check in CHECKS if check.only != ("full" if fast else "fast")]
     for group in dict.fromkeys(check.group for check in checks):
         found: list[Row] = []
         for check in checks:
             if check.group == group:
                 if status:
-                    status.update(_doing(check, checks))
+                    status.update(_progress(check, checks))
                 found += check.rows()
         if found:
             yield group, found
 
 
-def _doing(check: "Check", checks: list["Check"]) -> str:
+def _progress(check: "Check", checks: list["Check"]) -> str:
     return f"[dim]{checks.index(check) + 1} of {len(checks)}[/] {check.group}: {check.name} ..."
 
 
 def _table(rows: list["Row"], width: int, header: bool) -> Table:
-    """Columns are as wide in every table, so that they stand below each other."""
+    """Return a table of rows. Column widths are the same in all tables, so that columns align."""
     table = Table(
         box=None,
         pad_edge=False,
@@ -201,12 +197,12 @@ def _verdict(rows: list["Row"], fast: bool) -> Text:
     judged = [row for row in rows if row.ok is not None]
     off = [row for row in judged if not row.ok]
     if off:
-        what = f" what is trained here is not what numerics version {VERSION} says."
-        return Text.assemble((f"{len(off)} of {len(judged)} checks are off:", "bold red"), what)
-    more = " `python -m ablate.doctor` checks the rest." if fast else ""
+        problem = f" training here does not follow numerics version {VERSION}."
+        return Text.assemble((f"{len(off)} of {len(judged)} checks are off:", "bold red"), problem)
+    more = " `python -m ablate.doctor` runs the other checks." if fast else ""
     return Text.assemble(
         (f"All {len(judged)} checks agree:", "bold green"),
-        f" numerics version {VERSION} computes what it says.{more}",
+        f" this machine follows numerics version {VERSION}.{more}",
     )
 
 
@@ -223,49 +219,48 @@ def _document(rows: list[tuple[str, "Row"]], fast: bool, seconds: float) -> dict
 # --- beside a sweep -------------------------------------------------------------------------------
 
 COMMAND = (sys.executable, "-m", "ablate.doctor", "--fast", "--json", "--lifeline")
-_PATIENCE_SECONDS = 300.0
-"""On a machine that is busy with something else it may take long; a check that hangs must not hang a sweep.
-"""
+_TIMEOUT_SECONDS = 300.0
+"""Time limit of the checks. They are slow on a busy machine, but one that hangs must not stop a sweep."""
 
 
 class Unfit(Exception):
-    """The numerics here are not what they say; says which rows are off, and where to look."""
+    """The numerics on this machine are wrong. The message lists the checks that are off, and a command to
+    look closer.
+    """
 
 
 class Checkup:
-    """The fast checks in a process of their own, beside whatever else starts. It ends when this process does,
-    or closes it.
+    """The quick checks, in a child process, in parallel with the start of a sweep. It ends with this process,
+    or at `close`.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Start the process, where that has not been done."""
+        """Start the process, unless that was done."""
         if self._process is None:
-            self._said, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes them
-            pipes = {"stdin": subprocess.PIPE, "stdout": self._said, "stderr": self._errors}
+            self._output, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes them
+            pipes = {"stdin": subprocess.PIPE, "stdout": self._output, "stderr": self._errors}
             self._process = subprocess.Popen(COMMAND, start_new_session=True, **pipes)
 
     def passed(self) -> None:
-        """Wait for its end; Unfit where something is off, or where there is no end."""
+        """Wait until the checks end; Unfit if one is off or they exceed the time limit."""
         try:
-            status = self._process.wait(_PATIENCE_SECONDS)
+            status = self._process.wait(_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             raise Unfit(
-                _complaint([f"the quick check was not over within {duration(_PATIENCE_SECONDS)}"])
+                _complaint([f"the quick checks did not end within {duration(_TIMEOUT_SECONDS)}"])
             ) from None
         if status != DONE:
-            raise Unfit(
-                _complaint(_problems(_text(self._said)) or [_last_words(status, _text(self._errors))])
-            )
+            raise Unfit(_complaint(_problems(_text(self._output)) or [_failure(status, _text(self._errors))]))
 
     def close(self) -> None:
-        """End the process where it runs."""
+        """End the process if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            for file in (self._process.stdin, self._said, self._errors):
+            for file in (self._process.stdin, self._output, self._errors):
                 file.close()
 
 
@@ -274,15 +269,15 @@ def _text(file: IO[str]) -> str:
     return file.read()
 
 
-def _last_words(status: int, errors: str) -> str:
+def _failure(status: int, errors: str) -> str:
     lines = errors.strip().splitlines()
-    return f"the quick check ended with status {status}{': ' + lines[-1] if lines else ''}"
+    return f"the quick checks ended with status {status}{': ' + lines[-1] if lines else ''}"
 
 
-def _problems(said: str) -> list[str]:
-    """A line for each row that is off; none where the doctor did not come to its end."""
+def _problems(output: str) -> list[str]:
+    """Return a line for each row that is off; none if the output is incomplete."""
     try:
-        rows = json.loads(said)["rows"]
+        rows = json.loads(output)["rows"]
     except ValueError:
         return []
     return [
@@ -292,7 +287,7 @@ def _problems(said: str) -> list[str]:
 
 def _complaint(problems: list[str]) -> str:
     lines = [
-        "The numerics here do not compute what they say, so no trial was started:",
+        "The numerics on this machine are wrong, so no trial was started:",
         *(f"  {problem}" for problem in problems),
     ]
     return "\n".join(

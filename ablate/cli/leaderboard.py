@@ -1,5 +1,5 @@
-"""`ablate leaderboard`: every arm of every sweep of a state folder, by what was measured on what, the best
-gap first. Reads only.
+"""`ablate leaderboard`: all arms of all sweeps of a state folder, by task and metric, the best gap first.
+Read-only.
 
 Gaps are ranked among each other only if they were measured against the same baseline: the same workload in
 every field that changes a number, the same content of the data, the same recipe, engine and class of device.
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 _DIGITS = 8
 _MOST_ALONE = 2
-"""Tables of one arm that a sweep may have."""
+"""Maximum number of tables with a single arm for each sweep."""
 _MOST_WORDS, _LONGEST_WORD = 6, 40
-"""What a title says of a task beside its workload's name and size."""
+"""Maximum number and length of the fields that a title lists after name and size of a workload."""
 _SIZES = ("layers", "width", "steps")
-"""What tells a workload from a larger one of its kind, in a word each."""
+"""Fields that give the size of a workload."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An arm of a sweep, beside its baseline."""
+    """An arm of a sweep, compared with its baseline."""
 
     workload: str
-    """In words: name and size, and what distinguishes its task from others of that name and size."""
+    """Name and size of the workload, and what distinguishes its task from others of that name and size."""
     task: str
-    """A hash of what the baseline computes, whatever its seed."""
+    """Hash of everything that the baseline computes, except its seed."""
     metric: str
     minimize: bool
     arm: str
@@ -65,15 +65,15 @@ class Entry:
     verdict: "Verdict"
     seeds: int
     seconds: float
-    """What its trials took a worker, those too that another sweep had run."""
+    """Worker time of its trials in seconds, including trials that another sweep ran."""
     commit: str
     sweep: str
     shown: str
-    """The gap with its interval, in words."""
+    """The gap with its interval, as text."""
 
     @property
     def sort_key(self) -> tuple[Any, ...]:
-        """Where it stands: among those of its task and metric, by its gap; last where there is none."""
+        """Sort key: workload, task, metric, then the gap, best first; entries without a gap come last."""
         sign = 1 if self.minimize else -1
         return (
             self.workload,
@@ -88,22 +88,23 @@ class Entry:
 
 def leaderboard(
     workload: Annotated[
-        str | None, typer.Option(help="Only workloads whose name contains this: gpt, 4x128, ...")
+        str | None, typer.Option(help="List only workloads whose name contains this text: gpt, 4x128, ...")
     ] = None,
-    metric: Annotated[str | None, typer.Option(help="Only sweeps that compare by this metric.")] = None,
+    metric: Annotated[str | None, typer.Option(help="List only sweeps that compare by this metric.")] = None,
     as_json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print it as a Markdown table.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
     state: State = None,
     profile: Profile = None,
 ) -> None:
-    """List every arm of every sweep with its gap to its baseline: by workload and metric, the best first.
-    Baselines are not listed.
+    """List all arms of all sweeps with the gap to their baselines, by workload and metric, best first.
+
+    Baselines themselves are not listed.
     """
     settings = find_settings(profile, state=state)
     known = folders(settings.state, None)
     if not known:
         raise InputError(
-            [f"{settings.state}: nothing has been run there yet; `ablate sweep X.yaml` runs an experiment"]
+            [f"{settings.state}: no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment"]
         )
     found, unreadable = collect(known)
     for line in unreadable:
@@ -122,9 +123,7 @@ def leaderboard(
 
 
 def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
-    """Every arm that is compared with another, in order; and of each ledger that cannot be read why, in a
-    line.
-    """
+    """Return all arms that have a baseline, sorted, and one line for each ledger that cannot be read."""
     found, unreadable = [], []
     tasks: dict[str, dict[str, Any]] = {}
     for folder in known:
@@ -138,12 +137,13 @@ def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
             unreadable.append(f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({error})")
         except sqlite3.DatabaseError as error:
             unreadable.append(f"left out: {refusal(folder, str(error), f'{folder.name}.yaml')}")
-        except (KeyError, ValueError) as error:  # tables like ours, with something else in them
+        except (KeyError, ValueError) as error:  # a database with tables of the same names, but other content
             unreadable.append(
-                f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({type(error).__name__}: {_line(error)})"
+                f"{folder / 'ledger.db'}: left out: no ledger of a sweep "
+                f"({type(error).__name__}: {_line(error)})"
             )
-    words = _words({entry.task: (entry.workload, tasks[entry.task]) for entry in found})
-    found = [replace(entry, workload=words[entry.task]) for entry in found]
+    titles = _titles({entry.task: (entry.workload, tasks[entry.task]) for entry in found})
+    found = [replace(entry, workload=titles[entry.task]) for entry in found]
     return sorted(found, key=lambda entry: entry.sort_key), unreadable
 
 
@@ -161,7 +161,7 @@ def _line(error: Exception) -> str:
 
 
 def _entries(ledger: Ledger, tasks: dict[str, dict[str, Any]]) -> Iterator[Entry]:
-    """Every compared arm of a sweep; what each one's task is goes into `tasks`."""
+    """Yield the compared arms of a sweep; add the fields of their tasks to `tasks`."""
     from ablate.results.summary import interval, metric_of, summaries  # SciPy: `ablate plan` does without
 
     metric, commit, name = metric_of(ledger), _commit(ledger), ledger.name
@@ -200,22 +200,23 @@ def _entries(ledger: Ledger, tasks: dict[str, dict[str, Any]]) -> Iterator[Entry
 
 
 def _finite(value: float) -> float | None:
-    """A number that JSON has."""
+    """Return a number that JSON can represent, or None."""
     return value if math.isfinite(value) else None
 
 
 def _commit(ledger: Ledger) -> str:
-    """The commit that the sweep last ran at; `+` where something was not committed."""
+    """Return the commit of the last run of the sweep, followed by `+` if there were uncommitted changes."""
     commit = json.loads(ledger.fact("provenance.json") or "{}").get("commit") or ""
     return commit[:_DIGITS] + ("+" if commit and ledger.fact("uncommitted.diff") else "")
 
 
 def _workload(spec: Mapping[str, Any]) -> str:
-    """`gpt 4x128, 300 steps`: a workload's name, and its size where it has one."""
+    """Return name and, if it has one, size of a workload: `gpt 4x128, 300 steps`."""
     ((name, config),) = spec["workload"].items()
     model = config.get("model")
     if model and "steps" in config:
-        return f"{name} {model if isinstance(model, str) else model.get('model_type', 'model')}, {config['steps']} steps"
+        model_name = model if isinstance(model, str) else model.get("model_type", "model")
+        return f"{name} {model_name}, {config['steps']} steps"
     if not all(key in config for key in _SIZES):
         return name
     layers, width, steps = (config[key] for key in _SIZES)
@@ -223,8 +224,8 @@ def _workload(spec: Mapping[str, Any]) -> str:
 
 
 def _facts(spec: Mapping[str, Any], against: str) -> dict[str, Any]:
-    """What a baseline computes, whatever its seed, by the path of each field; the recipe by its preset's
-    name, or its arm's.
+    """Return the fields that determine a baseline, except its seed, by path; its recipe by name of preset or
+    arm.
     """
     ((name, config),) = spec["workload"].items()
     fields = {key: value for key, value in _identity(name, json.dumps(config)).items() if key != "data"}
@@ -237,13 +238,13 @@ def _facts(spec: Mapping[str, Any], against: str) -> dict[str, Any]:
 
 
 def _source(data: Any) -> str:
-    """Data by the name that they were given, or by that of the first file or folder."""
+    """Return the name of a data source, or the name of its first file or folder."""
     return data if isinstance(data, str) or not data else Path(str(next(iter(data.values())))).name
 
 
 @cache
 def _identity(workload: str, config: str) -> dict[str, Any]:
-    """The fields that change a number; all of a workload that today's code does not know so."""
+    """Return the fields of a workload that change a number; all fields if this version cannot parse it."""
     try:
         return WORKLOADS[workload].model_validate_json(config).identity()
     except (KeyError, ValueError):
@@ -252,7 +253,7 @@ def _identity(workload: str, config: str) -> dict[str, Any]:
 
 @cache
 def _recipe(content: str) -> dict[str, Any]:
-    """A recipe with all fields of today; of another version as it stands."""
+    """Return a recipe with all fields of this version; unchanged if this version cannot parse it."""
     try:
         return Recipe.model_validate_json(content).model_dump(mode="json")
     except ValueError:
@@ -272,9 +273,9 @@ def _flat(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             yield f"{path}{key}", value
 
 
-def _words(tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """Each task's name and size, and in which fields it differs from others of that name and size; no two
-    read the same.
+def _titles(tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
+    """Return a unique title for each task: name and size, then the fields that distinguish it from tasks of
+    the same size.
     """
     alike: dict[str, list[str]] = {}
     for task, (size, _) in tasks.items():
@@ -293,12 +294,12 @@ def _words(tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]
 
 
 def _differences(group: list[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """For each task of a group the fields that others of the group have otherwise."""
+    """Yield, for each task of a group, the fields in which tasks of the group differ."""
     keys = dict.fromkeys(key for facts in group for key in facts)
     values = {key: {_word(facts.get(key)) for facts in group} for key in keys}
     keys = [key for key in keys if len(values[key]) > 1]
     if "data" in keys and len(values["data"]) == len(values["data content"]):
-        keys.remove("data content")  # the name says it
+        keys.remove("data content")  # the names already distinguish them
     for facts in group:
         yield [f"{key} {_word(facts[key])}" if key in facts else f"{key} default" for key in keys]
 
@@ -315,7 +316,7 @@ def _nothing(found: list[Entry], workload: str | None, metric: str | None) -> st
         f"{key} {value!r}" for key, value in (("workload", workload), ("metric", metric)) if value
     )
     there = sorted({f"{entry.workload} by {entry.metric}" for entry in found})
-    return f"nothing was compared for {asked}; there is {'; '.join(there)}"
+    return f"no arm was compared for {asked}; there are {'; '.join(there)}"
 
 
 # Drawing
@@ -355,10 +356,10 @@ def _row(entry: Entry, mark: str) -> list[str]:
 
 
 def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
-    """Entries by the title of their table: a task and a metric.
+    """Group entries by the title of their table: a task and a metric.
 
-    A search that turns the workload has a task for each point. Its arms that are alone in their task are
-    listed in one table, by name, and the title says that they are not ranked.
+    A search over workload knobs has one task for each point. Its arms that are alone in their task are listed
+    in one table, by name, under a title that says that they are not ranked.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -393,7 +394,7 @@ def _print(entries: list[Entry]) -> None:
             screen.print(part)
     screen.print(
         Text(
-            "A gap is to its own baseline, on its own seeds: those of different sweeps were not measured side by side.",
+            "Each gap is to the baseline of its own sweep, on its own seeds; sweeps are not compared directly.",
             "dim",
         )
     )

@@ -1,5 +1,5 @@
-"""`ablate plan X.yaml`: arms, trials, what is already done and what the rest would cost. Runs nothing,
-imports no torch.
+"""`ablate plan X.yaml`: arms, trials, finished trials, and an estimate for the rest. Runs nothing, without
+torch.
 """
 
 import json
@@ -35,203 +35,204 @@ from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.text import outlined
 
 _START_SECONDS = {"ray": 8.0, "inline": 6.0}
-"""The imports of this process and the proof of the numerics; on Ray its start, and torch in each worker."""
-_ENOUGH = 0.5
-"""The share of a model's matrices below which it is said that the rest is not quantised."""
+"""Start-up time by executor: imports and the check of the numerics; with Ray also its start, and torch in
+each worker.
+"""
+_LEAST_COVERED = 0.5
+"""Fraction of a model's matrix weights in quantisable layers below which a note says so."""
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(help="The experiment, a YAML file.")],
+    file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
     state: State = None,
     profile: Profile = None,
     device: Device = None,
 ) -> None:
-    """Say what an experiment would run, what of it is done, and what the rest would cost. Runs nothing."""
+    """Show the arms and trials of an experiment, how many are done, and an estimate of the time for the rest.
+    Runs nothing.
+    """
     settings = find_settings(profile, state=state, device=device)
     show(load(file, settings.device), settings)
 
 
 @dataclass
 class Forecast:
-    """What a run of an experiment would do from here, and how long it would take."""
+    """Forecast of a run of an experiment: trials, training steps and seconds."""
 
     rows: list[tuple[Arm, list[TrialSpec], int]] = field(default_factory=list)
-    """The arms that the file names, their trials, and how many of those are done."""
+    """Each arm that the file names, its trials, and the number of those that are done."""
     trials: int = 0
-    """Trials to run of arms that are known."""
+    """Number of trials to run, of arms that exist already."""
     later: int = 0
-    """The most trials that a search may still propose, baselines and confirmation included."""
+    """Upper bound of the trials that a search may still propose, including baselines and confirmation."""
     grown: int = 0
-    """The most trials of seeds that are added where arms stay undecided."""
+    """Upper bound of the trials on added seeds, if arms stay undecided."""
     done: int = 0
+    """Number of finished trials."""
     proposed: int = 0
-    """Points that the search has proposed."""
+    """Number of points that the search has proposed."""
     redefined: list[str] = field(default_factory=list)
-    """Names of arms that stood for other trials when the sweep last ran."""
+    """Names of arms whose trials differ from those of the last run."""
     alone: int = 0
-    """Training steps of the trials to run that can share some, each computed for itself; of known arms."""
+    """Training steps of the trials to run that can share a prefix, without sharing; of existing arms."""
     resumed: int = 0
-    """Those of them that lie before the trials' own checkpoints."""
+    """Those of `alone` that the trials' own checkpoints save."""
     steps: int = 0
-    """Steps that they compute when what they share is computed once."""
+    """Steps that these trials compute when each shared prefix is computed once."""
     seconds: float = 0.0
-    """Of all trials to run, one after the other."""
+    """Duration of all trials to run, one after the other."""
     longest: float = 0.0
+    """Duration of the longest trial, in seconds."""
     measured: int = 0
-    """Trials in the state folder that the seconds were learned from."""
+    """Number of trials in the state folder on which the estimate of the seconds is based."""
 
 
 def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
-    """Count what a run of the experiment would do. Reads the trial store and the sweep's ledger, and opens no
-    other file.
-    """
-    store, found = Store(state), Forecast()
-    known = _known(experiment, state / "sweeps" / experiment.name / "ledger.db", store, device)
+    """Forecast a run of the experiment, from the trial store and the ledger of the sweep alone."""
+    store, result = Store(state), Forecast()
+    recorded = _recorded(experiment, state / "sweeps" / experiment.name / "ledger.db", store, device)
     pace, family = Pace(experiment, store, device), Family(note=note(experiment.telemetry))
     todo: dict[str, float] = {}
-    finished = set(known.finished)
-    for position, (arm, seeds) in enumerate(known.arms):
+    finished = set(recorded.finished)
+    for position, (arm, seeds) in enumerate(recorded.arms):
         specs = [experiment.spec(arm, seed, device) for seed in seeds]
         seconds = pace.seconds(Load.of(arm, experiment, device))
-        done = {spec.id for spec in specs if spec.id in known.pruned or store.finished(spec.id)}
+        done = {spec.id for spec in specs if spec.id in recorded.pruned or store.finished(spec.id)}
         finished |= done
-        for spec in (
-            specs
-        ):  # those that are done, too: where a trial parts from one of them is where it leaves a state
+        # Finished trials, too: a trial that shares a prefix with one starts from its checkpoint.
+        for spec in specs:
             family.add(spec, store.checkpoint_step(spec.id))
             if spec.id not in done:
                 todo[spec.id] = seconds
         if position < len(experiment.arms):
-            found.rows.append((arm, specs, sum(spec.id in done for spec in specs)))
+            result.rows.append((arm, specs, sum(spec.id in done for spec in specs)))
     named = {
         (arm.name, spec.seed): {"id": spec.id, "spec": spec.wire}
-        for arm, specs, _ in found.rows
+        for arm, specs, _ in result.rows
         for spec in specs
     }
-    found.redefined = redefined(known.members, named)
+    result.redefined = redefined(recorded.members, named)
     computed = family.steps(todo.keys(), {path.stem for path in (state / "checkpoints").glob("*.pt")})
     whole = {spec.id: spec.config.steps for spec in family if spec.id in todo}
     shared = {trial: computed[trial] / steps for trial, steps in whole.items()}
     parts = [seconds * shared.get(trial, 1.0) for trial, seconds in todo.items()]
-    found.trials, found.done, found.proposed, found.measured = (
+    result.trials, result.done, result.proposed, result.measured = (
         len(todo),
         len(finished),
-        known.proposed,
+        recorded.proposed,
         pace.measured,
     )
-    found.alone, found.steps = sum(whole.values()), sum(computed.values())
-    found.resumed = sum(step for trial, step in family.resumed.items() if trial in todo)
-    found.seconds, found.longest = sum(parts), max(parts, default=0.0)
-    if known.ended and not todo:
-        return found
+    result.alone, result.steps = sum(whole.values()), sum(computed.values())
+    result.resumed = sum(step for trial, step in family.resumed.items() if trial in todo)
+    result.seconds, result.longest = sum(parts), max(parts, default=0.0)
+    if recorded.ended and not todo:
+        return result
     if experiment.growth:
-        found.grown = sum(experiment.growth.most - len(seeds) for _, seeds in known.arms)
-    asks = experiment.search.trials - known.proposed if experiment.search else 0
-    for each, count in unproposed(experiment, asks, not known.confirmed, device).items():
-        found.later += count
-        found.seconds += count * pace.seconds(each)
-        found.longest = max(found.longest, pace.seconds(each) if count else 0.0)
-    return found
+        result.grown = sum(experiment.growth.most - len(seeds) for _, seeds in recorded.arms)
+    asks = experiment.search.trials - recorded.proposed if experiment.search else 0
+    for each, count in unproposed(experiment, asks, not recorded.confirmed, device).items():
+        result.later += count
+        result.seconds += count * pace.seconds(each)
+        result.longest = max(result.longest, pace.seconds(each) if count else 0.0)
+    return result
 
 
 @dataclass
-class _Known:
-    """What the file names and what the sweep's ledger adds to it."""
+class _Recorded:
+    """Arms of the experiment file and of the ledger of its sweep, and what the ledger records about them."""
 
     arms: list[tuple[Arm, tuple[int, ...]]]
-    """With their seeds, those of the file first."""
+    """Arms with their seeds, those of the file first."""
     members: dict[tuple[str, int], Any] = field(default_factory=dict)
-    """The ledger's members, by arm's name and seed."""
+    """Members of the ledger, by name of arm and seed."""
     proposed: int = 0
+    """Number of points that the search has proposed."""
     finished: set[str] = field(default_factory=set)
-    """Ids of the trials of proposed arms that need not run again; these arms are left out above."""
+    """Ids of the finished trials of proposed arms, which `arms` leaves out."""
     pruned: set[str] = field(default_factory=set)
+    """Ids of pruned trials."""
     confirmed: bool = False
+    """The search has begun to confirm its winner."""
     ended: bool = False
-    """The last run of the same file left nothing to do."""
+    """The last run of the same file finished all trials."""
 
 
-def _known(experiment: Experiment, path: Path, store: Store, device: str) -> _Known:
-    known = _Known([(arm, experiment.seeds) for arm in experiment.arms])
-    if path.exists():
-        with (
-            suppress(sqlite3.DatabaseError),
-            closing(Ledger(path, readonly=True)) as ledger,
-        ):  # damaged: a sweep refuses it
-            _add_recorded(known, experiment, ledger, store, device)
-    return known
+def _recorded(experiment: Experiment, path: Path, store: Store, device: str) -> _Recorded:
+    recorded = _Recorded([(arm, experiment.seeds) for arm in experiment.arms])
+    if path.exists():  # a damaged ledger is skipped here; `ablate sweep` refuses it
+        with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
+            _add_ledger(recorded, experiment, ledger, store, device)
+    return recorded
 
 
-def _add_recorded(known: _Known, experiment: Experiment, ledger: Ledger, store: Store, device: str) -> None:
-    """Add the points that a search proposed, the seeds that arms have beside the file's, and what was given
-    up.
-    """
+def _add_ledger(
+    recorded: _Recorded, experiment: Experiment, ledger: Ledger, store: Store, device: str
+) -> None:
+    """Add the points that a search proposed, seeds beyond those of the file, and pruned trials."""
     rows = ledger.members()
-    same = ledger.fact("experiment.yaml") == experiment.text
-    known.members = {(row["name"], row["seed"]): row for row in rows}
-    known.ended = same and ledger.fact("ended") == "done"
-    known.pruned = {row["id"] for row in rows if row["status"] == "pruned"}
+    unchanged = ledger.fact("experiment.yaml") == experiment.text
+    recorded.members = {(row["name"], row["seed"]): row for row in rows}
+    recorded.ended = unchanged and ledger.fact("ended") == "done"
+    recorded.pruned = {row["id"] for row in rows if row["status"] == "pruned"}
     members: dict[str, list[Any]] = {}
     for row in rows:
         members.setdefault(row["name"], []).append(row)
     if experiment.growth:
-        known.arms = [(arm, _seeds(own, members.get(arm.name, []))) for arm, own in known.arms]
+        recorded.arms = [(arm, _seeds(own, members.get(arm.name, []))) for arm, own in recorded.arms]
     if not experiment.search:
         return
-    known.proposed = ledger.proposed()
+    recorded.proposed = ledger.proposed()
     wanted = {"engine": experiment.engine, "device": device}
     named = {arm.name for arm in experiment.arms}
     for arm in ledger.arms():
-        known.confirmed |= role_of(arm, True, 1) == "confirmed"
+        recorded.confirmed |= role_of(arm, True, 1) == "confirmed"
         first = experiment.seeds if arm["name"] in named else ()
         own = [row for row in members.get(arm["name"], []) if row["seed"] not in first]
-        if same and all(_over(row, wanted, store, known.pruned) for row in own):
-            known.finished |= {row["id"] for row in own}
+        if unchanged and all(_finished(row, wanted, store, recorded.pruned) for row in own):
+            recorded.finished |= {row["id"] for row in own}
         elif own:
-            with suppress(KnobError):  # of an edited file
-                known.arms.append((experiment.base.arm(json.loads(arm["knobs"])), _seeds((), own)))
+            with suppress(KnobError):  # the file was edited
+                recorded.arms.append((experiment.base.arm(json.loads(arm["knobs"])), _seeds((), own)))
 
 
 def _seeds(first: tuple[int, ...], rows: list[Any]) -> tuple[int, ...]:
-    """These seeds and those of the members."""
+    """Return the union of these seeds and those of the members."""
     return tuple(sorted({*first, *(row["seed"] for row in rows)}))
 
 
-def _over(row: Any, wanted: dict[str, str], store: Store, pruned: set[str]) -> bool:
-    """Return True if a member's trial, computed by the wanted engine and device, need not run again."""
+def _finished(row: Any, wanted: dict[str, str], store: Store, pruned: set[str]) -> bool:
+    """Return True if the member's trial is finished or pruned, on the wanted engine and class of device."""
     return wanted.items() <= json.loads(row["spec"]).items() and (
         row["id"] in pruned or store.finished(row["id"])
     )
 
 
 def show(experiment: Experiment, settings: Settings) -> None:
-    """Print the plan: arms, trials, what is done, and what the rest would cost on this class of device."""
-    screen, where = console(), settings.device
+    """Print the plan: arms, trials, how many are done, and the time for the rest on this class of device."""
+    screen = console()
     screen.print(Text(experiment.question, "bold"), "")
-    found = forecast(experiment, settings.state, where)
+    result = forecast(experiment, settings.state, settings.device)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("arm", "baseline", "trials", "done", "ids"):
         table.add_column(name)
-    for arm, specs, done in found.rows:
+    for arm, specs, done in result.rows:
         ids = " ".join(spec.id[:8] for spec in specs[:4]) + (" ..." if len(specs) > 4 else "")
         table.add_row(one_line(arm.name), one_line(arm.baseline or "-"), str(len(specs)), str(done), ids)
     screen.print(table)
     if experiment.search:
-        proposed = f" ({found.proposed} proposed so far)" if found.proposed else ""
-        screen.print(
-            f"\nand {experiment.search.trials} arms that {experiment.search.sampler} proposes{proposed} within:"
-        )
+        proposed = f" ({result.proposed} proposed so far)" if result.proposed else ""
+        search = f"{experiment.search.trials} arms that {experiment.search.sampler} proposes{proposed}"
+        screen.print(f"\nand {search} within:")
         for knob, dimension in experiment.space.items():
             screen.print(f"  {knob}: {one_line(_range(dimension))}")
     if experiment.engine_why:
         screen.print(f"\nEngine: {experiment.engine} (auto), since {experiment.engine_why}.", markup=False)
     elif experiment.engine != "emulated":
         screen.print(f"\nEngine: {experiment.engine}.")
-    layout = experiment.resources.layout(where)
+    layout = experiment.resources.layout(settings.device)
     if layout.ranks > 1:
-        screen.print(
-            f"\nEach trial is computed by {layout.ranks} ranks{', each with a part of the model' * layout.sharded}."
-        )
+        sharded = ", each with a part of the model" * layout.sharded
+        screen.print(f"\nEach trial is computed by {layout.ranks} ranks{sharded}.")
     for arms, lines in policies(experiment):
         screen.print(
             f"\nLayers of arm {arms}:",
@@ -242,32 +243,26 @@ def show(experiment: Experiment, settings: Settings) -> None:
         )
     for remark in remarks(experiment):
         screen.print(f"\nNote: {remark}", markup=False, soft_wrap=True)
-    if found.redefined:
-        screen.print(f"\nNote: {one_line(redefinition(found.redefined))}.", markup=False, soft_wrap=True)
-    if found.resumed:
-        screen.print(
-            f"\nTrials that were interrupted go on from their checkpoints: {found.resumed:,} of {found.alone:,} steps are done."
-        )
-    if found.steps < (rest := found.alone - found.resumed):
-        saved = f"{rest - found.steps:,} of {rest:,} steps are not run"
-        screen.print(f"\nTrials that begin alike share what they have in common: {saved}.")
-    counted = (
-        f"{found.trials} trials to run"
-        if not found.later
-        else f"At most {found.trials + found.later} trials to run"
-    )
-    screen.print(
-        f"\n{counted}, {found.done} done. {_cost(found, settings, layout.ranks)}",
-        markup=False,
-        soft_wrap=True,
-    )
-    if found.grown:
-        screen.print(f"At most {found.grown} more trials, on more seeds, where arms stay undecided.")
+    if result.redefined:
+        screen.print(f"\nNote: {one_line(redefinition(result.redefined))}.", markup=False, soft_wrap=True)
+    if result.resumed:
+        steps = f"{result.resumed:,} of {result.alone:,} steps are done"
+        screen.print(f"\nInterrupted trials continue from their checkpoints: {steps}.")
+    if result.steps < (rest := result.alone - result.resumed):
+        saved = f"{rest - result.steps:,} of {rest:,} steps are not run"
+        screen.print(f"\nTrials with a common prefix compute it once: {saved}.")
+    bound = "At most " if result.later else ""
+    counts = f"{bound}{result.trials + result.later} trials to run, {result.done} done."
+    screen.print(f"\n{counts} {_duration_text(result, settings, layout.ranks)}", markup=False, soft_wrap=True)
+    if result.grown:
+        screen.print(f"At most {result.grown} more trials, on more seeds, if arms stay undecided.")
 
 
 def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Names of arms whose layer policies select alike, with a line for each part of the policy; arms without
-    a policy are left out.
+    """Yield names of arms whose layer policies select the same layers, and one line for each part of the
+    policy.
+
+    Arms without a layer policy are left out.
     """
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
@@ -280,7 +275,7 @@ def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def remarks(experiment: Experiment) -> Iterator[str]:
-    """What makes the experiment's answer weaker than it looks, though it can be run: each in a sentence."""
+    """Yield one sentence for each weakness of an experiment that can run all the same."""
     yield from experiment.notes
     yield from _strays(experiment)
     yield from _idle_knobs(experiment)
@@ -288,19 +283,19 @@ def remarks(experiment: Experiment) -> Iterator[str]:
 
 
 def _strays(experiment: Experiment) -> Iterator[str]:
-    """Paths that are relative to the working directory: another one finds other files, or none."""
+    """Yield a note on data paths that only resolve from the current working directory."""
     if strays := experiment.base.strays:
         folder = experiment.base.folder
         yield (
-            f"{', '.join(strays)}: found in the working directory and not beside the experiment file. Write paths relative to "
-            f"{folder}: a later version looks only there."
+            f"{', '.join(strays)}: found in the working directory and not next to the experiment file. "
+            f"Write paths relative to {folder}: a later version will only look there."
         )
 
 
 def _idle_knobs(experiment: Experiment) -> Iterator[str]:
-    """Knobs that only turn what no trial computes: arms that differ in nothing else are equal."""
+    """Yield a note for each set of knobs without any effect: arms that differ only in them are equal."""
     idle: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-    for arms in (experiment.arms, *_ends(experiment)):
+    for arms in (experiment.arms, *_extremes(experiment)):
         computed: dict[Any, Arm] = {}
         for arm in arms:
             if isinstance(arm.config, Finetune) and arm.config.lora:
@@ -318,21 +313,22 @@ def _idle_knobs(experiment: Experiment) -> Iterator[str]:
         frozen = "under workload.lora the quantised layers' weights are frozen, so no wgrad is computed"
         first, second = pairs[0]
         more = f" (and {len(pairs) - 1} more such pairs)" if pairs[1:] else ""
-        yield f"{' and '.join(knobs)}: turns wgrad alone, and {frozen}: arms {first!r} and {second!r} are equal{more}."
+        equal = f"arms {first!r} and {second!r} are equal{more}"
+        yield f"{' and '.join(knobs)}: only changes wgrad, and {frozen}: {equal}."
 
 
-def _ends(experiment: Experiment) -> Iterator[list[Arm]]:
-    """Of a search, for each knob the arms at its ends."""
+def _extremes(experiment: Experiment) -> Iterator[list[Arm]]:
+    """Yield, for each knob of a search, the arms at the ends of its range."""
     for knob, dimension in experiment.space.items() if experiment.search else ():
         arms = []
         for value in dimension.ends():
-            with suppress(KnobError):  # a value that needs another knob's
+            with suppress(KnobError):  # the value is only valid with one of another knob
                 arms.append(experiment.base.arm(conditions(knob, experiment.space) | {knob: value}))
         yield arms
 
 
 def _uncovered(experiment: Experiment) -> Iterator[str]:
-    """Models of other libraries of whose matrices the recipe reaches less than half."""
+    """Yield a note for each model of another library if most of its matrix weights cannot be quantised."""
     configs = dict.fromkeys(
         (experiment.base.config, *(arm.config for arm in experiment.arms if not arm.recipe.plain))
     )
@@ -342,41 +338,43 @@ def _uncovered(experiment: Experiment) -> Iterator[str]:
         if getattr(config, "model", None) is not None
     }
     for config in models.values():
-        found = outlined(config.model, config.corpus)
-        if found.covered < _ENOUGH:
+        outline = outlined(config.model, config.corpus)
+        if outline.covered < _LEAST_COVERED:
             yield (
-                f"workload.model: {found.covered:.0%} of the weights in its matrices (embeddings apart) are in layers that a recipe "
-                f"quantises; the largest of the others, {found.left}, is no nn.Linear in a block and stays in high precision."
+                f"workload.model: {outline.covered:.0%} of its matrix weights, without embeddings, are in layers "
+                f"that a recipe quantises; the largest of the others, {outline.left}, is not an nn.Linear "
+                "in a block and stays in high precision."
             )
 
 
 def _range(dimension) -> str:
     only = ", ".join(f"{knob} is {display(value)}" for knob, value in dimension.when.items())
-    found = (
-        ", ".join(map(str, dimension.choices))
-        or f"{dimension.low:g} to {dimension.high:g}{' (log)' if dimension.log else ''}"
-    )
-    return f"{found} (where {only})" if only else found
+    choices = ", ".join(map(str, dimension.choices))
+    values = choices or f"{dimension.low:g} to {dimension.high:g}{' (log)' if dimension.log else ''}"
+    return f"{values} (if {only})" if only else values
 
 
-def _cost(found: Forecast, settings: Settings, ranks: int) -> str:
-    missing = found.trials + found.later
+def _duration_text(result: Forecast, settings: Settings, ranks: int) -> str:
+    """Return a sentence with the estimated duration of the run."""
+    missing = result.trials + result.later
     if not missing:
-        return "Nothing would be run."
-    here = settings.device == "cpu" and not settings.ray
-    if settings.device == "cuda" and not found.measured:
-        return "What that takes on this GPU is not known before a trial has run on it."
-    own = max(1, (os.cpu_count() or 1) // ranks) if here else 1
+        return "Nothing to run."
+    local_cpu = settings.device == "cpu" and not settings.ray
+    if settings.device == "cuda" and not result.measured:
+        return "No estimate of the time: no trial has run on this GPU yet."
+    own = max(1, (os.cpu_count() or 1) // ranks) if local_cpu else 1
     slots = min(missing, 1 if settings.executor == "inline" else settings.workers or own)
-    unmeasured = 1 if found.measured else ranks  # a workload's cost is that of one core
+    unmeasured = (
+        1 if result.measured else ranks
+    )  # without measurements, the cost of a workload is that of one core
     seconds = (
-        time_left(found.seconds / unmeasured, found.longest / unmeasured, (), slots)
+        time_left(result.seconds / unmeasured, result.longest / unmeasured, (), slots)
         + _START_SECONDS[settings.executor]
     )
     at_once = f"{slots} trials at once" if slots > 1 else "one trial at a time"
     basis = (
-        f"learned from {found.measured} trials of this state folder"
-        if found.measured
-        else "nothing is measured yet"
+        f"based on {result.measured} trials of this state folder"
+        if result.measured
+        else "not based on measurements yet"
     )
     return f"Roughly {duration(seconds)} with {at_once}; {basis}."

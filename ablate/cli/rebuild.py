@@ -1,8 +1,8 @@
-"""`ablate rebuild X.yaml`: make a damaged ledger again, from the experiment, the trial folders and the
-study's journal.
+"""`ablate rebuild X.yaml`: rebuild a damaged ledger from the experiment, the trial folders and the journal of
+the study.
 
-Damaged is also a ledger that SQLite finds sound and whose records are not those of its trials' results. A
-trial's folder that does not agree with itself is put aside, so that the sweep runs the trial again.
+A ledger that SQLite can read is also damaged if its records differ from the results of its trials. A trial
+folder that contradicts itself is moved aside, so that the sweep runs the trial again.
 """
 
 import re
@@ -27,28 +27,26 @@ from ablate.results.trial_store import Store
 from ablate.results.verify import verify
 
 _IDENTITY = re.compile(rb"id([0-9a-f]{32})")
-"""How the sweep's identity lies in the ledger's file. Nothing else has it, and by it the sweep's runs are
-found again in MLflow.
+"""Pattern of the sweep's identity in the bytes of the ledger. It is stored nowhere else, and MLflow's runs
+are found by it.
 """
 
 
 def rebuild(
-    file: Annotated[Path, typer.Argument(help="The experiment, a YAML file.")],
+    file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
     state: State = None,
     profile: Profile = None,
     device: Device = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Make it again where nothing is found to be wrong with it, too.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Rebuild a ledger without damage, too.")] = False,
 ) -> None:
-    """Make the damaged ledger of a sweep again, and say what came back. The damaged file is kept beside it;
-    nothing is run.
+    """Rebuild the damaged ledger of a sweep and print what was recovered. The damaged file is kept; no trial
+    runs.
     """
     settings = find_settings(profile, state=state, device=device)
     experiment = load(file, settings.device)
     folder = settings.state / "sweeps" / experiment.name
     if not folder.exists():
-        raise InputError([f"{folder}: no such sweep has been run"])
+        raise InputError([f"{folder}: there is no such folder, so this sweep has never run"])
     try:
         with lock(folder / "lock", wait=False):
             _rebuild(experiment, file, folder, settings.state, settings.device, force)
@@ -58,52 +56,49 @@ def rebuild(
 
 def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str, force: bool) -> None:
     path, screen = folder / "ledger.db", console()
-    found, put = damage(path), []
-    if path.exists() and not found:
-        found, put = _compared(path, state)
-    for line in put:
+    why, retired = damage(path), []
+    if path.exists() and not why:
+        why, retired = _compare(path, state)
+    for line in retired:
         screen.print(line, soft_wrap=True, markup=False)
-    found = found or ("--force was given" if force and path.exists() else None)
-    if put and not found:
+    why = why or ("--force was given" if force and path.exists() else None)
+    if retired and not why:
         screen.print(
-            f"`ablate sweep {file}` runs {'it' if len(put) == 1 else 'them'} again.",
+            f"`ablate sweep {file}` runs {'it' if len(retired) == 1 else 'them'} again.",
             soft_wrap=True,
             markup=False,
         )
         return
-    if path.exists() and not found:
+    if path.exists() and not why:
         raise InputError(
-            [
-                f"{path}: sound, with the records of its trials; there is nothing to rebuild (--force does it all the same)"
-            ]
+            [f"{path}: not damaged, and equal to the records of its trials; --force rebuilds it all the same"]
         )
-    if found:
+    if why:
         kept = put_aside(path)
         facts = _identity(kept)
-        screen.print(
-            f"The ledger was put aside ({found}); it is kept as {kept}.", soft_wrap=True, markup=False
-        )
+        screen.print(f"The old ledger ({why}) is kept as {kept}.", soft_wrap=True, markup=False)
     else:
         facts = {}
     points, given_up = _points(experiment, folder / "optuna.log")
     news = Controller(experiment, state, device, _nothing_runs, None).adopt(points, given_up)
     ledger = Ledger(path)
     ledger.describe(**facts)
-    # MLflow's run of a trial that goes on, or begins anew, may show records that only the old ledger had.
+    # MLflow may have records of unfinished trials that only the old ledger had.
     ledger.discard(
         sorted({(member["id"], "") for member in ledger.members() if member["status"] not in FINISHED})
     )
-    for line in (*news, *_came_back(ledger, experiment, points), *_lost(facts, experiment, points)):
+    for line in (*news, *_recovered(ledger, experiment, points), *_lost(facts, experiment, points)):
         screen.print(line, soft_wrap=True, markup=False)
     ledger.close()
-    screen.print(f"`ablate sweep {file}` goes on with what is missing.", soft_wrap=True, markup=False)
+    screen.print(f"`ablate sweep {file}` runs the missing trials.", soft_wrap=True, markup=False)
 
 
-def _compared(path: Path, state: Path) -> tuple[str | None, list[str]]:
-    """How a sound ledger differs from the trial folders, None where it does not; and which damaged folders
-    were put aside, in words.
+def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:
+    """Compare a readable ledger with the trial folders, and move damaged trial folders aside.
+
+    Return how the ledger differs, or None, and one sentence for each folder that was moved.
     """
-    ledger, store, put = Ledger(path, readonly=True), Store(state), []
+    ledger, store, retired = Ledger(path, readonly=True), Store(state), []
     try:
         mismatches = verify(ledger, store).mismatches
     except sqlite3.DatabaseError as error:
@@ -112,12 +107,12 @@ def _compared(path: Path, state: Path) -> tuple[str | None, list[str]]:
         ledger.close()
     for mismatch in mismatches:
         if mismatch.path != str(path) and (aside := store.retire(mismatch.trial)):
-            put.append(f"Trial {mismatch.trial}: {mismatch.why}. Its folder is kept as {aside}.")
-    wrong = next(
+            retired.append(f"Trial {mismatch.trial}: {mismatch.why}. Its folder is kept as {aside}.")
+    difference = next(
         (mismatch.why.removeprefix(f"{path}: ") for mismatch in mismatches if mismatch.path == str(path)),
         None,
     )
-    return wrong, put
+    return difference, retired
 
 
 def _nothing_runs() -> Any:
@@ -125,9 +120,7 @@ def _nothing_runs() -> Any:
 
 
 def _points(experiment: Experiment, journal: Path) -> tuple[list[dict[str, Any]], dict[int, int]]:
-    """The points that a search had proposed, and the steps at which its pruner gave points up, as its study
-    has them.
-    """
+    """Return the points that a search proposed, and the steps at which points were pruned, from its study."""
     if not experiment.search:
         return [], {}
     from ablate.execution.search import given_up, points  # Optuna takes half a second
@@ -136,15 +129,15 @@ def _points(experiment: Experiment, journal: Path) -> tuple[list[dict[str, Any]]
 
 
 def _identity(kept: Path) -> dict[str, str]:
-    """The sweep's identity, where it can still be read off a damaged file, or the log beside it."""
+    """Return the identity of the sweep, if the bytes of the damaged file or of its log still contain it."""
     content = b"".join(
         path.read_bytes() for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.exists()
     )
-    found = _IDENTITY.search(content)
-    return {"id": found[1].decode()} if found else {}
+    match = _IDENTITY.search(content)
+    return {"id": match[1].decode()} if match else {}
 
 
-def _came_back(ledger: Ledger, experiment: Experiment, points: list[dict[str, Any]]) -> list[str]:
+def _recovered(ledger: Ledger, experiment: Experiment, points: list[dict[str, Any]]) -> list[str]:
     trials = {member["trial"]: member["status"] for member in ledger.members()}
     counts = Counter(trials.values())
     records = record_count(ledger)
@@ -155,17 +148,22 @@ def _came_back(ledger: Ledger, experiment: Experiment, points: list[dict[str, An
     proposed = f", {len(points)} points of the search" if experiment.search else ""
     waiting = counts["pending"]
     return [
-        f"Came back: {len(ledger.arms())} arms{proposed}, {len(trials)} trials ({finished}) with {records:,} records.",
-        *([f"{waiting} trials are not finished; each goes on from its last checkpoint."] if waiting else []),
+        f"Recovered: {len(ledger.arms())} arms{proposed}, "
+        f"{len(trials)} trials ({finished}) with {records:,} records.",
+        *(
+            [f"{waiting} trials are not finished; each continues from its last checkpoint."]
+            if waiting
+            else []
+        ),
     ]
 
 
 def _lost(facts: dict[str, str], experiment: Experiment, points: list[dict[str, Any]]) -> list[str]:
-    lost = ["which trials had failed, and why (they run again)", "what earlier versions of the file wanted"]
+    lost = ["failed trials and their reasons (they run again)", "members of earlier versions of the file"]
     if experiment.search and not points:
         lost.append(
-            "the points of the search (its journal has none; it begins anew, and what it proposes again is not run again)"
+            "the points of the search (its journal has none; it restarts, and reuses finished trials)"
         )
     if "id" not in facts:
-        lost.append("which runs in MLflow are this sweep's (it is drawn there again, beside them)")
+        lost.append("the runs of this sweep in MLflow (new ones are created)")
     return [f"Lost: {'; '.join(lost)}."]

@@ -1,6 +1,4 @@
-"""`ablate status`: what every sweep is doing, read from its ledger and its lock. Changes nothing, blocks
-nothing, imports no torch.
-"""
+"""`ablate status`: progress of every sweep, from its ledger and its lock. Read-only, without torch."""
 
 import json
 import math
@@ -38,8 +36,8 @@ _MOST_RUNNING = 64
 
 
 @dataclass(frozen=True)
-class Flight:
-    """A trial that runs."""
+class RunningTrial:
+    """A running trial and its progress."""
 
     arm: str
     seed: int
@@ -51,13 +49,13 @@ class Flight:
     steps_per_s: float | None
     tokens_per_s: float | None
     silent_s: float
-    """Seconds since its last record, or since it started."""
+    """Seconds since the last record, or since the start."""
     seconds_left: float | None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A trial that ended without a result."""
+    """A trial that ended without a result, with the end of its log."""
 
     arm: str
     seed: int
@@ -69,79 +67,85 @@ class Failure:
 
 @dataclass(frozen=True)
 class Status:
-    """One sweep at one moment. `controller` None: nobody runs it; `trouble`: why nothing more can be said."""
+    """Progress of one sweep at one moment."""
 
     name: str
     question: str = ""
     controller: str | None = None
+    """Process that runs the sweep; None: no process does."""
     trials: dict[str, int] = field(default_factory=dict)
-    """How many are in which status."""
-    running: list[Flight] = field(default_factory=list)
+    """Number of trials by status."""
+    running: list[RunningTrial] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     seconds_left: float | None = None
     mlflow_behind: int | None = None
-    """Records that MLflow does not have; None where this sweep is not drawn there."""
+    """Records that MLflow does not have; None if the sweep is not sent to MLflow."""
     quiet_s: float | None = None
     """Seconds since the ledger last changed."""
     trouble: str | None = None
+    """Reason why the sweep cannot be read."""
 
     @property
     def total(self) -> int:
-        """Trials wanted."""
+        """Number of trials that the sweep wants."""
         return sum(self.trials.values())
 
     @property
     def over(self) -> int:
-        """Trials that need not run any more, for now."""
+        """Number of trials that neither run nor wait."""
         return self.total - self.trials.get("pending", 0) - self.trials.get("running", 0)
 
 
 def status(
     sweeps: Sweeps = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep it up to date until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh the output until Ctrl-C.")] = False,
     verified: Annotated[
         bool,
         typer.Option(
             "--verify",
-            help="Compare every record with the trials' own files instead; status 1 where one differs.",
+            help="Compare every record with the files of its trial instead; exit status 1 if one differs.",
         ),
     ] = False,
     as_json: Json = False,
     state: State = None,
     profile: Profile = None,
 ) -> None:
-    """Say what every sweep is doing: what runs where, how fast, how long still, what failed and why. Changes
-    nothing.
+    """Show the progress of every sweep: running trials, speed, time left, failures with their reasons.
+    Changes nothing.
     """
     settings, screen = find_settings(profile, state=state), console()
-    known = folders(settings.state, sweeps)
+    selected = folders(settings.state, sweeps)
     if verified:
-        raise typer.Exit(_verify(known, settings.state, as_json))
+        raise typer.Exit(_verify(selected, settings.state, as_json))
     if as_json:
-        print(json.dumps([_document(found) for found in _all(known, settings.state)], indent=1))
+        documents = [
+            asdict(sweep) | {"total": sweep.total, "over": sweep.over}
+            for sweep in _all(selected, settings.state)
+        ]
+        print(json.dumps(documents, indent=1))
     elif watch:
         _watch(screen, settings.state, sweeps)
     else:
-        screen.print(_page(_all(known, settings.state), bool(sweeps), settings.state))
+        screen.print(_page(_all(selected, settings.state), bool(sweeps), settings.state))
 
 
-def _verify(known: Iterable[Path], state: Path, as_json: bool) -> int:
-    """Compare sweeps with their trials' folders and print what was found; returns the exit status."""
-    found = {folder.name: _compared(folder, state) for folder in known}
+def _verify(sweeps: Iterable[Path], state: Path, as_json: bool) -> int:
+    """Compare sweeps with the folders of their trials, print the result, and return the exit status."""
+    results = {folder.name: _compare(folder, state) for folder in sweeps}
     if as_json:
-        print(json.dumps([{"name": name, **asdict(one)} for name, one in found.items()], indent=1))
+        print(json.dumps([{"name": name, **asdict(result)} for name, result in results.items()], indent=1))
     else:
-        for name, one in found.items():
-            print(f"{name}: {one.sentence}")
-            for mismatch in one.mismatches:
+        for name, result in results.items():
+            print(f"{name}: {result.sentence}")
+            for mismatch in result.mismatches:
                 print(f"  {mismatch}")
-        if not found:
+        if not results:
             print(f"No sweep has been run in {state}.")
-    return FAILED if any(one.mismatches for one in found.values()) else DONE
+    return FAILED if any(result.mismatches for result in results.values()) else DONE
 
 
-def _compared(folder: Path, state: Path) -> Verified:
-    """One sweep compared with its trials' folders. What cannot even be read is a mismatch of the ledger."""
+def _compare(folder: Path, state: Path) -> Verified:
+    """Compare one sweep with the folders of its trials. A ledger that cannot be read counts as a mismatch."""
     path, why = folder / "ledger.db", None
     try:
         why = damage(path)
@@ -153,7 +157,7 @@ def _compared(folder: Path, state: Path) -> Verified:
                 ledger.close()
     except (sqlite3.DatabaseError, InputError) as error:
         why = str(error).removeprefix(f"{path}: ")
-    remedy = f"`ablate rebuild {folder.name}.yaml` makes it again from the trial folders"
+    remedy = f"`ablate rebuild {folder.name}.yaml` rebuilds it from the trial folders"
     return Verified(0, 0, 0, 0, False, (Mismatch("", str(path), f"{path}: {why}", remedy),))
 
 
@@ -167,48 +171,39 @@ def _watch(screen: Console, state: Path, sweeps: list[str] | None) -> None:
         return
 
 
-def _document(found: Status) -> dict[str, Any]:
-    return asdict(found) | {"total": found.total, "over": found.over}
-
-
-def _all(known: Iterable[Path], state: Path) -> list[Status]:
-    """Every sweep's status: those that run first, then those that changed last."""
-    found = [read(folder, Store(state)) for folder in known]
-    return sorted(found, key=lambda one: (one.controller is None, one.quiet_s or 0.0))
+def _all(sweeps: Iterable[Path], state: Path) -> list[Status]:
+    """Return the status of every sweep: running ones first, then by the time of the last change."""
+    statuses = [read(folder, Store(state)) for folder in sweeps]
+    return sorted(statuses, key=lambda sweep: (sweep.controller is None, sweep.quiet_s or 0.0))
 
 
 # Reading
 
 
 def read(folder: Path, store: Store) -> Status:
-    """One sweep's status, from its ledger and its lock."""
-    found = holder(folder)
-    who = found and str(found)
+    """Return the status of one sweep, from its ledger and its lock."""
+    process = holder(folder)
+    controller = process and str(process)
     try:
         ledger = Ledger(folder / "ledger.db", readonly=True)
         try:
-            return _read(folder, ledger, store, who)
+            return _read(folder, ledger, store, controller)
         finally:
             ledger.close()
-    except sqlite3.OperationalError as error:  # made, but not yet filled; or not to be read
-        return Status(
-            folder.name, controller=who, trouble="begins" if "no such table" in str(error) else str(error)
-        )
-    except (
-        sqlite3.DatabaseError,
-        ValueError,
-        TypeError,
-        KeyError,
-    ) as error:  # a page, or a cell that does not hold what it is for
-        return Status(folder.name, controller=who, trouble=refusal(folder, str(error), f"{folder.name}.yaml"))
+    except sqlite3.OperationalError as error:  # created but still empty, or unreadable
+        trouble = "is starting" if "no such table" in str(error) else str(error)
+        return Status(folder.name, controller=controller, trouble=trouble)
+    except (sqlite3.DatabaseError, ValueError, TypeError, KeyError) as error:  # a damaged page or cell
+        trouble = refusal(folder, str(error), f"{folder.name}.yaml")
+        return Status(folder.name, controller=controller, trouble=trouble)
 
 
-def _read(folder: Path, ledger: Ledger, store: Store, who: str | None) -> Status:
+def _read(folder: Path, ledger: Ledger, store: Store, controller: str | None) -> Status:
     now = time.time()
     members = {member["trial"]: member for member in reversed(ledger.members())}
-    attempts = running_attempts(ledger) if who else {}
-    flights = [
-        _flight(ledger, store, member, attempts[trial], now)
+    attempts = running_attempts(ledger) if controller else {}
+    running = [
+        _running_trial(ledger, store, member, attempts[trial], now)
         for trial, member in members.items()
         if trial in attempts
     ]
@@ -217,33 +212,36 @@ def _read(folder: Path, ledger: Ledger, store: Store, who: str | None) -> Status
     return Status(
         name=folder.name,
         question=ledger.fact("question") or "",
-        controller=who,
+        controller=controller,
         trials=dict(counts),
-        running=sorted(flights, key=lambda flight: (flight.seed, flight.arm)),
+        running=sorted(running, key=lambda trial: (trial.seed, trial.arm)),
         failures=[_failure(ledger, store, member) for member in reversed(failed)],
-        seconds_left=_seconds_left(ledger, now) if who else None,
+        seconds_left=_seconds_left(ledger, now) if controller else None,
         mlflow_behind=behind(ledger) if ledger.fact("mlflow") else None,
         quiet_s=max(0.0, now - changed(folder)),
     )
 
 
-def _flight(ledger: Ledger, store: Store, member: Any, attempt: Attempt, now: float) -> Flight:
+def _running_trial(ledger: Ledger, store: Store, member: Any, attempt: Attempt, now: float) -> RunningTrial:
     ((workload, config),) = json.loads(member["spec"])["workload"].items()
     steps = WORKLOADS[workload].model_validate_json(json.dumps(config)).steps
-    its = pace(ledger, member["trial"], attempt.started)
+    speed = pace(ledger, member["trial"], attempt.started)
     last = ledger.last_record(member["trial"], "throughput/tokens_per_s")
-    tokens = None if last is None or math.isnan(last[1]) else last[1]
-    left = (steps - its.step) / its.steps_per_s if its.steps_per_s else None
-    silent = max(0.0, now - max(its.moment, attempt.started))
-    where = _where(store.folder(member["id"]) / "lock")
-    names = member["name"], member["seed"], member["id"]
-    return Flight(*names, attempt.attempt, where, its.step, steps, its.steps_per_s, tokens, silent, left)
-
-
-def _where(lock: Path) -> str:
-    """Return the process that holds the trial, as its lock says."""
-    found = Holder.parse(lock.read_text()) if lock.exists() else None
-    return found.process if found else ""
+    lock = store.folder(member["id"]) / "lock"
+    process = Holder.parse(lock.read_text()) if lock.exists() else None
+    return RunningTrial(
+        arm=member["name"],
+        seed=member["seed"],
+        trial=member["id"],
+        attempt=attempt.attempt,
+        where=process.process if process else "",
+        step=speed.step,
+        steps=steps,
+        steps_per_s=speed.steps_per_s,
+        tokens_per_s=None if last is None or math.isnan(last[1]) else last[1],
+        silent_s=max(0.0, now - max(speed.moment, attempt.started)),
+        seconds_left=(steps - speed.step) / speed.steps_per_s if speed.steps_per_s else None,
+    )
 
 
 def _failure(ledger: Ledger, store: Store, member: Any) -> Failure:
@@ -254,13 +252,15 @@ def _failure(ledger: Ledger, store: Store, member: Any) -> Failure:
         if member["status"] != "stopped"
         else []
     )
-    kept = log[:-1] if log and log[-1] == reason else log[-_LOG_LINES:]  # most reasons are the last line
-    return Failure(member["name"], member["seed"], member["id"], member["status"], reason, kept)
+    # Most reasons repeat the last line of the log.
+    shown = log[:-1] if log and log[-1] == reason else log[-_LOG_LINES:]
+    return Failure(member["name"], member["seed"], member["id"], member["status"], reason, shown)
 
 
 def _seconds_left(ledger: Ledger, now: float) -> float | None:
-    """The controller's own estimate, less the time since; None while it has none, or is of an earlier
-    version.
+    """Return the controller's estimate less the time since then.
+
+    None while it has no estimate, or if an earlier version runs the sweep.
     """
     at, seconds = json.loads(ledger.fact("left") or "[0, null]")
     return None if seconds is None else max(0.0, seconds - (now - at))
@@ -276,69 +276,71 @@ _COLOURS = {
     "running": "cyan",
     "pending": "dim",
 }
-_WORDS = {"pending": "waiting", "oom": "out of memory"}
+_STATUS_TEXTS = {"pending": "waiting", "oom": "out of memory"}
 
 
-def _page(found: list[Status], named: bool, state: Path) -> Group:
-    if not found:
+def _page(sweeps: list[Status], named: bool, state: Path) -> Group:
+    if not sweeps:
         return Group(Text(f"No sweep has been run in {state}."))
-    whole = [one for one in found if named or one.controller or len(found) == 1]
-    rest = [one for one in found if one not in whole]
-    parts: list[Any] = [part for one in whole for part in (*_sweep(one), "")]
-    troubled = [Text.assemble((f"{one.name}  ", "bold"), (one.trouble, "red")) for one in rest if one.trouble]
-    sound = [one for one in rest if not one.trouble]
-    parts += [_others(sound), ""] if sound else []
-    return Group(*(parts + troubled if troubled else parts[:-1]))
+    detailed = [sweep for sweep in sweeps if named or sweep.controller or len(sweeps) == 1]
+    rest = [sweep for sweep in sweeps if sweep not in detailed]
+    parts: list[Any] = [part for sweep in detailed for part in (*_sweep(sweep), "")]
+    unreadable = [
+        Text.assemble((f"{sweep.name}  ", "bold"), (sweep.trouble, "red")) for sweep in rest if sweep.trouble
+    ]
+    readable = [sweep for sweep in rest if not sweep.trouble]
+    parts += [_others(readable), ""] if readable else []
+    return Group(*(parts + unreadable if unreadable else parts[:-1]))
 
 
-def _sweep(one: Status) -> list[Any]:
-    """Everything about one sweep."""
-    head = Text.assemble((one.name, "bold"), "  ", (one.question, "dim"))
-    if one.trouble:
-        return [head, Text(one.trouble, "red")]
+def _sweep(sweep: Status) -> list[Any]:
+    """Return all lines and tables about one sweep."""
+    head = Text.assemble((sweep.name, "bold"), "  ", (sweep.question, "dim"))
+    if sweep.trouble:
+        return [head, Text(sweep.trouble, "red")]
     bar = Table.grid(padding=(0, 2, 0, 0))
     bar.add_row(
-        ProgressBar(total=max(1, one.total), completed=one.over, width=40),
-        Text(f"{one.over} of {one.total} trials"),
-        _counts(one),
+        ProgressBar(total=max(1, sweep.total), completed=sweep.over, width=40),
+        Text(f"{sweep.over} of {sweep.total} trials"),
+        _counts(sweep),
     )
-    parts = [head, _state(one), bar]
-    parts += ["", _flights(one.running)] if one.running else []
-    parts += ["", *_failures(one.failures)] if one.failures else []
+    parts = [head, _state(sweep), bar]
+    parts += ["", _running_table(sweep.running)] if sweep.running else []
+    parts += ["", *_failure_lines(sweep.failures)] if sweep.failures else []
     return parts
 
 
-def _state(one: Status) -> Text:
-    """Who runs it, how long still, and whether MLflow keeps up."""
-    if one.controller:
-        text = Text.assemble(("● ", "green"), f"runs ({one.controller})")
-        text.append(f", about {duration(one.seconds_left)} left" if one.seconds_left is not None else "")
-    elif one.over < one.total:
+def _state(sweep: Status) -> Text:
+    """Return a line with the process that runs the sweep, the time left, and how far MLflow is behind."""
+    if sweep.controller:
+        text = Text.assemble(("● ", "green"), f"runs ({sweep.controller})")
+        text.append(f", about {duration(sweep.seconds_left)} left" if sweep.seconds_left is not None else "")
+    elif sweep.over < sweep.total:
         text = Text.assemble(
             ("○ ", "yellow"),
-            f"nobody runs it; last change {duration(one.quiet_s)} ago; the same command goes on",
+            f"not running; last change {duration(sweep.quiet_s)} ago; the same command continues it",
         )
     else:
-        text = Text.assemble(("○ ", "dim"), f"over; last change {duration(one.quiet_s)} ago")
-    if one.mlflow_behind:
-        hint = "" if one.controller else f"; `ablate sync {one.name}` ships them"
-        text.append(f"; MLflow {one.mlflow_behind:,} records behind{hint}", "yellow")
+        text = Text.assemble(("○ ", "dim"), f"ended; last change {duration(sweep.quiet_s)} ago")
+    if sweep.mlflow_behind:
+        hint = "" if sweep.controller else f"; `ablate sync {sweep.name}` sends them"
+        text.append(f"; MLflow {sweep.mlflow_behind:,} records behind{hint}", "yellow")
     return text
 
 
-def _counts(one: Status) -> Text:
-    counts = dict(one.trials)
-    if not one.controller:  # what its controller left behind waits
+def _counts(sweep: Status) -> Text:
+    counts = dict(sweep.trials)
+    if not sweep.controller:  # trials marked as running by a controller that died will run again
         counts["pending"] = counts.get("pending", 0) + counts.pop("running", 0)
     ordered = sorted(
         (name for name, number in counts.items() if number), key=lambda name: (*_COLOURS, name).index(name)
     )
     return Text(", ").join(
-        Text(f"{counts[name]} {_WORDS.get(name, name)}", _COLOURS.get(name, "")) for name in ordered
+        Text(f"{counts[name]} {_STATUS_TEXTS.get(name, name)}", _COLOURS.get(name, "")) for name in ordered
     )
 
 
-def _flights(flights: list[Flight]) -> Table:
+def _running_table(trials: list[RunningTrial]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("running", "seed", "try", "step", "", "steps/s", "tokens/s", "left", "last record", "where"):
         table.add_column(
@@ -347,55 +349,59 @@ def _flights(flights: list[Flight]) -> Table:
             if name in ("seed", "try", "step", "steps/s", "tokens/s", "left", "last record")
             else "left",
         )
-    for one in flights[:_MOST_RUNNING]:
+    for trial in trials[:_MOST_RUNNING]:
         table.add_row(
-            Text(one_line(one.arm)),
-            str(one.seed),
-            str(one.attempt),
-            f"{one.step}/{one.steps}",
-            ProgressBar(total=one.steps, completed=one.step, width=16),
-            f"{one.steps_per_s:.3g}" if one.steps_per_s else "-",
-            f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "-",
-            "-" if one.seconds_left is None else duration(one.seconds_left),
-            f"{duration(one.silent_s)} ago" if one.step else f"none for {duration(one.silent_s)}",
-            Text(one.where, "dim"),
+            Text(one_line(trial.arm)),
+            str(trial.seed),
+            str(trial.attempt),
+            f"{trial.step}/{trial.steps}",
+            ProgressBar(total=trial.steps, completed=trial.step, width=16),
+            f"{trial.steps_per_s:.3g}" if trial.steps_per_s else "-",
+            f"{trial.tokens_per_s:,.0f}" if trial.tokens_per_s else "-",
+            "-" if trial.seconds_left is None else duration(trial.seconds_left),
+            f"{duration(trial.silent_s)} ago" if trial.step else f"none for {duration(trial.silent_s)}",
+            Text(trial.where, "dim"),
         )
-    if len(flights) > _MOST_RUNNING:
-        table.add_row(f"and {len(flights) - _MOST_RUNNING} more")
+    if len(trials) > _MOST_RUNNING:
+        table.add_row(f"and {len(trials) - _MOST_RUNNING} more")
     return table
 
 
-def _failures(failures: list[Failure]) -> list[Text]:
+def _failure_lines(failures: list[Failure]) -> list[Text]:
     lines = []
-    for one in failures[:_MOST_FAILURES]:
-        word = _WORDS.get(one.status, one.status)
-        reason = one.reason if one.reason.startswith(word) else f"{word}: {one.reason}"
+    for failure in failures[:_MOST_FAILURES]:
+        status_text = _STATUS_TEXTS.get(failure.status, failure.status)
+        reason = failure.reason
+        if not reason.startswith(status_text):
+            reason = f"{status_text}: {reason}"
         lines.append(
             Text.assemble(
-                (f"{one_line(one.arm)} seed={one.seed}  ", "bold"), (reason, "red"), (f"  {one.trial}", "dim")
+                (f"{one_line(failure.arm)} seed={failure.seed}  ", "bold"),
+                (reason, "red"),
+                (f"  {failure.trial}", "dim"),
             )
         )
-        lines += [Text(f"    {line}", "dim") for line in one.log]
+        lines += [Text(f"    {line}", "dim") for line in failure.log]
     more = len(failures) - _MOST_FAILURES
-    return lines + (
-        [Text(f"and {more} more; `ablate status --json` has them all", "dim")] if more > 0 else []
-    )
+    if more > 0:
+        lines.append(Text(f"and {more} more; `ablate status --json` lists all", "dim"))
+    return lines
 
 
 def _others(rest: list[Status]) -> Table:
-    """The sweeps that nobody runs, a line each."""
+    """Return a table of the sweeps that are not running, one line each."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("not running", "trials", "", "MLflow", "last change"):
         table.add_column(name)
-    for one in rest:
-        behind_ = (
-            "-"
-            if one.mlflow_behind is None
-            else f"{one.mlflow_behind:,} behind"
-            if one.mlflow_behind
-            else "complete"
-        )
+    for sweep in rest:
+        mlflow = f"{sweep.mlflow_behind:,} behind" if sweep.mlflow_behind else "complete"
+        if sweep.mlflow_behind is None:
+            mlflow = "-"
         table.add_row(
-            Text(one.name), f"{one.over}/{one.total}", _counts(one), behind_, f"{duration(one.quiet_s)} ago"
+            Text(sweep.name),
+            f"{sweep.over}/{sweep.total}",
+            _counts(sweep),
+            mlflow,
+            f"{duration(sweep.quiet_s)} ago",
         )
     return table

@@ -1,5 +1,5 @@
-"""`ablate stop` and `ablate workers`: orders for the controller that runs a sweep. Names are checked before
-anything is ordered.
+"""`ablate stop` and `ablate workers`: send orders to the controller of a running sweep. Names are checked
+first.
 """
 
 import time
@@ -14,63 +14,62 @@ from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import folders, give, holder
 from ablate.results.ledger import Ledger
 
-_TAKEN_SECONDS = 15.0
-"""A controller looks for orders a few times a second, but for when it starts, or waits for a file system."""
+_ACCEPT_SECONDS = 15.0
+"""Time to wait for the controller to accept an order. It checks a few times a second, except while it starts
+or waits for a file system.
+"""
 
-Sweep = Annotated[str, typer.Argument(metavar="X", help="A sweep that runs, by name or by YAML file.")]
+Sweep = Annotated[str, typer.Argument(metavar="X", help="A running sweep, by name or by YAML file.")]
 
 
 def stop(
     sweep: Sweep,
-    arm: Annotated[str | None, typer.Option(help="Only this arm, by name.")] = None,
+    arm: Annotated[str | None, typer.Option(help="Stop only this arm, given by name.")] = None,
     trial: Annotated[
-        str | None, typer.Option(help="Only this trial, by its id or the beginning of it.")
+        str | None, typer.Option(help="Stop only this trial, given by its id or a prefix of it.")
     ] = None,
     state: State = None,
     profile: Profile = None,
 ) -> None:
-    """Stop a sweep that runs, or one arm or one trial of it. Nothing is lost: the sweep's command, given
-    again, goes on with it.
+    """Stop a running sweep, or one arm or one trial of it. Results are kept: the same sweep command continues
+    it.
     """
     if arm is not None and trial is not None:
-        raise InputError(["--arm and --trial: give one of them"])
-    folder = _running(sweep, state, profile)
+        raise InputError(["--arm and --trial: both were given; give one of them"])
+    folder = _running_sweep(sweep, state, profile)
     members = _members(folder)
     if arm is not None:
-        order, said = {"stop": "arm", "name": arm}, _arm(arm, members)
+        order, effect = {"stop": "arm", "name": arm}, _arm_effect(arm, members)
     elif trial is not None:
-        member = _trial(trial, members)
-        order, said = {"stop": "trial", "id": member["id"]}, _said(f"Trial {member['id']}", [member])
+        member = _find_trial(trial, members)
+        order, effect = {"stop": "trial", "id": member["id"]}, _stop_effect(f"Trial {member['id']}", [member])
     else:
-        order, said = (
-            {"stop": "sweep"},
-            f"{_said('The sweep', members)} Its command then ends with status 130.",
-        )
-    _give(folder, order, said)
+        order = {"stop": "sweep"}
+        effect = f"{_stop_effect('The sweep', members)} Its command then ends with status 130."
+    _send(folder, order, effect)
 
 
 def workers(
     sweep: Sweep,
-    count: Annotated[int, typer.Argument(min=1, metavar="N", help="Trials at once from now on.")],
+    count: Annotated[
+        int, typer.Argument(min=1, metavar="N", help="Number of trials to run at once from now on.")
+    ],
     state: State = None,
     profile: Profile = None,
 ) -> None:
-    """Add workers to a sweep that runs, or take some away. What runs is not ended: fewer means that no more
-    are started.
+    """Change the number of workers of a running sweep. Running trials continue; with fewer workers, no new
+    ones start yet.
     """
-    folder = _running(sweep, state, profile)
-    _give(
-        folder,
-        {"workers": count},
-        f"{count} trials at once from now on, where the machine or the cluster has room for them.",
-    )
+    folder = _running_sweep(sweep, state, profile)
+    effect = f"{count} trials at once from now on, if the machine or the cluster has room for them."
+    _send(folder, {"workers": count}, effect)
 
 
-def _running(sweep: str, state: Path | None, profile: str | None) -> Path:
-    """The folder of a sweep that somebody runs."""
+def _running_sweep(sweep: str, state: Path | None, profile: str | None) -> Path:
+    """Return the folder of a running sweep; InputError if it does not run."""
     (folder,) = folders(find_settings(profile, state=state).state, [sweep])
     if holder(folder) is None:
-        raise InputError([f"{folder.name}: nobody runs this sweep; there is nothing to stop or change"])
+        raise InputError([f"{folder.name}: this sweep is not running; there is nothing to stop or change"])
     return folder
 
 
@@ -81,66 +80,64 @@ def _members(folder: Path) -> list[Any]:
     return members
 
 
-def _arm(name: str, members: list[Any]) -> str:
-    mine = [member for member in members if member["name"] == name]
-    if not mine:
+def _arm_effect(name: str, members: list[Any]) -> str:
+    """Describe what stopping an arm does; InputError if there is no such arm, or nothing to stop."""
+    selected = [member for member in members if member["name"] == name]
+    if not selected:
+        hint = nearest(name, dict.fromkeys(member["name"] for member in members))
+        raise InputError([f"--arm {name}: no such arm; {hint}"])
+    return _stop_effect(f"Arm {name}", selected)
+
+
+def _find_trial(prefix: str, members: list[Any]) -> Any:
+    """Return the member whose trial id begins with `prefix`; InputError unless there is exactly one."""
+    trials = {member["id"]: member for member in members}
+    matches = [trial for trial in trials if trial.startswith(prefix)]
+    if not matches:
+        raise InputError([f"--trial {prefix}: no such trial; {nearest(prefix, trials)}"])
+    if len(matches) > 1:
+        listed = ", ".join(matches[:6])
         raise InputError(
-            [
-                f"--arm {name}: no such arm; {nearest(name, dict.fromkeys(member['name'] for member in members))}"
-            ]
+            [f"--trial {prefix}: {len(matches)} trials have this prefix: {listed}; give more digits"]
         )
-    return _said(f"Arm {name}", mine)
+    return trials[matches[0]]
 
 
-def _trial(beginning: str, members: list[Any]) -> Any:
-    known = {member["id"]: member for member in members}
-    found = [trial for trial in known if trial.startswith(beginning)]
-    if not found:
-        raise InputError([f"--trial {beginning}: no such trial; {nearest(beginning, known)}"])
-    if len(found) > 1:
-        raise InputError([f"--trial {beginning}: {len(found)} trials begin so: {', '.join(found[:6])}"])
-    return known[found[0]]
-
-
-def _said(what: str, members: list[Any]) -> str:
-    """What will happen; InputError where there is nothing left to stop."""
+def _stop_effect(subject: str, members: list[Any]) -> str:
+    """Describe what stopping these members does; InputError if none of them runs or waits."""
     status = {member["id"]: member["status"] for member in members}
-    runs, waits = (sum(found == wanted for found in status.values()) for wanted in ("running", "pending"))
+    runs, waits = (sum(each == wanted for each in status.values()) for wanted in ("running", "pending"))
     if not runs and not waits:
-        raise InputError(
-            [f"{what} is over ({', '.join(sorted(set(status.values())))}): there is nothing to stop"]
-        )
-    ended = f"{_trials(runs)} that {'runs is' if runs == 1 else 'run are'} ended" if runs else ""
-    dropped = f"{_trials(waits)} that {'waits is' if waits == 1 else 'wait are'} not started" if waits else ""
-    return f"{what}: {' and '.join(filter(None, (ended, dropped)))}; all keep what they recorded."
+        states = ", ".join(sorted(set(status.values())))
+        raise InputError([f"{subject} has already ended ({states}): there is nothing to stop"])
+    ended = f"{_trials(runs, 'running')} will be ended" if runs else ""
+    dropped = f"{_trials(waits, 'waiting')} will not be started" if waits else ""
+    return f"{subject}: {' and '.join(filter(None, (ended, dropped)))}; records are kept."
 
 
-def _trials(number: int) -> str:
-    return f"{number} trial{'' if number == 1 else 's'}"
+def _trials(number: int, state: str) -> str:
+    return f"{number} {state} trial{'' if number == 1 else 's'}"
 
 
-def _give(folder: Path, order: dict[str, Any], said: str) -> None:
-    """Leave the order, say what it does, and wait a moment to see it taken. One that nobody lives to take is
-    taken back.
+def _send(folder: Path, order: dict[str, Any], effect: str) -> None:
+    """Write the order, print its effect, and wait until the controller accepts it; withdraw it if the
+    controller has ended.
     """
     screen = console()
     order_file = give(folder, order)
-    screen.print(said, soft_wrap=True, markup=False)
-    deadline = time.monotonic() + _TAKEN_SECONDS
+    screen.print(effect, soft_wrap=True, markup=False)
+    deadline = time.monotonic() + _ACCEPT_SECONDS
     while order_file.exists() and time.monotonic() < deadline:
-        if holder(folder) is None and _taken_back(order_file):
-            raise InputError([f"{folder.name}: its controller ended before it could take the order"])
+        if holder(folder) is None and _withdraw(order_file):
+            raise InputError([f"{folder.name}: its controller ended before it accepted the order"])
         time.sleep(0.05)
-    screen.print(
-        f"{folder.name} is busy, and takes the order as soon as it can." if order_file.exists() else "Taken.",
-        soft_wrap=True,
-        markup=False,
-    )
+    pending = f"{folder.name} is busy; it accepts the order as soon as it can."
+    screen.print(pending if order_file.exists() else "Accepted.", soft_wrap=True, markup=False)
 
 
-def _taken_back(order_file: Path) -> bool:
+def _withdraw(order_file: Path) -> bool:
     try:
         order_file.unlink()
-    except FileNotFoundError:  # taken at the last moment
+    except FileNotFoundError:  # accepted at the last moment
         return False
     return True

@@ -1,4 +1,4 @@
-"""`ablate sweep X.yaml`: run an experiment, whatever of it is missing, and answer its question."""
+"""`ablate sweep X.yaml`: run the trials of an experiment that are missing, and answer its question."""
 
 import os
 import subprocess
@@ -21,6 +21,7 @@ from ablate.cli.common import (
     DONE,
     FAILED,
     INTERRUPTED,
+    WHERE,
     Device,
     Mlflow,
     Profile,
@@ -47,39 +48,39 @@ from ablate.results.databases import network_file_system
 from ablate.results.unmet_phases import never_began
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
-_WHERE = "Where"
 _FLOORS = {
     "data/unigram_entropy": "A model that ignores context reaches {:.2f}.",
-    "data/blank_loss": "With the file's own masks, who guesses the mean of what is visible reaches {:.2f}.",
+    "data/blank_loss": "With the masks of the data, predicting the mean of the visible values gives {:.2f}.",
 }
-"""What a fact of the data says beside a table of losses."""
+"""Sentences below a table of losses, with the loss of a trivial model, by name of a fact about the data."""
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="The experiment, a YAML file.")],
+    file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would run, and what it would cost; run nothing.")
+        bool, typer.Option("--dry-run", help="Print the plan and its estimated duration; run nothing.")
     ] = False,
-    fork: Annotated[bool, typer.Option(help="Run what trials have in common from the start once.")] = True,
+    fork: Annotated[bool, typer.Option(help="Compute a prefix that several trials share only once.")] = True,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Run everything again, what is finished too.")
+        bool, typer.Option("--fresh", help="Run all trials again, including finished ones.")
     ] = False,
     accept_version: Annotated[
         bool,
         typer.Option(
-            "--accept-version", help="Run all of a sweep anew that was begun with other versions of the code."
+            "--accept-version", help="Restart a sweep that was started with other versions of the code."
         ),
     ] = False,
     detach: Annotated[
         bool,
         typer.Option(
-            "--detach", help="Go on after this terminal is closed; `ablate status` shows how it goes."
+            "--detach", help="Continue after this terminal is closed; `ablate status` shows the progress."
         ),
     ] = False,
     notify: Annotated[
         str | None,
         typer.Option(
-            help="A command (JSON on its standard input) or a URL (POST) told of the first failure and the end. (ABLATE_NOTIFY)"
+            help="Command (JSON on standard input) or URL (POST) to notify of the first failure and the end. "
+            "(ABLATE_NOTIFY)"
         ),
     ] = None,
     state: State = None,
@@ -87,33 +88,36 @@ def sweep(
     executor: Annotated[
         Literal["ray", "inline"] | None,
         typer.Option(
-            help="ray: parallel, the default; inline: one by one in this process.", rich_help_panel=_WHERE
+            help="ray: parallel, the default; inline: one trial after another in this process.",
+            rich_help_panel=WHERE,
         ),
     ] = None,
     address: Annotated[
         str | None,
         typer.Option(
-            help="An existing Ray cluster: auto, host:port, ray://...; local: started here, the default. (ABLATE_RAY_ADDRESS)",
-            rich_help_panel=_WHERE,
+            help="Ray cluster to use: auto, host:port, ray://...; local, the default, starts Ray here. "
+            "(ABLATE_RAY_ADDRESS)",
+            rich_help_panel=WHERE,
         ),
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Trials at once; default: one a core, or one a GPU.", rich_help_panel=_WHERE
+            min=1,
+            help="Trials to run at once; default: one for each core or GPU.",
+            rich_help_panel=WHERE,
         ),
     ] = None,
     device: Device = None,
     price: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="Of an hour of one worker, for `budget: {cost: ...}`.", rich_help_panel=_WHERE
-        ),
+        typer.Option(min=0, help="Cost of one worker-hour, for `budget.cost`.", rich_help_panel=WHERE),
     ] = None,
     priority: Annotated[
         int | None,
         typer.Option(
-            help="Among the sweeps on a Ray cluster: higher first, equals share.", rich_help_panel=_WHERE
+            help="Priority among sweeps on a Ray cluster: higher first, equal ones share.",
+            rich_help_panel=WHERE,
         ),
     ] = None,
     mlflow: Mlflow = None,
@@ -121,21 +125,22 @@ def sweep(
         bool | None,
         typer.Option(
             "--shared-state",
-            help="Let others read the state folder, as the umask allows; default: this user alone. (ABLATE_SHARED_STATE)",
-            rich_help_panel=_WHERE,
+            help="Give a new state folder the permissions of the umask; default: access for this user only. "
+            "(ABLATE_SHARED_STATE)",
+            rich_help_panel=WHERE,
         ),
     ] = None,
     report: Annotated[
         bool,
         typer.Option(
-            envvar="ABLATE_REPORT", show_envvar=False, help="Make the report at the end. (ABLATE_REPORT)"
+            envvar="ABLATE_REPORT", show_envvar=False, help="Write the report at the end. (ABLATE_REPORT)"
         ),
     ] = True,
 ) -> None:
-    """Run an experiment: do what is missing, reuse what is done, and answer its question.
+    """Run an experiment: compute missing trials, reuse finished ones, and answer its question.
 
-    Ctrl-C ends it cleanly; the same command goes on. Exit status: 0 all done, 1 some trials failed, 2 bad
-    input, 3 budget reached, 130 interrupted, 143 ended by SIGTERM.
+    Ctrl-C ends it cleanly; the same command continues it. Exit status: 0 all trials done, 1 some failed, 2
+    bad input, 3 budget reached, 130 interrupted, 143 ended by SIGTERM.
     """
     given = {
         "state": state,
@@ -155,9 +160,7 @@ def sweep(
         return
     if experiment.budget.cost is not None and settings.price is None:
         raise InputError(
-            [
-                f"{file}: budget.cost: what an hour of a worker costs is not known; say it with --price, or in a profile"
-            ]
+            [f"{file}: budget.cost: no price of a worker-hour; set it with --price, or in a profile"]
         )
     notes = writable(settings.state, settings.shared_state)
     knock(settings.mlflow)
@@ -169,26 +172,28 @@ def sweep(
     try:
         with lock(folder / "lock", wait=False), raise_on_sigterm():
             check(folder, str(file))
-            workers_too = "" if settings.executor == "inline" else ", Ray and its workers"
+            ray = "" if settings.executor == "inline" else ", Ray and its workers"
             print_starting(
-                f"reading what is done; if trials are missing, torch, a check of the numerics{workers_too}"
+                f"reading finished trials; if some are missing, torch, a check of the numerics{ray}"
             )
-            raise typer.Exit(_Run(experiment, settings, hook, report).run(wishes, [notes] if notes else []))
+            raise typer.Exit(
+                SweepRun(experiment, settings, hook, report).run(wishes, [notes] if notes else [])
+            )
     except Busy as busy:
-        raise _busy(file, str(busy)) from None
+        raise _sweep_busy(file, str(busy)) from None
 
 
-def _busy(file: Path, who: str) -> InputError:
+def _sweep_busy(file: Path, holder: str) -> InputError:
     return InputError(
-        [f"{file}: another process ({who}) runs this sweep; wait for it, or use another --state"]
+        [f"{file}: another process ({holder}) runs this sweep; wait for it, or use another --state"]
     )
 
 
 # One run in this process
 
 
-class _Run:
-    """A sweep on the screen: its progress, its answer, and what its hook is told."""
+class SweepRun:
+    """One run of a sweep in this process: prints progress and answer, and sends notifications."""
 
     def __init__(self, experiment: Experiment, settings: Settings, hook: Hook | None, report: bool) -> None:
         self.experiment, self.settings, self.hook, self.report = experiment, settings, hook, report
@@ -197,25 +202,26 @@ class _Run:
         self.failed = 0
 
     def run(self, wishes: Wishes, notes: Sequence[str] = ()) -> int:
-        """Run it to its end, however that comes, and say so, after notes on the state folder; the exit
-        status.
-        """
+        """Print `notes`, run the sweep until it ends, is stopped or fails, and return the exit status."""
         status = "failed"
         try:
             self.screen.print(Text(self.experiment.question, "bold"))
             kind = network_file_system(self.settings.state)
-            safe = f"the state folder is on a network file system ({kind}): databases take the slower, safe journal (docs/cluster.md)"
-            for remark in (*notes, *([safe] if kind else []), *remarks(self.experiment)):
+            network = (
+                f"the state folder is on a network file system ({kind}): databases use the slower, "
+                "safe journal (docs/cluster.md)"
+            )
+            for remark in (*notes, *([network] if kind else []), *remarks(self.experiment)):
                 self.screen.print(f"Note: {remark}", soft_wrap=True, markup=False)
             status = self._steps(wishes)
             return _EXIT[status]
         except KeyboardInterrupt as error:
             status = "interrupted"
-            code, what = interruption(error)
-            self.screen.print(f"{what}. Nothing is lost: the same command goes on.")
+            code, description = interruption(error)
+            self.screen.print(f"{description}. Nothing is lost: the same command goes on.")
             return code
         finally:
-            self._tell("ended", status)
+            self._notify("ended", status)
             for line in self.hook.close() if self.hook else ():
                 self.screen.print(line, soft_wrap=True, markup=False)
 
@@ -241,9 +247,9 @@ class _Run:
                         outcome = step
                     else:
                         if step.done < step.total:
-                            checkup.start()  # beside the imports that come next, and Ray
+                            checkup.start()  # runs in parallel with the imports that follow, and with Ray
                         view.show(step)
-                        self._watch(step)
+                        self._notify_failure(step)
         except ClusterLost as error:
             self.screen.print(
                 f"{redact(str(error), settings.ray)}. Nothing is lost: the same command goes on.",
@@ -259,42 +265,41 @@ class _Run:
         reused = f", {outcome.reused} already done" if outcome.reused else ""
         failed = f", {outcome.failed} failed" if outcome.failed else ""
         self.screen.print(f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}")
-        self.screen.print(
-            outcome.why, "", soft_wrap=True, markup=False
-        ) if outcome.why else self.screen.print()
-        _answer(self.experiment, settings, self.screen)
-        self._look_next()
+        self.screen.print(*([outcome.why, ""] if outcome.why else []), soft_wrap=True, markup=False)
+        _print_answer(self.experiment, settings, self.screen)
+        self._print_next_steps()
         return outcome.status
 
-    def _look_next(self) -> None:
-        """Make the report, unless it shows all there is already, and say where everything is."""
+    def _print_next_steps(self) -> None:
+        """Write the report unless it is up to date; print its path and the command that shows the sweep."""
         settings, name = self.settings, self.experiment.name
         index = settings.state / "reports" / name / "index.html"
         from ablate.cli.report import ReportError, is_current, make
 
         if self.report and not is_current(settings.state, name):
             try:
-                with self.screen.status("Making the report"):
+                with self.screen.status("Writing the report"):
                     made = make(settings.state, name, mlflow=settings.mlflow)
                 if made.trouble:
                     self.screen.print(made.trouble, soft_wrap=True, markup=False)
             except (ReportError, InputError) as error:
-                said = f"The report was not made: {error}. The runs are safe; `ablate report {name}` tries again."
-                self.screen.print(said, soft_wrap=True, markup=False)
-        given = "" if settings.origins["state"] == "default" else f" --state {settings.state}"
+                remedy = f"The results are safe; `ablate report {name}` tries again."
+                message = f"The report was not written: {error}. {remedy}"
+                self.screen.print(message, soft_wrap=True, markup=False)
+        option = _state_option(settings)
         self.screen.print("Look next:", style="bold")
-        for line in ([str(index)] if index.exists() else []) + [f"{program('ablate')} ui {name}{given}"]:
+        for line in ([str(index)] if index.exists() else []) + [f"{program('ablate')} ui {name}{option}"]:
             self.screen.print(f"  {line}", soft_wrap=True, markup=False)
 
-    def _watch(self, progress: Any) -> None:
-        """Tell the hook of the first failure, and the screen what is wrong with the hook."""
+    def _notify_failure(self, progress: Any) -> None:
+        """Send a notification of the first failure, and print errors of the notification hook."""
         if progress.failed and not self.failed:
-            self._tell("trial failed", "running")
+            self._notify("trial failed", "running")
         self.failed = progress.failed
         for line in self.hook.troubles() if self.hook else ():
             self.screen.print(line, soft_wrap=True, markup=False)
 
-    def _tell(self, event: str, status: str) -> None:
+    def _notify(self, event: str, status: str) -> None:
         if self.hook:
             self.hook.tell(
                 _message(self.experiment, self.settings, event, status, time.time() - self.started)
@@ -302,7 +307,9 @@ class _Run:
 
 
 def _connect(settings: Settings, resources: Resources, checkup: Any) -> Any:
-    """The executor, started once a trial has to run, which it does on numerics that were found to be sound."""
+    """Start the executor, when the first trial has to run, and return it once the check of the numerics has
+    passed.
+    """
     from ablate.execution.workers import Inline, Pool
 
     checkup.start()
@@ -310,7 +317,8 @@ def _connect(settings: Settings, resources: Resources, checkup: Any) -> Any:
     gpus, ranks = resources.gpus_of(settings.device), resources.layout(settings.device).ranks
     if inline and ranks > 1:
         console().print(
-            f"Executor inline computes each trial by one rank, not {ranks}: the same numbers, but for the order of additions."
+            f"Executor inline computes each trial on one rank instead of {ranks}: results differ "
+            "only by the order of additions."
         )
     pool = Inline() if inline else Pool(settings.ray, settings.workers, gpus, settings.priority, ranks)
     try:
@@ -324,11 +332,11 @@ def _connect(settings: Settings, resources: Resources, checkup: Any) -> Any:
 def _message(
     experiment: Experiment, settings: Settings, event: str, status: str, seconds: float
 ) -> dict[str, Any]:
-    """What a hook is told; `text` is what a chat shows of it."""
+    """Return the content of a notification; `text` is the summary that a chat shows."""
     from ablate.results.markdown_summary import summary_markdown
     from ablate.results.summary import open_ledger
 
-    told = {
+    content = {
         "event": event,
         "sweep": experiment.name,
         "question": experiment.question,
@@ -338,7 +346,7 @@ def _message(
     try:
         ledger = open_ledger(settings.state, experiment.name)
     except FileNotFoundError:
-        return told | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {status}"}
+        return content | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {status}"}
     trials = {member["id"]: member for member in ledger.members()}
     counts = Counter(member["status"] for member in trials.values())
     failures = [
@@ -352,54 +360,61 @@ def _message(
     text = (
         f"{experiment.name}: {event if status == 'running' else status} after {duration(seconds)}: {listed}"
     )
-    return told | {"counts": dict(counts), "failures": failures, "table": table, "text": text}
+    return content | {"counts": dict(counts), "failures": failures, "table": table, "text": text}
 
 
 # One run in a process that outlives the terminal
 
 
 def _detach(file: Path, folder: Path, settings: Settings, wishes: Wishes, report: bool) -> int:
-    """Start the same sweep in a session of its own, and see it begin; the exit status of one that ended at
-    once.
+    """Start the same sweep in a new session, wait until it holds its lock, and return the exit status.
+
+    If the process ends before that, print its output and return its exit status.
     """
-    who = holder(folder)
-    if who:
-        raise _busy(file, str(who))
+    if process := holder(folder):
+        raise _sweep_busy(file, str(process))
     folder.mkdir(parents=True, exist_ok=True)
-    written = folder / "console.txt"
-    with written.open("w") as output:
+    log = folder / "console.txt"
+    with log.open("w") as output:
         process = subprocess.Popen(
-            [*_words(file, settings, wishes), *([] if report else ["--no-report"])],
+            [*_command(file, settings, wishes), *([] if report else ["--no-report"])],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=os.environ | settings.environment(),
         )
-    while process.poll() is None and not ((who := holder(folder)) and who.pid == process.pid):
+    while process.poll() is None and not ((owner := holder(folder)) and owner.pid == process.pid):
         time.sleep(0.05)
     if process.returncode is not None:
-        print(written.read_text(), end="", file=sys.stderr if process.returncode == BAD_INPUT else sys.stdout)
+        print(log.read_text(), end="", file=sys.stderr if process.returncode == BAD_INPUT else sys.stdout)
         return process.returncode
     screen = console()
-    goes_on = f" goes on without this terminal: pid {process.pid}, state folder {settings.state}."
-    screen.print(Text.assemble((folder.name, "bold"), goes_on))
+    message = f" continues without this terminal: pid {process.pid}, state folder {settings.state}."
+    screen.print(Text.assemble((folder.name, "bold"), message))
     screen.print("Follow it:", style="bold")
-    given = "" if settings.origins["state"] == "default" else f" --state {settings.state}"
+    option = _state_option(settings)
     for line in (
-        f"ablate status {folder.name}{given} --watch",
-        f"tail -f {written}",
-        f"ablate stop {folder.name}{given}",
+        f"ablate status {folder.name}{option} --watch",
+        f"tail -f {log}",
+        f"ablate stop {folder.name}{option}",
     ):
         screen.print(f"  {line}", soft_wrap=True, markup=False)
     return DONE
 
 
-def _words(file: Path, settings: Settings, wishes: Wishes) -> list[str]:
-    """The command of a detached sweep. Addresses come to it in its environment, since anyone may list the
-    words of a process.
+def _state_option(settings: Settings) -> str:
+    """Return the option that names the state folder, or nothing if it is the default."""
+    return "" if settings.origins["state"] == "default" else f" --state {settings.state}"
+
+
+def _command(file: Path, settings: Settings, wishes: Wishes) -> list[str]:
+    """Return the command of a detached sweep.
+
+    Addresses are passed in its environment, since every user of a machine can list the arguments of a
+    process.
     """
-    words = [
+    command = [
         sys.executable,
         "-m",
         "ablate.sweep",
@@ -409,19 +424,19 @@ def _words(file: Path, settings: Settings, wishes: Wishes) -> list[str]:
         "--device",
         settings.device,
     ]
-    words += ["--workers", str(settings.workers)] if settings.workers else []
-    words += ["--price", str(settings.price)] if settings.price else []
-    words += ["--priority", str(settings.priority)] if settings.priority else []
-    words += [] if wishes.fork else ["--no-fork"]
-    words += ["--fresh"] if wishes.fresh else []
-    return words + (["--accept-version"] if wishes.accept_version else [])
+    command += ["--workers", str(settings.workers)] if settings.workers else []
+    command += ["--price", str(settings.price)] if settings.price else []
+    command += ["--priority", str(settings.priority)] if settings.priority else []
+    command += [] if wishes.fork else ["--no-fork"]
+    command += ["--fresh"] if wishes.fresh else []
+    return command + (["--accept-version"] if wishes.accept_version else [])
 
 
-# What it found
+# The answer
 
 
-def _answer(experiment: Experiment, settings: Settings, screen: Console) -> None:
-    """The table, and what turning each knob did."""
+def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -> None:
+    """Print the table of arms, the effect of each knob, and how to read them."""
     from ablate.cli.live_view import MOST_CONTRASTS, contrast_table, replication_table, summary_table
     from ablate.results.published import replications
     from ablate.results.summary import contrasts, emulated, open_ledger, summaries
@@ -445,7 +460,7 @@ def _answer(experiment: Experiment, settings: Settings, screen: Console) -> None
 
 
 def _reading(experiment: Experiment, arms: list) -> str:
-    """How to read the table, in a few sentences."""
+    """Return a few sentences that explain the table."""
     from ablate.results.summary import reading
 
     facts = experiment.base.config.summary() if experiment.metric.name == "val/loss" else {}

@@ -1,4 +1,4 @@
-"""`ablate sync`: ship to MLflow what it does not have of a sweep's ledger, or all of it again."""
+"""`ablate sync`: send the records of sweeps that MLflow does not have yet, or all of them again."""
 
 import time
 from pathlib import Path
@@ -37,74 +37,70 @@ def sync(
         bool,
         typer.Option(
             "--rebuild",
-            help="Draw everything again: the database was deleted or is damaged, or runs were deleted in it.",
+            help="Send all records again, after data in MLflow were deleted or damaged.",
         ),
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds without progress after which to give up.")
+        float, typer.Option(min=0, help="Give up after this many seconds without progress.")
     ] = 300.0,
     state: State = None,
     profile: Profile = None,
     mlflow: Mlflow = None,
 ) -> None:
-    """Ship to MLflow what it does not have yet; nothing is written twice. Exit status: 0 it has everything, 1
-    it does not.
+    """Send to MLflow the records that it does not have yet; none is written twice.
+
+    Exit status: 0 MLflow has all records, 1 some are missing, 2 bad input.
     """
     settings, screen = find_settings(profile, state=state, mlflow=mlflow), console()
     if settings.mlflow is None:
         raise InputError(
-            [
-                f"there is no MLflow to ship to ({settings.origins['mlflow']} says none); name one with --mlflow"
-            ]
+            [f"no MLflow to send to: {settings.origins['mlflow']} says `none`; give an address with --mlflow"]
         )
     knock(settings.mlflow)
-    known = folders(settings.state, sweeps)
+    selected = folders(settings.state, sweeps)
     _refuse_damaged(settings, rebuild, bool(sweeps))
     try:
         with raise_on_sigterm():
-            raise typer.Exit(_all(known, bool(sweeps), settings, rebuild, timeout, screen))
+            raise typer.Exit(_sync_all(selected, bool(sweeps), settings, rebuild, timeout, screen))
     except KeyboardInterrupt as error:
-        code, what = interruption(error)
-        screen.print(f"{what}. What was shipped stays; the same command ships the rest.")
+        code, description = interruption(error)
+        screen.print(f"{description}. MLflow keeps what was sent; the same command sends the rest.")
         raise typer.Exit(code) from None
 
 
 def _refuse_damaged(settings: Settings, rebuild: bool, named: bool) -> None:
-    """A SQLite database that cannot be opened is put aside by --rebuild, which then has to draw all sweeps:
-    it held all of them.
+    """Handle a local database that SQLite cannot open: raise InputError or, with --rebuild for all sweeps,
+    move it aside.
+
+    The database holds all sweeps, so all of them have to be sent again.
     """
     path = path_of(settings.mlflow)
     if path is None:
         return
-    found = unusable(path) if rebuild and not named else damage(path)
-    if not found:
+    why = unusable(path) if rebuild and not named else damage(path)
+    if not why:
         return
     if not rebuild or named:
-        raise InputError(
-            [
-                f"{path}: damaged ({found}); `ablate sync --rebuild`, for all sweeps, puts it aside and makes it again"
-            ]
-        )
+        raise InputError([f"{path}: damaged ({why}); `ablate sync --rebuild`, without names, replaces it"])
     running = [folder.name for folder in folders(settings.state, None) if holder(folder)]
     if running:
         raise InputError(
-            [
-                f"{path}: damaged ({found}), and still in use by {', '.join(running)}; `ablate stop` ends a sweep"
-            ]
+            [f"{path}: damaged ({why}), and in use by {', '.join(running)}; `ablate stop` ends a sweep"]
         )
     put_aside(path)
 
 
-def _all(
-    known: list[Path], named: bool, settings: Settings, rebuild: bool, timeout: float, screen: Console
+def _sync_all(
+    sweeps: list[Path], named: bool, settings: Settings, rebuild: bool, timeout: float, screen: Console
 ) -> int:
-    """Ship one sweep after another. Where one is not asked for by name, that it cannot be shipped is only
-    said.
+    """Send the records of one sweep after another and return the exit status.
+
+    A sweep that cannot be sent is an InputError if it was named, and otherwise a printed line.
     """
     status = DONE
-    for folder in known:
+    for number, folder in enumerate(sweeps):
         try:
-            complete = _locked(folder, settings, rebuild, timeout, screen)
+            complete = _sync_locked(folder, settings, rebuild, timeout, screen)
         except InputError as error:
             if named:
                 raise
@@ -112,26 +108,26 @@ def _all(
             status = FAILED
             continue
         except Busy as busy:
-            said = f"{folder.name}: runs ({busy}), and ships by itself"
+            message = f"{folder.name}: is running ({busy}), and sends its own records"
             if named:
-                raise InputError([said]) from None
-            screen.print(said, soft_wrap=True, markup=False)
+                raise InputError([message]) from None
+            screen.print(message, soft_wrap=True, markup=False)
             continue
         if not complete:
-            rest = [path.name for path in known[known.index(folder) + 1 :]]
-            screen.print(f"Not tried: {', '.join(rest)}", soft_wrap=True, markup=False) if rest else None
+            if rest := ", ".join(path.name for path in sweeps[number + 1 :]):
+                screen.print(f"Not tried: {rest}", soft_wrap=True, markup=False)
             return FAILED
     return status
 
 
-def _locked(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Console) -> bool:
+def _sync_locked(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Console) -> bool:
     with lock(folder / "lock", wait=False):
         check(folder, f"{folder.name}.yaml")
-        return _ship(folder, settings, rebuild, timeout, screen)
+        return _sync(folder, settings, rebuild, timeout, screen)
 
 
-def _ship(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Console) -> bool:
-    """Ship one sweep, whose lock is held, and say how that went; whether MLflow has everything."""
+def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Console) -> bool:
+    """Send the records of one sweep, whose lock is held; return True if MLflow then has all of them."""
     from ablate.execution.projections import Mirror  # pandas
 
     ledger = Ledger(folder / "ledger.db")
@@ -140,29 +136,22 @@ def _ship(folder: Path, settings: Settings, rebuild: bool, timeout: float, scree
             ledger.forget_mlflow()
         mirror = Mirror(settings.mlflow, ledger, settings.state, folder, folder.name, busy=True)
         before = behind(ledger)
-        missing = _wait(mirror, ledger, folder.name, timeout, screen)
+        missing = _wait_for(mirror, ledger, folder.name, timeout, screen)
         trouble = mirror.trouble
-        unsaid = mirror.finish(_ended(ledger), 0.0 if missing else timeout)
-        if missing or unsaid:
+        unsent = mirror.finish(_run_status(ledger), 0.0 if missing else timeout)
+        if missing or unsent:
             why = redact(trouble or mirror.trouble or "no answer", settings.mlflow)
-            screen.print(
-                f"{folder.name}: {missing:,} of {before:,} records are missing in {redact(settings.mlflow)}: {why}",
-                soft_wrap=True,
-                markup=False,
-            )
-            return False
-        screen.print(
-            f"{folder.name}: {before:,} records shipped, none is missing in {redact(settings.mlflow)}",
-            soft_wrap=True,
-            markup=False,
-        )
-        return True
+            result = f"{missing:,} of {before:,} records are missing in {redact(settings.mlflow)}: {why}"
+        else:
+            result = f"{before:,} records sent, none is missing in {redact(settings.mlflow)}"
+        screen.print(f"{folder.name}: {result}", soft_wrap=True, markup=False)
+        return not (missing or unsent)
     finally:
         ledger.close()
 
 
-def _wait(mirror: Any, ledger: Ledger, name: str, timeout: float, screen: Console) -> int:
-    """Until everything was shipped, or nothing moved for `timeout` seconds; how many records are missing."""
+def _wait_for(mirror: Any, ledger: Ledger, name: str, timeout: float, screen: Console) -> int:
+    """Wait until MLflow has all records, or none arrives for `timeout` seconds; return the number missing."""
     missing = first = behind(ledger)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -171,31 +160,28 @@ def _wait(mirror: Any, ledger: Ledger, name: str, timeout: float, screen: Consol
     )
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task(name, total=first, why="")
-        moved = time.monotonic()
-        while (missing or _unclosed(ledger)) and time.monotonic() - moved < timeout:
+        last_progress = time.monotonic()
+        while (missing or _unclosed(ledger)) and time.monotonic() - last_progress < timeout:
             time.sleep(_LOOK_SECONDS)
             mirror.hear()
             now = behind(ledger)
-            moved = time.monotonic() if now < missing else moved
+            if now < missing:
+                last_progress = time.monotonic()
             missing = now
             progress.update(task, completed=first - missing, why=mirror.trouble or "")
     return missing
 
 
 def _unclosed(ledger: Ledger) -> int:
-    """Members that are over, and whose run in MLflow does not say so."""
+    """Return the number of members that have ended and whose MLflow run is still open."""
     return sum(
         not member["closed"] and member["status"] not in ("pending", "running") for member in ledger.members()
     )
 
 
-def _ended(ledger: Ledger) -> str:
-    """The status of the sweep's run in MLflow, as the ledger has it."""
-    found = {member["status"] for member in ledger.members()}
-    return (
-        "FINISHED"
-        if found <= set(FINISHED) | {"pruned"}
-        else "FAILED"
-        if "failed" in found or "oom" in found
-        else "KILLED"
-    )
+def _run_status(ledger: Ledger) -> str:
+    """Return the status of the sweep's MLflow run, from the ledger."""
+    statuses = {member["status"] for member in ledger.members()}
+    if statuses <= {*FINISHED, "pruned"}:
+        return "FINISHED"
+    return "FAILED" if statuses & {"failed", "oom"} else "KILLED"
