@@ -374,12 +374,12 @@ PATTERNS = {
     "cli.rebuild": ["identities in the bytes of a damaged database"],
     "recipes.recipe": ["a phase's start, as a user writes it"],
     "errors": ["passwords in an address", "... in its query"],
-    "execution.search.shelf": [
+    "execution.search.combined_storage": [
         "attributes that Optuna's dashboard names by trial",
         "paths of that dashboard's requests",
     ],
     "experiment.schema": ["a share or a number, as a user writes it"],
-    "execution.tracking.door": ["why a connection failed, in urllib3's message"],
+    "execution.tracking.login": ["why a connection failed, in urllib3's message"],
     "cli.ui": ["the Host header of a request"],
     "training.workloads.tensors": ["a distribution's parameters, as a user writes them"],
 }

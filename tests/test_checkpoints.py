@@ -17,7 +17,7 @@ from support.gates import Gate
 from ablate.cli.plan import forecast
 from ablate.execution.controller import Controller
 from ablate.execution.messages import TrialRequest
-from ablate.execution.progress import Wishes
+from ablate.execution.progress import RunOptions
 from ablate.execution.shared_prefixes import Family
 from ablate.execution.supervisor import Supervisor
 from ablate.execution.trial_runner import run
@@ -365,8 +365,8 @@ def test_a_sweep_computes_as_many_steps_as_its_plan_counts(case, tmp_path):
         finish(named(*given["done"]), tmp_path / "state")
     experiment = named(*given["arms"])
     if reached := given["ended"] or given["killed"]:
-        wishes = Wishes(fork=given["fork"])
-        with closing(Controller(experiment, tmp_path / "state", "cpu", Inline, None, wishes).run()) as run:
+        options = RunOptions(fork=given["fork"])
+        with closing(Controller(experiment, tmp_path / "state", "cpu", Inline, None, options).run()) as run:
             next(
                 step
                 for step in run
@@ -459,7 +459,7 @@ def test_checkpoints_that_another_unfinished_sweep_wants_stay(tmp_path):
 
 def finish(experiment, state: Path, fork: bool = True) -> dict:
     """Every member's records, but for what differs between any two runs."""
-    controller = Controller(experiment, state, "cpu", Inline, None, Wishes(fork=fork))
+    controller = Controller(experiment, state, "cpu", Inline, None, RunOptions(fork=fork))
     *_, outcome = controller.run()
     assert (outcome.status, outcome.failed) == ("done", 0)
     ledger = Ledger(controller.folder / "ledger.db")

@@ -9,7 +9,7 @@ from support.experiments import ablate, ledger, sweep, tiny, write
 from test_search import trials
 
 from ablate.errors import InputError
-from ablate.execution.projections import Pictures
+from ablate.execution.projections import Projections
 from ablate.execution.study_points import GivenUp, outcome, over, reports, violations, warm
 from ablate.experiment.load import load
 from ablate.experiment.schema import Constraint
@@ -119,10 +119,10 @@ def test_wilcoxon_hears_of_each_seed_as_it_ends(tmp_path, book):
     assert not over(book.members())
 
 
-def shown(pictures: Pictures) -> list[tuple]:
+def shown(projections: Projections) -> list[tuple]:
     return [
         (t.state.name, t.intermediate_values, t.values, t.user_attrs)
-        for t in pictures.study.study.get_trials()
+        for t in projections.study.study.get_trials()
     ]
 
 
@@ -135,16 +135,16 @@ def test_an_arm_that_is_given_up_is_so_in_the_ledger_in_the_study_and_in_a_study
         {"rungs": [2, 4]} if pruner == "asha" else {}
     )
     experiment = tiny(tmp_path, shape={"steps": 8}, seeds=5, **SEARCH | {"search": search})
-    pictures = Pictures(experiment, book, tmp_path, tmp_path, None, True)
-    point = pictures.study.ask()
+    projections = Projections(experiment, book, tmp_path, tmp_path, None, True)
+    point = projections.study.ask()
     best = [
         member(book, seed, "done", point=point, val_loss={2: 1.0, 4: 1.0 + seed, 8: 1.0 + seed})
         for seed in range(5)
     ]
-    assert pictures.judge(best[0]) == {}
-    pictures.settled(best[0])
-    pictures.refresh()
-    point = pictures.study.ask()
+    assert projections.judge(best[0]) == {}
+    projections.settled(best[0])
+    projections.refresh()
+    point = projections.study.ask()
     worse = [
         member(book, seed, "done", point=point, val_loss={2: 2.0, 4: 2.0 + seed, 8: 2.0 + seed})
         for seed in range(4)
@@ -152,20 +152,23 @@ def test_an_arm_that_is_given_up_is_so_in_the_ledger_in_the_study_and_in_a_study
     worse.append(member(book, 4, "pending", point=point))
     (arm,) = book.arms_of(worse[0])
     decision = GivenUp(pruner, at)
-    assert pictures.judge(worse[0]) == {arm: decision}
-    assert pictures.judge(worse[0]) == {arm: decision}
+    assert projections.judge(worse[0]) == {arm: decision}
+    assert projections.judge(worse[0]) == {arm: decision}
     for trial in worse if pruner == "asha" else worse[4:]:
         book.settle(
             trial, "pruned", decision.reason if of == "this version" else f"given up by {pruner} at {at}"
         )
-    pictures.due(arm)
-    pictures.refresh()
+    projections.due(arm)
+    projections.refresh()
     told = {2: 2.0} if pruner == "asha" else {0: 2.0, 1: 3.0, 2: 4.0, 3: 5.0}
-    assert [row[:2] for row in shown(pictures)] == [("COMPLETE", shown(pictures)[0][1]), ("PRUNED", told)]
+    assert [row[:2] for row in shown(projections)] == [
+        ("COMPLETE", shown(projections)[0][1]),
+        ("PRUNED", told),
+    ]
     (tmp_path / "optuna.log").unlink()
-    again = Pictures(experiment, book, tmp_path, tmp_path, None, True)
+    again = Projections(experiment, book, tmp_path, tmp_path, None, True)
     again.refresh()
-    assert shown(again) == shown(pictures)
+    assert shown(again) == shown(projections)
     assert again.judge(worse[0]) == {}
 
 
@@ -252,7 +255,7 @@ def test_the_study_is_drawn_again_when_the_earlier_sweep_is_gone(first, tmp_path
 )
 def test_only_arms_within_the_space_are_taken_and_the_others_counted(knobs, count, first, tmp_path):
     experiment = second(first, tmp_path, shape={"layers": 2}, ablate=knobs)
-    pictures = Pictures(
+    projections = Projections(
         experiment,
         Ledger(tmp_path / "sweeps" / "second" / "ledger.db"),
         tmp_path,
@@ -260,12 +263,12 @@ def test_only_arms_within_the_space_are_taken_and_the_others_counted(knobs, coun
         None,
         True,
     )
-    assert len(pictures.study.study.trials) == count
+    assert len(projections.study.study.trials) == count
     assert (
-        pictures.warmed
+        projections.warmed
         == f"the sampler knows {count} arms of earlier sweeps; {5 - count} others lie outside of this space"
     )
-    pictures._ledger.close()
+    projections._ledger.close()
 
 
 def test_earlier_arms_are_taken_once_and_again_when_other_sweeps_are_named(first, tmp_path):

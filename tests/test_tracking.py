@@ -348,7 +348,7 @@ def test_what_a_dead_driver_could_not_note_is_not_drawn_twice(lost, client, stor
 def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(store, tmp_path):
     from test_search import told
 
-    from ablate.execution.projections import Pictures
+    from ablate.execution.projections import Projections
     from ablate.execution.tracking import Shipped
 
     arms = 30
@@ -364,22 +364,22 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
         book.add_member(number, 0, spec.id, spec.wire)
         for number, (_, spec) in zip(numbers, specs, strict=True)
     ]
-    pictures = Pictures(
+    projections = Projections(
         experiment, book, tmp_path, folder, store, busy=True
     )  # its thread waits for a record, and draws nothing
     for trial in trials:
         book.settle(trial, "done")
-        pictures.settled(trial)
-    pictures.refresh()
+        projections.settled(trial)
+    projections.refresh()
     statements = []
     book.db.set_trace_callback(statements.append)
-    pictures.refresh()
+    projections.refresh()
     assert len(statements) < 5
-    pictures._mirror._projector.news.put(Shipped(book.arm("arm 7"), 0, "a run", -1, False))
-    pictures.refresh()
+    projections._mirror._projector.news.put(Shipped(book.arm("arm 7"), 0, "a run", -1, False))
+    projections.refresh()
     book.db.set_trace_callback(None)
     assert [number for number, state, *_ in told(tmp_path, "waiting") if state != "RUNNING"] == [7]
-    pictures.finish("KILLED", 0.5)  # seconds for a thread that will not get done
+    projections.finish("KILLED", 0.5)  # seconds for a thread that will not get done
     assert {state for _, state, *_ in told(tmp_path, "waiting")} == {"FAIL"}  # nothing was recorded of them
     book.close()
 

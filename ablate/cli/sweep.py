@@ -38,9 +38,9 @@ from ablate.cli.settings import Settings, find_settings, writable
 from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
 from ablate.execution.notify import Hook
-from ablate.execution.progress import Outcome, Wishes
+from ablate.execution.progress import Outcome, RunOptions
 from ablate.execution.sweep_control import check, holder
-from ablate.execution.tracking import knock
+from ablate.execution.tracking import check_login
 from ablate.experiment.load import Experiment, load
 from ablate.experiment.schema import Resources
 from ablate.files import Busy, lock
@@ -163,12 +163,12 @@ def sweep(
             [f"{file}: budget.cost: no price of a worker-hour; set it with --price, or in a profile"]
         )
     notes = writable(settings.state, settings.shared_state)
-    knock(settings.mlflow)
+    check_login(settings.mlflow)
     folder = settings.state / "sweeps" / experiment.name
     hook = Hook(settings.notify) if settings.notify else None
-    wishes = Wishes(fork, fresh, accept_version, settings.price)
+    options = RunOptions(fork, fresh, accept_version, settings.price)
     if detach:
-        raise typer.Exit(_detach(file, folder, settings, wishes, report))
+        raise typer.Exit(_detach(file, folder, settings, options, report))
     try:
         with lock(folder / "lock", wait=False), raise_on_sigterm():
             check(folder, str(file))
@@ -177,7 +177,7 @@ def sweep(
                 f"reading finished trials; if some are missing, torch, a check of the numerics{ray}"
             )
             raise typer.Exit(
-                SweepRun(experiment, settings, hook, report).run(wishes, [notes] if notes else [])
+                SweepRun(experiment, settings, hook, report).run(options, [notes] if notes else [])
             )
     except Busy as busy:
         raise _sweep_busy(file, str(busy)) from None
@@ -201,7 +201,7 @@ class SweepRun:
         self.started = time.time()
         self.failed = 0
 
-    def run(self, wishes: Wishes, notes: Sequence[str] = ()) -> int:
+    def run(self, options: RunOptions, notes: Sequence[str] = ()) -> int:
         """Print `notes`, run the sweep until it ends, is stopped or fails, and return the exit status."""
         status = "failed"
         try:
@@ -213,7 +213,7 @@ class SweepRun:
             )
             for remark in (*notes, *([network] if kind else []), *remarks(self.experiment)):
                 self.screen.print(f"Note: {remark}", soft_wrap=True, markup=False)
-            status = self._steps(wishes)
+            status = self._steps(options)
             return _EXIT[status]
         except KeyboardInterrupt as error:
             status = "interrupted"
@@ -225,7 +225,7 @@ class SweepRun:
             for line in self.hook.close() if self.hook else ():
                 self.screen.print(line, soft_wrap=True, markup=False)
 
-    def _steps(self, wishes: Wishes) -> str:
+    def _steps(self, options: RunOptions) -> str:
         from ablate.cli.doctor import Checkup, Unfit
         from ablate.cli.live_view import View
         from ablate.execution.workers import ClusterError, ClusterLost
@@ -238,7 +238,7 @@ class SweepRun:
             settings.device,
             partial(_connect, settings, self.experiment.resources, checkup),
             settings.mlflow,
-            wishes,
+            options,
         )
         try:
             with View(self.screen).open() as view, closing(controller.run()) as steps, closing(checkup):
@@ -366,7 +366,7 @@ def _message(
 # One run in a process that outlives the terminal
 
 
-def _detach(file: Path, folder: Path, settings: Settings, wishes: Wishes, report: bool) -> int:
+def _detach(file: Path, folder: Path, settings: Settings, options: RunOptions, report: bool) -> int:
     """Start the same sweep in a new session, wait until it holds its lock, and return the exit status.
 
     If the process ends before that, print its output and return its exit status.
@@ -377,7 +377,7 @@ def _detach(file: Path, folder: Path, settings: Settings, wishes: Wishes, report
     log = folder / "console.txt"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*_command(file, settings, wishes), *([] if report else ["--no-report"])],
+            [*_command(file, settings, options), *([] if report else ["--no-report"])],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -408,7 +408,7 @@ def _state_option(settings: Settings) -> str:
     return "" if settings.origins["state"] == "default" else f" --state {settings.state}"
 
 
-def _command(file: Path, settings: Settings, wishes: Wishes) -> list[str]:
+def _command(file: Path, settings: Settings, options: RunOptions) -> list[str]:
     """Return the command of a detached sweep.
 
     Addresses are passed in its environment, since every user of a machine can list the arguments of a
@@ -427,9 +427,9 @@ def _command(file: Path, settings: Settings, wishes: Wishes) -> list[str]:
     command += ["--workers", str(settings.workers)] if settings.workers else []
     command += ["--price", str(settings.price)] if settings.price else []
     command += ["--priority", str(settings.priority)] if settings.priority else []
-    command += [] if wishes.fork else ["--no-fork"]
-    command += ["--fresh"] if wishes.fresh else []
-    return command + (["--accept-version"] if wishes.accept_version else [])
+    command += [] if options.fork else ["--no-fork"]
+    command += ["--fresh"] if options.fresh else []
+    return command + (["--accept-version"] if options.accept_version else [])
 
 
 # The answer

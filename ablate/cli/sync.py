@@ -22,7 +22,7 @@ from ablate.cli.common import (
 from ablate.cli.settings import Settings, find_settings
 from ablate.errors import InputError, redact
 from ablate.execution.sweep_control import check, damage, folders, holder, put_aside
-from ablate.execution.tracking import behind, knock, unusable
+from ablate.execution.tracking import behind, check_login, unusable
 from ablate.files import Busy, lock
 from ablate.results.databases import path_of
 from ablate.results.ledger import Ledger
@@ -56,7 +56,7 @@ def sync(
         raise InputError(
             [f"no MLflow to send to: {settings.origins['mlflow']} says `none`; give an address with --mlflow"]
         )
-    knock(settings.mlflow)
+    check_login(settings.mlflow)
     selected = folders(settings.state, sweeps)
     _refuse_damaged(settings, rebuild, bool(sweeps))
     try:

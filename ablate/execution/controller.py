@@ -18,8 +18,8 @@ from ablate import provenance
 from ablate.errors import one_line
 from ablate.execution import sweep_control
 from ablate.execution.messages import Ended, Event, Events, Message, Notice, TrialRequest, Waiting
-from ablate.execution.progress import Executor, Outcome, Progress, Running, Status, Wishes
-from ablate.execution.scheduler import Agenda, Work
+from ablate.execution.progress import Executor, Outcome, Progress, Running, RunOptions, Status
+from ablate.execution.scheduler import Scheduler, Work
 from ablate.execution.study_points import GivenUp
 from ablate.experiment.arms import KnobError
 from ablate.experiment.load import Experiment
@@ -45,18 +45,18 @@ class Controller:
         device: str,
         connect: Callable[[], Executor],
         mlflow: str | None,
-        wishes: Wishes | None = None,
+        options: RunOptions | None = None,
     ) -> None:
-        wishes = wishes or Wishes()
-        self.experiment, self.state, self.wishes = experiment, state, wishes
+        options = options or RunOptions()
+        self.experiment, self.state, self.options = experiment, state, options
         self.folder = state / "sweeps" / experiment.name
         self.store, self.ledger = Store(state), Ledger(self.folder / "ledger.db")
         self._connect, self._mlflow = connect, mlflow
         self._layout = experiment.resources.layout(device)
         self._started = time.time()
-        fresh = self._started if wishes.fresh else None
-        self.agenda = Agenda(experiment, self.ledger, self.store, device, wishes.fork, fresh)
-        self.pictures: Any = None
+        fresh = self._started if options.fresh else None
+        self.scheduler = Scheduler(experiment, self.ledger, self.store, device, options.fork, fresh)
+        self.projections: Any = None
         self._running: dict[str, Running] = {}
         self._news: list[str] = []
         self._ran, self._confirmed = 0, False
@@ -77,18 +77,18 @@ class Controller:
             self._want()
             yield self._progress()
             self._extend()
-            self.pictures = self._draw()
-            if self.pictures.warmed:
-                self._say(self.pictures.warmed)
+            self.projections = self._draw()
+            if self.projections.warmed:
+                self._say(self.projections.warmed)
             if self._work_left():
                 executor = self._connect()
                 yield from self._loop(executor)
             status = self._status()
             if status in ("done", "failed"):
-                self.agenda.tidy()
+                self.scheduler.tidy()
             self.ledger.describe(ended=status)
             ending = {"failed": "FAILED", "stopped": "KILLED"}.get(status, "FINISHED")
-            if behind := self.pictures.finish(ending, _MLFLOW_GRACE_SECONDS):
+            if behind := self.projections.finish(ending, _MLFLOW_GRACE_SECONDS):
                 self._say(behind)
             yield self._progress()
             yield self._outcome(status)
@@ -115,31 +115,31 @@ class Controller:
         self._want(points)
         for point in self.ledger.points():
             if point["optuna"] in given_up:
-                self.agenda.give_up(point["arm"], given_up[point["optuna"]])
+                self.scheduler.give_up(point["arm"], given_up[point["optuna"]])
         self._extend()
         self.ledger.close()
-        return self._news + self.agenda.news
+        return self._news + self.scheduler.news
 
     def _want(self, points: Sequence[Mapping[str, Any]] = ()) -> None:
         requeued = self.ledger.requeue(time.time())
         self._describe()
         sweep_control.take(self.folder)  # orders to a controller that is no more
-        for line in self.agenda.everything(self.wishes.accept_version, points):
+        for line in self.scheduler.everything(self.options.accept_version, points):
             self._say(line)
         if requeued:
             self._say(f"{requeued} trials were left unfinished and go on")
 
     def _draw(self) -> Any:
         from ablate.execution.projections import (
-            Pictures,
+            Projections,
         )  # Optuna and pandas: only once the first line is on the screen
 
-        return Pictures(
+        return Projections(
             self.experiment, self.ledger, self.state, self.folder, self._mlflow, busy=self._work_left()
         )
 
     def _loop(self, executor: Executor) -> Iterator[Progress]:
-        self.pictures.refresh()  # or a study that was drawn again would ask while every point looks as if it still ran
+        self.projections.refresh()  # or a study that was drawn again would ask while every point looks as if it still ran
         while self._running or self._work_left():
             self._obey(executor)
             executor.wanted = self._wanted()
@@ -152,42 +152,44 @@ class Controller:
             if not self._running and (
                 executor.slots or not self._may_start(executor)
             ):  # without a slot, its turn is to come
-                if not self.agenda:
+                if not self.scheduler:
                     self._extend()  # the last points that were proposed may all repeat earlier ones
-                    if self.agenda:
+                    if self.scheduler:
                         continue
                 return
             for trial_id, message in executor.wait(_WAIT_SECONDS):
                 self._hear(executor, trial_id, message)
             self._extend()
-            self.pictures.refresh()
+            self.projections.refresh()
             yield self._progress()
 
     def _extend(self) -> None:
         """Want more where the answer so far calls for it; looks once after each change."""
-        now = self._ran, self.agenda.proposed, len(self._running)
-        if self.agenda or self._halt or self._extended == now:
+        now = self._ran, self.scheduler.proposed, len(self._running)
+        if self.scheduler or self._halt or self._extended == now:
             return
         self._extended, search = now, self.experiment.search
         if self.experiment.growth:
-            self._news += self.agenda.grow()
+            self._news += self.scheduler.grow()
         elif (
             search
             and search.confirm
             and not self._confirmed
             and not self._running
-            and self.agenda.asks_left <= 0
+            and self.scheduler.asks_left <= 0
         ):
             self._confirmed = True
-            self._news += self.agenda.confirm()
+            self._news += self.scheduler.confirm()
 
     def _work_left(self) -> bool:
-        return not self._halt and not self._spent() and bool(self.agenda or self.agenda.asks_left > 0)
+        return not self._halt and not self._spent() and bool(self.scheduler or self.scheduler.asks_left > 0)
 
     def _wanted(self) -> int:
         """Trials that run, wait, or may still be proposed."""
         return (
-            len(self._running) + len(self.agenda) + max(0, self.agenda.asks_left) * len(self.experiment.seeds)
+            len(self._running)
+            + len(self.scheduler)
+            + max(0, self.scheduler.asks_left) * len(self.experiment.seeds)
         )
 
     def _spent(self) -> bool:
@@ -200,30 +202,30 @@ class Controller:
         used = self._slot_seconds + sum(now - running.started for running in self._running.values())
         return (
             budget.cost is not None
-            and self.wishes.price is not None
-            and used / 3600 * self.wishes.price >= budget.cost
+            and self.options.price is not None
+            and used / 3600 * self.options.price >= budget.cost
         )
 
     def _status(self) -> Status:
         if self._halt:
             return self._halt[0]
-        if self.agenda or self.agenda.asks_left > 0:
+        if self.scheduler or self.scheduler.asks_left > 0:
             return "budget"
         return "failed" if self._failures() else "done"
 
     def _outcome(self, status: Status) -> Outcome:
         why = self._halt[1] if self._halt else ""
         if status == "budget":
-            left = f"{self.agenda.count['pending']} trials are not run"
-            if self.agenda.asks_left > 0:
-                left += f" and {self.agenda.asks_left} arms not proposed"
+            left = f"{self.scheduler.count['pending']} trials are not run"
+            if self.scheduler.asks_left > 0:
+                left += f" and {self.scheduler.asks_left} arms not proposed"
             why = f"Partial: the budget is reached, and {left}. The same command goes on."
         return Outcome(
-            status, self._ran, len(self.agenda.reused), self._failures(), time.time() - self._started, why
+            status, self._ran, len(self.scheduler.reused), self._failures(), time.time() - self._started, why
         )
 
     def _failures(self) -> int:
-        return sum(self.agenda.count[status] for status in ("failed", "oom", "stopped"))
+        return sum(self.scheduler.count[status] for status in ("failed", "oom", "stopped"))
 
     def _describe(self) -> None:
         commit, diff = provenance.commit(Path.cwd())
@@ -265,35 +267,35 @@ class Controller:
             )
 
     def _next(self) -> Work | None:
-        while not self.agenda and self.agenda.asks_left > 0:
-            number, knobs = self.pictures.study.ask()
+        while not self.scheduler and self.scheduler.asks_left > 0:
+            number, knobs = self.projections.study.ask()
             try:
-                self.pictures.due(self.agenda.propose(knobs, number))
+                self.projections.due(self.scheduler.propose(knobs, number))
             except KnobError as error:
-                self.pictures.study.refuse(number, str(error))
+                self.projections.study.refuse(number, str(error))
                 self._say(f"point {number} cannot be run: {error}")
-        return self.agenda.next(
+        return self.scheduler.next(
             {name for running in self._running.values() for _, name in running.request.fork}
         )
 
     def _submit(self, executor: Executor, work: Work) -> None:
-        if self.agenda.adopt(work.trial, work.spec.id):  # another sweep was faster
-            self.pictures.settled(work.trial)
+        if self.scheduler.adopt(work.trial, work.spec.id):  # another sweep was faster
+            self.projections.settled(work.trial)
             return
-        attempt = self.agenda.start(work.trial, work.spec.id, time.time())
+        attempt = self.scheduler.start(work.trial, work.spec.id, time.time())
         request = TrialRequest(
             id=work.spec.id,
             spec=work.spec.wire,
             root=str(self.state.resolve()),
             attempt=attempt,
             telemetry=self.experiment.telemetry.model_dump(),
-            fork=tuple(self.agenda.points(work.spec)),
+            fork=tuple(self.scheduler.points(work.spec)),
             patience=self.experiment.patience,
             ranks=self._layout.ranks,
             sharded=self._layout.sharded,
             imports=work.spec.config.imports,
         )
-        estimate = work.part * self.agenda.clock.pace.seconds(work.load)
+        estimate = work.part * self.scheduler.clock.pace.seconds(work.load)
         self._running[work.spec.id] = Running(
             one_line(work.arm.name),
             work.seed,
@@ -330,13 +332,13 @@ class Controller:
             if meant(running.work) and not running.ending:
                 running.ending = status, reason
                 executor.stop(trial_id)
-        for work in self.agenda.drop(meant) if not self._halt else ():
-            self.agenda.settle(work.trial, status, reason)
-            self.pictures.settled(work.trial)
+        for work in self.scheduler.drop(meant) if not self._halt else ():
+            self.scheduler.settle(work.trial, status, reason)
+            self.projections.settled(work.trial)
 
     def _prune(self, executor: Executor, trial: int) -> None:
         """End what the pruner gives up after what this trial has shown, but for trials that other arms want, too."""
-        for arm, decision in self.pictures.judge(trial).items():
+        for arm, decision in self.projections.judge(trial).items():
             own = self.ledger.own_trials(arm)
             self._end_trials(executor, partial(_among, own), "pruned", decision.reason)
 
@@ -373,7 +375,7 @@ class Controller:
         if end.result is not None:
             if self.store.result(trial_id) is None:  # a worker that shares no file system
                 self.store.commit(trial_id, end.result)
-            if why := self.agenda.confirm_records(running.trial, trial_id, end.result):
+            if why := self.scheduler.confirm_records(running.trial, trial_id, end.result):
                 end = Ended("failed", why)
         outcome: str = end.status
         reason = end.reason
@@ -394,11 +396,11 @@ class Controller:
     ) -> None:
         self._ran += 1
         if outcome == "done" and running.steps > running.begun:
-            self.agenda.clock.pace.learn(
+            self.scheduler.clock.pace.learn(
                 running.work.load, result["seconds"] * running.steps / (running.steps - running.begun)
             )
-        self.agenda.settle(running.trial, outcome, reason, result["seconds"])
-        self.pictures.settled(running.trial)
+        self.scheduler.settle(running.trial, outcome, reason, result["seconds"])
+        self.projections.settled(running.trial)
         final = self.ledger.last_value(running.trial, self.experiment.metric.name)
         ending = (
             f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
@@ -408,14 +410,14 @@ class Controller:
     def _failed(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
         if end.disk_full:
             self._stop_for_space("some of it")
-            self.agenda.settle(running.trial, "pending")
+            self.scheduler.settle(running.trial, "pending")
             return
         tries = self.ledger.attempts_since(running.trial, self._started)
         if tries <= self.experiment.retry and not self._halt:
             self._say(
                 f"{running.name} seed={running.seed}: {end.reason}; retry {tries}/{self.experiment.retry}"
             )
-            attempt = self.agenda.start(running.trial, trial_id, time.time())
+            attempt = self.scheduler.start(running.trial, trial_id, time.time())
             request = replace(running.request, attempt=attempt)
             self._running[trial_id] = replace(
                 running, attempt=attempt, started=time.time(), begun=0, step=0, loss=math.nan, request=request
@@ -426,8 +428,8 @@ class Controller:
 
     def _give_up(self, running: Running, status: str, reason: str | None, log: str) -> None:
         """A trial without a result, not to be tried again in this run."""
-        self.agenda.settle(running.trial, status, reason)
-        self.pictures.settled(running.trial)
+        self.scheduler.settle(running.trial, status, reason)
+        self.projections.settled(running.trial)
         lines = "".join(f"\n    {line}" for line in log.splitlines())
         shown = str(GivenUp.parse(reason) or reason) if status == "pruned" and reason else reason
         why = status if not shown else shown if shown.startswith(status) else f"{status}: {shown}"
@@ -452,9 +454,9 @@ class Controller:
         now = time.time()
         for running in self._running.values():
             self.ledger.end_attempt(running.trial, running.attempt, now, "interrupted")
-            self.agenda.settle(running.trial, "pending")
-        if self.pictures:
-            self.pictures.finish("KILLED", _INTERRUPT_GRACE_SECONDS)
+            self.scheduler.settle(running.trial, "pending")
+        if self.projections:
+            self.projections.finish("KILLED", _INTERRUPT_GRACE_SECONDS)
 
     # Telling
 
@@ -462,12 +464,12 @@ class Controller:
         self._news.append(line)
 
     def _progress(self) -> Progress:
-        count = self.agenda.count
+        count = self.scheduler.count
         total = count.total()
-        news, self._news, self.agenda.news = (*self._news, *self.agenda.news), [], []
-        trouble = self.pictures.trouble if self.pictures else None
+        news, self._news, self.scheduler.news = (*self._news, *self.scheduler.news), [], []
+        trouble = self.projections.trouble if self.projections else None
         done = total - count["pending"] - count["running"]
-        left = self.agenda.seconds_left(self._running.values(), self._slots, self._confirmed)
+        left = self.scheduler.seconds_left(self._running.values(), self._slots, self._confirmed)
         return Progress(done, total, self._failures(), tuple(self._running.values()), news, trouble, left)
 
 

@@ -78,7 +78,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RunOptions:
     """What a command may ask of a run beside what the experiment says."""
 
     fork: bool = True

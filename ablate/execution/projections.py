@@ -1,4 +1,4 @@
-"""What is drawn of a sweep's ledger: Optuna's study by calls from here, MLflow by a thread of its own. Pictures only: the
+"""What is drawn of a sweep's ledger: Optuna's study by calls from here, MLflow by a thread of its own. Projections only: the
 ledger is never asked of them, and either can be deleted and is drawn again."""
 
 import hashlib
@@ -110,7 +110,7 @@ class Mirror:
             self._ledger.describe(mlflow=digest)
 
 
-class Pictures:
+class Projections:
     """The study and the MLflow projection of one sweep, used by its controller in the controller's thread."""
 
     def __init__(

@@ -44,7 +44,7 @@ class Work:
     """Part of its steps that it computes: the others are those of a trial that begins alike."""
 
 
-class Agenda:
+class Scheduler:
     """One run of one experiment: what it wants, in the ledger and in the order in which it should run."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Check that a ledger still holds what was written into it: records by number and digest, rows of all other tables by their seals.
 
-Read-only: the callers (verify.py, agenda.py, control.py) decide what to do about a difference.
+Read-only: the callers (verify.py, scheduler.py, sweep_control.py) decide what to do about a difference.
 """
 
 import json

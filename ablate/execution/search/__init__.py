@@ -3,9 +3,9 @@
 `study` asks and tells; `journal` is its file; `dress` puts the answer into it; `shelf` shows the journals of all sweeps at once.
 """
 
-from ablate.execution.search.dress import decorate, importances
+from ablate.execution.search.annotations import decorate, importances
+from ablate.execution.search.combined_storage import CombinedStorage, dashboard
 from ablate.execution.search.journal import REPEATS, given_up, points, shown
-from ablate.execution.search.shelf import Shelf, dashboard
 from ablate.execution.search.study import ENDED, PRUNERS, SAMPLERS, Study
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "PRUNERS",
     "REPEATS",
     "SAMPLERS",
-    "Shelf",
+    "CombinedStorage",
     "Study",
     "dashboard",
     "decorate",

@@ -6,7 +6,7 @@
 
 from ablate.execution.tracking.attach import log_report
 from ablate.execution.tracking.database import unusable
-from ablate.execution.tracking.door import knock
+from ablate.execution.tracking.login import check_login
 from ablate.execution.tracking.projector import Projector, Shipped, behind
 from ablate.execution.tracking.reader import fetch
 from ablate.execution.tracking.runs import VIEW, page, shown
@@ -16,8 +16,8 @@ __all__ = [
     "Projector",
     "Shipped",
     "behind",
+    "check_login",
     "fetch",
-    "knock",
     "log_report",
     "page",
     "shown",

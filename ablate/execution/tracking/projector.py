@@ -20,7 +20,7 @@ from typing import Any
 
 from ablate.errors import redact
 from ablate.execution.tracking import database, runs
-from ablate.execution.tracking.door import plainly
+from ablate.execution.tracking.login import plainly
 from ablate.experiment import schema
 from ablate.files import lock
 from ablate.results.databases import path_of, set_journal

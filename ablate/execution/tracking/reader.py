@@ -17,7 +17,7 @@ from typing import Any
 
 from ablate.errors import InputError, nearest, redact
 from ablate.execution.tracking.database import revision
-from ablate.execution.tracking.door import plainly
+from ablate.execution.tracking.login import plainly
 from ablate.results.databases import open_readonly, path_of
 from ablate.results.ledger import Ledger
 from ablate.training.metric_names import GAP, parse

@@ -34,7 +34,7 @@ class _Book:
     created: int = 0
 
 
-class Shelf(BaseJournalBackend):
+class CombinedStorage(BaseJournalBackend):
     """The journals of a state folder's sweeps, read as one."""
 
     def __init__(self, state: Path) -> None:
@@ -134,7 +134,7 @@ def dashboard(state: Path) -> tuple[Callable[..., Iterable[bytes]], Callable[[st
     """
     from optuna_dashboard import wsgi
 
-    storage = JournalStorage(Shelf(state))
+    storage = JournalStorage(CombinedStorage(state))
     pages = wsgi(storage)
 
     def application(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:

@@ -18,7 +18,7 @@ from ablate.errors import InputError
 from ablate.execution import controller, sweep_control
 from ablate.execution.controller import Controller
 from ablate.execution.messages import Message, TrialRequest
-from ablate.execution.progress import Outcome, Wishes
+from ablate.execution.progress import Outcome, RunOptions
 from ablate.execution.supervisor import run_inline
 from ablate.execution.trial_runner import Superseded, run
 from ablate.execution.workers import Inline
@@ -30,9 +30,9 @@ from ablate.results.verify import verify
 OWN = ("throughput/", "memory/")
 
 
-def wished(experiment, state: Path, **wishes) -> tuple[Outcome, list[str]]:
-    """Run the sweep in this process with wishes; its outcome and what it said."""
-    steps = list(Controller(experiment, state, "cpu", Inline, None, Wishes(**wishes)).run())
+def wished(experiment, state: Path, **options) -> tuple[Outcome, list[str]]:
+    """Run the sweep in this process with options; its outcome and what it said."""
+    steps = list(Controller(experiment, state, "cpu", Inline, None, RunOptions(**options)).run())
     return steps[-1], [line for step in steps[:-1] for line in step.news]
 
 

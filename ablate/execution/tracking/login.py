@@ -15,7 +15,7 @@ _REFUSED = (401, 403)
 _LOOK_SECONDS = 5.0
 
 
-def knock(uri: str | None) -> None:
+def check_login(uri: str | None) -> None:
     """InputError, in one sentence, where a server answers that we may not use it. One that does not answer is no concern of this."""
     if not uri or not uri.startswith(("http://", "https://")) or _answer(uri) not in _REFUSED:
         return

@@ -11,8 +11,8 @@ from optuna.storages import JournalStorage
 from support.experiments import ledger, sweep, tiny
 from test_search import trials
 
-from ablate.execution.projections import Pictures
-from ablate.execution.search import Shelf, Study, dashboard, decorate, importances
+from ablate.execution.projections import Projections
+from ablate.execution.search import CombinedStorage, Study, dashboard, decorate, importances
 from ablate.execution.study_points import Point
 from ablate.results.ledger import Ledger
 from ablate.results.summary import interval, metric_of, open_ledger, summaries
@@ -71,13 +71,13 @@ def test_a_grids_arm_waits_for_its_baseline_and_is_told_then(tmp_path):
             arm.name, arm.knobs, numbers.get(arm.baseline), None if arm.baseline is None else 0
         )
         of[arm.name] = book.add_member(numbers[arm.name], 0, spec.id, spec.wire)
-    pictures = Pictures(experiment, book, tmp_path, folder, None, busy=True)
+    projections = Projections(experiment, book, tmp_path, folder, None, busy=True)
     seen = []
     for name, loss in (("rht=true", 2.5), ("bf16", 2.0)):
         book.record(of[name], [{"step": 4, "time": 0.0, "metrics": {"val/loss": loss}}])
         book.settle(of[name], "done")
-        pictures.settled(of[name])
-        pictures.refresh()
+        projections.settled(of[name])
+        projections.refresh()
         seen += [(trial.state.name, trial.user_attrs.get("gap")) for trial in trials(tmp_path)]
     book.close()
     assert seen == [("RUNNING", None), ("COMPLETE", 0.5)]
@@ -107,7 +107,7 @@ def test_a_study_gets_a_note_each_arm_its_own_and_the_gaps_as_a_picture(copied):
     from optuna_dashboard._note import get_note_from_system_attrs
 
     dressed(copied)
-    study = optuna.load_study(study_name="first", storage=JournalStorage(Shelf(copied)))
+    study = optuna.load_study(study_name="first", storage=JournalStorage(CombinedStorage(copied)))
     attrs = study._storage.get_study_system_attrs(study._study_id)
     assert get_note_from_system_attrs(attrs, None)["body"] == "the note"
     book = open_ledger(copied, "first")
@@ -138,7 +138,7 @@ def test_the_same_answer_again_adds_no_more_than_its_picture_and_another_is_the_
     assert journal.stat().st_size - size < 10 * picture
     assert "dashboard:note" not in journal.read_text()[size:]
     dressed(copied, note="another")
-    study = optuna.load_study(study_name="first", storage=JournalStorage(Shelf(copied)))
+    study = optuna.load_study(study_name="first", storage=JournalStorage(CombinedStorage(copied)))
     assert get_note(study) == "another"
 
 
@@ -146,10 +146,12 @@ def test_what_somebody_wrote_in_the_dashboard_stays(copied):
     from optuna_dashboard import get_note, save_note
 
     dressed(copied)
-    save_note(optuna.load_study(study_name="first", storage=JournalStorage(Shelf(copied))), "my own words")
+    save_note(
+        optuna.load_study(study_name="first", storage=JournalStorage(CombinedStorage(copied))), "my own words"
+    )
     dressed(copied, note="another")
     assert (
-        get_note(optuna.load_study(study_name="first", storage=JournalStorage(Shelf(copied))))
+        get_note(optuna.load_study(study_name="first", storage=JournalStorage(CombinedStorage(copied))))
         == "my own words"
     )
 
@@ -162,7 +164,8 @@ def test_a_dressed_study_is_the_same_sweeps_and_stays_dressed(copied):
     sweep(tiny(copied, "first"), copied)
     assert (copied / "sweeps" / "first" / "optuna.log").read_bytes().startswith(before)
     assert (
-        get_note(optuna.load_study(study_name="first", storage=JournalStorage(Shelf(copied)))) == "the note"
+        get_note(optuna.load_study(study_name="first", storage=JournalStorage(CombinedStorage(copied))))
+        == "the note"
     )
 
 
@@ -262,14 +265,14 @@ def alone(state, name: str) -> list[tuple]:
 
 
 def test_the_shelf_shows_every_study_as_its_own_journal_does(state):
-    storage = JournalStorage(Shelf(state))
+    storage = JournalStorage(CombinedStorage(state))
     assert [study.study_name for study in storage.get_all_studies()] == ["first", "second"]
     for name in ("first", "second"):
         assert seen(storage, name) == alone(state, name)
 
 
 def test_the_shelf_follows_sweeps_that_begin_and_are_drawn_again(copied):
-    storage = JournalStorage(Shelf(copied))
+    storage = JournalStorage(CombinedStorage(copied))
     sweep(tiny(copied, "third", ablate={"rht": [True]}, seeds=1), copied)
     assert seen(storage, "third") == alone(copied, "third")
     (copied / "sweeps" / "first" / "optuna.log").unlink()
@@ -282,7 +285,7 @@ def test_half_a_line_waits_for_its_other_half(copied):
     journal = copied / "sweeps" / "first" / "optuna.log"
     whole = journal.read_bytes()
     journal.write_bytes(whole[:-20])
-    storage = JournalStorage(Shelf(copied))
+    storage = JournalStorage(CombinedStorage(copied))
     assert [trial[1].name for trial in seen(storage, "first")].count("COMPLETE") < 2
     with journal.open("ab") as file:
         file.write(whole[-20:])
@@ -314,7 +317,7 @@ def test_a_note_taken_in_the_dashboard_lands_in_the_journal_that_it_is_about(cop
     application, number = dashboard(copied)
     before = {name: (copied / "sweeps" / name / "optuna.log").read_bytes() for name in ("first", "second")}
     second = number("second")
-    trial = JournalStorage(Shelf(copied)).get_all_trials(second)[1]._trial_id
+    trial = JournalStorage(CombinedStorage(copied)).get_all_trials(second)[1]._trial_id
     assert asked(application, "PUT", f"/api/studies/{second}/note", {"body": "of the study", "version": 1})[
         0
     ].startswith("204")
