@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ablate.results.paired_stats import Interval
+from ablate.results.intervals import Interval
 
 DEVIATION, EXPERIMENTS, AT_ONCE = 0.006, 1_000_000, 50_000
 DESIGNS = {

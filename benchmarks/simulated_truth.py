@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ablate.results.paired_stats import ALPHA, Difference, Interval, judge, paired_difference, seeds_needed
+from ablate.results.intervals import ALPHA, Interval
+from ablate.results.paired_stats import Difference, judge, paired_difference, seeds_needed
 
 EFFECTS, DEVIATIONS, STARTS = (0.0, 0.25, 0.5, 1.0, 2.0), (0.5, 1.0, 2.0, 4.0), (3, 5, 8)
 INTERVALS = ("t", "split:4", "sequence")

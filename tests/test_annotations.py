@@ -15,7 +15,8 @@ from ablate.execution.projections import Projections
 from ablate.execution.search import CombinedStorage, Study, dashboard, decorate, importances
 from ablate.execution.study_points import Point
 from ablate.results.ledger import Ledger
-from ablate.results.summary import interval, metric_of, open_ledger, summaries
+from ablate.results.number_text import interval
+from ablate.results.summary import metric_of, open_ledger, summaries
 from ablate.results.trial_store import Store, Tally, line
 from ablate.results.verdict_text import verdict_text
 

@@ -12,8 +12,9 @@ from ablate.results.answer import Answer
 from ablate.results.figures import forest
 from ablate.results.ledger import Ledger
 from ablate.results.markdown_summary import summary_markdown
+from ablate.results.next_runs import undecided
 from ablate.results.published import replications
-from ablate.results.summary import UNLEARNED, gap, summaries, undecided
+from ablate.results.summary import UNLEARNED, gap, summaries
 from ablate.results.trial_store import Store
 from ablate.results.verdict_text import REASONS, needed_text
 
@@ -73,7 +74,7 @@ def test_the_verdict_states_every_arm_and_none_is_picked(book):
         "nvfp4 is equivalent to bf16",
     ]
     assert stated[1].endswith("+0.1015 ±0.0021 nats")
-    assert ", and takes over 200 seeds in all" in stated[0]
+    assert ", and needs over 200 seeds in all for a verdict" in stated[0]
 
 
 def noisy(book, count: int) -> None:
@@ -329,7 +330,7 @@ def test_the_sign_of_a_percentage_is_that_of_its_gap_where_values_are_negative(b
 def test_one_seed_and_one_arm_are_counted_as_one(book):
     add(book, "bf16", {0: 3.0}, None)
     assert "1 arm of workload gpt" in Answer(book).method().text
-    assert "1 seed an arm" in Answer(book).method().text
+    assert "1 seed per arm" in Answer(book).method().text
     add(book, "a", {0: 3.1})
     assert "over 1 seed;" in said(book)
     assert "1 seeds" not in said(book) + Answer(book).method().text
@@ -348,15 +349,15 @@ def test_tokens_to_match_and_percent_are_those_of_the_curves(book):
 @pytest.mark.parametrize(
     ("fill", "expected"),
     [
-        (lambda b: add(b, "bf16", BASE, None), "One arm alone has finished"),
-        (lambda b: (add(b, "bf16", {0: 3.0}, None), add(b, "a", {0: 3.1})), "One seed an arm"),
+        (lambda b: add(b, "bf16", BASE, None), "Only one arm has finished"),
+        (lambda b: (add(b, "bf16", {0: 3.0}, None), add(b, "a", {0: 3.1})), "One seed per arm"),
         (
             lambda b: (add(b, "bf16", BASE, None, status="diverged"), add(b, "a", BASE, status="diverged")),
             "Every run diverged",
         ),
         (
             lambda b: (add(b, "bf16", BASE, None, status="failed"), add(b, "a", BASE, status="failed")),
-            "Nothing can be said yet",
+            "No answer yet",
         ),
     ],
     ids=["one arm", "one seed", "all diverged", "none finished"],
@@ -400,7 +401,7 @@ def test_what_is_missing_and_what_diverged_is_said_with_its_seeds(book):
     for seed, status in ((2, "diverged"), (3, "failed")):
         book.settle(book.add_member(arm, seed, f"a/{seed}", SPEC), status, "why")
     text = said(book)
-    assert "**Half done:** 1 of 8 runs are missing (1 failed)" in text
+    assert "**Incomplete:** 1 of 8 runs are missing (1 failed)" in text
     assert "**Diverged:** a on seed 2." in text
     assert (Answer(book).arms[1].verdict.diverged, Answer(book).arms[1].verdict.seeds) == (1, 4)
 
@@ -425,7 +426,7 @@ def test_a_searchs_best_arm_is_not_declared_on_the_data_that_chose_it(book):
         )
     verdict = Answer(book).verdict()
     assert verdict.startswith("The best of 3 arms is lr=2, ")
-    assert "exploratory, until it is run again on fresh seeds" in verdict
+    assert "exploratory until the arm is rerun on fresh seeds" in verdict
     again = add(book, "again", dict.fromkeys(range(10, 14), 3.0), None)
     add(book, "confirm: lr=2", {seed + 10: 2.9 + 0.001 * seed for seed in range(4)}, again)
     found = "The search found an improvement: its best arm, lr=2, is better than again on 4 fresh seeds, "
@@ -456,9 +457,9 @@ def test_the_headline_says_of_a_winner_what_the_fresh_seeds_say(book, more, firs
     verdict = Answer(book).verdict()
     assert verdict.startswith(first)
     assert ("is better than" in verdict) == (more == -0.1)
-    assert ("not confirmed, since its run on 4 fresh seeds has 0 pairs with its baseline" in verdict) == (
-        more is None
-    )
+    assert (
+        "not confirmed, because its rerun on 4 fresh seeds has only 0 pairs with its baseline" in verdict
+    ) == (more is None)
 
 
 def test_a_comparison_without_a_verdict_is_not_counted_as_undecided(book):

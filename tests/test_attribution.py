@@ -9,7 +9,8 @@ import statsmodels.formula.api as smf
 from pandas import DataFrame
 
 from ablate.results.attribution import extra_tokens, front, grid, interactions, main_effects, shares
-from ablate.results.paired_stats import Interval, Verdict, paired_difference
+from ablate.results.intervals import Interval
+from ablate.results.paired_stats import Verdict, paired_difference
 from ablate.results.summary import ArmSummary
 
 LEVELS = {"rht": [True, False], "sr": [True, False], "block": ["1x16", "1x32", "1x64"]}

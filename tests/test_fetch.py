@@ -11,8 +11,9 @@ from test_controller import WILD
 
 from ablate.errors import InputError
 from ablate.execution.tracking import fetch, shown
+from ablate.results.contrasts import contrasts
 from ablate.results.ledger import Ledger
-from ablate.results.summary import contrasts, metric_of, summaries
+from ablate.results.summary import metric_of, summaries
 
 pytestmark = [
     pytest.mark.services,

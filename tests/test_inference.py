@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 
 from ablate.results.inference import wilcoxon
-from ablate.results.paired_stats import Interval, equivalence, holm, p_value, paired_difference
+from ablate.results.intervals import Interval
+from ablate.results.paired_stats import equivalence, holm, p_value, paired_difference
 
 
 def by_seed(values) -> dict[int, float]:

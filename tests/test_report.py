@@ -173,7 +173,7 @@ def test_each_kind_of_question_has_its_notebook(state, name, first, shows):
 
 def test_one_seed_claims_nothing(state):
     html = text_of(make(state, "alone", ["ablation"]).index)
-    assert "One seed an arm: there are differences, and no interval" in html
+    assert "One seed per arm: no difference has an interval" in html
 
 
 def test_what_is_half_done_is_reported_and_marked(state, tmp_path):
@@ -183,7 +183,7 @@ def test_what_is_half_done_is_reported_and_marked(state, tmp_path):
         ledger.settle(trial, status)
     ledger.close()
     html = text_of(make(tmp_path, "grid", ["ablation"]).index)
-    assert "<b>Half done:</b> 1 of 6 runs are missing (1 pending)" in html
+    assert "<b>Incomplete:</b> 1 of 6 runs are missing (1 pending)" in html
     assert "1 of them not finished" in html
     assert "<b>Diverged:</b>" in html
 

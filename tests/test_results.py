@@ -17,25 +17,17 @@ from ablate.cli.live_view import replication_table, summary_table
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import Growth, Metric, Published
 from ablate.results.attribution import grid, main_effects
+from ablate.results.contrasts import contrasts
+from ablate.results.intervals import Interval
 from ablate.results.ledger import Ledger
 from ablate.results.markdown_summary import summary_markdown
-from ablate.results.paired_stats import Difference, Interval, decided, paired_difference
+from ablate.results.next_runs import fresh_seeds, undecided, winner
+from ablate.results.number_text import interval, number
+from ablate.results.paired_stats import Difference, decided, paired_difference
 from ablate.results.published import Agreement, agreement_notes, agreement_text, replications
 from ablate.results.records import frame
-from ablate.results.summary import (
-    contrasts,
-    emulated,
-    foremost,
-    fresh_seeds,
-    interval,
-    metric_of,
-    number,
-    open_ledger,
-    reading,
-    summaries,
-    undecided,
-    winner,
-)
+from ablate.results.summary import foremost, metric_of, open_ledger, summaries
+from ablate.results.table_notes import emulated, reading
 from ablate.results.trial_store import Store
 
 LOSSES = {
@@ -187,7 +179,7 @@ def test_the_markdown_is_the_question_and_a_line_an_arm(book):
     assert text[5 + 3].endswith("| 1 | not judged² |  |")
     assert text[4 + len(LOSSES) :] == [
         "",
-        "¹ too few distinct values: 1, a verdict takes 3  ",
+        "¹ too few distinct differences: 1 (a verdict needs 3)  ",
         "² one seed: no interval  ",
     ]
 
@@ -586,15 +578,17 @@ def test_a_ledger_that_declares_nothing_has_plain_t_intervals(book):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("t", "± is a 95 % t interval, each on its own;"),
-        ("split:10", "± is a t interval, its 5 % split over 10 looks, each on its own;"),
-        ("sequence", "± is a 95 % confidence sequence, each on its own;"),
+        ("t", "95 % t interval of one comparison by itself;"),
+        ("split:10", "t interval, its 5 % split over 10 looks of one comparison by itself;"),
+        ("sequence", "95 % confidence sequence of one comparison by itself;"),
     ],
 )
 def test_what_is_read_names_the_interval(kind, said, grown):
     grown.describe(interval=kind)
-    assert reading(summaries(grown)).startswith(f"Gaps and effects are paired over 6 seeds; {said}")
-    assert ("It holds at every look" in reading(summaries(grown))) == (kind == "sequence")
+    assert reading(summaries(grown)).startswith(
+        f"Gaps and effects are paired over 6 seeds; ± is half a {said}"
+    )
+    assert ("valid at every look" in reading(summaries(grown))) == (kind == "sequence")
     assert f"gap to baseline, {Interval.parse(kind)}" in summary_markdown(grown)
 
 
@@ -610,7 +604,7 @@ def test_an_arm_shows_its_own_seeds_and_the_reading_says_that_they_differ(grown)
         ("wide", 7, 7),
         ("clear", 7, 6),
     ]
-    assert "paired by seed, each arm over its own, so compare gaps and not means;" in reading(arms)
+    assert "paired by seed, each arm over its own seeds, so compare gaps and not means;" in reading(arms)
     cells = {row[0]: [cell.strip() for cell in row if cell.strip()] for row in shown(arms, metric_of(grown))}
     assert (cells["wide"][2], cells["clear"][2]) == ("7", "6 of 7")
 
@@ -785,7 +779,7 @@ def test_what_a_search_saw_is_exploratory_and_its_colour_is_kept_for_results(gro
         None,
     )  # of a proposal no seeds are planned
     assert (colours[""]["clear"], colours["tpe"]["clear"]) == ("red", "")
-    assert "run it again on new seeds before believing its gap" in reading(arms)
+    assert "rerun it on fresh seeds before you rely on it" in reading(arms)
 
 
 def test_the_winner_has_the_best_mean_of_the_arms_whose_seeds_are_all_done(studied):
@@ -865,7 +859,7 @@ def test_a_winner_run_again_has_a_line_with_the_gap_of_the_fresh_seeds_alone(stu
     assert confirmed.verdict.fresh_seeds == 3
     assert winner(studied) == name
     assert fresh_seeds(studied, 3) == seeds  # the same when the sweep goes on
-    assert "is the search's best arm on seeds that took no part in choosing it" in reading(
+    assert "marks the search's best arm, rerun on seeds that took no part in choosing it" in reading(
         list(arms.values())
     )
     lines = [cells[0].strip() for cells in shown(list(arms.values()), metric_of(studied))]

@@ -15,8 +15,9 @@ from ablate.execution.tracking import runs
 from ablate.experiment.load import load
 from ablate.experiment.roles import role_of
 from ablate.results.answer import Answer
+from ablate.results.contrasts import contrasts
 from ablate.results.ledger import Ledger
-from ablate.results.summary import contrasts, metric_of, summaries
+from ablate.results.summary import metric_of, summaries
 
 IDLE = {"workload": {"idle": {"steps": 3}}, "ablate": None}
 
@@ -230,7 +231,7 @@ def test_pruned_arms_are_said_to_be_pruned_and_nothing_of_them_is_missing(tmp_pa
             assert (arms[name].verdict.reason, arms[name].missing) == ("pruned", ())
         assert not any(arm.missing for arm in arms.values())
         texts = [part.text for part in Answer(book).losses()]
-        assert not any("Half done" in text or "is missing" in text for text in texts)
+        assert not any("Incomplete" in text or "is missing" in text for text in texts)
         assert [all(name in text for name in list(pruned)[:8]) for text in texts] == [True]
 
 

@@ -10,9 +10,10 @@ from ablate.cli.live_view import contrast_table
 from ablate.results import figures
 from ablate.results.answer import Answer
 from ablate.results.attribution import grid, main_effects
+from ablate.results.contrasts import contrasts
 from ablate.results.headline import of_knobs
 from ablate.results.ledger import Ledger
-from ablate.results.summary import contrasts, metric_of, summaries
+from ablate.results.summary import metric_of, summaries
 
 LISTS = {
     "false first": [False, True],

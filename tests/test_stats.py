@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
+from ablate.results.intervals import Interval
 from ablate.results.paired_stats import (
     Difference,
-    Interval,
     Kind,
     Needed,
     Reason,
@@ -378,20 +378,20 @@ WORDS = {
     "exploratory": (
         Verdict("worse", exploratory=True),
         "worse",
-        ["exploratory: chosen by these numbers"],
-        "worse (exploratory: chosen by these numbers)",
+        ["exploratory: the search chose this arm by the same numbers"],
+        "worse (exploratory: the search chose this arm by the same numbers)",
     ),
     "fresh": (Verdict("worse", fresh_seeds=3), "worse", ["on 3 fresh seeds"], "worse (on 3 fresh seeds)"),
     "nothing learned": (
         Verdict("worse", reference=3.149),
         "worse",
-        ["learned nothing, its loss is above 3.15"],
-        "worse (learned nothing, its loss is above 3.15)",
+        ["learned nothing: a model that ignores its input reaches 3.15"],
+        "worse (learned nothing: a model that ignores its input reaches 3.15)",
     ),
     "some diverged": (
         Verdict("worse", diverged=1, seeds=4),
         "diverged; worse",
-        ["diverged on 1 of 4 seeds: the verdict is on the others"],
+        ["diverged on 1 of 4 seeds: the verdict is on the other seeds"],
         "diverged on 1 of 4 seeds; on the others: worse",
     ),
     "all diverged": (
@@ -415,8 +415,8 @@ WORDS = {
     "few": (
         Verdict("unjudged", "few_values", count=2),
         "not judged",
-        ["too few distinct values: 2, a verdict takes 3"],
-        "too few distinct values: 2, a verdict takes 3",
+        ["too few distinct differences: 2 (a verdict needs 3)"],
+        "too few distinct differences: 2 (a verdict needs 3)",
     ),
     "counts": (
         Verdict("unjudged", "equal_counts", count=3),

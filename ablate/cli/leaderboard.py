@@ -162,7 +162,8 @@ def _line(error: Exception) -> str:
 
 def _entries(ledger: Ledger, tasks: dict[str, dict[str, Any]]) -> Iterator[Entry]:
     """Yield the compared arms of a sweep; add the fields of their tasks to `tasks`."""
-    from ablate.results.summary import interval, metric_of, summaries  # SciPy: `ablate plan` does without
+    from ablate.results.number_text import interval  # SciPy: `ablate plan` does without
+    from ablate.results.summary import metric_of, summaries
 
     metric, commit, name = metric_of(ledger), _commit(ledger), ledger.name
     members: dict[str, list[Any]] = {}
@@ -334,7 +335,7 @@ def _cells(group: list[Entry]) -> tuple[list[list[str]], list[str]]:
 
 
 def _row(entry: Entry, mark: str) -> list[str]:
-    from ablate.results.summary import number
+    from ablate.results.number_text import number
     from ablate.results.verdict_text import needed_text, verdict_text
 
     mean = "-" if entry.mean is None else number(entry.mean)

@@ -438,8 +438,10 @@ def _command(file: Path, settings: Settings, options: RunOptions) -> list[str]:
 def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -> None:
     """Print the table of arms, the effect of each knob, and how to read them."""
     from ablate.cli.live_view import MOST_CONTRASTS, contrast_table, replication_table, summary_table
+    from ablate.results.contrasts import contrasts
     from ablate.results.published import replications
-    from ablate.results.summary import contrasts, emulated, open_ledger, summaries
+    from ablate.results.summary import open_ledger, summaries
+    from ablate.results.table_notes import emulated
 
     ledger = open_ledger(settings.state, experiment.name)
     for metric in experiment.metrics:
@@ -461,7 +463,7 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
 
 def _reading(experiment: Experiment, arms: list) -> str:
     """Return a few sentences that explain the table."""
-    from ablate.results.summary import reading
+    from ablate.results.table_notes import reading
 
     facts = experiment.base.config.summary() if experiment.metric.name == "val/loss" else {}
     floors = [_FLOORS[name].format(value) for name, value in facts.items() if name in _FLOORS]

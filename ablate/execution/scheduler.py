@@ -199,7 +199,7 @@ class Scheduler:
 
     def grow(self) -> list[str]:
         """Want more seeds of the arms that are undecided, and of their baselines; which those are. Nothing without growth."""
-        from ablate.results.summary import undecided  # pandas: only where seeds grow
+        from ablate.results.next_runs import undecided  # pandas: only where seeds grow
 
         growth, told = self.experiment.growth, []
         arms = {arm.name: arm for arm in self.experiment.arms}
@@ -219,7 +219,7 @@ class Scheduler:
 
     def confirm(self) -> list[str]:
         """Want the winner of a search, and its baseline, on seeds that took no part in choosing it. Nothing where that is not asked for."""
-        from ablate.results.summary import fresh_seeds, winner
+        from ablate.results.next_runs import fresh_seeds, winner
 
         search = self.experiment.search
         name = winner(self.ledger, infeasible=infeasible(self.ledger, self.experiment))

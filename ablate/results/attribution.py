@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ablate.results.paired_stats import Difference, Interval, paired_difference
-from ablate.results.summary import ArmSummary, is_switch
+from ablate.results.contrasts import is_switch
+from ablate.results.intervals import Interval
+from ablate.results.paired_stats import Difference, paired_difference
+from ablate.results.summary import ArmSummary
 
 _MOST_COMPONENTS = 8
 """Shapley shares look at every subset."""

@@ -1,16 +1,17 @@
-"""The first sentence of a report: the verdicts of one family of comparisons, all of them, after correction for their number."""
+"""First sentence of a report: the verdicts of one family of comparisons, corrected for their number."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 from ablate.experiment.roles import CONFIRM
 from ablate.results.attribution import Effect
+from ablate.results.number_text import counted, interval, number
 from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict
-from ablate.results.summary import ArmSummary, counted, interval, number
+from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import diverged_text, needed_text
 
-MOST_SAID = 6
-"""Comparisons that are stated one by one."""
+MOST_STATED = 6
+"""Largest number of comparisons that are stated one by one."""
 _RELATIONS = {
     "better": "is better than",
     "worse": "is worse than",
@@ -19,20 +20,20 @@ _RELATIONS = {
     "undecided": "is undecided against",
     "unjudged": "is not judged against",
 }
-"""An arm and its baseline, by the kind of the verdict."""
+"""Words between an arm and its baseline, by the kind of the verdict."""
 
-Said = list[tuple[str, Verdict]]
+Statements = list[tuple[str, Verdict]]
 """Sentences about comparisons, with their verdicts."""
 
 
-def of_knobs(effects: Sequence[tuple[Effect, Verdict]], unit: str) -> Said:
+def of_knobs(effects: Sequence[tuple[Effect, Verdict]], unit: str) -> Statements:
     """Return a sentence on every knob's main effect."""
-    words = {"same": "the same, number by number", "unjudged": "not judged"}
+    kinds = {"same": "the same, number by number", "unjudged": "not judged"}
     mean = ", on average over the other knobs" if len({effect.knobs for effect, _ in effects}) > 1 else ""
     return [
         (
-            f"{effect.knobs[0]}: {effect.change} is {words.get(verdict.kind, verdict.kind)}, {amount(effect.effect, unit)}{mean}"
-            f"{_seeds(verdict)}",
+            f"{effect.knobs[0]}: {effect.change} is {kinds.get(verdict.kind, verdict.kind)},"
+            f" {amount(effect.effect, unit)}{mean}{_seeds(verdict)}",
             verdict,
         )
         for effect, verdict in effects
@@ -40,8 +41,8 @@ def of_knobs(effects: Sequence[tuple[Effect, Verdict]], unit: str) -> Said:
     ]
 
 
-def of_arms(arms: Sequence[ArmSummary], unit: str) -> Said:
-    """Return a sentence on every arm against its baseline, but for those that a search proposed."""
+def of_arms(arms: Sequence[ArmSummary], unit: str) -> Statements:
+    """Return a sentence on every arm against its baseline, except those that a search proposed."""
     return [
         (
             f"{_of_winner(arm, unit) if arm.role == 'confirmed' else _of_arm(arm, unit)}{_seeds(arm.verdict)}",
@@ -53,16 +54,18 @@ def of_arms(arms: Sequence[ArmSummary], unit: str) -> Said:
 
 
 def _of_arm(arm: ArmSummary, unit: str) -> str:
-    return f"{arm.name} {_RELATIONS[arm.verdict.kind]} {arm.baseline}, {amount(arm.gap, unit)}{_remarks(arm)}"
+    relation = _RELATIONS[arm.verdict.kind]
+    return f"{arm.name} {relation} {arm.baseline}, {amount(arm.gap, unit)}{_remarks(arm)}"
 
 
 def _of_winner(arm: ArmSummary, unit: str) -> str:
-    """Return a sentence on a search's winner, run again: whether the search found anything comes first."""
+    """Return a sentence on a search's winner rerun on fresh seeds. The search's success or failure comes
+    first."""
     kind, name = arm.verdict.kind, arm.name.removeprefix(CONFIRM)
-    outcome = {"better": "The search found an improvement", "worse": "The search found no improvement"}
-    first = outcome.get(kind, "The search's winner is not confirmed")
-    on = f"on {counted(arm.gap.pairs, 'fresh seed')}"
-    return f"{first}: its best arm, {name}, {_RELATIONS[kind]} {arm.baseline} {on}, {amount(arm.gap, unit)}{_remarks(arm)}"
+    outcomes = {"better": "The search found an improvement", "worse": "The search found no improvement"}
+    outcome = outcomes.get(kind, "The search's winner is not confirmed")
+    relation = f"{_RELATIONS[kind]} {arm.baseline} on {counted(arm.gap.pairs, 'fresh seed')}"
+    return f"{outcome}: its best arm, {name}, {relation}, {amount(arm.gap, unit)}{_remarks(arm)}"
 
 
 def _remarks(arm: ArmSummary) -> str:
@@ -72,47 +75,61 @@ def _remarks(arm: ArmSummary) -> str:
 
 
 def of_best(searched: Sequence[ArmSummary], again: ArmSummary | None, metric: str, unit: str) -> str:
-    """Return a sentence on a search whose winner has no two pairs on fresh seeds. `searched`: from the best on; `again`: its run."""
+    """Return a sentence on a search whose winner has fewer than two pairs on fresh seeds.
+
+    `searched`: its arms, the best first. `again`: the winner's rerun on fresh seeds, if there is one.
+    """
     best = searched[0]
     gap = "" if best.gap is None or not best.gap.pairs else f", {amount(best.gap, unit)} from {best.baseline}"
-    until = "exploratory, until it is run again on fresh seeds (search: {confirm: 5})"
+    status = "exploratory until the arm is rerun on fresh seeds (search: {confirm: 5})"
     if again:
         pairs = counted(again.gap.pairs, "pair")
-        until = f"not confirmed, since its run on {counted(again.seeds, 'fresh seed')} has {pairs} with its baseline"
+        status = (
+            f"not confirmed, because its rerun on {counted(again.seeds, 'fresh seed')} has only {pairs} with"
+            " its"
+            " baseline"
+        )
     arms = counted(len(searched), "arm")
-    return f"The best of {arms} is {best.name}, {metric} {number(best.mean)}{gap}. It was chosen by this number: {until}."
-
-
-def headline(said: Said) -> str:
-    """Return the sentences as one or two. Of many, those that are decided after the correction for all, and how many are not.
-
-    A comparison without a verdict is not called undecided: no number of seeds is promised for it.
-    """
-    verdicts = [verdict for _, verdict in said]
-    if all(verdict.reason == "nothing_learned" for verdict in verdicts):
-        return "No answer: in each comparison neither arm's loss is better than that of a model that ignores its input."
-    if all(verdict.kind == "unjudged" and verdict.reason != "nothing_learned" for verdict in verdicts):
-        return f"No verdict: it takes differences with {FEWEST_DISTINCT} distinct values, and so {FEWEST_DISTINCT} seeds or more."
-    if len(said) <= MOST_SAID:
-        return f"{'; '.join(text for text, _ in said)}."
-    decided = [text for text, verdict in said if verdict.decided]
-    more = (
-        [f"{counted(len(decided) - MOST_SAID, 'more comparison')} decided"]
-        if len(decided) > MOST_SAID
-        else []
+    return (
+        f"The best of {arms} is {best.name}, {metric} {number(best.mean)}{gap}. The search chose it by this"
+        " number,"
+        f" so the result is {status}."
     )
-    sentences = [f"{'; '.join(decided[:MOST_SAID] + more)}."] if decided else []
-    total = f"of {len(said)} comparisons"
+
+
+def headline(statements: Statements) -> str:
+    """Return the sentences as one or two.
+
+    Of many comparisons, those are stated that are decided after the correction for all; the others are
+    counted. A comparison without a verdict is not called undecided: no number of seeds is promised for it.
+    """
+    verdicts = [verdict for _, verdict in statements]
+    if all(verdict.reason == "nothing_learned" for verdict in verdicts):
+        return (
+            "No answer: in each comparison, neither arm has a lower loss than a model that ignores its input."
+        )
+    if all(verdict.kind == "unjudged" and verdict.reason != "nothing_learned" for verdict in verdicts):
+        return (
+            f"No verdict: a comparison needs {FEWEST_DISTINCT} or more seeds whose differences have at least"
+            f" {FEWEST_DISTINCT} distinct values."
+        )
+    if len(statements) <= MOST_STATED:
+        return f"{'; '.join(text for text, _ in statements)}."
+    decided = [text for text, verdict in statements if verdict.decided]
+    more = len(decided) - MOST_STATED
+    decided = decided[:MOST_STATED] + ([f"{counted(more, 'more comparison')} decided"] if more > 0 else [])
+    sentences = [f"{'; '.join(decided)}."] if decided else []
+    total = f"of {len(statements)} comparisons"
     counts = Counter(verdict.kind for verdict in verdicts)
     if undecided := counts["undecided"]:
         needed = [verdict.needed for verdict in verdicts if verdict.kind == "undecided"]
-        seeds = [its.count for its in needed if its and its.count]
-        each = (
+        seeds = [each.count for each in needed if each and each.count]
+        chance = (
             f"; with {max(seeds)} seeds in all each of them has an 80 % chance of a verdict"
             if len(seeds) == undecided
             else ""
         )
-        sentences.append(f"{undecided} {total} {'is' if undecided == 1 else 'are'} undecided{each}.")
+        sentences.append(f"{undecided} {total} {'is' if undecided == 1 else 'are'} undecided{chance}.")
     if unjudged := counts["unjudged"]:
         sentences.append(f"{unjudged} {total} {'is' if unjudged == 1 else 'are'} not judged.")
     return " ".join(sentences)
@@ -124,5 +141,5 @@ def amount(difference: Difference, unit: str) -> str:
 
 
 def _seeds(verdict: Verdict) -> str:
-    """Say how many seeds an undecided comparison needs."""
-    return f", and takes {needed_text(verdict.needed)} seeds in all" if verdict.needed else ""
+    """Return the seeds that an undecided comparison needs, as a clause."""
+    return f", and needs {needed_text(verdict.needed)} seeds in all for a verdict" if verdict.needed else ""

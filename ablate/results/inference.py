@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from scipy import stats as scipy_stats
 
-from ablate.results.paired_stats import ALPHA, common
+from ablate.results.intervals import ALPHA
+from ablate.results.paired_stats import common
 
 FEWEST_RANKED = 6
 """Two-sided, Wilcoxon's smallest p-value is 2 / 2^n: .0625 from 5 pairs."""

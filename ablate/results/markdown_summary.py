@@ -1,8 +1,9 @@
 """A sweep's question and table as Markdown: the description of its run in MLflow, and of its report there."""
 
 from ablate.results.ledger import Ledger
+from ablate.results.number_text import interval, number
 from ablate.results.plain_text import footnotes, markdown_cell
-from ablate.results.summary import foremost, interval, interval_of, metric_of, number, summaries
+from ablate.results.summary import foremost, interval_of, metric_of, summaries
 from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
 
 _MOST_LINES = 40

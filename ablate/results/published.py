@@ -6,18 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ablate.experiment.schema import Metric, Published
+from ablate.results.intervals import ALPHA
 from ablate.results.ledger import Ledger
-from ablate.results.paired_stats import ALPHA, Difference, equivalence, holm, p_value, paired_difference
-from ablate.results.summary import (
-    ArmSummary,
-    interval,
-    interval_of,
-    mean_of,
-    metrics_of,
-    nothing_learned,
-    percents,
-    summaries,
-)
+from ablate.results.number_text import interval, percents
+from ablate.results.paired_stats import Difference, equivalence, holm, p_value, paired_difference
+from ablate.results.summary import ArmSummary, interval_of, mean_of, metrics_of, nothing_learned, summaries
 from ablate.results.verdict_text import NOT_JUDGED, REASONS, diverged_text
 
 Detail = Literal["negligible", "within", "smaller", "larger"]
@@ -192,7 +185,7 @@ def _same_way(line: Replication, p: float, same: float) -> Agreement:
         return Agreement("unjudged", "one_pair" if measured.pairs else "not_measured")
     if measured.same and measured.whole:
         return Agreement("unjudged", "equal_counts")
-    if not measured.tells and not measured.same:
+    if not measured.informative and not measured.same:
         return Agreement("unjudged", "few_values")
     sign = int(math.copysign(1, measured.mean)) if p < ALPHA else 0
     none = measured.same or same < ALPHA

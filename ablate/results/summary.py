@@ -1,21 +1,20 @@
-"""An experiment back from its ledger: one summary an arm, what turning each knob did, what is to be run next. Reads only."""
+"""Summaries of a sweep's arms, read back from its ledger: values, gap to the baseline, verdict. Read-only."""
 
-import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ablate.experiment.arms import label
-from ablate.experiment.roles import CONFIRM, Role, role_of
+from ablate.experiment.roles import Role, role_of
 from ablate.experiment.schema import Metric, Published
 from ablate.files import Damaged
+from ablate.results.intervals import Interval
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import OVER
-from ablate.results.paired_stats import Difference, Interval, Verdict, judge, paired_difference
+from ablate.results.paired_stats import Difference, Verdict, judge, paired_difference
 from ablate.results.trial_store import Store
 from ablate.training.metric_names import FIRST_NONFINITE, parse
 from ablate.training.workloads import context_free
@@ -24,55 +23,57 @@ LOSS = "val/loss"
 _SQNR = "sqnr_db"
 UNLEARNED = Verdict("unjudged", "nothing_learned")
 """Verdict on a comparison in which no arm learned anything."""
-_MOST_NAMED = 8
-"""Arms that a sentence names."""
 
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One line of the table: an arm over its seeds."""
+    """One arm of a sweep over its seeds: a line of the table of arms."""
 
     name: str
     baseline: str | None
     knobs: dict[str, Any]
     values: dict[int, float]
-    """The metric by seed, finished and finite seeds only."""
+    """Last value of the metric by seed; finished seeds with a finite value only."""
     given: tuple[int, ...]
-    """The seeds it was given."""
+    """Seeds that the arm was given."""
     gap: Difference | None
     margin: float | None
-    """The smallest gap that matters, in the metric's unit."""
+    """Smallest gap that matters, in the metric's unit."""
     interval: Interval
-    """How its comparisons are made."""
+    """Kind of interval of its comparisons."""
     verdict: Verdict
-    """Corrected for all arms that are judged beside it, with everything about the arm that qualifies it."""
+    """Verdict, corrected for all arms that are judged together, with everything about the arm that qualifies
+    it."""
     role: Role
     sqnr_db: float
     tokens_per_s: float
     memory: float
-    """Bytes at the most, mean over seeds: allocated on the GPU, or resident in the process where there is none."""
+    """Peak memory in bytes, mean over seeds: allocated on the GPU, or resident in the process if there is no
+    GPU."""
     nans: int
     diverged: tuple[int, ...]
-    """Seeds on which the loss ceased to be finite."""
+    """Seeds on which the loss became NaN or infinite."""
     missing: tuple[int, ...]
-    """Seeds that were not run to their end, or failed."""
+    """Seeds that were not run to the end, or failed."""
     pruned: tuple[int, ...] = ()
-    """Seeds that were given up by the pruner: they are not run again."""
+    """Seeds that the pruner stopped. They are not run again."""
     reason: str = ""
-    """Why a refused arm cannot be run; empty where its ledger does not say."""
+    """Reason why a refused arm cannot be run; empty if its ledger has none."""
     context_free: float | None = None
-    """The loss of a model that ignores its input, where the workload knows one and the metric is of validation or training."""
+    """Loss of a model that ignores its input, if the workload reports one and the metric is of validation or
+    training."""
     loss: float = math.nan
     """Mean val/loss over the seeds that have it."""
 
     @property
     def learned(self) -> bool:
-        """False where its mean loss is no better than that of a model that ignores its input; True where no such loss is known."""
+        """False if its mean loss is no better than that of a model that ignores its input; True if that loss
+        is not known."""
         return self.context_free is None or not self.loss >= self.context_free
 
     @property
     def colour(self) -> str:
-        """Word that selects the colour of its line; empty for what a search saw decided, which is no result."""
+        """CSS class of its line. Empty if it has no verdict, or if a search chose it by the same numbers."""
         if self.gap is None:
             return "baseline" if self.is_baseline and not self.pruned else ""
         if self.diverged:
@@ -81,7 +82,7 @@ class ArmSummary:
 
     @property
     def seeds(self) -> int:
-        """How many seeds it was given."""
+        """Number of seeds that the arm was given."""
         return len(self.given)
 
     @property
@@ -91,7 +92,7 @@ class ArmSummary:
 
     @property
     def is_baseline(self) -> bool:
-        """True of an arm that is compared with no other though it can be run."""
+        """True for an arm that can be run and is compared with no other."""
         return self.baseline is None and self.role != "refused"
 
     @property
@@ -100,22 +101,16 @@ class ArmSummary:
         return math.fsum(self.values.values()) / len(self.values) if self.values else math.nan
 
 
-@dataclass(frozen=True)
-class Contrast:
-    """Two arms that differ in one knob: the effect of turning it, everything else held."""
-
-    knob: str
-    change: str
-    held: str
-    effect: Difference
-    margin: float | None
-    """The smallest effect that matters, in the metric's unit."""
-    verdict: Verdict
-    """Corrected for all contrasts of its table."""
-
-
 def open_ledger(state: Path, sweep: str) -> Ledger:
-    """The ledger of a sweep that has been run; FileNotFoundError where there is none."""
+    """Open the ledger of a sweep for reading.
+
+    Args:
+        state: State folder.
+        sweep: Name of the sweep.
+
+    Raises:
+        FileNotFoundError: The sweep has not been run.
+    """
     path = state / "sweeps" / sweep / "ledger.db"
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such sweep has been run")
@@ -123,31 +118,35 @@ def open_ledger(state: Path, sweep: str) -> Ledger:
 
 
 def metric_of(ledger: Ledger) -> Metric:
-    """What the sweep compares arms by."""
+    """Return the main metric of the sweep."""
     return Metric.model_validate_json(ledger.fact("metric") or "{}")
 
 
 def metrics_of(ledger: Ledger) -> list[Metric]:
-    """All that the sweep compares arms by, the main one first."""
+    """Return all metrics by which the sweep compares arms, the main one first."""
     compared = json.loads(ledger.fact("compared") or "[]")
     return [Metric.model_validate(metric) for metric in compared] or [metric_of(ledger)]
 
 
 def published_of(ledger: Ledger) -> list[Published]:
-    """What the sweep's file quotes from papers."""
+    """Return the published figures that the experiment's file quotes."""
     return [Published.model_validate(figure) for figure in json.loads(ledger.fact("published") or "[]")]
 
 
 def interval_of(ledger: Ledger) -> Interval:
-    """How the sweep's intervals are made: plain t, where nothing was said when it ran."""
+    """Return the kind of the sweep's intervals; t for a sweep of an earlier version that did not record it."""
     return Interval.parse(ledger.fact("interval") or "t")
 
 
 def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
-    """One summary an arm by a metric (the sweep's main one, where none is given), in the ledger's order.
+    """Return one summary for each arm, in the ledger's order.
 
-    Verdicts are corrected by Holm over the arms that are compared; a search's proposals are corrected apart from the others. An arm has no
-    verdict if neither it nor its baseline learned anything.
+    Verdicts are corrected by Holm over the arms that are compared; a search's proposals are corrected apart
+    from the others. An arm has no verdict if neither it nor its baseline learned anything.
+
+    Args:
+        ledger: Ledger of the sweep.
+        metric: Metric to compare by; default: the sweep's main one.
     """
     metric = metric or metric_of(ledger)
     found = _summaries(ledger, metric)
@@ -161,7 +160,7 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
 
 
 def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
-    """One summary an arm, without the verdicts on gaps."""
+    """Return one summary for each arm, without the verdicts on gaps."""
     arms = {arm["arm"]: arm for arm in ledger.arms()}
     always = {metric.name, LOSS, FIRST_NONFINITE}
     lasts = ledger.finals(lambda name: name.metric == _SQNR or str(name) in always)
@@ -177,7 +176,8 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
 
 
 def nothing_learned(arms: Collection[ArmSummary]) -> bool:
-    """True where every arm's loss is no better than that of a model that ignores its input: such arms have nothing to compare."""
+    """Return True if every arm's loss is no better than that of a model that ignores its input: nothing to
+    compare."""
     measured = [arm for arm in arms if not math.isnan(arm.loss)]
     return bool(measured) and not any(arm.learned for arm in measured)
 
@@ -188,10 +188,16 @@ def judge_learned(
     plan: bool = True,
     unseen: int = 0,
 ) -> list[Verdict]:
-    """Return the verdicts on comparisons, each with its margin and the arms in it, corrected over those in which an arm learned.
+    """Return the verdicts on comparisons, corrected over those in which at least one arm learned something.
 
-    All tables and notes judge by this rule: a comparison in which no arm learned anything is `UNLEARNED`, and is no member of the family.
-    `unseen` is the number of comparisons of the family that have no result yet; they count in the correction.
+    All tables and notes use this rule. A comparison in which no arm learned anything is `UNLEARNED` and does
+    not count in the correction.
+
+    Args:
+        compared: Each difference with its margin and the arms in it.
+        metric: Metric that is compared.
+        plan: True to name the seeds that undecided comparisons need.
+        unseen: Comparisons of the family without a result yet; they count in the correction.
     """
     learned = [(difference, margin) for difference, margin, arms in compared if not nothing_learned(arms)]
     verdicts = iter(judge(learned, metric.direction == "minimize", plan, len(learned) + unseen))
@@ -199,7 +205,10 @@ def judge_learned(
 
 
 def _context_free(store: Store, members: Iterable[Any], noted: Mapping[str, float]) -> float | None:
-    """The loss that a model reaches which ignores its input, as the first finished run of an arm recorded it, or as MLflow has it."""
+    """Return the loss of a model that ignores its input.
+
+    It comes from the result of the arm's first finished run, or from the loss that `noted` has by arm.
+    """
     first = next((member for member in members if member["status"] == "done"), None)
     if first is None:
         return None
@@ -212,7 +221,7 @@ def _context_free(store: Store, members: Iterable[Any], noted: Mapping[str, floa
 def _judged(
     arms: Collection[ArmSummary], everything: Iterable[ArmSummary], metric: Metric, unseen: int = 0
 ) -> dict[str, Verdict]:
-    """Return the verdicts on these arms by name, `everything` being the arms among which their baselines are."""
+    """Return the verdicts on these arms by name. `everything`: the arms that include their baselines."""
     by_name = {arm.name: arm for arm in everything}
     compared = [arm for arm in arms if arm.gap is not None and not arm.pruned]
     plan = any(arm.role != "searched" for arm in arms)
@@ -223,8 +232,8 @@ def _judged(
 def _qualified(arm: ArmSummary, verdict: Verdict) -> Verdict:
     """Return the verdict with everything about the arm that qualifies it.
 
-    What was seen in arms that a search chose by the same numbers is no result, and a verdict on the seeds that did not diverge is on
-    them alone.
+    A gap of an arm that a search chose by the same numbers is exploratory, and a verdict on an arm that
+    diverged on some seeds is on the other seeds alone.
     """
     return replace(
         verdict,
@@ -236,16 +245,24 @@ def _qualified(arm: ArmSummary, verdict: Verdict) -> Verdict:
 
 
 def _losses(diverged: Collection[int], seeds: int) -> dict[str, int]:
-    """Return the fields of a verdict on an arm that was given so many seeds and diverged on these."""
+    """Return the fields of a verdict on an arm that was given `seeds` seeds and diverged on these."""
     return {"diverged": len(diverged), "seeds": seeds} if diverged else {}
 
 
 def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
-    """One arm's gap by the main metric, and its verdict, where its baseline is over too; None otherwise, and for a baseline.
+    """Return one arm's gap by the main metric with its verdict.
 
-    The verdict stands whatever the arms come to that are not over: they count as comparisons without a result. If all are over, it is that
-    of `summaries`, with the same number of seeds. Of a search's proposal no seeds are planned, and there may be thousands: only the
-    proposal and its baseline are read, and p is multiplied by the number of proposals.
+    The verdict cannot be overturned by arms that are still running: they count as comparisons without a
+    result. When all arms are over it is that of `summaries`, with the same number of seeds. No seeds are
+    planned for a search's proposal. There may be thousands of proposals, so only this one and its baseline
+    are read, and its p-value is multiplied by the number of proposals.
+
+    Args:
+        ledger: Ledger of the sweep.
+        arm: Number of the arm.
+
+    Returns:
+        Gap and verdict; None for a baseline, or while a run of the baseline is not over.
     """
     members = ledger.members(arm)
     baseline = members[0]["baseline"] if members else None
@@ -292,7 +309,8 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
 def _with_references(
     arms: list[ArmSummary], ledger: Ledger, members: Mapping[int, list[Any]], metric: Metric
 ) -> list[ArmSummary]:
-    """The arms with the loss of a model that ignores its input, where the metric says nothing of such a model."""
+    """Return the arms with the loss of a model that ignores its input, if the metric is one of validation or
+    training."""
     if not parse(metric.name).of_data:
         return arms
     store, noted = Store(ledger.path.absolute().parents[2]), json.loads(ledger.fact("context_free") or "{}")
@@ -347,212 +365,30 @@ def _summary(
     )
 
 
-def dropped(arms: Iterable[ArmSummary]) -> Iterator[str]:
-    """Yield a sentence on pruned arms of a search, and one on refused arms, if there are any."""
-    arms = list(arms)
-    pruned = [arm.name for arm in arms if arm.pruned]
-    refused = [
-        f"{arm.name} ({arm.reason})" if arm.reason else arm.name for arm in arms if arm.role == "refused"
-    ]
-    for title, names in (
-        ("Pruned, so not run to the end", pruned),
-        ("Refused, since they cannot be run", refused),
-    ):
-        if names:
-            yield f"**{title}:** {'; '.join(names[:_MOST_NAMED])}{' and others' if len(names) > _MOST_NAMED else ''}."
-
-
 def _seeds(members: list[Any], status: str) -> tuple[int, ...]:
     return tuple(member["seed"] for member in members if member["status"] == status)
 
 
 def _rate(rates: list[float]) -> float:
-    """The rate of several trials that do equal work: all their work over all their time. NaN values are left out."""
+    """Return the joint rate of trials that do equal work: all their work over all their time. NaN values are
+    left out."""
     known = [rate for rate in rates if rate > 0]
     return len(known) / math.fsum(1 / rate for rate in known) if known else math.nan
 
 
 def mean_of(values: list[float]) -> float:
+    """Return the mean of some values, NaN for none."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
-# What is to be run next
-
-
-def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, str]]:
-    """Arms that more seeds may decide, each with its baseline's name: of every seed there is a pair, and there is no verdict.
-
-    None if neither the arm nor its baseline learned. An arm with a seed that is not over has to wait; one that failed or diverged on
-    a seed, or whose baseline did, is not grown: that seed is no chance draw, and the mean over the others is not the arm's. Numbers
-    that are the same need no more.
-    """
-    metric = metric or metric_of(ledger)
-    arms = summaries(ledger, metric)
-    grown = [
-        arm
-        for arm in arms
-        if arm.gap and 0 < arm.gap.pairs == arm.seeds and arm.verdict.reason != "nothing_learned"
-    ]
-    return [(arm.name, arm.baseline) for arm in grown if not arm.verdict.decided]
-
-
-def winner(ledger: Ledger, metric: Metric | None = None, infeasible: Collection[str] = ()) -> str | None:
-    """The name of the searched arm with the best mean, all its seeds done; None where there is none, or where it is its own baseline."""
-    metric = metric or metric_of(ledger)
-    arms = [arm for arm in summaries(ledger, metric) if arm.role == "searched" and arm.name not in infeasible]
-    whole = [arm for arm in arms if 0 < len(arm.values) == arm.seeds]
-    best = min(whole, key=lambda arm: arm.mean if metric.direction == "minimize" else -arm.mean, default=None)
-    return best.name if best and best.baseline else None
-
-
-def fresh_seeds(ledger: Ledger, count: int) -> tuple[int, ...]:
-    """The first seeds that no arm of the study was ever run on. A winner run again on them owes nothing to having been chosen."""
-    used = set(ledger.studied_seeds())
-    return tuple(itertools.islice((seed for seed in itertools.count() if seed not in used), count))
-
-
-# What turning a knob did
-
-
-def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -> list[Contrast]:
-    """For every two arms that differ in exactly one knob, what turning it did, seeds paired; none where there are more than `most`.
-
-    As in `attribution`, the value that the file lists first is the reference that is subtracted; of true and false alone, false is.
-    Verdicts are corrected by Holm over all of them.
-
-    Left out are presets, what an arm's gap to its baseline says already, and, where a recipe's knobs are turned, the workload's:
-    those are what they are tried on. So are a search's arms, which were chosen by these numbers, its winner run
-    again, and baselines that were added to compare others with.
-    """
-    arms = [arm for arm in arms if arm.role == "listed"]
-    pairs = list(itertools.islice(_pairs(arms), None if most is None else most + 1))
-    if most is not None and len(pairs) > most:
-        return []
-    pairs.sort()
-    switches = {knob for knob in {knob for knob, _, _ in pairs} if is_switch(arms, knob)}
-    found = [_contrast(arms[first], arms[second], knob, knob in switches) for knob, first, second in pairs]
-    compared = [
-        (contrast["effect"], contrast["margin"], (arms[first], arms[second]))
-        for contrast, (_, first, second) in zip(found, pairs, strict=True)
-    ]
-    verdicts = judge_learned(compared, metric)
-    return [Contrast(**contrast, verdict=verdict) for contrast, verdict in zip(found, verdicts, strict=True)]
-
-
-def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:
-    """(knob, arm, arm) by the arms' places, of all that agree in every other knob: as many looks as arms, not as pairs of arms."""
-    turned = {knob for arm in arms for knob in arm.knobs}
-    about = {knob for knob in turned if not knob.startswith("workload.") and knob != "recipe"}
-    for knob in sorted(about or turned):
-        alike: dict[str, list[int]] = {}
-        for place, arm in enumerate(arms):
-            if knob in arm.knobs:
-                alike.setdefault(json.dumps(arm.knobs | {knob: None}, sort_keys=True), []).append(place)
-        for first, second in itertools.chain.from_iterable(
-            itertools.combinations(places, 2) for places in alike.values()
-        ):
-            one, other = arms[first], arms[second]
-            if (
-                one.knobs[knob] != other.knobs[knob]
-                and other.baseline != one.name != other.name != one.baseline
-            ):
-                yield knob, first, second
-
-
-def is_switch(arms: Iterable[ArmSummary], knob: str) -> bool:
-    """Return True if the arms that the file lists give a knob no other values than true and false: false is its reference then."""
-    return all(type(arm.knobs[knob]) is bool for arm in arms if arm.role == "listed" and knob in arm.knobs)
-
-
-def _contrast(first: ArmSummary, second: ArmSummary, knob: str, switch: bool) -> dict[str, Any]:
-    """Return the fields of the contrast of two arms in the ledger's order, but for its verdict.
-
-    `switch`: false is the reference, wherever it is listed.
-    """
-    arm, reference = (first, second) if switch and not second.knobs[knob] else (second, first)
-    effect = paired_difference(arm.values, reference.values, arm.interval)
-    held = label({k: v for k, v in arm.knobs.items() if k != knob})
-    change = f"{json.dumps(arm.knobs[knob])} instead of {json.dumps(reference.knobs[knob])}"
-    return {"knob": knob, "change": change, "held": held, "effect": effect, "margin": reference.margin}
-
-
 def foremost(arms: list[ArmSummary], metric: Metric, most: int) -> list[ArmSummary]:
-    """As many of the arms as a person reads, in their order: a winner run again, the best by the metric, and the baselines of those."""
+    """Return at most about `most` arms, in their order, for a table that a person reads.
+
+    Kept are a search's confirmed winner, the best arms by the metric, and the baselines of these.
+    """
     if len(arms) <= most:
         return arms
     sign = 1 if metric.direction == "minimize" else -1
     best = sorted(arms, key=lambda arm: (arm.role != "confirmed", not arm.values, sign * arm.mean))[:most]
     shown = {name for arm in best for name in (arm.name, arm.baseline)}
     return [arm for arm in arms if arm.name in shown]
-
-
-def number(value: float) -> str:
-    """Four decimals of a number like a loss, four digits of a small one."""
-    return f"{value:z.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
-
-
-def counted(count: int, what: str) -> str:
-    """`1 seed`, `2 seeds`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
-def interval(difference: Difference) -> str:
-    """`+0.0123 ±0.0023`; without ± where there is no interval, `±∞` where a sequence bounds nothing yet. More decimals where they mean
-    something, and no sign on a zero that was rounded to one."""
-    if not difference.pairs:
-        return "-"
-    half = difference.high - difference.mean if difference.has_interval else 0.0
-    smallest = half or abs(difference.mean)
-    decimals = max(4, 1 - math.floor(math.log10(smallest))) if smallest else 4
-    bound = (
-        f" ±{half:.{decimals}f}" if difference.has_interval else " ±∞" if math.isinf(difference.low) else ""
-    )
-    return f"{difference.mean:+z.{decimals}f}{bound}"
-
-
-def percents(difference: Difference) -> str:
-    """A difference of fractions in percent: `+1.23 ±0.45 %`."""
-    half = f" ±{100 * (difference.high - difference.mean):.2g}" if difference.has_interval else ""
-    return f"{100 * difference.mean:+z.2f}{half} %"
-
-
-def emulated(ledger: Ledger) -> str:
-    """What speed and memory in the tables are not, where the four-bit formats were emulated; nothing where they were not."""
-    engines = {json.loads(member["spec"]).get("engine") for member in ledger.members()}
-    said = "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
-    return said if "emulated" in engines and ledger.rates("throughput/tokens_per_s") else ""
-
-
-def reading(arms: list[ArmSummary]) -> str:
-    """How to read a table of these arms: how they are paired, what ± is, and what a search's gaps are worth."""
-    counts = {arm.gap.pairs for arm in arms if arm.gap and arm.gap.pairs}
-    over = (
-        f"over {counted(counts.pop(), 'seed')}"
-        if len(counts) == 1
-        else "by seed, each arm over its own, so compare gaps and not means"
-    )
-    how = arms[0].interval if arms else Interval()
-    said = [
-        f"Gaps and effects are paired {over}; ± is a {how}, each on its own; verdicts are after Holm's correction over their table."
-    ]
-    if how.kind == "sequence":
-        said.append("It holds at every look, however often seeds are added.")
-    open_ = [arm for arm in arms if arm.verdict.kind == "undecided"]
-    if any(arm.verdict.needed for arm in open_):
-        said.append(
-            "Seeds needed: in all, for an 80 % chance of a verdict; in brackets, if the deviation is at either end of its 80 % range."
-        )
-    elif open_ and any(arm.margin is None for arm in open_):
-        said.append(
-            "Without metric.min_effect no number of seeds is named: an effect may be as small as one likes."
-        )
-    roles = {arm.role for arm in arms}
-    if "confirmed" in roles:
-        said.append(
-            f"`{CONFIRM}` is the search's best arm on seeds that took no part in choosing it; the other gaps are exploratory."
-        )
-    elif "searched" in roles:
-        said.append(
-            "The arm that won a search was chosen by these numbers: run it again on new seeds before believing its gap."
-        )
-    return " ".join(said)

@@ -1,7 +1,9 @@
-"""Verdicts in words. The one place that knows them: terminal, report, notes and tags all call this file.
+"""Verdicts as text. Terminal, report, notes and tags all use this file, so that a verdict reads the same
+everywhere.
 
-A table's column shows `verdict_text(verdict, short=True)`, one word, coloured by the kind; `needed_text` is a column of its own, and
-`verdict_notes` are footnotes under the table. Where there is no table, `verdict_text(verdict)` has all of it in one line:
+A column of a table has `verdict_text(verdict, short=True)`, one word, coloured by the kind. `needed_text` is
+a column of its own, and `verdict_notes` are footnotes under the table. `verdict_text(verdict)` is a single
+line with all of this:
 
     undecided (worse alone, not after Holm's correction); 8 (4 to 66) seeds in all
 """
@@ -15,21 +17,22 @@ from ablate.results.paired_stats import FEWEST_DISTINCT, MOST_SEEDS, Needed, Ver
 REASONS: Mapping[str, str] = {
     "no_pair": "no pair of finished seeds",
     "one_pair": "one seed: no interval",
-    "few_values": f"too few distinct values: {{count}}, a verdict takes {FEWEST_DISTINCT}",
+    "few_values": f"too few distinct differences: {{count}} (a verdict needs {FEWEST_DISTINCT})",
     "equal_counts": "equal counts on {count} seeds",
     "nothing_learned": "no answer: nothing was learned",
     "baseline": "baseline",
     "refused": "refused",
     "pruned": "pruned",
 }
-"""Why there is no verdict, by the reason's code."""
+"""Text of the reason why there is no verdict, by its code."""
 _OWN_WORD = ("baseline", "refused", "pruned")
-"""Reasons that stand in a table's column themselves."""
+"""Reasons that are the word in a table's column, instead of "not judged"."""
 NOT_JUDGED = "not judged"
 
 
 def verdict_text(verdict: Verdict, short: bool = False) -> str:
-    """Return a verdict in words: all of it in a line, or the word for a table's column. Diverged seeds come first in both."""
+    """Return a verdict as a line with all of it, or as the word for a table's column. Diverged seeds come
+    first."""
     own = verdict.reason in _OWN_WORD
     if short:
         word = REASONS[verdict.reason] if own else NOT_JUDGED if verdict.kind == "unjudged" else verdict.kind
@@ -40,24 +43,25 @@ def verdict_text(verdict: Verdict, short: bool = False) -> str:
             if verdict.diverged == verdict.seeds
             else f"diverged; {word}"
         )
-    lost = diverged_text(verdict.diverged, verdict.seeds)
-    if lost and verdict.diverged == verdict.seeds:
-        return lost
+    diverged = diverged_text(verdict.diverged, verdict.seeds)
+    if diverged and verdict.diverged == verdict.seeds:
+        return diverged
     word = "the same numbers" if verdict.kind == "same" else verdict.kind
     notes = _qualifications(verdict)
     if verdict.kind == "unjudged":
         word = REASONS[verdict.reason].format(count=verdict.count)
     text = f"{word} ({'; '.join(notes)})" if notes else word
     text += f"; {needed_text(verdict.needed)} seeds in all" if verdict.needed else ""
-    return f"{lost}; on the others: {text}" if lost else text
+    return f"{diverged}; on the others: {text}" if diverged else text
 
 
 def verdict_notes(verdict: Verdict) -> list[str]:
-    """Return what the short form of a verdict leaves out, but for the seeds that it needs: footnotes of a table."""
-    lost = diverged_text(verdict.diverged, verdict.seeds)
-    if lost and verdict.diverged == verdict.seeds:
-        return [lost]
-    notes = [f"{lost}: the verdict is on the others"] if lost else []
+    """Return footnotes of a table: all that the short form of a verdict leaves out, except the seeds it
+    needs."""
+    diverged = diverged_text(verdict.diverged, verdict.seeds)
+    if diverged and verdict.diverged == verdict.seeds:
+        return [diverged]
+    notes = [f"{diverged}: the verdict is on the other seeds"] if diverged else []
     if verdict.reason and verdict.reason not in _OWN_WORD:
         notes.append(REASONS[verdict.reason].format(count=verdict.count))
     if verdict.kind == "same":
@@ -66,16 +70,16 @@ def verdict_notes(verdict: Verdict) -> list[str]:
 
 
 def _qualifications(verdict: Verdict) -> list[str]:
-    """Return what qualifies the verdict, diverged seeds apart."""
+    """Return everything that qualifies the verdict, except diverged seeds."""
     notes = []
     if verdict.alone:
         notes.append(f"{verdict.alone} alone, not after Holm's correction")
     if verdict.exploratory:
-        notes.append("exploratory: chosen by these numbers")
+        notes.append("exploratory: the search chose this arm by the same numbers")
     if verdict.fresh_seeds:
         notes.append(f"on {verdict.fresh_seeds} fresh seeds")
     if verdict.reference is not None:
-        notes.append(f"learned nothing, its loss is above {verdict.reference:.2f}")
+        notes.append(f"learned nothing: a model that ignores its input reaches {verdict.reference:.2f}")
     return notes
 
 
@@ -85,7 +89,8 @@ def diverged_text(diverged: int, seeds: int) -> str:
 
 
 def needed_text(needed: Needed | None, ranged: bool = True) -> str:
-    """Return `8 (4 to 66)`: the seeds, in all, for a verdict, with their range; empty if none are named."""
+    """Return `8 (4 to 66)`: the seeds needed for a verdict, in all, with their range; empty if none are
+    named."""
     if needed is None:
         return ""
     beyond = f"over {MOST_SEEDS}"
@@ -95,7 +100,7 @@ def needed_text(needed: Needed | None, ranged: bool = True) -> str:
 
 
 def verdict_document(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict as JSON has it, with its text; a p-value that there is not is null."""
+    """Return a verdict as JSON, with its text. A missing p-value is null."""
     needed = verdict.needed
     return {
         "kind": verdict.kind,

@@ -18,7 +18,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ablate.execution.search.journal import REPEATS, WARM
 from ablate.experiment.schema import Metric
-from ablate.results.summary import ArmSummary, interval
+from ablate.results.number_text import interval
+from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import verdict_text
 
 _FEWEST = 8

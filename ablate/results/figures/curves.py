@@ -23,7 +23,7 @@ from ablate.results.figures.style import (
     marks,
     stem,
 )
-from ablate.results.paired_stats import Interval
+from ablate.results.intervals import Interval
 
 
 @house

@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from ablate.experiment.schema import Metric, Published
-from ablate.results import summary
 from ablate.results.attribution import Grid, front, interactions
+from ablate.results.contrasts import Contrast
 from ablate.results.figures.style import (
     COLOURS,
     GREY,
@@ -35,8 +35,9 @@ from ablate.results.figures.style import (
     rows,
     stem,
 )
+from ablate.results.number_text import interval, number
 from ablate.results.paired_stats import Difference, Verdict
-from ablate.results.summary import ArmSummary, Contrast, foremost
+from ablate.results.summary import ArmSummary, foremost
 from ablate.results.verdict_text import verdict_text
 
 _MOST_PANELS = 9
@@ -157,7 +158,7 @@ def _forest(
         axes.text(
             1.02,
             row,
-            plain(summary.interval(line.difference)),
+            plain(interval(line.difference)),
             transform=axes.get_yaxis_transform(),
             va="center",
             size="small",
@@ -273,7 +274,7 @@ def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
     for axes, (one, other) in zip(drawn, pairs, strict=True):
         values = means[one, other]
         words = (
-            [[summary.number(value) for value in line] for line in values]
+            [[number(value) for value in line] for line in values]
             if max(values.shape) <= _MOST_WORDS
             else None
         )

@@ -1,0 +1,97 @@
+"""Contrasts: every two arms of a sweep that differ in exactly one knob, compared over their common seeds."""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ablate.experiment.arms import label
+from ablate.experiment.schema import Metric
+from ablate.results.paired_stats import Difference, Verdict, paired_difference
+from ablate.results.summary import ArmSummary, judge_learned
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Two arms that differ in one knob: the effect of that knob, with all others held."""
+
+    knob: str
+    change: str
+    held: str
+    effect: Difference
+    margin: float | None
+    """Smallest effect that matters, in the metric's unit."""
+    verdict: Verdict
+    """Verdict, corrected for all contrasts of the table."""
+
+
+def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -> list[Contrast]:
+    """Return the contrasts of every two arms that differ in exactly one knob.
+
+    The value that the file lists first is the reference, which is subtracted; of true and false, false is.
+    Verdicts are corrected by Holm over all contrasts.
+
+    Left out are comparisons that an arm's gap to its baseline makes already, presets and knobs of the
+    workload if knobs of the recipe vary, all arms of a search (they were chosen by these numbers), and
+    baselines that were added.
+
+    Args:
+        arms: Arms of the sweep.
+        metric: Metric that is compared.
+        most: Largest number of contrasts; if there are more, the list is empty.
+    """
+    arms = [arm for arm in arms if arm.role == "listed"]
+    pairs = list(itertools.islice(_pairs(arms), None if most is None else most + 1))
+    if most is not None and len(pairs) > most:
+        return []
+    pairs.sort()
+    switches = {knob for knob in {knob for knob, _, _ in pairs} if is_switch(arms, knob)}
+    found = [_contrast(arms[first], arms[second], knob, knob in switches) for knob, first, second in pairs]
+    compared = [
+        (contrast["effect"], contrast["margin"], (arms[first], arms[second]))
+        for contrast, (_, first, second) in zip(found, pairs, strict=True)
+    ]
+    verdicts = judge_learned(compared, metric)
+    return [Contrast(**contrast, verdict=verdict) for contrast, verdict in zip(found, verdicts, strict=True)]
+
+
+def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:
+    """Yield (knob, index of an arm, index of another) for all arms that agree in every other knob.
+
+    Arms are grouped by their other knobs, so the work grows with the number of arms, not of pairs.
+    """
+    turned = {knob for arm in arms for knob in arm.knobs}
+    about = {knob for knob in turned if not knob.startswith("workload.") and knob != "recipe"}
+    for knob in sorted(about or turned):
+        alike: dict[str, list[int]] = {}
+        for place, arm in enumerate(arms):
+            if knob in arm.knobs:
+                alike.setdefault(json.dumps(arm.knobs | {knob: None}, sort_keys=True), []).append(place)
+        for first, second in itertools.chain.from_iterable(
+            itertools.combinations(places, 2) for places in alike.values()
+        ):
+            one, other = arms[first], arms[second]
+            if (
+                one.knobs[knob] != other.knobs[knob]
+                and other.baseline != one.name != other.name != one.baseline
+            ):
+                yield knob, first, second
+
+
+def is_switch(arms: Iterable[ArmSummary], knob: str) -> bool:
+    """Return True if the listed arms give a knob no values other than true and false: false is the reference
+    then."""
+    return all(type(arm.knobs[knob]) is bool for arm in arms if arm.role == "listed" and knob in arm.knobs)
+
+
+def _contrast(first: ArmSummary, second: ArmSummary, knob: str, switch: bool) -> dict[str, Any]:
+    """Return the fields of the contrast of two arms in the ledger's order, without its verdict.
+
+    `switch`: false is the reference, in whatever order the file lists the values.
+    """
+    arm, reference = (first, second) if switch and not second.knobs[knob] else (second, first)
+    effect = paired_difference(arm.values, reference.values, arm.interval)
+    held = label({k: v for k, v in arm.knobs.items() if k != knob})
+    change = f"{json.dumps(arm.knobs[knob])} instead of {json.dumps(reference.knobs[knob])}"
+    return {"knob": knob, "change": change, "held": held, "effect": effect, "margin": reference.margin}

@@ -1,0 +1,47 @@
+"""Decisions on what a sweep runs next: more seeds for undecided arms, and a search's winner on fresh seeds."""
+
+import itertools
+from collections.abc import Collection
+
+from ablate.experiment.schema import Metric
+from ablate.results.ledger import Ledger
+from ablate.results.summary import metric_of, summaries
+
+
+def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, str]]:
+    """Return the arms that more seeds may decide, each with its baseline's name.
+
+    An arm is returned if every seed has a pair and the verdict is still open. Left out are arms with a seed
+    that is not over, and arms that failed or diverged on a seed, or whose baseline did: that seed is not
+    missing at random, so the mean over the others is not the arm's. Also left out are arms with the same
+    numbers as their baseline, and comparisons in which no arm learned.
+    """
+    metric = metric or metric_of(ledger)
+    arms = summaries(ledger, metric)
+    grown = [
+        arm
+        for arm in arms
+        if arm.gap and 0 < arm.gap.pairs == arm.seeds and arm.verdict.reason != "nothing_learned"
+    ]
+    return [(arm.name, arm.baseline) for arm in grown if not arm.verdict.decided]
+
+
+def winner(ledger: Ledger, metric: Metric | None = None, infeasible: Collection[str] = ()) -> str | None:
+    """Return the name of the searched arm with the best mean, all of whose seeds are done.
+
+    None if there is no such arm, or if it is its own baseline. Arms named in `infeasible` are not considered.
+    """
+    metric = metric or metric_of(ledger)
+    arms = [arm for arm in summaries(ledger, metric) if arm.role == "searched" and arm.name not in infeasible]
+    whole = [arm for arm in arms if 0 < len(arm.values) == arm.seeds]
+    best = min(whole, key=lambda arm: arm.mean if metric.direction == "minimize" else -arm.mean, default=None)
+    return best.name if best and best.baseline else None
+
+
+def fresh_seeds(ledger: Ledger, count: int) -> tuple[int, ...]:
+    """Return the first `count` seeds on which no arm of the study was ever run.
+
+    A winner rerun on them has an unbiased mean: they took no part in choosing it.
+    """
+    used = set(ledger.studied_seeds())
+    return tuple(itertools.islice((seed for seed in itertools.count() if seed not in used), count))

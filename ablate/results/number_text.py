@@ -1,0 +1,38 @@
+"""Numbers as text: metric values, counts of things, differences with their intervals."""
+
+import math
+
+from ablate.results.paired_stats import Difference
+
+
+def number(value: float) -> str:
+    """Return a number with four decimals (a loss), or with four significant digits if it is below 0.1."""
+    return f"{value:z.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
+
+
+def counted(count: int, what: str) -> str:
+    """Return a count with its noun: `1 seed`, `2 seeds`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def interval(difference: Difference) -> str:
+    """Return a difference with half its interval: `+0.0123 ±0.0023`.
+
+    Without an interval there is no ±; a sequence that bounds nothing yet has `±∞`. Small intervals get more
+    decimals, and a value that rounds to zero has no minus sign.
+    """
+    if not difference.pairs:
+        return "-"
+    half = difference.high - difference.mean if difference.has_interval else 0.0
+    smallest = half or abs(difference.mean)
+    decimals = max(4, 1 - math.floor(math.log10(smallest))) if smallest else 4
+    bound = (
+        f" ±{half:.{decimals}f}" if difference.has_interval else " ±∞" if math.isinf(difference.low) else ""
+    )
+    return f"{difference.mean:+z.{decimals}f}{bound}"
+
+
+def percents(difference: Difference) -> str:
+    """Return a difference of fractions in percent: `+1.23 ±0.45 %`."""
+    half = f" ±{100 * (difference.high - difference.mean):.2g}" if difference.has_interval else ""
+    return f"{100 * difference.mean:+z.2f}{half} %"

@@ -1,0 +1,80 @@
+"""Sentences beside a table of arms: how to read it, which arms were not run to the end, and what was
+emulated."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+
+from ablate.experiment.roles import CONFIRM
+from ablate.results.intervals import Interval
+from ablate.results.ledger import Ledger
+from ablate.results.number_text import counted
+from ablate.results.summary import ArmSummary
+
+NO_MIN_EFFECT = (
+    "Without metric.min_effect no number of seeds is named: the effect to be excluded could be arbitrarily"
+    " small."
+)
+"""Note of tables that have undecided comparisons and no smallest effect that matters."""
+_MOST_NAMED = 8
+"""Largest number of arms that a sentence names."""
+
+
+def emulated(ledger: Ledger) -> str:
+    """Return a sentence on speed and memory if the sweep emulated four-bit formats, else nothing."""
+    engines = {json.loads(member["spec"]).get("engine") for member in ledger.members()}
+    note = "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
+    return note if "emulated" in engines and ledger.rates("throughput/tokens_per_s") else ""
+
+
+def reading(arms: Sequence[ArmSummary]) -> str:
+    """Return sentences that explain a table of these arms: pairing, intervals, seeds needed, a search's gaps."""
+    counts = {arm.gap.pairs for arm in arms if arm.gap and arm.gap.pairs}
+    over = (
+        f"over {counted(counts.pop(), 'seed')}"
+        if len(counts) == 1
+        else "by seed, each arm over its own seeds, so compare gaps and not means"
+    )
+    interval = arms[0].interval if arms else Interval()
+    notes = [
+        f"Gaps and effects are paired {over}; ± is half a {interval} of one comparison by itself; verdicts"
+        " are"
+        " corrected by Holm for the number of comparisons in their table."
+    ]
+    if interval.kind == "sequence":
+        notes.append("The sequence is valid at every look, however often seeds are added.")
+    undecided = [arm for arm in arms if arm.verdict.kind == "undecided"]
+    if any(arm.verdict.needed for arm in undecided):
+        notes.append(
+            "Seeds needed: the total number for an 80 % chance of a verdict; in brackets, that number if the"
+            " spread"
+            " of the paired gap is at either end of its 80 % range."
+        )
+    elif any(arm.margin is None for arm in undecided):
+        notes.append(NO_MIN_EFFECT)
+    roles = {arm.role for arm in arms}
+    if "confirmed" in roles:
+        notes.append(
+            f"`{CONFIRM}` marks the search's best arm, rerun on seeds that took no part in choosing it; the"
+            " gaps of"
+            " all other searched arms are exploratory."
+        )
+    elif "searched" in roles:
+        notes.append(
+            "The search chose its best arm by these numbers, so that arm's gap looks better than it is:"
+            " rerun it on"
+            " fresh seeds before you rely on it."
+        )
+    return " ".join(notes)
+
+
+def dropped(arms: Iterable[ArmSummary]) -> Iterator[str]:
+    """Yield a sentence on pruned arms of a search, and one on refused arms, if there are any."""
+    arms = list(arms)
+    pruned = [arm.name for arm in arms if arm.pruned]
+    refused = [
+        f"{arm.name} ({arm.reason})" if arm.reason else arm.name for arm in arms if arm.role == "refused"
+    ]
+    for title, names in (("Pruned, not run to the end", pruned), ("Refused, cannot be run", refused)):
+        if names:
+            others = " and others" if len(names) > _MOST_NAMED else ""
+            yield f"**{title}:** {'; '.join(names[:_MOST_NAMED])}{others}."
