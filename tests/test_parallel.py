@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as collectives
 from support.ranks import in_ranks
 
 from ablate.engines.ranks import packs, whole
-from ablate.numerics.partition import Share
+from ablate.numerics.partition import Partition
 from ablate.numerics.spec import Hadamard, Outer, Quant, Transform
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Fprop, OsciReset, Phase, Products, Recipe, Weights, Wgrad
@@ -401,7 +401,7 @@ def test_gathering_codes_and_scales_moves_fewer_bytes_and_says_how_many():
     ],
 )
 def test_what_cannot_be_packed_in_parts_is_gathered_in_bf16(quant, rotation, shape, fits):
-    assert packs(quant, rotation, torch.ones(shape), Share(0, 0, 2)) is fits
+    assert packs(quant, rotation, torch.ones(shape), Partition(0, 0, 2)) is fits
 
 
 def uneven(shape: dict[str, Any]) -> list[float]:

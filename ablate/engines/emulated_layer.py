@@ -209,7 +209,7 @@ class EmulatedLinear(nn.Linear):
             history=self.histories[slot] if how is main else None,
             target=self._target(slot, how) if how is main else None,
             keep=keep or (self.probe is not None and "source"),
-            share=self.divided.shares.get(slot) if self.divided else None,
+            partition=self.divided.shares.get(slot) if self.divided else None,
             **self.draws_at(slot),
         )
         self._count([result])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ablate.numerics.partition import Share, gather
+from ablate.numerics.partition import Partition, gather
 from ablate.numerics.product import first_order
 from ablate.numerics.quantize import Operand, draws
 from ablate.numerics.spec import Hadamard, Quant
@@ -44,7 +44,7 @@ class Divided:
 
     def __init__(self, index: int, count: int, group: dist.ProcessGroup | None) -> None:
         self.index, self.group = index, group
-        self.shares = {slot: Share(axis, index, count, group) for slot, axis in TOKEN_AXES.items()}
+        self.shares = {slot: Partition(axis, index, count, group) for slot, axis in TOKEN_AXES.items()}
 
     def total(self, dw: Tensor, dtype: torch.dtype) -> Tensor:
         """The sum of everybody's fp32 [out, in], rounded once to `dtype`; zeros on all ranks but the first, whose gradients add up."""
@@ -68,7 +68,10 @@ class Sharded:
             layer.weight.requires_grad,
         )
         self.mesh, self.count = mesh, count
-        self.shares = {"fprop.w": Share(0, rank, count, group), "dgrad.w": Share(1, rank, count, group)}
+        self.shares = {
+            "fprop.w": Partition(0, rank, count, group),
+            "dgrad.w": Partition(1, rank, count, group),
+        }
         self.gathered, self.in_bf16 = 0, 0
         """Bytes of the weight that products have asked for so far, and what they would have been in bf16."""
 
@@ -84,10 +87,11 @@ class Sharded:
 
         `part` is what this rank keeps, bf16 [out / ranks, in], or that transposed. `draws_at` is quantize's clock, where and product.
         """
-        share = self.shares[slot]
-        if not packs(quant, rotation, part, share):
+        partition = self.shares[slot]
+        if not packs(quant, rotation, part, partition):
             return None
-        packed = gather_packed(store_one(part, quant, rotation=rotation, share=share, **draws_at), share)
+        packed = store_one(part, quant, rotation=rotation, partition=partition, **draws_at)
+        packed = gather_packed(packed, partition)
         self._count(part, packed.nbytes)
         return packed.operand()
 
@@ -127,7 +131,7 @@ class _Whole(torch.autograd.Function):
         return ctx.sharded.scatter(dw), None, None
 
 
-def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, share: Share) -> bool:
+def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, partition: Partition) -> bool:
     """Whether a weight can be gathered as what each rank has quantised of it.
 
     Not where the cast depends on the micro-batch, which is another on every rank, nor where its statistic has a history, or hides a NaN.
@@ -144,4 +148,4 @@ def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, share: S
         refuse(quant)
     except ValueError:
         return False
-    return share.misfit(*part.shape, quant, rotation) is None
+    return partition.misfit(*part.shape, quant, rotation) is None

@@ -1,1 +1,4 @@
-"""What a low-precision product computes, to the bit. It knows torch and nothing else: no layers, no models, no YAML."""
+"""Exact low-precision arithmetic on one tensor and one product, as docs/numerics.md specifies it.
+
+This package depends on torch and nothing above it: no layers, no models, no YAML.
+"""

@@ -1,4 +1,4 @@
-"""What telemetry needs of one quantised operand: sums and counts over its elements and its blocks, in double precision."""
+"""Sums and counts over the elements and blocks of a quantised operand, in double precision, for telemetry."""
 
 from dataclasses import dataclass
 
@@ -14,36 +14,46 @@ from ablate.numerics.spec import Quant
 
 @dataclass(frozen=True)
 class Census:
-    """Of x, what was quantised (rotated, padded), and q, its quantised values; y is x scaled, before it is rounded."""
+    """Sums and counts of one operand.
+
+    x is the tensor that was quantised (rotated and padded), q its quantised values, and y the scaled x before
+    rounding.
+    """
 
     elements: int
     power: float
-    """Sum of x^2; `error` that of (x - q)^2, `inner` of x q, `quantised_power` of q^2, `fourth` of x^4."""
+    """Sum of x^2. The fields below: `error` of (x - q)^2, `inner` of x q, `quantised_power` of q^2, `fourth`
+    of x^4."""
     error: float
     inner: float
     quantised_power: float
     fourth: float
     mean_power: float
-    """Sum of x^2 if every row were the mean of all."""
+    """Sum of x^2 if every row were the mean row."""
     zeros: int
-    """Elements that were not zero and are now; `saturated` those with |y| beyond the grid, `clipped` by over half its last step."""
+    """Non-zero elements that became zero. `saturated`: |y| is beyond the grid; `clipped`: by over half its
+    last step."""
     saturated: int
     clipped: int
     blocks: Tensor
-    """Largest |x| of each block, fp32, in any shape; `block_scaled` its largest |y|, `block_power` its sum of x^2, fp64, alike."""
+    """Largest |x| of each block, fp32, in any shape. In the same shape: `block_scaled`, its largest |y|, and
+    `block_power`, its sum of x^2 in fp64."""
     block_scaled: Tensor
     block_power: Tensor
     block_elements: int
 
 
 def last_step(quant: Quant) -> float:
-    """The distance between the two largest values of the grid: what lies less than half of it above the last is rounded, not clipped."""
+    """Return the distance between the two largest grid values.
+
+    A value less than half of it above the largest is rounded rather than clipped.
+    """
     grid = ELEMENTS[quant.element]
     return grid.step(torch.tensor([grid.max])).item()
 
 
 def census(operand: Operand) -> Census:
-    """The census of an operand that kept its source: from one compiled pass where a compiled quantiser made it."""
+    """Return the census of an operand that kept its source, in one compiled pass if a kernel quantised it."""
     return _reference(operand) if operand.scaled is not None else _compiled(operand)
 
 
@@ -93,7 +103,7 @@ def _reference(operand: Operand) -> Census:
 
 
 def _blocks(operand: Operand, x: Tensor) -> Tensor:
-    """[row tiles, rows, column tiles, columns]; 16 elements where the operand has no blocks."""
+    """Return `x` as tiles; groups of 16 elements if the operand has no blocks."""
     rows, columns = operand.quant.tile if operand.quant.block else (1, 16)
     padded = pad(x, rows, columns)
     return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)

@@ -1,9 +1,9 @@
-"""The words of a description that are not number formats, with what each implies: the one list of every such set. Torch-free.
+"""Registries of the words that a quantiser's description may use, other than number formats. Torch-free.
 
-A field of the specification accepts the words of one of these registries, and every other module asks a registry for what follows from
-a word (does this rounding draw random bits? does this statistic depend on earlier steps?) instead of listing words itself. What a word
-computes is the function of its name: in rounding.py, scaling.py, hadamard.py or select.py, in the tuple at the foot of the file. Sets of
-words from which nothing follows elsewhere stand in spec.py, at their field.
+Each registry maps a word to its properties (does this rounding draw random bits? does this statistic depend
+on earlier steps?), so that no other module lists words. The function that a word selects has the same name
+and stands in rounding.py, scaling.py, hadamard.py or select.py. Words without such properties are listed in
+spec.py at their field.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 BLOCKS = ("1x8", "1x16", "1x32", "1x64", "1x128", "16x16", "32x32")
 """Rows and columns that share a block scale."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-"""Types of what is not quantised, and torch's names for them."""
+"""Types of unquantised tensors, with torch's names for them."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """A rounding to one of the two neighbours on a grid."""
+    """Rounding to one of the two neighbours on a grid."""
 
     draws: bool = False
-    """Takes random bits."""
+    """True if it takes random bits."""
     of_elements: bool = True
     of_scales: bool = True
 
@@ -30,25 +30,24 @@ ROUNDINGS = {
     "floor": Rounding(of_elements=False),
     "ceil": Rounding(of_elements=False),
     "stochastic": Rounding(draws=True),
-    "ms_eden": Rounding(
-        draws=True, of_scales=False
-    ),  # nearest, then block scales corrected: quantize.ms_eden
+    # To nearest, then block scales are corrected: quantize.ms_eden.
+    "ms_eden": Rounding(draws=True, of_scales=False),
 }
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number that stands for a tensor or a block: `amax`, or a word with a number from `least` to `most` behind a colon."""
+    """Statistic of a tensor or a block: a word, or a word, a colon and a number from `least` to `most`."""
 
     form: str
-    """How errors show it."""
+    """Spelling shown in errors."""
     number: type[int] | type[float] | None = None
     least: float = 0.0
     most: float = 0.0
     per_tensor: bool = False
-    """There is one for a tensor, none for its rows or its blocks of 128."""
+    """True if it is defined for a tensor only, not for rows or groups of 128."""
     earlier: bool = False
-    """Depends on earlier steps."""
+    """True if it depends on earlier steps."""
 
 
 _TINY, _HUGE, _MOST_STEPS = 1e-30, 1e30, 10**6
@@ -59,7 +58,7 @@ STATISTICS = {
     "hold": Statistic("'hold:n' (n steps)", int, 1, _MOST_STEPS, per_tensor=True, earlier=True),
     "static": Statistic("'static:v' (a magnitude above 0)", float, _TINY, _HUGE, per_tensor=True),
 }
-"""Of the outer scale."""
+"""Statistics of the outer scale."""
 BLOCK_STATISTICS = {
     "amax": Statistic("'amax'"),
     "rms": Statistic("'rms:c' (c times the block's root mean square)", float, _TINY, 1e3),
@@ -69,12 +68,12 @@ BLOCK_STATISTICS = {
 
 @dataclass(frozen=True)
 class Signs:
-    """The signs of a rotation."""
+    """Rule for the signs of a rotation."""
 
     drawn: bool = True
-    """They are drawn at random."""
+    """True if they are drawn at random."""
     lasting: bool = False
-    """A later call of the same product has the same ones."""
+    """True if later calls of the same product use the same signs."""
 
 
 SIGNS = {
@@ -86,11 +85,11 @@ SIGNS = {
 }
 
 CANDIDATES = {"scales": "4 or 6", "grids": "e2m1 or int4", "search": "best scale"}
-"""What a block's quantisation is selected among, and how tables show it."""
+"""Candidates for the quantisation of a block, with the text that tables show."""
 CRITERIA = ("mse", "mae", "absmax")
-"""Errors by which it is selected."""
+"""Errors by which a candidate is selected."""
 GEMM_OUTPUTS = {"bf16_out": ("bf16", "rounded once to bf16"), "fp32_out": ("fp32", "left in fp32")}
-"""What leaves a product: its type, and how tables show it."""
+"""Outputs of a product: dtype, and the text that tables show."""
 CHANNELS = {
     "mxfp8": {
         "element": "e4m3",
@@ -100,7 +99,8 @@ CHANNELS = {
     },
     "bf16": None,
 }
-"""How channels that are taken out of an operand are quantised, as the fields of a Quant; None: not at all.
+"""Quantisers of channels that are taken out of an operand, as fields of a Quant; None: unquantised.
 
-MXFP8 is E4M3 in blocks of 32 with power-of-two scales, rounded up so that nothing saturates (Transformer Engine's rule).
+MXFP8 is E4M3 in blocks of 32 with power-of-two scales, rounded up so that nothing saturates (Transformer
+Engine's rule).
 """

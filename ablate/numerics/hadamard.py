@@ -1,4 +1,22 @@
-"""Random Hadamard rotations: sign flips, then a Hadamard matrix, on every `size` consecutive elements of the contraction."""
+"""Random Hadamard rotations of the operands of a product.
+
+The problem: one outlier among 16 elements sets the scale of its block, and the 15 others are rounded to few
+values or to zero. The idea: rotate every `size` consecutive elements of the contraction by an orthogonal
+matrix R = diag(signs) H / sqrt(size), with H[r, c] = (-1)^popcount(r & c), which spreads an outlier over its
+group. Since R R^T = I, rotating *both* operands of a product leaves the product unchanged: (a R)(b R)^T = a
+b^T. A rotation therefore belongs to a product, and a recipe cannot rotate one operand alone.
+
+    [8, 0, 0, 0] rotated by 4 without sign flips is [4, 4, 4, 4].
+
+The signs keep structured data (such as a constant vector, which H alone would turn into one spike) from
+lining up with a row of H. Transformer Engine uses one fixed sign vector; other recipes draw signs per layer,
+step or call. The rotated values are rounded to the operand's dtype before anything else happens to them, as
+on hardware.
+
+A rotation does not lower the error of E2M1 on unstructured data. `rotate` refuses nothing itself: the caller
+pads the contraction to a multiple of `size`, and `spec.Hadamard` allows only the sizes 4 to 128. Section 6 of
+docs/numerics.md states the order of additions.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -15,28 +33,28 @@ TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def none(size: int, clock: Clock | None = None, where: int = 0) -> Tensor:
-    """Hadamard without sign flips, fp32 [size]."""
+    """Return ones: the Hadamard matrix without sign flips. fp32 [size]."""
     return torch.ones(size)
 
 
 def fixed(size: int, clock: Clock | None = None, where: int = 0) -> Tensor:
-    """Transformer Engine's signs, repeated or cut to `size`, fp32 [size]."""
+    """Return Transformer Engine's signs, repeated or cut to `size`. fp32 [size]."""
     return torch.tensor(TE_SIGNS, dtype=torch.float32).repeat(-(-size // 16))[:size]
 
 
 def per_call(size: int, clock: Clock, where: int) -> Tensor:
-    """Signs drawn for this product of this layer, step and micro-batch, fp32 [size]."""
+    """Draw signs for this product of this layer, step and micro-batch. fp32 [size]."""
     bits = random_bits(clock, where, 1, -(-size // GROUP) * GROUP, 8, torch.device("cpu"))
     return torch.where(bits[0, :size] < 128, 1.0, -1.0)
 
 
 def per_step(size: int, clock: Clock, where: int) -> Tensor:
-    """Signs that the micro-batches of a step share, fp32 [size]."""
+    """Draw signs that all micro-batches of a step share. fp32 [size]."""
     return per_call(size, replace(clock, micro_batch=0), where)
 
 
 def per_layer(size: int, clock: Clock, where: int) -> Tensor:
-    """Signs drawn once for this product of this layer, the same in training and evaluation, fp32 [size]."""
+    """Draw signs once for this product of this layer, for training and evaluation. fp32 [size]."""
     return per_call(size, Clock(clock.seed), where)
 
 
@@ -44,37 +62,62 @@ SIGNS = {function.__name__: function for function in (none, fixed, per_layer, pe
 
 
 @cache
-def _known(spec: Hadamard, device: torch.device) -> Tensor:
+def _constant_signs(spec: Hadamard, device: torch.device) -> Tensor:
     return SIGNS[spec.signs](spec.size).to(device)
 
 
 def signs(spec: Hadamard, device: torch.device, clock: Clock | None = None, where: int = 0) -> Tensor:
-    """The signs of a rotation, fp32 [size]; those that are drawn take a clock and the product's site."""
+    """Return the signs of a rotation.
+
+    Args:
+        spec: Size of the rotation and rule for its signs.
+        device: Device of the result.
+        clock: Seed, stream, step and micro-batch; needed if the signs are drawn.
+        where: Draw site of the product (`philox.site`).
+
+    Returns:
+        fp32 [size] of +1 and -1.
+    """
     return (
         SIGNS[spec.signs](spec.size, clock, where).to(device)
         if choices.SIGNS[spec.signs].drawn
-        else _known(spec, device)
+        else _constant_signs(spec, device)
     )
 
 
 def rotate(
     z: Tensor, spec: Hadamard, clock: Clock | None = None, where: int = 0, *, back: bool = False
 ) -> Tensor:
-    """z @ R along the last dimension ([rows, columns], `columns` a multiple of `size`), rounded to z's dtype as hardware does.
+    """Return z R along the last dimension, rounded to the dtype of `z`, as hardware does.
 
-    R = diag(signs) H / sqrt(size) with H[r, c] = (-1)^popcount(r & c), so R R^T = I, exactly where size is 4, 16 or 64. `back` undoes
-    it: z @ R^T.
+    Args:
+        z: [rows, columns], bf16, fp16 or fp32; `columns` is a multiple of `spec.size`.
+        spec: Size of the rotation and rule for its signs.
+        clock: Seed, stream, step and micro-batch; needed if the signs are drawn.
+        where: Draw site of the product.
+        back: Undo the rotation: return z R^T.
+
+    Returns:
+        Tensor like `z`. R R^T = I holds exactly for sizes 4, 16 and 64, whose factor 1 / sqrt(size) is a
+        power of two.
     """
     blocks = z.reshape(-1, spec.size).to(torch.float32)
     flips = signs(spec, z.device, clock, where)
-    turned = butterflies(blocks) if back else butterflies(blocks * flips)
-    return (turned * flips if back else turned).to(z.dtype).view(z.shape)
+    rotated = butterflies(blocks) if back else butterflies(blocks * flips)
+    return (rotated * flips if back else rotated).to(z.dtype).view(z.shape)
 
 
 def butterflies(z: Tensor) -> Tensor:
-    """z @ H / sqrt(size) for fp32 [blocks, size]: sums and differences at distances 1, 2, 4, ..., then the factor.
+    """Return z H / sqrt(size): sums and differences at distances 1, 2, 4, ..., then the factor.
 
-    A matrix product would add in an order of the library's and the machine's choosing; this one is the same everywhere.
+    A matrix product would add in an order that depends on the library and the machine; this order is the same
+    everywhere.
+
+    Args:
+        z: fp32 [blocks, size], `size` a power of two.
+
+    Returns:
+        fp32 [blocks, size].
     """
     blocks, size = z.shape
     distance = 1

@@ -1,4 +1,4 @@
-"""The amaxes of earlier steps that a delayed or held tensor scale needs. Evaluation reads them and adds nothing."""
+"""Amaxes of earlier steps, for delayed and held tensor scales. Evaluation reads them and adds none."""
 
 import torch
 from torch import Tensor
@@ -9,38 +9,44 @@ from ablate.numerics.philox import Clock
 class History:
     """One operand's amax by optimizer step. Repeating a call (recomputed activations) changes nothing.
 
-    An amax of 0 says nothing about the next tensor (gradients of a head that starts at zero): the first other one replaces it. Nor
-    does one that is not finite, which would last for as many steps: it counts as 0, and shows in the operand's `largest`.
+    An amax of 0 (gradients behind a head that starts at zero) does not predict the next tensor, so the first
+    other amax replaces it. A non-finite amax would persist for as many steps, so it counts as 0; it shows in
+    the operand's `largest`.
     """
 
     def __init__(self) -> None:
         self.amax: dict[int, Tensor | float] = {}
-        """Fp32 scalars; with what they say, a run resumes bit for bit. A CPU's delayed ones are numbers: a thousand small tensors that
-        stay among large ones that come and go would split the heap, which then grows with every step."""
+        """fp32 scalars by step, saved in checkpoints. Delayed ones of a CPU are Python floats: a thousand
+        small tensors that live among large short-lived ones would fragment the heap, which then grows with
+        every step."""
 
     def delayed(self, current: Tensor, clock: Clock, steps: int) -> Tensor:
-        """The largest amax of the `steps` steps before this one, over all their micro-batches; `current` where there is none."""
+        """Return the largest amax of the last `steps` steps; `current` if there is none."""
         past = self.before(clock, steps)
         self.note(current, clock, steps)
         return _or(_largest(past), current) if past else current
 
     def before(self, clock: Clock, steps: int) -> list[Tensor | float]:
-        """The amaxes of the `steps` steps before this one, as far as there are any."""
+        """Return the recorded amaxes of the `steps` steps before this one."""
         return [amax for step, amax in self.amax.items() if clock.step - steps <= step < clock.step]
 
     def note(self, current: Tensor, clock: Clock, steps: int) -> None:
-        """Count `current` among this step's, in training; `steps` are how many will be asked for."""
+        """Include `current` in the maximum of this step, in training, and drop steps older than `steps`."""
         if clock.stream == "training":
-            seen, known = _finite(current), self.amax.get(clock.step)
-            largest = seen if known is None else torch.maximum(torch.as_tensor(known, dtype=seen.dtype), seen)
+            largest, earlier = _finite(current), self.amax.get(clock.step)
+            if earlier is not None:
+                largest = torch.maximum(torch.as_tensor(earlier, dtype=largest.dtype), largest)
             self.amax[clock.step] = largest.item() if largest.device.type == "cpu" else largest
             self.amax.pop(clock.step - steps - 1, None)
 
     def held(self, current: Tensor, clock: Clock, steps: int) -> Tensor:
-        """The amax of the first call in the current period of `steps` steps, in training; until then, of the last period."""
-        period, seen = clock.step - clock.step % steps, _finite(current)
+        """Return the amax of the first training call in the current period of `steps` steps.
+
+        Before that call, return the amax of the last period.
+        """
+        period, amax = clock.step - clock.step % steps, _finite(current)
         if clock.stream == "training":
-            self.amax = {period: _or(self.amax[period], seen) if period in self.amax else seen}
+            self.amax = {period: _or(self.amax[period], amax) if period in self.amax else amax}
         return _or(next(iter(self.amax.values()), current), current)
 
 

@@ -1,4 +1,9 @@
-"""A matrix of which each of several processes holds an equal part: what it takes to quantise the parts as the whole would be."""
+"""Equal parts of one matrix on several processes, quantised to the same bits as the whole matrix would be.
+
+Three things in a quantised part depend on the rest of the matrix: the outer statistic (reduced or gathered
+here), the random bits (drawn for the whole and cut), and blocks or rotations that cross a boundary (refused
+by `misfit`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +16,11 @@ from ablate.numerics.spec import Hadamard, Quant, grain
 
 
 @dataclass(frozen=True)
-class Share:
-    """Part `index` of `count` equal ones, each with a process of `group`: of the rows (`axis` 0) or of the columns, the contraction (1).
+class Partition:
+    """Division of a matrix into `count` equal parts, one for each process of `group`.
 
-    Its methods that ask the others are collective: every process of the group calls them in the same order.
+    This process has part `index`. Axis 0 divides the rows, axis 1 the columns (the contraction). `largest`
+    and `gathered` are collective: every process of the group calls them in the same order.
     """
 
     axis: int
@@ -23,34 +29,35 @@ class Share:
     group: dist.ProcessGroup | None = None
 
     def largest(self, amax: Tensor) -> Tensor:
-        """The elementwise maximum of everybody's non-negative fp32 `amax`; NaN where anybody's is."""
-        bits = (
-            amax.contiguous().view(torch.int32).clone()
-        )  # ordered as the numbers are, NaN above all: a maximum of floats may lose it
+        """Return the elementwise maximum of the non-negative fp32 `amax` of all processes, or NaN."""
+        # As integers, since a maximum of floats may lose NaN: the bits are ordered as the numbers are, with
+        # NaN above all.
+        bits = amax.contiguous().view(torch.int32).clone()
         dist.all_reduce(bits, dist.ReduceOp.MAX, self.group)
         return bits.view(torch.float32)
 
     def gathered(self, part: Tensor, axis: int | None = None) -> Tensor:
-        """Everybody's equally shaped parts, side by side along `axis` (by default the one that is shared out)."""
+        """Return the parts of all processes, joined along `axis` (default: the divided axis)."""
         return torch.cat(gather(part, self.count, self.group), dim=self.axis if axis is None else axis)
 
-    def own(self, whole: Tensor) -> Tensor:
-        """This part of a matrix that everybody has."""
+    def local(self, whole: Tensor) -> Tensor:
+        """Return this process's part of a matrix that every process holds, as a view."""
         size = whole.shape[self.axis] // self.count
         return whole.narrow(self.axis, self.index * size, size)
 
     def misfit(self, rows: int, columns: int, quant: Quant, rotation: Hadamard | None) -> str | None:
-        """Why parts of `rows` x `columns` cannot be quantised as the whole is; None where they can."""
+        """Return why parts of `rows` x `columns` cannot be quantised as the whole is; None if they can."""
         size, step = (rows, columns)[self.axis], grain(quant, rotation, self.axis)
         if size % step:
-            return f"it has {size} {('rows', 'columns')[self.axis]}, no multiple of {step}, and would cut a block"
+            lines = ("rows", "columns")[self.axis]
+            return f"it has {size} {lines}, no multiple of {step}, and would cut a block"
         if quant.transform is not None:
-            return "its transform looks at the whole matrix"
+            return "its transform needs the whole matrix"
         return None
 
 
 def gather(part: Tensor, count: int, group: dist.ProcessGroup | None = None) -> Sequence[Tensor]:
-    """Everybody's equally shaped `part`, in the order of the group's processes."""
+    """Return the `part` of each of `count` processes, in the order of their ranks. Collective."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(count)]
     dist.all_gather(parts, part.contiguous(), group=group)
     return parts

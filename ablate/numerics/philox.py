@@ -1,7 +1,8 @@
-"""Counter-based random bits: what is drawn depends on where and when, never on what was drawn before.
+"""Counter-based random bits: a draw depends on its place and time, never on earlier draws.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Hence a resumed run, a forked run, a
-recomputed activation, every device and every thread count draw the same bits, and evaluation advances nothing.
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A
+resumed run, a forked run, a recomputed activation, every device and every thread count therefore draw the
+same bits, and evaluation advances no state. docs/numerics.md (section 5) lists the words of key and counter.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ _MASK = 0xFFFFFFFF
 
 @dataclass
 class Clock:
-    """When a draw happens: the seed, the stream, the optimizer step and the (global) micro-batch within it."""
+    """Time of a draw: the seed, the stream, the optimizer step and the (global) micro-batch within it."""
 
     seed: int
     stream: str = "training"
@@ -33,14 +34,21 @@ class Clock:
 
 
 def site(layer: str, slot: str) -> int:
-    """Where a draw happens, as 32 bits: a hash of the layer's qualified name and the operand slot (`wgrad.g`)."""
+    """Return the place of a draw as 32 bits: a hash of a layer's qualified name and a slot (`wgrad.g`)."""
     return int.from_bytes(blake2b(f"{layer}/{slot}".encode(), digest_size=4).digest(), "little")
 
 
 def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
-    """Ten rounds on counters int64 [4, n], each word in [0, 2^32); returns int64 [4, n] of 32-bit words.
+    """Apply ten rounds to counters.
 
     The 32x32-bit products wrap in int64; their high and low words are still exact.
+
+    Args:
+        counter: int64 [4, n], each word in [0, 2^32).
+        key: Two 32-bit words.
+
+    Returns:
+        int64 [4, n] of 32-bit words.
     """
     multiplier, keys = _schedule(key, counter.device)
     even, odd = counter[0::2], counter[1::2]  # words (0, 2) and (1, 3)
@@ -59,18 +67,29 @@ def _schedule(key: tuple[int, int], device: torch.device) -> tuple[Tensor, list[
 
 
 def philox_key(clock: Clock, purpose: int = 0, call: int = 0) -> tuple[int, int]:
-    """The two key words: the seed, and stream, purpose and call."""
+    """Return the two key words: the seed; and stream, purpose and call."""
     return clock.seed & _MASK, STREAMS[clock.stream] << 8 | purpose << 4 | call
 
 
 def random_bits(
     clock: Clock, where: int, rows: int, columns: int, width: int, device: torch.device, purpose: int = 0
 ) -> Tensor:
-    """Uniform integers in [0, 2^width) as fp32 [rows, columns]; `columns` a multiple of GROUP, `width` 8, 16 or 24.
+    """Return uniform integers in [0, 2^width) for a matrix.
 
-    One call gives the 128 bits of one group of consecutive elements at width 8; wider draws take more calls, told apart by
-    the second key word, as is what the bits are for (`purpose`: 0 elements, 1 block scales). Counter: (group index row-major, step,
-    micro-batch, site); key: (seed, stream, purpose and call).
+    One Philox call gives 128 bits, which is enough for one group of 16 consecutive elements at width 8. Wider
+    draws take more calls; the second key word distinguishes them.
+
+    Args:
+        clock: Seed, stream, step and micro-batch.
+        where: Draw site (`site`).
+        rows: Rows of the result.
+        columns: Columns of the result, a multiple of GROUP.
+        width: Bits of each integer: 8, 16 or 24.
+        device: Device of the result.
+        purpose: 0 for elements, 1 for block scales, which draw other bits at the same site.
+
+    Returns:
+        fp32 [rows, columns]. Counter: (row-major index of the group, step, micro-batch, site).
     """
     groups = rows * columns // GROUP
     counter = torch.empty(4, groups, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""One matrix product of two operands: exact values in, fp32 accumulation, the tensor scales applied outside, one rounding."""
+"""Matrix product of two operands: exact values, fp32 sums, tensor scales after them, and one rounding."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
@@ -12,9 +12,11 @@ from ablate.numerics.quantize import Operand, pad
 
 
 def alpha(a: Operand, b: Operand) -> Tensor | None:
-    """amax_a * amax_b / (36 bound_a bound_b), fp32: a scalar, or [M, N]-broadcastable where rows have their own amax.
+    """Return amax_a * amax_b / (36 bound_a bound_b), the factor of the product.
 
-    None where that is 1 for certain.
+    Returns:
+        fp32 scalar, or a tensor that broadcasts to [M, N] if rows have their own amax; None if the factor is
+        1.
     """
     divisor = a.divisor * b.divisor
     factors = [f for f in (a.amax, None if b.amax is None else b.amax.t()) if f is not None]
@@ -23,17 +25,21 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
             None if divisor == 1 else torch.tensor(1 / divisor, dtype=torch.float32, device=a.values.device)
         )
     numerator = factors[0] * factors[1] if len(factors) == 2 else factors[0]
-    return numerator / torch.full_like(
-        numerator, divisor
-    )  # a tensor: a GPU may turn `/ number` into `* reciprocal`
+    # The divisor is a tensor because a GPU may turn `/ number` into `* reciprocal`.
+    return numerator / torch.full_like(numerator, divisor)
 
 
 def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-    """a b^T for a [M, K] and b [N, K], as [M, N] of dtype `out`; accumulated in fp32 and rounded once.
+    """Return a b^T, accumulated in fp32 and rounded once.
 
-    `out` fp32 keeps the accumulator: what a tensor core holds before its epilogue. On a CPU that takes fp32 operands, at
-    about twice the cost, since torch has no bf16 product with fp32 output there. Operands padded to different block lengths
-    fit: the shorter is padded with zeros.
+    Args:
+        a: Operand [M, K].
+        b: Operand [N, K]. If the two are padded to different lengths, the shorter is padded with zeros.
+        out: Dtype of the result. fp32 keeps the accumulator of a tensor core; on a CPU this takes fp32
+            operands, at about twice the cost, since torch has no bf16 product with fp32 output there.
+
+    Returns:
+        [M, N] of dtype `out`.
     """
     left, right = _aligned(a, b)
     scale = alpha(a, b)
@@ -44,17 +50,18 @@ def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     wide = scale is None or scale.numel() != 1 or left.dtype != out or right.dtype != out
     if wide or left.is_cuda or not multiplies_bf16():
         return _scaled(_fp32(left, right), scale).to(out)
-    # torch.mm would round to bf16 before alpha (26 % of outputs off by one ulp); addmm applies alpha before its one rounding.
+    # torch.mm would round to bf16 before alpha (26 % of outputs off by one ulp); addmm applies alpha before
+    # its one rounding.
     y, factor = left.new_empty(left.shape[0], right.shape[0]), scale.item()
     if (
         factor == 0
-    ):  # an operand is zero: a gradient in the first step, behind a head of zeros. torch takes 70 times as long for it
+    ):  # an operand is zero, such as the first gradient behind a zero head: torch takes 70 times as long
         return y.zero_()
     return torch.addmm(y, left, right.t(), beta=0, alpha=factor)
 
 
 def split_product(a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype) -> Tensor:
-    """The product of two operands that are sums of parts (what a transform took out, and the rest), rounded once."""
+    """Return the product of two operands that are sums of parts (`transform.split`), rounded once."""
     if len(a) == len(b) == 1:
         return product(a[0], b[0], out)
     return sum(product(left, right, torch.float32) for left in a for right in b).to(out)
@@ -62,22 +69,28 @@ def split_product(a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype) 
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether this CPU has bf16 instructions (AVX-512 BF16, AMX, Arm's); without, oneDNN's bf16 product is slower than the fp32 one."""
+    """Return True if this CPU has bf16 instructions (AVX-512 BF16, AMX, Arm).
+
+    Without them oneDNN's bf16 product is slower than its fp32 product.
+    """
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x w^T + bias in the operands' dtype, rounded once; bf16 on a CPU without bf16 instructions by way of fp32 operands."""
+    """Return x w^T + bias in the dtype of x, rounded once.
+
+    On a CPU without bf16 instructions, bf16 operands are multiplied as fp32.
+    """
     if x.dtype != torch.bfloat16 or x.is_cuda or multiplies_bf16():
         return F.linear(x, w, bias)
     return F.linear(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the backward pass of an autograd function raise RuntimeError under `create_graph=True`.
+    """Make the backward pass of an autograd function raise RuntimeError under `create_graph=True`.
 
-    Quantisation has no derivative that a second backward pass could follow: autograd would return a gradient without a graph,
-    or a wrong one. `once_differentiable` raises only in a second pass that reaches it, and is silent with `allow_unused`.
+    Quantisation has no second derivative: autograd would return a gradient without a graph, or a wrong one.
+    Torch's `once_differentiable` raises only if a second pass reaches it, and is silent with `allow_unused`.
     """
 
     @wraps(backward)

@@ -1,4 +1,25 @@
-"""One operand, quantised: the reference, written to be read beside NUMERICS.md. Fast kernels must equal it bit for bit."""
+"""Quantisation of one operand of a product: the reference that every compiled kernel must equal bit for bit.
+
+The problem: a matrix product on FP4 tensor cores takes 4-bit codes and block scales. To measure what a recipe
+costs on hardware that has no such cores, this module computes exactly the numbers that they would multiply,
+and keeps them in bf16.
+
+The idea, in five steps (docs/numerics.md, sections 3 to 10): rotate the operand if the product is rotated;
+take the outer statistic; compute one scale for each block; multiply the elements by their factor and round
+them to the element grid; multiply the codes by their block scales. A code times an E4M3 scale has at most 6
+significant bits, so the last step is exact in bf16, and a bf16 product with fp32 accumulation gives what the
+tensor core gives, up to the order of additions. The remaining factor, amax / 2688, is kept apart
+(`Operand.amax`) and applied outside the product; multiplied into the values, it would round nearly every one
+of them.
+
+    >>> x = torch.tensor([[6.0, 3.0, 0.4] + 13 * [0.0]])
+    >>> quantize(x, Quant()).dequantize()[0, :3]
+    tensor([6.0000, 3.0000, 0.5000])
+
+The module refuses dtypes other than bf16, fp16 and fp32, tensors that are not matrices, random draws without
+a clock, and a part of a matrix that cuts a block. It does not refuse NaN or infinities: they show in
+`Operand.largest`.
+"""
 
 import math
 from collections.abc import Callable
@@ -16,7 +37,7 @@ from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import cpu, cuda
-from ablate.numerics.partition import Share
+from ablate.numerics.partition import Partition
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.rounding import ROUNDINGS, toward
 from ablate.numerics.scaling import (
@@ -34,10 +55,11 @@ from ablate.numerics.spec import Hadamard, Outer, Quant, argument, tag
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand as the GEMM takes it: `values` [rows, columns] times an fp32 factor, amax / divisor, that stays outside the GEMM.
+    """Operand as the GEMM takes it: `values` [rows, columns], with an fp32 factor amax / divisor kept apart.
 
-    A quantised one holds code times block scale, exact in bf16 (at most 8 significant bits) unless `quant.wide`, then fp32. Folding
-    the factor in would round nearly every element. An operand that is not quantised, or has no outer scale, has no amax.
+    The values of a quantised operand are code times block scale: bf16, in which they are exact (at most 8
+    significant bits), or fp32 if `quant.wide`. An operand that is not quantised, or has no outer scale, has
+    no amax.
     """
 
     values: Tensor
@@ -45,32 +67,34 @@ class Operand:
     amax: Tensor | None = None
     """fp32, a scalar or [rows, 1]."""
     block_scale: Tensor | None = None
-    """fp32 [row tiles, 1, column tiles, 1]; None where there is only an outer scale."""
+    """fp32 [row tiles, 1, column tiles, 1]; None if there is only an outer scale."""
     largest: Tensor | None = None
-    """The largest magnitude of what was quantised, fp32 scalar: not finite where that had a NaN or an infinity."""
+    """Largest magnitude of the quantised tensor, fp32 scalar; not finite if the tensor has a NaN or an
+    infinity."""
     source: Tensor | None = None
-    """What was quantised (rotated, padded), kept on request, as are `scaled`, what was rounded, the `codes`, and `block_amax`; a
-    compiled quantiser that is asked for the source alone keeps nothing else."""
+    """Tensor that was quantised (rotated and padded). It is kept on request, as are `scaled` (the input of
+    the rounding), `codes` and `block_amax`; a compiled quantiser that is asked for the source alone keeps
+    nothing else."""
     scaled: Tensor | None = None
     codes: Tensor | None = None
     block_amax: Tensor | None = None
 
     @property
     def divisor(self) -> float:
-        """Element maximum times scale bound, 6 * 448, times the prescale; 1 where nothing is quantised."""
+        """Element maximum times scale bound (6 * 448) times prescale; 1 without quantisation."""
         if self.quant is None:
             return 1.0
         outer = 1.0 if self.amax is None else ELEMENTS[self.quant.element].max * self.quant.outer.bound
         return outer * self.quant.range.prescale
 
     def transposed(self) -> "Operand":
-        """The operand of the transpose, of square blocks that nothing padded."""
+        """Return the operand of the transpose. Only valid for square blocks without padding."""
         return Operand(
             self.values.t(), self.quant, self.amax, self.block_scale.permute(2, 1, 0, 3), self.largest
         )
 
     def dequantize(self) -> Tensor:
-        """value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
+        """Return value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
         factor = 1.0 / torch.tensor(self.divisor)
         scaled = self.quant is not None and self.block_scale is not None and not self.quant.wide
         if scaled and cpu.can_decode(self.values, self.block_scale, self.amax):
@@ -93,7 +117,7 @@ Keep = bool | Literal["source"]
 
 
 def pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Zero rows and columns up to the next multiples: zeros change no amax and add nothing to a product."""
+    """Append zero rows and columns up to the next multiples. Zeros change no amax and no product."""
     extra_rows, extra_columns = -x.shape[0] % rows, -x.shape[1] % columns
     return F.pad(x, (0, extra_columns, 0, extra_rows)) if extra_rows or extra_columns else x
 
@@ -109,37 +133,53 @@ def quantize(
     history: History | None = None,
     target: Tensor | None = None,
     keep: Keep = False,
-    share: Share | None = None,
+    partition: Partition | None = None,
 ) -> Operand:
-    """Quantise `x` [rows, columns] (bf16, fp16 or fp32; the last dimension is the contraction) by `quant`.
+    """Quantise one operand of a product.
 
-    Whatever is drawn comes from `clock`: roundings at the site `where`, the signs of a rotation at the site `product`. `history`
-    serves delayed and held statistics; `target` (like x) decides roundings to its own nearest neighbour. The result keeps the padded
-    contraction, so two operands of a product padded alike still fit. `keep` what it is made from; a compiled quantiser can keep the
-    "source" alone, all that telemetry needs. With `share`, x is one of the parts of a matrix: the result is that part of what the
-    whole would give, and every process that has a part calls this.
-    Raises TypeError for other dtypes, ValueError for other dimensions, where a draw or a history has no clock, and for a part that
-    cuts a block.
+    Args:
+        x: [rows, columns], bf16, fp16 or fp32. The columns are the contraction, along which blocks run.
+        quant: Format, scaling and rounding.
+        rotation: Hadamard rotation of the product; the columns are padded to a multiple of its size.
+        clock: Seed, stream, step and micro-batch of everything that is drawn.
+        where: Draw site of the operand's roundings (`philox.site`).
+        product: Draw site of the signs of the rotation, the same for both operands.
+        history: Earlier amaxes of this operand, for the statistics `delayed` and `hold`.
+        target: Tensor like `x`: each element is rounded to the neighbour nearer to it (Q-EMA), in place of
+            `quant.rounding`.
+        keep: True keeps all intermediate tensors in the result; "source" keeps the quantised tensor, which
+            telemetry needs.
+        partition: Given if `x` is one part of a matrix. The result is that part of the whole matrix's;
+            collective.
+
+    Returns:
+        Operand whose values are [rows, columns], the columns padded to whole blocks and groups of 16.
+
+    Raises:
+        TypeError: `x` has another dtype.
+        ValueError: `x` is not a matrix, a draw or a history has no clock, ms_eden has no rotation, or the
+            part cuts a block.
     """
-    _refuse(x, quant, rotation, clock, history, share)
-    known = None if share is None else _known(x, quant, rotation, share)
-    alone = share is None or (not draws(quant) and (known is not None or quant.outer is None))
-    if alone and target is None and keep is not True:
-        fast = _compiled(x, quant, rotation, clock, where, product, history, keep == "source", known)
-        if fast:
-            return fast
+    _refuse(x, quant, rotation, clock, history, partition)
+    reduced = None if partition is None else _reduced_amax(x, quant, rotation, partition)
+    independent = partition is None or (not draws(quant) and (reduced is not None or quant.outer is None))
+    if independent and target is None and keep is not True:
+        compiled = _compiled(x, quant, rotation, clock, where, product, history, keep == "source", reduced)
+        if compiled:
+            return compiled
     x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
-    tiles, wanted = (_tiles(z, quant) for z in (x, target))
+    tiles, target_tiles = (_tiles(z, quant) for z in (x, target))
     amaxes = block_amax(tiles)
-    amax = known
+    amax = reduced
     if amax is None and quant.outer is not None:
-        amax = outer_statistic(x, tiles, amaxes, quant.outer, history, clock, share)
+        amax = outer_statistic(x, tiles, amaxes, quant.outer, history, clock, partition)
     scale = torch.ones((), device=x.device) if amax is None else encode_scale(amax, quant)
     if quant.select:
         chosen = select(tiles, amaxes, scale, amax, quant)
     else:
         group = rotation.size if rotation else 0
-        chosen = _cast(tiles, wanted, amaxes, scale, quant, group, partial(_bits, clock, where, tiles, share))
+        draw = partial(_bits, clock, where, tiles, partition)
+        chosen = _cast(tiles, target_tiles, amaxes, scale, quant, group, draw)
     return _operand(x, tiles, amaxes, amax, chosen, quant, bool(keep))
 
 
@@ -153,7 +193,20 @@ def quantize_both(
     where: tuple[int, int],
     product: int,
 ) -> tuple[Operand, Operand] | None:
-    """`x` and `x.t()`, that rotated, as two calls of `quantize` would give them, from one read; None where that takes two."""
+    """Quantise `x` and the rotated `x.t()` in one read, to the bits that two calls of `quantize` give.
+
+    Args:
+        x: [rows, columns], bf16 or fp32, on a GPU.
+        first: Quantiser of `x`.
+        second: Quantiser of `x.t()`.
+        rotation: Rotation of `x.t()` along the rows of `x`.
+        clock: Seed, stream, step and micro-batch of everything that is drawn.
+        where: Draw sites of the two copies.
+        product: Draw site of the signs of the rotation.
+
+    Returns:
+        The two operands; None if no kernel makes both at once.
+    """
     if not cuda.can_quantize_both(x, first, second, rotation):
         return None
     flips = rotation and signs(rotation, x.device, clock, product)
@@ -175,15 +228,18 @@ def _compiled(
     product: int,
     history: History | None,
     keep: bool,
-    known: Tensor | None,
+    reduced: Tensor | None,
 ) -> Operand | None:
-    """The operand from the kernels of x's device; None where they cannot make it. `known`: what counts as its amax, if that is known."""
-    on_cpu = cpu.can_quantize(x, quant, rotation) and (known is None or bool(known.isfinite()))
-    if not on_cpu and (keep or known is not None or not cuda.can_quantize(x, quant, rotation)):
+    """Return the operand from the kernels of x's device; None if they cannot make it.
+
+    `reduced` is the amax of the whole matrix if `x` is a part of it.
+    """
+    on_cpu = cpu.can_quantize(x, quant, rotation) and (reduced is None or bool(reduced.isfinite()))
+    if not on_cpu and (keep or reduced is not None or not cuda.can_quantize(x, quant, rotation)):
         return None
     flips = rotation and signs(rotation, x.device, clock, product)
     if on_cpu:
-        statistic = _statistic(quant.outer, history, clock) if known is None else known.item()
+        statistic = _statistic(quant.outer, history, clock) if reduced is None else reduced.item()
         made = cpu.quantize(x, quant, flips, clock, where, keep, statistic)
     else:
         values, amax, block_scale = cuda.quantize(x, quant, flips, clock, where)
@@ -197,7 +253,7 @@ def _compiled(
 def _statistic(
     outer: Outer, history: History | None, clock: Clock | None
 ) -> float | Callable[[Tensor, Tensor], Tensor] | None:
-    """What counts as a tensor's amax, for a compiled quantiser; None for the amax itself."""
+    """Return the outer statistic as a compiled quantiser takes it; None for amax, which it computes."""
     if outer.statistic == "amax":
         return None
     if tag(outer.statistic) == "static":
@@ -205,11 +261,13 @@ def _statistic(
     return lambda x, largest: outer_statistic(x, None, largest, outer, history, clock)
 
 
-def _known(x: Tensor, quant: Quant, rotation: Hadamard | None, share: Share) -> Tensor | None:
-    """The largest magnitude of the whole of which x is a part, where that is its outer statistic and x is not turned first."""
+def _reduced_amax(x: Tensor, quant: Quant, rotation: Hadamard | None, partition: Partition) -> Tensor | None:
+    """Return the amax of the whole matrix if that is its outer statistic and x is not rotated; else None."""
     plain = quant.outer is not None and (quant.outer.granularity, quant.outer.statistic) == ("tensor", "amax")
     return (
-        share.largest(x.abs().amax().to(torch.float32)) if plain and rotation is None and x.numel() else None
+        partition.largest(x.abs().amax().to(torch.float32))
+        if plain and rotation is None and x.numel()
+        else None
     )
 
 
@@ -219,7 +277,7 @@ def _refuse(
     rotation: Hadamard | None,
     clock: Clock | None,
     history: History | None,
-    share: Share | None,
+    partition: Partition | None,
 ) -> None:
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"quantize takes bf16, fp16 or fp32, not {x.dtype}; convert the tensor first")
@@ -229,26 +287,28 @@ def _refuse(
         )
     if clock is None and (draws(quant) or (rotation is not None and SIGNS[rotation.signs].drawn)):
         raise ValueError(
-            "stochastic rounding and drawn signs take their random bits from a clock: give quantize one"
+            "stochastic rounding and drawn signs take their random bits from a clock: pass clock to quantize"
         )
     if clock is None and history is not None:
-        raise ValueError("a history is kept by step: give quantize a clock with it")
+        raise ValueError("a history is kept by step: pass clock to quantize with it")
     if quant.rounding == "ms_eden" and (rotation is None or rotation.size % quant.tile[1]):
-        raise ValueError("rounding ms_eden corrects rotated groups of whole blocks: give quantize a rotation")
-    if share is not None and (why := share.misfit(*x.shape, quant, rotation)):
+        raise ValueError(
+            "rounding ms_eden corrects rotated groups of whole blocks: pass rotation to quantize"
+        )
+    if partition is not None and (why := partition.misfit(*x.shape, quant, rotation)):
         raise ValueError(f"this part of a matrix cannot be quantised by itself: {why}")
 
 
 def _cast(
     tiles: Tensor,
-    wanted: Tensor | None,
+    target_tiles: Tensor | None,
     amaxes: Tensor,
     scale: Tensor,
     quant: Quant,
     group: int,
     draw: Callable[..., Tensor],
 ) -> Candidate:
-    """Scale, round, and correct: one pass without choices. `draw(elements=..., width=...)` gives random bits."""
+    """Scale, round and correct, without a selection. `draw(elements=..., width=...)` returns random bits."""
     block_scale = None
     if quant.scale:
         bits = draw(elements=False, width=24) if quant.scale.rounding == "stochastic" else None
@@ -258,8 +318,8 @@ def _cast(
     if quant.range.prescale != 1:
         scaled = scaled * quant.range.prescale
     element = ELEMENTS[quant.element]
-    if wanted is not None:
-        codes = toward(scaled, wanted * factor, element)
+    if target_tiles is not None:
+        codes = toward(scaled, target_tiles * factor, element)
     else:
         bits = draw(elements=True, width=quant.bits) if quant.rounding == "stochastic" else None
         codes = ROUNDINGS["nearest" if quant.rounding == "ms_eden" else quant.rounding](
@@ -270,13 +330,19 @@ def _cast(
     return Candidate(block_scale, scaled, codes)
 
 
-def _bits(clock: Clock, where: int, tiles: Tensor, share: Share | None, elements: bool, width: int) -> Tensor:
-    """Random bits for every element, or for every block scale, shaped to broadcast against the tiles; of a share, its part of them."""
+def _bits(
+    clock: Clock, where: int, tiles: Tensor, partition: Partition | None, elements: bool, width: int
+) -> Tensor:
+    """Return random bits for every element, or for every block scale, shaped to broadcast against the tiles.
+
+    For a part of a matrix they are drawn for the whole and cut, so that they do not depend on the number of
+    parts.
+    """
     row_tiles, rows, column_tiles, columns = tiles.shape
     high, wide = (row_tiles * rows, column_tiles * columns) if elements else (row_tiles, column_tiles)
     counts = [1, 1]
-    if share:
-        counts[share.axis] = share.count
+    if partition:
+        counts[partition.axis] = partition.count
     across = wide * counts[1]
     bits = random_bits(
         clock,
@@ -287,18 +353,21 @@ def _bits(clock: Clock, where: int, tiles: Tensor, share: Share | None, elements
         tiles.device,
         purpose=0 if elements else 1,
     )
-    own = share.own(bits[:, :across]) if share else bits[:, :across]
-    return own.reshape(tiles.shape if elements else (row_tiles, 1, column_tiles, 1))
+    local = partition.local(bits[:, :across]) if partition else bits[:, :across]
+    return local.reshape(tiles.shape if elements else (row_tiles, 1, column_tiles, 1))
 
 
 def lasts(quant: Quant, rotation: Hadamard | None) -> bool:
-    """Whether quantising a tensor again gives the same bits, whenever that is: nothing is drawn, nothing comes from earlier steps."""
+    """Return True if quantising a tensor again gives the same bits at any step.
+
+    That holds if nothing is drawn anew and no statistic depends on earlier steps.
+    """
     earlier = quant.outer is not None and STATISTICS[tag(quant.outer.statistic)].earlier
     return not (draws(quant) or earlier or (rotation is not None and not SIGNS[rotation.signs].lasting))
 
 
 def draws(quant: Quant) -> bool:
-    """Whether quantising takes random bits."""
+    """Return True if quantising takes random bits."""
     return choices.ROUNDINGS[quant.rounding].draws or (
         quant.scale is not None and choices.ROUNDINGS[quant.scale.rounding].draws
     )
@@ -307,10 +376,22 @@ def draws(quant: Quant) -> bool:
 def ms_eden(
     scaled: Tensor, codes: Tensor, block_scale: Tensor, group: int, quant: Quant, bits: Tensor
 ) -> Tensor:
-    """Block scales that make a rotated tensor rounded to nearest unbiased on average (Quartet II, arXiv 2601.22813).
+    """Correct block scales so that a rotated tensor rounded to nearest is unbiased on average.
 
-    All block scales of a group of `group` elements (one rotation) are multiplied by S = <y, y> / <y, q>, y the scaled elements and q
-    their codes, and rounded stochastically.
+    Quartet II (arXiv 2601.22813): all block scales of one rotated group are multiplied by <y, y> / <y, q>,
+    with y the scaled elements and q their codes, and then rounded stochastically. The factor is 1 if <y, q>
+    is 0.
+
+    Args:
+        scaled: y, fp32 [rows, 1, column tiles, columns].
+        codes: q, fp32 like `scaled`.
+        block_scale: Scales by which y was scaled, fp32 [rows, 1, column tiles, 1].
+        group: Elements of one rotation, a multiple of the block length.
+        quant: Scale format.
+        bits: 24 random bits for each block scale, as fp32.
+
+    Returns:
+        Corrected scales, fp32 like `block_scale`, holding values of the scale format.
     """
     y = torch.where(block_scale == 0, 0.0, scaled)
     rows, _, columns, length = y.shape
@@ -332,7 +413,7 @@ def _rotated(z: Tensor | None, rotation: Hadamard | None, clock: Clock | None, p
 
 
 def _tiles(x: Tensor | None, quant: Quant) -> Tensor | None:
-    """fp32 [row tiles, rows, column tiles, columns]; the contraction padded to whole blocks and whole groups of random bits."""
+    """Return `x` as fp32 tiles, the contraction padded to whole blocks and whole groups of random bits."""
     if x is None:
         return None
     rows, columns = quant.tile

@@ -1,4 +1,20 @@
-"""From a scaled value to one of its two neighbours on a grid. Randomness comes in as bits, never from a generator."""
+"""Rounding of scaled values to a small grid: nearest, stochastic, and the variants that papers use.
+
+The problem: a scaled element such as 2.6 lies between two values of the E2M1 grid, 2 and 3. Each function
+here picks one of the two. `nearest` picks 3. `stochastic` picks 3 with probability 0.6, so the result is
+right on average, which matters where rounding errors are summed over many tokens or steps. All functions
+divide by the grid's step (a power of two, hence exact), round to an integer, and multiply by the step again.
+They are written for one grid at a time and never look at a block or a scale.
+
+    >>> from ablate.numerics.formats import ELEMENTS
+    >>> nearest(torch.tensor([2.6, 2.5, 7.0, -0.2]), ELEMENTS["e2m1"])
+    tensor([ 3.,  2.,  6., -0.])
+
+Ties of `nearest` go to the even code, as IEEE 754 and NVIDIA's conversion do; magnitudes beyond the grid
+saturate. Random bits are an argument, never taken from a generator, so that a draw depends only on where and
+when it happens (philox.py). The exact rules are section 4 of docs/numerics.md. Not modelled: how the hardware
+instruction `cvt.rs` uses its random bits, which is not published.
+"""
 
 import torch
 from torch import Tensor
@@ -7,19 +23,41 @@ from ablate.numerics.formats import Format
 
 
 def nearest(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
-    """Round fp32 to the nearest neighbour, ties to the even code; beyond the largest magnitude, to it."""
+    """Round to the nearest neighbour, ties to the even code, saturating at the largest magnitude.
+
+    Args:
+        y: fp32 values of any shape, already scaled.
+        grid: Format whose values are allowed.
+        bits: Ignored; all roundings have the same signature.
+        width: Ignored.
+
+    Returns:
+        fp32 tensor like `y` on the grid. NaN stays NaN, and zero keeps its sign.
+    """
     y = y.clamp(-grid.max, grid.max)
     step = grid.step(y)
     y.div_(step)
     rounded = y.round()
-    if grid.mantissa == 0:  # between two powers of two: the even code is the one with the even exponent field
+    if grid.mantissa == 0:  # between two powers of two, the even code is the one with the even exponent field
         even = (step.view(torch.int32) >> 23) - 126 - grid.emin & 1 == 0
         rounded = torch.where((y.abs() == 1.5) & even, y.trunc(), rounded)
     return rounded.mul_(step)
 
 
 def away(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
-    """Round fp32 to the nearest neighbour, ties away from zero, as Quartet II's Triton kernels do (arXiv 2601.22813)."""
+    """Round to the nearest neighbour, ties away from zero, saturating at the largest magnitude.
+
+    Quartet II's Triton kernels round like this (arXiv 2601.22813).
+
+    Args:
+        y: fp32 values of any shape, already scaled.
+        grid: Format whose values are allowed.
+        bits: Ignored.
+        width: Ignored.
+
+    Returns:
+        fp32 tensor like `y` on the grid.
+    """
     magnitude = y.abs().clamp_(max=grid.max)
     step = grid.step(magnitude)
     magnitude.div_(step)
@@ -28,16 +66,27 @@ def away(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) ->
 
 
 def stochastic(y: Tensor, grid: Format, bits: Tensor, width: int) -> Tensor:
-    """Round fp32 away from zero with probability floor(2^width f) / 2^width, f the position between the two neighbours.
+    """Round away from zero with probability floor(2^width f) / 2^width, else toward zero.
 
-    `bits` holds one uniform integer in [0, 2^width) an element, as fp32. The truncation is Transformer Engine's: a bias of at most
-    2^-width of a step toward zero. Beyond the largest magnitude it saturates, which is where headroom matters.
+    f in [0, 1) is the position of the magnitude between its two neighbours. The floor is Transformer
+    Engine's: the result is biased by at most 2^-width of a step toward zero. Magnitudes beyond the grid
+    saturate, which biases them too; the headroom of the block scale (docs/numerics.md, section 3) exists to
+    avoid that.
+
+    Args:
+        y: fp32 values of any shape, already scaled.
+        grid: Format whose values are allowed.
+        bits: fp32 tensor that broadcasts to `y` with one uniform integer in [0, 2^width) for each element.
+        width: Random bits of one draw: 8, 16 or 24.
+
+    Returns:
+        fp32 tensor like `y` on the grid; zero keeps its sign.
     """
     magnitude = y.abs().clamp_(max=grid.max)
     step = grid.step(magnitude)
     magnitude.div_(step)
     lower = magnitude.floor()
-    # 1 where floor(2^width f) > bits, else 0. The difference is exact wherever its floor is in doubt.
+    # 1 if floor(2^width f) > bits, else 0. The difference is exact wherever its floor could go either way.
     up = magnitude.sub_(lower).mul_(2.0**width).sub_(bits).floor_().clamp_(0, 1)
     rounded = lower.add_(up).mul_(step)
     sign = y.view(torch.int32) & -(2**31)
@@ -45,21 +94,52 @@ def stochastic(y: Tensor, grid: Format, bits: Tensor, width: int) -> Tensor:
 
 
 def floor(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
-    """Round fp32 to the neighbour toward zero."""
+    """Round to the neighbour toward zero, saturating at the largest magnitude.
+
+    Args:
+        y: fp32 values of any shape.
+        grid: Format whose values are allowed.
+        bits: Ignored.
+        width: Ignored.
+
+    Returns:
+        fp32 tensor like `y` on the grid.
+    """
     y = y.clamp(-grid.max, grid.max)
     step = grid.step(y)
     return y.div_(step).trunc_().mul_(step)
 
 
 def ceil(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
-    """Round non-negative fp32 to the neighbour away from zero; beyond the largest magnitude, to it."""
+    """Round non-negative values to the neighbour away from zero, saturating at the largest magnitude.
+
+    Args:
+        y: Non-negative fp32 values of any shape.
+        grid: Format whose values are allowed.
+        bits: Ignored.
+        width: Ignored.
+
+    Returns:
+        fp32 tensor like `y` on the grid.
+    """
     y = y.clamp(max=grid.max)
     step = grid.step(y)
     return y.div_(step).ceil_().mul_(step)
 
 
 def toward(y: Tensor, target: Tensor, grid: Format) -> Tensor:
-    """Round fp32 to that of its two neighbours which `target`, on the same scale, is nearer to; ties away from zero (TetraJet's Q-EMA)."""
+    """Round to the neighbour of `y` that is nearer to `target`, ties away from zero.
+
+    TetraJet's Q-EMA rounds weights like this (arXiv 2502.20853).
+
+    Args:
+        y: fp32 values of any shape, already scaled.
+        target: fp32 tensor like `y`, on the same scale: the moving average of the weight.
+        grid: Format whose values are allowed.
+
+    Returns:
+        fp32 tensor like `y` on the grid.
+    """
     magnitude = y.abs()
     lower, upper = floor(magnitude, grid), ceil(magnitude, grid)
     sign = torch.where(y < 0, -1.0, 1.0)
@@ -67,6 +147,6 @@ def toward(y: Tensor, target: Tensor, grid: Format) -> Tensor:
 
 
 ROUNDINGS = {function.__name__: function for function in (nearest, away, stochastic)}
-"""Of elements."""
+"""Roundings of elements."""
 SCALE_ROUNDINGS = ROUNDINGS | {function.__name__: function for function in (floor, ceil)}
-"""Of block scales, which are never negative."""
+"""Roundings of block scales, which are never negative."""

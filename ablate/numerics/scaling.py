@@ -1,6 +1,21 @@
-"""Two-level scaling: an fp32 statistic for tensor, row or 128-block, a small scale a block. The order of operations is the specification.
+"""Two-level scaling: an fp32 statistic of a tensor, row or group of 128, and a small scale for each block.
 
-Everything is laid out as tiles, [row tiles, rows, column tiles, columns]; statistics and scales broadcast against that.
+The problem: E2M1 spans only 0.5 to 6, and an E4M3 block scale only 2^-9 to 448, so a block scale alone cannot
+reach the range of a gradient tensor. The idea: an outer factor S = 6 * 448 / amax maps the whole tensor onto
+the range of (block scale * element). Each block of 16 then gets the E4M3 scale s that maps its own largest
+magnitude to 6, and its elements are multiplied by 1 / (s / S).
+
+Example: in a tensor with amax 2688, S is 1. A block whose largest magnitude is 3 gets s = 0.5 and its
+elements are doubled, so 3 becomes 6; after rounding, value(code) * s * amax / 2688 is 3 again.
+
+The order of operations is part of the specification (docs/numerics.md, section 3), since another order rounds
+differently at exact ties, which bf16 data hits. Torch's own conversions are not used for one-byte scales:
+`.to(float8_e4m3fn)` does not saturate.
+
+NaN and infinities are not refused. A non-finite statistic spreads to the operand, where telemetry counts it.
+Contradictory settings are refused in spec.py, before anything is computed.
+
+Layout: tiles are [row tiles, rows, column tiles, columns]. Statistics and scales broadcast against that.
 """
 
 import math
@@ -11,7 +26,7 @@ from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS, SCALES, Format
 from ablate.numerics.history import History
-from ablate.numerics.partition import Share
+from ablate.numerics.partition import Partition
 from ablate.numerics.philox import Clock
 from ablate.numerics.rounding import SCALE_ROUNDINGS
 from ablate.numerics.spec import BlockScale, Outer, Quant, argument, tag
@@ -25,18 +40,18 @@ _SMALLEST = 2.0**-127
 
 
 def block_amax(tiles: Tensor) -> Tensor:
-    """The largest magnitude of each block, fp32 [row tiles, 1, column tiles, 1]."""
+    """Return the largest magnitude of each block, fp32 [row tiles, 1, column tiles, 1]."""
     return tiles.abs().amax(dim=1, keepdim=True).amax(dim=3, keepdim=True)
 
 
 def block_rms(tiles: Tensor) -> Tensor:
-    """The root mean square of each block."""
+    """Return the root mean square of each block, fp32 [row tiles, 1, column tiles, 1]."""
     return tiles.square().mean(dim=(1, 3), keepdim=True).sqrt()
 
 
 def block_std(tiles: Tensor) -> Tensor:
-    """The population standard deviation of each block."""
-    if not tiles.numel():  # torch warns of them
+    """Return the population standard deviation of each block, fp32 [row tiles, 1, column tiles, 1]."""
+    if not tiles.numel():  # torch warns about the variance of empty tensors
         return block_amax(tiles)
     return tiles.var(dim=(1, 3), correction=0, keepdim=True).sqrt()
 
@@ -47,7 +62,17 @@ BLOCK_STATISTICS = {
 
 
 def block_statistic(tiles: Tensor, amaxes: Tensor, statistic: str) -> Tensor:
-    """What counts as each block's largest magnitude, its true one (`amaxes`) known."""
+    """Return the number that the block scale maps to the top of the element grid.
+
+    Args:
+        tiles: fp32 [row tiles, rows, column tiles, columns].
+        amaxes: Largest magnitude of each block, fp32 [row tiles, 1, column tiles, 1].
+        statistic: `amax`, `rms:c` or `std:c` (`Range.statistic`).
+
+    Returns:
+        fp32 like `amaxes`: the amaxes, or c times the root mean square or the standard deviation of each
+            block.
+    """
     factor = argument(statistic)
     return amaxes if factor is None else BLOCK_STATISTICS[tag(statistic)](tiles) * float(factor)
 
@@ -55,14 +80,17 @@ def block_statistic(tiles: Tensor, amaxes: Tensor, statistic: str) -> Tensor:
 def amax(
     x: Tensor, amaxes: Tensor, argument: Fraction | None, history: History | None, clock: Clock | None
 ) -> Tensor:
-    """The largest magnitude of each group, fp32: a scalar, or [rows, 1, 1 or groups, 1]."""
+    """Return the largest magnitude of each group, fp32: a scalar, or [rows, 1, 1 or groups, 1]."""
     return amaxes.amax() if amaxes.ndim == 1 else amaxes
 
 
 def percentile(
     x: Tensor, amaxes: Tensor, p: Fraction, history: History | None, clock: Clock | None
 ) -> Tensor:
-    """The order statistic k = ceil(p n) of the magnitudes, no interpolation, fp32. Blocks above it saturate."""
+    """Return the order statistic k = ceil(p n) of the n magnitudes, without interpolation, fp32.
+
+    Blocks whose largest magnitude is above it get the largest block scale, and their elements saturate.
+    """
     if amaxes.ndim == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu":
         return _counted(x, math.ceil(p * x.numel()))
     rows = x.reshape(1, -1) if amaxes.ndim == 1 else x
@@ -71,7 +99,11 @@ def percentile(
 
 
 def _counted(x: Tensor, k: int) -> Tensor:
-    """The k-th smallest magnitude of bf16 `x`, fp32: there are 32,768, ordered as their bits are, so counting beats selecting eightfold."""
+    """Return the k-th smallest magnitude of bf16 `x`, fp32.
+
+    There are only 32,768 magnitudes, ordered as their bits are; counting them is eight times as fast as
+    selecting.
+    """
     counts = torch.bincount(x.reshape(-1).view(torch.int16) & 0x7FFF, minlength=2**15)
     return torch.searchsorted(counts.cumsum(0), k).to(torch.int16).view(torch.bfloat16).to(torch.float32)
 
@@ -79,13 +111,13 @@ def _counted(x: Tensor, k: int) -> Tensor:
 def delayed(
     x: Tensor, amaxes: Tensor, steps: Fraction, history: History | None, clock: Clock | None
 ) -> Tensor:
-    """The largest amax of the `steps` steps before; of this call where there is none yet. Fp32 scalar."""
+    """Return the largest amax of the last `steps` steps; of this call if there is none. fp32 scalar."""
     current = amaxes.amax()
     return history.delayed(current, clock, int(steps)) if history is not None else current
 
 
 def hold(x: Tensor, amaxes: Tensor, steps: Fraction, history: History | None, clock: Clock | None) -> Tensor:
-    """The amax that was taken first in the current period of `steps` steps. Fp32 scalar."""
+    """Return the first amax of the current period of `steps` steps. fp32 scalar."""
     current = amaxes.amax()
     return history.held(current, clock, int(steps)) if history is not None else current
 
@@ -93,7 +125,7 @@ def hold(x: Tensor, amaxes: Tensor, steps: Fraction, history: History | None, cl
 def static(
     x: Tensor, amaxes: Tensor, value: Fraction, history: History | None, clock: Clock | None
 ) -> Tensor:
-    """A given magnitude, fp32 scalar."""
+    """Return the given magnitude, fp32 scalar."""
     return torch.tensor(float(value), dtype=torch.float32, device=x.device)
 
 
@@ -107,12 +139,23 @@ def outer_statistic(
     outer: Outer,
     history: History | None,
     clock: Clock | None,
-    share: Share | None = None,
+    partition: Partition | None = None,
 ) -> Tensor:
-    """The outer statistic of the copy `x` that is quantised: fp32 scalar, [rows, 1, 1, 1] or [rows, 1, column tiles, 1].
+    """Return the outer statistic of the copy `x` that is quantised (after rotation and padding).
 
-    0 for an empty tensor. One for the whole tensor needs no `tiles`, and of `amaxes` the largest alone. With `share`, of the whole
-    matrix of which x is a part.
+    Args:
+        x: [rows, columns], bf16, fp16 or fp32.
+        tiles: `x` as fp32 tiles; None is enough for granularity `tensor`.
+        amaxes: Largest magnitude of each block; the largest of all is enough for granularity `tensor`.
+        outer: Granularity and statistic.
+        history: Earlier amaxes, for `delayed` and `hold`; None: the current one is used.
+        clock: Seed, stream, step and micro-batch; needed with a history.
+        partition: Given if `x` is one part of a matrix: the statistic is then that of the whole matrix
+            (collective).
+
+    Returns:
+        fp32: a scalar (`tensor`), [rows, 1, 1, 1] (`row`) or [rows, 1, column tiles, 1] (`block:128`); 0 for
+            an empty tensor.
     """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
@@ -126,11 +169,12 @@ def outer_statistic(
             rows, -1, blocks
         )
         grouped = whole.amax(dim=2).repeat_interleave(blocks, dim=1)[:, :columns].view(rows, 1, columns, 1)
-    if share and outer.granularity != "block:128" and (share.axis == 1 or outer.granularity == "tensor"):
+    divided = partition and (partition.axis == 1 or outer.granularity == "tensor")
+    if divided and outer.granularity != "block:128":
         if tag(outer.statistic) == "percentile":
-            x = share.gathered(x)
+            x = partition.gathered(x)
         else:
-            grouped = share.largest(grouped.amax(dim=0, keepdim=True) if grouped.ndim == 1 else grouped)
+            grouped = partition.largest(grouped.amax(dim=0, keepdim=True) if grouped.ndim == 1 else grouped)
     return STATISTICS[tag(outer.statistic)](x, grouped, argument(outer.statistic), history, clock)
 
 
@@ -138,18 +182,36 @@ def outer_statistic(
 
 
 def encode_scale(amax: Tensor, quant: Quant) -> Tensor:
-    """S = 6 * bound / amax, at most FLT_MAX; 1 where amax is 0 or infinite (Transformer Engine 2.20)."""
-    # A tensor, not a Python number: torch computes `number / tensor` as number * reciprocal, which rounds twice.
+    """Return S = 6 * bound / amax, at most FLT_MAX; 1 if amax is 0 or infinite (Transformer Engine 2.20).
+
+    Args:
+        amax: Outer statistic, fp32 of any shape.
+        quant: Its element's maximum stands for 6, and `outer.bound` for 448.
+
+    Returns:
+        fp32 like `amax`.
+    """
+    # A tensor, not a Python number: torch computes `number / tensor` as number * reciprocal, which rounds
+    # twice.
     top = torch.full_like(amax, ELEMENTS[quant.element].max * quant.outer.bound)
     scale = (top / amax).clamp(max=FLT_MAX)
     return scale.masked_fill_((amax == 0) | (scale == 0), 1.0)
 
 
 def block_scales(largest: Tensor, scale: Tensor, quant: Quant, bits: Tensor | None = None) -> Tensor:
-    """Each block's scale, an fp32 holding a value of the scale format: largest * (S * fp32(1/6) * headroom), rounded once.
+    """Return each block's scale: largest * (S * fp32(1/6) * headroom), rounded once to the scale format.
 
-    `largest / 6 * S` would differ in about 0.1 % of cases, at exact ties, which bf16 data hits. Scales that are rounded
-    stochastically take 24 random bits each.
+    Transformer Engine up to 2.14, and the equation of arXiv 2509.25149, compute `largest / 6 * S` instead.
+    That differs in about 0.1 % of cases, at exact ties, which bf16 data hits.
+
+    Args:
+        largest: Block statistic, fp32 [row tiles, 1, column tiles, 1].
+        scale: S, fp32, broadcasting to `largest`.
+        quant: Scale format, its rounding, and `range`.
+        bits: 24 random bits for each block, as fp32 like `largest`, if scales are rounded stochastically.
+
+    Returns:
+        fp32 like `largest`, holding values of the scale format.
     """
     top = quant.range.map_to or ELEMENTS[quant.element].max
     multiplier = scale * torch.full_like(scale, 1 / top)
@@ -159,7 +221,16 @@ def block_scales(largest: Tensor, scale: Tensor, quant: Quant, bits: Tensor | No
 
 
 def round_scale(scale: Tensor, to: BlockScale, bits: Tensor | None = None) -> Tensor:
-    """Non-negative fp32 to the scale format, saturating, and its rule for zero; back in fp32."""
+    """Round scales to their format, saturating, and apply the format's rule for zero.
+
+    Args:
+        scale: Non-negative fp32 of any shape.
+        to: Format, rounding and rule for a scale that rounds to zero.
+        bits: 24 random bits for each scale, as fp32 like `scale`, if it is rounded stochastically.
+
+    Returns:
+        fp32 like `scale`, holding values of the format.
+    """
     grid = SCALES[to.format]
     if not grid.zero:
         return _power_of_two(scale, to, grid, bits)
@@ -173,12 +244,25 @@ def round_scale(scale: Tensor, to: BlockScale, bits: Tensor | None = None) -> Te
 
 
 def _power_of_two(scale: Tensor, to: BlockScale, grid: Format, bits: Tensor | None) -> Tensor:
-    """E8M0, from 2^-127 to 2^127. Small scales are lifted first, since the smallest ones are subnormal in fp32."""
+    """Round to E8M0, from 2^-127 to 2^127.
+
+    Small scales are multiplied by 2^40 first, since the smallest E8M0 values are subnormal in fp32.
+    """
     lift = torch.where(scale < 2.0**-60, 2.0**40, 1.0)
     rounded = SCALE_ROUNDINGS[to.rounding](scale.clamp(min=_SMALLEST) * lift, grid, bits, 24)
     return (rounded / lift).clamp(_SMALLEST, grid.max)
 
 
 def element_scales(block_scale: Tensor, scale: Tensor) -> Tensor:
-    """What an element is multiplied by before rounding: 1 / (s * (1/S)), at most FLT_MAX (where the block scale is 0)."""
+    """Return the factor of every element before rounding: 1 / (s * (1/S)), at most FLT_MAX.
+
+    A block scale of zero gives FLT_MAX.
+
+    Args:
+        block_scale: s, fp32 [row tiles, 1, column tiles, 1].
+        scale: S, fp32, broadcasting to `block_scale`.
+
+    Returns:
+        fp32 like `block_scale`.
+    """
     return (1.0 / (block_scale * (1.0 / scale))).clamp(max=FLT_MAX)

@@ -1,4 +1,4 @@
-"""Per block, the best of several candidates: Four Over Six, IF4, or a search that shows what a block scale can do at best."""
+"""Choice of the best of several quantisations of each block: Four Over Six, IF4, or a search over scales."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,14 +12,15 @@ from ablate.numerics.scaling import element_scales, round_scale
 from ablate.numerics.spec import Quant
 
 INT_STEP = 6 / 7
-"""IF4 maps INT4's 7 to E2M1's 6, so that both grids share the block scale (fouroversix, quantize/pytorch/reference.py)."""
+"""IF4 maps INT4's 7 to E2M1's 6, so that both grids share the block scale (fouroversix,
+quantize/pytorch/reference.py)."""
 _SEARCH = 8
-"""Scale codes tried on either side of the first guess."""
+"""Scale codes tried on either side of the first one."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to quantise every block: a scale, and the values that its elements are rounded to (before the scale)."""
+    """One way to quantise every block: its scale, its scaled elements, and the grid values they round to."""
 
     block_scale: Tensor
     """fp32 [row tiles, 1, column tiles, 1]."""
@@ -29,17 +30,25 @@ class Candidate:
 
 
 def select(tiles: Tensor, amaxes: Tensor, scale: Tensor, amax: Tensor | None, quant: Quant) -> Candidate:
-    """The candidate with the strictly smallest error in each block; of equal ones the first.
+    """Return the candidate with the smallest error in each block, the first one if errors are equal.
 
-    `scale` is S and `amax` the outer statistic that it comes from, if any.
+    Args:
+        tiles: fp32 [row tiles, rows, column tiles, columns].
+        amaxes: Largest magnitude of each block, fp32 [row tiles, 1, column tiles, 1].
+        scale: S, fp32, broadcasting to `amaxes`.
+        amax: Outer statistic from which S was computed; None without one.
+        quant: Candidates, criterion and scale format.
+
+    Returns:
+        Candidate with block scales, scaled elements and codes of the chosen quantisation.
     """
-    found = CANDIDATES[quant.select.among](tiles, amaxes, scale, quant)
-    best = next(found)
+    candidates = CANDIDATES[quant.select.among](tiles, amaxes, scale, quant)
+    best = next(candidates)
     error = block_error(best, tiles, amax, quant)
-    for other in found:
-        challenge = block_error(other, tiles, amax, quant)
-        better = challenge < error
-        error = torch.where(better, challenge, error)
+    for other in candidates:
+        other_error = block_error(other, tiles, amax, quant)
+        better = other_error < error
+        error = torch.where(better, other_error, error)
         pairs = (
             (best.block_scale, other.block_scale),
             (best.scaled, other.scaled),
@@ -50,14 +59,17 @@ def select(tiles: Tensor, amaxes: Tensor, scale: Tensor, amax: Tensor | None, qu
 
 
 def scales(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterator[Candidate]:
-    """Four Over Six (arXiv 2512.02010): the largest magnitude at 6, or at 4. Its order: (amax / 6) * S, times 1.5."""
+    """Yield Four Over Six's two candidates (arXiv 2512.02010): the largest magnitude maps to 6, or to 4.
+
+    Its order of operations: (amax / 6) * S, and 1.5 times that.
+    """
     base = _base(amaxes, scale)
-    for guess in (base, base * 1.5):
-        yield _candidate(tiles, round_scale(guess, quant.scale), scale, ELEMENTS["e2m1"])
+    for block_scale in (base, base * 1.5):
+        yield _candidate(tiles, round_scale(block_scale, quant.scale), scale, ELEMENTS["e2m1"])
 
 
 def grids(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterator[Candidate]:
-    """IF4: the E2M1 grid, or seven even steps up to 6, on one scale."""
+    """Yield IF4's two candidates: the E2M1 grid, or seven even steps up to 6, with the same block scale."""
     block_scale = round_scale(_base(amaxes, scale), quant.scale)
     yield _candidate(tiles, block_scale, scale, ELEMENTS["e2m1"])
     scaled = tiles * element_scales(block_scale, scale)
@@ -65,7 +77,10 @@ def grids(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterato
 
 
 def search(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterator[Candidate]:
-    """The scale codes around amax / 6: what no rule for one scale a block can beat. Slow; a yardstick, not a recipe."""
+    """Yield the scale codes around amax / 6, a bound on what any rule for block scales reaches.
+
+    Slow: this is a reference for comparisons, not a recipe.
+    """
     grid = SCALES[quant.scale.format]
     base = round_scale(_base(amaxes, scale), quant.scale)
     lower = upper = base
@@ -96,8 +111,11 @@ def _candidate(tiles: Tensor, block_scale: Tensor, scale: Tensor, element: Forma
 
 
 def block_error(candidate: Candidate, tiles: Tensor, amax: Tensor | None, quant: Quant) -> Tensor:
-    """The error of each block in the original domain, fp32 [row tiles, 1, column tiles, 1], in Transformer Engine's order:
-    q * s * amax / (6 * bound), summed along a row in turn, then over 16 rows as a tree."""
+    """Return the error of each block in the original domain, fp32 [row tiles, 1, column tiles, 1].
+
+    In Transformer Engine's order: values are q * s * amax / (6 * bound); errors are summed along a row one by
+    one, then over 16 rows as a tree.
+    """
     values = candidate.codes * candidate.block_scale
     if amax is not None:
         values = values * amax
@@ -106,17 +124,17 @@ def block_error(candidate: Candidate, tiles: Tensor, amax: Tensor | None, quant:
 
 
 def mse(difference: Tensor) -> Tensor:
-    """The sum of squares."""
+    """Return the sum of squares of each block."""
     return _sum(difference * difference)
 
 
 def mae(difference: Tensor) -> Tensor:
-    """The sum of magnitudes."""
+    """Return the sum of magnitudes of each block."""
     return _sum(difference.abs())
 
 
 def absmax(difference: Tensor) -> Tensor:
-    """The largest magnitude."""
+    """Return the largest magnitude of each block."""
     return difference.abs().amax(dim=(1, 3), keepdim=True)
 
 

@@ -1,7 +1,8 @@
-"""The NVFP4 tensor as a file or a GPU holds it: packed codes, E4M3 block scales, one fp32 amax. It rounds nothing.
+"""NVFP4 tensors as a file or a GPU holds them: packed codes, E4M3 block scales, one fp32 amax.
 
-4.5 bits an element instead of the 16 of the emulator's operands, and the layouts that cuBLASLt and CUTLASS read. Only what the
-hardware's format can say is stored: E2M1 elements, E4M3 block scales and one amax for the tensor. The rest is refused.
+An element takes 4.5 bits instead of the 16 of an emulated operand, in the layouts that cuBLASLt and CUTLASS
+read. Nothing is rounded here. Formats that the hardware layout cannot hold are refused: other elements than
+E2M1, other block scales than E4M3, other outer scales than one amax for the tensor.
 """
 
 import math
@@ -15,28 +16,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ablate.numerics.partition import Share
+from ablate.numerics.partition import Partition
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand, draws, pad, quantize
 from ablate.numerics.spec import Hadamard, Quant
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the low three bits of an E2M1 code mean; the fourth is the sign."""
+"""Magnitudes by the low three bits of an E2M1 code; the fourth bit is the sign."""
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
-"""The tile of scales that one tensor-core instruction takes."""
+"""Tile of scales that one tensor-core instruction takes."""
 FORMAT, VERSION = "ablate-nvfp4", 1
-"""What a file calls itself, and the version of its fields."""
+"""Name of the file format, and version of its fields."""
 
 
 # --- codes, two a byte ----------------------------------------------------------------------------
 
 
 def pack(values: Tensor) -> Tensor:
-    """E2M1 values, fp32 [rows, columns], as codes, uint8 [rows, columns / 2]; the even column is the low nibble.
+    """Pack E2M1 values two to a byte; the even column is the low nibble.
 
-    The values are on the grid already: rounding is quantize's. A zero keeps its sign as the hardware's conversion does, so -0,
-    and a negative value that was rounded to zero, is code 8; Transformer Engine's reference agrees but for an input of -0, which it
-    calls 0. NaN, which E2M1 lacks, becomes 6: the NaN in its block's scale is what tells. Raises ValueError for an odd column count.
+    A zero keeps its sign, as in the hardware conversion, so -0 and negative values that were rounded to zero
+    are code 8. Transformer Engine's reference differs for an input of -0, for which it writes 0. E2M1 has no
+    NaN: NaN becomes 6, and the NaN in the block's scale shows it.
+
+    Args:
+        values: fp32 [rows, columns], already on the E2M1 grid.
+
+    Returns:
+        uint8 [rows, columns / 2].
+
+    Raises:
+        ValueError: The number of columns is odd.
     """
     if values.shape[1] % 2:
         raise ValueError(
@@ -49,7 +59,7 @@ def pack(values: Tensor) -> Tensor:
 
 
 def unpack(codes: Tensor) -> Tensor:
-    """Codes, uint8 [rows, n], as the E2M1 values they mean, fp32 [rows, 2 n]; code 8 is -0."""
+    """Return the E2M1 values, fp32 [rows, 2 n], of codes, uint8 [rows, n]; code 8 is -0."""
     table = torch.tensor(
         [sign * magnitude for sign in (1.0, -1.0) for magnitude in MAGNITUDES], device=codes.device
     )
@@ -61,11 +71,11 @@ def unpack(codes: Tensor) -> Tensor:
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Block scales [rows, columns] of any one-byte dtype in the layout of cuBLASLt's VEC16 scales and of CUTLASS, flat.
+    """Return block scales in the layout of cuBLASLt's VEC16 scales and of CUTLASS, flat.
 
-    Rows are padded with zero bytes to 128 and columns to 4. The 128x4 tiles follow each other row-major, and in one the scale of
-    row r and column c lies at (r % 32) * 16 + (r // 32) * 4 + c (cuBLAS, "1D block scaling factors layout"). Raises TypeError for
-    wider dtypes.
+    `scales` is [rows, columns] of any one-byte dtype. Rows are padded with zero bytes to 128 and columns to
+    4. The 128x4 tiles are in row-major order; within a tile the scale of row r and column c is at (r % 32) *
+    16 + (r // 32) * 4 + c (cuBLAS, "1D block scaling factors layout"). Raises TypeError for wider dtypes.
     """
     if scales.element_size() != 1:
         raise TypeError(f"swizzle takes scales of one byte, not {scales.dtype}")
@@ -77,7 +87,7 @@ def swizzle(scales: Tensor) -> Tensor:
 
 
 def unswizzle(flat: Tensor, rows: int, columns: int) -> Tensor:
-    """The scales [rows, columns] that `swizzle` laid out as `flat`, without the padding. Raises ValueError where the size is another."""
+    """Return the scales [rows, columns] that `swizzle` laid out as `flat`; ValueError for a wrong size."""
     tile_rows, tile_columns = -(-rows // SWIZZLE_ROWS), -(-columns // SWIZZLE_COLUMNS)
     size = tile_rows * tile_columns * SWIZZLE_ROWS * SWIZZLE_COLUMNS
     if flat.shape != (size,):
@@ -97,19 +107,21 @@ def unswizzle(flat: Tensor, rows: int, columns: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """One quantised copy of a tensor. Raises ValueError where the quant cannot be stored or the parts do not fit each other."""
+    """One quantised copy of a tensor; ValueError if it cannot be stored or its parts do not fit together."""
 
     codes: Tensor
     """uint8 [rows, padded columns / 2]: the contraction is padded as quantize pads it, the rows are not."""
     scales: Tensor
-    """float8_e4m3fn [row tiles, column tiles]: one a tile, so a 16x16 tile's is stored once. `row_scales` repeats it."""
+    """float8_e4m3fn [row tiles, column tiles]: one a tile, so a 16x16 tile's is stored once. `row_scales`
+    repeats it."""
     amax: Tensor
-    """fp32 scalar: the outer statistic of the whole copy, also in a slice of it. Not finite where what was quantised was not."""
+    """fp32 scalar: outer statistic of the whole copy, also in a slice. Not finite if the quantised tensor was
+    not."""
     columns: int
     """Elements along the contraction before padding."""
     quant: Quant
     rotation: Hadamard | None = None
-    """What was applied before quantising; nothing here undoes it, since it cancels in the product."""
+    """Rotation applied before quantising. It is not undone, since it cancels in the product."""
 
     def __post_init__(self) -> None:
         refuse(self.quant)
@@ -118,18 +130,19 @@ class Packed:
         dtypes = (self.codes.dtype, self.scales.dtype, self.amax.dtype)
         if dtypes != (torch.uint8, torch.float8_e4m3fn, torch.float32):
             raise ValueError(
-                f"codes, scales and amax must be uint8, float8_e4m3fn and float32, not {', '.join(map(str, dtypes))}"
+                "codes, scales and amax must be uint8, float8_e4m3fn and float32, "
+                f"not {', '.join(map(str, dtypes))}"
             )
         tiles = (-(-rows // tile_rows), width // tile_columns)
         if width % tile_columns or self.scales.shape != tiles or self.amax.ndim or self.columns > width:
             raise ValueError(
-                f"codes for {rows}x{width} elements ({self.columns} before padding), scales {list(self.scales.shape)} and "
-                f"amax {list(self.amax.shape)} do not fit {self.quant.block} tiles"
+                f"codes for {rows}x{width} elements ({self.columns} before padding), "
+                f"scales {list(self.scales.shape)} and amax {list(self.amax.shape)} do not fit {self.quant.block} tiles"
             )
 
     @property
     def rows(self) -> int:
-        """Rows of the copy; they are never padded."""
+        """Rows of the copy, which are never padded."""
         return self.codes.shape[0]
 
     @property
@@ -139,26 +152,27 @@ class Packed:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits that each of the rows x columns elements costs in this copy, padding included; NaN for an empty one."""
+        """Bits per element of this copy, padding included; NaN for an empty one."""
         return _bits(self.nbytes, self.rows * self.columns)
 
     def operand(self) -> Operand:
-        """The copy as the GEMM takes it, the same bits that quantize returned."""
+        """Return the copy as the GEMM takes it, with the bits that quantize returned."""
         scales = self.scales.to(torch.float32)
         values = unpack(self.codes) * _over_elements(scales, self.quant, self.rows)
         return Operand(values.to(torch.bfloat16), self.quant, self.amax, scales[:, None, :, None])
 
     def dequantize(self) -> Tensor:
-        """value(code) * ((s * amax) * fp32(1 / (6 bound))), left to right, fp32 [rows, padded columns] (NUMERICS section 2).
+        """Return value(code) * ((s * amax) * fp32(1 / (6 bound))), fp32 [rows, padded columns].
 
-        Straight from the codes, so that -6 times a scale of zero is -0, as in hardware, where `Operand.dequantize` says 0.
+        docs/numerics.md, section 3. Computed from the codes, so that -6 times a scale of zero is -0, as in
+        hardware; `Operand.dequantize` returns 0 there.
         """
         operand = self.operand()
         decode = operand.block_scale[:, 0, :, 0] * operand.amax * (1.0 / torch.tensor(operand.divisor))
         return unpack(self.codes) * _over_elements(decode, self.quant, self.rows)
 
     def row_scales(self) -> Tensor:
-        """Scales for every row, float8_e4m3fn [rows, column tiles], as Transformer Engine keeps them and a GEMM wants them."""
+        """Return scales for every row, float8_e4m3fn [rows, column tiles], as GEMMs take them."""
         return (
             self.scales.view(torch.uint8)
             .repeat_interleave(self.quant.tile[0], 0)[: self.rows]
@@ -166,15 +180,16 @@ class Packed:
         )
 
     def swizzled_scales(self) -> Tensor:
-        """`row_scales` in the 128x4 layout of cuBLASLt and CUTLASS, flat float8_e4m3fn. Raises ValueError unless blocks are 16 long."""
+        """Return `row_scales` in the layout of `swizzle`, flat; ValueError unless blocks are 16 long."""
         if self.quant.tile[1] != 16:
             raise ValueError(
-                f"cuBLASLt and CUTLASS take one e4m3 scale for 16 elements, and block {self.quant.block} has another length"
+                "cuBLASLt and CUTLASS take one e4m3 scale for 16 elements, "
+                f"and block {self.quant.block} has another length"
             )
         return swizzle(self.row_scales())
 
     def row_slice(self, start: int, stop: int) -> "Packed":
-        """Rows [start, stop) as views. Raises ValueError where they cut a tile, or leave the copy."""
+        """Return rows [start, stop) as views; ValueError if they cut a tile or are out of range."""
         step = self.quant.tile[0]
         _check_slice("rows", start, stop, self.rows, step)
         return replace(
@@ -182,9 +197,9 @@ class Packed:
         )
 
     def column_slice(self, start: int, stop: int) -> "Packed":
-        """Columns [start, stop) of the contraction as views, the last with its padding.
+        """Return columns [start, stop) of the contraction as views, the last with its padding.
 
-        Raises ValueError where they cut a tile or what one rotation mixes, or leave the copy.
+        Raises ValueError if they cut a tile or a rotated group, or are out of range.
         """
         tile = self.quant.tile[1]
         _check_slice(
@@ -197,17 +212,18 @@ class Packed:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor x [rows, columns] as NVFP4: row-wise for products along its columns, and, where it was asked for, column-wise."""
+    """Tensor x [rows, columns] as NVFP4: row-wise (blocks along columns) and optionally column-wise."""
 
     row: Packed
     """x, blocks along its columns."""
     column: Packed | None = None
-    """x transposed, blocks along the rows of x. Its amax is its own: after a rotation it is another."""
+    """x transposed, blocks along the rows of x. It has its own amax, which a rotation changes."""
 
     def __post_init__(self) -> None:
         if self.column and (self.column.rows, self.column.columns) != (self.row.columns, self.row.rows):
             raise ValueError(
-                f"a column-wise copy of {self.column.rows}x{self.column.columns} is not {self.row.rows}x{self.row.columns} transposed"
+                f"a column-wise copy of {self.column.rows}x{self.column.columns} is not "
+                f"{self.row.rows}x{self.row.columns} transposed"
             )
 
     @property
@@ -217,18 +233,19 @@ class Stored:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits that each element of x costs, in both copies together; NaN for an empty tensor."""
+        """Bits per element of x in both copies together; NaN for an empty tensor."""
         return _bits(self.nbytes, self.row.rows * self.row.columns)
 
     def row_slice(self, start: int, stop: int) -> "Stored":
-        """Rows [start, stop) of x in both copies, as views; the amaxes stay those of the whole tensor.
+        """Return rows [start, stop) of x in both copies, as views; the amaxes stay those of the whole tensor.
 
-        These rows are the contraction of the column-wise copy. Raises ValueError where they cut a tile or a rotation of either.
+        These rows are the contraction of the column-wise copy. Raises ValueError if they cut a tile or a
+        rotated group.
         """
         return Stored(self.row.row_slice(start, stop), self.column and self.column.column_slice(start, stop))
 
     def save(self, path: str | Path) -> None:
-        """Write the tensor to `path`: a reader sees what was there before, or all of it."""
+        """Write the tensor to `path` atomically: a reader sees the old file or the whole new one."""
         document: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -254,22 +271,33 @@ def store(
     where: tuple[int, int] = (0, 1),
     product: int = 0,
 ) -> Stored:
-    """Quantise x [rows, columns] (bf16, fp16 or fp32) by `quant`, and x transposed by `transposed_quant`, in one call.
+    """Quantise x by `quant`, and x transposed by `transposed_quant`.
 
-    `rotation` turns the transposed copy along the rows of x, as NVIDIA's recipe does for wgrad. Both copies are quantised from x,
-    never one from the other; with 16x16 blocks, nearest rounding and no rotation they hold the same numbers. What is drawn comes from
-    `clock`, exactly as quantize draws it: roundings at the two sites `where` (row-wise, column-wise), signs at the site `product`.
-    Raises ValueError for a quant that cannot be stored, a rotation without the copy that it turns, and two draws at one site.
+    Both copies are quantised from x, never one from the other; with 16x16 blocks, nearest rounding and no
+    rotation they hold the same numbers.
+
+    Args:
+        x: [rows, columns], bf16, fp16 or fp32.
+        quant: Quantiser of the row-wise copy.
+        transposed_quant: Quantiser of the column-wise copy; None leaves it out.
+        rotation: Rotation of the transposed copy along the rows of x, as in wgrad of NVIDIA's recipe.
+        clock: Seed, stream, step and micro-batch of everything that is drawn, as in `quantize`.
+        where: Draw sites of the row-wise and the column-wise copy.
+        product: Draw site of the signs of the rotation.
+
+    Raises:
+        ValueError: A quantiser cannot be stored, a rotation has no transposed copy, or both copies draw at
+            one site.
     """
     if x.ndim != 2:
         raise ValueError(f"store takes a matrix, not {x.ndim} dimensions; flatten the leading ones into rows")
     if rotation and not transposed_quant:
         raise ValueError(
-            "the rotation turns the transposed copy; give transposed_quant too, or leave the rotation out"
+            "the rotation acts on the transposed copy; pass transposed_quant too, or leave the rotation out"
         )
     if where[0] == where[1] and transposed_quant and draws(quant) and draws(transposed_quant):
         raise ValueError(
-            f"both copies draw random bits at site {where[0]} and would share them; give two sites in where"
+            f"both copies draw random bits at site {where[0]} and would share them; pass two sites in where"
         )
     row = store_one(x, quant, clock=clock, where=where[0])
     if not transposed_quant:
@@ -281,60 +309,68 @@ def store(
 
 
 def store_one(x: Tensor, quant: Quant, *, rotation: Hadamard | None = None, **options: Any) -> Packed:
-    """Quantise one copy of x [rows, columns]; `options` are quantize's own (clock, where, product, history, target), and so are errors.
+    """Quantise one copy of x [rows, columns]; `options` are those of `quantize`.
 
-    The codes are what quantize rounded to, also where the block scale is zero: Transformer Engine writes +-6 there (0 and what is
-    between where the input is subnormal), and code times scale no longer tells. Raises ValueError for a quant that cannot be stored,
-    and for a NaN or an infinity that the outer statistic does not show: the bytes would hide it.
+    The codes are those to which quantize rounded, also under a block scale of zero: Transformer Engine writes
+    +-6 there (smaller codes for subnormal inputs), which code times scale would lose. Raises the errors of
+    `quantize`, and ValueError for a quantiser that cannot be stored and for a NaN or an infinity that the
+    outer statistic would hide.
     """
     refuse(quant)
     operand = quantize(x, quant, rotation=rotation, **options, keep=True)
     if operand.amax.isfinite() and not operand.largest.isfinite():
         raise ValueError(
-            f"x holds a NaN or an infinity, and {quant.outer.statistic} is finite: stored, it would look like a number"
+            f"x has a NaN or an infinity, but {quant.outer.statistic} is finite: "
+            "stored, it would look like a number"
         )
     scales = operand.block_scale[:, 0, :, 0].to(torch.float8_e4m3fn)
     return Packed(pack(operand.codes), scales, operand.amax, x.shape[1], quant, rotation)
 
 
-def gather_packed(part: Packed, share: Share) -> Packed:
-    """Return the packed matrix of which `part` is this process's share: what `store_one` makes of the whole.
+def gather_packed(part: Packed, partition: Partition) -> Packed:
+    """Return the packed matrix of which this process has `part`: the bits of `store_one` of the whole.
 
-    Collective. The parts must have one amax, that of the whole: codes and block scales are sent, and no amax. Parts of the
-    contraction, such as those of a transposed copy, arrive one after another and are laid side by side, row by row.
+    Collective. The parts must have one amax, that of the whole: codes and block scales are sent, and no amax.
+    Parts of the contraction, such as those of a transposed copy, arrive one after another and are laid side
+    by side, row by row.
     """
-    codes = share.gathered(part.codes)
-    scales = share.gathered(part.scales.view(torch.uint8)).view(torch.float8_e4m3fn)
-    columns = part.columns * (share.count if share.axis else 1)
+    codes = partition.gathered(part.codes)
+    scales = partition.gathered(part.scales.view(torch.uint8)).view(torch.float8_e4m3fn)
+    columns = part.columns * (partition.count if partition.axis else 1)
     return Packed(codes, scales, part.amax, columns, part.quant, part.rotation)
 
 
 def refuse(quant: Quant) -> None:
-    """Raise ValueError where NVFP4's bytes cannot say what `quant` computes."""
-    found = {
+    """Raise ValueError if NVFP4's layout cannot hold what `quant` computes."""
+    required = {
         "element": (quant.element, "e2m1"),
         "scale": (quant.scale.format if quant.scale else None, "e4m3"),
         "outer": (quant.outer.granularity if quant.outer else None, "tensor"),
         "select among": ("grids" if quant.select and quant.select.among == "grids" else None, None),
         "transform": (quant.transform, None),
     }
-    other = [f"{name} {value}" for name, (value, wanted) in found.items() if value != wanted]
+    other = [f"{name} {value}" for name, (value, only) in required.items() if value != only]
     if other:
         raise ValueError(
-            f"only NVFP4 can be stored: e2m1 elements, e4m3 block scales, one outer scale a tensor; not {', '.join(other)}"
+            "only NVFP4 can be stored: e2m1 elements, e4m3 block scales, one outer scale a tensor; "
+            f"not {', '.join(other)}"
         )
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> Stored:
-    """The tensor that `Stored.save` wrote to `path`, bit for bit, on `device`.
+    """Return the tensor that `Stored.save` wrote to `path`, bit for bit, on `device`.
 
-    Runs no code from the file. Raises ValueError, with the path and the reason, for a file of anything else, of another version, cut
-    short or altered; OSError where it cannot be read.
+    No code from the file is run.
+
+    Raises:
+        ValueError: The file is of another kind or version, truncated or altered; the message has the path and
+            the reason.
+        OSError: The file cannot be read.
     """
     data = Path(path).read_bytes()
     try:
         document = torch.load(BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises KeyError, EOFError, RuntimeError, OSError and more, depending on where it stumbles
+    except Exception as error:  # torch raises KeyError, EOFError, RuntimeError, OSError and more
         raise ValueError(
             f"{path}: not a file that torch can read, or cut short ({type(error).__name__})"
         ) from error
@@ -342,7 +378,8 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Stored:
         raise ValueError(f"{path}: a file of torch, but not a stored NVFP4 tensor")
     if document.get("version") != VERSION:
         raise ValueError(
-            f"{path}: version {document.get('version')} of the stored tensor; this program reads version {VERSION}"
+            f"{path}: version {document.get('version')} of the stored tensor; "
+            f"this program reads version {VERSION}"
         )
     if document.pop("digest", None) != _digest(document):
         raise ValueError(f"{path}: altered since it was written (its digest is another)")
@@ -355,11 +392,11 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Stored:
         raise ValueError(f"{path}: {error}") from error
 
 
-# --- behind the curtain ---------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------
 
 
 def _over_elements(tiles: Tensor, quant: Quant, rows: int) -> Tensor:
-    """One number a tile, repeated over the tile's elements: [rows, padded columns]."""
+    """Repeat the number of each tile over its elements: [rows, padded columns]."""
     tile_rows, tile_columns = quant.tile
     return tiles.repeat_interleave(tile_rows, 0)[:rows].repeat_interleave(tile_columns, 1)
 
@@ -373,12 +410,16 @@ def _check_slice(what: str, start: int, stop: int, size: int, step: int) -> None
         raise ValueError(f"{what} {start}:{stop} are not within 0:{size}")
     if start % step or (stop % step and stop != size):
         raise ValueError(
-            f"{what} {start}:{stop} cut a block: start and stop must be multiples of {step} (or stop the end, {size})"
+            f"{what} {start}:{stop} cut a block: start and stop must be multiples of {step} "
+            f"(or stop the end, {size})"
         )
 
 
 def _flat(name: str, packed: Packed | None) -> dict[str, Any]:
-    """A copy as plain entries `row.codes`, `row.quant` ...; the tensors are copied, since torch.save writes all that a view looks at."""
+    """Return a copy as plain entries `row.codes`, `row.quant`, ...
+
+    The tensors are copied, since torch.save writes the whole storage behind a view.
+    """
     if packed is None:
         return {}
     plain = {field.name: getattr(packed, field.name) for field in fields(packed)}
@@ -398,7 +439,7 @@ def _unflat(name: str, document: dict[str, Any], device: torch.device | str) -> 
 
 
 def _digest(document: dict[str, Any]) -> str:
-    """Over every entry: torch reads a flipped byte without a word."""
+    """Return a digest of every entry: torch does not notice a flipped byte."""
     digest = blake2b(digest_size=16)
     for key in sorted(document):
         value = document[key]

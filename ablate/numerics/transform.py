@@ -1,4 +1,4 @@
-"""What is taken out of an operand before it is quantised: parts that add up to it, each with a quantiser of its own or none."""
+"""Split of an operand before quantisation into parts that sum to it, each with its own quantiser or none."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,18 +14,28 @@ from ablate.numerics.spec import Quant, Transform
 
 CHANNEL_FORMATS = {word: fields and Quant.model_validate(fields) for word, fields in CHANNELS.items()}
 _ITERATIONS = 4
-"""Of the subspace iteration; a spectrum worth splitting off has converged by then."""
+"""Steps of the subspace iteration, enough for a spectrum that is worth splitting off."""
 
 
 def split(x: Tensor, quant: Quant, channels: int) -> list[tuple[Tensor, Quant | None]]:
-    """`x` [rows, columns] as parts that sum to it, what is left for `quant` first. `channels` is the dimension of the features."""
+    """Split `x` into parts that sum to it.
+
+    Args:
+        x: [rows, columns], bf16, fp16 or fp32.
+        quant: Quantiser of the operand, with its transform.
+        channels: Dimension of the features: 1 if tokens are rows, 0 if they are columns.
+
+    Returns:
+        Parts with their quantisers (None: kept in the dtype of `x`). The first is the rest, which `quant`
+        quantises.
+    """
     if quant.transform is None:
         return [(x, quant)]
     rest, taken = x.to(torch.float32), []
-    for take, how in _steps(quant.transform, channels):
+    for take, part_quant in _steps(quant.transform, channels):
         part = take(rest).to(x.dtype)
         rest = rest - part
-        taken.append((part, how))
+        taken.append((part, part_quant))
     if quant.transform.clamp is not None:
         limit = quantile(rest, quant.transform.clamp)
         clamped = rest.clamp(-limit, limit)
@@ -48,14 +58,14 @@ def _steps(transform: Transform, channels: int) -> Iterator[tuple[Callable[[Tens
 
 
 def mean(x: Tensor, channels: int) -> Tensor:
-    """Every channel's mean over tokens, in x's shape (as Metis and Averis split it, arXiv 2509.00404 and 2603.10444)."""
+    """Return every channel's mean over tokens, in the shape of x (arXiv 2509.00404 and 2603.10444)."""
     return x.mean(dim=1 - channels, keepdim=True).expand_as(x)
 
 
 def low_rank(x: Tensor, rank: int) -> Tensor:
-    """The leading `rank` components of x's singular value decomposition, by subspace iteration from a fixed start.
+    """Return the leading `rank` singular components of x, by subspace iteration from a fixed start.
 
-    Metis (arXiv 2509.00404) also quantises the factors; here they keep the operand's own precision.
+    Not modelled: Metis (arXiv 2509.00404) also quantises the factors; here they keep the operand's precision.
     """
     rank = min(rank, *x.shape)
     if not x.numel() or not x.isfinite().all():
@@ -71,7 +81,7 @@ def low_rank(x: Tensor, rank: int) -> Tensor:
 
 
 def top_channels(x: Tensor, fraction: float, channels: int) -> Tensor:
-    """x with all but the `fraction` of channels that have the largest L2 norm set to zero; at least one channel is kept."""
+    """Return x with only the `fraction` of channels of largest L2 norm, at least one; the others are zero."""
     norms = x.square().sum(dim=1 - channels)
     kept = torch.zeros_like(norms, dtype=torch.bool)
     count = max(1, round(fraction * norms.numel()))
@@ -80,7 +90,10 @@ def top_channels(x: Tensor, fraction: float, channels: int) -> Tensor:
 
 
 def quantile(x: Tensor, q: float) -> Tensor:
-    """The order statistic ceil(q n) of the magnitudes. Microsoft's code takes one quantile of each sign (arXiv 2501.17116)."""
+    """Return the order statistic ceil(q n) of the n magnitudes.
+
+    Not modelled: the code of arXiv 2501.17116 takes one quantile of each sign.
+    """
     flat = x.abs().flatten()
     return (
         flat.kthvalue(math.ceil(Fraction(repr(q)) * flat.numel())).values if flat.numel() else x.new_zeros(())

@@ -22,7 +22,7 @@ from torch import Tensor
 from ablate.numerics.census import census
 from ablate.numerics.history import History
 from ablate.numerics.kernels import cpu
-from ablate.numerics.partition import Share
+from ablate.numerics.partition import Partition
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Keep, Operand, quantize
 from ablate.numerics.scaling import BLOCK_STATISTICS, STATISTICS
@@ -426,7 +426,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     )
 
 
-class Half(Share):
+class Half(Partition):
     """Half of a matrix that this process knows whole, in place of asking another process."""
 
     whole: Tensor
@@ -438,19 +438,24 @@ class Half(Share):
 
 def half_of(x: Tensor, part: tuple[int, int]) -> Half:
     """One of the halves of x along an axis."""
-    share = Half(part[0], part[1], 2)
-    object.__setattr__(share, "whole", x)
-    return share
+    partition = Half(part[0], part[1], 2)
+    object.__setattr__(partition, "whole", x)
+    return partition
 
 
 def operands(one: Case, keep: Keep, history: History, whole: bool = False) -> Iterator[Operand]:
     """What the calls of a case give: with `whole`, of all of x, even where the case quantises a part."""
     for clock, factor in zip(one.clocks, one.factors, strict=True):
         x = one.x * factor if factor != 1 else one.x
-        share = half_of(x, one.part) if one.part and not whole else None
+        partition = half_of(x, one.part) if one.part and not whole else None
         options = {"clock": clock, "where": one.where, "product": one.product, "history": history}
         yield quantize(
-            share.own(x) if share else x, one.quant, rotation=one.rotation, keep=keep, share=share, **options
+            partition.local(x) if partition else x,
+            one.quant,
+            rotation=one.rotation,
+            keep=keep,
+            partition=partition,
+            **options,
         )
 
 

@@ -1,1 +1,1 @@
-"""Fast quantisers, asked whether they can: what they compute equals the reference bit for bit, or they say no."""
+"""Compiled quantisers: bit for bit the reference, for the forms that NVIDIA's recipe uses."""

@@ -7,7 +7,7 @@ from test_stored import STORABLE, same, tensor
 from torch import Tensor
 
 from ablate.numerics.history import History
-from ablate.numerics.partition import Share
+from ablate.numerics.partition import Partition
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Hadamard, Outer, Quant
@@ -36,7 +36,7 @@ def cases() -> dict[str, tuple[Quant, Hadamard | None]]:
     }
 
 
-def moments(x: Tensor, quant: Quant, rotation: Hadamard | None, share: Share | None) -> list[Tensor]:
+def moments(x: Tensor, quant: Quant, rotation: Hadamard | None, partition: Partition | None) -> list[Tensor]:
     """Values and amaxes of two steps' quantisation: the second one knows the first's history."""
     history, found = History(), []
     for step in range(2):
@@ -47,7 +47,7 @@ def moments(x: Tensor, quant: Quant, rotation: Hadamard | None, share: Share | N
             "product": 12,
             "history": history,
         }
-        operand = quantize(x * (step + 1), quant, share=share, **options)
+        operand = quantize(x * (step + 1), quant, partition=partition, **options)
         found += [operand.values.float(), torch.zeros(()) if operand.amax is None else operand.amax]
     return found
 
@@ -59,12 +59,14 @@ def parts_against_the_whole(count: int) -> list[str]:
         for axis, layout in ((0, "rows"), (1, "rows"), (1, "columns")):
             x = tensor(32 * count, 128 * count, seed=5)
             x = x if layout == "rows" else x.t().contiguous().t()
-            share = Share(axis, rank, count)
+            partition = Partition(axis, rank, count)
             wanted = moments(x, quant, rotation, None)
-            found = moments(share.own(x), quant, rotation, share)
+            found = moments(partition.local(x), quant, rotation, partition)
             for ours, theirs in zip(found, wanted, strict=True):
                 cut = (
-                    theirs if theirs.ndim < 2 or theirs.shape[axis] == ours.shape[axis] else share.own(theirs)
+                    theirs
+                    if theirs.ndim < 2 or theirs.shape[axis] == ours.shape[axis]
+                    else partition.local(theirs)
                 )
                 if not torch.equal(ours, cut):
                     off.append(f"{name} axis {axis} by {layout}: {(ours != cut).sum()} of {ours.numel()}")
@@ -81,10 +83,12 @@ def packed_against_the_whole(count: int) -> list[str]:
     for name, quant in STORABLE.items():
         for axis, rotation in ((0, None), (1, None), (1, ROTATED)):
             x = tensor(32 * count, 64 * count, seed=9)
-            share = Share(axis, rank, count)
+            partition = Partition(axis, rank, count)
             options = {"rotation": rotation, "clock": Clock(3), "where": 4}
             whole = store_one(x, quant, **options)
-            got = gather_packed(store_one(share.own(x).contiguous(), quant, share=share, **options), share)
+            got = gather_packed(
+                store_one(partition.local(x).contiguous(), quant, partition=partition, **options), partition
+            )
             if not same(got, whole):
                 off.append(f"{name} axis {axis} {rotation}")
     return off
@@ -98,7 +102,7 @@ def amaxes_with_a_nan() -> list[float]:
     mine = torch.tensor(
         [1.0, float("nan"), 3.0] if torch.distributed.get_rank() else [2.0, 1.0, float("inf")]
     )
-    return Share(0, torch.distributed.get_rank(), 2).largest(mine).tolist()
+    return Partition(0, torch.distributed.get_rank(), 2).largest(mine).tolist()
 
 
 def test_a_nan_that_one_process_has_reaches_all():
@@ -118,4 +122,4 @@ def test_a_nan_that_one_process_has_reaches_all():
 )
 def test_a_part_that_cuts_a_block_is_refused(shape, axis, quant, said):
     with pytest.raises(ValueError, match=said):
-        quantize(torch.ones(shape), quant, clock=Clock(0), share=Share(axis, 0, 2))
+        quantize(torch.ones(shape), quant, clock=Clock(0), partition=Partition(axis, 0, 2))
