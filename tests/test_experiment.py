@@ -143,7 +143,7 @@ REFUSED = {
     ),
     "nothing quantised": (
         "ablate: {skip_first: [0, 2]}",
-        "4:26: ablate.skip_first.1: 2: keeps all 2 blocks in high precision: nothing is quantised, as in preset bf16",
+        "4:26: ablate.skip_first.1: 2: keeps all 8 layers in 2 blocks in high precision: nothing is quantised, as in preset bf16",
     ),
     "range without search": (
         "ablate: {workload.lr: {uniform: [1.0e-4, 1.0e-2]}}",
@@ -151,7 +151,7 @@ REFUSED = {
     ),
     "too many arms": (
         f"ablate: {{workload.steps: {list(range(1, 102))}, workload.batch: {list(range(1, 101))}}}",
-        "4:1: ablate: makes more than 10000 arms, the most that fit a grid; a `search` samples them",
+        "4:1: ablate: makes more than 10000 arms, the largest number in a grid; add `search` to sample them",
     ),
     "no seeds": (
         "ablate: {rht: [true]}\nseeds: 0",
@@ -285,7 +285,7 @@ REFUSED = {
     ),
     "constraints of a grid": (
         "ablate: {rht: [true]}\nconstraints: [{metric: nan/loss, at_most: 0}]",
-        "5:1: constraints: guide a search, and this is none: every arm is run and compared; leave them out",
+        "5:1: constraints: have no effect without a search: every arm of a grid is run and compared; leave them out",
     ),
     "constraints for a sampler that takes none": (
         "ablate: {rht: [true]}\nsearch: {trials: 2, sampler: cmaes}\nconstraints: [{metric: nan/loss, at_most: 0}]",
@@ -881,7 +881,7 @@ def test_an_arm_named_as_the_preset_that_it_is_leaves_each_arm_its_own_workload_
 def test_an_arm_with_the_baselines_name_must_be_the_baseline(tmp_path):
     arms = {"bf16": {"recipe": "bf16", "workload.lr": 0.01}, "other": {}}
     (problem,) = problems(write(tmp_path, ablate=None, arms=arms))
-    assert "arms.bf16: is the baseline's name too, but another arm" in str(problem)
+    assert "arms.bf16: has the name of the baseline, but other contents" in str(problem)
 
 
 @pytest.mark.parametrize("name", ["", "  ", CONFIRM, f"{CONFIRM}ours"])

@@ -1,5 +1,6 @@
-"""From a YAML file to arms and trial specs, or every mistake at its place, before anything runs. Torch is never imported.
+"""Turn a YAML file into arms and trial specs, or report every mistake at its line and column. Torch is never
+imported.
 
-`schema` says what a file may hold, `load` reads one, `arms` turns knobs into resolved recipes and workloads, `trial_spec` is what a
-trial is identified by.
+`schema` defines the keys of a file, `load` reads one, `arms` resolves knobs to recipes and workloads,
+`expand` and `baseline` list the arms and their baselines, `trial_spec` identifies a trial.
 """

@@ -1,4 +1,5 @@
-"""Turning knobs: from a base and values for short names or full paths to one resolved workload and recipe, or every reason why not."""
+"""Set knobs: resolve a base and values of short names or full paths to one workload and recipe, or give every
+reason why not."""
 
 import hashlib
 import itertools
@@ -33,7 +34,8 @@ _WORD, _RESERVED = re.compile(r"(?!-?\d+(\.\d+)?$)[\w.:-]+"), ("true", "false", 
 
 @dataclass(frozen=True)
 class Arm:
-    """One point of an experiment: the knobs that were turned, what they resolve to, and the arm it is compared with."""
+    """One point of an experiment: the knobs that were set, the workload and recipe they resolve to, and the
+    baseline's name."""
 
     name: str
     knobs: Mapping[str, Any]
@@ -43,14 +45,15 @@ class Arm:
 
     @property
     def content(self) -> tuple[Spec, Recipe]:
-        """What makes two arms the same arm: fields that change no number make no other."""
+        """Workload and recipe by which two arms are the same: fields that change no number have their
+        defaults."""
         fields = type(self.config).model_fields
         same = {name: fields[name].default for name in getattr(self.config, "SAME_BITS", ())}
         return self.config.model_copy(update=same), self.recipe
 
 
 class KnobError(ValueError):
-    """Knobs that cannot be turned so: (knob or None, reason) for each."""
+    """Knobs whose values are not possible: (knob or None, reason) for each."""
 
     def __init__(self, reasons: list[tuple[str | None, str]]) -> None:
         super().__init__("; ".join(f"{knob}: {reason}" for knob, reason in reasons))
@@ -59,25 +62,27 @@ class KnobError(ValueError):
 
 @dataclass(frozen=True)
 class Base:
-    """What every arm starts from: a workload by name with the values given for it, and a preset."""
+    """Starting point of every arm: a workload by name with the values given for it, and a preset."""
 
     workload: str
     values: Mapping[str, Any]
     preset: str
     folder: Path | None = None
-    """Where relative paths of data and models begin: the experiment file's folder; None: the working directory."""
+    """Folder to which paths of data and models are relative: the experiment file's; None: the working
+    directory."""
     strays: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     """Relative paths that were found in the working directory instead."""
 
     @cached_property
     def config(self) -> Spec:
-        """The workload as the file gives it, no knob turned."""
+        """Workload as the file gives it, without any knob."""
         return self.arm({"recipe": "bf16"}).config
 
-    def arm(self, knobs: Mapping[str, Any], name: str | None = None, *, tried: bool = False) -> Arm:
-        """Build the arm with these knobs turned; KnobError with every reason if that is not possible.
+    def arm(self, knobs: Mapping[str, Any], name: str | None = None, *, at_end: bool = False) -> Arm:
+        """Build the arm with these knobs set. KnobError with every reason if that is not possible.
 
-        `tried`: the values are ends of ranges, not proposals: a phase that they leave without a step is no mistake.
+        `at_end`: the values are ends of ranges, not proposals; a phase that never begins with them is then
+        accepted.
         """
         start, recipe, paths = self._turned(knobs)
         config = paths.apply("workload", deepcopy(dict(self.values)), WORKLOADS[self.workload])
@@ -85,7 +90,7 @@ class Base:
             config = located(config, self.folder, self.strays)
         if config is not None and recipe is not None:
             paths.reasons += _contradictions(config, recipe, paths)
-            if not tried and not paths.reasons:
+            if not at_end and not paths.reasons:
                 paths.reasons += _never_begun(config, recipe, start, paths)
         if paths.reasons:
             raise KnobError(paths.reasons)
@@ -93,14 +98,16 @@ class Base:
         return Arm(name, dict(knobs), config, recipe)
 
     def recipe(self, knobs: Mapping[str, Any]) -> Recipe:
-        """Build the preset with these knobs turned, for no workload; KnobError with every reason why not."""
+        """Build the preset with these knobs set, without a workload. KnobError with every reason if that is
+        not possible."""
         _, recipe, paths = self._turned(knobs)
         if paths.reasons:
             raise KnobError(paths.reasons)
         return recipe
 
     def _turned(self, knobs: Mapping[str, Any]) -> tuple[Recipe, Recipe | None, "_Paths"]:
-        """Return the preset as it is and with the knobs turned; None, with the reasons in the paths, if it cannot be."""
+        """Return the preset without and with the knobs set (None, with the reasons in the paths, if not
+        possible)."""
         preset = knobs.get("recipe", self.preset)
         if not isinstance(preset, str) or preset not in PRESETS:
             raise KnobError([("recipe", f"no such preset; {nearest(str(preset), PRESETS)}")])
@@ -112,7 +119,7 @@ class Base:
 
 
 class _Paths:
-    """Full paths to set, and which knob sets each."""
+    """Full paths to set, and the knob that sets each."""
 
     def __init__(self, reasons: list[tuple[str | None, str]], turn: Turn) -> None:
         self.reasons, self.turn = reasons, turn
@@ -147,11 +154,12 @@ class _Paths:
         elif knob.startswith(("recipe.", "workload.")):
             yield knob, value
         else:
-            known = [*KNOBS, *WORKLOAD_KNOBS, "recipe", "recipe.<path>", "workload.<field>"]
-            self.reasons.append((knob, f"no such knob; {nearest(knob, known)}"))
+            names = [*KNOBS, *WORKLOAD_KNOBS, "recipe", "recipe.<path>", "workload.<field>"]
+            self.reasons.append((knob, f"no such knob; {nearest(knob, names)}"))
 
     def apply(self, root: str, content: dict[str, Any], model: type[BaseModel]) -> Any:
-        """`model` from `content` with all paths under `root` set; None, with the reasons noted, where that fails."""
+        """Return `model` from `content` with all paths under `root` set; None, with the reasons noted, if
+        that fails."""
         before = len(self.reasons)
         for path, value in self.values.items():
             if path.startswith(f"{root}."):
@@ -169,12 +177,13 @@ class _Paths:
             return None
 
     def knob_of(self, path: str) -> str | None:
-        """The knob that set `path` or something it is part of."""
-        return next((knob for known, knob in self.knobs.items() if f"{path}.".startswith(f"{known}.")), None)
+        """Return the knob that set `path` or a path that contains it."""
+        return next((knob for other, knob in self.knobs.items() if f"{path}.".startswith(f"{other}.")), None)
 
 
 def assign(content: dict[str, Any], parts: list[str], value: Any, model: type[BaseModel]) -> str | None:
-    """Set one path of nested dictionaries shaped like `model`; returns why not, where it cannot be set."""
+    """Set one path of nested dictionaries shaped like `model`. Return the reason if it cannot be set, else
+    None."""
     for depth, part in enumerate(parts):
         if part not in model.model_fields:
             return f"no such knob; {nearest(part, model.model_fields)}"
@@ -190,28 +199,32 @@ def assign(content: dict[str, Any], parts: list[str], value: Any, model: type[Ba
             )
         content = content.setdefault(part, {})
         if not isinstance(content, dict):
-            return f"{'.'.join(parts[: depth + 1])} is {display(content)} in this arm, which has no {parts[depth + 1]}"
+            return (
+                f"{'.'.join(parts[: depth + 1])} is {display(content)} in this arm, "
+                f"which has no {parts[depth + 1]}"
+            )
         wanted = {*content, parts[depth + 1]}
         model = next((child for child in children if wanted <= set(child.model_fields)), next(iter(children)))
     return None
 
 
 def _models(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The models that a field may hold, by the tag that stands in the place of an error in one; the first of those without a tag by ""."""
-    found: dict[str, type[BaseModel]] = {}
+    """Return the models of a field by their tag, which is part of the place of an error; by "" the first
+    without a tag."""
+    models: dict[str, type[BaseModel]] = {}
     for candidate in (annotation, *get_args(annotation)):
         tag = next((word.tag for word in getattr(candidate, "__metadata__", ()) if isinstance(word, Tag)), "")
         kind = get_args(candidate)[0] if tag else candidate
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found.setdefault(tag, kind)
-    return found
+            models.setdefault(tag, kind)
+    return models
 
 
 def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
     problems = list(config.problems())
     for name, why in problems:
         yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
-    if problems:  # what follows asks for the layers of a model that may not be there
+    if problems:  # the checks below need the layers of a model that may not exist
         return
     ruled = paths.knob_of("recipe.layers.rules") or "recipe.layers.rules"
     layers = config.linear_layers if recipe.layers != Layers() else ()
@@ -235,26 +248,28 @@ def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tup
         knob = counted if any(placement.decider == "skipped" for placement in placements) else ruled
         yield (
             knob,
-            f"keeps all {len(layers)} layers in {config.blocks} blocks in high precision: nothing is quantised, as in preset bf16",
+            f"keeps all {len(layers)} layers in {config.blocks} blocks in high precision: nothing is quantised, "
+            "as in preset bf16",
         )
 
 
 def _never_begun(
     config: Spec, recipe: Recipe, preset: Recipe, paths: _Paths
 ) -> Iterator[tuple[str | None, str]]:
-    """Phases that hold in no step of a run, but for those of the preset itself."""
+    """Yield the knob and the reason for each phase that no step reaches, except for phases of the preset
+    itself."""
     knob = paths.knob_of("recipe.schedule")
     for phase in (phase for phase in recipe.schedule if phase not in preset.schedule):
         why = never_begins(phase, length(config))
         if why and knob == "cooldown":
-            right = f"give {shortest_cooldown(config.steps)} or more, or 0 for none"
-            why = f"begins after the last of {config.steps} steps, so it never holds; {right}"
+            right = f"give {shortest_cooldown(config.steps)} or more, or 0 for no cooldown"
+            why = f"begins after the last of {config.steps} steps, so it has no effect; {right}"
         if why:
             yield knob or "recipe.schedule", why
 
 
 def reason(problem: Mapping[str, Any], model: type[BaseModel] | None = None) -> str:
-    """One of pydantic's errors in the house's words."""
+    """Return one of pydantic's errors as a reason, with the nearest key or value if there is one."""
     if problem["type"] == "extra_forbidden":
         *parents, word = problem["loc"]
         models = {"": model} if model else {}
@@ -279,17 +294,18 @@ def _keys(model: type[BaseModel]) -> list[str]:
 
 
 def label(knobs: Mapping[str, Any]) -> str:
-    """A name that says which knobs were turned: `rht=true lr=0.001`; a preset by its own name alone."""
+    """Return an arm's name, made of its knobs: `rht=true lr=0.001`; a preset by its own name alone."""
 
-    def word(knob: str, value: Any) -> str:
-        named = knob == "recipe" and isinstance(value, str)
-        return value if named else f"{knob.removeprefix('workload.')}={_short(value)}"
+    def part(knob: str, value: Any) -> str:
+        is_preset = knob == "recipe" and isinstance(value, str)
+        return value if is_preset else f"{knob.removeprefix('workload.')}={_short(value)}"
 
-    return " ".join(itertools.starmap(word, knobs.items()))
+    return " ".join(itertools.starmap(part, knobs.items()))
 
 
 def _short(value: Any) -> str:
-    """A value as YAML would write it; a long one cut, with a few digits of its hash, so that different values stay different."""
+    """Return a value as YAML writes it. A long one is cut and ends in digits of its hash, so that names stay
+    distinct."""
     text = (
         value
         if isinstance(value, str) and _WORD.fullmatch(value) and value not in _RESERVED

@@ -1,7 +1,7 @@
-"""Differences between what a sweep wanted when it last ran and what its file wants now, in sentences for `plan` and `sweep`.
+"""Differences between a sweep's file when it last ran and now, in sentences for `plan` and `sweep`.
 
-A ledger finds an arm by its name. A file whose arms swap their contents names the same arms, so that nothing would be said, although
-each name stands for other trials from then on. `redefined` compares the trials themselves.
+A ledger identifies an arm by its name. If two arms swap their contents, the names stay the same, although
+each now stands for other trials. `redefined` therefore compares the trials themselves.
 """
 
 import json
@@ -10,9 +10,9 @@ from typing import Any
 
 _VERSIONS = {"numerics_version", "workload_version"}
 _CONTENTS = ("workload", "data", "recipe")
-"""Keys of a spec that a file decides. The others change with the code and the machine."""
+"""Keys of a spec that depend on the file. The others change with the code and the machine."""
 _MOST_NAMED = 8
-"""Arms that a sentence names."""
+"""Largest number of arms that a sentence names."""
 
 Members = Mapping[tuple[str, int], Mapping[str, Any]]
 """Trials by arm's name and seed: at least `id` and `spec`, the spec as JSON."""
@@ -25,7 +25,7 @@ def versions_alone(then: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
 
 
 def redefined(before: Members, now: Members) -> list[str]:
-    """Return the names of arms that stand for a trial of another workload, recipe or other data than before at a seed."""
+    """Return the names of arms whose workload, recipe or data differ from before at any seed."""
     names: dict[str, None] = {}
     for (name, seed), member in now.items():
         if name not in names and (old := before.get((name, seed))) and old["id"] != member["id"]:
@@ -36,17 +36,18 @@ def redefined(before: Members, now: Members) -> list[str]:
 
 
 def redefinition(names: Collection[str]) -> str:
-    """Return a sentence on arms that mean something else than when the sweep last ran."""
+    """Return a sentence on arms whose contents changed since the sweep last ran."""
     listed = f"{', '.join(list(names)[:_MOST_NAMED])}{' and others' if len(names) > _MOST_NAMED else ''}"
     arms = f"{_counted(len(names), 'arm')} with the same name but other contents than before"
     return f"the file or its data changed: {arms}: {listed}; earlier results are kept, but not shown under the name"
 
 
 def edits(before: Members, now: Members, without: Collection[str] = (), seeds: bool = True) -> list[str]:
-    """Return a sentence on arms and seeds that are wanted anew or no longer, and one on redefined arms, each if there are any.
+    """Return a sentence on added and removed arms and seeds, and one on redefined arms, each if there are
+    any.
 
-    `without`: names of earlier arms that no file wants, such as a winner run again; `seeds`:
-    whether the file alone says which seeds there are.
+    `without`: names of earlier arms that are in no file, such as the rerun of a winner; `seeds`: the file
+    alone decides the seeds, so that differences are edits.
     """
     if not before:
         return []
@@ -54,12 +55,14 @@ def edits(before: Members, now: Members, without: Collection[str] = (), seeds: b
     changes = {"arm": ({name for name, _ in now}, earlier)}
     if seeds:
         changes["seed"] = ({seed for _, seed in now}, {seed for _, seed in before})
-    told = []
+    counts = []
     for what, (new, old) in changes.items():
-        told += [f"+{_counted(len(new - old), what)}"] if new - old else []
-        told += [f"{_counted(len(old - new), what)} no longer wanted (kept)"] if old - new else []
+        counts += [f"+{_counted(len(new - old), what)}"] if new - old else []
+        counts += [f"{_counted(len(old - new), what)} no longer wanted (kept)"] if old - new else []
     names = redefined(before, now)
-    return [f"the file was edited: {', '.join(told)}"] * bool(told) + ([redefinition(names)] if names else [])
+    return [f"the file was edited: {', '.join(counts)}"] * bool(counts) + (
+        [redefinition(names)] if names else []
+    )
 
 
 def _counted(count: int, what: str) -> str:

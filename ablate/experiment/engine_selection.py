@@ -1,4 +1,5 @@
-"""Which engine computes an experiment: decided before anything runs, from its arms and this machine, by words and numbers alone."""
+"""Which engine computes an experiment: decided before anything runs, from its arms and this machine, by words
+and numbers alone."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ UNPROVEN = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine of all trials of an experiment, since arms are compared on one; and why `auto` does not take the GPU's."""
+    """The engine of all trials of an experiment, since arms are compared on one; and why `auto` does not take
+    the GPU's."""
 
     engine: str
     why: str = ""
@@ -41,12 +43,13 @@ def choose(
     layout: Layout = Layout(),  # noqa: B008 - frozen
     machine: Machine | None = None,
 ) -> Choice:
-    """The engine that `asked` means for these arms on this class of device (None: what is here), so laid out over ranks. The arms of a
-    search are not known yet: those at the ends of its knobs stand for them, and `misfit` tells of each that it draws.
+    """The engine that `asked` means for these arms on this class of device (None: what is here), so laid out
+    over ranks. The arms of a search are not known yet: those at the ends of its knobs stand for them, and
+    `misfit` tells of each that it draws.
 
-    `auto` is the emulator, and says why, unless Transformer Engine can compute all arms and its kernels have been found to agree with
-    the emulator: on such a GPU, in these versions, in all that the arms need. ValueError, in a sentence, where Transformer Engine was asked
-    for and cannot.
+    `auto` is the emulator, and says why, unless Transformer Engine can compute all arms and its kernels have
+    been found to agree with the emulator: on such a GPU, in these versions, in all that the arms need.
+    ValueError, in a sentence, where Transformer Engine was asked for and cannot.
     """
     if asked not in (AUTO, NATIVE):
         return Choice(asked)
@@ -62,7 +65,8 @@ def choose(
 
 
 def _doubt(arms: list[Arm], machine: Machine) -> str | None:
-    """Why TE's kernels are not trusted with these arms unasked; None where a comparison on such a machine found that they agree."""
+    """Why TE's kernels are not trusted with these arms unasked; None where a comparison on such a machine
+    found that they agree."""
     agreed, needed = parity_record.agreed(machine), _families(arms)
     if needed <= agreed:
         return None

@@ -1,7 +1,22 @@
-"""From an experiment as written to an experiment as meant: YAML in, arms and trial specs out, or every mistake at its place."""
+"""Load an experiment: read a YAML file, check it, expand it to arms, or report every mistake at its line and
+column.
 
-import itertools
-import math
+A sweep runs for hours, so a mistake in its file has to show before the first trial starts, and all mistakes
+at once. `load` goes through the file in stages: plain values with positions (`yaml_document`), types and
+ranges of keys (`schema`), the knobs (`search_space`), the arms that they make (`expand`), the baseline of
+each (`baseline`), the engine for all of them (`engine_selection`). A stage notes its problems in the document
+and replaces a wrong value by its default, so that later stages still find theirs. Example:
+
+    experiment = load(Path("experiments/rht_sr.yaml"), device="cpu")
+    [arm.name for arm in experiment.arms]              # baselines first
+    experiment.spec(experiment.arms[0], 0, "cpu").id   # 16 hex digits
+
+Refused are, for example: keys that do not exist (with the nearest one), two arms that resolve to the same
+recipe and workload, metrics that the workload does not measure, phases of a schedule that no step reaches,
+recipes that the requested engine cannot compute, and grids with too many arms. What is odd but can run
+becomes a note instead (`Experiment.notes`).
+"""
+
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,11 +27,11 @@ from pydantic import ValidationError
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.arms import Arm, Base, KnobError, reason
+from ablate.experiment.baseline import Against, baseline_of, compared, read_against, with_baselines
 from ablate.experiment.engine_selection import Choice, check, choose, misfit
+from ablate.experiment.expand import arms_and_ends
 from ablate.experiment.phases import unreached
-from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import (
-    MOST_ARMS,
     MOST_TRIALS,
     Budget,
     Constraint,
@@ -29,24 +44,15 @@ from ablate.experiment.schema import (
     TelemetryKeys,
 )
 from ablate.experiment.search_checks import check_search
-from ablate.experiment.search_space import (
-    Dimension,
-    conditions,
-    grid,
-    refuse_twins,
-    size,
-    space,
-    spell_out,
-    values_at,
-)
+from ablate.experiment.search_space import Dimension, refuse_twins, size, space, spell_out
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import Document, read
-from ablate.numerics.spec import Spec
-from ablate.recipes import PRESETS, Recipe
+from ablate.recipes import PRESETS
 from ablate.training.workloads import WORKLOADS
 
 _LONGEST_NAME = 200
-"""Bytes: file systems take 255, and files named after a sweep have suffixes."""
+"""Largest length of a sweep's name in bytes: file systems allow 255, and files named after a sweep have
+suffixes."""
 _MISPLACED = dict.fromkeys(
     ("pruner", "rungs"),
     "belongs under search: the arms of a grid are compared seed by seed, and none of them may end early",
@@ -54,21 +60,8 @@ _MISPLACED = dict.fromkeys(
 
 
 @dataclass(frozen=True)
-class Against:
-    """Baseline that a file names: knobs, applied at each arm's own workload values, or one arm, for all others."""
-
-    knobs: Mapping[str, Any]
-    arm: Arm | None = None
-    """The arm that was named, which keeps its own workload values."""
-
-    def pins(self, knob: str) -> bool:
-        """Return True if the baseline itself sets this workload knob, a part of it or what it is part of."""
-        return any(f"{knob}.".startswith(f"{own}.") or f"{own}.".startswith(f"{knob}.") for own in self.knobs)
-
-
-@dataclass(frozen=True)
 class Experiment:
-    """An experiment, checked: every arm it names can be built."""
+    """Checked contents of an experiment file: every arm that it names can be built."""
 
     name: str
     file: str
@@ -77,62 +70,74 @@ class Experiment:
     base: Base
     space: Mapping[str, Dimension]
     arms: tuple[Arm, ...]
-    """The arms known from the start, baselines first: all of a grid, only the baseline of a search."""
+    """Arms known from the start, baselines first: all arms of a grid, only the baseline of a search."""
     added: frozenset[str]
-    """Names of the baselines among them that the file's own arms do not include."""
+    """Names of those baselines that the file's own arms do not include."""
     against: Against
     seeds: tuple[int, ...]
-    """The seeds that every arm gets."""
+    """Seeds that every arm gets."""
     growth: Growth | None
-    """How more are added to an arm that is undecided; None: never."""
+    """Rule that adds seeds to an undecided arm; None: no seeds are added."""
     metrics: tuple[Metric, ...]
-    """What arms are compared by, the main one first."""
+    """Metrics by which arms are compared, the main one first."""
     published: tuple[Published, ...]
     search: Search | None
     constraints: tuple[Constraint, ...]
     resources: Resources
     engine: str
     engine_why: str
-    """Why `auto` took the emulator; empty where the file names an engine, or the GPU's was taken."""
+    """Reason why `auto` selected the emulator; empty if the file names an engine or Transformer Engine was
+    selected."""
     retry: int
     patience: float
     budget: Budget
     telemetry: TelemetryKeys
     notes: tuple[str, ...] = ()
-    """What is odd about the file, though it can be run, each with its place in it."""
+    """Remarks on what is odd in the file but can run, each with its line and column."""
 
     @property
     def metric(self) -> Metric:
-        """The main metric: what MLflow shows, and an arm is judged by."""
+        """Main metric, by which an arm is judged and which MLflow shows."""
         return self.metrics[0]
 
     @property
     def objectives(self) -> tuple[Metric, ...]:
-        """What the study is about: all metrics of a search; of a grid the main one, so that it shows the way there too."""
+        """Metrics of the Optuna study: all metrics of a search, the main metric of a grid."""
         return self.metrics if self.search else self.metrics[:1]
 
     @property
     def prunes(self) -> bool:
-        """Whether arms may be given up before they are over."""
+        """Return True if arms may be pruned before their last step."""
         return self.search is not None and self.search.pruner is not None
 
     @cached_property
     def most_searched(self) -> int:
-        """Number of arms that the search can propose: its trials, or all points of a smaller space; 0 for a grid."""
+        """Largest number of arms that the search can propose: its trials, or all points of a smaller space; 0
+        for a grid."""
         return size(self.space, self.search.trials) if self.search else 0
 
     def propose(self, knobs: Mapping[str, Any]) -> tuple[Arm, Arm]:
-        """Build a searched arm and its baseline; KnobError with every reason where one of them cannot be run."""
-        arm, baseline = self.base.arm(knobs), _baseline(self.base, self.against, knobs)
-        for one in (arm, baseline):
-            if why := self.resources.misfit(one.config, one.recipe, self.engine):
+        """Build the arm that a sampler proposed, and its baseline.
+
+        Args:
+            knobs: value of each knob.
+
+        Returns:
+            The arm and its baseline.
+
+        Raises:
+            KnobError: one of the two cannot be run; with every reason.
+        """
+        arm, baseline = self.base.arm(knobs), baseline_of(self.base, self.against, knobs)
+        for candidate in (arm, baseline):
+            if why := self.resources.misfit(candidate.config, candidate.recipe, self.engine):
                 raise KnobError([("resources", why)])
-            if why := misfit(self.engine, one, self.resources.most):
+            if why := misfit(self.engine, candidate, self.resources.most):
                 raise KnobError([("engine", why)])
-        return _compared(arm, baseline), baseline
+        return compared(arm, baseline), baseline
 
     def spec(self, arm: Arm, seed: int, device: str) -> TrialSpec:
-        """The trial of one member."""
+        """Return the trial of an arm at a seed, on a class of device (`cpu` or `cuda`)."""
         return TrialSpec(
             workload=self.base.workload,
             config=arm.config,
@@ -144,12 +149,15 @@ class Experiment:
 
 
 def sweep_name(path: Path) -> str:
-    """Return the name of the sweep that a file describes: its own without the suffix. InputError if no folder can have that name."""
+    """Return the name of a file's sweep: the file's name without its suffix. InputError if no folder can have
+    that name."""
     name = path.stem
     if not name.strip(".") or name.startswith("."):
-        why = f"a sweep is named after its file, and {name!r} is the name of no folder, or of a hidden one"
+        why = f"a sweep is named after its file, and a folder named {name!r} is hidden or impossible"
     elif "/" in name or "\\" in name or not name.isprintable():
-        why = f"a sweep is named after its file, and {name!r} holds a separator or a character that cannot be printed"
+        why = (
+            f"a sweep is named after its file, and {name!r} contains a separator or an unprintable character"
+        )
     elif len(name.encode()) > _LONGEST_NAME:
         why = f"a sweep is named after its file, and this name has more than {_LONGEST_NAME} bytes"
     else:
@@ -158,9 +166,18 @@ def sweep_name(path: Path) -> str:
 
 
 def load(path: Path, device: str | None = None) -> Experiment:
-    """Read, check and expand an experiment file; InputError with every problem where it cannot be run as it stands.
+    """Read, check and expand an experiment file.
 
-    `device`: the class of device that it is to run on, which decides between engines; None: whatever is here.
+    Args:
+        path: the YAML file. Its name without the suffix is the name of the sweep.
+        device: class of device that trials will run on (`cpu` or `cuda`), on which `engine: auto` depends; None: that of
+            this machine.
+
+    Returns:
+        The experiment. Every arm that it names can be built and computed by its engine.
+
+    Raises:
+        InputError: the file cannot be run as it is; with every problem, each at its line and column.
     """
     name = sweep_name(path)
     document = read(path)
@@ -173,19 +190,20 @@ def load(path: Path, device: str | None = None) -> Experiment:
     knobs = space(file, document)
     if base is None:
         document.check()
-    arms, ends = _arms(file, base, knobs, document)
-    against = _against(file, base, arms, document)
+    arms, ends = arms_and_ends(file, base, knobs, document)
+    against = read_against(file, base, arms, document)
     _check_constraints(file, base, document)
     check_search(file, base, ends, len(seeds), metrics, name, document)
     document.check()
-    baselines, compared = _with_baselines(file, base, arms, against, document)
-    if (trials := len(seeds) * len((*baselines, *compared))) > MOST_TRIALS:
+    added, arms = with_baselines(file, base, arms, against, document)
+    every_arm = (*added, *arms)
+    if (trials := len(seeds) * len(every_arm)) > MOST_TRIALS:
         document.problem(
             ("seeds",), f"make {trials} trials of all arms; an experiment has at most {MOST_TRIALS}"
         )
-    _refuse_unmeasured(file, base, [arm.name for arm in (*baselines, *compared)], document)
-    choice = _engine(file, (*baselines, *compared, *ends), device, document)
-    _refuse_misfits(file, (*baselines, *compared), choice, document)
+    _refuse_unmeasured(file, base, [arm.name for arm in every_arm], document)
+    choice = _engine(file, (*every_arm, *ends), device, document)
+    _refuse_misfits(file, every_arm, choice, document)
     return Experiment(
         name=name,
         file=str(path),
@@ -193,8 +211,8 @@ def load(path: Path, device: str | None = None) -> Experiment:
         question=file.question.strip(),
         base=base,
         space=knobs,
-        arms=(*baselines, *compared),
-        added=frozenset(arm.name for arm in baselines),
+        arms=every_arm,
+        added=frozenset(arm.name for arm in added),
         against=against,
         seeds=seeds,
         growth=growth,
@@ -209,31 +227,31 @@ def load(path: Path, device: str | None = None) -> Experiment:
         patience=file.patience,
         budget=file.budget,
         telemetry=file.telemetry,
-        notes=tuple(_notes(file, knobs, (*baselines, *compared, *ends), document)),
+        notes=tuple(_notes(file, knobs, (*every_arm, *ends), document)),
     )
 
 
 def _notes(
     file: ExperimentFile, knobs: Mapping[str, Dimension], arms: Iterable[Arm], document: Document
 ) -> Iterator[str]:
-    """Yield what is odd about the file, though it can be run."""
+    """Yield a remark on each thing that is odd in the file but can run."""
     if file.search and (points := size(knobs, file.search.trials)) < file.search.trials:
         why = f"the space has {points} points, so the search ends once it has proposed each of them"
-        yield document.told(("search", "trials"), why, file.search.trials)
+        yield document.remark(("search", "trials"), why, file.search.trials)
     arms = list(arms)
     named = next(
         (arm for arm in arms if file.arms and arm.name == file.against and arm.name in PRESETS), None
     )
     if named and any(arm.baseline not in (None, named.name) for arm in arms):
-        why = f"arms of other workload values are compared with preset {named.name} at their own values, not with this arm"
-        right = "if this arm is meant, give it a name that is no preset's"
-        yield document.told(("arms", named.name), f"{why}; {right}")
+        why = f"the baseline of arms with other workload values is preset {named.name} at their values, not this arm"
+        right = "to compare with this arm, give it a name that is no preset's"
+        yield document.remark(("arms", named.name), f"{why}; {right}")
     for name, why in unreached(arms, file.recipe):
-        yield document.told(("arms", name) if file.arms else ("ablate",), why)
+        yield document.remark(("arms", name) if file.arms else ("ablate",), why)
 
 
 def _surface(document: Document) -> ExperimentFile:
-    """The file's top level. Keys that are wrong are noted and left out, so that what is wrong elsewhere shows too."""
+    """Return the file's top level. Wrong keys are noted and left out, so that other mistakes show too."""
     content = {"schema": 1, "question": "-"} | document.value
     try:
         return ExperimentFile.model_validate(document.value)
@@ -262,7 +280,7 @@ def _check_engine(file: ExperimentFile, document: Document) -> None:
 def _engine(
     file: ExperimentFile, arms: tuple[Arm, ...], device: str | None, document: Document
 ) -> Choice | None:
-    """The engine of all arms; raises where the one that was asked for cannot compute them."""
+    """Return the engine of all arms. InputError if the requested engine cannot compute them."""
     try:
         return choose(file.engine, arms, device, layout=file.resources.most)
     except ValueError as error:
@@ -272,7 +290,7 @@ def _engine(
 
 
 def _refuse_misfits(file: ExperimentFile, arms: tuple[Arm, ...], choice: Choice, document: Document) -> None:
-    """Arms that so many ranks cannot compute together."""
+    """Refuse arms that cannot be divided among the requested ranks."""
     for arm in arms:
         if why := file.resources.misfit(arm.config, arm.recipe, choice.engine):
             document.problem(("resources",), f"arm {arm.name}: {why}")
@@ -304,7 +322,7 @@ def _base(file: ExperimentFile, document: Document) -> Base | None:
         for path, why in error.reasons:
             parts = path.split(".")[1:]
             document.problem(("workload", name, *parts), why, *_value(values, parts))
-        return replace(base, values={})  # so that what is wrong elsewhere shows too
+        return replace(base, values={})  # so that other mistakes show too
     return base
 
 
@@ -317,7 +335,8 @@ def _value(content: Any, parts: list[str]) -> tuple[Any, ...]:
 
 
 def _seeds(file: ExperimentFile, document: Document) -> tuple[tuple[int, ...], Growth | None]:
-    """The seeds that every arm gets, and how they grow. Those of a search do not: its sampler was told a mean over them."""
+    """Return the seeds of every arm, and their growth; a search has none, since its sampler compares means
+    over fixed seeds."""
     if not isinstance(file.seeds, Growth):
         return file.seeds, None
     if file.search:
@@ -328,16 +347,18 @@ def _seeds(file: ExperimentFile, document: Document) -> tuple[tuple[int, ...], G
 
 
 def _metrics(file: ExperimentFile, base: Base | None, document: Document) -> tuple[Metric, ...]:
-    """One metric, or several as a list; noted are those that the workload does not measure."""
+    """Return the file's metrics, one or a list. Metrics that the workload does not measure are noted."""
     if not isinstance(file.metric, list):
         return (_metric(file.metric, ("metric",), base, document),)
     if not file.metric:
-        document.problem(("metric",), "is an empty list: name what arms are compared by", file.metric)
-    found = tuple(
+        document.problem(
+            ("metric",), "is an empty list; name at least one metric, by which arms are compared", file.metric
+        )
+    metrics = tuple(
         _metric(value, ("metric", index), base, document) for index, value in enumerate(file.metric)
     )
-    refuse_twins(("metric",), [metric.name for metric in found], document)
-    return found or (Metric(),)
+    refuse_twins(("metric",), [metric.name for metric in metrics], document)
+    return metrics or (Metric(),)
 
 
 def _metric(value: Any, path: tuple[str | int, ...], base: Base | None, document: Document) -> Metric:
@@ -352,12 +373,12 @@ def _metric(value: Any, path: tuple[str | int, ...], base: Base | None, document
 
 
 def _refuse_unknown(name: str, path: tuple[str | int, ...], base: Base | None, document: Document) -> None:
-    if base is not None and name not in (known := WORKLOADS[base.workload].METRICS):
-        document.problem(path, f"no such metric of {base.workload}; {nearest(name, sorted(known))}", name)
+    if base is not None and name not in (metrics := WORKLOADS[base.workload].METRICS):
+        document.problem(path, f"no such metric of {base.workload}; {nearest(name, sorted(metrics))}", name)
 
 
 def _refuse_unmeasured(file: ExperimentFile, base: Base, arms: list[str], document: Document) -> None:
-    """Published figures of arms or metrics that this experiment does not have."""
+    """Refuse published figures of arms or metrics that this experiment does not have."""
     for index, figure in enumerate(file.published):
         _refuse_unknown(figure.metric, ("published", index, "metric"), base, document)
         for key in ("arm", "against"):
@@ -367,79 +388,9 @@ def _refuse_unmeasured(file: ExperimentFile, base: Base, arms: list[str], docume
     document.check()
 
 
-def _arms(
-    file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], document: Document
-) -> tuple[list[Arm], list[Arm]]:
-    """Return the arms of a grid or a list; for a search none, but those at the ends of each knob, so that mistakes show now."""
-    if file.arms is not None:
-        _refuse_names(file.arms, document)
-        points = [
-            (name, turned, {knob: ("arms", name, knob) for knob in turned})
-            for name, turned in file.arms.items()
-        ]
-    elif file.search or not all(dimension.ends() for dimension in knobs.values()):
-        return [], _ends(base, knobs, document)
-    else:
-        least = math.prod(len(dimension.choices) for dimension in knobs.values() if not dimension.when)
-        indices = list(itertools.islice(grid(knobs), MOST_ARMS + 1)) if least <= MOST_ARMS else []
-        if least > MOST_ARMS or len(indices) > MOST_ARMS:
-            document.problem(
-                ("ablate",),
-                f"makes more than {MOST_ARMS} arms, the most that fit a grid; a `search` samples them",
-            )
-            return [], []
-        points = [
-            (None, values_at(point, knobs), {knob: ("ablate", knob, i) for knob, i in point.items()})
-            for point in indices
-        ]
-    arms: list[Arm] = []
-    first: dict[tuple[Spec, Recipe], Arm] = {}
-    for name, turned, positions in points:
-        arm = _try(base, turned, name, positions, document)
-        if arm is None:
-            continue
-        twin = first.setdefault(arm.content, arm)
-        if twin is not arm:
-            path = ("ablate",) if name is None else ("arms", name)
-            document.problem(
-                path,
-                f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice",
-            )
-        arms.append(arm)
-    return arms, []
-
-
-def _refuse_names(names: Iterable[str], document: Document) -> None:
-    """Note names that no arm can have: without a visible character, or with the prefix of the arms that rerun a search's winner."""
-    for name in names:
-        if not name.strip():
-            why = f"arm {name!r} has an empty name; name it after what it changes, for example no_rht"
-            document.problem(("arms", name), why)
-        elif name.startswith(CONFIRM):
-            why = f"arm {name!r}: the prefix {CONFIRM!r} is for the arm that runs a search's winner again"
-            right = name.removeprefix(CONFIRM).strip() or "no_rht"
-            document.problem(("arms", name), f"{why}; leave it out: {right!r}")
-
-
-def _ends(base: Base, knobs: Mapping[str, Dimension], document: Document) -> list[Arm]:
-    """Arms with one knob at each of its values or ends, beside what it needs of the others."""
-    tried = (
-        _try(
-            base,
-            conditions(knob, knobs) | {knob: value},
-            None,
-            {knob: ("ablate", knob, index)},
-            document,
-            tried=True,
-        )
-        for knob, dimension in knobs.items()
-        for index, value in enumerate(dimension.ends())
-    )
-    return [arm for arm in tried if arm]
-
-
 def _check_constraints(file: ExperimentFile, base: Base, document: Document) -> None:
-    """Note constraints on a metric that the workload does not measure, that stand twice, or that guide no search."""
+    """Note constraints on a metric that the workload does not measure, duplicates, and constraints without a
+    search."""
     for index, constraint in enumerate(file.constraints):
         _refuse_unknown(constraint.metric, ("constraints", index, "metric"), base, document)
     refuse_twins(
@@ -448,110 +399,5 @@ def _check_constraints(file: ExperimentFile, base: Base, document: Document) -> 
     if file.constraints and file.search is None:
         document.problem(
             ("constraints",),
-            "guide a search, and this is none: every arm is run and compared; leave them out",
+            "have no effect without a search: every arm of a grid is run and compared; leave them out",
         )
-
-
-def _try(
-    base: Base,
-    knobs: Mapping[str, Any],
-    name: str | None,
-    positions: Mapping[str, tuple],
-    document: Document,
-    tried: bool = False,
-) -> Arm | None:
-    try:
-        return base.arm(knobs, name, tried=tried)
-    except KnobError as error:
-        for knob, why in error.reasons:
-            shown = (knobs[knob],) if knob in knobs else ()
-            document.problem(
-                positions.get(knob, ("ablate",) if name is None else ("arms", name)), why, *shown
-            )
-        return None
-
-
-def _against(file: ExperimentFile, base: Base, arms: list[Arm], document: Document) -> Against:
-    """Read the baseline: a preset, an arm by its name, or knobs; exactly an arm's knobs name that arm.
-
-    A preset is compared at each arm's own workload values, so it does not stand for an arm of its name: that arm has to have the
-    preset's recipe.
-    """
-    value, named = file.against, {arm.name: arm for arm in arms}
-    if isinstance(value, dict):
-        built = _try(base, value, "against", {knob: ("against", knob) for knob in value}, document)
-        alike = (arm for arm in arms if built and arm.content == built.content)
-        return Against(value, next((arm for arm in alike if arm.knobs.keys() == value.keys()), None))
-    if not isinstance(value, str):
-        document.problem(("against",), "must be a preset, an arm's name, or knobs as {knob: value}", value)
-    elif value in PRESETS:
-        if value in named and named[value].recipe != PRESETS[value]():
-            why = f"an arm named after preset {value}, with another recipe, so that `against: {value}` could mean either"
-            right = "give the arm a name that is no preset's, and write that under against if it is meant"
-            document.problem(("arms", value), f"{why}; {right}")
-        return Against({"recipe": value})
-    else:
-        if value in named:
-            return Against(named[value].knobs, named[value])
-        if value not in (file.arms or {}):  # else what is wrong with the arm was noted
-            why = f"no such baseline: neither a preset nor an arm; {nearest(value, [*PRESETS, *named])}"
-            document.problem(("against",), why, value)
-    return Against({})
-
-
-def _baseline(base: Base, against: Against, knobs: Mapping[str, Any]) -> Arm:
-    """Return what an arm with these knobs is compared with: the arm that the file names, or the baseline's knobs at
-    this arm's workload values, except those that the baseline sets itself."""
-    if against.arm is not None:
-        return against.arm
-    varied = {knob: value for knob, value in knobs.items() if knob.startswith("workload.")}
-    return base.arm(
-        {**against.knobs, **{knob: value for knob, value in varied.items() if not against.pins(knob)}}
-    )
-
-
-def _noted_baseline(
-    base: Base, against: Against, knobs: Mapping[str, Any], whose: str, document: Document
-) -> Arm | None:
-    """Return `_baseline`; None, with the problem noted, if it cannot be run."""
-    try:
-        return _baseline(base, against, knobs)
-    except KnobError as error:
-        document.problem(("against",), f"the baseline of {whose} cannot be run: {error}")
-        return None
-
-
-def _compared(arm: Arm, baseline: Arm) -> Arm:
-    return Arm(
-        arm.name,
-        arm.knobs,
-        arm.config,
-        arm.recipe,
-        None if arm.content == baseline.content else baseline.name,
-    )
-
-
-def _with_baselines(
-    file: ExperimentFile, base: Base, arms: list[Arm], against: Against, document: Document
-) -> tuple[list[Arm], list[Arm]]:
-    """The baselines that are not among the arms, and the arms, each with the name of its own baseline."""
-    if file.search:
-        varies = any(knob.startswith("workload.") and not against.pins(knob) for knob in file.ablate)
-        known = None if varies else _noted_baseline(base, against, {}, "the search", document)
-        document.check()
-        return ([known] if known else []), []
-    extra: dict[str, Arm] = {}
-    compared = []
-    named = {arm.content: arm for arm in reversed(arms)}
-    for arm in arms:
-        baseline = _noted_baseline(base, against, arm.knobs, f"arm {arm.name!r}", document)
-        if baseline is None:
-            continue
-        known = named.get(baseline.content)
-        if known is None:
-            extra[baseline.name] = known = baseline
-        compared.append(_compared(arm, known))
-    for name in {arm.name for arm in arms} & set(extra):
-        document.problem(("arms", name), "is the baseline's name too, but another arm; choose another name")
-    document.check()
-    return list(extra.values()), compared

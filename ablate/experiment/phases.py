@@ -17,9 +17,7 @@ def never_begins(phase: Phase, run: Run) -> str | None:
         if every <= last:
             return None
         right = f"measure it every {last} steps or more often" if last else "give the run two steps or more"
-        return (
-            f"{phase.start} is measured first after step {every} of {run.steps}, so it never begins; {right}"
-        )
+        return f"{phase.start} is measured first after step {every} of {run.steps}, so the phase never begins; {right}"
     if phase.active(last, run):
         return None
     if tag(phase.start) == "decay":
@@ -35,14 +33,16 @@ def never_begins(phase: Phase, run: Run) -> str | None:
 
 
 def length(config: Any) -> Run:
-    """Return what a schedule has to know of a workload's runs."""
+    """Return the length of a workload's runs, on which schedules depend."""
     return Run(config.steps, config.tokens_per_step, getattr(config, "decay_start", None))
 
 
 def unreached(arms: Iterable[Any], preset: str) -> Iterator[tuple[str, str]]:
-    """Yield (arm, reason) for phases of presets (`preset` unless an arm names one) that never begin, each once.
+    """Yield (arm, reason) for phases of presets (`preset` unless an arm names one) that never begin, each
+    once.
 
-    They are not refused as a phase that the file names is: the arm is what its preset is on so short a run.
+    Phases that the file itself names are refused instead. With a preset, the arm is correct: the preset has
+    no effect there on so short a run.
     """
     shown = set()
     for arm in arms:
@@ -55,6 +55,6 @@ def unreached(arms: Iterable[Any], preset: str) -> Iterator[tuple[str, str]]:
 
 
 def shortest_cooldown(steps: int) -> float:
-    """Return the smallest cooldown, as a fraction rounded up, that holds in one step of a run."""
+    """Return the smallest cooldown that covers one step of a run, as a fraction rounded up."""
     scale = 10 ** (len(str(steps)) + 1)
     return math.ceil(scale / steps) / scale

@@ -1,19 +1,23 @@
-"""The role of an arm in its sweep: which there are, and how one is inferred where a ledger of an earlier version has none."""
+"""Role of an arm in its sweep: the list of roles, and the rule for ledgers of earlier versions, which stored
+none."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 Role = Literal["baseline", "listed", "searched", "refused", "confirmed"]
-"""Added as a baseline, named by the file, proposed by a sampler, proposed but impossible to run, or a search's winner run again."""
+"""Added as a baseline, listed in the file, proposed by a sampler, proposed but impossible, or rerun of a
+search's winner."""
 
 CONFIRM = "confirm: "
-"""Name prefix of the arm that reruns a search's winner on fresh seeds. It is for readers: the role says what an arm is."""
+"""Name prefix of the arm that reruns a search's winner on fresh seeds. It is for readers; code reads the
+role."""
 
 
 def role_of(row: Mapping[str, Any], searches: bool, members: int) -> Role:
-    """Return the role of a ledger's arm, or of a member's, with so many members.
+    """Return the role of an arm in a ledger, from its row or from that of one of its members.
 
-    A row without a role is of an earlier version, which named a winner's second run by the prefix.
+    A row without a role was written by an earlier version, which marked the rerun of a winner by the prefix
+    alone. `searches`: the sweep is a search; `members`: number of the arm's members.
     """
     if row["role"]:
         return row["role"]

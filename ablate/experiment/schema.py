@@ -1,4 +1,5 @@
-"""What an experiment file may say: its keys, their types and defaults, and the JSON Schema for editors. No meaning here."""
+"""What an experiment file may say: its keys, their types and defaults, and the JSON Schema for editors. No
+meaning here."""
 
 import math
 import re
@@ -15,18 +16,21 @@ from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 MOST_ARMS, MOST_KNOBS, MOST_TRIALS, MOST_RANKS = 10_000, 200, 100_000, 1 << 16
-"""Largest numbers of arms and knobs of an experiment, of its trials (arms times seeds), and of processes that compute one trial."""
+"""Largest numbers of arms and knobs of an experiment, of its trials (arms times seeds), and of processes that
+compute one trial."""
 
 
 class Growth(Spec):
-    """Seeds that are added to an arm while its comparison is undecided: 0, 1, 2, ..., never out of order, never fewer again."""
+    """Seeds that are added to an arm while its comparison is undecided: 0, 1, 2, ..., never out of order,
+    never fewer again."""
 
     start: int = Field(ge=2)
     """Seeds that every arm gets."""
     most: int = Field(le=10_000)
     """Seeds after which an arm stays undecided."""
     by: Literal["split", "sequence"] = "split"
-    """What keeps the intervals valid: 5 % split over the looks from start to most, or a sequence that holds at every look for ever."""
+    """What keeps the intervals valid: 5 % split over the looks from start to most, or a sequence that holds
+    at every look for ever."""
     step: int = Field(3, ge=1)
     """Seeds added at a look; few looks leave each a larger part of the 5 %."""
 
@@ -85,10 +89,12 @@ class Metric(Spec):
     min_effect: (
         Annotated[float, Field(gt=0)] | Annotated[str, Field(pattern=r"^\d*\.?\d*[1-9]\d*\s?%$")] | None
     ) = None
-    """The smallest difference that matters, in the metric's unit, or as a share of the baseline's mean: `0.1%`."""
+    """The smallest difference that matters, in the metric's unit, or as a share of the baseline's mean:
+    `0.1%`."""
 
     def margin(self, level: float) -> float | None:
-        """`min_effect` in the metric's unit, where the baseline's mean is `level`; None where none was given, or there is no baseline."""
+        """`min_effect` in the metric's unit, where the baseline's mean is `level`; None where none was given,
+        or there is no baseline."""
         if not isinstance(self.min_effect, str):
             return self.min_effect
         margin = abs(level) * float(self.min_effect.rstrip(" %")) / 100
@@ -121,9 +127,11 @@ class Published(Spec):
     """The arm that is subtracted, on the same seeds; null: the figure is of `arm` alone."""
     metric: str
     value: Annotated[float | str, PlainValidator(_claim), WithJsonSchema(_CLAIM_SCHEMA)]
-    """A number in the metric's unit. Of a difference also a share of the other arm's value, `-1.0%`, or the ordering alone."""
+    """A number in the metric's unit. Of a difference also a share of the other arm's value, `-1.0%`, or the
+    ordering alone."""
     tolerance: float | None = Field(None, gt=0, lt=1)
-    """Relative: how far apart the two may be to be called the same, .02 where nothing is given. A difference has its interval instead."""
+    """Relative: how far apart the two may be to be called the same, .02 where nothing is given. A difference
+    has its interval instead."""
     step: int | None = Field(None, ge=1)
     """At which step; null: the last."""
     source: Annotated[str, Field(pattern=r"\S")]
@@ -162,20 +170,23 @@ class Search(Spec):
     """How points are proposed where `ablate` holds ranges, and which arms are given up early."""
 
     sampler: Literal["tpe", "random", "gp", "cmaes", "nsga2"] = "tpe"
-    """`nsga2` is made for several objectives, which all but cmaes take. Of knobs that have a condition only tpe learns; the others
-    draw them at random, and cmaes those with choices too."""
+    """`nsga2` is made for several objectives, which all but cmaes take. Of knobs that have a condition only
+    tpe learns; the others draw them at random, and cmaes those with choices too."""
     trials: int = Field(ge=1, le=MOST_TRIALS)
     """Arms to propose; each runs all seeds, unless it is pruned."""
     seed: int = Field(0, ge=0)
     pruner: Literal["median", "hyperband", "asha", "wilcoxon"] | None = None
-    """Which arms to give up: `median` those worse than half of the finished ones, `asha` (successive halving) all but the best few at
-    each rung, `hyperband` the same with several first rungs, `wilcoxon` those that lose to the best arm seed by seed."""
+    """Which arms to give up: `median` those worse than half of the finished ones, `asha` (successive halving)
+    all but the best few at each rung, `hyperband` the same with several first rungs, `wilcoxon` those that
+    lose to the best arm seed by seed."""
     rungs: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
     """Training steps at which an arm is judged, by its first seed alone, which all arms share."""
     warm: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Earlier sweeps in the same state folder: their arms, where they have the same knobs, are known to the sampler from the start."""
+    """Earlier sweeps in the same state folder: their arms, where they have the same knobs, are known to the
+    sampler from the start."""
     confirm: int | None = Field(None, ge=2, le=10_000)
-    """How many fresh seeds the winner is run on again beside its baseline; null: its gap is called exploratory."""
+    """How many fresh seeds the winner is run on again beside its baseline; null: its gap is called
+    exploratory."""
 
 
 SEVERAL = ("nsga2", "tpe", "gp", "random")
@@ -185,7 +196,8 @@ FEWEST_SEEDS = 5
 
 
 class Constraint(Spec):
-    """What an arm must keep to in its last record, for every seed. That none diverges or runs out of memory need not be said."""
+    """What an arm must keep to in its last record, for every seed. That none diverges or runs out of memory
+    need not be said."""
 
     metric: str
     at_most: float | None = None
@@ -217,15 +229,17 @@ class Budget(Spec):
 
 
 class Resources(Spec):
-    """What one trial needs. No part of what it is: its numbers are the same on any number of ranks, but for the order of additions."""
+    """What one trial needs. No part of what it is: its numbers are the same on any number of ranks, but for
+    the order of additions."""
 
     gpus: float = Field(0.0, ge=0, le=MOST_RANKS)
-    """A part of one for trials that share a GPU, or as many whole ones as compute a trial together; 0: one, where trials run on GPUs.
-    On CPUs it means nothing."""
+    """A part of one for trials that share a GPU, or as many whole ones as compute a trial together; 0: one,
+    where trials run on GPUs. On CPUs it means nothing."""
     ranks: int | None = Field(None, ge=1, le=MOST_RANKS)
     """Processes that compute a trial together; null: one for each of its GPUs, and one on CPUs."""
     sharded: bool = False
-    """Each rank keeps a part of the parameters, gradients and moments (FSDP), and gathers a quantised weight as codes and scales."""
+    """Each rank keeps a part of the parameters, gradients and moments (FSDP), and gathers a quantised weight
+    as codes and scales."""
 
     @model_validator(mode="after")
     def _ranks_have_gpus(self) -> "Resources":
@@ -292,8 +306,8 @@ class ExperimentFile(Spec):
     ablate: dict[str, Any] | None = Field(None, max_length=MOST_KNOBS)
     arms: dict[str, dict[str, Any]] | None = Field(None, max_length=MOST_ARMS)
     against: Any = "bf16"
-    """The baseline. A preset, or knobs: applied at each arm's own workload values, except those that the knobs set.
-    The name of an arm, or exactly its knobs: that arm, for all others."""
+    """The baseline. A preset, or knobs: applied at each arm's own workload values, except those that the
+    knobs set. The name of an arm, or exactly its knobs: that arm, for all others."""
     seeds: Annotated[tuple[int, ...] | Growth, PlainValidator(_seeds), WithJsonSchema(_SEEDS_SCHEMA)] = (
         0,
         1,
@@ -304,11 +318,13 @@ class ExperimentFile(Spec):
     published: Annotated[tuple[Published, ...], Field(strict=False)] = ()
     search: Search | None = None
     engine: str = AUTO
-    """What computes the linear layers: emulated (any device), transformer_engine (its kernels), or auto: the emulator, and why."""
+    """What computes the linear layers: emulated (any device), transformer_engine (its kernels), or auto: the
+    emulator, and why."""
     retry: int = Field(2, ge=0, le=100)
     """How often a trial that died is started again."""
     patience: float = Field(60.0, gt=0)
-    """Seconds without a record after which a trial is taken to hang and ended; 20 of its median steps, where that is longer."""
+    """Seconds without a record after which a trial is taken to hang and ended; 20 of its median steps, where
+    that is longer."""
     budget: Budget = Budget()
     resources: Resources = Resources()
     telemetry: TelemetryKeys = TelemetryKeys()

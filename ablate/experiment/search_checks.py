@@ -1,6 +1,8 @@
-"""Check a search as a whole: whether its sampler, pruner, rungs, constraints and warm start suit its objectives, seeds and arms.
+"""Check a search as a whole: whether its sampler, pruner, rungs, constraints and warm start suit its
+objectives, seeds and arms.
 
-The single values were checked before, as the file was read (surface.py). Nothing is raised: what is wrong is noted in the document.
+The single values were checked before, as the file was read (`schema`). Nothing is raised: what is wrong is
+noted in the document.
 """
 
 import itertools

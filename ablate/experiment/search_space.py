@@ -1,4 +1,5 @@
-"""The knobs that an experiment turns: each one's values or range, and the condition under which it exists. No meaning of any knob here."""
+"""The knobs that an experiment turns: each one's values or range, and the condition under which it exists. No
+meaning of any knob here."""
 
 import itertools
 import math
@@ -27,7 +28,8 @@ class Dimension:
     """Values of other knobs without which this one does not exist."""
 
     def ends(self) -> tuple[Any, ...]:
-        """Values to try, to see whether the range makes sense: every choice, or both ends; of real numbers a value between too."""
+        """Values to try, to see whether the range makes sense: every choice, or both ends; of real numbers a
+        value between too."""
         if self.kind == "choice":
             return self.choices
         middle = () if self.kind == "int" else (self.low + (self.high - self.low) / math.pi,)
@@ -51,7 +53,8 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def spell_out(document: Document) -> None:
-    """Give short names of workload fields their full paths wherever a file names knobs: `lr` is `workload.lr` from then on.
+    """Give short names of workload fields their full paths wherever a file names knobs: `lr` is `workload.lr`
+    from then on.
 
     A short name beside its own full path is noted as a problem.
     """
@@ -95,7 +98,8 @@ def space(file: ExperimentFile, document: Document) -> dict[str, Dimension]:
 
 
 def grid(knobs: Mapping[str, Dimension]) -> Iterator[dict[str, int]]:
-    """Every point of a grid, as the index of each knob's choice. A knob that does not exist there is left out."""
+    """Every point of a grid, as the index of each knob's choice. A knob that does not exist there is left
+    out."""
     points: Iterator[dict[str, int]] = iter([{}])
     for knob in knobs:
         points = _extended(points, knob, knobs)
@@ -129,7 +133,8 @@ def values_at(point: Mapping[str, int], knobs: Mapping[str, Dimension]) -> dict[
 
 
 def conditions(knob: str, knobs: Mapping[str, Dimension]) -> dict[str, Any]:
-    """What the other knobs must be for this one to exist: its own conditions and those of the knobs it depends on."""
+    """What the other knobs must be for this one to exist: its own conditions and those of the knobs it
+    depends on."""
     inherited = [conditions(other, knobs) for other in knobs[knob].when]
     return {other: value for each in inherited for other, value in each.items()} | dict(knobs[knob].when)
 

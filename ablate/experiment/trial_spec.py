@@ -1,4 +1,5 @@
-"""A trial as its specification: one workload, one recipe, one seed, one engine. Its id is the hash of exactly that."""
+"""A trial as its specification: one workload, one recipe, one seed, one engine. Its id is the hash of exactly
+that."""
 
 import hashlib
 import json
@@ -18,7 +19,8 @@ from ablate.training.workloads import WORKLOADS
 
 
 class TrialSpec(Spec):
-    """Everything that determines a trial's numbers, resolved: defaults included, the data by its fingerprint, versions by hand.
+    """Everything that determines a trial's numbers, resolved: defaults included, the data by its fingerprint,
+    versions by hand.
 
     Commit, library versions and hardware are recorded with the result but are not identity; nor is telemetry.
     """
@@ -35,7 +37,8 @@ class TrialSpec(Spec):
 
     @cached_property
     def id(self) -> str:
-        """16 hex digits of the hash of what determines the trial: `content` without the places where its data lies."""
+        """16 hex digits of the hash of what determines the trial: `content` without the places where its data
+        lies."""
         content = self._content(self.config.identity(), self.recipe.canonical())
         return hashlib.sha256(
             json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -43,9 +46,11 @@ class TrialSpec(Spec):
 
     @cached_property
     def segments(self) -> tuple[tuple[int, str], ...]:
-        """The first step of each recipe that is in force in turn, and that recipe as JSON; none where the workload cannot be forked.
+        """The first step of each recipe that is in force in turn, and that recipe as JSON; none where the
+        workload cannot be forked.
 
-        What is measured starts a phase at no step known before, so such a schedule is part of its recipe from the beginning.
+        What is measured starts a phase at no step known before, so such a schedule is part of its recipe from
+        the beginning.
         """
         if not isinstance(self.config, Training):
             return ()
@@ -63,7 +68,8 @@ class TrialSpec(Spec):
         return tuple(found)
 
     def history(self, step: int) -> str:
-        """16 hex digits of the hash of everything that determined the state after `step` steps: what a checkpoint there is named by."""
+        """16 hex digits of the hash of everything that determined the state after `step` steps: what a
+        checkpoint there is named by."""
         points = [point for point in self.segments if point[0] < step]
         version = numerics.version((json.loads(recipe) for _, recipe in points), self.device)
         content = self._content(self.config.identity(), {}) | {
@@ -88,7 +94,8 @@ class TrialSpec(Spec):
 
     @cached_property
     def wire(self) -> str:
-        """The whole spec as JSON, with its id: what crosses to a worker, and what the trial's folder keeps."""
+        """The whole spec as JSON, with its id: what crosses to a worker, and what the trial's folder
+        keeps."""
         return json.dumps(self.content, sort_keys=True)
 
     @property
@@ -112,9 +119,11 @@ class TrialSpec(Spec):
 
     @classmethod
     def parse(cls, wire: str, loads: Callable[[str], Any] = json.loads) -> "TrialSpec":
-        """Return the spec that `wire` describes. ValueError where it was written by other versions, or for other data.
+        """Return the spec that `wire` describes. ValueError where it was written by other versions, or for
+        other data.
 
-        `loads` reads JSON, and is called once: what it returns has lists for tuples, so types are not checked strictly here. The id is.
+        `loads` reads JSON, and is called once: what it returns has lists for tuples, so types are not checked
+        strictly here. The id is.
         """
         content = loads(wire)
         ((name, config),) = content["workload"].items()

@@ -1,8 +1,10 @@
-"""YAML as plain values that remember where they stood, and complaints that say so. The only file that knows a YAML library.
+"""Parse YAML into plain values with their positions, and collect problems by line and column. Only this file
+uses a YAML library.
 
-YAML 1.2: `on` is a word, `1e-3` a number, a duplicate key an error. Aliases are refused: an experiment needs none, and a few
-nested ones can unfold into gigabytes. So are tags other than those of plain values (`!!str`, `!!int`, ...), keys that are no plain
-words, integers beyond 64 bits, and characters that no file or terminal takes. Every refusal names line and column.
+YAML 1.2: `on` is a string, `1e-3` a number, a duplicate key an error. Aliases are refused: an experiment
+needs none, and a few nested ones can expand to gigabytes. Also refused are tags other than those of plain
+values (`!!str`, `!!int`, ...), keys that are lists or mappings, integers beyond 64 bits, and characters that
+files or terminals cannot hold. Every refusal has its line and column.
 """
 
 import io
@@ -32,15 +34,16 @@ _LARGEST_FILE = 1 << 20
 _DEEPEST = 64
 _LARGEST_INTEGER = (1 << 63) - 1
 _MOST_NOTED = 1000
-"""Problems after which reading stops: a file with more is no experiment, and each may take a search for the nearest word."""
-_MOST_TOLD = 50
-"""Problems that are printed."""
+"""Problems after which reading stops: a file with more is no experiment, and each may need a search for the
+nearest word."""
+_MOST_PRINTED = 50
+"""Largest number of problems that are printed."""
 _TAGS = {
     ScalarEvent: ("!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))),
     SequenceStartEvent: ("tag:yaml.org,2002:seq",),
     MappingStartEvent: ("tag:yaml.org,2002:map",),
 }
-"""Tags that say of a value what it is anyway."""
+"""Tags that only repeat the type that a value has without them."""
 _UNSHOWN = object()
 
 Path_ = tuple[str | int, ...]
@@ -48,27 +51,28 @@ Path_ = tuple[str | int, ...]
 
 @dataclass
 class Document:
-    """A parsed file: its plain value, and the position of every key and item by its path."""
+    """Parsed file: its plain value, and the position of every key and item by its path."""
 
     file: str
     value: Any
     text: str
     positions: dict[Path_, tuple[int, int]] = field(default_factory=dict)
     problems: dict[Problem, None] = field(default_factory=dict)
-    """In the order in which they were noted, each once."""
+    """Problems in the order in which they were noted, each once."""
     written: dict[Path_, str] = field(default_factory=dict)
-    """Keys as they stand in the file, by the paths of those that were renamed in `value`."""
+    """Keys as written in the file, by the paths of those that were renamed in `value`."""
 
     def problem(self, path: Iterable[str | int], reason: str, value: Any = _UNSHOWN) -> None:
-        """Note that what stands at `path` is wrong: `field: value: reason`, at the nearest known position.
+        """Note that the value at `path` is wrong: `field: value: reason`, at the nearest known position.
 
-        InputError where that makes more problems than are noted.
+        InputError at the largest number of problems.
         """
         remark = self._at(tuple(path), reason, value)
         self.note(remark.line, remark.column, remark.message)
 
     def rename(self, path: Path_, key: str, new: str) -> None:
-        """Rename a key of the mapping at `path` in `value`. Paths to it have the new name from now on, messages the written one."""
+        """Rename a key of the mapping at `path` in `value`. Paths use the new name from now on, messages the
+        written one."""
         content = self.value
         for part in path:
             content = content[part]
@@ -77,44 +81,45 @@ class Document:
         content.update(items)
         self.written[*path, new] = key
 
-    def told(self, path: Iterable[str | int], reason: str, value: Any = _UNSHOWN) -> str:
-        """Return what `problem` would note, as a remark on something that is not wrong."""
+    def remark(self, path: Iterable[str | int], reason: str, value: Any = _UNSHOWN) -> str:
+        """Return a remark on something that is not wrong, in the form of a problem. Nothing is noted."""
         return str(self._at(tuple(path), reason, value))
 
     def _at(self, path: Path_, reason: str, value: Any) -> Problem:
-        """Place a remark at the nearest known position of `path`."""
+        """Return a problem at the nearest known position of `path`."""
         path = tuple(self.written.get(path[: depth + 1], part) for depth, part in enumerate(path))
-        known = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self.positions)
-        line, column = self.positions[known]
+        nearest_path = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self.positions)
+        line, column = self.positions[nearest_path]
         name = one_line(".".join(str(part) for part in path))
         shown = "" if value is _UNSHOWN else f"{display(value)}: "
         return Problem(self.file, line, column, f"{name}: {shown}{reason}" if name else f"{shown}{reason}")
 
     def note(self, line: int, column: int, message: str) -> None:
-        """Note a problem at a place."""
+        """Note a problem at a line and a column."""
         self.problems[Problem(self.file, line, column, one_line(message))] = None
         if len(self.problems) >= _MOST_NOTED:
             self.check()
 
     def check(self) -> None:
-        """Raise InputError where problems were noted: the first of them in the order of the file, and how many more there are."""
+        """Raise InputError if problems were noted, with the first of them in the order of the file and the
+        number of the others."""
         if not self.problems:
             return
-        told = sorted(self.problems, key=lambda p: (p.line, p.column))
-        if len(told) > _MOST_TOLD:
-            last, more = told[_MOST_TOLD - 1], len(told) - _MOST_TOLD
-            stopped = len(told) >= _MOST_NOTED
+        problems = sorted(self.problems, key=lambda p: (p.line, p.column))
+        if len(problems) > _MOST_PRINTED:
+            last, more = problems[_MOST_PRINTED - 1], len(problems) - _MOST_PRINTED
+            stopped = len(problems) >= _MOST_NOTED
             count = f"at least {more}" if stopped else f"{more}"
             most = ": reading stopped there" if stopped else ""
-            told = [
-                *told[:_MOST_TOLD],
+            problems = [
+                *problems[:_MOST_PRINTED],
                 Problem(self.file, last.line, last.column, f"and {count} more problems{most}"),
             ]
-        raise InputError(told)
+        raise InputError(problems)
 
 
 def scalar(text: str) -> Any:
-    """A value as a YAML file would hold it; the text itself where that is no YAML."""
+    """Return the value that a YAML file would hold; the text itself if it is no YAML."""
     try:
         return YAML(typ="safe", pure=True).load(text)
     except Exception:  # of whatever class: constructors of tags raise their own
@@ -122,7 +127,7 @@ def scalar(text: str) -> Any:
 
 
 def display(value: Any) -> str:
-    """A value as YAML writes it."""
+    """Return a value as YAML writes it, at most 60 characters of it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)
@@ -130,7 +135,7 @@ def display(value: Any) -> str:
 
 
 def read(path: Path) -> Document:
-    """Parse a file, or raise InputError in one sentence with the place."""
+    """Parse a file. InputError, with line and column, if it cannot be read or is no YAML."""
     name = str(path)
     try:
         if path.stat().st_size > _LARGEST_FILE:
@@ -147,13 +152,13 @@ def read(path: Path) -> Document:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line, column = _place(content[: error.start].decode("utf-8-sig", "replace"))
-        what = f"byte {content[error.start]:#04x} is not UTF-8, in which experiments are written"
+        what = f"byte {content[error.start]:#04x} is not UTF-8, the encoding of experiment files"
         raise InputError([Problem(name, line, column, what)]) from None
     return parse(text, name)
 
 
 def parse(text: str, name: str) -> Document:
-    """Parse YAML text, or raise InputError with file, line and column."""
+    """Parse YAML text. InputError, with file, line and column, if it is none or is refused."""
     yaml = YAML(typ="rt", pure=True)
     last: Event | None = None
     document = Document(name, None, text, {(): (1, 1)})
@@ -183,7 +188,7 @@ def parse(text: str, name: str) -> Document:
                     name,
                     1,
                     1,
-                    f"an experiment is a mapping (question: ..., ablate: ...); this file is {what}",
+                    f"an experiment file is a mapping (question: ..., ablate: ...); this file is {what}",
                 )
             ]
         )
@@ -193,35 +198,39 @@ def parse(text: str, name: str) -> Document:
 
 
 def _place(before: str) -> tuple[int, int]:
-    """Line and column behind this text."""
+    """Return line and column of the end of a text."""
     return before.count("\n") + 1, len(before) - before.rfind("\n")
 
 
 def _sound(yaml: YAML, text: str, document: Document) -> Iterator[Event]:
-    """The parser's events. InputError at an alias, or at what is nested too deep; a tag that means something is noted."""
+    """Yield the parser's events. InputError at an alias or too deep nesting; a tag that changes a value's
+    type is noted."""
     levels = 0
     for event in yaml.parse(io.StringIO(text)):
         yield event
         line, column = event.start_mark.line + 1, event.start_mark.column + 1
         levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
         if isinstance(event, AliasEvent):
-            what = "aliases are refused, since a few can unfold into gigabytes; write the value out"
+            what = "aliases are refused, because a few can expand to gigabytes; write the value out"
             raise InputError(
                 [Problem(document.file, line, column, one_line(f"alias *{event.anchor}: {what}"))]
             )
         if levels > _DEEPEST:
-            what = f"nested more than {_DEEPEST} levels deep: an experiment has a handful of levels"
+            what = f"nested more than {_DEEPEST} levels deep; an experiment needs fewer than ten"
             raise InputError([Problem(document.file, line, column, what)])
         tag = getattr(event, "tag", None)
         if tag and tag not in _TAGS.get(type(event), ()):
             shown = f"!!{tag.rpartition(':')[2]}" if tag.startswith("tag:yaml.org,2002:") else tag
             document.note(
-                line, column, f"tag {shown} is refused: an experiment is made of plain values; leave it out"
+                line,
+                column,
+                f"tag {shown} is refused: an experiment file contains plain values only; leave it out",
             )
 
 
 def _plain(yaml: YAML, node: Node, path: Path_, document: Document) -> Any:
-    """The node as Python's own dict, list, str, int, float, bool or None; notes positions and duplicate keys on the way."""
+    """Return a node as dict, list, str, int, float, bool or None. Record positions, and note duplicate
+    keys."""
     if isinstance(node, SequenceNode):
         for index, item in enumerate(node.value):
             document.positions[*path, index] = (item.start_mark.line + 1, item.start_mark.column + 1)
@@ -231,7 +240,7 @@ def _plain(yaml: YAML, node: Node, path: Path_, document: Document) -> Any:
         for key_node, value_node in node.value:
             line, column = key_node.start_mark.line + 1, key_node.start_mark.column + 1
             if not isinstance(key_node, ScalarNode):
-                document.note(line, column, "a key must be a word; this one is a list or a mapping")
+                document.note(line, column, "a key must be a string; this one is a list or a mapping")
                 continue
             key = key_node.value
             document.positions.setdefault((*path, key), (line, column))
@@ -250,7 +259,7 @@ def _scalar(yaml: YAML, node: ScalarNode, document: Document) -> Any:
         value = yaml.constructor.construct_object(node, deep=True)
     except Exception as error:  # of whatever class: `!!bool x` is a KeyError
         kind = str(node.tag).rpartition(":")[2]
-        why = "has more digits than are read" if "digits" in str(error) else f"is no {kind}"
+        why = "has too many digits" if "digits" in str(error) else f"is no {kind}"
         document.note(line, column, f"{display(node.value)}: {why}")
         return None
     if isinstance(value, str) or not (
@@ -272,10 +281,10 @@ def _scalar(yaml: YAML, node: ScalarNode, document: Document) -> Any:
 
 
 def _unusable(value: Any) -> str | None:
-    """A reason not to take a value that YAML allows."""
+    """Return the reason to refuse a value that YAML allows; None if it is accepted."""
     if isinstance(value, str):
         if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-            return "holds a character that no file can hold (NUL or half of a surrogate pair)"
+            return "contains NUL or half of a surrogate pair, which cannot be stored in a file"
     elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
-        return "is beyond 64 bits; write it as a number with a decimal point if it is one"
+        return "does not fit into 64 bits; write it with a decimal point if it is a real number"
     return None
