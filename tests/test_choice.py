@@ -115,8 +115,8 @@ def test_half_a_file_or_another_one_in_its_place_counts_for_nothing(content):
 
 
 def test_a_copy_of_another_machines_file_counts_for_nothing():
-    parity_record.place(B200).parent.mkdir(parents=True, exist_ok=True)
-    parity_record.place(B200).write_text(json.dumps(compared(capability="10.3")))
+    parity_record.record_path(B200).parent.mkdir(parents=True, exist_ok=True)
+    parity_record.record_path(B200).write_text(json.dumps(compared(capability="10.3")))
     assert parity_record.agreed(B200) == set()
 
 
@@ -129,7 +129,7 @@ def test_a_copy_of_another_machines_file_counts_for_nothing():
         (OLD, "Transformer Engine 2.19.1 is older than 2.20; pip install"),
         (
             H100,
-            "this GPU, SM 9.0, does not train NVFP4 (FP8 with one scale a tensor it does); engine: emulated",
+            "this GPU, SM 9.0, does not train NVFP4 (it trains FP8 with one scale a tensor); engine: emulated",
         ),
         (RTX, RTX_SAID),
         (Machine("2.20.2", native=True, capability=(8, 0)), "this GPU, SM 8.0, does not train NVFP4; engine"),

@@ -1,8 +1,10 @@
-"""Emulated layers as operators that torch.compile leaves whole: what surrounds them is fused, and they read recipe, step and probe as
-they run, so that no change of those compiles anything anew."""
+"""Emulated layers as opaque operators for torch.compile.
+
+torch.compile fuses the code around such an operator and does not trace into it. An operator reads recipe,
+step and probe when it runs, so that a change of those triggers no recompilation.
+"""
 
 import shutil
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 from weakref import WeakValueDictionary
@@ -23,7 +25,8 @@ def _linear(x: Tensor, w: Tensor, layer: int) -> Tensor:
     module.require_step()
     if needed := module.products.backward_needs:
         raise RuntimeError(
-            f"compile: true keeps x and w alone for the backward pass, and this recipe needs {needed}; leave it out"
+            f"compile: true keeps x and w alone for the backward pass, and this recipe needs {needed};"
+            " leave it out"
         )
     if module.products.plain:
         return linear(x.to(module.dtype), w.to(module.dtype)).to(x.dtype)
@@ -64,22 +67,24 @@ _linear.register_autograd(_differentiate, setup_context=_save)
 
 
 def compile_model(model: nn.Module, engine: Engine) -> None:
-    """Compile `model`, whose layers `engine` drives, in place. RuntimeError where there is no C++ compiler.
+    """Compile a model in place.
 
-    Torch keeps what it compiled in TORCHINDUCTOR_CACHE_DIR: a later trial of the same shapes finds it there.
+    torch caches compiled code in TORCHINDUCTOR_CACHE_DIR, and later trials of the same shapes reuse it.
+
+    Args:
+        model: the model to compile, with fixed shapes and without graph breaks.
+        engine: the engine that drives its layers.
+
+    Raises:
+        RuntimeError: the model is on a CPU, and there is no C++ compiler.
     """
     if next(model.parameters()).device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         raise RuntimeError(
             "compile: true needs a C++ compiler on the worker: install g++ or clang++, or leave it out"
         )
     for layer in engine.layers.values():
-        number = next(
-            n for n in count() if n not in _LAYERS
-        )  # the same in every trial, so that what was compiled is found again
+        # The smallest free number, the same in every trial: it is part of the graph, by which torch caches.
+        number = next(n for n in count() if n not in _LAYERS)
         _LAYERS[number] = layer
-        layer.whole_graph = _operator(number)
+        layer.whole_graph = partial(torch.ops.ablate.linear, layer=number)
     model.compile(dynamic=False, fullgraph=True)
-
-
-def _operator(number: int) -> Callable[[Tensor, Tensor], Tensor]:
-    return partial(torch.ops.ablate.linear, layer=number)

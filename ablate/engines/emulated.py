@@ -1,7 +1,27 @@
-"""The emulated engine: nn.Linear layers replaced in place by `EmulatedLinear`, and what drives them. Names and state dicts stay.
+"""The emulated engine: replace a model's nn.Linear layers by `EmulatedLinear`, and apply a recipe to them.
 
-`convert` finds the layers of a model's transformer blocks and replaces them; the `Engine` it returns puts a recipe's step in
-force in each, and collects what the quantisers saw. How one layer computes its products is emulated_layer.py.
+The problem. A recipe says more than a number format: which layers it applies to, how they differ, and when
+in a run that changes. A model of somebody else's knows nothing of it, and its names, state dict, hooks and
+optimizer must keep working.
+
+The idea. `convert` replaces every nn.Linear inside the model's numbered blocks in place, by a layer that
+shares its parameters. The `Engine` that it returns puts the recipe's products for a given step in force in
+each layer, and collects what the quantisers measured. The model itself is called as before:
+
+    clock = Clock(seed=0)
+    engine = convert(model, PRESETS["nvfp4"](), clock)
+    for step in range(steps):
+        clock.step = step                        # random bits are a function of seed, step, layer and slot
+        engine.at(step, Run(steps))              # schedule and layer rules
+        model(batch).backward()
+        engine.weights.before(optimizer, step, Run(steps))
+        optimizer.step()
+        engine.weights.after(optimizer, step, Run(steps))
+
+Refused, with a ValueError: a model without numbered blocks, a layer whose weight is computed before each
+call (weight_norm, parametrize, pruning), a layer used inside and outside the blocks, a layer with two names
+that the recipe treats differently, and a rule that selects no layer. The output head and routers of experts
+are left alone. emulated_layer.py computes the products of one layer.
 """
 
 import warnings
@@ -29,12 +49,23 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """A model's linear layers under one recipe: follows its schedule, and collects what the quantisers saw."""
+    """A model's quantised layers under one recipe: follows its schedule and collects measurements.
+
+    Made by `convert`.
+
+    Args:
+        model: a model whose layers are `EmulatedLinear` already.
+        recipe: products, layer rules, schedule and weight rules.
+        clock: the clock that the layers draw by; the training loop advances it.
+
+    Raises:
+        ValueError: a rule selects no layer, or a layer's names are quantised differently.
+    """
 
     def __init__(self, model: nn.Module, recipe: Recipe, clock: Clock) -> None:
         self.recipe, self.clock = recipe, clock
         self.names = _names(model, EmulatedLinear)
-        """The names of each layer by its first one: a layer that is registered twice has two."""
+        """All names of each layer, keyed by the first: a layer that is registered twice has two."""
         self.layers = {name: model.get_submodule(name) for name in self.names}
         self.tripped: set[Trigger] = set()
         self._fp4 = self._work = 0
@@ -43,23 +74,31 @@ class Engine:
         self.placed = described(
             model, (name for name, _ in model.named_modules(remove_duplicate=False) if name in every)
         )
-        """Every name of every layer, in the model's order, with its block and the classes around it."""
+        """Every name of every layer, in the model's order, with its block and the classes that contain it."""
         self._refuse_idle_rules()
         self._deciders = recipe.layers.deciders(self.placed)
         self._fallback: tuple[frozenset[str], Callable[[Products], Products]] | None = None
         for name, layer in self.layers.items():
-            self._in_force(recipe, name)  # raises here what would be raised at the first step
+            self._in_force(recipe, name)  # raises now, instead of at the first step
             if not recipe.plain:
                 layer.products = UNSET
 
     def _refuse_idle_rules(self) -> None:
-        """Raise ValueError for a rule that selects no layer, which would be a recipe without that rule."""
+        """Raise ValueError for a rule that selects no layer: the recipe would silently run without it."""
         for number, rule in enumerate(self.recipe.layers.rules):
             if self.placed and (reason := select(rule.match, self.placed).reason):
                 raise ValueError(f"layers.rules.{number}.match: {reason}")
 
     def at(self, step: int, run: Run) -> Recipe:
-        """Put the recipe of step `step` (from 0) of `run` in force, and return it."""
+        """Put the recipe of one step in force in every layer.
+
+        Args:
+            step: optimizer step, from 0.
+            run: length of the run, which the schedule's fractions refer to.
+
+        Returns:
+            The recipe as it is at that step, with the phases of its schedule applied.
+        """
         recipe = self.recipe.at(step, run, self.tripped)
         for name, layer in self.layers.items():
             layer.products = self._in_force(recipe, name)
@@ -71,7 +110,12 @@ class Engine:
         return recipe
 
     def fall_back(self, layers: Sequence[str], safer: Callable[[Products], Products]) -> None:
-        """From the next step on, in some layers, named by globs, let `safer` change whatever the schedule has in force."""
+        """Use safer products in some layers from the next step on.
+
+        Args:
+            layers: globs of layer names.
+            safer: returns the products to use, given those that the schedule has in force.
+        """
         self._fallback = (
             frozenset(
                 layer.name for name in layers for layer in select(Match(name=name), self.placed).layers
@@ -80,7 +124,7 @@ class Engine:
         )
 
     def _in_force(self, recipe: Recipe, name: str) -> Products:
-        products, *others = (recipe.decided(self._deciders[one]) or HIGH for one in self.names[name])
+        products, *others = (recipe.decided(self._deciders[alias]) or HIGH for alias in self.names[name])
         if any(other != products for other in others):
             raise ValueError(
                 f"{' and '.join(self.names[name])} are one layer, and the recipe quantises them differently;"
@@ -89,11 +133,19 @@ class Engine:
         return self._fallback[1](products) if self._fallback and name in self._fallback[0] else products
 
     def fp4_share(self) -> float:
-        """Of the FLOPs that training took so far in its linear layers (the blocks', not the head): the share in FP4."""
+        """Return the fraction, in [0, 1], of the training FLOPs so far that were in FP4.
+
+        Counts the linear layers of the blocks alone, not the output head or attention.
+        """
         return self._fp4 / self._work if self._work else 0.0
 
     def state(self) -> dict[str, Any]:
-        """What the coming steps depend on beside the parameters and the optimizer: plain tensors, numbers and words."""
+        """Return the state that later steps depend on, apart from parameters and optimizer, for a checkpoint.
+
+        Returns:
+            Nested dicts and lists of tensors, numbers and strings: amax histories, tripped triggers, counts
+            and the state of the weight rules.
+        """
         layers = {
             name: {
                 "nonfinite": int(layer.nonfinite),
@@ -109,26 +161,30 @@ class Engine:
         }
 
     def restore(self, state: dict[str, Any], step: int) -> None:
-        """Go on after `step` steps from what `state` told."""
-        for name, its in state["layers"].items():
+        """Load a state that `state` returned after `step` steps."""
+        for name, saved in state["layers"].items():
             layer = self.layers[name]
-            layer.nonfinite = its["nonfinite"]
-            for slot, amaxes in its["histories"].items():
+            layer.nonfinite = saved["nonfinite"]
+            for slot, amaxes in saved["histories"].items():
                 layer.histories[slot].amax = {
-                    when: _on(layer.weight.device, amax) for when, amax in amaxes.items()
+                    moment: amax.to(layer.weight.device) if isinstance(amax, Tensor) else amax
+                    for moment, amax in amaxes.items()
                 }
         self.tripped = {t for t in self.recipe.triggers if repr(t) in state["tripped"]}
         self._fp4, self._work = state["fp4"]
         self.weights.restore(state["weights"], step)
 
     def observe(self, metrics: dict[str, float], step: int) -> None:
-        """Trip the triggers whose metric, measured in this step, is below its limit."""
+        """Trip the triggers whose metric is below its limit; only those due at `step` are compared."""
         due = (t for t in self.recipe.triggers if step % t.every == 0)
         self.tripped |= {t for t in due if metrics.get(t.metric, t.limit) < t.limit}
 
     @contextmanager
     def still_weights(self):
-        """Inside this context no parameter changes, so each weight is quantised once, however many micro-batches use it."""
+        """Inside this context, quantise each weight once and reuse the cast; no parameter may change there.
+
+        Casts that draw random bits or depend on a history are still made for every call.
+        """
         for layer in self.layers.values():
             layer.casts = {}
         try:
@@ -139,7 +195,7 @@ class Engine:
 
     @contextmanager
     def high_precision(self):
-        """All layers without quantisation, inside this context."""
+        """Inside this context, compute all layers without quantisation."""
         before = {name: layer.products for name, layer in self.layers.items()}
         for layer in self.layers.values():
             layer.products = HIGH
@@ -150,11 +206,11 @@ class Engine:
                 layer.products = before[name]
 
     def nonfinite(self) -> int:
-        """Operands so far, over all layers, that held a NaN or an infinity."""
+        """Return the number of operands so far, over all layers, that held a NaN or an infinity."""
         return int(sum(layer.nonfinite for layer in self.layers.values()))
 
     def weight_casts(self) -> dict[str, tuple[Tensor, Operand]]:
-        """Every weight that fprop quantises, and its cast as it would be now, by layer."""
+        """Return every weight that fprop quantises, fp32 [out, in], and its present cast, by layer name."""
         quantised = {name: layer for name, layer in self.layers.items() if layer.products.fprop.w}
         return {
             name: (layer.whole_weight().clone(), layer.weight_cast()) for name, layer in quantised.items()
@@ -162,7 +218,7 @@ class Engine:
 
     @contextmanager
     def divided(self, divided: Divided | None):
-        """Inside this context other ranks have the rest of every layer's tokens."""
+        """Inside this context, divide every layer's tokens among ranks; None: this rank has all of them."""
         for layer in self.layers.values():
             layer.divided = divided
         try:
@@ -172,21 +228,24 @@ class Engine:
                 layer.divided = None
 
     def shard(self, mesh: "DeviceMesh") -> set[nn.Parameter]:
-        """Let every rank of `mesh` keep as many rows of each layer's weight, where they come out even; returns those weights."""
+        """Shard the rows of each layer's weight over the ranks of `mesh`, and return the sharded weights.
+
+        A layer whose number of rows is not a multiple of the number of ranks keeps its whole weight.
+        """
         even = [layer for layer in self.layers.values() if layer.out_features % mesh.size() == 0]
         for layer in even:
             layer.sharded = Sharded(layer, mesh)
         return {layer.weight for layer in even}
 
     def histories(self, step: int) -> list[dict[int, Tensor | float]]:
-        """The amaxes by step of every operand that remembers one of this step, in the layers' order."""
+        """Return the amax histories (step to amax) that have an entry of this step, in the layers' order."""
         kept = (history.amax for layer in self.layers.values() for history in layer.histories.values())
         return [amaxes for amaxes in kept if step in amaxes]
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes of sharded weights that products have asked for so far, and what they would have been in bf16."""
+        """Return the bytes of sharded weights gathered so far, and the bytes that bf16 would have taken."""
         sharded = [layer.sharded for layer in self.layers.values() if layer.sharded]
-        return sum(one.gathered for one in sharded), sum(one.in_bf16 for one in sharded)
+        return sum(weight.gathered for weight in sharded), sum(weight.in_bf16 for weight in sharded)
 
     def listen(self, probe: Probe | None) -> None:
         """Call `probe` for every operand quantised from now on; None stops it."""
@@ -195,7 +254,7 @@ class Engine:
 
     @contextmanager
     def again(self):
-        """Inside this context what was computed already is computed again: nothing is counted or told."""
+        """Inside this context, recompute activations: operands are neither counted nor given to the probe."""
         before = {name: (layer.probe, layer.nonfinite) for name, layer in self.layers.items()}
         self.listen(None)
         try:
@@ -205,17 +264,16 @@ class Engine:
                 layer.probe, layer.nonfinite = before[name]
 
 
-def _on(device: torch.device, amax: Tensor | float) -> Tensor | float:
-    return amax.to(device) if isinstance(amax, Tensor) else amax
-
-
 def described(model: nn.Module, names: Iterable[str]) -> tuple[Layer, ...]:
-    """Return the layers of these names, in the model's order, as rules look at them. ValueError for one in no numbered block."""
+    """Return name, block and surrounding classes of the layers of these names, which layer rules match.
+
+    ValueError for a layer in no numbered block.
+    """
     return located({name: _classes(model, name) for name in names})
 
 
 def _classes(model: nn.Module, name: str) -> set[str]:
-    """The class names of a layer's surrounding modules, and nn.Linear's, which it was."""
+    """Return the class names of the modules that contain a layer, and `Linear`, its own class before."""
     parts = name.split(".")
     around = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
     return {type(module).__name__ for module in around} | {"Linear"}
@@ -224,17 +282,28 @@ def _classes(model: nn.Module, name: str) -> set[str]:
 def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> Engine:
     """Replace every nn.Linear inside a transformer block, in place, and return the engine that drives them.
 
-    Parameter names, values, state dicts and hooks stay as they are; linears outside the blocks (the output head) are left
-    alone. A layer that is registered under several names is replaced under all of them. Until `Engine.at` puts a step in
-    force, a call of a layer that the recipe may quantise raises RuntimeError. Raises ValueError as `quantisable` does, and
-    for a model of which nothing would be replaced.
+    Parameter names, values, state dicts and hooks stay as they are. Linears outside the blocks (the output
+    head) are left alone. A layer that is registered under several names is replaced under all of them. Until
+    `Engine.at` puts a step in force, a call of a layer that the recipe may quantise raises RuntimeError.
+
+    Args:
+        model: any model whose blocks are numbered (`blocks.0`, `model.layers.0`, ...); changed in place.
+        recipe: the recipe to apply. `recipe.dtype` is the dtype of the products that it does not quantise.
+        clock: seed, step and micro-batch of all random draws; advance it as training advances.
+
+    Returns:
+        The engine. Call `Engine.at` before each step.
+
+    Raises:
+        ValueError: a layer cannot be replaced (see `quantisable`), nothing of the model would be replaced, or
+            the recipe does not fit the model's layers.
     """
     replaced(model, lambda linear, name: EmulatedLinear(linear, name, clock, DTYPES[recipe.dtype]))
     return Engine(model, recipe, clock)
 
 
 def replaced(model: nn.Module, make: Callable[[nn.Linear, str], EmulatedLinear]) -> None:
-    """Put what `make` returns for each quantisable layer and its first name in the layer's place, under all its names."""
+    """Replace each quantisable layer, under all its names, by `make(layer, first name)`."""
     first = quantisable(model)
     if not first:
         raise ValueError(_why_nothing(model))
@@ -243,29 +312,33 @@ def replaced(model: nn.Module, make: Callable[[nn.Linear, str], EmulatedLinear])
     names = _names(model, nn.Linear)
     for name in first:
         layer = make(model.get_submodule(name), name)
-        for one in names[name]:
-            parent, _, child = one.rpartition(".")
+        for alias in names[name]:
+            parent, _, child = alias.rpartition(".")
             setattr(model.get_submodule(parent), child, layer)
 
 
 def _names(model: nn.Module, kind: type[nn.Module]) -> dict[str, list[str]]:
-    """All names of each module of a class, by the first one."""
-    found: dict[nn.Module, list[str]] = {}
+    """Return all names of each module of a class, keyed by the first."""
+    by_module: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, kind):
-            found.setdefault(module, []).append(name)
-    return {names[0]: names for names in found.values()}
+            by_module.setdefault(module, []).append(name)
+    return {names[0]: names for names in by_module.values()}
 
 
 def quantisable(model: nn.Module) -> list[str]:
-    """Return the layers that `convert` replaces: every nn.Linear in a numbered block, but for routers and other subclasses.
+    """Return the names of the layers that `convert` replaces: every nn.Linear in a numbered block.
 
-    A layer that has several names is listed by its first. Raises ValueError for a layer whose weight is computed before each
-    call or whose `forward` was replaced, which conversion would bypass, and for one that is also used outside the blocks.
+    Subclasses of nn.Linear, such as the routers of experts, are not among them. A layer that has several
+    names is listed by its first.
+
+    Raises:
+        ValueError: the weight of a layer is computed before each call, or its `forward` was replaced, which
+            conversion would bypass; or a layer is used outside the blocks too.
     """
     result = []
     for name, names in _names(model, nn.Linear).items():
-        inside = [one for one in names if block_of(one) >= 0]
+        inside = [alias for alias in names if block_of(alias) >= 0]
         module = model.get_submodule(name)
         if not inside or isinstance(module, EmulatedLinear):
             continue
@@ -274,31 +347,34 @@ def quantisable(model: nn.Module) -> list[str]:
         if type(module) is nn.Linear:
             if outside := sorted(set(names) - set(inside)):
                 raise ValueError(
-                    f"{inside[0]} and {outside[0]} are one nn.Linear, inside a block and outside; give each a layer of its own"
+                    f"{inside[0]} and {outside[0]} are one nn.Linear, inside a block and outside;"
+                    " give each a layer of its own"
                 )
             result.append(name)
     return result
 
 
 def _altered(linear: nn.Linear) -> str | None:
-    """Reason why a layer cannot be replaced by one that has its parameters; None if it can."""
+    """Return the reason why a layer cannot be replaced by one that has its parameters; None if it can."""
     if is_parametrized(linear):
-        kinds = ", ".join(
-            sorted(
-                {type(one).__name__.lstrip("_") for its in linear.parametrizations.values() for one in its}
-            )
+        chains = linear.parametrizations.values()
+        kinds = sorted({type(step).__name__.lstrip("_") for chain in chains for step in chain})
+        return (
+            f"its parameters are parametrized ({', '.join(kinds)}), which a quantised layer would bypass;"
+            " call torch.nn.utils.parametrize.remove_parametrizations first"
         )
-        out = "torch.nn.utils.parametrize.remove_parametrizations"
-        return f"its parameters are parametrized ({kinds}), which a quantised layer would bypass; call {out} first"
     if type(linear) is nn.Linear and "weight" not in linear._parameters:
-        return "a hook (weight_norm, spectral_norm or pruning) computes its weight, which a quantised layer would bypass; remove it first"
+        return (
+            "a hook (weight_norm, spectral_norm or pruning) computes its weight,"
+            " which a quantised layer would bypass; remove it first"
+        )
     if type(linear) is nn.Linear and "forward" in vars(linear):
         return "its forward was replaced, which a quantised layer would bypass; convert the model first"
     return None
 
 
 def _unknown_lists(model: nn.Module) -> list[str]:
-    """The module lists of blocks that have linear layers, and names by which `block_of` does not find them."""
+    """Return the module lists whose blocks have linear layers and whose names `block_of` does not accept."""
     return [
         name
         for name, module in model.named_modules()
@@ -320,13 +396,18 @@ def _why_nothing(model: nn.Module) -> str:
 
 
 def _nearest(lists: Sequence[str]) -> str:
-    word = lists[0].rpartition(".")[2]
-    near = get_close_matches(word, LISTS, 3, 0.3) or LISTS
-    return f"the blocks in {lists[0]!r}, since no such name is known for a list of blocks; rename it, the nearest: {', '.join(near)}"
+    near = get_close_matches(lists[0].rpartition(".")[2], LISTS, 3, 0.3) or LISTS
+    return (
+        f"the blocks in {lists[0]!r}, since that is no name of a list of blocks;"
+        f" rename it, the nearest: {', '.join(near)}"
+    )
 
 
 def recompute(model: nn.Module, engine: Engine) -> None:
-    """Let every block of `model` keep its input alone and compute itself again in the backward pass: the same bits, less memory."""
+    """Checkpoint the activations of every block: keep its input alone and recompute it in the backward pass.
+
+    The same bits, for less memory and more time.
+    """
     for name in {block_name(name) for name in engine.layers}:
         block = model.get_submodule(name)
         block.forward = partial(_recomputed, block.forward, engine)

@@ -1,11 +1,39 @@
 """A linear layer that computes its three products by a recipe, exactly, on any device: `EmulatedLinear`.
 
-In place of one fp32 matrix product, `fprop`, `dgrad` and `wgrad` each get two operands of their own, which are quantised anew,
-each by its `Quant`, and multiplied as a tensor core would. The file ends with these products as functions, `forward` and
-`backward`, which autograd and torch.compile both use. Which recipe is in force, and in which layers, is decided by the engine
-(emulated.py).
+The problem. To train a linear layer takes three matrix products, here for x [tokens, in], w [out, in] and
+the gradient dy [tokens, out] of the layer's output:
 
-Not modelled: the order of fp32 additions inside a tensor core, and the bit-level randomness of its rounding instruction.
+    fprop   y  = x w^T      operands fprop.x and fprop.w      contraction over in
+    dgrad   dx = dy w       operands dgrad.g and dgrad.w      contraction over out
+    wgrad   dw = dy^T x     operands wgrad.g and wgrad.x      contraction over tokens
+
+Each tensor takes part in two products, and quantisation blocks lie along the contraction. So one tensor is
+quantised twice, along different axes and perhaps with different rounding, and the forward and backward pass
+see different values of the same weight. Casting x and w once and leaving the rest to autograd misses that.
+
+The idea. Quantise each of the six operands separately, by the `Quant` of its slot, to values that bf16
+holds exactly. Multiply those with fp32 accumulation, apply the tensors' scales to the result, and round once
+to the product's output type (numerics/product.py). On a CPU this gives what a tensor core gives, except for
+the order of the fp32 additions.
+
+What autograd does. It does not differentiate through the casts. `_Products` is an autograd function: its
+forward pass saves x and w before quantisation (or their quantised copies, for operands with `source:
+forward`), and its backward pass quantises them again for dgrad and wgrad. So a cast passes the gradient
+straight through, unless its `Quant` names an `estimator`, whose slope then multiplies the gradient.
+
+A small example, one layer whose gradients are rounded stochastically:
+
+    layer = EmulatedLinear(nn.Linear(64, 32), "blocks.0.mlp.up", Clock(seed=0), torch.bfloat16)
+    layer.products = PRESETS["nvfp4"]().products     # the engine does this at each step
+    x = torch.randn(16, 64, requires_grad=True)
+    layer(x).sum().backward()                        # six casts; layer.weight.grad is fp32
+
+The file ends with the products as two functions, `forward` and `backward`, which autograd and torch.compile
+share. The engine (emulated.py) decides which recipe is in force in which layer.
+
+Refused: a call of a converted layer before the engine's first step (RuntimeError), and second derivatives.
+Not modelled: the order of fp32 additions inside a tensor core, and the random bits that a GPU's own rounding
+instruction draws.
 """
 
 import math
@@ -34,14 +62,21 @@ _GEMM_DTYPES = {word: choices.DTYPES[dtype] for word, (dtype, _) in choices.GEMM
 DTYPES = {word: getattr(torch, name) for word, name in (choices.DTYPES | _GEMM_DTYPES).items()}
 HIGH = Products()
 UNSET = Products()
-"""In force in a converted layer until the engine's first step; told apart from `HIGH` by identity."""
+"""In force in a converted layer until the engine's first step; distinguished from `HIGH` by identity."""
 
 Probe = Callable[[str, str, Operand], None]
 """Called with (layer, slot, operand) for every quantised operand while telemetry is on."""
 
 
 class EmulatedLinear(nn.Linear):
-    """An nn.Linear that computes its products by a recipe; shares the parameters of the layer it replaces."""
+    """An nn.Linear that computes its products by a recipe and shares the parameters of the layer it replaces.
+
+    Args:
+        linear: the layer to replace; its parameters, hooks and attributes are taken over, not copied.
+        name: qualified name in the model; with `clock` it determines every random bit that the layer draws.
+        clock: seed, stream, step and micro-batch of the draws; shared by all layers of an engine.
+        dtype: dtype of the products that are not quantised.
+    """
 
     def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -50,30 +85,31 @@ class EmulatedLinear(nn.Linear):
         self.products = HIGH
         self.probe: Probe | None = None
         self.nonfinite: Tensor | int = 0
-        """Operands so far that held a NaN or an infinity."""
+        """Number of operands so far that held a NaN or an infinity."""
         self.whole_graph: Callable[[Tensor, Tensor], Tensor] | None = None
-        """This layer's operator for torch.compile (compiled.py), in place of autograd's function."""
+        """This layer's operator for torch.compile (compiled.py), used instead of the autograd function."""
         self.histories = {slot: History() for slot in SLOTS}
         self.target: Tensor | None = None
-        """What decides the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
+        """Values that decide the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
         self.casts: dict[str, tuple[tuple, list[Operand]]] | None = None
-        """The weight's operands by slot, while it stays as it is; None where nobody promises that."""
+        """Cache of the weight's operands by slot, valid while no parameter changes; None: no cache."""
         self.divided: Divided | None = None
-        """Where other ranks have the rest of its tokens."""
+        """Division of the tokens among ranks; None if this rank has all of them."""
         self.sharded: Sharded | None = None
-        """Where they have the rest of its weight."""
+        """Division of the weight among ranks; None if this rank has all of it."""
         self._sites = {slot: site(name, slot) for slot in SLOTS}
-        self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}  # both operands turn alike
+        # One site for both operands of a product: their rotations must cancel in it.
+        self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}
 
     def _adopt(self, linear: nn.Linear) -> None:
         """Take over the parameters, the mode, the attributes and the hooks of the layer that is replaced.
 
-        The dictionaries of hooks are the same objects, so that handles of hooks registered before still remove them.
+        The dictionaries of hooks are the same objects, so that existing handles still remove their hooks.
         """
         vars(self).update(vars(linear))
         self._parameters, self._buffers = dict(linear._parameters), dict(linear._buffers)
         for hook in self._load_state_dict_pre_hooks.values():
-            if hook.with_module:  # torch keeps a weak reference to the module, which is about to go
+            if hook.with_module:  # torch keeps a weak reference to the old module, which is soon deleted
                 hook.module = weakref.ref(self)
 
     def require_step(self) -> None:
@@ -85,7 +121,10 @@ class EmulatedLinear(nn.Linear):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out], in x's dtype; the bias is added in high precision. Autocast does not reach in here."""
+        """Return x w^T + bias, [..., in] to [..., out], in the dtype of `x`; autocast is disabled inside.
+
+        The bias is added in high precision. RuntimeError if the engine has put no step in force yet.
+        """
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x)
@@ -112,7 +151,18 @@ class EmulatedLinear(nn.Linear):
     def operand(
         self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: bool = False
     ) -> list[Operand]:
-        """`x` [rows, contraction] in bf16 as the operand `slot` of a product: rotated, quantised, or as it is; in parts that add up."""
+        """Return `x` as the operand `slot` of a product: rotated and quantised as the recipe has it.
+
+        Args:
+            x: bf16 [rows, contraction].
+            slot: one of SLOTS.
+            quant: format of the operand; None leaves it in bf16.
+            rotation: the product's Hadamard rotation along the contraction, if any.
+            keep: keep the values before the cast in the operand (an estimator's slope reads them).
+
+        Returns:
+            Parts that sum to the operand: one, or more if `quant.transform` takes something out of it.
+        """
         if quant is None:
             return [Operand(self.rotated(x, slot, rotation))]
         parts = split(x, quant, channels=0 if slot.startswith("wgrad") else 1)
@@ -121,7 +171,14 @@ class EmulatedLinear(nn.Linear):
     def gradients(
         self, dy: Tensor, products: Products, dx: bool, dw: bool
     ) -> tuple[list[Operand], list[Operand]]:
-        """dgrad's operand of dy [tokens, out], and wgrad's of dy^T, where dx and dw are wanted: from one read where a kernel can."""
+        """Return dgrad's operand of `dy` and wgrad's of its transpose; one kernel makes both if it can.
+
+        Args:
+            dy: gradient of the output, bf16 [tokens, out].
+            products: the products in force.
+            dx: whether the input's gradient is needed; without it the first list is empty.
+            dw: whether the weight's gradient is needed; without it the second list is empty.
+        """
         rows, columns = products.dgrad, products.wgrad
         apart = (
             rows.hadamard
@@ -131,10 +188,10 @@ class EmulatedLinear(nn.Linear):
             or self.divided
         )
         if dx and dw and rows.g and columns.g and not apart:
-            where = self._sites["dgrad.g"], self._sites["wgrad.g"]
+            sites = self._sites["dgrad.g"], self._sites["wgrad.g"]
             turn = self._turns["wgrad.g"]
             both = quantize_both(
-                dy, rows.g, columns.g, rotation=columns.hadamard, clock=self.clock, where=where, product=turn
+                dy, rows.g, columns.g, rotation=columns.hadamard, clock=self.clock, where=sites, product=turn
             )
             if both:
                 self._count(both)
@@ -150,40 +207,48 @@ class EmulatedLinear(nn.Linear):
         weight: Callable[[], Tensor],
         keep: bool = False,
     ) -> list[Operand]:
-        """The weight, which `weight` gives, as the operand `slot`: among `casts` once, but where something is drawn or looked at.
+        """Return the weight as the operand `slot`, from the cache `casts` if possible.
 
-        Of a sharded one, `weight` gives what this rank keeps.
+        A cast may not be reused if it draws random bits or depends on a history, or if `keep` or a probe asks
+        for its input.
+
+        Args:
+            slot: `fprop.w` or `dgrad.w`.
+            quant: format of the operand; None leaves it in bf16.
+            rotation: the product's Hadamard rotation, if any.
+            weight: returns the weight, bf16 [rows, contraction]; of a sharded one, this rank's rows.
+            keep: as in `operand`.
         """
-        looked_at = keep or self.probe is not None
+        inspected = keep or self.probe is not None
         if self.sharded:
             part = weight()
             packed = (
-                None if looked_at else self.sharded.operand(part, slot, quant, rotation, self.draws_at(slot))
+                None if inspected else self.sharded.operand(part, slot, quant, rotation, self.draws_at(slot))
             )
             return (
                 [packed]
                 if packed
                 else self.operand(self.sharded.numbers(part, slot), slot, quant, rotation, keep)
             )
-        looked_at = looked_at or self.casts is None
-        if quant is None or looked_at or self._target(slot, quant) is not None or not lasts(quant, rotation):
+        inspected = inspected or self.casts is None
+        if quant is None or inspected or self._target(slot, quant) is not None or not lasts(quant, rotation):
             return self.operand(weight(), slot, quant, rotation, keep)
-        known, parts = self.casts.get(slot, (None, []))
-        if known == (quant, rotation):
+        spec, parts = self.casts.get(slot, (None, []))
+        if spec == (quant, rotation):
             self._count(parts)
             return parts
-        parts = self._turned(slot, quant, rotation) or self.operand(weight(), slot, quant, rotation)
+        parts = self._transposed(slot, quant, rotation) or self.operand(weight(), slot, quant, rotation)
         self.casts[slot] = (quant, rotation), parts
         return parts
 
-    def _turned(self, slot: str, quant: Quant, rotation: Hadamard | None) -> list[Operand] | None:
-        """dgrad's weight from fprop's: unrotated blocks of 16x16 are the same read down and across."""
-        known, parts = self.casts.get("fprop.w", (None, []))
+    def _transposed(self, slot: str, quant: Quant, rotation: Hadamard | None) -> list[Operand] | None:
+        """Return dgrad's weight as fprop's transposed, which is the same for unrotated blocks of 16x16."""
+        spec, parts = self.casts.get("fprop.w", (None, []))
         square = quant.block == "16x16" and rotation is None and quant.transform is None
         if (
             slot != "dgrad.w"
             or not square
-            or known != (quant, None)
+            or spec != (quant, None)
             or parts[0].values.shape != self.weight.shape
         ):
             return None
@@ -192,7 +257,7 @@ class EmulatedLinear(nn.Linear):
 
     def _count(self, parts: Iterable[Operand]) -> None:
         for largest in (part.largest for part in parts if part.largest is not None):
-            if largest.device.type != "cpu":  # not to be waited for
+            if largest.device.type != "cpu":  # stays on the GPU: reading it here would wait for the GPU
                 self.nonfinite = self.nonfinite + ~largest.isfinite()
             elif not math.isfinite(largest):
                 self.nonfinite += 1
@@ -218,7 +283,7 @@ class EmulatedLinear(nn.Linear):
         return result
 
     def draws_at(self, slot: str) -> dict[str, Any]:
-        """When and where an operand of this layer draws random bits, as `quantize` takes it."""
+        """Return the clock and sites that determine an operand's random bits, as keywords of `quantize`."""
         return {"clock": self.clock, "where": self._sites[slot], "product": self._turns[slot]}
 
     def _target(self, slot: str, quant: Quant) -> Tensor | None:
@@ -232,7 +297,7 @@ class EmulatedLinear(nn.Linear):
         return self.target if slot == "fprop.w" else self.target.t()
 
     def rotated(self, x: Tensor, slot: str, rotation: Hadamard | None, *, back: bool = False) -> Tensor:
-        """`x` padded and rotated as the product of `slot` is, or back."""
+        """Return `x` padded and rotated as the product of `slot` requires; with `back`, rotated back."""
         if rotation is None:
             return x
         return rotate(
@@ -240,21 +305,24 @@ class EmulatedLinear(nn.Linear):
         )
 
     def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor:
-        """The values of an operand's parts, added up and rotated back, fp32 [rows, width]."""
+        """Return the sum of an operand's dequantised parts, rotated back, fp32 [rows, width]."""
         padded = width if rotation is None else width + -width % rotation.size
         return self.rotated(sum(part.dequantize()[:, :padded] for part in parts), slot, rotation, back=True)[
             :, :width
         ]
 
     def weight_cast(self) -> Operand:
-        """The weight as fprop would quantise it now (what a transform takes out apart); advances no draw, no history and no count."""
-        with self._still():
-            self.clock.micro_batch = 0  # each rank has been in another one last
+        """Return the weight as fprop would quantise it now, without what a transform takes out of it.
+
+        Advances no draw, history or count.
+        """
+        with self._unobserved():
+            self.clock.micro_batch = 0  # it differs between ranks, which must draw the same bits here
             return self._weight()[0]
 
     def quantised_weight(self) -> Tensor:
-        """The values that fprop would use for the weight now, fp32 [out, in]."""
-        with self._still():
+        """Return the values that fprop would use for the weight now, fp32 [out, in]."""
+        with self._unobserved():
             return self.whole(self._weight(), "fprop.w", self.products.fprop.hadamard, self.in_features)
 
     def _weight(self) -> list[Operand]:
@@ -264,11 +332,12 @@ class EmulatedLinear(nn.Linear):
         )
 
     def whole_weight(self) -> Tensor:
-        """The weight [out, in] without its graph; of a sharded one, everybody's rows, whoever sharded it."""
+        """Return the weight [out, in] without its graph; if it is sharded, gathered from all ranks."""
         return whole(self.weight.detach())
 
     @contextmanager
-    def _still(self):
+    def _unobserved(self):
+        """Inside this context casts draw from a copy of the clock, and no probe or count sees them."""
         before = self.clock, self.probe, self.nonfinite
         self.clock, self.probe = replace(self.clock, stream="evaluation"), None
         try:
@@ -278,7 +347,11 @@ class EmulatedLinear(nn.Linear):
 
 
 class _Products(torch.autograd.Function):
-    """fprop now; dgrad and wgrad from the same bf16 x and w, or from their forward copies, each quantised anew for its product."""
+    """The autograd function of one call: fprop in its forward pass, dgrad and wgrad in its backward pass.
+
+    The backward pass starts from the saved x and w, or from their quantised forward copies, and quantises
+    them again for each product.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, layer: EmulatedLinear, products: Products) -> Tensor:
@@ -296,11 +369,24 @@ class _Products(torch.autograd.Function):
 
 
 Kept = Sequence[Tensor | None]
-"""What the backward pass needs: x and w, or their forward copies, and the slopes of their casts where those are not passed through."""
+"""Tensors saved for the backward pass: x, w (or their forward copies), and the slopes of their two casts.
+
+A slope is None if its cast passes the gradient straight through.
+"""
 
 
 def forward(layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
-    """y = x w^T for x [tokens, in] and w [out, in], in x's dtype, and what `backward` needs."""
+    """Compute fprop.
+
+    Args:
+        layer: the layer, for its name, clock, histories and probe.
+        products: the products in force.
+        x: input [tokens, in].
+        w: weight [out, in]; of a sharded layer, this rank's rows.
+
+    Returns:
+        y = x w^T [tokens, out] in the dtype of `x`, and the tensors that `backward` needs.
+    """
     xb, spec = x.to(torch.bfloat16), products.fprop
     keep = {
         name: quant is not None and quant.estimator is not None
@@ -328,7 +414,19 @@ def forward(layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor) -> 
 def backward(
     layer: EmulatedLinear, products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dw where they are needed, as their products leave them."""
+    """Compute dgrad and wgrad.
+
+    Args:
+        layer: the layer that `forward` was called with.
+        products: the products of that call.
+        kept: the tensors that `forward` returned.
+        dy: gradient of the output [tokens, out].
+        needs: whether dx and dw are needed.
+
+    Returns:
+        dx [tokens, in] and dw [out, in] in the output types of their products; None for one not needed. Of a
+        sharded layer, dw is this rank's rows of the sum over ranks.
+    """
     x, w, x_slope, w_slope = kept
     dy = dy.to(torch.bfloat16)
     dx = dw = None
@@ -356,7 +454,7 @@ def backward(
 
 
 def _from_forward(products: Products, slot: str) -> bool:
-    """Whether a backward operand starts from the forward pass's quantised copy."""
+    """Return True if a backward operand starts from the forward pass's quantised copy."""
     quant = products.slot(slot)
     return quant is not None and quant.source == "forward"
 
@@ -364,12 +462,13 @@ def _from_forward(products: Products, slot: str) -> bool:
 def _through(
     gradient: Tensor, factor: Tensor | None, layer: EmulatedLinear, slot: str, products: Products
 ) -> Tensor:
-    """The gradient of a cast's input from that of its output, elementwise where the cast was: in the rotated domain."""
+    """Return the gradient of a cast's input, given that of its output and the cast's slope `factor`.
+
+    The product with the slope is taken in the rotated domain, where the cast was.
+    """
     if factor is None:
         return gradient
     rotation, width = products.fprop.hadamard, gradient.shape[1]
-    there = layer.rotated(gradient, slot, rotation)
-    back = layer.rotated(
-        (pad(there, 1, factor.shape[1]) * factor).to(gradient.dtype), slot, rotation, back=True
-    )
-    return back[:, :width]
+    rotated = layer.rotated(gradient, slot, rotation)
+    scaled = (pad(rotated, 1, factor.shape[1]) * factor).to(gradient.dtype)
+    return layer.rotated(scaled, slot, rotation, back=True)[:, :width]

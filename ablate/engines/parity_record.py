@@ -1,7 +1,8 @@
-"""What comparisons of Transformer Engine with the emulator have been kept on this machine, and what they were of. Torch-free.
+"""Records of comparisons of Transformer Engine with the emulator on this machine. Torch-free.
 
-`ablate doctor --engine transformer_engine` keeps one; `engine: auto` asks. What was compared is in the record's name: another GPU
-generation, another version of TE, of torch, of cuBLAS, of the driver, of the numerics or of the comparison itself finds none.
+`ablate doctor --engine transformer_engine` writes a record and `engine: auto` reads it. Its file name is a
+hash of all that was compared, so that it no longer counts after a change of GPU generation, Transformer
+Engine, torch, cuBLAS, driver, numerics or the comparison itself.
 """
 
 import json
@@ -15,17 +16,17 @@ from ablate.files import write
 from ablate.numerics.spec import VERSION
 
 PROTOCOL = 2
-"""Raise by hand when a comparison looks at more, so that earlier ones no longer count."""
+"""Raise by hand when the comparison covers more, so that earlier records no longer count."""
 SWITCHES = ("NVTE_ENABLE_CUTEDSL_BACKEND", "NVTE_DISABLE_NVRTC")
-"""Environment variables by which TE takes other kernels for the same casts: what was found of one set holds for that."""
+"""Environment variables that select other TE kernels for the same casts; a record holds for one setting."""
 COMMAND = "ablate doctor --engine transformer_engine"
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")
-"""The package of the library that multiplies, by the names that it has had; a container may have it without one."""
+"""Package names that cuBLAS has had; a container may contain it without a package."""
 AGREES, OFF = "agrees", "off"
 
 
 def subject(machine: Machine) -> dict[str, Any]:
-    """What a comparison here is of."""
+    """Return all that a comparison on this machine depends on."""
     return {
         "capability": ".".join(map(str, machine.capability)) if machine.capability else None,
         "transformer_engine": machine.version,
@@ -39,31 +40,25 @@ def subject(machine: Machine) -> dict[str, Any]:
     }
 
 
-def place(machine: Machine) -> Path:
-    """The file that a comparison here is kept in."""
+def record_path(machine: Machine) -> Path:
+    """Return the path of the record of a comparison on this machine."""
     return root() / "parity" / f"{key_of(subject(machine))}.json"
 
 
 def keep(document: dict[str, Any], machine: Machine) -> Path:
-    """Put a whole comparison where `agreed` finds it. OSError where nothing can be written there."""
-    path = place(machine)
+    """Write the record of a complete comparison, which `agreed` reads. OSError if it cannot be written."""
+    path = record_path(machine)
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, document)
     return path
 
 
 def agreed(machine: Machine) -> set[str]:
-    """The families of formats that have been found to agree on such a machine; none where nothing was compared, or not all of it."""
+    """Return the families of formats that agreed in a complete comparison on such a machine; else none."""
     try:
-        document = json.loads(place(machine).read_bytes())
+        document = json.loads(record_path(machine).read_bytes())
         if document["compared"] != subject(machine) or document["fast"]:
             return set()
         return {family for family, verdict in document["families"].items() if verdict == AGREES}
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # none, or half a file, or another program's
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no file, or half of one, or not ours
         return set()

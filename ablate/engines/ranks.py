@@ -1,4 +1,4 @@
-"""A linear layer whose tokens, or whose weight, several ranks share: what they must ask each other, and nothing else."""
+"""Communication of a linear layer whose tokens or weight are divided among ranks."""
 
 import sys
 from collections.abc import Mapping
@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 
 def in_parts(tensor: Any) -> bool:
-    """Whether ranks have parts of it (a DTensor, whose module takes a second to import, and is there where something made one)."""
+    """Return True for a tensor that is divided among ranks, a DTensor.
+
+    DTensor's module takes a second to import; if nothing has imported it, there is no DTensor.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Everybody's rows of a sharded tensor, without its graph; another one as it is. All ranks call it.
+    """Return all ranks' rows of a sharded tensor, without its graph; any other tensor as it is. Collective.
 
-    Not by its own `full_tensor`: what that asks the other ranks by, torch 2.13's functional collectives, corrupts memory where it goes
-    through gloo, once in some hundred thousand calls.
+    DTensor's own `full_tensor` is not used: it calls torch 2.13's functional collectives, which corrupt
+    memory with gloo, once in some hundred thousand calls.
     """
     if not in_parts(tensor):
         return tensor
@@ -40,23 +43,41 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Divided:
-    """The sequences of one micro-batch are shared out: this rank has part `index` of `count`, each operand's tokens alike."""
+    """Division of a micro-batch's sequences among ranks.
+
+    Args:
+        index: number of this rank's part, from 0; every operand's tokens are divided alike.
+        count: number of parts.
+        group: process group of the ranks.
+    """
 
     def __init__(self, index: int, count: int, group: dist.ProcessGroup | None) -> None:
         self.index, self.group = index, group
         self.shares = {slot: Partition(axis, index, count, group) for slot, axis in TOKEN_AXES.items()}
 
     def total(self, dw: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum of everybody's fp32 [out, in], rounded once to `dtype`; zeros on all ranks but the first, whose gradients add up."""
+        """Return the sum of all ranks' dw, rounded once to `dtype`, or zeros. Collective.
+
+        The first rank gets the sum and the others zeros, because the ranks' gradients are added later.
+
+        Args:
+            dw: this rank's gradient of the weight, fp32 [out, in]; overwritten.
+            dtype: output type of the product.
+        """
         dw = dw.contiguous()
         dist.all_reduce(dw, group=self.group)
         return dw.to(dtype) if self.index == 0 else torch.zeros_like(dw, dtype=dtype)
 
 
 class Sharded:
-    """A layer's weight [out, in] of which every rank keeps as many rows. It is gathered for each product and forgotten after it.
+    """A layer's weight [out, in] of which every rank keeps an equal number of rows.
 
-    Where a product takes it in NVFP4, codes and block scales are gathered, in bf16 otherwise.
+    It is gathered for each product and freed afterwards: as codes and block scales if the product takes it
+    in NVFP4, in bf16 otherwise.
+
+    Args:
+        layer: the layer, whose weight becomes a DTensor.
+        mesh: the ranks; their number divides the number of rows.
     """
 
     def __init__(self, layer: nn.Linear, mesh: "DeviceMesh") -> None:
@@ -73,7 +94,7 @@ class Sharded:
             "dgrad.w": Partition(1, rank, count, group),
         }
         self.gathered, self.in_bf16 = 0, 0
-        """Bytes of the weight that products have asked for so far, and what they would have been in bf16."""
+        """Bytes of the weight gathered for products so far, and the bytes that bf16 would have taken."""
 
     def operand(
         self,
@@ -83,9 +104,17 @@ class Sharded:
         rotation: Hadamard | None,
         draws_at: Mapping[str, Any],
     ) -> Operand | None:
-        """Return the weight as the operand `slot`, gathered as codes and block scales; None where only its numbers can be gathered.
+        """Return the weight as an operand, gathered as codes and block scales. Collective.
 
-        `part` is what this rank keeps, bf16 [out / ranks, in], or that transposed. `draws_at` is quantize's clock, where and product.
+        Args:
+            part: this rank's rows, bf16 [out / ranks, in]; for `dgrad.w` their transpose.
+            slot: `fprop.w` or `dgrad.w`.
+            quant: format of the operand, if any.
+            rotation: the product's Hadamard rotation, if any.
+            draws_at: the arguments `clock`, `where` and `product` of `quantize`.
+
+        Returns:
+            The operand; None if it cannot be gathered so (see `packs`), on all ranks alike.
         """
         partition = self.shares[slot]
         if not packs(quant, rotation, part, partition):
@@ -96,7 +125,7 @@ class Sharded:
         return packed.operand()
 
     def numbers(self, part: Tensor, slot: str) -> Tensor:
-        """Return the whole weight as the operand `slot` has it, in the dtype of `part`, which is what this rank keeps."""
+        """Return the whole weight, unquantised, in the dtype and orientation of this rank's `part`."""
         self._count(part, part.nbytes * self.count)
         return self.shares[slot].gathered(part)
 
@@ -104,13 +133,13 @@ class Sharded:
         self.gathered, self.in_bf16 = self.gathered + gathered, self.in_bf16 + 2 * part.numel() * self.count
 
     def whole(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`, for a layer that is not quantised; its gradient finds the way back to the parts."""
+        """Return the weight in `dtype` for an unquantised layer; its gradient is scattered to the ranks."""
         size = weight.numel() * dtype.itemsize
         self.in_bf16, self.gathered = self.in_bf16 + 2 * weight.numel(), self.gathered + size
         return _Whole.apply(weight.to_local(), dtype, self)
 
     def scatter(self, dw: Tensor) -> Tensor:
-        """This rank's rows of the sum of everybody's dw [out, in], fp32."""
+        """Return this rank's rows, fp32 [out / ranks, in], of the sum of all ranks' dw. Collective."""
         dw = dw.to(torch.float32).contiguous()
         rows = dw.new_empty(len(dw) // self.count, dw.shape[1])
         dist.reduce_scatter(rows, list(dw.split(len(rows))), group=self.mesh.get_group())
@@ -118,7 +147,7 @@ class Sharded:
 
 
 class _Whole(torch.autograd.Function):
-    """A gather in the forward pass's precision, whose backward pass adds up in fp32."""
+    """Autograd function that gathers in the forward pass's precision and sums gradients in fp32."""
 
     @staticmethod
     def forward(ctx, part: Tensor, dtype: torch.dtype, sharded: Sharded) -> Tensor:
@@ -132,9 +161,10 @@ class _Whole(torch.autograd.Function):
 
 
 def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, partition: Partition) -> bool:
-    """Whether a weight can be gathered as what each rank has quantised of it.
+    """Return True if a weight can be gathered as the quantised parts of all ranks.
 
-    Not where the cast depends on the micro-batch, which is another on every rank, nor where its statistic has a history, or hides a NaN.
+    It cannot if the cast depends on the micro-batch, which differs between ranks, or if its statistic has a
+    history or hides a NaN.
     """
     if quant is None or quant.source == "forward" or quant.estimator is not None or quant.outer is None:
         return False

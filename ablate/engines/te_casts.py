@@ -1,6 +1,6 @@
-"""What Transformer Engine makes of one tensor, read back: the values of its codes, its block scales and its amax, of either copy.
+"""Read back a tensor that Transformer Engine has quantised: codes, block scales and amax of both copies.
 
-This looks at TE's storage (2.20.2), which the engine itself never does: it is for comparing TE with the emulator.
+It reads TE's private storage (2.20.2), to compare TE with the emulator. The engine itself never does.
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,24 @@ class Cast:
     """One copy of a quantised tensor [rows, contraction]; the columnwise copy is that of the transpose."""
 
     codes: Tensor
-    """Values on the element's grid, fp32 [rows, contraction]; a zero has its sign."""
+    """Values on the element's grid, fp32 [rows, contraction]; zeros keep their sign."""
     scales: Tensor
-    """What a code is multiplied by, but for the amax: block scales, fp32 [rows, blocks] (of square blocks each row has them), or one
-    number a tensor, 1 over the factor that was multiplied by."""
+    """Factors of the codes, without the amax: block scales, fp32 [rows, blocks], where square blocks repeat
+    theirs in each row; or fp32 [1, 1], the inverse of the factor that the tensor was multiplied by."""
     amax: Tensor | None
-    """fp32 [1], or [rows]; None where the format keeps none."""
+    """fp32 [1], or [rows]; None if the format has none."""
 
 
 def casts(x: Tensor, copy: Format) -> tuple[Cast, ...]:
-    """The rowwise and the columnwise copy of `x` [rows, columns], bf16, as TE's quantiser of this format makes them.
+    """Quantise a tensor by TE's quantiser of a format, and read the result back.
 
-    Scaled by rows there is no columnwise one: TE has that for the forward pass alone.
+    Args:
+        x: bf16 [rows, columns], on a GPU.
+        copy: the format.
+
+    Returns:
+        The rowwise and the columnwise copy. With one amax per row (`copy.rows`) the rowwise one alone: TE has
+        that for the forward pass only.
     """
     maker = quantiser(copy)
     maker.set_usage(rowwise=True, columnwise=not copy.rows)
@@ -40,19 +46,19 @@ def casts(x: Tensor, copy: Format) -> tuple[Cast, ...]:
 
 
 def _nvfp4(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
-    """Two codes a byte, the transpose stored as such; scales are padded to tiles of 128 by 4."""
-    (rows, columns), found = shape, []
-    for way, (height, width) in (("rowwise", (rows, columns)), ("columnwise", (columns, rows)))[
-        : 1 if copy.rows else 2
-    ]:
-        codes = unpack(getattr(made, f"_{way}_data").view(torch.uint8))
-        scales = getattr(made, f"_{way}_scale_inv").view(torch.float8_e4m3fn)[:height, : width // 16]
-        found.append(Cast(codes, scales.float(), getattr(made, f"_amax_{way}")))
-    return tuple(found)
+    """Read NVFP4: two codes a byte, the columnwise copy transposed, scales padded to tiles of 128x4."""
+    rows, columns = shape
+    layouts = (("rowwise", rows, columns), ("columnwise", columns, rows))
+    result = []
+    for layout, height, width in layouts[: 1 if copy.rows else 2]:
+        codes = unpack(getattr(made, f"_{layout}_data").view(torch.uint8))
+        scales = getattr(made, f"_{layout}_scale_inv").view(torch.float8_e4m3fn)[:height, : width // 16]
+        result.append(Cast(codes, scales.float(), getattr(made, f"_amax_{layout}")))
+    return tuple(result)
 
 
 def _mxfp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
-    """The columnwise copy lies as the tensor does, its scales [rows / 32, columns]; both are padded."""
+    """Read MXFP8: the columnwise copy not transposed, its scales [rows / 32, columns]; both padded."""
     rows, columns = shape
     row = made._rowwise_data.view(_dtype(copy.element)), made._rowwise_scale_inv[:rows, : columns // 32]
     column = (
@@ -65,7 +71,7 @@ def _mxfp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
 
 
 def _fp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
-    """One set of codes; where the GPU multiplies no other layout (Hopper), its transpose beside it."""
+    """Read FP8: one set of codes, and its transpose on a GPU that multiplies no other layout (Hopper)."""
     codes, turned = made._data, made._transpose
     scale = made._scale_inv.view(1, 1)
     column = codes.view(_dtype(copy.element)).t() if turned is None else turned.view(_dtype(copy.element))

@@ -1,6 +1,34 @@
-"""What Transformer Engine can compute of a recipe: a layer's products as one of TE's recipes, or every field that it has not.
+"""A recipe's products as Transformer Engine's objects, or the list of fields that TE cannot compute.
 
-Facts from Transformer Engine 2.20.2. It describes and builds nothing: no torch, no TE. `transformer_engine.py` turns it into TE's objects.
+The problem. A recipe here sets six operands independently: format, block, scale, rounding, rotation.
+Transformer Engine (TE) is configured by tensor instead. For each of a linear layer's three tensors it makes
+two copies in one go, one laid out by rows and one by columns, and each copy is an operand of one product:
+
+    tensor        rowwise copy    columnwise copy
+    input         fprop.x         wgrad.x
+    weight        fprop.w         dgrad.w
+    grad_output   dgrad.g         wgrad.g
+
+Many recipes that can be written here have no counterpart there. To run one of those approximately would
+give an answer to a question that nobody asked.
+
+The idea. `refusals` yields every field that TE does not have, with the nearest value that it has; nothing
+is rounded to something similar. Without a refusal, `te_recipe` describes the products as `Copies` of three
+tensors. If one of TE's own recipe classes makes just these copies, the description is that class and its
+arguments (`Builtin`); otherwise it is a quantiser for each tensor (`Custom`).
+
+A small example:
+
+    te_recipe(PRESETS["nvfp4"]().products)      Builtin("NVFP4BlockScaling", (("disable_rht", False), ...))
+    te_recipe(Products())                       None: nothing is quantised, so TE is not used
+    list(refusals(products))                    ["wgrad.g.bits 4: Transformer Engine draws ..."]
+
+Refused: elements other than E2M1, E4M3 and E5M2, block sizes and scale formats that the tensor cores do not
+take, rotations anywhere but in wgrad, several of the options at once (`_together`), and the weight rules,
+which need the quantised weights that TE does not show.
+
+The facts are those of Transformer Engine 2.20.2. This file imports neither torch nor TE;
+`transformer_engine.py` turns a description into TE's objects.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,16 +44,16 @@ TENSORS = {
     "weight": ("fprop.w", "dgrad.w"),
     "grad_output": ("dgrad.g", "wgrad.g"),
 }
-"""TE's name of each tensor of a linear layer, and the slots that its rowwise and its columnwise copy are."""
+"""Slots of each tensor's rowwise and columnwise copy, keyed by TE's name of the tensor."""
 TE_ELEMENTS = {"e2m1": "kFloat4E2M1", "e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
-"""The elements that TE multiplies, with TE's names of their types."""
+"""TE's type of each element that it multiplies."""
 MULTIPLE = 32
-"""Of what tokens, in-features and out-features must be multiples."""
+"""Number that tokens, in-features and out-features must each be a multiple of."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """One copy of a tensor as one of TE's quantisers makes it."""
+    """One copy of a tensor, as the arguments of the TE quantiser that makes it."""
 
     family: Family = "high"
     element: str = ""
@@ -34,32 +62,34 @@ class Format:
     """16x16 (NVFP4) or 32x32 (MXFP8) blocks."""
     rotated: bool = False
     signs: bool = True
-    """Whether the rotation has TE's fixed sign vector, or none."""
+    """True for a rotation with TE's fixed sign vector; False for one without signs."""
     rows: bool = False
-    """One fp32 amax a row."""
+    """One fp32 amax per row instead of one per tensor."""
     chosen: str = ""
-    """The criterion of Four Over Six, in TE's spelling."""
+    """Criterion of Four Over Six in TE's spelling; empty: none."""
     bound: int = 448
     history: int = 0
-    """Steps whose largest amax counts, under delayed scaling."""
+    """Number of steps whose largest amax gives the scale, under delayed scaling."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """A tensor's two copies: rowwise for fprop (a gradient: dgrad), columnwise for the backward product."""
+    """The two copies of a tensor; see TENSORS for the products that they are operands of."""
 
     row: Format
     column: Format
     requantised: bool = False
-    """Whether the columnwise copy starts from the rowwise one."""
+    """True if the columnwise copy is made from the quantised rowwise copy."""
 
 
 @dataclass(frozen=True)
 class Builtin:
-    """One of TE's own recipes, by its class in `transformer_engine.common.recipe`, and the arguments that differ from none being set."""
+    """One of TE's own recipes."""
 
     name: str
+    """Name of the class in `transformer_engine.common.recipe`."""
     options: tuple[tuple[str, str | bool | int | None], ...]
+    """Arguments that are given to the class; it takes the others at their defaults."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +102,22 @@ class Custom:
 
 
 Description = Builtin | Custom | None
-"""None: nothing is quantised, and TE is not asked."""
+"""Description of a TE recipe; None: nothing is quantised, and TE is not used."""
 
 
 def te_recipe(products: Products) -> Description:
-    """The recipe of TE that computes these products. ValueError with the first of `refusals` where there is none."""
+    """Return the description of the TE recipe that computes these products.
+
+    Args:
+        products: the three products of a layer at one step.
+
+    Returns:
+        A `Builtin` if one of TE's own classes computes exactly this, else a `Custom`; None for products that
+        quantise nothing.
+
+    Raises:
+        ValueError: TE has no such recipe; the message is the first of `refusals`.
+    """
     reason = next(refusals(products), None)
     if reason:
         raise ValueError(reason)
@@ -91,12 +132,23 @@ def te_recipe(products: Products) -> Description:
 
 
 def families(products: Iterable[Products]) -> set[Family]:
-    """The families of formats that products use, those of a recipe at any time being its `variants`; of what TE can compute alone."""
+    """Return the families of formats that products use; give it `variants(recipe)` for those of a recipe.
+
+    Defined only for products without `refusals`.
+    """
     return {_family(quant) for each in products for _, quant in each.quantised()}
 
 
 def recipe_refusals(recipe: Recipe) -> Iterator[str]:
-    """Why TE cannot train by this recipe, each once: in the products of any layer at any time, or in what is done about weights."""
+    """Yield every reason why TE cannot train by this recipe, each once.
+
+    Args:
+        recipe: the recipe with its layer rules, schedule and weight rules; all products are considered that
+            may be in force in any layer at any step.
+
+    Yields:
+        Sentences that begin with the path of the field, such as `wgrad.g.bits 4: ...`.
+    """
     for name in ("osci_reset", "q_ema", "q_ramping"):
         if getattr(recipe.weights, name):
             yield f"weights.{name}: the engine does not see the quantised weights that it looks at"
@@ -104,7 +156,11 @@ def recipe_refusals(recipe: Recipe) -> Iterator[str]:
 
 
 def variants(recipe: Recipe) -> Iterator[Products]:
-    """All products that may be in force in some layer at some time: any set of phases may hold, the later deciding."""
+    """Return all products that may be in force in some layer at some step.
+
+    Phases may overlap in any combination, and a later phase overrides an earlier one; so each phase doubles
+    the list.
+    """
     states = [[recipe.products, *(rule.use for rule in recipe.layers.rules if rule.use)]]
     for phase in recipe.schedule:
         states.append(
@@ -118,10 +174,10 @@ def variants(recipe: Recipe) -> Iterator[Products]:
 
 
 def refusals(products: Products) -> Iterator[str]:
-    """Every reason why TE cannot compute these products, each beginning with the field."""
+    """Yield every reason why TE cannot compute these products, each beginning with the field's path."""
     for slot, quant in products.quantised():
         yield from (f"{slot}.{why}" for why in _quant_refusals(slot, quant))
-    if not products.plain:  # TE is not asked for what it would not quantise
+    if not products.plain:  # TE does not compute a layer that quantises nothing
         for name in DIRECTIONS["all"]:
             yield from (f"{name}{why}" for why in _product_refusals(name, getattr(products, name)))
         yield from _together(products)
@@ -138,7 +194,7 @@ def _family(quant: Quant | None) -> Family:
 
 
 def _quant_refusals(slot: str, quant: Quant) -> Iterator[str]:
-    """What TE has not of one operand, each beginning with the field."""
+    """Yield what TE does not have of one operand, each beginning with the field."""
     if quant.element not in TE_ELEMENTS:
         *others, last = TE_ELEMENTS
         yield f"element {quant.element}: Transformer Engine multiplies {', '.join(others)} and {last}"
@@ -156,16 +212,22 @@ def _quant_refusals(slot: str, quant: Quant) -> Iterator[str]:
         None,
         6.0 if quant.element == "e2m1" else None,
     ):
-        yield "range: Transformer Engine maps a block's largest magnitude to the element's maximum; leave statistic and map_to out"
+        yield (
+            "range: Transformer Engine maps a block's largest magnitude to the element's maximum;"
+            " leave statistic and map_to out"
+        )
     if quant.range.prescale != 1:
-        yield f"range.prescale {quant.range.prescale:g}: Transformer Engine scales by no other factor; write 1"
+        yield f"range.prescale {quant.range.prescale:g}: Transformer Engine has no such factor; write 1"
 
 
 def _nvfp4_refusals(slot: str, quant: Quant) -> Iterator[str]:
     if quant.block not in ("1x16", "16x16"):
         yield f"block {quant.block}: Transformer Engine's E2M1 has blocks of 1x16 or 16x16, with E4M3 scales"
     elif quant.scale != BlockScale():
-        yield f"scale: Transformer Engine's E2M1 has E4M3 block scales, to nearest, not {quant.scale.format} by {quant.scale.rounding}"
+        yield (
+            "scale: Transformer Engine's E2M1 has E4M3 block scales, rounded to nearest,"
+            f" not {quant.scale.format} by {quant.scale.rounding}"
+        )
     elif quant.outer is None:
         yield "outer: NVFP4 has one fp32 scale a tensor; give it one"
     if quant.block == "16x16" and not slot.endswith(".w"):
@@ -177,7 +239,10 @@ def _nvfp4_refusals(slot: str, quant: Quant) -> Iterator[str]:
     if quant.rounding == "stochastic" and quant.bits != 8:
         yield f"bits {quant.bits}: Transformer Engine draws a number of bits of its own; 8 stands for that"
     if quant.rounding == "stochastic" and slot.endswith(".w"):
-        yield "rounding stochastic: Transformer Engine has it for gradients and activations; use nearest for weights"
+        yield (
+            "rounding stochastic: Transformer Engine has it for gradients and activations;"
+            " use nearest for weights"
+        )
     if quant.select and (quant.select.among != "scales" or quant.select.criterion == "absmax"):
         yield "select: Transformer Engine selects among scales, by mse or mae"
     if quant.select and slot.endswith(".g"):
@@ -186,21 +251,36 @@ def _nvfp4_refusals(slot: str, quant: Quant) -> Iterator[str]:
 
 def _outer_refusals(slot: str, quant: Quant) -> Iterator[str]:
     if tag(quant.outer.statistic) == "percentile":
-        yield f"outer.statistic {quant.outer.statistic}: Transformer Engine's scale is of the largest magnitude; the nearest is amax"
+        yield (
+            f"outer.statistic {quant.outer.statistic}: Transformer Engine scales by the largest magnitude;"
+            " the nearest is amax"
+        )
     elif quant.outer.statistic != "amax":
-        yield f"outer.statistic {quant.outer.statistic}: Transformer Engine takes an E2M1 tensor's own amax; the nearest is amax"
+        yield (
+            f"outer.statistic {quant.outer.statistic}: Transformer Engine takes an E2M1 tensor's own amax;"
+            " the nearest is amax"
+        )
     if quant.outer.granularity == "block:128":
         yield "outer.granularity block:128: Transformer Engine has one fp32 scale a tensor; use tensor"
     if quant.outer.granularity == "row" and slot != "fprop.x":
-        yield "outer.granularity row: Transformer Engine scales only the forward pass's activations by rows; use tensor here"
+        yield (
+            "outer.granularity row: Transformer Engine scales only the forward pass's activations by rows;"
+            " use tensor here"
+        )
     if quant.outer.bound not in ((448, 256) if quant.select else (448,)):
-        yield f"outer.bound {quant.outer.bound:g}: Transformer Engine has 448, and 256 where it selects among scales"
+        yield (
+            f"outer.bound {quant.outer.bound:g}: Transformer Engine has 448,"
+            " and 256 if it selects among scales"
+        )
 
 
 def _mxfp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
     square = quant.block == "32x32" and slot.endswith(".w")
     if quant.block != "1x32" and not square:
-        yield f"block {quant.block}: Transformer Engine's {quant.element} has blocks of 1x32 (weights: 32x32 too), or one scale a tensor"
+        yield (
+            f"block {quant.block}: Transformer Engine's {quant.element} has blocks of 1x32"
+            " (weights: 32x32 too), or one scale a tensor"
+        )
     if quant.scale.format != "e8m0" or quant.scale.rounding != "ceil":
         yield "scale: MXFP8 has e8m0 block scales, which Transformer Engine rounds by ceil"
     if quant.outer is not None:
@@ -210,7 +290,10 @@ def _mxfp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
 
 def _fp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
     if quant.outer.granularity != "tensor" or tag(quant.outer.statistic) not in ("amax", "delayed"):
-        yield "outer: Transformer Engine's FP8 has one scale a tensor, of its amax now (amax) or of the steps before (delayed:n)"
+        yield (
+            "outer: Transformer Engine's FP8 has one scale a tensor,"
+            " from its present amax (amax) or from earlier steps (delayed:n)"
+        )
     yield from _eight_bit_roundings(quant)
 
 
@@ -224,11 +307,17 @@ def _product_refusals(name: str, product: Product) -> Iterator[str]:
     if getattr(product, "gemm", "bf16_out") != "bf16_out":
         yield f".gemm {product.gemm}: Transformer Engine's layer returns bf16; write bf16_out"
     if getattr(product, "dw", "bf16") != "bf16":
-        yield ".dw fp32: not yet on this engine, whose weight gradients leave the product in bf16 and add up in fp32; write bf16"
+        yield (
+            ".dw fp32: not yet on this engine, whose weight gradients leave the product in bf16"
+            " and add up in fp32; write bf16"
+        )
     kinds = {_family(x), _family(w)}
     if len(kinds) > 1:
-        words = " and ".join(f"{name}.{operand}" for operand in product.operands)
-        yield f": Transformer Engine multiplies two operands of one kind, and {words} differ: quantise both alike or neither"
+        slots = " and ".join(f"{name}.{operand}" for operand in product.operands)
+        yield (
+            f": Transformer Engine multiplies two operands of one kind, and {slots} differ:"
+            " quantise both alike or neither"
+        )
     if product.hadamard is None:
         return
     if name != "wgrad":
@@ -238,11 +327,14 @@ def _product_refusals(name: str, product: Product) -> Iterator[str]:
     elif product.hadamard.size != 16 or product.hadamard.signs not in ("fixed", "none"):
         yield ".hadamard: Transformer Engine rotates by 16 with its fixed signs, or none"
     elif x.select or w.select:
-        yield ".x.select: Transformer Engine has no Four Over Six together with a Hadamard rotation; leave out one of them"
+        yield (
+            ".x.select: Transformer Engine has no Four Over Six together with a Hadamard rotation;"
+            " leave out one of them"
+        )
 
 
 def _together(products: Products) -> Iterator[str]:
-    """What TE has not of several slots at once."""
+    """Yield what TE does not have in several slots at once, though it has each alone."""
     x, w = products.fprop.x, products.fprop.w
     if x and x.outer and x.outer.granularity == "row" and (x.select or (w and w.block != "1x16")):
         yield "fprop.x.outer.granularity row: Transformer Engine has it with 1x16 weights and without select"
@@ -253,9 +345,15 @@ def _together(products: Products) -> Iterator[str]:
     for slots in TENSORS.values():
         quants = [products.slot(slot) for slot in slots]
         if all(_family(quant) == "fp8" for quant in quants) and quants[0].element != quants[1].element:
-            yield f"{slots[1]}.element {quants[1].element}: with one scale a tensor Transformer Engine has one copy, and {slots[0]} differs"
+            yield (
+                f"{slots[1]}.element {quants[1].element}: with one scale a tensor"
+                f" Transformer Engine has one copy, and {slots[0]} differs"
+            )
         if "fp8_delayed" in map(_family, quants) and quants[0] != quants[1]:
-            yield f"{slots[1]}: with delayed scaling one amax history serves both copies of a tensor; quantise it and {slots[0]} alike"
+            yield (
+                f"{slots[1]}: with delayed scaling both copies of a tensor share one amax history;"
+                f" quantise it and {slots[0]} alike"
+            )
 
 
 def _requantised(products: Products, slots: tuple[str, str]) -> bool:
@@ -284,11 +382,11 @@ def _format(products: Products, slot: str) -> Format:
     return Format(family, quant.element, square=quant.block == "32x32", history=history)
 
 
-# --- TE's own recipes, where one says all that the three pairs of copies say ----------------------
+# --- TE's own recipe classes ----------------------------------------------------------------------
 
 
 def _builtin(custom: Custom) -> Builtin | None:
-    """The class of TE that is these copies, None where only a recipe of single quantisers is."""
+    """Return the TE class that makes these copies; None if only single quantisers can."""
     forward = {custom.input.row.family, custom.weight.row.family}
     backward = {
         custom.input.column.family,
@@ -301,7 +399,7 @@ def _builtin(custom: Custom) -> Builtin | None:
         return None
     (family,) = forward
     if family == "fp8_delayed":
-        return None  # a DelayedScaling's histories are TE's, which rolls them where an autocast region ends: not once a step
+        return None  # TE's DelayedScaling advances its histories with each autocast region, not once a step
     override = (("backward_override", None if backward == forward else "high_precision"),)
     options = _nvfp4_options(custom) if family == "nvfp4" else _fp8_options(custom, family)
     names = {"fp8": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
@@ -348,7 +446,7 @@ def _nvfp4_options(custom: Custom) -> tuple | None:
     alike = len({(copy.chosen, copy.bound) for copy in chosen}) <= 1
     if not signs or not alike or x.row.stochastic or (x.row.rows and chosen):
         return None
-    where = {
+    tensors = {
         (True, True): "all",
         (True, False): "activations",
         (False, True): "weights",
@@ -360,7 +458,7 @@ def _nvfp4_options(custom: Custom) -> tuple | None:
         ("disable_stochastic_rounding", not g.row.stochastic),
         ("disable_2d_quantization", not w.row.square),
         ("row_scaled_activation", x.row.rows),
-        ("nvfp4_4over6", where[bool(x.row.chosen), bool(w.row.chosen)]),
+        ("nvfp4_4over6", tensors[bool(x.row.chosen), bool(w.row.chosen)]),
         ("nvfp4_4over6_e4m3_use_256", "all" if four_over_six.bound == 256 else "none"),
         ("nvfp4_4over6_err_mode", four_over_six.chosen),
     )

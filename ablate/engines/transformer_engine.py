@@ -1,6 +1,9 @@
-"""Linear layers computed by Transformer Engine's kernels, each under a recipe of its own. Names and state dicts stay; TE is imported late.
+"""The hardware engine: a model's linear layers computed by Transformer Engine (TE), each by its own recipe.
 
-Not modelled: which bits a GPU draws for stochastic rounding. What TE does not show is not measured: errors and codes of operands.
+Like the emulated engine it keeps parameter names and state dicts. TE is imported at the first quantised
+product. Refused, with a ValueError: every recipe that TE does not compute exactly (te_mapping.py), and
+machines without the hardware for it (hardware.py). Not modelled: the random bits that a GPU draws for
+stochastic rounding. Not measured: errors and codes of operands, which TE does not show.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,14 +42,14 @@ from ablate.recipes.recipe import Products, Recipe, Run
 
 
 class Draws:
-    """What TE draws from the device's generator, determined by the moment: it is seeded at the first product of each micro-batch."""
+    """Seeding of the GPU's generator, which TE draws from: once per micro-batch, from the clock alone."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._last: tuple | None = None
 
     def at(self, device: torch.device) -> None:
-        """Before a product on `device`: seed, where the moment is another than at the last one."""
+        """Seed the generator of `device` if the clock has advanced; call before each product."""
         moment = (self.clock.seed, self.clock.stream, self.clock.step, self.clock.micro_batch)
         if moment != self._last and device.type == "cuda":
             seed(device, int.from_bytes(blake2b(repr(moment).encode(), digest_size=7).digest(), "little"))
@@ -54,42 +57,42 @@ class Draws:
 
 
 def seed(device: torch.device, number: int) -> None:
-    """Let what TE draws on this GPU from now on follow from `number`."""
+    """Seed the generator of a GPU."""
     torch.cuda.default_generators[
         torch.cuda.current_device() if device.index is None else device.index
     ].manual_seed(number)
 
 
-class Memory:
-    """The scale of one tensor under delayed scaling, from the history that the emulator keeps too; TE's casts add their amaxes to it.
+class DelayedScale:
+    """The scale of one tensor under delayed scaling, computed from the same history as in the emulator.
 
-    TE's own DelayedScaling is not used. It moves its histories on at each autocast region's end, and those of gradients after the backward
-    pass of each layer that had a region of its own; it counts evaluation in; and its first scale is 1.
+    TE's casts add their amaxes to that history. TE's own DelayedScaling is not used: it advances its
+    histories at the end of each autocast region, and those of gradients after the backward pass of each layer
+    that had its own region; it includes evaluation; and its first scale is 1.
     """
 
     def __init__(self, history: History, clock: Clock, device: torch.device) -> None:
         self.history, self.clock, self.device = history, clock, device
 
     def quantiser(self, copy: Format) -> Any:
-        """TE's quantiser of a given scale, which gets its scale before each cast, and tells its amax after it."""
+        """Return TE's quantiser by a given scale, set before each cast; the cast's amax joins the history."""
         scale, amax = torch.ones((), device=self.device), torch.zeros(1, device=self.device)
         made = library().te.Float8Quantizer(scale, amax, _dtype(copy))
         cast = made.quantize_impl
 
-        def remembered(x: Tensor) -> Any:
-            self._scale(made.scale, x, copy)
-            made.amax.zero_()  # the kernel keeps the larger one
-            found = cast(x)
+        def with_history(x: Tensor) -> Any:
+            self._set_scale(made.scale, x, copy)
+            made.amax.zero_()  # the kernel takes the maximum of this and the new amax
+            result = cast(x)
             self.history.note(made.amax[0], self.clock, copy.history)
-            return found
+            return result
 
-        made.quantize_impl = (
-            remembered  # no class of our own: the native part knows quantisers by their exact type
-        )
+        # On the instance, not in a subclass: TE's native part dispatches on the quantiser's exact type.
+        made.quantize_impl = with_history
         return made
 
-    def _scale(self, scale: Tensor, x: Tensor, copy: Format) -> None:
-        """Set `scale`: by the largest amax of the steps before, by that of `x` where they have none."""
+    def _set_scale(self, scale: Tensor, x: Tensor, copy: Format) -> None:
+        """Set `scale` from the largest amax of the history; from that of `x` if there is none above zero."""
         quant = Quant(element=copy.element, block=None, scale=None, outer=Outer(bound=1.0))
         past = max(map(float, self.history.before(self.clock, copy.history)), default=0.0)
         if past:
@@ -99,7 +102,7 @@ class Memory:
 
 
 class _Once(torch.autograd.Function):
-    """Both inputs of a product as they are; a second derivative, which TE's backward pass does not have, raises."""
+    """Identity on both inputs of a product that raises for a second derivative, which TE does not compute."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,10 +115,11 @@ class _Once(torch.autograd.Function):
 
 
 class NativeLinear(EmulatedLinear):
-    """The layer as te.Linear computes it; in high precision where its products quantise nothing. Shares the parameters it replaces.
+    """A layer computed by te.Linear, or in high precision if its products quantise nothing.
 
-    One te.Linear for each recipe of TE that it meets: a te.Linear that meets a second recipe of the same class silently keeps the
-    quantisers of the first (TransformerEngineBaseModule.set_meta_tensor asks for the class alone).
+    It shares the parameters of the layer that it replaces. It has one te.Linear for each TE recipe that the
+    schedule puts in force: a te.Linear called under a second recipe of the same class silently keeps the
+    quantisers of the first (TransformerEngineBaseModule.set_meta_tensor compares classes alone).
     """
 
     def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype, draws: Draws) -> None:
@@ -127,7 +131,10 @@ class NativeLinear(EmulatedLinear):
             self.histories[column] = self.histories[row]  # TE makes both copies by one cast
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out], in x's dtype; the bias is added in high precision. Autocast of torch does not reach in here."""
+        """Return x w^T + bias, [..., in] to [..., out], in the dtype of `x`; autocast is disabled inside.
+
+        The bias is added in high precision. ValueError if the number of tokens is no multiple of MULTIPLE.
+        """
         if self._mapped[0] is not self.products:
             self._mapped = self.products, te_recipe(self.products)
         description = self._mapped[1]
@@ -146,71 +153,82 @@ class NativeLinear(EmulatedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _product(self, description: Description, x: Tensor, w: Tensor) -> Tensor:
-        """y = x w^T under one of TE's recipes, differentiable in both; RuntimeError where TE has used another."""
+        """Return x w^T under a TE recipe, differentiable in both; RuntimeError if TE has used another."""
         te = library()
         if description not in self._layers:
             layer = te.Linear(
                 self.in_features, self.out_features, bias=False, params_dtype=torch.bfloat16, device="meta"
             )
             self._layers[description] = layer, self._recipe(description)
-        layer, wanted = self._layers[description]
-        with te.autocast(enabled=True, recipe=wanted):
+        layer, recipe = self._layers[description]
+        with te.autocast(enabled=True, recipe=recipe):
             y = torch.func.functional_call(layer, {"weight": w}, (x,))
-        took = layer.fp8 and all(
-            getattr(layer.fp8_meta.get(key), "recipe", None) is wanted
+        applied = layer.fp8 and all(
+            getattr(layer.fp8_meta.get(key), "recipe", None) is recipe
             for key in ("scaling_fwd", "scaling_bwd")
         )
-        if not took:
-            raise RuntimeError(
-                f"{self.name}: Transformer Engine has not taken up the recipe in force, {wanted}"
-            )
+        if not applied:
+            raise RuntimeError(f"{self.name}: Transformer Engine did not apply the recipe in force, {recipe}")
         return y
 
     def _recipe(self, description: Builtin | Custom) -> Any:
-        """TE's recipe object: of this layer alone where it has histories."""
+        """Return TE's recipe object: shared by all layers, or this layer's own if it has amax histories."""
         if "fp8_delayed" not in formats(description):
             return build(description)
-        memories = {
-            tensor: Memory(self.histories[slots[0]], self.clock, self.weight.device)
+        delayed = {
+            tensor: DelayedScale(self.histories[slots[0]], self.clock, self.weight.device)
             for tensor, slots in TENSORS.items()
         }
-        return library().recipes.CustomRecipe(qfactory=factory(description, memories), backward_override=None)
+        return library().recipes.CustomRecipe(qfactory=factory(description, delayed), backward_override=None)
 
 
 class NativeEngine(Engine):
-    """Follows the schedule as the emulator's does. It sees no quantised operand, so it tells of none."""
+    """An engine of `NativeLinear` layers. It calls no probe: TE does not show quantised operands."""
 
     def at(self, step: int, run: Run) -> Recipe:
-        """Put the recipe of step `step` (from 0) of `run` in force, and return it."""
-        told = [amaxes for amaxes in self.histories(step - 1) if isinstance(amaxes[step - 1], Tensor)]
-        if told:  # as numbers, all at once: a scale waits for none of them then
-            for amaxes, amax in zip(
-                told, torch.stack([amaxes[step - 1] for amaxes in told]).tolist(), strict=True
-            ):
+        """Put the recipe of one step in force in every layer; see `Engine.at`."""
+        pending = [amaxes for amaxes in self.histories(step - 1) if isinstance(amaxes[step - 1], Tensor)]
+        if pending:  # one transfer for all amaxes, so that later no scale waits for the GPU
+            values = torch.stack([amaxes[step - 1] for amaxes in pending]).tolist()
+            for amaxes, amax in zip(pending, values, strict=True):
                 amaxes[step - 1] = amax
         return super().at(step, run)
 
     def weight_casts(self) -> dict[str, tuple[Tensor, Operand]]:
-        """None: TE keeps the casts to itself."""
+        """Return an empty dict: TE does not show its casts."""
         return {}
 
 
 def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
-    """Replace every nn.Linear inside a transformer block, in place. ValueError where TE cannot train by the recipe, here or at all."""
+    """Replace every nn.Linear inside a transformer block, in place, and return the engine that drives them.
+
+    Args:
+        model: a model on a GPU, whose blocks are numbered; changed in place. Names and state dicts stay.
+        recipe: the recipe to apply.
+        clock: seed, step and micro-batch of all random draws; advance it as training advances.
+
+    Returns:
+        The engine. Call `Engine.at` before each step.
+
+    Raises:
+        ValueError: TE cannot train by the recipe, on this machine or at all; an environment variable would
+            change TE's numbers; a layer's size is no multiple of MULTIPLE; or as the emulated engine's
+            `convert` does.
+    """
     reason = next(recipe_refusals(recipe), None) or refusal(this_machine(), families(variants(recipe)))
     if reason:
         raise ValueError(f"engine transformer_engine: {reason}")
     if stray := stray_switch():
         raise ValueError(
-            f"engine transformer_engine: {stray} is set and would change numbers behind the recipe's back; unset it"
+            f"engine transformer_engine: {stray} is set and changes numbers whatever the recipe is; unset it"
         )
     draws = Draws(clock)
     for name in quantisable(model):
         linear = model.get_submodule(name)
         if not recipe.plain and (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE):
-            found = f"{linear.in_features} to {linear.out_features} features"
             raise ValueError(
-                f"{name}: {found}, and Transformer Engine takes multiples of {MULTIPLE}; use engine: emulated"
+                f"{name}: {linear.in_features} to {linear.out_features} features,"
+                f" and Transformer Engine takes multiples of {MULTIPLE}; use engine: emulated"
             )
     replaced(model, lambda linear, name: NativeLinear(linear, name, clock, DTYPES[recipe.dtype], draws))
     return NativeEngine(model, recipe, clock)
@@ -221,7 +239,7 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
 
 @lru_cache(maxsize=1)
 def library() -> SimpleNamespace:
-    """What is used of TE, imported now."""
+    """Import TE and return the parts of it that are used here."""
     import transformer_engine.common.recipe as recipes
     import transformer_engine.pytorch as te
 
@@ -230,7 +248,7 @@ def library() -> SimpleNamespace:
 
 @lru_cache(maxsize=256)
 def build(description: Builtin | Custom) -> Any:
-    """TE's recipe object, the same for the same description: whether a layer took it up is asked by identity."""
+    """Return TE's recipe object, the same for the same description: layers compare recipes by identity."""
     recipes = library().recipes
     if isinstance(description, Custom):
         return recipes.CustomRecipe(qfactory=factory(description), backward_override=None)
@@ -241,15 +259,19 @@ def build(description: Builtin | Custom) -> Any:
 
 
 def formats(description: Builtin | Custom) -> set[str]:
-    """The families of formats that a recipe of single quantisers has; none of one of TE's own."""
+    """Return the families of formats of a `Custom`; an empty set for a `Builtin`."""
     tensors = [getattr(description, tensor) for tensor in TENSORS] if isinstance(description, Custom) else []
     return {copy.family for copies in tensors for copy in (copies.row, copies.column)}
 
 
-def factory(custom: Custom, memories: Mapping[str, Memory] | None = None) -> Callable[[Any], Any]:
-    """The function that TE asks for the quantiser of each tensor of a layer; those that leave the layer are quantised by none.
+def factory(custom: Custom, delayed: Mapping[str, DelayedScale] | None = None) -> Callable[[Any], Any]:
+    """Return the function that TE calls for the quantiser of each tensor of a layer.
 
-    `memories`: by tensor, for those with delayed scaling.
+    Outputs of the layer get a quantiser that leaves them as they are.
+
+    Args:
+        custom: the formats of the three tensors.
+        delayed: scales by tensor, for those with delayed scaling.
     """
 
     def for_role(role: Any) -> Any:
@@ -257,7 +279,7 @@ def factory(custom: Custom, memories: Mapping[str, Memory] | None = None) -> Cal
         if copies is None:
             return quantiser(Format())
         if copies.row.family == "fp8_delayed":
-            return memories[role.tensor_type].quantiser(copies.row)
+            return delayed[role.tensor_type].quantiser(copies.row)
         if not copies.requantised and copies.row == replace(copies.column, rotated=False, signs=True):
             return quantiser(copies.column)  # TE rotates the columnwise copy alone
         source = "rowwise_dequantized" if copies.requantised else "original"
@@ -270,7 +292,7 @@ def factory(custom: Custom, memories: Mapping[str, Memory] | None = None) -> Cal
 
 
 def quantiser(copy: Format) -> Any:
-    """TE's quantiser of one format, of both copies; called with a tensor it gives the quantised one."""
+    """Return TE's quantiser of one format, for both copies; it is called with a tensor."""
     te = library().te
     match copy.family:
         case "nvfp4":

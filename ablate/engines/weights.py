@@ -1,6 +1,7 @@
-"""What a recipe does to master weights around an optimizer step: keep them in bf16, and damp their oscillation.
+"""Rules for master weights around an optimizer step: keep them in bf16, and damp their oscillation.
 
-Near the end of a run many weights sit at a rounding threshold and flip between two codes at each step (TetraJet, arXiv 2502.20853).
+Near the end of a run many weights lie at a rounding threshold and flip between two codes at each step
+(TetraJet, arXiv 2502.20853).
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from ablate.recipes.recipe import OsciReset, Products, QEma, QRamping, Run, Weig
 
 
 class Layer(Protocol):
-    """What is needed of a quantised layer."""
+    """The interface of a quantised layer that the rules use."""
 
     weight: nn.Parameter
     products: Products
@@ -24,14 +25,14 @@ class Layer(Protocol):
 
 
 class Travel:
-    """How far each weight, and its quantised value, went: sums of |dw| and |dQ(w)| over steps."""
+    """Distances that each weight and its quantised value have moved: sums of |dw| and |dQ(w)| over steps."""
 
     def __init__(self, layer: Layer) -> None:
         self.w, self.q = layer.weight.detach().clone(), layer.quantised_weight()
         self.w_way, self.q_way = torch.zeros_like(self.w), torch.zeros_like(self.q)
 
     def add(self, layer: Layer) -> None:
-        """Note the step that the layer's weight has just made."""
+        """Add the step that the layer's weight has just made."""
         w, q = layer.weight.detach().clone(), layer.quantised_weight()
         self.w_way += (w - self.w).abs()
         self.q_way += (q - self.q).abs()
@@ -39,18 +40,18 @@ class Travel:
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> "Travel":
-        """The one whose attributes these are."""
+        """Return a `Travel` with these attributes, which `vars` returned of another."""
         travel = cls.__new__(cls)
         vars(travel).update(state)
         return travel
 
     def ratio(self) -> Tensor:
-        """|dQ(w)| over |dw|, 0 for a weight that did not move."""
+        """Return |dQ(w)| / |dw| of each weight, fp32 [out, in]; 0 for a weight that did not move."""
         return torch.where(self.w_way == 0, 0.0, self.q_way / self.w_way)
 
 
 class Resetting:
-    """OsciReset: weights that crossed thresholds more than they moved are put on their quantised value."""
+    """OsciReset: set weights whose quantised value moved much farther than they did to that value."""
 
     def __init__(self, spec: OsciReset, layers: Mapping[str, Layer]) -> None:
         self.spec, self.layers = spec, layers
@@ -62,13 +63,13 @@ class Resetting:
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
-        over = step % self.spec.period == self.spec.window - 1
+        window_ends = step % self.spec.period == self.spec.window - 1
         for name, travel in self.travels.items():
             layer = self.layers[name]
             travel.add(layer)
-            if over:
+            if window_ends:
                 layer.weight.copy_(torch.where(travel.ratio() >= self.spec.threshold, travel.q, layer.weight))
-        if over:
+        if window_ends:
             self.travels = {}
 
     def state(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def _travelled(travels: dict[str, Travel]) -> dict[str, dict[str, Tensor]]:
 
 
 class Averaging:
-    """Q-EMA: the moving average of a weight decides which neighbour it is rounded to."""
+    """Q-EMA: round a weight to the neighbour that its moving average is closer to."""
 
     def __init__(self, spec: QEma, layers: Mapping[str, Layer]) -> None:
         self.spec, self.layers = spec, layers
@@ -108,9 +109,10 @@ class Averaging:
 
 
 class Ramping:
-    """Q-Ramping: a weight whose oscillation ratio is high is updated every n steps, n times as far, by its mean gradient.
+    """Q-Ramping: update an oscillating weight every n steps only, n times as far, by its mean gradient.
 
-    The paper measures the ratio on extra steps that are taken back; here the run's own steps are measured.
+    n grows with the weight's oscillation ratio. The paper measures that on extra steps, which it then undoes;
+    here the run's own steps are measured.
     """
 
     def __init__(self, spec: QRamping, layers: Mapping[str, Layer]) -> None:
@@ -129,7 +131,7 @@ class Ramping:
             self.travels = {name: Travel(layer) for name, layer in self.layers.items()}
         for name, layer in self.layers.items():
             self.sums[name] += layer.weight.grad
-            self.counts[name] += 1  # not the wait, which a measurement may have changed in between
+            self.counts[name] += 1  # not the wait, which `_measure` may have changed since the last update
             layer.weight.grad = self.sums[name] / self.counts[name]
             state = optimizer.state.get(layer.weight, {})
             moments = [
@@ -170,25 +172,31 @@ class Ramping:
         self.waits, self.sums, self.counts = state["waits"], state["sums"], state["counts"]
 
     def _measure(self, step: int) -> None:
-        over = step % self.spec.period == self.spec.window - 1
+        window_ends = step % self.spec.period == self.spec.window - 1
         for name, travel in self.travels.items():
             travel.add(self.layers[name])
-            if over:
+            if window_ends:
                 slower = torch.floor(travel.ratio() / self.spec.threshold) * self.spec.slowdown + 1
                 self.waits[name] = slower.clamp(max=self.spec.slowest)
-        if over:
+        if window_ends:
             self.travels = {}
 
 
 def _moved(state: Any, device: torch.device) -> Any:
-    """The tensors in nested dictionaries on a device."""
+    """Return nested dictionaries with their tensors moved to a device."""
     if isinstance(state, Tensor):
         return state.to(device)
     return {key: _moved(value, device) for key, value in state.items()} if isinstance(state, dict) else state
 
 
 class WeightRules:
-    """All that a recipe asks for, called before and after every optimizer step."""
+    """All weight rules of a recipe; call `before` and `after` around every optimizer step.
+
+    Args:
+        spec: the recipe's weight rules.
+        model: the model, all of whose trainable parameters `master: bf16` rounds.
+        layers: the quantised layers by name.
+    """
 
     def __init__(self, spec: Weights, model: nn.Module, layers: Mapping[str, Layer]) -> None:
         self.spec, self.model, self.layers = spec, model, layers
@@ -196,8 +204,8 @@ class WeightRules:
         self.names: list[str] = []
 
     def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
-        """Gradients are there, the step is not yet taken."""
-        if self.rules is None:  # the layers' products are known from the first step on
+        """Apply the rules that precede an optimizer step; the gradients must be complete."""
+        if self.rules is None:  # begin here: the layers' products are set from the first step on
             quantised = (name for name, layer in self.layers.items() if layer.products.fprop.w is not None)
             self._begin([name for name in quantised if self.layers[name].weight.requires_grad])
         for rule in self.rules:
@@ -213,7 +221,7 @@ class WeightRules:
         self.names, self.rules = quantised, [rule(spec, layers) for rule, spec in wanted if spec]
 
     def state(self) -> dict[str, Any] | None:
-        """What a later attempt needs to go on: the layers that rules act on, and what each rule remembers; None before the first step."""
+        """Return the layers that rules act on and the state of each rule; None before the first step."""
         return (
             None
             if self.rules is None
@@ -221,21 +229,20 @@ class WeightRules:
         )
 
     def restore(self, state: dict[str, Any] | None, step: int) -> None:
-        """After `step` steps, as `state` told it."""
+        """Load a state that `state` returned after `step` steps."""
         if state is None:
             return
         self._begin(state["names"])
         device = next(self.model.parameters()).device
-        for rule, its in zip(self.rules, state["rules"], strict=True):
-            rule.restore(_moved(its, device), step)
+        for rule, saved in zip(self.rules, state["rules"], strict=True):
+            rule.restore(_moved(saved, device), step)
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
-        """The step is taken."""
+        """Apply the rules that follow an optimizer step."""
         for rule in self.rules:
             rule.after(optimizer, step, run)
         if self.spec.master == "bf16":
-            for parameter in (
-                p for p in self.model.parameters() if p.requires_grad
-            ):  # adapters among them, which came later
-                parameter.copy_(parameter.to(torch.bfloat16))
+            for parameter in self.model.parameters():  # listed now: adapters are added after the conversion
+                if parameter.requires_grad:
+                    parameter.copy_(parameter.to(torch.bfloat16))

@@ -261,7 +261,7 @@ def commanded(*words: str) -> dict[str, object]:
     return {
         "status": status,
         "said": said.getvalue(),
-        "kept": parity_record.place(B200).exists(),
+        "kept": parity_record.record_path(B200).exists(),
         "files": sorted(os.listdir()),
     }
 

@@ -194,7 +194,7 @@ def test_a_tensor_of_which_one_copy_has_another_scale_than_the_delayed_one_is_re
         its[key] = its[key] | value if isinstance(value, dict) else value
     reasons = list(refusals(Products.model_validate(content)))
     other = {"wgrad.x": "fprop.x", "dgrad.w": "fprop.w"}[slot]
-    why = f"{slot}: with delayed scaling one amax history serves both copies of a tensor; quantise it and {other} alike"
+    why = f"{slot}: with delayed scaling both copies of a tensor share one amax history; quantise it and {other} alike"
     assert why in reasons
 
 

@@ -143,7 +143,7 @@ def test_a_te_linear_keeps_the_quantisers_of_its_first_recipe_and_the_engine_say
     """The trap is TE's: should it be mended there, the first line fails, and one te.Linear a layer would do."""
     assert found["trap"]["rotates still"] is True
     assert found["trap"]["said"].startswith(
-        "blocks.0.a: Transformer Engine has not taken up the recipe in force"
+        "blocks.0.a: Transformer Engine did not apply the recipe in force"
     )
 
 
