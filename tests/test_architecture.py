@@ -56,12 +56,14 @@ HOMES = {
 
 SQL = {
     "results.ledger",
+    "results.ledger_records",
     "results.ledger_arrow",
     "results.ledger_damage",
     "results.ledger_integrity",
     "results.ledger_progress",
     "results.ledger_schema",
     "results.ledger_seals",
+    "results.ledger_shipping",
     "results.databases",  # any SQLite file: its pages, its tables, its journal
     "execution.tracking.database",  # MLflow's own
     "verification.audit",  # compares what was written with queries of its own, independent of the code that wrote

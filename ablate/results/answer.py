@@ -2,7 +2,7 @@
 on.
 
     answer = Answer.open("runs", "rht_sr")
-    answer.verdict()      # "rht: true instead of false is undecided, +0.0063 ±0.0187 nats, on average over ..."
+    answer.verdict()      # "rht: true instead of false is undecided, +0.0063 ±0.0187 nats, on average ..."
     answer.effects()      # the table of arms
 
 Sentences are made here, tables in answer_tables.py, figures in figures/. Nothing is drawn or computed a
@@ -195,7 +195,8 @@ class Answer:
         return bool(self.arms) and max(arm.seeds for arm in self.arms) == 1
 
     def losses(self) -> list[Part]:
-        """Return sentences on missing runs, pruned and refused arms, phases that never began, and divergence."""
+        """Return sentences on missing runs, pruned and refused arms, phases that never began, and
+        divergence."""
         parts = []
         missing = sum(len(arm.missing) for arm in self.arms)
         if missing:
@@ -303,7 +304,8 @@ class Answer:
         return Text(note) if note else None
 
     def left(self) -> list[Gallery]:
-        """Return the pictures that trials saved, by file name: for each arm those of its first finished seed."""
+        """Return the pictures that trials saved, by file name: for each arm those of its first finished
+        seed."""
         store, first = Store(self.ledger.path.parents[2]), {}
         for member in sorted(self.ledger.members(), key=lambda member: member["seed"]):
             if member["status"] == "done":

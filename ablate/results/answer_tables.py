@@ -269,7 +269,8 @@ def interventions_table(ledger: Ledger) -> Table | None:
 
 
 def published_table(ledger: Ledger) -> Table | None:
-    """Return the table of published figures and orderings beside the measured ones, None if none are quoted."""
+    """Return the table of published figures and orderings beside the measured ones, None if none are
+    quoted."""
     lines = replications(ledger, published_of(ledger))
     rows = [
         {

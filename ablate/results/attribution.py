@@ -1,6 +1,6 @@
-"""What each knob contributes: main effects and interactions of a grid, leave-one-out, Shapley shares, what a gap costs in tokens, and
-which arms no other beats in every metric. All by seed first, so that each is a mean of paired numbers with an interval.
-"""
+"""What each knob contributes: main effects and interactions of a grid, leave-one-out, Shapley shares, what a
+gap costs in tokens, and which arms no other beats in every metric. All by seed first, so that each is a mean
+of paired numbers with an interval."""
 
 import itertools
 import json
@@ -32,7 +32,8 @@ class Grid:
     left_out: tuple[int, ...]
     """Seeds that some arm did not finish, or finished without a finite value."""
     margin: float | None = None
-    """The smallest effect that matters: the smallest over the arms, where it is a share of several baselines."""
+    """The smallest effect that matters: the smallest over the arms, where it is a share of several
+    baselines."""
     arms: tuple[ArmSummary, ...] = ()
 
     def cells(self, **held: int) -> list[Cell]:
@@ -62,7 +63,8 @@ class Effect:
 
 
 def grid(arms: Sequence[ArmSummary]) -> Grid | None:
-    """The arms that turn the same knobs, where they are a whole product of two levels or more each and share a seed; None else."""
+    """The arms that turn the same knobs, where they are a whole product of two levels or more each and share
+    a seed; None else."""
     compared = [arm for arm in arms if arm.baseline is not None and arm.role == "listed" and arm.knobs]
     if not compared or len({frozenset(arm.knobs) for arm in compared}) > 1:
         return None
@@ -108,18 +110,21 @@ def main_effects(grid: Grid) -> list[Effect]:
 
 
 def _unchanged(grid: Grid, cells: Sequence[Cell], place: int) -> bool:
-    """Return True if every run of these cells equals that at the reference of the knob at this place, seed by seed."""
+    """Return True if every run of these cells equals that at the reference of the knob at this place, seed by
+    seed."""
     return all(grid.values[cell] == grid.values[_with(cell, place, 0)] for cell in cells)
 
 
 def _of_runs(grid: Grid, effect: Difference, unchanged: bool) -> Difference:
-    """The effect on averages, with what it takes from the runs: whether they are counts, and whether zeros mean equal runs."""
+    """The effect on averages, with what it takes from the runs: whether they are counts, and whether zeros
+    mean equal runs."""
     whole = all(value.is_integer() for values in grid.values.values() for value in values.values())
     return replace(effect, whole=whole, runs_equal=unchanged)
 
 
 def interactions(grid: Grid) -> list[Effect]:
-    """For every two knobs, how much the effect of one depends on the other: the difference of its effects, on average over the rest."""
+    """For every two knobs, how much the effect of one depends on the other: the difference of its effects, on
+    average over the rest."""
     found = []
     for (at, (first, ones)), (place, (second, others)) in itertools.combinations(
         enumerate(grid.levels.items()), 2
@@ -150,11 +155,13 @@ class Share:
     left_out: Difference
     """The whole recipe minus the one without it."""
     shapley: Difference
-    """Its mean contribution over every order in which the components could be added; these add up to the whole recipe's."""
+    """Its mean contribution over every order in which the components could be added; these add up to the
+    whole recipe's."""
 
 
 def shares(grid: Grid) -> list[Share]:
-    """Leave-one-out and Shapley shares, where every knob has two levels; on is true, or the level listed second."""
+    """Leave-one-out and Shapley shares, where every knob has two levels; on is true, or the level listed
+    second."""
     if (
         any(len(levels) != 2 for levels in grid.levels.values())
         or not 1 < len(grid.levels) <= _MOST_COMPONENTS
@@ -197,12 +204,13 @@ def _from_zero(by_seed: Mapping[int, float], interval: Interval) -> Difference:
 
 
 def extra_tokens(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
-    """The share of tokens more that the arm needs to be where the baseline ends; curves are losses by tokens seen, in ascending order.
+    """The share of tokens more that the arm needs to be where the baseline ends; curves are losses by tokens
+    seen, in ascending order.
 
-    An arm that ends worse stands where the baseline stood after fewer tokens, T': T / T' - 1. One that ends better was at the
-    baseline's end after T'' of its own: T'' / T - 1, below 0. Between two evaluations the loss is taken to fall with the logarithm of
-    the tokens. NaN where the curves never meet. Learning rates that decay at the end make it an upper bound: a shorter run would have
-    decayed sooner.
+    An arm that ends worse stands where the baseline stood after fewer tokens, T': T / T' - 1. One that ends
+    better was at the baseline's end after T'' of its own: T'' / T - 1, below 0. Between two evaluations the
+    loss is taken to fall with the logarithm of the tokens. NaN where the curves never meet. Learning rates
+    that decay at the end make it an upper bound: a shorter run would have decayed sooner.
     """
     if not arm or not baseline:
         return math.nan
@@ -223,7 +231,8 @@ def _reaches(curve: Mapping[int, float], loss: float) -> float:
 
 
 def front(points: Mapping[str, Sequence[float]], signs: Sequence[int]) -> list[str]:
-    """The names of the points that no other equals or beats in every coordinate; a sign is 1 where less is better, -1 where more is."""
+    """The names of the points that no other equals or beats in every coordinate; a sign is 1 where less is
+    better, -1 where more is."""
     signed = {
         name: [sign * value for sign, value in zip(signs, point, strict=True)]
         for name, point in points.items()

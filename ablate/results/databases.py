@@ -1,11 +1,12 @@
 """SQLite files: their addresses, and the journal mode that their file system allows.
 
-A path becomes part of an address in three ways, and each has characters that end or change the path: `?` and `%` in SQLAlchemy's
-`sqlite:///...` (which MLflow reads), `?`, `#` and `%` in SQLite's own `file:...`. Every address of a database is made and read here.
+A path becomes part of an address in three ways, and each has characters that end or change the path: `?` and
+`%` in SQLAlchemy's `sqlite:///...` (which MLflow reads), `?`, `#` and `%` in SQLite's own `file:...`. Every
+address of a database is made and read here.
 
-Write-ahead logging (WAL) needs shared memory between all processes that open the database. A network file system has none between
-machines, and SQLite then corrupts the database without an error. There a rollback journal is used: slower, and safe as long as the
-file system's locks work, which `place.writable` tests.
+Write-ahead logging (WAL) needs shared memory between all processes that open the database. A network file
+system has none between machines, and SQLite then corrupts the database without an error. There a rollback
+journal is used: slower, and safe as long as the file system's locks work, which `place.writable` tests.
 """
 
 import os
@@ -50,14 +51,16 @@ _NETWORK = {
         "fuse",
     ),
 }
-"""Types of file systems that other machines write too, or that do not share memory between processes; `fuse.*` are among them."""
+"""Types of file systems that other machines write too, or that do not share memory between processes;
+`fuse.*` are among them."""
 
 
 def readonly_uri(path: Path) -> str:
     """Return the address by which SQLite opens a file for reading only.
 
-    In a folder that cannot be written SQLite opens no database in WAL mode. One that was closed is complete without its log, and is
-    opened as a file that does not change; sqlite3.OperationalError for one whose log holds what the file does not.
+    In a folder that cannot be written SQLite opens no database in WAL mode. One that was closed is complete
+    without its log, and is opened as a file that does not change; sqlite3.OperationalError for one whose log
+    holds what the file does not.
     """
     address = f"file:{quote(str(path))}?mode=ro"
     if not path.exists() or os.access(path.parent, os.W_OK) or path.read_bytes()[18:19] != b"\x02":
@@ -73,8 +76,8 @@ def readonly_uri(path: Path) -> str:
 def open_readonly(path: Path, seconds: float = 60.0) -> sqlite3.Connection:
     """Open a database for reading, waiting so long for a writer. sqlite3.Error if that cannot be done.
 
-    A process that was killed in a transaction leaves a rollback journal, which only a connection that may write can undo: one is opened
-    first. The journal of a process that lives is locked, and stays.
+    A process that was killed in a transaction leaves a rollback journal, which only a connection that may
+    write can undo: one is opened first. The journal of a process that lives is locked, and stays.
     """
     journal = path.with_name(f"{path.name}-journal")
     with suppress(FileNotFoundError, sqlite3.Error):  # a writer that lives removes its journal at any moment
@@ -96,9 +99,11 @@ def quick_check(db: sqlite3.Connection) -> str | None:
 
 
 def url(path: Path) -> str:
-    """Return the address of a database for SQLAlchemy and MLflow: `sqlite:///` and the path, which has `%` and `?` escaped.
+    """Return the address of a database for SQLAlchemy and MLflow: `sqlite:///` and the path, which has `%`
+    and `?` escaped.
 
-    With an escape the driver is named too, since MLflow makes the unescaped path's folder for whatever begins with `sqlite:///`.
+    With an escape the driver is named too, since MLflow makes the unescaped path's folder for whatever begins
+    with `sqlite:///`.
     """
     escaped = str(path).replace("%", "%25").replace("?", "%3F")
     return (_SQLITE if escaped == str(path) else _WITH_DRIVER) + escaped
@@ -113,7 +118,8 @@ def path_of(address: str | None) -> Path | None:
 
 
 def file_system(path: Path, mounts: str) -> str:
-    """Return the type of the file system that holds a path, from the text of a mounts table; empty if the table has none."""
+    """Return the type of the file system that holds a path, from the text of a mounts table; empty if the
+    table has none."""
     found, longest = "", -1
     for line in mounts.splitlines():
         fields = line.split(" ")
@@ -126,7 +132,8 @@ def file_system(path: Path, mounts: str) -> str:
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str | None:
-    """Return the type of the network file system that holds a path, or None for a local one. `mounts` defaults to this machine's."""
+    """Return the type of the network file system that holds a path, or None for a local one. `mounts`
+    defaults to this machine's."""
     if mounts is None:
         mounts = _MOUNTS.read_text(errors="surrogateescape") if _MOUNTS.exists() else ""
     kind = file_system(Path(path).resolve(), mounts)
@@ -134,9 +141,11 @@ def network_file_system(path: Path, mounts: str | None = None) -> str | None:
 
 
 def set_journal(db: sqlite3.Connection, path: Path, mounts: str | None = None) -> None:
-    """Set the journal mode of an open database: WAL on a local file system, a rollback journal on a network file system.
+    """Set the journal mode of an open database: WAL on a local file system, a rollback journal on a network
+    file system.
 
-    A database that was written in WAL mode elsewhere is opened exclusively to be converted, since that needs no shared memory.
+    A database that was written in WAL mode elsewhere is opened exclusively to be converted, since that needs
+    no shared memory.
     """
     if network_file_system(path, mounts) is None:
         db.execute("PRAGMA journal_mode = WAL")

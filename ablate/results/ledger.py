@@ -1,6 +1,20 @@
-"""The one truth of a sweep: arms, their members, trials, attempts and records. SQLite; only the controller writes it.
+"""The ledger: the single source of truth of one sweep, in one SQLite file that only the controller writes.
 
-Optuna and MLflow are pictures of it that can be dropped and rebuilt; the ledger itself can be rebuilt from the trial folders.
+The problem: a sweep's state must survive killed processes. Optuna and MLflow each keep part of it, can lose
+it, and disagree after a crash. So they are projections here: both can be deleted and rebuilt from the ledger,
+and neither is asked what has been done. The ledger itself can be rebuilt from the trial folders.
+
+An *arm* is one setting of the knobs; a *member* is an arm at a seed; its *trial* is the run with that spec,
+shared by all members with the same spec; an *attempt* is one try at a trial; a *record* is one value of a
+metric at a step.
+
+    arm = ledger.add_arm("rht=true", {"rht": True}, baseline=1, optuna=None)
+    trial = ledger.add_member(arm, seed=0, trial_id="9f3c...", spec="{...}")
+    ledger.record(trial, [{"step": 10, "time": 1.7e9, "metrics": {"val/loss": 3.2}}])
+
+Writing a record twice stores it once. Arms and members that an edited experiment no longer has are kept,
+marked as not wanted. Not here: the tables (ledger_schema), digests against damage (ledger_seals,
+ledger_integrity), statistics.
 """
 
 import json
@@ -8,29 +22,39 @@ import math
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from ablate.experiment.roles import Role
 from ablate.results import databases, ledger_schema, ledger_seals
+from ablate.results.ledger_records import WANTED, RecordQueries
 from ablate.results.ledger_rows import FINISHED, Trial, key_of
-from ablate.training.metric_names import Name, parse
+from ablate.results.ledger_shipping import ShippingState
 
 DATA = "data:"
-"""How the key of a fact begins that says, as JSON, what the data of this fingerprint are."""
+"""Prefix of the key of a fact that describes, as JSON, the data with a fingerprint."""
 
 _DISCARDED = "mlflow_discarded"
-"""Fact: [trial's id, milliseconds, member's key or ""] as a JSON list: runs of MLflow that began before then are to be removed."""
-_WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
+"""Key of a fact: MLflow runs to remove, as a JSON list of [trial's id, milliseconds, member's key or ""].
+
+Only runs that began before that moment are removed.
+"""
 
 
-class Ledger:
-    """One sweep's ledger. `readonly` opens it for a projector or a report, on a thread or in a process of its own."""
+class Ledger(RecordQueries, ShippingState):
+    """Ledger of one sweep. `readonly` opens it for a projection or a report, in a thread or process of its
+    own."""
 
     def __init__(self, path: Path, readonly: bool = False, mounts: str | None = None) -> None:
-        """`mounts`: the text of a mounts table, which decides the journal mode; default: this machine's."""
+        """Open the ledger; create the file unless `readonly`.
+
+        Args:
+            path: File of the ledger.
+            readonly: True to open it for reading only.
+            mounts: Text of a mounts table, which decides the journal mode; default: this machine's.
+        """
         self.path = path
         if readonly:
             self.db = databases.open_readonly(path)
@@ -43,23 +67,24 @@ class Ledger:
         missing = ledger_schema.missing_columns(self.db)
         unknown = ", ".join(f"NULL AS {column}" for column in missing)
         self._arms = f"(SELECT *, {unknown} FROM arms)" if missing else "arms"
-        """The table of arms, with all columns: an earlier version's ledger that is only read keeps its own."""
+        """The table of arms, with all columns: an earlier version's ledger that is only read keeps its
+        own."""
         self._replaced: list[tuple[str, str]] = []
         """Trials and members whose runs in MLflow are to be removed, until the transaction ends."""
         self._names = {row["text"]: row["name"] for row in self.db.execute("SELECT * FROM names")}
 
     @property
     def name(self) -> str:
-        """The sweep's: its folder's."""
+        """Name of the sweep: that of its folder."""
         return self.path.absolute().parent.name
 
     def close(self) -> None:
-        """Close the file; the ledger is complete at every moment before."""
+        """Close the file. The ledger is complete at every moment before."""
         self.db.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is written within, or nothing of it; and many writes at the price of one."""
+        """Run the writes within the block as one transaction: all or none are stored."""
         self.db.execute("BEGIN")
         try:
             yield
@@ -73,7 +98,7 @@ class Ledger:
         self.db.execute("COMMIT")
 
     def _atomic(self) -> Any:
-        """A transaction, or the one that is open already."""
+        """Return a new transaction, or a null context within an open one."""
         return nullcontext() if self.db.in_transaction else self.transaction()
 
     # The sweep
@@ -84,12 +109,13 @@ class Ledger:
             self.db.executemany("INSERT OR REPLACE INTO sweep VALUES (?, ?)", facts.items())
 
     def fact(self, key: str) -> str | None:
-        """A fact about the sweep, None where it was never set."""
+        """Return a fact about the sweep, None if it was never set."""
         row = self.db.execute("SELECT value FROM sweep WHERE key = ?", (key,)).fetchone()
         return row and row["value"]
 
     def identity(self) -> str:
-        """What tells this ledger from every other of the same name: 32 hex digits, drawn once."""
+        """Return the ledger's unique id: 32 hexadecimal digits, drawn once. Ledgers of the same name differ
+        in it."""
         if self.fact("id") is None:
             self.describe(id=uuid.uuid4().hex)
         return self.fact("id")
@@ -97,7 +123,7 @@ class Ledger:
     # Arms and members
 
     def unwant(self) -> None:
-        """Nothing is wanted any more, until it is added again. What was run stays, and is found again."""
+        """Mark all arms and members as not wanted, until they are added again. Their runs are kept."""
         self.db.execute("UPDATE arms SET place = NULL")
         self.db.execute("UPDATE members SET wanted = 0")
 
@@ -111,10 +137,17 @@ class Ledger:
         repeats: int | None = None,
         reason: str | None = None,
     ) -> int:
-        """Want an arm, behind those wanted already; returns its number.
+        """Add a wanted arm behind those that are wanted already, and return its number.
 
-        `optuna` is its point in the study, None for none. `repeats` is the arm that has the trials of a point proposed
-        again, which is no arm of its own; `reason` says why a refused one cannot be run.
+        Args:
+            name: Unique name of the arm.
+            knobs: Its settings.
+            baseline: Number of the arm that it is compared with, None for a baseline.
+            optuna: Its number in the study, None if it is not part of one.
+            role: Its role in the sweep.
+            repeats: Number of the arm whose trials it shares, if a search proposed the same point again. Such
+                a point is not an arm of its own.
+            reason: Reason why a refused arm cannot be run.
         """
         place = self.db.execute("SELECT count(place) FROM arms").fetchone()[0]
         given = {"knobs": json.dumps(knobs), "baseline": baseline, "optuna": optuna}
@@ -133,7 +166,10 @@ class Ledger:
         return self.db.execute("SELECT arm FROM arms WHERE name = ?", (name,)).fetchone()["arm"]
 
     def add_member(self, arm: int, seed: int, trial_id: str, spec: str) -> int:
-        """Say that `arm` at `seed` is the trial with this id; returns the trial's number. An arm whose spec changed moves on."""
+        """Record that `arm` at `seed` is the trial with this id, and return the trial's number.
+
+        A member whose spec has changed refers to the new trial from then on.
+        """
         with self._atomic():
             return self._add_member(arm, seed, trial_id, spec)
 
@@ -149,14 +185,21 @@ class Ledger:
                 seed,
             )
         self.db.execute(
-            "INSERT INTO members (arm, seed, trial) VALUES (?1, ?2, ?3) ON CONFLICT (arm, seed) DO UPDATE SET trial = ?3, wanted = 1",
+            (
+                "INSERT INTO members (arm, seed, trial) VALUES (?1, ?2, ?3) ON CONFLICT (arm, seed) DO UPDATE"
+                " SET trial = ?3, wanted = 1"
+            ),
             (arm, seed, trial),
         )
         return trial
 
     def _redraw(self, which: str, *words: Any) -> None:
-        """Have MLflow's runs of members removed and made anew: they show another trial, or a gap to another one, than is meant now."""
-        query = f"SELECT members.arm, seed, trials.id FROM members JOIN trials USING (trial) JOIN arms USING (arm) WHERE {which}"
+        """Have MLflow's runs of these members replaced: they show another trial, or another gap, than the
+        present one."""
+        query = (
+            "SELECT members.arm, seed, trials.id FROM members JOIN trials USING (trial) JOIN arms USING"
+            f" (arm) WHERE {which}"
+        )
         rows = self.db.execute(query, words).fetchall()
         if rows and self.fact("mlflow_parent"):
             self._replaced += [(row["id"], key_of(row)) for row in rows]
@@ -166,45 +209,51 @@ class Ledger:
         )
 
     def move_arm(self, arm: int, place: int) -> None:
-        """Put an arm at this place in the order of those that are wanted."""
+        """Set an arm's position in the order of wanted arms."""
         self.db.execute("UPDATE arms SET place = ? WHERE arm = ?", (place, arm))
 
     def arms(self) -> list[sqlite3.Row]:
-        """The arms that are wanted, in order. Points that repeat an arm are none."""
+        """Return the wanted arms, in order, without points that repeat an arm."""
         wanted = "place IS NOT NULL AND repeats IS NULL"
         return self.db.execute(f"SELECT * FROM {self._arms} WHERE {wanted} ORDER BY place").fetchall()
 
     def points(self) -> list[sqlite3.Row]:
-        """The points of the study that are wanted, in its order, those too that repeat an arm."""
+        """Return the wanted points of the study, in its order, including those that repeat an arm."""
         wanted = "place IS NOT NULL AND optuna IS NOT NULL"
         return self.db.execute(f"SELECT * FROM {self._arms} WHERE {wanted} ORDER BY optuna").fetchall()
 
     def point(self, arm: int) -> sqlite3.Row:
-        """One arm, or one point that repeats an arm, by its number."""
+        """Return one arm, or one point that repeats an arm, by its number."""
         return self.db.execute(f"SELECT * FROM {self._arms} WHERE arm = ?", (arm,)).fetchone()
 
     def proposed(self) -> int:
-        """Points that a search has proposed, those too that cannot be run."""
+        """Return the number of points that a search has proposed, including those that cannot be run."""
         return self.db.execute(
             "SELECT count(*) FROM arms WHERE place IS NOT NULL AND optuna IS NOT NULL"
         ).fetchone()[0]
 
     def arm(self, name: str) -> int | None:
-        """The number of a wanted arm, None where there is none of this name."""
+        """Return the number of a wanted arm, None if there is none of this name."""
         row = self.db.execute("SELECT arm FROM arms WHERE name = ? AND place IS NOT NULL", (name,)).fetchone()
         return row and row["arm"]
 
     def members(self, arm: int | None = None) -> list[sqlite3.Row]:
-        """The members that are wanted, with their arm's name and knobs and their trial's id and status, by arm and seed; or one arm's."""
+        """Return the wanted members by arm and seed, of all arms or of one.
+
+        Each row has the name and knobs of its arm and the id and status of its trial.
+        """
         return self.db.execute(
-            "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, arms.role, trials.id, trials.status, trials.reason,"
-            f" trials.spec, trials.reused FROM members JOIN {self._arms} AS arms USING (arm) JOIN trials USING (trial)"
-            f" WHERE wanted AND place IS NOT NULL {'' if arm is None else 'AND arm = :arm'} ORDER BY place, seed",
+            "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, arms.role, trials.id,"
+            " trials.status, trials.reason,"
+            f" trials.spec, trials.reused FROM members JOIN {self._arms} AS arms USING (arm) JOIN trials"
+            " USING (trial)"
+            f" WHERE wanted AND place IS NOT NULL {'' if arm is None else 'AND arm = :arm'} ORDER BY place,"
+            " seed",
             {"arm": arm},
         ).fetchall()
 
     def arms_of(self, trial: int) -> list[int]:
-        """The numbers of the arms that want a trial and are points of the study, and of points that repeat them."""
+        """Return the numbers of the study's arms that want a trial, and of the points that repeat them."""
         query = (
             "SELECT arm FROM members JOIN arms USING (arm) WHERE trial = ?1 AND wanted AND optuna IS NOT NULL"
             " UNION SELECT arms.arm FROM members JOIN arms ON arms.repeats = members.arm"
@@ -213,12 +262,16 @@ class Ledger:
         return [row["arm"] for row in self.db.execute(query, (trial,))]
 
     def own_trials(self, arm: int) -> set[int]:
-        """The trials that this arm wants and no other."""
-        query = "SELECT trial FROM members WHERE arm = ?1 AND wanted AND trial NOT IN (SELECT trial FROM members WHERE arm != ?1 AND wanted)"
+        """Return the trials that only this arm wants."""
+        query = (
+            "SELECT trial FROM members WHERE arm = ?1 AND wanted AND trial NOT IN (SELECT trial FROM members"
+            " WHERE arm != ?1 AND wanted)"
+        )
         return {row["trial"] for row in self.db.execute(query, (arm,))}
 
     def studied_seeds(self) -> list[int]:
-        """Every seed that an arm of the study was ever run on, wanted now or not."""
+        """Return every seed on which an arm of the study was ever run, including arms that are no longer
+        wanted."""
         return [
             row["seed"]
             for row in self.db.execute(
@@ -226,27 +279,21 @@ class Ledger:
             )
         ]
 
-    def to_ship(self) -> list[sqlite3.Row]:
-        """The wanted members whose MLflow run is there or due and not complete: as `members`, and as few as are under way."""
-        return self.db.execute(
-            "SELECT members.*, arms.name, arms.knobs, arms.optuna, arms.baseline, base.name AS against, trials.id, trials.status,"
-            " trials.spec, trials.reused, trials.seconds FROM members JOIN arms USING (arm) JOIN trials USING (trial)"
-            " LEFT JOIN arms AS base ON base.arm = arms.baseline"
-            " WHERE wanted AND arms.place IS NOT NULL AND NOT closed AND (status != 'pending' OR mlflow IS NOT NULL"
-            " OR EXISTS (SELECT 1 FROM records WHERE records.trial = members.trial)) ORDER BY arms.place, seed"
-        ).fetchall()
-
     def counterparts(self, arm: int, seed: int) -> list[sqlite3.Row]:
-        """What a member is compared with, at its seed: its arm's baseline, or where it is of a baseline all that are compared with that."""
+        """Return the members at a seed that a member is compared with.
+
+        These are its arm's baseline, or, for a member of a baseline, all members that are compared with it.
+        """
         return self.db.execute(
             "SELECT members.*, arms.name, arms.baseline, trials.id, trials.status"
-            " FROM members JOIN arms USING (arm) JOIN trials USING (trial) WHERE wanted AND place IS NOT NULL AND seed = ?2"
+            " FROM members JOIN arms USING (arm) JOIN trials USING (trial) WHERE wanted AND place IS NOT"
+            " NULL AND seed = ?2"
             " AND (arms.baseline = ?1 OR members.arm = (SELECT baseline FROM arms WHERE arm = ?1))",
             (arm, seed),
         ).fetchall()
 
     def compared_with(self, trial: int) -> list[int]:
-        """The numbers of the arms of the study whose baseline wants a trial."""
+        """Return the numbers of the study's arms whose baseline wants a trial."""
         query = (
             "SELECT DISTINCT arms.arm FROM members JOIN arms ON arms.baseline = members.arm"
             " WHERE trial = ? AND wanted AND arms.optuna IS NOT NULL"
@@ -255,7 +302,7 @@ class Ledger:
 
     def wanted_trials(self) -> list[Trial]:
         """Return every trial that is wanted, once."""
-        rows = self.db.execute(f"SELECT * FROM trials WHERE trial IN ({_WANTED}) ORDER BY trial")
+        rows = self.db.execute(f"SELECT * FROM trials WHERE trial IN ({WANTED}) ORDER BY trial")
         return [Trial.of(row) for row in rows]
 
     def unfinished(self) -> bool:
@@ -263,13 +310,13 @@ class Ledger:
         if self.fact("ended") not in (None, "done"):
             return True
         over = ", ".join(f"'{status}'" for status in (*FINISHED, "pruned"))
-        query = f"SELECT EXISTS (SELECT 1 FROM trials WHERE trial IN ({_WANTED}) AND status NOT IN ({over}))"
+        query = f"SELECT EXISTS (SELECT 1 FROM trials WHERE trial IN ({WANTED}) AND status NOT IN ({over}))"
         return bool(self.db.execute(query).fetchone()[0])
 
     # Trials and attempts
 
     def start_attempt(self, trial: int, attempt: int, now: float) -> None:
-        """An attempt begins, under the number that the store gave it."""
+        """Record that an attempt starts, under the number that the trial store gave it."""
         self.db.execute(
             "INSERT OR REPLACE INTO attempts (trial, attempt, started) VALUES (?, ?, ?)",
             (trial, attempt, now),
@@ -279,7 +326,7 @@ class Ledger:
     def end_attempt(
         self, trial: int, attempt: int, now: float, outcome: str, reason: str | None = None
     ) -> None:
-        """How an attempt ended: done, diverged, failed, interrupted."""
+        """Record how an attempt ended: done, diverged, failed, interrupted."""
         self.db.execute(
             "UPDATE attempts SET ended = ?, outcome = ?, reason = ? WHERE trial = ? AND attempt = ?",
             (now, outcome, reason, trial, attempt),
@@ -290,11 +337,11 @@ class Ledger:
         return Trial.of(self.db.execute("SELECT * FROM trials WHERE trial = ?", (trial,)).fetchone())
 
     def status(self, trial: int) -> str:
-        """A trial's status: pending, running, done, diverged or failed."""
+        """Return a trial's status: pending, running, done, diverged or failed."""
         return self.db.execute("SELECT status FROM trials WHERE trial = ?", (trial,)).fetchone()["status"]
 
     def attempts_since(self, trial: int, moment: float) -> int:
-        """How many attempts of a trial began after a moment."""
+        """Return the number of attempts of a trial that started at or after a moment (seconds since 1970)."""
         return self.db.execute(
             "SELECT count(*) FROM attempts WHERE trial = ? AND started >= ?", (trial, moment)
         ).fetchone()[0]
@@ -309,14 +356,18 @@ class Ledger:
     ) -> None:
         """Set a trial's status."""
         self.db.execute(
-            "UPDATE trials SET status = ?, reason = ?, seconds = coalesce(?, seconds), reused = ? WHERE trial = ?",
+            (
+                "UPDATE trials SET status = ?, reason = ?, seconds = coalesce(?, seconds), reused = ? WHERE"
+                " trial = ?"
+            ),
             (status, reason, seconds, reused, trial),
         )
         if status not in FINISHED:
             self.db.execute("UPDATE members SET closed = 0 WHERE trial = ?", (trial,))
 
     def requeue(self, now: float) -> int:
-        """Trials that failed, were stopped, or were left running by a controller that is no more, become pending again; how many."""
+        """Make trials pending again that failed, were stopped, or whose controller died; return their
+        number."""
         self.db.execute("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", (now,))
         again = "SELECT trial FROM trials WHERE status IN ('running', 'failed', 'oom', 'stopped')"
         self.db.execute(f"UPDATE members SET closed = 0 WHERE trial IN ({again})")
@@ -325,25 +376,29 @@ class Ledger:
         ).rowcount
 
     def forget(self, trial: int) -> None:
-        """A trial's records and attempts go: it is run afresh."""
+        """Delete a trial's records and attempts, so that it is run again from the start."""
         with self._atomic():
             self._drop_records(trial)
             self.db.execute("DELETE FROM attempts WHERE trial = ?", (trial,))
             self.db.execute(
-                "UPDATE trials SET status = 'pending', reason = NULL, seconds = NULL, reused = 0 WHERE trial = ?",
+                (
+                    "UPDATE trials SET status = 'pending', reason = NULL, seconds = NULL, reused = 0 WHERE"
+                    " trial = ?"
+                ),
                 (trial,),
             )
 
     def renew(self, trial: int, events: Iterable[Mapping[str, Any]]) -> None:
-        """Put these events in place of all that is recorded of a trial."""
+        """Replace all records of a trial by these events."""
         with self._atomic():
             self._drop_records(trial)
             self.record(trial, events)
 
     def _drop_records(self, trial: int) -> None:
-        """A trial's records go, and the runs in MLflow that show them: the next ones have other times, and would stand beside them.
+        """Delete a trial's records, and have the MLflow runs removed that show them.
 
-        What was read of this ledger before is of another edition.
+        New records have other times, so MLflow would show them beside the old ones. Files that were made from
+        this ledger's records before belong to an earlier edition.
         """
         self.db.execute("INSERT OR REPLACE INTO sweep VALUES ('edition', lower(hex(randomblob(16))))")
         ledger_seals.seal_records(self.db, trial, None)
@@ -355,14 +410,21 @@ class Ledger:
         )
 
     def discard(self, runs: Iterable[tuple[str, str]]) -> None:
-        """Note that MLflow's present runs of these trials are to be removed: those of one member by its key, or of all by ""."""
+        """Record that MLflow's present runs of these trials are to be removed.
+
+        Args:
+            runs: Trial's id and member's key; the key "" stands for all members of the trial.
+        """
         now = int(time.time() * 1000)
         self.describe(
             **{_DISCARDED: json.dumps([*self.discarded(), *((trial, now, member) for trial, member in runs)])}
         )
 
     def discarded(self, gone: Collection[tuple[str, int, str]] = ()) -> list[tuple[str, int, str]]:
-        """Return what `discard` noted: trial, moment (milliseconds) before which the runs began, member's key; less those in `gone`."""
+        """Return the runs that `discard` recorded, without those in `gone`.
+
+        Each is a trial's id, the moment (milliseconds) before which the runs began, and a member's key.
+        """
         noted = [
             (trial, moment, *(member or [""]))
             for trial, moment, *member in json.loads(self.fact(_DISCARDED) or "[]")
@@ -375,8 +437,13 @@ class Ledger:
     # Records
 
     def record(self, trial: int, events: Iterable[Mapping[str, Any]]) -> None:
-        """Add events ({step, time, metrics, perhaps events: what was done, in words}) of a trial. What is there already stays: recording
-        twice is recording once."""
+        """Add events of a trial. Existing records stay, so recording twice is recording once.
+
+        Args:
+            trial: Number of the trial.
+            events: Mappings with `step`, `time` (seconds since 1970), `metrics`, and optionally `events`:
+                texts on interventions at this step.
+        """
         events = list(events)
         told = [(trial, event["step"], text) for event in events for text in event.get("events", ())]
         rows = [
@@ -390,11 +457,14 @@ class Ledger:
             self.db.executemany("INSERT OR IGNORE INTO events VALUES (?, ?, ?)", told)
 
     def seal_records(self, trial: int, digest: str) -> None:
-        """Keep the digest of all that is recorded of a trial, which any further record of it removes."""
+        """Store the digest of all records of a trial. Any later record of the trial removes it."""
         ledger_seals.seal_records(self.db, trial, digest)
 
     def records_seal(self, trial: int) -> str | None:
-        """Return the digest that a trial's records had when it last ended; None while it runs, or if an earlier version wrote them."""
+        """Return the digest that a trial's records had when it last ended.
+
+        None while the trial runs, or if an earlier version wrote the records.
+        """
         return ledger_seals.records_seal(self.db, trial)
 
     def _name(self, text: str) -> int:
@@ -402,125 +472,15 @@ class Ledger:
             self._names[text] = self.db.execute("INSERT INTO names (text) VALUES (?)", (text,)).lastrowid
         return self._names[text]
 
-    def events(self) -> list[sqlite3.Row]:
-        """What was done in the course of runs, in words, by arm, seed and step: arm, seed, step, text."""
-        if not ledger_schema.has_table(self.db, "events"):
-            return []
-        query = "SELECT arms.name AS arm, seed, step, text FROM events JOIN members USING (trial) JOIN arms USING (arm)"
-        return self.db.execute(f"{query} WHERE wanted ORDER BY arm, seed, step").fetchall()
-
-    def records(self, trial: int, after: int = -1) -> Iterator[tuple[int, str, float, float]]:
-        """(step, metric, value, time) of a trial's records after step `after`, by step. A NaN was stored as NULL."""
-        rows = self.db.execute(
-            "SELECT step, text, value, time FROM records JOIN names USING (name) WHERE trial = ? AND step > ? ORDER BY step",
-            (trial, after),
-        )
-        for step, name, value, moment in rows:
-            yield step, name, math.nan if value is None else value, moment
-
-    def last_values(self, trial: int) -> dict[str, float]:
-        """The last value of every metric of a trial, per-layer series left out."""
-        names = {number: text for number, text in self.names().items() if parse(text).layer is None}
-        inside = f"trial = ? AND name IN ({','.join(map(str, names))})"
-        query = f"SELECT name, value, max(step) FROM records WHERE {inside} GROUP BY name"
-        rows = self.db.execute(query, (trial,))
-        return {names[number]: math.nan if value is None else value for number, value, _ in rows}
-
-    def last_value(self, trial: int, name: str) -> float:
-        """The last value of one metric of a trial, NaN where there is none."""
-        found = self.last_record(trial, name)
-        return found[1] if found else math.nan
-
-    def last_record(self, trial: int, name: str) -> tuple[int, float, float] | None:
-        """(step, value, time) of a trial's last record of one metric."""
-        query = "SELECT step, value, time FROM records JOIN names USING (name) WHERE trial = ? AND text = ? ORDER BY step DESC LIMIT 1"
-        row = self.db.execute(query, (trial, name)).fetchone()
-        return row and (row["step"], math.nan if row["value"] is None else row["value"], row["time"])
-
-    def series(self, trial: int, name: str) -> dict[int, float]:
-        """One metric of a trial by step."""
-        query = "SELECT step, value FROM records JOIN names USING (name) WHERE trial = ? AND text = ? ORDER BY step"
-        return {
-            step: math.nan if value is None else value
-            for step, value in self.db.execute(query, (trial, name))
-        }
-
-    def names(self) -> dict[int, str]:
-        """The metrics' names by number."""
-        return {row["name"]: row["text"] for row in self.db.execute("SELECT * FROM names ORDER BY name")}
-
-    def recorded(self, trial: int | None = None) -> bool:
-        """Return True where there is any record, or any of this trial."""
-        which = "" if trial is None else "WHERE trial = :trial"
-        return bool(
-            self.db.execute(f"SELECT EXISTS (SELECT 1 FROM records {which})", {"trial": trial}).fetchone()[0]
-        )
-
-    def finals(self, wanted: Callable[[Name], bool]) -> dict[int, dict[str, float]]:
-        """Return the last values of every wanted trial, of the metrics whose name is `wanted`; no per-layer series."""
-        parsed = ((number, text, parse(text)) for number, text in self.names().items())
-        names = [(number, text) for number, text, name in parsed if name.layer is None and wanted(name)]
-        found: dict[int, dict[str, float]] = {trial: {} for (trial,) in self.db.execute(_WANTED)}
-        last = f"SELECT trial, value, max(step) FROM records WHERE trial IN ({_WANTED}) AND name = ? GROUP BY trial"
-        for name, text in names:
-            for trial, value, _ in self.db.execute(last, (name,)):
-                found[trial][text] = math.nan if value is None else value
-        return found
-
-    def rates(self, metric: str) -> dict[int, float]:
-        """The rate over all steps of each wanted trial that recorded one, the sum of its steps over the sum of their times.
-
-        A record's rate is that of the steps since the record before, so one of ten steps counts ten times one of a single step.
-        """
-        found = self.db.execute(
-            "WITH intervals AS (SELECT trial, value, step - lag(step, 1, 0) OVER (PARTITION BY trial ORDER BY step) AS steps"
-            f" FROM records JOIN names USING (name) WHERE trial IN ({_WANTED}) AND text = ?)"
-            " SELECT trial, sum(steps) / sum(steps / value) FROM intervals WHERE value > 0 AND steps > 0 GROUP BY trial",
-            (metric,),
-        )
-        return {trial: value for trial, value in found if value is not None}
-
-    def largest(self, metric: str) -> dict[int, float]:
-        """The largest value of a metric among all records of each wanted trial that has any."""
-        records = f"FROM records JOIN names USING (name) WHERE trial IN ({_WANTED}) AND text = ?"
-        found = self.db.execute(f"SELECT trial, max(value) {records} GROUP BY trial", (metric,))
-        return {trial: value for trial, value in found if value is not None}
-
-    def spent(self) -> tuple[float, int]:
-        """Seconds that the wanted trials took a worker, whoever ran them, and how many of them an earlier sweep had run."""
-        query = f"SELECT coalesce(sum(seconds), 0), coalesce(sum(reused), 0) FROM trials WHERE trial IN ({_WANTED})"
-        return tuple(self.db.execute(query).fetchone())
-
     # Files that were compared
 
     def files_seen(self, trial_id: str, signature: str | None = None) -> str | None:
-        """The signature of a trial's files when their content was last compared with its result; set where one is given."""
+        """Return the signature that a trial's files had when they were last compared with its result.
+
+        `signature`: a new one to store.
+        """
         if signature is not None:
             self.db.execute("INSERT OR REPLACE INTO compared VALUES (?, ?)", (trial_id, signature))
             return signature
         row = self.db.execute("SELECT signature FROM compared WHERE id = ?", (trial_id,)).fetchone()
         return row and row["signature"]
-
-    # Projections
-
-    def shipped(self, arm: int, seed: int, run: str, step: int, closed: bool) -> None:
-        """The member's MLflow run has everything up to `step`, and all there will be where it is closed."""
-        self.db.execute(
-            "UPDATE members SET mlflow = ?, shipped = ?, closed = ? WHERE arm = ? AND seed = ?",
-            (run, step, closed, arm, seed),
-        )
-
-    def unshipped(self) -> int:
-        """Members whose MLflow run is not complete."""
-        return self.db.execute("SELECT count(*) FROM members WHERE wanted AND NOT closed").fetchone()[0]
-
-    def mlflow_runs(self) -> set[str]:
-        """The MLflow runs that are known to be members'."""
-        return {
-            row["mlflow"] for row in self.db.execute("SELECT mlflow FROM members WHERE mlflow IS NOT NULL")
-        }
-
-    def forget_mlflow(self) -> None:
-        """Whatever was shipped is gone, or went elsewhere: everything is to be shipped again."""
-        self.db.execute("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0")
-        self.db.execute("DELETE FROM sweep WHERE key = 'mlflow_parent'")

@@ -15,7 +15,8 @@ _NAN = "-1.7976931348623157e308"
 
 
 def record_table(path: Path, trials: Sequence[int], names: Sequence[int]) -> pa.Table:
-    """Return (trial, name, step, value) of these trials and metrics, by their numbers in the ledger at `path`; a NULL is a NaN."""
+    """Return (trial, name, step, value) of these trials and metrics, by their numbers in the ledger at
+    `path`; a NULL is a NaN."""
     inside = [
         f"{column} IN ({','.join(map(str, numbers))})"
         for column, numbers in (("trial", trials), ("name", names))

@@ -1,4 +1,5 @@
-"""Damage to the values of a ledger, for the faults' tests: a connection of its own, as a bad disk or an edit by hand would have.
+"""Damage to the values of a ledger, for the faults' tests: a connection of its own, as a bad disk or an edit
+by hand would have.
 
 Nothing else writes a ledger past its writer, whose triggers seal what it writes (ledger_seals.py).
 """
@@ -20,7 +21,8 @@ class StoredValue:
 
 
 def stored_values(path: Path) -> list[StoredValue]:
-    """Return all values that are no NaN, by trial, name and step, once all of them are in the ledger's file itself."""
+    """Return all values that are no NaN, by trial, name and step, once all of them are in the ledger's file
+    itself."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         rows = db.execute(

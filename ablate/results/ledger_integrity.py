@@ -1,4 +1,5 @@
-"""Check that a ledger still holds what was written into it: records by number and digest, rows of all other tables by their seals.
+"""Check that a ledger still holds what was written into it: records by number and digest, rows of all other
+tables by their seals.
 
 Read-only: the callers (verify.py, scheduler.py, sweep_control.py) decide what to do about a difference.
 """
@@ -19,7 +20,8 @@ from ablate.results.trial_store import Tally
 
 
 def tally(ledger: Ledger, trial: int) -> Tally:
-    """Return number and digest of a trial's records. ValueError where a cell does not hold what its column is for."""
+    """Return number and digest of a trial's records. ValueError where a cell does not hold what its column is
+    for."""
     result, cursor = Tally(), ledger.db.cursor()
     cursor.row_factory = None
     names = ledger.names()
@@ -50,9 +52,11 @@ def strays(ledger: Ledger, trial: int, events: Iterable[Mapping[str, Any]]) -> b
 
 
 def flaw(ledger: Ledger) -> str | None:
-    """Describe the first row that is not as it was written, by table and row; return None where all are. Records: `tally`.
+    """Describe the first row that is not as it was written, by table and row; return None where all are.
+    Records: `tally`.
 
-    A ledger of an earlier version has no seals: only cells that cannot be read, or refer to nothing, are noticed.
+    A ledger of an earlier version has no seals: only cells that cannot be read, or refer to nothing, are
+    noticed.
     """
     try:
         if is_sealed(ledger.db):
@@ -65,7 +69,8 @@ def flaw(ledger: Ledger) -> str | None:
 
 def _unreadable(ledger: Ledger) -> str | None:
     members = ledger.db.execute(
-        "SELECT members.arm, seed, knobs, spec FROM members LEFT JOIN arms USING (arm) LEFT JOIN trials USING (trial) WHERE wanted"
+        "SELECT members.arm, seed, knobs, spec FROM members LEFT JOIN arms USING (arm) LEFT JOIN trials"
+        " USING (trial) WHERE wanted"
     )
     for arm, seed, knobs, spec in members:
         if knobs is None or spec is None:

@@ -1,7 +1,8 @@
 """How far a ledger's trials are: attempts that run, the pace of one, records that a projection lacks.
 
-Functions of an open ledger, as methods of `Ledger` are; each row comes back as a frozen dataclass. For commands that look at
-a sweep from outside (status, the faults' checks, MLflow's lag), which must ask as little of many trials as of few.
+Functions of an open ledger, as methods of `Ledger` are; each row comes back as a frozen dataclass. For
+commands that look at a sweep from outside (status, the faults' checks, MLflow's lag), which must ask as
+little of many trials as of few.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Pace:
-    """Last step that a trial recorded, when (seconds since 1970), and its steps per second; None while too few are recorded."""
+    """Last step that a trial recorded, when (seconds since 1970), and its steps per second; None while too
+    few are recorded."""
 
     step: int = 0
     moment: float = 0.0
@@ -57,7 +59,10 @@ def outcomes(ledger: Ledger) -> dict[str, int]:
 def pace(ledger: Ledger, trial: int, started: float) -> Pace:
     """Return how far a trial is, and its speed over its last records since `started`."""
     # One look into the index a name: a trial's records are ordered by name, then step.
-    query = "SELECT name, (SELECT max(step) FROM records WHERE trial = ? AND records.name = names.name) AS step FROM names"
+    query = (
+        "SELECT name, (SELECT max(step) FROM records WHERE trial = ? AND records.name = names.name) AS step"
+        " FROM names"
+    )
     rows = ledger.db.execute(query, (trial,))
     name, step = max(rows, key=lambda row: -1 if row["step"] is None else row["step"], default=(0, None))
     if step is None:
@@ -83,7 +88,8 @@ def record_count(ledger: Ledger) -> int:
 
 
 def unshipped_records(ledger: Ledger, shown: Callable[[str], bool]) -> int:
-    """Return the number of records of metrics that are `shown` which the runs of wanted members in MLflow lack."""
+    """Return the number of records of metrics that are `shown` which the runs of wanted members in MLflow
+    lack."""
     names = [number for number, text in ledger.names().items() if shown(text)]
     members = ledger.db.execute("SELECT trial, shipped FROM members WHERE wanted AND NOT closed").fetchall()
     query = "SELECT count(*) FROM records WHERE trial = ? AND name = ? AND step > ?"

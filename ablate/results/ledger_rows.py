@@ -14,7 +14,8 @@ OVER = (*FINISHED, "failed", "oom", "pruned", "stopped")
 
 @dataclass(frozen=True)
 class Trial:
-    """A row of table `trials`: one workload, one recipe, one seed, one engine, whichever members it belongs to."""
+    """A row of table `trials`: one workload, one recipe, one seed, one engine, whichever members it belongs
+    to."""
 
     trial: int
     id: str

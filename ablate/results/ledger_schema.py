@@ -1,4 +1,5 @@
-"""The tables of a sweep's ledger, and the columns and tables that ledgers of earlier versions lack. What they mean: ledger.py."""
+"""The tables of a sweep's ledger, and the columns and tables that ledgers of earlier versions lack. What they
+mean: ledger.py."""
 
 import sqlite3
 
@@ -28,12 +29,13 @@ INSERT OR IGNORE INTO sweep VALUES ('edition', lower(hex(randomblob(16))));
 CREATE TABLE IF NOT EXISTS compared (id TEXT PRIMARY KEY, signature TEXT NOT NULL) WITHOUT ROWID;
 """
 _LATER = {"role": "TEXT", "repeats": "INTEGER REFERENCES arms", "reason": "TEXT"}
-"""Columns of `arms` that ledgers of earlier versions lack: the arm's role, the arm that a repeated point of a search
-repeats, and why a point cannot be run."""
+"""Columns of `arms` that ledgers of earlier versions lack: the arm's role, the arm that a repeated point of a
+search repeats, and why a point cannot be run."""
 
 
 def create(db: sqlite3.Connection) -> None:
-    """Make the tables, and the columns and seals that an earlier version's ledger lacks. What is there already stays."""
+    """Make the tables, and the columns and seals that an earlier version's ledger lacks. What is there
+    already stays."""
     db.executescript(_SCHEMA)
     db.execute("DROP TABLE IF EXISTS seals")  # an earlier version's, of facts and members alone
     for column in missing_columns(db):

@@ -1,4 +1,5 @@
-"""Decisions on what a sweep runs next: more seeds for undecided arms, and a search's winner on fresh seeds."""
+"""Decisions on what a sweep runs next: more seeds for undecided arms, and a search's winner on fresh
+seeds."""
 
 import itertools
 from collections.abc import Collection

@@ -1,4 +1,5 @@
-"""What a report is made of: headings, sentences, tables and pictures, each as HTML and as Markdown. No numbers here."""
+"""What a report is made of: headings, sentences, tables and pictures, each as HTML and as Markdown. No
+numbers here."""
 
 import base64
 import csv
@@ -78,7 +79,8 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows by column name. A cell is text, or (text, number to sort by). Columns with numbers stand right; clicking a head sorts."""
+    """Rows by column name. A cell is text, or (text, number to sort by). Columns with numbers stand right;
+    clicking a head sorts."""
 
     name: str
     rows: Sequence[Mapping[str, Any]]
@@ -86,7 +88,8 @@ class Table:
     classes: Sequence[str] = ()
     """A row's class, which colours its verdict; empty for none."""
     notes: Sequence[Sequence[str]] = ()
-    """Notes on each row: numbered under the table, their marks behind the row's verdict; a column of their own in the CSV."""
+    """Notes on each row: numbered under the table, their marks behind the row's verdict; a column of their
+    own in the CSV."""
 
     @property
     def empty(self) -> bool:

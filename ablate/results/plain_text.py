@@ -1,8 +1,8 @@
 """Text of users in places where it could be more than text: terminals, tables, Markdown and spreadsheets.
 
-Names, questions, knob values, paths and messages of exceptions come from files that other people write. An escape character in them
-drives a terminal, a line break forges a line of a log, `=` at the start of a CSV cell is a formula. Rich's markup is turned off
-altogether by `cli.console`.
+Names, questions, knob values, paths and messages of exceptions come from files that other people write. An
+escape character in them drives a terminal, a line break forges a line of a log, `=` at the start of a CSV
+cell is a formula. Rich's markup is turned off altogether by `cli.console`.
 """
 
 import re
@@ -15,7 +15,8 @@ _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
 
 
 def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
-    """Number the notes on a table's rows, equal ones once. Return each row's marks (`¹ ³`), and the notes behind their marks."""
+    """Number the notes on a table's rows, equal ones once. Return each row's marks (`¹ ³`), and the notes
+    behind their marks."""
     numbers = {
         note: str(number).translate(_RAISED)
         for number, note in enumerate(dict.fromkeys(n for row in rows for n in row), 1)
@@ -26,7 +27,8 @@ def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
 
 
 def csv_cell(value: object) -> object:
-    """Return a cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe. Numbers stay as they are."""
+    """Return a cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe.
+    Numbers stay as they are."""
     if not isinstance(value, str) or not _FORMULA.match(value):
         return value
     return f"'{value}"

@@ -19,7 +19,8 @@ Detail = Literal["negligible", "within", "smaller", "larger"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """A verdict on a published figure: does the measured one agree with it? `agreement_text` turns it into words."""
+    """A verdict on a published figure: does the measured one agree with it? `agreement_text` turns it into
+    words."""
 
     kind: Literal["agrees", "disagrees", "differs", "unresolved", "unjudged"]
     """Of one arm's figure "agrees" or "differs"; of two arms' "agrees", "disagrees" or "unresolved"."""
@@ -41,7 +42,8 @@ class Replication:
 
     figure: Published
     measured: Difference
-    """The mean over seeds with its interval: of the arm alone, of the arm minus the other, or of that as a share of the other."""
+    """The mean over seeds with its interval: of the arm alone, of the arm minus the other, or of that as a
+    share of the other."""
     verdict: Agreement
     margin: float | None = None
     """The smallest difference that matters, in the unit of `measured`."""
@@ -49,7 +51,8 @@ class Replication:
     given: int = 0
     """Seeds that either arm was given, and those on which one diverged."""
     learned: bool = True
-    """False if the loss of each of its arms is no better than that of a model that ignores its input: there is nothing to compare."""
+    """False if the loss of each of its arms is no better than that of a model that ignores its input: there
+    is nothing to compare."""
     unshared: bool = False
     """True of a published share if the other arm's mean is 0, of which there is none."""
 
@@ -170,11 +173,13 @@ def _alike(figure: Published, measured: Difference) -> Agreement:
 
 
 def _same_way(line: Replication, p: float, same: float) -> Agreement:
-    """Compare a published difference with the measured one: the direction decides, after Holm's correction; the size is a detail.
+    """Compare a published difference with the measured one: the direction decides, after Holm's correction;
+    the size is a detail.
 
-    `p` is of no effect, `same` of one that matters. A published difference is contradicted by one the other way, and by one too
-    small to matter; a published equality only by a difference that is resolved. Models of other sizes need not share the size of an
-    effect, so that alone is no disagreement. Equal counts are neither, nor is anything if no arm learned.
+    `p` is of no effect, `same` of one that matters. A published difference is contradicted by one the other
+    way, and by one too small to matter; a published equality only by a difference that is resolved. Models of
+    other sizes need not share the size of an effect, so that alone is no disagreement. Equal counts are
+    neither, nor is anything if no arm learned.
     """
     figure, measured = line.figure, line.measured
     if not line.learned:
@@ -223,7 +228,8 @@ _DETAILS = {
 
 
 def agreement_text(line: Replication, short: bool = False) -> str:
-    """Return the verdict on a published figure in words: all of it in a line, or the word for a table's column."""
+    """Return the verdict on a published figure in words: all of it in a line, or the word for a table's
+    column."""
     verdict = line.verdict
     word = "not measured" if verdict.reason == "not_measured" else _KINDS.get(verdict.kind, verdict.kind)
     lost = diverged_text(len(line.diverged), line.given)

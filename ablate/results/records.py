@@ -1,8 +1,9 @@
-"""Every record of an experiment, or of several, as one tidy frame: fast for ten million rows, and remembered beside the ledger.
+"""Every record of an experiment, or of several, as one tidy frame: fast for ten million rows, and remembered
+beside the ledger.
 
-What a finished trial recorded never changes, so it is kept as Parquet in `records/`, a file for those that were new at a look; the
-ledger is asked for the rest alone. A file says which trial and which metric each of its numbers stands
-for, since a ledger that is rebuilt numbers them anew.
+What a finished trial recorded never changes, so it is kept as Parquet in `records/`, a file for those that
+were new at a look; the ledger is asked for the rest alone. A file says which trial and which metric each of
+its numbers stands for, since a ledger that is rebuilt numbers them anew.
 """
 
 import hashlib
@@ -31,11 +32,13 @@ _FIRST = ("sweep", "arm", "baseline", "seed", "trial", "status", "step", "tokens
 
 
 def frame(*ledgers: Ledger, metrics: Collection[str] | None = None) -> pd.DataFrame:
-    """Every record as one row: sweep, arm, baseline, seed, trial, status, step, tokens, metric, value, and a column for each knob.
+    """Every record as one row: sweep, arm, baseline, seed, trial, status, step, tokens, metric, value, and a
+    column for each knob.
 
-    `metrics` are those wanted, as patterns (`quant/*/sqnr_db`); None: all. What repeats is categorical: all but step, tokens, value.
-    A shared trial has its rows once for each member that it is of. `tokens`, those trained on by then, is NaN where a workload has
-    none; so is a knob that an arm does not turn, or turns to null.
+    `metrics` are those wanted, as patterns (`quant/*/sqnr_db`); None: all. What repeats is categorical: all
+    but step, tokens, value. A shared trial has its rows once for each member that it is of. `tokens`, those
+    trained on by then, is NaN where a workload has none; so is a knob that an arm does not turn, or turns to
+    null.
     """
     frames = [_frame(ledger, metrics) for ledger in ledgers]
     return frames[0] if len(frames) == 1 else pd.concat(map(_plain, frames), ignore_index=True)
@@ -97,7 +100,8 @@ def _facts(ledger: Ledger, members: Sequence[Mapping[str, Any]]) -> list[dict[st
 
 
 def tokens_per_step(spec: Mapping[str, Any]) -> int | None:
-    """Tokens that a step of a trial trains on, from its spec; None where its workload has none, or is none of today's."""
+    """Tokens that a step of a trial trains on, from its spec; None where its workload has none, or is none of
+    today's."""
     ((workload, config),) = spec["workload"].items() if spec.get("workload") else (("", {}),)
     known = WORKLOADS.get(workload)
     try:
@@ -110,7 +114,8 @@ def tokens_per_step(spec: Mapping[str, Any]) -> int | None:
 
 
 def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
-    """(trial, name, step, value) by trial, in the ledger's numbers; of what is remembered only what is still true."""
+    """(trial, name, step, value) by trial, in the ledger's numbers; of what is remembered only what is still
+    true."""
     folder, edition = ledger.path.parent / "records", ledger.fact("edition")
     wanted = {member["trial"]: member for member in ledger.members()}
     texts, kept, known = ledger.names(), [], set()
@@ -144,7 +149,8 @@ def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
 
 
 def _numbers(written: bytes, now: Mapping[str, int]) -> dict[int, int]:
-    """The ledger's present number for each number in a file, keyed by the file's; without those that are not wanted."""
+    """The ledger's present number for each number in a file, keyed by the file's; without those that are not
+    wanted."""
     return {int(then): now[text] for then, text in json.loads(written).items() if text in now}
 
 
@@ -156,7 +162,8 @@ def _renumbered(column: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.Chunk
 def _keep(
     folder: Path, edition: str, rows: pa.Table, trials: Mapping[int, str], names: Mapping[int, str]
 ) -> None:
-    """Remember the rows of these trials (number -> id); what was remembered of another edition of the ledger goes."""
+    """Remember the rows of these trials (number -> id); what was remembered of another edition of the ledger
+    goes."""
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.parquet"):
         if not old.name.startswith(f"{edition}-"):

@@ -134,7 +134,8 @@ def published_of(ledger: Ledger) -> list[Published]:
 
 
 def interval_of(ledger: Ledger) -> Interval:
-    """Return the kind of the sweep's intervals; t for a sweep of an earlier version that did not record it."""
+    """Return the kind of the sweep's intervals; t for a sweep of an earlier version that did not record
+    it."""
     return Interval.parse(ledger.fact("interval") or "t")
 
 

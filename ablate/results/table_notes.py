@@ -27,7 +27,8 @@ def emulated(ledger: Ledger) -> str:
 
 
 def reading(arms: Sequence[ArmSummary]) -> str:
-    """Return sentences that explain a table of these arms: pairing, intervals, seeds needed, a search's gaps."""
+    """Return sentences that explain a table of these arms: pairing, intervals, seeds needed, a search's
+    gaps."""
     counts = {arm.gap.pairs for arm in arms if arm.gap and arm.gap.pairs}
     over = (
         f"over {counted(counts.pop(), 'seed')}"

@@ -1,15 +1,23 @@
-"""The trial store: one self-describing folder a trial, shared by every sweep. Results are files; renaming one in is the commit.
+"""The trial store: one self-describing folder for each trial, shared by all sweeps.
 
-trials/<id>/spec.json             what was run: the hash of this is the id
-trials/<id>/log-<attempt>.txt     what the trial printed; made first, it gives the attempt its number, whoever asks for the trial
-trials/<id>/events-<attempt>.jsonl  one record a line with its checksum, appended as it happens
-trials/<id>/lock                  held by the attempt that runs, and names it
-trials/<id>/trunk-<attempt>.json  the trial whose records come before this attempt's, and up to which step, where it was forked
-trials/<id>/artifacts/            what the trial left for people: pictures
-trials/<id>/result.json           there when, and only when, the trial is over and need never run again
+The problem: a trial is killed at any moment, is wanted by several sweeps at once, and must not be run twice.
+So its results are files, and one rename is the commit: `result.json` exists if and only if the trial is over
+and need never run again. Everything else in the folder may be incomplete.
 
-Nothing here is trusted because it is there. `result.json` has a digest of itself, and number and digest of the trial's records; each
-line of events and each checkpoint has a checksum of its own. Whatever does not match raises `Damaged`, which names the file.
+  trials/<id>/spec.json               the resolved spec; its hash is the id
+  trials/<id>/log-<attempt>.txt       output of an attempt; created first, which reserves the attempt's number
+  trials/<id>/events-<attempt>.jsonl  one event per line with its checksum, appended during the run
+  trials/<id>/lock                    held by the attempt that runs, and names it
+  trials/<id>/trunk-<attempt>.json    trial and step that a forked attempt started from
+  trials/<id>/artifacts/              files for people: pictures
+  trials/<id>/result.json             status, reason, seconds, steps, digest of the records
+
+For example, `store.begin(id)` returns 1, the run appends to events-1.jsonl and is killed; `begin` then
+returns 2, and of the steps that both attempts recorded, the later attempt's records count.
+
+Refused: files are never trusted because they exist. `result.json` has a digest of itself and of the trial's
+records, and each line and each checkpoint has its own checksum. A mismatch raises `Damaged`, which names the
+file.
 """
 
 import hashlib
@@ -33,10 +41,12 @@ _OF_A_RESULT = {"status", "reason", "seconds", "started", "steps"}
 
 
 class Tally:
-    """Number and digest of a trial's records: the same for events files and for ledger rows that hold the same records.
+    """Number and digest of a trial's records, equal for events files and ledger rows that hold the same
+    records.
 
-    A metric is a column of (step, value, time) in the order of its steps; the digest is the SHA-256 of all columns' digests, by the
-    metrics' names, and of what was done in words. Values count as the ledger keeps them: doubles, every NaN alike, -0.0 as 0.0.
+    A metric is a column of (step, value, time) in the order of its steps. The digest is the SHA-256 of all
+    columns' digests, by the metrics' names, and of the texts on interventions. Values count as the ledger
+    stores them: doubles, with all NaNs equal and -0.0 as 0.0.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -50,7 +60,8 @@ class Tally:
             self.add(event)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Count an event's records; of a metric that comes twice at one step, the first. ValueError where steps go back."""
+        """Count an event's records. If a metric comes twice at one step, the first counts. ValueError if
+        steps go back."""
         step, moment = event["step"], event["time"]
         for name, value in event["metrics"].items():
             last = self._last.get(name, -1)
@@ -73,11 +84,11 @@ class Tally:
         self._columns.setdefault(name, hashlib.sha256()).update(b"".join(packed))
 
     def words(self, rows: Iterable[tuple[int, str]]) -> None:
-        """Count what was done, in words, by step."""
+        """Count texts on interventions, by step."""
         self._words.update(rows)
 
     def sealed(self) -> dict[str, Any]:
-        """Number and digest of all that was counted so far: `count`, `sha256`."""
+        """Return number and digest of all that was counted so far: `count`, `sha256`."""
         for name in list(self._waiting):
             self.column(name, self._waiting.pop(name))
         digests = [[name, column.hexdigest()] for name, column in sorted(self._columns.items())]
@@ -95,9 +106,10 @@ def line(event: Mapping[str, Any], trial: str) -> bytes:
 
 
 def parsed(text: bytes, trial: str) -> dict[str, Any]:
-    """Return the event of a line of a trial's file. ValueError for a line that is not what was written, or of another trial.
+    """Return the event of a line of a trial's file. Lines of earlier versions have no checksum.
 
-    Lines of earlier versions have no checksum.
+    Raises:
+        ValueError: The line is not what was written, or belongs to another trial.
     """
     body, mark, crc = text.rpartition(_CRC)
     if mark and crc != b'%08x"}\n' % _checksum(body + b"}", trial):
@@ -106,7 +118,11 @@ def parsed(text: bytes, trial: str) -> dict[str, Any]:
 
 
 def as_event(content: Any) -> dict[str, Any]:
-    """Return content that is an event: an integer `step`, a number `time`, a mapping `metrics`. ValueError for anything else."""
+    """Return `content` if it is an event: an integer `step`, a number `time`, a mapping `metrics`.
+
+    Raises:
+        ValueError: It is anything else.
+    """
     whole = (
         isinstance(content, dict)
         and isinstance(content.get("metrics"), dict)
@@ -122,19 +138,22 @@ def _checksum(text: bytes, trial: str) -> int:
 
 
 class Store:
-    """The folder `trials/` of a state folder."""
+    """Trial store of a state folder. `root`: the state folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
 
     def folder(self, trial: str) -> Path:
-        """Where the trial with this id lives; made when it is first run."""
+        """Return the folder of a trial. It is created when the trial first runs."""
         return self.root / "trials" / trial
 
     def result(self, trial: str) -> dict[str, Any] | None:
-        """The result of a finished trial, None for one that is not finished. Damaged where it is not what was committed.
+        """Return the result of a finished trial, None for one that is not finished.
 
-        `records` has number and digest of the trial's records; results of earlier versions have none.
+        `records` in it has number and digest of the trial's records; results of earlier versions lack it.
+
+        Raises:
+            Damaged: The file is not what was committed.
         """
         path = self.folder(trial) / "result.json"
         try:
@@ -149,24 +168,31 @@ class Store:
         return result
 
     def finished(self, trial: str) -> bool:
-        """Return True for a trial with a result; one whose result is damaged runs again."""
+        """Return True for a trial with a valid result. A trial whose result is damaged runs again."""
         try:
             return self.result(trial) is not None
         except Damaged:
             return False
 
     def artifacts(self, trial: str) -> list[Path]:
-        """The files that the trial left for people, by name; none where it left none, or runs elsewhere."""
+        """Return the files that the trial saved for people, by name; empty if it saved none, or runs
+        elsewhere."""
         return sorted(path for path in (self.folder(trial) / "artifacts").glob("*") if path.is_file())
 
     def commit(self, trial: str, result: dict[str, Any]) -> None:
-        """Make `result` the trial's result: all of it or nothing, also when the power fails. Its events files are on disk before it."""
+        """Make `result` the trial's result, completely or not at all, also if the power fails.
+
+        The trial's events files are synced to disk first.
+        """
         for path in (*self._events_files(trial), self.folder(trial)):
             synced(path)
         write(self.folder(trial) / "result.json", result | {"sha256": _digest(result)})
 
     def begin(self, trial: str) -> int:
-        """A new attempt's number, above all there were, in any sweep and by any ledger: its records replace nobody else's."""
+        """Return a new attempt's number, larger than all before it in any sweep, and create its log file.
+
+        The number is unique even if two controllers ask at once, so no attempt replaces another's records.
+        """
         folder = self.folder(trial)
         folder.mkdir(parents=True, exist_ok=True)
         attempt = max(map(_number, folder.glob("log-*.txt")), default=0) + 1
@@ -178,11 +204,19 @@ class Store:
                 attempt += 1
 
     def retire(self, trial: str) -> Path | None:
-        """Put the trial's folder aside, so that it is run afresh; returns its place in `retired/`, None where there is no folder."""
+        """Move the trial's folder to `retired/`, so that the trial is run again from the start.
+
+        Returns:
+            Its new path, None if there was no folder.
+        """
         return self.put_aside(self.folder(trial)) if self.folder(trial).exists() else None
 
     def put_aside(self, path: Path) -> Path | None:
-        """Move a file or a folder to `retired/`; returns its new path, None where another process was faster."""
+        """Move a file or a folder to `retired/`.
+
+        Returns:
+            Its new path, None if another process moved it first.
+        """
         retired = self.root / "retired"
         retired.mkdir(exist_ok=True)
         aside = retired / f"{path.name}-{time.time_ns()}"
@@ -191,11 +225,14 @@ class Store:
         return None
 
     def shared(self, name: str) -> Path:
-        """Where the checkpoint lies that several trials pass through."""
+        """Return the path of a checkpoint that several trials can start from."""
         return self.root / "checkpoints" / f"{name}.pt"
 
     def checkpoint_step(self, trial: str) -> int:
-        """Return the step of the trial's own checkpoint, 0 if there is none that it can go on from. Reads the footer alone."""
+        """Return the step of the trial's own checkpoint, 0 if there is none that it can resume from.
+
+        Only the footer is read.
+        """
         path = self.folder(trial) / "checkpoint.pt"
         with suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
             about = read_footer(file, path)
@@ -204,13 +241,16 @@ class Store:
         return 0
 
     def largest_checkpoint(self) -> int:
-        """Bytes of the largest checkpoint there is."""
+        """Return the size in bytes of the largest shared checkpoint."""
         return max((path.stat().st_size for path in self._checkpoints()), default=0)
 
     def collect(self, free: int) -> bool:
-        """Remove shared checkpoints, those unused for longest first, until the disk has so many bytes free; whether it has.
+        """Delete shared checkpoints, the least recently used first, until the disk has `free` bytes free.
 
-        Nothing is lost but time: a trial that would have gone on from one starts earlier.
+        Only time is lost: a trial that would have started from one starts earlier.
+
+        Returns:
+            True if the disk has that many bytes free.
         """
         for path in sorted(self._checkpoints(), key=lambda path: path.stat().st_mtime):
             if shutil.disk_usage(self.root).free >= free:
@@ -219,20 +259,29 @@ class Store:
         return shutil.disk_usage(self.root).free >= free
 
     def checkpoints(self) -> list[Path]:
-        """The shared checkpoints, and what killed trials wrote of one."""
+        """Return the shared checkpoints, including partial files of killed trials."""
         return [path for path in (self.root / "checkpoints").glob("*.pt*") if path.is_file()]
 
     def _checkpoints(self) -> list[Path]:
         return [*(self.root / "checkpoints").glob("*.pt"), *(self.root / "checkpoints").glob("*.pt.damaged")]
 
     def fork(self, trial: str, attempt: int, trunk: Mapping[str, Any]) -> None:
-        """Note that an attempt goes on from the state that the trial `trunk["trial"]` left after `trunk["step"]` steps."""
+        """Record that an attempt starts from the state of the trial `trunk["trial"]` after `trunk["step"]`
+        steps."""
         write(self.folder(trial) / f"trunk-{attempt}.json", trunk)
 
     def events(self, trial: str, until: float = math.inf, strict: bool = True) -> Iterator[dict[str, Any]]:
-        """What the trial recorded up to a step, by step, its trunks' records included; of a record that several attempts made, the last.
+        """Yield the trial's events up to a step, by step, including those of its trunks.
 
-        A last line torn by a crash is left out. Damaged for a line that is not what was written, which is left out where not `strict`.
+        Of a record that several attempts made, the last counts. A last line torn by a crash is left out.
+
+        Args:
+            trial: Id of the trial.
+            until: Last step that is returned.
+            strict: False to skip damaged lines.
+
+        Raises:
+            Damaged: A line is not what was written, and `strict` is set.
         """
         layers: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
         self._lay(layers, trial, until, strict)
@@ -242,8 +291,11 @@ class Store:
     def _lay(
         self, layers: dict[int, list[tuple[Path, dict[str, Any]]]], trial: str, until: float, strict: bool
     ) -> None:
-        """Two trials may each have gone on from a state that the other left, and a trial from one of its own: a trunk counts for what
-        lies beyond it alone."""
+        """Collect the events of a trial and of its trunks in `layers`, by step.
+
+        Two trials may each have started from a state of the other, and a trial from one of its own, so each
+        trunk is read up to its own step alone.
+        """
         for trunk in self._trunks(trial, strict):
             if trunk["step"] < until:
                 self._lay(layers, trunk["trial"], trunk["step"], strict)
@@ -269,13 +321,21 @@ class Store:
         return sorted(self.folder(trial).glob("events-*.jsonl"), key=_number)
 
     def attempts(self, trial: str) -> int:
-        """How many attempts recorded something of the trial, its trunks' counted as one each."""
+        """Return the number of attempts that recorded something of the trial, plus one for each of its
+        trunks."""
         return len(self._events_files(trial)) + len(list(self._trunks(trial, strict=False)))
 
     def proven(self, trial: str, result: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The events of a finished trial. Damaged where they are not those that its result was committed with.
+        """Return the events of a finished trial, after comparing them with the digest in its result.
 
-        A result of an earlier version has no digest: its last step is all that can be compared.
+        A result of an earlier version has no digest: only its last step is compared.
+
+        Args:
+            trial: Id of the trial.
+            result: Its result.
+
+        Raises:
+            Damaged: The events are not those that the result was committed with.
         """
         folder = self.folder(trial)
         if lacking := _OF_A_RESULT - result.keys():
@@ -306,7 +366,7 @@ class Store:
         return events
 
     def signature(self, trial: str) -> str:
-        """Changes when a file that says what the trial recorded is written, by size and time: a cheap reason to look at it again."""
+        """Return a digest of size and time of the trial's files. It changes if any of them is written."""
         seen: list[Any] = []
         left = [trial]
         done: set[str] = set()
@@ -325,19 +385,28 @@ class Store:
         return _digest(seen)
 
     def log(self, trial: str, attempt: int) -> Path:
-        """What an attempt prints."""
+        """Return the path of an attempt's log."""
         return self.folder(trial) / f"log-{attempt}.txt"
 
     def log_tail(self, trial: str, attempt: int, lines: int = 20) -> str:
-        """The last lines that an attempt printed."""
+        """Return the last lines that an attempt printed."""
         path = self.log(trial, attempt)
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
 
     @contextmanager
     def claim(self, trial: str, attempt: int, wait: bool = True) -> Iterator[Callable[[], bool]]:
-        """Hold the trial, waiting while another process does, or raise Busy. The lock ends with the process, however it ends.
+        """Hold the trial's lock within the block. The lock ends with the process, however it ends.
 
-        Gives a function: whether this attempt still holds it. One that lost touch with the file system, and wakes up, does not.
+        Yields a function that returns True while this attempt still holds the lock: an attempt that lost
+        contact with the file system may have lost it.
+
+        Args:
+            trial: Id of the trial.
+            attempt: Number of the attempt.
+            wait: True to wait for another process that holds it.
+
+        Raises:
+            Busy: Another process holds the lock, and `wait` is False.
         """
         with lock(self.folder(trial) / "lock", wait, attempt) as held:
             yield held
@@ -356,7 +425,10 @@ def _lines(path: Path, strict: bool) -> Iterator[dict[str, Any]]:
 
 
 def _put(layer: list[tuple[Path, dict[str, Any]]], path: Path, event: dict[str, Any]) -> None:
-    """Add an event to those of its step: a later attempt's records replace earlier ones, one attempt's second ones count for nothing."""
+    """Add an event to those of its step.
+
+    A later attempt's records replace earlier ones; of one attempt, the first record of a metric counts.
+    """
     kept, words = [], set(event.get("events", ()))
     for source, old in layer:
         if source == path and old == event:  # the same line, by another way
@@ -383,5 +455,5 @@ def _counted(sealed: Mapping[str, Any]) -> str:
 
 
 def _number(path: Path) -> int:
-    """The attempt that a file belongs to."""
+    """Return the number of the attempt that a file belongs to."""
     return int(path.stem.partition("-")[2])

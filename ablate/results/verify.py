@@ -1,7 +1,7 @@
 """Comparison of a sweep's ledger with its own seals and with its trial folders: rows, records, results.
 
-A trial whose result was committed by an earlier version has no digest. Its last step and, where one attempt ran it, its records are
-compared, and it counts as unverified. Nothing is written.
+A trial whose result was committed by an earlier version has no digest. Its last step and, where one attempt
+ran it, its records are compared, and it counts as unverified. Nothing is written.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,8 @@ from ablate.results.trial_store import Store
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A trial, or where `trial` is empty something of the sweep itself, that is not what was written, and the file that says so."""
+    """A trial, or where `trial` is empty something of the sweep itself, that is not what was written, and the
+    file that says so."""
 
     trial: str
     path: str
@@ -57,7 +58,8 @@ class Verified:
 
 
 def verify(ledger: Ledger, store: Store) -> Verified:
-    """Compare all rows of the ledger with their seals, all records with theirs, and all finished trials with their folders."""
+    """Compare all rows of the ledger with their seals, all records with theirs, and all finished trials with
+    their folders."""
     again = f"`ablate rebuild {ledger.name}.yaml` makes it again from the trial folders"
     why = flaw(ledger)
     mismatches = [Mismatch("", str(ledger.path), f"{ledger.path}: {why}", again)] if why else []
@@ -83,7 +85,10 @@ def _compare(ledger: Ledger, store: Store, row: Trial, again: str) -> tuple[str,
                 doubted(ledger, store, row, result, store.proven(trial, result))
                 wrong += _differs(store, row, result)
     except Damaged as error:
-        rerun = f"`ablate rebuild {ledger.name}.yaml` puts its folder aside, and the next run of the sweep runs it again"
+        rerun = (
+            f"`ablate rebuild {ledger.name}.yaml` puts its folder aside, and the next run of the sweep runs"
+            " it again"
+        )
         return kind, [Mismatch(trial, str(error.path), str(error), rerun)]
     try:
         digest = tally(ledger, row.trial).sealed()["sha256"]
@@ -99,9 +104,13 @@ def _compare(ledger: Ledger, store: Store, row: Trial, again: str) -> tuple[str,
 def doubted(
     ledger: Ledger, store: Store, row: Trial, result: Mapping[str, Any], events: list[dict[str, Any]]
 ) -> None:
-    """Damaged where a trial of an earlier version, which one attempt ran, is in the ledger with other records than in its folder."""
+    """Damaged where a trial of an earlier version, which one attempt ran, is in the ledger with other records
+    than in its folder."""
     if "records" not in result and store.attempts(row.id) == 1 and strays(ledger, row.trial, events):
-        why = f"its records are not those in {ledger.path}, and its result, of an earlier version, does not say which are right"
+        why = (
+            f"its records are not those in {ledger.path}, and its result, of an earlier version, does not"
+            " say which are right"
+        )
         raise Damaged(store.folder(row.id), why)
 
 
@@ -109,4 +118,7 @@ def _differs(store: Store, row: Trial, result: Mapping[str, Any]) -> Iterator[st
     """Say what the ledger's row of a trial has otherwise than its result."""
     for key in ("status", "reason", "seconds"):
         if getattr(row, key) != result[key]:
-            yield f"its {key} is {getattr(row, key)!r}, and {result[key]!r} in {store.folder(row.id) / 'result.json'}"
+            yield (
+                f"its {key} is {getattr(row, key)!r}, and {result[key]!r} in"
+                f" {store.folder(row.id) / 'result.json'}"
+            )

@@ -1,4 +1,5 @@
-"""A recipe taken step by step on real tensors, for the notebook that teaches it: every figure is computed by the numerics that train."""
+"""A recipe taken step by step on real tensors, for the notebook that teaches it: every figure is computed by
+the numerics that train."""
 
 import math
 from collections.abc import Mapping
@@ -40,7 +41,8 @@ class Walkthrough:
         self.out = Path(out) if out else None
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """x [tokens, inputs], w [outputs, inputs] and dy [tokens, outputs] of one layer at the end of a short bf16 run, in bf16."""
+        """x [tokens, inputs], w [outputs, inputs] and dy [tokens, outputs] of one layer at the end of a short
+        bf16 run, in bf16."""
         config = WORKLOADS["tensors"].model_validate(
             {"x": "captured", "w": "captured", "g": "captured"} | _LAYER
         )
@@ -92,7 +94,10 @@ class Walkthrough:
             for word, values in steps.items()
         ]
         scale = operand.block_scale[row, 0, start // 16, 0].item()
-        said = f"Block {start // 16} of row {row}: block scale {scale:g} (E4M3), amax of the tensor {operand.amax.item():g} (fp32)."
+        said = (
+            f"Block {start // 16} of row {row}: block scale {scale:g} (E4M3), amax of the tensor"
+            f" {operand.amax.item():g} (fp32)."
+        )
         return self.show(Table("block", rows, said))
 
     def errors(self, what: str, quant: Quant, **tensors: Tensor) -> Section:

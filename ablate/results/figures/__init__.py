@@ -1,7 +1,8 @@
-"""Numbers as pictures, each named by its question, with the numbers behind it. The only folder that knows seaborn.
+"""Numbers as pictures, each named by its question, with the numbers behind it. The only folder that knows
+seaborn.
 
-A function takes what the reading wing gives (arms, the frame, a grid) and returns a Picture, or None where there is nothing to draw. It
-draws at most forty arms, and the baselines of those, and says of how many.
+A function takes what the reading wing gives (arms, the frame, a grid) and returns a Picture, or None where
+there is nothing to draw. It draws at most forty arms, and the baselines of those, and says of how many.
 """
 
 from ablate.results.figures.bench import bars, shares, speeds

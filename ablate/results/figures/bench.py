@@ -28,7 +28,8 @@ _ENGINES = {"transformer_engine": " (TE)", "emulated": " (emulated)"}
 
 @house
 def bars(lines: Sequence[Line], value: str, label: str, hue: str) -> Picture | None:
-    """Measured values as bars, a group for each label coloured by `hue`; a panel for each shape and dtype. None of no lines."""
+    """Measured values as bars, a group for each label coloured by `hue`; a panel for each shape and dtype.
+    None of no lines."""
     if not lines:
         return None
     data = pd.DataFrame(lines)
@@ -103,8 +104,8 @@ def shares(lines: Sequence[Line], value: str, label: str, parts: Sequence[str]) 
 
 @house
 def speeds(lines: Sequence[Line], unit: str, *notes: str) -> Picture | None:
-    """How fast each layer is forward and backward, a group of bars for each shape, each on a pale track that ends at its peak. None of no
-    lines."""
+    """How fast each layer is forward and backward, a group of bars for each shape, each on a pale track that
+    ends at its peak. None of no lines."""
     if not lines:
         return None
     data = pd.DataFrame(
@@ -153,7 +154,8 @@ def speeds(lines: Sequence[Line], unit: str, *notes: str) -> Picture | None:
 def _tracks(
     axes: Axes, middles: Sequence[float], part: pd.DataFrame, unit: str, thick: float, colour: str
 ) -> None:
-    """From nothing to each bar's peak, with a line there and the share behind; nothing where no peak is known."""
+    """From nothing to each bar's peak, with a line there and the share behind; nothing where no peak is
+    known."""
     for middle, speed, peak, share in zip(middles, part[unit], part["peak"], part["share"], strict=True):
         if np.isfinite(peak):
             axes.barh(middle, peak, thick, linewidth=0, color=colour, alpha=0.13)

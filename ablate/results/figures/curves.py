@@ -1,4 +1,5 @@
-"""A metric over steps or tokens, one line an arm: as it is, as a gap to the baseline, or as an error that falls with draws."""
+"""A metric over steps or tokens, one line an arm: as it is, as a gap to the baseline, or as an error that
+falls with draws."""
 
 from collections.abc import Sequence
 
@@ -28,7 +29,8 @@ from ablate.results.intervals import Interval
 
 @house
 def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
-    """A metric over steps, one line an arm, the band from the smallest to the largest seed. None where no value is finite."""
+    """A metric over steps, one line an arm, the band from the smallest to the largest seed. None where no
+    value is finite."""
     metric = tables.named(name)
     found = tables.of(records, metric.name)
     if found.empty:
@@ -53,10 +55,9 @@ def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
 
 @house
 def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
-    """Each arm minus its baseline at the same step and seed, against tokens, or steps where a workload has none: the mean over seeds and,
-    from two on, its 95 % t interval, each step on its own. None where no arm has a pair. What comes before the first step is left out:
-    it has no place on a log axis.
-    """
+    """Each arm minus its baseline at the same step and seed, against tokens, or steps where a workload has
+    none: the mean over seeds and, from two on, its 95 % t interval, each step on its own. None where no arm
+    has a pair. What comes before the first step is left out: it has no place on a log axis."""
     gaps = _gaps(tables.of(table, metric.name))
     if gaps.empty:
         return None
@@ -109,8 +110,8 @@ def _with_interval(gaps: pd.DataFrame) -> pd.DataFrame:
 
 @house
 def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = ()) -> Picture | None:
-    """A metric over draws on log axes, one line an arm, with published figures where there are any: does it fall as 1 / draws? None where
-    no value is above zero."""
+    """A metric over draws on log axes, one line an arm, with published figures where there are any: does it
+    fall as 1 / draws? None where no value is above zero."""
     found = tables.of(records, metric)
     found = found[(found["value"] > 0) & (found["step"] > 0)]
     if found.empty:

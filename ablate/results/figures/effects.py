@@ -1,4 +1,5 @@
-"""How far arms are from each other and how sure that is: paired gaps, what a knob does, what two do together, what is the seed's."""
+"""How far arms are from each other and how sure that is: paired gaps, what a knob does, what two do together,
+what is the seed's."""
 
 import itertools
 import json
@@ -63,13 +64,17 @@ class _Line(NamedTuple):
 
 @house
 def forest(arms: list[ArmSummary], metric: Metric) -> Picture | None:
-    """Each arm's gap to its baseline with its paired interval; the band is what does not matter. None where nothing has a pair."""
+    """Each arm's gap to its baseline with its paired interval; the band is what does not matter. None where
+    nothing has a pair."""
     best = foremost(arms, metric, MOST_ARMS)
     compared = [arm for arm in best if arm.gap is not None and arm.gap.pairs]
     if not compared:
         return None
     question = f"How far is each arm from its baseline in {metric.name}?"
-    axis = f"{metric.name}: arm minus baseline, paired, {compared[0].interval}\n({better(metric.direction == 'minimize')})"
+    axis = (
+        f"{metric.name}: arm minus baseline, paired,"
+        f" {compared[0].interval}\n({better(metric.direction == 'minimize')})"
+    )
     lines = [_Line(arm.name, arm.gap, arm.margin, arm.verdict) for arm in compared]
     data = pd.DataFrame(
         {
@@ -87,7 +92,8 @@ def forest(arms: list[ArmSummary], metric: Metric) -> Picture | None:
 
 @house
 def contrast_forest(contrasts: list[Contrast], metric: Metric) -> Picture | None:
-    """What turning one knob did, everything else held, in the style of `forest`; of many the largest. None where nothing has a pair."""
+    """What turning one knob did, everything else held, in the style of `forest`; of many the largest. None
+    where nothing has a pair."""
     measured = [contrast for contrast in contrasts if contrast.effect.pairs]
     if not measured:
         return None
@@ -97,7 +103,10 @@ def contrast_forest(contrasts: list[Contrast], metric: Metric) -> Picture | None
     }
     shown = [contrast for contrast in measured if id(contrast) in largest]
     question = f"What does turning one knob do to {metric.name}?"
-    axis = f"{metric.name}: first value minus the other, paired, {shown[0].effect.interval}\n({better(metric.direction == 'minimize')})"
+    axis = (
+        f"{metric.name}: first value minus the other, paired,"
+        f" {shown[0].effect.interval}\n({better(metric.direction == 'minimize')})"
+    )
     lines = [
         _Line(
             f"{c.knob}: {c.change}" + (f" (with {c.held})" if c.held else ""), c.effect, c.margin, c.verdict
@@ -176,7 +185,8 @@ def _forest(
 
 
 def _standing(verdict: Verdict) -> str:
-    """Return the standing that a forest draws. An arm that a search chose by these numbers has no result, hence none."""
+    """Return the standing that a forest draws. An arm that a search chose by these numbers has no result,
+    hence none."""
     if not verdict.decided or verdict.exploratory:
         return "not decided"
     return "equivalent" if verdict.kind == "same" else verdict.kind
@@ -184,9 +194,8 @@ def _standing(verdict: Verdict) -> str:
 
 @house
 def dots(arms: list[ArmSummary], metric: Metric, published: Sequence[Published] = ()) -> Picture | None:
-    """Every arm's metric, a dot a seed; its baseline and what was published of it beside. A log axis where they span a factor of 8.
-    Of many arms the best, which is said. None where no arm was measured.
-    """
+    """Every arm's metric, a dot a seed; its baseline and what was published of it beside. A log axis where
+    they span a factor of 8. Of many arms the best, which is said. None where no arm was measured."""
     best = foremost(arms, metric, MOST_ARMS)
     measured = {arm.name: arm for arm in best if arm.values}
     if not measured:
@@ -244,9 +253,9 @@ def _dots(
 
 @house
 def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
-    """The metric over every two knobs of a grid, mean over the others and over seeds: where rows are not parallel, the knobs work upon
-    each other. Of many pairs those that do so most. None where there is no grid, or it has one knob.
-    """
+    """The metric over every two knobs of a grid, mean over the others and over seeds: where rows are not
+    parallel, the knobs work upon each other. Of many pairs those that do so most. None where there is no
+    grid, or it has one knob."""
     if grid is None or len(grid.levels) < 2:
         return None
     depends = dict.fromkeys(itertools.combinations(grid.levels, 2), 0.0)
@@ -321,8 +330,8 @@ def _means(grid: Grid, one: str, other: str) -> np.ndarray:
 
 @house
 def seed_spread(arms: list[ArmSummary], metric: Metric) -> Picture | None:
-    """Each seed's value as a line across arms: what the lines have in common is the seed's, and goes when arms are paired. None where no
-    arm was measured."""
+    """Each seed's value as a line across arms: what the lines have in common is the seed's, and goes when
+    arms are paired. None where no arm was measured."""
     best = foremost(arms, metric, MOST_ARMS)
     shown = [arm for arm in best if arm.values]
     if not shown:
@@ -363,14 +372,16 @@ def _spread(arms: list[ArmSummary]) -> str:
     if not of_gaps:
         return "One seed: no spread." if not of_values else ""
     values, gaps = (math.sqrt(np.mean(np.square(found))) for found in (of_values, of_gaps))
-    return f"Standard deviation over seeds: {values:.2g} of an arm's values, {gaps:.2g} of its differences from its baseline."
+    return (
+        f"Standard deviation over seeds: {values:.2g} of an arm's values, {gaps:.2g} of its differences from"
+        " its baseline."
+    )
 
 
 @house
 def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
-    """Each arm's gap to its baseline over its throughput, and the arms that no other beats in both; a baseline's gap is 0. None where no
-    throughput was measured. It compares runs of equal hardware only.
-    """
+    """Each arm's gap to its baseline over its throughput, and the arms that no other beats in both; a
+    baseline's gap is 0. None where no throughput was measured. It compares runs of equal hardware only."""
     best = foremost(arms, metric, MOST_ARMS)
     shown = [
         arm

@@ -1,4 +1,5 @@
-"""Whether a run was well: what quantising each operand lost, by slot and by layer, what rounded to zero, and who diverged."""
+"""Whether a run was well: what quantising each operand lost, by slot and by layer, what rounded to zero, and
+who diverged."""
 
 from collections.abc import Iterable, Sequence
 
@@ -42,8 +43,8 @@ _COUNTED = ("nan/loss", "nan/grad", "nan/activation", "nan/steps_skipped")
 
 @house
 def slot_errors(records: pd.DataFrame) -> Picture | None:
-    """Signal to quantisation noise of each operand slot over the run, mean over layers and seeds, a panel a slot. None where it was not
-    recorded."""
+    """Signal to quantisation noise of each operand slot over the run, mean over layers and seeds, a panel a
+    slot. None where it was not recorded."""
     found = tables.errors_of_slots(records, {"sqnr_db"})
     if found.empty:
         return None
@@ -53,7 +54,10 @@ def slot_errors(records: pd.DataFrame) -> Picture | None:
     )
     slots = in_order(lines["slot"])
     question = "How much of each operand survives its quantisation?"
-    said = "Signal to quantisation noise in dB (more is better), mean over layers and seeds; bands: from the smallest to the largest seed."
+    said = (
+        "Signal to quantisation noise in dB (more is better), mean over layers and seeds; bands: from the"
+        " smallest to the largest seed."
+    )
     columns = min(3, len(slots))
     height = max(2.1 * -(-len(slots) // columns) + 0.3, 0.3 * len(shown) + 0.4)
     body = canvas(question, 2.5 * columns + 2.6, height, said, best_of(len(shown), total))
@@ -70,8 +74,8 @@ def slot_errors(records: pd.DataFrame) -> Picture | None:
 
 @house
 def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
-    """SQNR of each layer over steps, a panel a slot: of one arm, or the mean over all; over seeds in any case. None where no layer was
-    recorded, or there is no such arm."""
+    """SQNR of each layer over steps, a panel a slot: of one arm, or the mean over all; over seeds in any
+    case. None where no layer was recorded, or there is no such arm."""
     found = table if arm is None else table[table["arm"] == arm]
     names = {text: parse(text) for text in found["metric"].unique()}
     per_layer = [text for text, name in names.items() if name.metric == "sqnr_db" and name.layer is not None]
@@ -123,8 +127,8 @@ def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
 
 @house
 def fractions(table: pd.DataFrame) -> Picture | None:
-    """The share of each operand's elements that rounded to zero, and that lay beyond the grid, over steps; mean over layers and seeds.
-    None where neither was recorded."""
+    """The share of each operand's elements that rounded to zero, and that lay beyond the grid, over steps;
+    mean over layers and seeds. None where neither was recorded."""
     found = tables.errors_of_slots(table, {"zero_frac", "saturated_frac"}, "what")
     if found.empty:
         return None
@@ -158,9 +162,9 @@ def fractions(table: pd.DataFrame) -> Picture | None:
 
 @house
 def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) -> Picture | None:
-    """Every run of every arm: done, diverged (with the step, where the frame tells it), or missing; and, from the frame, how many values
-    of each kind were not finite, summed over the run and over seeds. Of many arms those with most losses. None without a run.
-    """
+    """Every run of every arm: done, diverged (with the step, where the frame tells it), or missing; and, from
+    the frame, how many values of each kind were not finite, summed over the run and over seeds. Of many arms
+    those with most losses. None without a run."""
     total = len(arms)
     losses = {arm.name: len(arm.given) - len(arm.values) for arm in arms}
     worst = set(sorted(losses, key=lambda name: -losses[name])[:MOST_ARMS])
@@ -205,7 +209,8 @@ def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) ->
 
 
 def _run_counts(found: pd.DataFrame) -> pd.DataFrame:
-    """Return each run's counts: of those that every record states so far, the last; of those of an interval, the sum."""
+    """Return each run's counts: of those that every record states so far, the last; of those of an interval,
+    the sum."""
     so_far = found["metric"].map(lambda text: parse(text).is_total).astype(bool)
     rows = pd.concat([found[~so_far], tables.last(found[so_far])]) if so_far.any() else found
     return rows.pivot_table("value", ["arm", "seed"], "metric", "sum", observed=True)

@@ -1,4 +1,5 @@
-"""A training by Transformer Engine over the same one emulated, and over emulated ones whose sums end otherwise. It judges nothing."""
+"""A training by Transformer Engine over the same one emulated, and over emulated ones whose sums end
+otherwise. It judges nothing."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +15,8 @@ _QUESTION = "Does Transformer Engine train as the emulator does?"
 
 @house
 def overlay(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture | None:
-    """Losses step by step, a column of two panels for each title: the curves, and how far each is from `emulated`. None of no losses."""
+    """Losses step by step, a column of two panels for each title: the curves, and how far each is from
+    `emulated`. None of no losses."""
     if not losses:
         return None
     lines = [

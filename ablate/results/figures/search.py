@@ -1,4 +1,5 @@
-"""How a search went: what it found when, which knobs its best arms share, which knobs move it, what two objectives allow."""
+"""How a search went: what it found when, which knobs its best arms share, which knobs move it, what two
+objectives allow."""
 
 import json
 import math
@@ -42,9 +43,8 @@ _NOT_SET = -0.14
 
 @house
 def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
-    """Each searched arm's mean in the order in which they were proposed, and the best so far. None where no arm was searched, or none
-    has a value. All arms are drawn: none is told from another.
-    """
+    """Each searched arm's mean in the order in which they were proposed, and the best so far. None where no
+    arm was searched, or none has a value. All arms are drawn: none is told from another."""
     searched = [arm for arm in arms if arm.role == "searched"]
     values = np.array([arm.mean for arm in searched])
     if not np.isfinite(values).any():
@@ -59,7 +59,10 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
         }
     )
     lost = data[~np.isfinite(data["value"])]
-    question = f"Does the search still find arms with {'less' if metric.direction == 'minimize' else 'more'} {metric.name}?"
+    question = (
+        f"Does the search still find arms with {'less' if metric.direction == 'minimize' else 'more'}"
+        f" {metric.name}?"
+    )
     body = canvas(
         question,
         7.5,
@@ -106,9 +109,9 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
 
 @house
 def parallel(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
-    """Searched arms (all that turn a knob, where none was searched) as lines through their knobs' values: the best in colour, the others
-    pale behind. A knob that an arm does not have, or is null, is passed below. None where no such arm has a value.
-    """
+    """Searched arms (all that turn a knob, where none was searched) as lines through their knobs' values: the
+    best in colour, the others pale behind. A knob that an arm does not have, or is null, is passed below.
+    None where no such arm has a value."""
     searched = [arm for arm in arms if arm.role == "searched"] or [arm for arm in arms if arm.knobs]
     shown = [arm for arm in searched if arm.values and arm.knobs]
     if not shown:
@@ -148,8 +151,8 @@ def parallel(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
 
 
 def _axis(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Each value's height in [0, 1], and the heights that are named. Numbers lie as on a scale, a log one where they span a factor of 50;
-    everything else, and few different numbers, at even distances."""
+    """Each value's height in [0, 1], and the heights that are named. Numbers lie as on a scale, a log one
+    where they span a factor of 50; everything else, and few different numbers, at even distances."""
     known = {json.dumps(value): value for value in values if value is not None}
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in known.values())
     distinct = sorted(known.values()) if numbers else [known[text] for text in sorted(known)]
@@ -200,8 +203,8 @@ def _columns(axes: Axes, names: Sequence[str], ticks: Sequence[Sequence[tuple[fl
 
 @house
 def importance(importances: Mapping[str, float]) -> Picture | None:
-    """What share of the objective's variance over the search each knob accounts for, as a search says it. None where it says nothing. It
-    is no effect size: a knob that was hardly varied counts little."""
+    """What share of the objective's variance over the search each knob accounts for, as a search says it.
+    None where it says nothing. It is no effect size: a knob that was hardly varied counts little."""
     known = {knob: value for knob, value in importances.items() if math.isfinite(value)}
     if not known:
         return None
@@ -228,8 +231,9 @@ def importance(importances: Mapping[str, float]) -> Picture | None:
 
 @house
 def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture | None:
-    """Two objectives against each other, and the arms that no other beats in both; of more than two the first. None where there is one
-    objective, or no arm has both. All arms are drawn; those at the front are numbered, and the first named."""
+    """Two objectives against each other, and the arms that no other beats in both; of more than two the
+    first. None where there is one objective, or no arm has both. All arms are drawn; those at the front are
+    numbered, and the first named."""
     if len(arms_by_metric) < 2:
         return None
     (first, ones), (second, others) = list(arms_by_metric.items())[:2]

@@ -1,6 +1,8 @@
-"""A picture, and the house's look: colours for the colour-blind, a mark beside each for grey print, the question above. It knows no data.
+"""A picture, and the house's look: colours for the colour-blind, a mark beside each for grey print, the
+question above. It knows no data.
 
-Nothing here is pyplot's: a figure belongs to its picture and to no global list, so that none is left open and no screen is needed.
+Nothing here is pyplot's: a figure belongs to its picture and to no global list, so that none is left open and
+no screen is needed.
 """
 
 import io
@@ -70,8 +72,8 @@ class Picture:
     """What is drawn, tidy."""
 
     def save(self, folder: Path) -> Path:
-        """Write <name>.png, <name>.svg and <name>.csv into a folder, made where it is missing; returns the first. Equal pictures give
-        equal bytes."""
+        """Write <name>.png, <name>.svg and <name>.csv into a folder, made where it is missing; returns the
+        first. Equal pictures give equal bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         self.write(folder / f"{self.name}.svg")
         safe = self.data.rename(columns=csv_cell).apply(
@@ -93,7 +95,8 @@ class Picture:
         return path
 
     def svg(self) -> str:
-        """As an element for a page. Every id begins with the picture's name: on a page of several, else, one's clip paths cut another."""
+        """As an element for a page. Every id begins with the picture's name: on a page of several, else,
+        one's clip paths cut another."""
         written = io.StringIO()
         with matplotlib.rc_context(STYLE | {"svg.hashsalt": self.name}):
             self.figure.savefig(written, format="svg", metadata={"Date": None, "Title": self.question})
@@ -155,7 +158,8 @@ def canvas(question: str, width: float, height: float, *notes: str) -> SubFigure
 
 
 def finished(name: str, question: str, body: SubFigure, data: pd.DataFrame) -> Picture:
-    """The picture of a canvas. It is laid out once, here, so that writing it a second time gives what it gave before."""
+    """The picture of a canvas. It is laid out once, here, so that writing it a second time gives what it gave
+    before."""
     figure = body.get_figure(root=True)
     figure.get_layout_engine().execute(figure)
     figure.set_layout_engine("none")
@@ -205,8 +209,9 @@ def _textual(column: pd.Series) -> bool:
 
 
 def label(text: str, width: int = 34, lines: int = 2) -> str:
-    """A long name over so many lines, broken at spaces, else behind dots and the like; of a longer one the middle is left out, since
-    names differ at their ends. None begins with an underscore, which a legend would leave out."""
+    """A long name over so many lines, broken at spaces, else behind dots and the like; of a longer one the
+    middle is left out, since names differ at their ends. None begins with an underscore, which a legend would
+    leave out."""
     most = (width - 3) * lines
     if len(text) > most:
         text = f"{text[: most // 2]}…{text[-(most // 2) :]}"
@@ -250,7 +255,8 @@ def heat(
     said: Sequence[Sequence[str]] | None = None,
     cmap: Any = None,
 ) -> AxesImage:
-    """A matrix as an image, one picture in the file whatever its size, with words in its cells where there are any. NaN is grey."""
+    """A matrix as an image, one picture in the file whatever its size, with words in its cells where there
+    are any. NaN is grey."""
     colours: Colormap = (
         matplotlib.colormaps[cmap or STYLE["image.cmap"]].with_extremes(bad="0.88")
         if not isinstance(cmap, Colormap)
@@ -280,7 +286,8 @@ def _readable(image: AxesImage, value: float) -> str:
 
 
 def log_axis(axis: Axis) -> None:
-    """Ticks of a log axis as numbers rather than as powers: 0.001, 1, 10k; where it spans little, at 2 and 5 between them, too."""
+    """Ticks of a log axis as numbers rather than as powers: 0.001, 1, 10k; where it spans little, at 2 and 5
+    between them, too."""
     low, high = axis.get_view_interval()
     wide = high > 30 * low
     axis.set_major_locator(

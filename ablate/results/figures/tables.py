@@ -1,4 +1,5 @@
-"""What is drawn of the tidy frame of `ablate.records`: rows of some metrics, over seeds, of few enough arms and steps. It draws nothing."""
+"""What is drawn of the tidy frame of `ablate.records`: rows of some metrics, over seeds, of few enough arms
+and steps. It draws nothing."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -22,8 +23,8 @@ def named(name: str | Metric) -> Metric:
 def chosen(table: pd.DataFrame, wanted: Callable[[Name], bool], **columns: str) -> pd.DataFrame:
     """Return the rows with a finite value of the metrics whose name is `wanted`.
 
-    The arms of several sweeps are `sweep: arm`. `columns` adds a field of the name to each row: `error="metric"` is a column
-    `error` with the last part. A name is parsed once, however many rows it has.
+    The arms of several sweeps are `sweep: arm`. `columns` adds a field of the name to each row:
+    `error="metric"` is a column `error` with the last part. A name is parsed once, however many rows it has.
     """
     metrics = table["metric"].astype("category").cat
     names, codes = [parse(str(text)) for text in metrics.categories], metrics.codes.to_numpy()
@@ -46,7 +47,8 @@ def of(table: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def errors_of_slots(table: pd.DataFrame, errors: Collection[str], column: str = "error") -> pd.DataFrame:
-    """Return the rows of operand slots' errors, means over layers, with the slot and, in `column`, the error."""
+    """Return the rows of operand slots' errors, means over layers, with the slot and, in `column`, the
+    error."""
 
     def wanted(name: Name) -> bool:
         return (
@@ -57,7 +59,8 @@ def errors_of_slots(table: pd.DataFrame, errors: Collection[str], column: str = 
 
 
 def arms(found: pd.DataFrame, metric: Metric) -> tuple[list[str], int]:
-    """The arms to draw, and of how many: the best by the mean over seeds of each run's last value, and the baselines of those."""
+    """The arms to draw, and of how many: the best by the mean over seeds of each run's last value, and the
+    baselines of those."""
     present = list(dict.fromkeys(found["arm"]))
     if len(present) <= MOST_ARMS:
         return present, len(present)

@@ -1,4 +1,5 @@
-"""What quantisation does to numbers, without a model: errors by operand, what a rotation makes of values, where a rounding puts them."""
+"""What quantisation does to numbers, without a model: errors by operand, what a rotation makes of values,
+where a rounding puts them."""
 
 from collections.abc import Sequence
 
@@ -43,9 +44,9 @@ _MOST_CODES = 64
 def errors_by_slot(
     table: pd.DataFrame, errors: Sequence[str] = ("rel_mse", "zero_frac", "magnitude")
 ) -> Picture | None:
-    """How arms differ in what quantising each operand costs, a panel for each error: the mean over seeds of the last value, the bar from
-    the smallest to the largest. Of arms with several baselines each has its own beside it, as a grey stroke. None where no such error was
-    recorded."""
+    """How arms differ in what quantising each operand costs, a panel for each error: the mean over seeds of
+    the last value, the bar from the smallest to the largest. Of arms with several baselines each has its own
+    beside it, as a grey stroke. None where no such error was recorded."""
     found = tables.errors_of_slots(table, errors)
     if found.empty:
         return None
@@ -116,9 +117,9 @@ def _error_panel(axes: Axes, data: pd.DataFrame, slots: list[str], arms: list[st
 
 @house
 def rotation_histogram(before: np.ndarray, after: np.ndarray, bins: int = 60) -> Picture | None:
-    """How often each value occurs before and after a Hadamard transform, log counts; values are in units of their block's scale, so that
-    the grid of E2M1 is at 0, 0.5 ... 6 and what lies below 0.25 rounds to zero. What is not finite is left out; None where one is empty.
-    """
+    """How often each value occurs before and after a Hadamard transform, log counts; values are in units of
+    their block's scale, so that the grid of E2M1 is at 0, 0.5 ... 6 and what lies below 0.25 rounds to zero.
+    What is not finite is left out; None where one is empty."""
     both = {"before": np.ravel(before), "after": np.ravel(after)}
     both = {when: values[np.isfinite(values)].astype(float) for when, values in both.items()}
     if not all(values.size for values in both.values()):
@@ -154,9 +155,9 @@ def rotation_histogram(before: np.ndarray, after: np.ndarray, bins: int = 60) ->
 
 @house
 def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.ndarray) -> Picture | None:
-    """Where values go on the grid under two roundings, and by how much the mean is off: of all, and of values near each place. Arrays of
-    one length, in units of the block's scale; None where no value is finite. ValueError where the lengths differ, or results are on no
-    grid."""
+    """Where values go on the grid under two roundings, and by how much the mean is off: of all, and of values
+    near each place. Arrays of one length, in units of the block's scale; None where no value is finite.
+    ValueError where the lengths differ, or results are on no grid."""
     source = np.ravel(values).astype(float)
     results = {
         "to nearest": np.ravel(nearest).astype(float),
@@ -164,7 +165,8 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
     }
     if any(found.size != source.size for found in results.values()):
         raise ValueError(
-            f"{source.size} values, and {' and '.join(str(found.size) for found in results.values())} roundings of them"
+            f"{source.size} values, and {' and '.join(str(found.size) for found in results.values())}"
+            " roundings of them"
         )
     finite = np.isfinite(source) & np.all([np.isfinite(found) for found in results.values()], axis=0)
     source, results = source[finite], {name: found[finite] for name, found in results.items()}
@@ -173,7 +175,8 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
     codes = np.unique(np.concatenate([found + 0.0 for found in results.values()]))
     if codes.size > _MOST_CODES:
         raise ValueError(
-            f"{codes.size} different results: divide by the block's scale first, so that they lie on the element's grid"
+            f"{codes.size} different results: divide by the block's scale first, so that they lie on the"
+            " element's grid"
         )
     bias = {name: float(np.mean(found - source)) for name, found in results.items()}
     data = pd.concat(
@@ -224,7 +227,8 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
 
 
 def _rounded(name: str, source: np.ndarray, found: np.ndarray, codes: np.ndarray) -> pd.DataFrame:
-    """How many values go to each code, and the mean error of those that come from each of 60 equal stretches."""
+    """How many values go to each code, and the mean error of those that come from each of 60 equal
+    stretches."""
     edges = np.linspace(source.min(), source.max() if source.max() > source.min() else source.min() + 1, 61)
     place = np.clip(np.searchsorted(edges, source, "right") - 1, 0, 59)
     counts = np.bincount(place, minlength=60)
