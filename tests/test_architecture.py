@@ -382,7 +382,7 @@ PATTERNS = {
     ],
     "experiment.schema": ["a share or a number, as a user writes it"],
     "execution.tracking.login": ["why a connection failed, in urllib3's message"],
-    "cli.ui": ["the Host header of a request"],
+    "cli.report_server": ["the Host header of a request"],
     "training.workloads.tensors": ["a distribution's parameters, as a user writes them"],
 }
 """Every use of `re`, by file: what it reads. No sentence of this package is among them: what one file says to another is data."""

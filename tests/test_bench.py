@@ -298,14 +298,14 @@ def test_the_start_of_a_trial_is_timed():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("kernels", "64by64"), "64by64: not a shape; it takes 2 numbers of 16 or more, as in 1024x1024"),
+        (("kernels", "64by64"), "64by64: not a shape; give 2 numbers of 16 or more, as in 1024x1024"),
         (("linear", "--shape", "8x64x64"), "8x64x64: not a shape"),
         (
             ("kernels", "--png", "/nowhere/a.png"),
-            "--png /nowhere/a.png: it must name a file in a folder that exists",
+            "--png /nowhere/a.png: must name a file in an existing folder",
         ),
         (("linear", "--model", "llama-9b"), "--model llama-9b: no such model; 'llama-8b'"),
-        (("linear", "--tokens", "64"), "--tokens counts those of a --model; a --shape has its own"),
+        (("linear", "--tokens", "64"), "--tokens needs --model; a --shape includes its tokens"),
         (
             ("linear", "--engine", "transformer_engine"),
             "--engine transformer_engine: nvfp4, mxfp8, fp8_current: there is no GPU with CUDA here; --engine emulated computes it",

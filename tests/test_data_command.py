@@ -91,7 +91,7 @@ def test_a_shard_is_shown_by_its_ids(place):
             ["prepare", "text.txt", "--out", "out", "--tokenizer", "text.txt"],
             "text.txt: not a tokenizer.json",
         ),
-        (["prepare", "hub:a/b", "text.txt", "--out", "out"], "hub:a/b: a dataset stands alone"),
+        (["prepare", "hub:a/b", "text.txt", "--out", "out"], "hub:a/b: a dataset must be the only input"),
         (["show", "nothing"], "no file matches 'nothing'"),
         (["show", "cache"], "cache: no data.json there"),
     ],

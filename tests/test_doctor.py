@@ -398,7 +398,7 @@ def test_a_check_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(doctor, "_TIMEOUT_SECONDS", 0.2)
     checkup = doctor.Checkup()
     checkup.start()
-    with pytest.raises(doctor.Unfit, match="not over within 0 s"):
+    with pytest.raises(doctor.Unfit, match="did not end within 0 s"):
         checkup.passed()
     checkup.close()
 

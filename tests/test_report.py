@@ -209,7 +209,7 @@ def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(
     [
         (("gird",), "gird: no such experiment has been run; 'grid' is the nearest of "),
         (("experiments/gird.yaml",), "gird: no such experiment has been run; 'grid' is the nearest of "),
-        ((), "name an experiment, by its file or as one of: alone, grid, search, tensors"),
+        ((), "no experiment given; name a YAML file or one of: alone, grid, search, tensors"),
         (
             ("grid", "--notebook", "ablatoin"),
             "--notebook ablatoin: no such notebook; 'ablation' is the nearest of ",

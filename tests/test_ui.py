@@ -15,7 +15,7 @@ import pytest
 from support.commands import here
 from support.experiments import end, gone, start, sweep, tiny, until
 
-from ablate.cli.ui import index
+from ablate.cli.report_server import index
 
 pytestmark = [
     pytest.mark.services,
@@ -162,7 +162,7 @@ def test_a_port_that_was_asked_for_and_is_taken_is_told(state):
         assert (done.returncode, done.stdout) == (2, "")
         assert (
             done.stderr
-            == f"--reports-port {port}: somebody listens there already; name another, or none, and a free one is taken\n"
+            == f"--reports-port {port}: another process listens on this port; name another port, or omit the option to take a free one\n"
         )
 
 

@@ -1,5 +1,6 @@
-"""`ablate bench`: how fast quantisers, layers, training steps and the start of a trial are here. Medians,
-interleaved, on one thread.
+"""`ablate bench`: time quantisers, layers, training steps and the start of a trial on this machine.
+
+Times are medians over interleaved rounds, on one thread.
 """
 
 import itertools
@@ -23,18 +24,14 @@ from ablate.numerics.choices import DTYPES
 from ablate.recipes import PRESETS
 from ablate.verification import linear_layers, timing
 
-app = typer.Typer(
-    help="How fast quantisers, layers and training steps are on this machine.", no_args_is_help=True
-)
+app = typer.Typer(help="Time quantisers, layers and training steps on this machine.", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-Png = Annotated[
-    Path | None, typer.Option("--png", metavar="FILE", help="Draw the figures into this file, too.")
-]
-Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Also draw a figure to this file.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of interleaved rounds; the median is reported.")]
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[PRESET]...", help="Presets beside bf16; default fp32 and nvfp4."),
+    typer.Argument(metavar="[PRESET]...", help="Presets besides bf16; default: fp32 and nvfp4."),
 ]
 Line = dict[str, Any]
 
@@ -49,23 +46,27 @@ FORMS |= {"Melem/s": "{:,.0f}", "of memcpy": "{:.2f}", "of bf16": "{:.2f}", "of 
 FORMS |= {"peak MiB": "{:,.0f}", "joules": "{:.2f}"} | dict.fromkeys((*timing.GROUPS, "rest"), "{:.0%}")
 FORMS |= {f"{way} {unit}": "{:,.0f}" for way in ("forward", "backward") for unit in ("GFLOP/s", "TFLOP/s")}
 FORMS |= {f"{way} of peak": "{:.0%}" for way in ("forward", "backward")}
-"""How columns are written."""
+"""Format of each numeric column."""
 
 
 @app.command()
 def kernels(
     shapes: Annotated[
-        list[str] | None, typer.Argument(metavar="[ROWSxCOLUMNS]...", help="Default 1024x1024.")
+        list[str] | None,
+        typer.Argument(metavar="[ROWSxCOLUMNS]...", help="Shapes of the tensors; default: 1024x1024."),
     ] = None,
     rounds: Rounds = 15,
     builds: Annotated[
-        bool, typer.Option("--builds", help="Every compiled build that this CPU runs, not its best alone.")
+        bool,
+        typer.Option(
+            "--builds", help="Time every compiled build that this CPU can run, not only the fastest."
+        ),
     ] = False,
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
-    """Quantise a tensor every way: million elements a second, amax included, and speed over that of a copy of
-    the same bytes.
+    """Time the quantisers: million elements per second, including amax, and speed relative to a copy of the
+    tensor.
     """
     print_starting("importing torch, then timing the quantisers", quiet=as_json)
     import torch
@@ -99,24 +100,25 @@ def kernels(
 @app.command()
 def step(
     presets: Names = None,
-    layers: Annotated[int, typer.Option(min=1)] = 6,
-    width: Annotated[int, typer.Option(min=64)] = 256,
-    tokens: Annotated[int, typer.Option(min=128)] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="Number of blocks of the gpt.")] = 6,
+    width: Annotated[int, typer.Option(min=64, help="Width of the gpt, a multiple of 64.")] = 256,
+    tokens: Annotated[int, typer.Option(min=128, help="Tokens in a step, a multiple of 128.")] = 2048,
     rounds: Rounds = 9,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Each preset with compile: true, too; half a minute more.")
+        bool,
+        typer.Option("--compile", help="Also time each preset with compile: true; takes half a minute more."),
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write a profiler trace of each preset's step here.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for a profiler trace of each preset's step.")
     ] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to measure on.")] = "cpu",
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
-    """One training step of a gpt in each preset: time, tokens a second, where the time goes, and the peak of
-    its tensors.
+    """Time a training step of a gpt in each preset: tokens per second, shares of the time, and peak memory.
 
-    Quantised presets come twice: as they are, products in bf16_out, and with every product in fp32_out.
+    Quantised presets are timed twice: with products in bf16_out, the default, and with all products in
+    fp32_out.
     """
     names = _presets(presets or ["fp32", "nvfp4"])
     print_starting("importing torch, then timing training steps", quiet=as_json)
@@ -151,44 +153,48 @@ def linear(
     presets: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PRESET]...", help="Presets beside bf16; default nvfp4, mxfp8 and fp8_current."
+            metavar="[PRESET]...", help="Presets besides bf16; default: nvfp4, mxfp8 and fp8_current."
         ),
     ] = None,
     shapes: Annotated[
-        list[str] | None, typer.Option("--shape", metavar="TOKENSxINxOUT", help="A layer; repeatable.")
+        list[str] | None,
+        typer.Option("--shape", metavar="TOKENSxINxOUT", help="Shape of a layer; repeatable."),
     ] = None,
     models: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", help=f"The four layers of a block of {', '.join(linear_layers.MODELS)}; repeatable."
+            "--model",
+            help=f"Time the four layers of a block of {', '.join(linear_layers.MODELS)}; repeatable.",
         ),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=16, help="Of a model's layers; default 512 on a CPU, 8192 on a GPU.")
+        int | None, typer.Option(min=16, help="Tokens for --model; default: 512 on a CPU, 8192 on a GPU.")
     ] = None,
     engine: Annotated[
         Literal["auto", "emulated", "transformer_engine"],
-        typer.Option(help="auto: Transformer Engine where preset and machine allow."),
+        typer.Option(help="Engine to time; auto: Transformer Engine if preset and machine allow it."),
     ] = "auto",
     weights: Annotated[
-        Literal[tuple(DTYPES)], typer.Option(help="fp32, as trained, is cast to bf16 in every pass.")
+        Literal[tuple(DTYPES)],
+        typer.Option(help="Type of the weights; fp32, as in training, is cast to bf16 in every pass."),
     ] = "fp32",
     wide: Annotated[
-        bool, typer.Option("--fp32-out", help="Quantised presets with every product in fp32_out, too.")
+        bool, typer.Option("--fp32-out", help="Also time quantised presets with all products in fp32_out.")
     ] = False,
     rounds: Rounds = 5,
     device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU where there is one.")
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="Device to measure on; default: a GPU if there is one."),
     ] = None,
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
-    """Forward and backward of one linear layer in each preset, at the shapes of language models: time, speed,
-    share of the peak.
+    """Time forward and backward of a linear layer in each preset: speed, and share of the peak of the
+    hardware.
 
-    Default shapes: 2048 tokens through a square layer of 1024 and one of 2048, and the wide half of an MLP of
-    4096. Shares are of the GPU's dense peak of the format that is multiplied, by NVIDIA's datasheet; on CPUs
-    and other GPUs of torch's own bf16 product.
+    Default shapes: 2048 tokens through square layers of 1024 and 2048, and the wide half of an MLP of 4096.
+    The peak is that of the multiplied format in NVIDIA's datasheet, dense; on CPUs and other GPUs, the
+    measured speed of torch's bf16 product.
     """
     names = _presets(presets or ["nvfp4", "mxfp8", "fp8_current"])
     print_starting("importing torch, then timing layers", quiet=as_json)
@@ -242,7 +248,9 @@ def linear(
 
 @app.command()
 def start(rounds: Rounds = 9, as_json: AsJson = False) -> None:
-    """How long a trial on a warm worker takes from its fork to its first step: a gpt of the default size."""
+    """Time the start of a trial on a warm worker: from the fork to the first step of a gpt of the default
+    size.
+    """
     print_starting("importing torch, then timing the start of trials", quiet=as_json)
     from ablate.execution.trial_process import rehearse
     from ablate.training.workloads.gpt import Gpt
@@ -255,21 +263,21 @@ def start(rounds: Rounds = 9, as_json: AsJson = False) -> None:
 
 @app.command()
 def faults(
-    count: Annotated[int, typer.Option("--faults", min=1, help="How many are made.")] = 100,
-    seed: Annotated[int, typer.Option(help="Which, and when.")] = 0,
+    count: Annotated[int, typer.Option("--faults", min=1, help="Number of faults to inject.")] = 100,
+    seed: Annotated[int, typer.Option(help="Random seed of the fault schedule.")] = 0,
     state: Annotated[
         Path | None,
-        typer.Option(help="A new folder for the sweeps, and the evidence; default: one that goes."),
+        typer.Option(help="New folder for the sweeps and the evidence; default: a temporary one."),
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(metavar="KIND", help="A kind to leave out; repeatable.")
+        list[str] | None, typer.Option(metavar="KIND", help="Kind of fault to leave out; repeatable.")
     ] = None,
 ) -> None:
-    """Kill everything that can be killed, and corrupt files, at random moments of small real sweeps; then
-    audit every record.
+    """Kill processes and corrupt files at random moments of small real sweeps, then audit every record.
 
-    Controller, workers, trials, Ray, an MLflow server and a PostgreSQL of our own, on this machine; events,
-    checkpoints, results and ledgers. Exit status 1 if something was lost, done twice, or differs in silence.
+    Processes: controller, workers, trials, Ray, and an MLflow server and a PostgreSQL that the command
+    starts. Files: events, checkpoints, results and ledgers. Exit status 1 if a record was lost, duplicated or
+    silently changed.
     """
     from ablate.verification import fault_injection
     from ablate.verification.injections import KINDS
@@ -311,7 +319,7 @@ def _operations(x: Any) -> dict[str, Callable[[Any], Any]]:
         "columns, stochastic": lambda x: drawn(x.t()),
         "16x16, nearest": lambda x: quantize(x, square),
     }
-    if x.dtype == torch.bfloat16:  # what is rotated is bf16
+    if x.dtype == torch.bfloat16:  # only bf16 is rotated
         found |= {
             "columns, rotated, nearest": lambda x: quantize(x.t(), nearest, rotation=rotation),
             "columns, rotated, stochastic": lambda x: drawn(x.t(), rotation=rotation),
@@ -320,7 +328,9 @@ def _operations(x: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def _back_ends(every: bool) -> dict[str, Any]:
-    """The build that runs here, the others that could, and None for the reference, by name."""
+    """Return compiled builds by name: the one in use, with `every` the others that can run, and None for the
+    reference.
+    """
     from ablate.numerics.kernels import cpu
 
     mine = cpu.level()
@@ -342,7 +352,7 @@ def _with_build(build: Any, call: Callable[[], Any]) -> None:
 
 
 def _in_both_modes(names: list[str]) -> dict[str, Any]:
-    """The presets' recipes, and those that quantise with every product in fp32_out, too."""
+    """Return the recipes of the presets, and those that quantise also with all products in fp32_out."""
     recipes = {name: PRESETS[name]() for name in names}
     return recipes | {
         f"{name}, fp32_out": _fp32_out(recipe)
@@ -352,7 +362,7 @@ def _in_both_modes(names: list[str]) -> dict[str, Any]:
 
 
 def _fp32_out(recipe: Any) -> Any:
-    """The recipe with the accumulators of all products kept."""
+    """Return the recipe with all products in fp32_out."""
     names = {"fprop": "gemm", "dgrad": "gemm", "wgrad": "dw"}
     wide = {"gemm": "fp32_out", "dw": "fp32"}
     return recipe.model_copy(
@@ -363,7 +373,7 @@ def _fp32_out(recipe: Any) -> Any:
 def _stepper(
     recipe: Any, layers: int, width: int, tokens: int, device: str, compile: bool = False
 ) -> Callable[[], Any]:
-    """Training steps, one a call, with no telemetry and no evaluation."""
+    """Return a function that runs one training step per call, without telemetry and evaluation."""
     from ablate.training.loop import Telemetry
     from ablate.training.workloads.gpt import Gpt
 
@@ -377,7 +387,7 @@ def _stepper(
 
 
 def _forked(call: Callable[[], Any]) -> float:
-    """Seconds from here to the end of `call` in a forked child."""
+    """Return the seconds from the fork of a child to the end of `call` in it."""
     read, write = os.pipe()
     began = time.perf_counter()
     if not (pid := os.fork()):
@@ -397,26 +407,26 @@ def _forked(call: Callable[[], Any]) -> float:
 
 
 def _device(asked: str | None) -> str:
-    """The class of device that is meant; refused where there is none of it."""
+    """Return the class of device to use; InputError if this machine has none."""
     import torch
 
-    there = torch.cuda.is_available()
-    if asked == "cuda" and not there:
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
         raise InputError(["--device cuda: torch sees no GPU with CUDA here; use --device cpu"])
-    return asked or ("cuda" if there else "cpu")
+    return asked or ("cuda" if available else "cpu")
 
 
 def _layers(
     shapes: list[str] | None, models: list[str] | None, tokens: int | None, device: str
 ) -> list[linear_layers.Shape]:
-    """The layers that are meant, by size or as those of a model."""
+    """Return the layers to time, given by shape or by model."""
     wrong = [
         f"--model {name}: no such model; {nearest(name, linear_layers.MODELS)}"
         for name in models or ()
         if name not in linear_layers.MODELS
     ]
     if tokens and not models:
-        wrong.append("--tokens counts those of a --model; a --shape has its own")
+        wrong.append("--tokens needs --model; a --shape includes its tokens")
     if wrong:
         raise InputError(wrong)
     texts = shapes if shapes or models else ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"]
@@ -431,8 +441,8 @@ def _layers(
 def _engines(
     asked: str, recipes: dict[str, Any], shapes: list[linear_layers.Shape], device: str
 ) -> dict[str, tuple[Any, str]]:
-    """Each recipe with the engine that computes it. Refused where one was asked for that cannot; `auto` says
-    why it took the emulator.
+    """Return each recipe with its engine. InputError if the given engine cannot run one; `auto` prints why it
+    uses the emulator.
     """
     here = this_machine()
     reasons = (
@@ -469,16 +479,17 @@ def _size(text: str, dimensions: int) -> tuple[int, ...]:
     if len(parts) != dimensions or not all(part.isdecimal() and int(part) >= 16 for part in parts):
         raise InputError(
             [
-                f"{text}: not a shape; it takes {dimensions} numbers of 16 or more, as in {'x'.join(['1024'] * dimensions)}"
+                f"{text}: not a shape; give {dimensions} numbers of 16 or more, as in "
+                f"{'x'.join(['1024'] * dimensions)}"
             ]
         )
     return tuple(map(int, parts))
 
 
 def _check(png: Path | None) -> None:
-    """Before anything is measured, which takes minutes."""
+    """Check the path of the figure before the measurements, which take minutes."""
     if png and (png.is_dir() or not png.absolute().parent.is_dir()):
-        raise InputError([f"--png {png}: it must name a file in a folder that exists"])
+        raise InputError([f"--png {png}: must name a file in an existing folder"])
 
 
 def _draw(png: Path | None, how: str, found: list[Line], *axes: Any) -> None:

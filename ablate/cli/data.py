@@ -1,5 +1,5 @@
-"""`ablate data prepare`: text to token shards that any workload reads. `ablate data show`: what a source of
-data holds. Torch-free.
+"""`ablate data prepare`: convert text to token shards. `ablate data show`: describe a data source. Without
+torch.
 """
 
 import shutil
@@ -32,114 +32,123 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Text files or globs, .jsonl, .parquet; or hub:NAME, a dataset of the hub.",
+            help="Text files or globs, .jsonl, .parquet; or hub:NAME for a dataset of the Hugging Face hub.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The folder to write; must be empty, or not there.")],
+    out: Annotated[Path, typer.Option(help="Output folder; must be empty or must not exist.")],
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="bytes; bpe:N, trained here to N tokens; the path of a tokenizer.json; a model's name on the hub."
+            help="bytes; bpe:N to train one; path of a tokenizer.json; or name of a model on the hub."
         ),
     ] = "bytes",
     val: Annotated[
         list[str] | None,
-        typer.Option(help="Text to validate on; default: documents of the input are held out."),
+        typer.Option(help="Text files for validation; default: hold out documents of the input."),
     ] = None,
     val_fraction: Annotated[
-        float, typer.Option(min=0.0001, max=0.9, help="The part of the text that is held out.")
+        float, typer.Option(min=0.0001, max=0.9, help="Fraction of the text to hold out for validation.")
     ] = 0.01,
     shard_tokens: Annotated[
-        int, typer.Option(min=1, max=1 << 30, help="The most tokens in a file.")
+        int, typer.Option(min=1, max=1 << 30, help="Maximum number of tokens in one shard.")
     ] = 100_000_000,
-    column: Annotated[str, typer.Option(help="Of the documents in .jsonl, .parquet and datasets.")] = "text",
+    column: Annotated[
+        str, typer.Option(help="Column or key of the text in .jsonl, .parquet and datasets.")
+    ] = "text",
     config: Annotated[
-        str | None, typer.Option(help="Configuration of the dataset.", rich_help_panel=_DATASET)
+        str | None, typer.Option(help="Name of the dataset's configuration.", rich_help_panel=_DATASET)
     ] = None,
-    split: Annotated[str, typer.Option(help="Of the dataset.", rich_help_panel=_DATASET)] = "train",
+    split: Annotated[str, typer.Option(help="Split of the dataset.", rich_help_panel=_DATASET)] = "train",
     revision: Annotated[
-        str | None, typer.Option(help="Commit, tag or branch; default: the newest.", rich_help_panel=_DATASET)
+        str | None,
+        typer.Option(
+            help="Commit, tag or branch of the dataset; default: the newest.", rich_help_panel=_DATASET
+        ),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Training tokens after which to end.", rich_help_panel=_DATASET)
+        int | None,
+        typer.Option(min=1, help="Stop after this many training tokens.", rich_help_panel=_DATASET),
     ] = None,
 ) -> None:
-    """Tokenise text into shards, and print the lines of YAML that name them."""
-    how = {"tokenizer": tokenizer, "shard_tokens": shard_tokens, "tokens": tokens}
-    with _told(), _made(out):
+    """Tokenise text into shards, and print the YAML that refers to them."""
+    options = {"tokenizer": tokenizer, "shard_tokens": shard_tokens, "tokens": tokens}
+    with _input_errors(), _output_folder(out):
         checked(tokenizer)
         if inputs[0].startswith(_HUB):
             if len(inputs) > 1 or val:
-                raise ValueError(f"{inputs[0]}: a dataset stands alone; give no other INPUT and no --val")
-            where = {
+                raise ValueError(
+                    f"{inputs[0]}: a dataset must be the only input; give no other INPUT and no --val"
+                )
+            source = {
                 "config": config,
                 "split": split,
                 "val_split": None,
                 "revision": revision,
                 "column": column,
             }
-            job = jobs.of_dataset(inputs[0].removeprefix(_HUB), **where, val_fraction=val_fraction, **how)
+            job = jobs.of_dataset(
+                inputs[0].removeprefix(_HUB), **source, val_fraction=val_fraction, **options
+            )
         else:
-            job = jobs.of_files(inputs, val, column, val_fraction, **how)
+            job = jobs.of_files(inputs, val, column, val_fraction, **options)
         with _progress() as progress:
-            told = prepared.prepare(out, job.watched(progress))
+            about = prepared.prepare(out, job.watched(progress))
     screen = console()
-    screen.print(_table(_rows(told)))
+    screen.print(_table(_rows(about)))
     screen.print("\nIn an experiment:", style="dim")
     screen.print(f"workload: {{gpt: {{data: {{prepared: {out}}}}}}}", soft_wrap=True)
 
 
 @app.command()
 def show(
-    what: Annotated[
+    source: Annotated[
         str,
         typer.Argument(
-            metavar="PATH", help="A prepared folder, a token shard, or stdlib, prose, digits, photos."
+            metavar="PATH", help="Prepared folder, token shard, or one of stdlib, prose, digits, photos."
         ),
     ],
 ) -> None:
-    """Print what data hold: counts, vocabulary, fingerprint, and the first words."""
-    with _told():
-        rows = list(_looks().get(what, _on_disk)(what))
+    """Describe a data source: counts, vocabulary, fingerprint and the beginning of the text."""
+    with _input_errors():
+        rows = list(_descriptions().get(source, _on_disk)(source))
     console().print(_table(rows))
 
 
-def _looks() -> dict[str, Callable[[str], Iterator[tuple[str, str]]]]:
+def _descriptions() -> dict[str, Callable[[str], Iterator[tuple[str, str]]]]:
     return {"stdlib": _bytes, "prose": _bytes, "digits": _images, "photos": _images}
 
 
-def _rows(told: prepared.About) -> Iterator[tuple[str, str]]:
-    for name, part in (("train", told.train), ("val", told.val)):
+def _rows(about: prepared.About) -> Iterator[tuple[str, str]]:
+    for name, part in (("train", about.train), ("val", about.val)):
         files = f"{len(part.shards)} file{'s' if len(part.shards) > 1 else ''}"
-        documents = (
-            f", {part.documents:,} documents" if part.documents else ""
-        )  # none begins in parts of a file that were held out
+        # A part of a file that was held out may hold no beginning of a document.
+        documents = f", {part.documents:,} documents" if part.documents else ""
         yield name, f"{part.tokens:,} tokens in {files}, {part.bytes:,} bytes{documents}"
-    yield "tokenizer", f"{told.tokenizer}, {told.vocab:,} tokens, {told.bytes_per_token:.3g} bytes a token"
-    yield "source", ", ".join(f"{key}: {value}" for key, value in told.source.items() if value is not None)
-    yield "fingerprint", told.fingerprint
+    yield "tokenizer", f"{about.tokenizer}, {about.vocab:,} tokens, {about.bytes_per_token:.3g} bytes a token"
+    yield "source", ", ".join(f"{key}: {value}" for key, value in about.source.items() if value is not None)
+    yield "fingerprint", about.fingerprint
 
 
-def _on_disk(what: str) -> Iterator[tuple[str, str]]:
-    folder = Path(what).expanduser()
+def _on_disk(source: str) -> Iterator[tuple[str, str]]:
+    folder = Path(source).expanduser()
     if not folder.is_dir():
-        yield from _shard(what)
+        yield from _shard(source)
         return
-    told, train, _ = prepared.read(folder)
-    yield from _rows(told)
+    about, train, _ = prepared.read(folder)
+    yield from _rows(about)
     decode = open_tokeniser(str(folder / FILE), lambda: ()).decode
     yield "begins", decode(train[:_FIRST_TOKENS])
 
 
-def _shard(what: str) -> Iterator[tuple[str, str]]:
-    for path in named([what]):
+def _shard(source: str) -> Iterator[tuple[str, str]]:
+    for path in named([source]):
         tokens = shards.read(path, "uint16")
         yield str(path), f"{len(tokens):,} tokens of {tokens.dtype}, the largest id {tokens[:].max()}"
         yield "begins", " ".join(map(str, tokens[:_FIRST_TOKENS]))
 
 
-def _bytes(what: str) -> Iterator[tuple[str, str]]:
-    corpus = open_corpus(what)
+def _bytes(source: str) -> Iterator[tuple[str, str]]:
+    corpus = open_corpus(source)
     yield "train", f"{len(corpus.train):,} tokens"
     yield "val", f"{len(corpus.val):,} tokens"
     yield "tokenizer", f"bytes, {corpus.vocab} tokens"
@@ -147,8 +156,8 @@ def _bytes(what: str) -> Iterator[tuple[str, str]]:
     yield "begins", corpus.train[:_FIRST_TOKENS].tobytes().decode(errors="replace")
 
 
-def _images(what: str) -> Iterator[tuple[str, str]]:
-    images = open_images(what)
+def _images(source: str) -> Iterator[tuple[str, str]]:
+    images = open_images(source)
     channels, height, width = images.shape
     yield (
         "train",
@@ -168,8 +177,8 @@ def _table(rows: Iterator[tuple[str, str]]) -> Table:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What is wrong with the data is the user's to know, in a sentence."""
+def _input_errors() -> Iterator[None]:
+    """Turn errors in the data into InputErrors, whose messages the user sees."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -177,10 +186,10 @@ def _told() -> Iterator[None]:
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """A folder for what is written; nothing of it is left where that fails."""
+def _output_folder(folder: Path) -> Iterator[None]:
+    """Create the output folder, and remove it if the block fails."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder}: is not empty; name a folder that is, or is not there")
+        raise ValueError(f"{folder}: is not empty; name an empty folder or a new one")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
@@ -191,7 +200,7 @@ def _made(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int], None]]:
-    """How many bytes of text are done, where somebody looks."""
+    """Show the number of processed bytes on a terminal; yield a function that adds to it."""
     screen = console()
     columns = (
         SpinnerColumn(),
@@ -203,9 +212,9 @@ def _progress() -> Iterator[Callable[[str, int], None]]:
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         tasks = {}
 
-        def step(what: str, size: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=None)
-            bar.advance(tasks[what], size)
+        def step(task: str, size: int) -> None:
+            if task not in tasks:
+                tasks[task] = bar.add_task(task, total=None)
+            bar.advance(tasks[task], size)
 
         yield step

@@ -395,7 +395,7 @@ def _print(entries: list[Entry]) -> None:
             screen.print(part)
     screen.print(
         Text(
-            "Each gap is to the baseline of its own sweep, on its own seeds; sweeps are not compared directly.",
+            "Each gap is to the baseline of its own sweep; sweeps are not compared directly.",
             "dim",
         )
     )

@@ -1,4 +1,4 @@
-"""What a person sees while a sweep runs and when it is over. The only file that draws in the terminal."""
+"""Terminal output of a sweep: live progress, and the tables of its answer."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -24,12 +24,12 @@ from ablate.results.summary import ArmSummary, foremost
 from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
 
 MOST_CONTRASTS, MOST_ARMS = 16, 24
-"""What a person reads."""
+"""Maximum number of rows in a table."""
 _GAP = 2
-"""Blanks between columns."""
+"""Spaces between columns."""
 _NEEDED = "seeds\nneeded"
 _DISPENSABLE = ("memory", "tokens/s", "SQNR dB", "NaN")
-"""Columns that a narrow terminal does without, the first to go first."""
+"""Columns that are dropped in a narrow terminal, in this order."""
 _COLOURS = {
     "better": "green",
     "worse": "red",
@@ -41,7 +41,7 @@ _COLOURS = {
 
 
 class View:
-    """A live view on a terminal; on a pipe, one line for each piece of news."""
+    """Live view in a terminal; elsewhere, one line for each event."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -58,7 +58,7 @@ class View:
         self._live = None
 
     def show(self, progress: Progress) -> None:
-        """Bring the view up to date."""
+        """Update the view."""
         for line in progress.news:
             count = f"[{progress.done}/{progress.total}]"
             self.console.print(Text(f"{count} {line}"), soft_wrap=True)
@@ -90,12 +90,13 @@ def _live(progress: Progress) -> Group:
 
 
 def summary_table(arms: Iterable[ArmSummary], metric: Metric, width: int | None = None) -> Table:
-    """One line an arm: mean over seeds, paired gap with its interval, quantisation error, speed, divergence,
-    verdict, seeds needed.
+    """Return a table with one line for each arm: mean over seeds, paired gap with its interval, quantisation
+    error, speed, divergence, verdict, seeds needed.
 
-    Each baseline is followed by what is compared with it, first a search's winner run again; refused arms
-    come last. Columns in which nothing was measured are left out, and of many arms all but the best, which
-    the caption says. In a terminal of `width` columns those of least weight go that do not fit.
+    Each baseline is followed by the arms that are compared with it, first the confirmed winner of a search;
+    refused arms come last. Columns without any measurement are left out. Of many arms only the best are
+    shown, and the caption says so. In a terminal of `width` columns, the least important columns that do not
+    fit are dropped.
     """
     everything = list(arms)
     arms = sorted(foremost(everything, metric, MOST_ARMS), key=lambda arm: arm.role != "confirmed")
@@ -124,7 +125,7 @@ def summary_table(arms: Iterable[ArmSummary], metric: Metric, width: int | None 
 
 
 def contrast_table(contrasts: list[Contrast], width: int | None = None) -> Table | None:
-    """One line for each two arms that differ in one knob; None if there are none."""
+    """Return a table with one line for each pair of arms that differ in one knob; None if there is none."""
     if not contrasts:
         return None
     columns = {
@@ -140,7 +141,7 @@ def contrast_table(contrasts: list[Contrast], width: int | None = None) -> Table
 
 
 def replication_table(replications: Iterable[Replication]) -> Table:
-    """Published beside measured, with a verdict that its kind colours."""
+    """Return a table of published and measured values, with coloured verdicts."""
     lines = list(replications)
     marks, notes = footnotes([agreement_notes(line) for line in lines])
     table = _table(notes)
@@ -168,10 +169,9 @@ def _judged_table(
     more: Sequence[str] = (),
     left: tuple[str, ...] = (),
 ) -> Table:
-    """Columns by name, followed by the verdicts and the seeds that they need; their notes and `more` stand
-    under the table.
+    """Return a table of columns, followed by verdicts and seeds needed, with their notes and `more` below.
 
-    `styles`: of each verdict. `left`: columns of text.
+    `styles` holds one style for each verdict; `left` names the columns to align left.
     """
     marks, notes = footnotes([verdict_notes(verdict) for verdict in verdicts])
     needed = [verdict.needed for verdict in verdicts]
@@ -179,11 +179,11 @@ def _judged_table(
         "verdict": [
             verdict_text(verdict, short=True) + mark for verdict, mark in zip(verdicts, marks, strict=True)
         ],
-        _NEEDED: [needed_text(its) for its in needed],
+        _NEEDED: [needed_text(count) for count in needed],
     }
     columns = {name: cells for name, cells in columns.items() if any(cell not in ("", "-") for cell in cells)}
     if _NEEDED in columns and not _fits(columns, width):
-        columns[_NEEDED] = [needed_text(its, ranged=False) for its in needed]
+        columns[_NEEDED] = [needed_text(count, ranged=False) for count in needed]
     dropped = []
     for name in _DISPENSABLE:
         if name in columns and not _fits(columns, width):
@@ -201,7 +201,7 @@ def _judged_table(
 
 
 def _fits(columns: dict[str, list[str]], width: int | None) -> bool:
-    """Return True if no cell has to be wrapped in a terminal of so many columns."""
+    """Return True if no cell has to be wrapped in a terminal of `width` columns."""
     if width is None:
         return True
     widths = [max(cell_len(text) for text in (*name.split("\n"), *cells)) for name, cells in columns.items()]

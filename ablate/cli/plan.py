@@ -341,9 +341,9 @@ def _uncovered(experiment: Experiment) -> Iterator[str]:
         outline = outlined(config.model, config.corpus)
         if outline.covered < _LEAST_COVERED:
             yield (
-                f"workload.model: {outline.covered:.0%} of its matrix weights, without embeddings, are in layers "
-                f"that a recipe quantises; the largest of the others, {outline.left}, is not an nn.Linear "
-                "in a block and stays in high precision."
+                f"workload.model: {outline.covered:.0%} of its matrix weights, without embeddings, "
+                f"are in layers that a recipe quantises; the largest of the others, {outline.left}, "
+                "is not an nn.Linear in a block and stays in high precision."
             )
 
 

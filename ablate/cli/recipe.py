@@ -1,6 +1,4 @@
-"""`ablate recipe show nvfp4`, `ablate recipe diff nvfp4 quartet2`: a recipe as three products with six
-operands. Torch-free.
-"""
+"""`ablate recipe show` and `diff`: recipes as three products with six operands. Without torch."""
 
 import inspect
 import json
@@ -28,23 +26,25 @@ HEADER = ("operand", "element", "block", "block scale", "outer scale", "rounding
 EQUATIONS = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Turn a knob or a full path first: rht=false, recipe.fprop.x.block=1x32."),
+    typer.Option(
+        "--set", help="Set a knob or a full path first: rht=false, recipe.fprop.x.block=1x32; repeatable."
+    ),
 ]
 
 
 @app.command()
 def show(
-    preset: Annotated[str, typer.Argument(help="A preset.")],
+    preset: Annotated[str, typer.Argument(help="Name of a preset.")],
     turn: Set = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The canonical JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the canonical JSON instead.")] = False,
     model: Annotated[
         str | None,
         typer.Option(
-            help="A folder with config.json, or a name on the Hugging Face hub: count its layers by layer policy."
+            help="Folder with config.json, or name on the Hugging Face hub; count its layers by layer policy."
         ),
     ] = None,
 ) -> None:
-    """Print a recipe: its three products with their six operands, then where and when it differs from that."""
+    """Print a recipe: its three products with six operands, then its layer policy and schedule."""
     recipe = resolve(preset, turn or [])
     placed = () if model is None else tuple(placements(recipe, layers_of(model, recipe)))
     if as_json:
@@ -73,23 +73,23 @@ def show(
 
 @app.command()
 def diff(
-    first: Annotated[str, typer.Argument(help="A preset.")],
-    second: Annotated[str, typer.Argument(help="Another.")],
+    first: Annotated[str, typer.Argument(help="Name of a preset.")],
+    second: Annotated[str, typer.Argument(help="Name of another preset.")],
 ) -> None:
-    """Print what differs between two presets, path by path."""
-    found = list(differences(*(resolve(name, []).model_dump(mode="json") for name in (first, second))))
+    """Print the differences between two presets, by path."""
+    changes = list(differences(*(resolve(name, []).model_dump(mode="json") for name in (first, second))))
     screen = console()
-    if not found:
+    if not changes:
         screen.print(f"{first} and {second} are the same recipe.")
         return
     table = _table("recipe.", first, second)
-    for path, one, other in found:
+    for path, one, other in changes:
         table.add_row(path, Text(one), Text(other))
     screen.print(table)
 
 
 def resolve(preset: str, turned: list[str]) -> Recipe:
-    """A preset with knobs turned (`knob=value`); InputError with every reason where that cannot be."""
+    """Return a preset with changed knobs (`knob=value`); InputError with all reasons if that is impossible."""
     if preset not in PRESETS:
         raise InputError([f"{preset}: no such preset; {nearest(preset, PRESETS)}"])
     pairs = [text.partition("=") for text in turned]
@@ -111,8 +111,8 @@ def resolve(preset: str, turned: list[str]) -> Recipe:
 
 
 def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
-    """Return the linear layers of a model of transformers; InputError if it cannot be described, or if a rule
-    selects none of them.
+    """Return the linear layers of a model; InputError if they cannot be listed, or if a rule
+    selects none.
     """
     from ablate.training.models.described import outline
 
@@ -143,7 +143,7 @@ def _cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:
 
 
 def block_scale(quant: Quant) -> str:
-    """`e4m3`, `e8m0 floor`, ..."""
+    """Return a description of the block scale: `e4m3`, `e8m0 floor`, ..."""
     if quant.scale is None:
         return "none"
     how = "" if quant.scale.rounding == "nearest" else f" {quant.scale.rounding}"
@@ -151,7 +151,7 @@ def block_scale(quant: Quant) -> str:
 
 
 def outer_scale(quant: Quant) -> str:
-    """`tensor amax / 448`, `none`, ..."""
+    """Return a description of the outer scale: `tensor amax to 448`, `none`, ..."""
     outer = quant.outer
     if outer is None:
         return "none"
@@ -159,21 +159,21 @@ def outer_scale(quant: Quant) -> str:
 
 
 def rounding(quant: Quant) -> str:
-    """`nearest`, `stochastic, 8 bits`, ..."""
+    """Return a description of the rounding: `nearest`, `stochastic, 8 bits`, ..."""
     return f"stochastic, {quant.bits} bits" if quant.rounding == "stochastic" else quant.rounding
 
 
 def extras(quant: Quant) -> Iterator[str]:
-    """Everything else that a quantiser does, in few words."""
+    """Yield short descriptions of everything else that a quantiser does."""
     if quant.select:
         yield f"{CANDIDATES[quant.select.among]} by {quant.select.criterion}"
-    place = quant.range
-    if place.statistic != "amax":
-        yield f"range {place.statistic}"
+    clip_range = quant.range
+    if clip_range.statistic != "amax":
+        yield f"range {clip_range.statistic}"
     for name, value, usual in (
-        ("to", place.map_to, None),
-        ("headroom", place.headroom, 1),
-        ("prescale", place.prescale, 1),
+        ("to", clip_range.map_to, None),
+        ("headroom", clip_range.headroom, 1),
+        ("prescale", clip_range.prescale, 1),
     ):
         if value != usual:
             yield f"{name} {value:.4g}"
@@ -189,7 +189,7 @@ def extras(quant: Quant) -> Iterator[str]:
 
 
 def outline(product: Product) -> str:
-    """Whether a product is rotated, and what leaves it."""
+    """Return a description of the rotation and the output type of a product."""
     hadamard = product.hadamard
     turned = (
         "not rotated"
@@ -202,7 +202,7 @@ def outline(product: Product) -> str:
 
 
 def rest(recipe: Recipe) -> Iterator[str]:
-    """Where, when and what else: one line for each that is not as usual."""
+    """Yield one line for each layer rule, phase and other field that differs from the default."""
     for number, rule in enumerate(recipe.layers.rules):
         yield f"layers.rules.{number}, {rule.match}: {used(rule.use)}"
     for name in ("layers", "weights"):
@@ -218,16 +218,14 @@ def rest(recipe: Recipe) -> Iterator[str]:
 
 
 def used(products: Products | None) -> str:
-    """`high precision`, or the element of each quantised operand."""
+    """Return `high precision`, or the element type of each quantised operand."""
     if products is None or products.plain:
         return "high precision"
     return ", ".join(f"{slot} {quant.element}" for slot, quant in products.quantised())
 
 
 def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
-    """Return one line for each part of a recipe that decides about some layers of a model: how many, and what
-    they use.
-    """
+    """Yield one line for each part of a recipe that selects layers: their number and what they use."""
     counts = recipe.layers.model_dump(exclude={"rules"}, exclude_defaults=True)
     for decider, products, selected in recipe.placements(layers):
         if isinstance(decider, int):
@@ -244,7 +242,7 @@ def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], path: str = "") -> Iterator[tuple[str, str, str]]:
-    """(path, value, other value) of what differs between two dumps; what is off on one side is one line."""
+    """Yield (path, value, other value) for each difference of two dumps; a disabled part is one line."""
     for key in one:
         here, a, b = f"{path}{key}", one[key], other[key]
         if isinstance(a, dict) and isinstance(b, dict):
@@ -254,7 +252,7 @@ def differences(one: dict[str, Any], other: dict[str, Any], path: str = "") -> I
 
 
 def _word(value: Any) -> str:
-    """A value in few words: `off`, `size 128, signs per_step`; a quantiser as its element and block."""
+    """Return a short text for a value: `off`, `size 128, signs per_step`; for a quantiser, element and block."""
     if value is None:
         return "off"
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""`ablate report X`: an experiment's notebooks run from top to bottom, as one HTML file that can be sent,
-Markdown, pictures and CSV.
+"""`ablate report X`: run the notebooks of an experiment, and write them as self-contained HTML, Markdown,
+figures and CSV.
 
-The only file that knows papermill and nbconvert. A notebook is run by this interpreter in a process of its
-own, whatever kernels and profiles its user has; its page needs nothing from any network.
+The only file that uses papermill and nbconvert. This interpreter runs each notebook in a new process,
+independently of the kernels and profiles that the user has installed. The pages load nothing from a network.
 """
 
 import hashlib
@@ -39,69 +39,68 @@ NOTEBOOKS = {
     "training_health": "Did training go well?",
     "numerics_walkthrough": "How does the recipe compute, step by step?",
 }
-"""By name, what each answers; files in `analysis/`."""
+"""Question that each notebook answers, by name; the files are in `analysis/`."""
 ABOUT = "index.json"
-"""File of a report that has its question, its first sentence and what it shows as data, for `ablate ui`."""
+"""File of a report with its question, its first sentence and the state that it shows, for `ablate ui`."""
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "microsoft-edge")
-_SECONDS = 600
-"""Longer than any of them takes by far: a kernel that hangs is ended."""
+_TIMEOUT_SECONDS = 600
+"""Time limit of a cell, far above what any of them takes, so that a kernel that hangs is ended."""
 
 
 class ReportError(Exception):
-    """A notebook that did not run to its end, and where it stopped."""
+    """A notebook failed. The message names the notebook, the cell and the error."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was made."""
+    """Files of a report."""
 
     folder: Path
     pages: tuple[Path, ...]
     pdf: Path | None
     trouble: str | None = None
-    """Why MLflow does not have it, where it should."""
+    """Reason why the report could not be attached in MLflow."""
 
     @property
     def index(self) -> Path:
-        """The page to look at first, and to send."""
+        """First page of the report."""
         return self.pages[0]
 
 
 def report(
     experiments: Annotated[
-        list[str] | None, typer.Argument(metavar="[X]...", help="Experiments, by YAML file or name.")
+        list[str] | None, typer.Argument(metavar="[X]...", help="Experiments, by YAML file or by name.")
     ] = None,
     notebook: Annotated[
         list[str] | None,
-        typer.Option(help=f"Which notebooks, in place of those that fit: {', '.join(NOTEBOOKS)}."),
+        typer.Option(
+            help=f"Notebooks to run instead of the default for the experiment: {', '.join(NOTEBOOKS)}."
+        ),
     ] = None,
     from_mlflow: Annotated[
         bool,
-        typer.Option("--from-mlflow", help="Read the runs from MLflow: where the ledger is not at hand."),
+        typer.Option("--from-mlflow", help="Read the runs from MLflow instead of the ledger."),
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder that reports are written to; default: reports in the state folder."),
+        typer.Option(help="Folder for the reports; default: reports in the state folder."),
     ] = None,
-    pdf: Annotated[bool, typer.Option(help="A PDF beside the HTML, where a browser is installed.")] = True,
+    pdf: Annotated[bool, typer.Option(help="Also write a PDF, if a browser is installed.")] = True,
     state: State = None,
     profile: Profile = None,
     mlflow: Mlflow = None,
 ) -> None:
-    """Make the report of one experiment or several: what is there of it, marked so where that is not all.
+    """Write the report of one or more experiments; a report of unfinished experiments says so.
 
-    Written to reports/<experiment>/ in the state folder, and attached to the sweep's run in MLflow.
+    It is written to reports/<experiment>/ in the state folder, and attached to the sweep's run in MLflow.
     """
     settings = find_settings(profile, state=state, mlflow=mlflow)
     names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in experiments or ()]
     if notebook == ["numerics_walkthrough"] and not names:
         names = ["numerics_walkthrough"]
     elif not names:
-        raise InputError(
-            [
-                f"name an experiment, by its file or as one of: {', '.join(_known(settings.state)) or 'none was run here'}"
-            ]
-        )
+        choices = ", ".join(_sweep_names(settings.state)) or "none, since no sweep has been run here"
+        raise InputError([f"no experiment given; name a YAML file or one of: {choices}"])
     wrong = [word for word in notebook or () if word not in NOTEBOOKS]
     if wrong:
         raise InputError([f"--notebook {wrong[0]}: no such notebook; {nearest(wrong[0], NOTEBOOKS)}"])
@@ -109,29 +108,31 @@ def report(
         for name in names:
             _refuse_unknown(settings.state, name)
     screen, status = console(), DONE
-    print_starting(f"the notebooks of {', '.join(names)}, half a minute each")
+    print_starting(f"the notebooks of {', '.join(names)}, about half a minute each")
     for name in names:
         try:
-            found = make(settings.state, name, notebook, settings.mlflow, fetch=from_mlflow, pdf=pdf, out=out)
+            made = make(settings.state, name, notebook, settings.mlflow, fetch=from_mlflow, pdf=pdf, out=out)
         except ReportError as error:
             screen.print(f"{name}: {error}", soft_wrap=True, markup=False)
             status = FAILED
         else:
-            for line in (*found.pages, *filter(None, [found.pdf, found.trouble])):
+            for line in (*made.pages, *filter(None, [made.pdf, made.trouble])):
                 screen.print(str(line), soft_wrap=True, markup=False)
     raise typer.Exit(status)
 
 
-def _known(state: Path) -> list[str]:
+def _sweep_names(state: Path) -> list[str]:
     return sorted(path.parent.name for path in state.glob("sweeps/*/ledger.db"))
 
 
 def _refuse_unknown(state: Path, name: str) -> None:
-    """Raise InputError for an experiment that was not run, unless it is the notebook that needs none."""
+    """Raise InputError if the experiment was never run, unless the name is that of the notebook without
+    experiment.
+    """
     if name == "numerics_walkthrough" or (state / "sweeps" / name / "ledger.db").exists():
         return
-    known = _known(state)
-    hint = nearest(name, known) if known else f"nothing was run in {state} yet"
+    sweeps = _sweep_names(state)
+    hint = nearest(name, sweeps) if sweeps else f"no sweep has been run in {state} yet"
     raise InputError([f"{name}: no such experiment has been run; {hint}"])
 
 
@@ -144,14 +145,26 @@ def make(
     pdf: bool = False,
     out: Path | None = None,
 ) -> Report:
-    """Run the notebooks of a sweep and write its report; InputError where there is no such sweep, ReportError
-    where one fails.
+    """Run the notebooks of a sweep and write its report.
+
+    Args:
+        state: State folder.
+        name: Name of the sweep.
+        notebooks: Names of the notebooks; None: those that fit the question of the sweep.
+        mlflow: Address of MLflow, to attach the report or, with `fetch`, to read the runs.
+        fetch: Read the runs from MLflow instead of the ledger.
+        pdf: Also print the first page as PDF, if a browser is installed.
+        out: Folder for the reports; None: `reports` in the state folder.
+
+    Raises:
+        InputError: There is no such sweep, its records are damaged, or no report can be written.
+        ReportError: A notebook failed.
     """
     from ablate.results.answer import Answer  # pandas
 
-    ours = os.access(state, os.W_OK) or not state.exists()
-    if not (ours or out):
-        raise InputError([f"{state}: nothing can be written there; name a folder for the report with --out"])
+    writable = os.access(state, os.W_OK) or not state.exists()
+    if not (writable or out):
+        raise InputError([f"{state}: is not writable; name a folder for the report with --out"])
     folder = (out or state / "reports") / name
     if name == "numerics_walkthrough" and not (state / "sweeps" / name).exists():
         return _write(
@@ -168,34 +181,37 @@ def make(
         if verified and verified.mismatches:
             raise InputError(
                 [
-                    f"{name}: no report is made of numbers that are not what was recorded",
+                    f"{name}: no report was written, since its ledger differs from what the trials recorded",
                     *map(str, verified.mismatches),
                 ]
             )
-        chosen = list(notebooks or _fitting(ledger))
-        said = verified.sentence if verified else "read from MLflow: not verified against the trials' records"
+        chosen = list(notebooks or _default_notebooks(ledger))
+        checked = (
+            verified.sentence
+            if verified
+            else "read from MLflow: not verified against the records of the trials"
+        )
         heading = _Heading(
             ledger.fact("question") or name,
-            _about(ledger, name, said),
+            _about(ledger, name, checked),
             _stamp(ledger),
             Answer(ledger).verdict(),
         )
         with ThreadPoolExecutor(1) as thread:
-            dressed = (
-                None if fetch or not ours else thread.submit(_dress, state, name, folder)
-            )  # beside the notebooks: its imports take seconds
-            found = _write(folder, state, name, chosen, heading, pdf)
-        if dressed:
-            dressed.result()
-        if not ours and path_of(mlflow):  # a database in a folder that cannot be written, as a rule
-            return found
-        return found if fetch or not mlflow else replace(found, trouble=_attach(mlflow, ledger, found))
+            # In parallel with the notebooks, since its imports take seconds.
+            note = None if fetch or not writable else thread.submit(_annotate_study, state, name, folder)
+            made = _write(folder, state, name, chosen, heading, pdf)
+        if note:
+            note.result()
+        if not writable and path_of(mlflow):  # the database is usually in the same read-only folder
+            return made
+        return made if fetch or not mlflow else replace(made, trouble=_attach(mlflow, ledger, made))
     finally:
         ledger.close()
 
 
 def is_current(state: Path, name: str) -> bool:
-    """Whether the report that is there shows all that the sweep's ledger holds."""
+    """Return True if a report exists and shows the present state of the ledger."""
     about = state / "reports" / name / ABOUT
     if not about.exists():
         return False
@@ -206,14 +222,14 @@ def is_current(state: Path, name: str) -> bool:
 
 
 def _stamp(ledger: Ledger) -> str:
-    """What tells one state of a sweep from another: its file, and how each run stands."""
+    """Return a hash of the state of a sweep: its experiment file and the status of each run."""
     runs = [(member["name"], member["seed"], member["id"], member["status"]) for member in ledger.members()]
-    told = [ledger.fact("experiment.yaml"), runs]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    content = [ledger.fact("experiment.yaml"), runs]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _fitting(ledger: Ledger) -> list[str]:
-    """The notebooks for the question that a sweep asks."""
+def _default_notebooks(ledger: Ledger) -> list[str]:
+    """Return the notebooks that fit the question of a sweep."""
     specs = [json.loads(member["spec"]) for member in ledger.members()[:1]]
     if any("tensors" in spec.get("workload", {}) for spec in specs):
         return ["tensors"]
@@ -221,16 +237,17 @@ def _fitting(ledger: Ledger) -> list[str]:
 
 
 def _about(ledger: Ledger, name: str, verified: str) -> str:
-    """The line above the title, with what of the numbers was verified."""
+    """Return the line above the title: experiment, number of runs, verification and date."""
     statuses = [member["status"] for member in ledger.members()]
-    left = sum(status not in ("done", "diverged") for status in statuses)
-    half = f", {left} of them not finished" if left else ""
-    return f"ablate, experiment {name}: {len(statuses)} runs{half}; {verified}. Report of {time.strftime('%Y-%m-%d %H:%M')}"
+    unfinished = sum(status not in ("done", "diverged") for status in statuses)
+    partial = f", {unfinished} of them not finished" if unfinished else ""
+    runs = f"ablate, experiment {name}: {len(statuses)} runs{partial}"
+    return f"{runs}; {verified}. Report of {time.strftime('%Y-%m-%d %H:%M')}"
 
 
 @dataclass(frozen=True)
 class _Heading:
-    """What stands above a report, and which state of the sweep it shows."""
+    """Head of a report, and the state of the sweep that it shows."""
 
     title: str
     about: str = ""
@@ -242,7 +259,9 @@ class _Heading:
 def _write(
     folder: Path, state: Path, name: str, notebooks: Sequence[str], heading: _Heading, pdf: bool
 ) -> Report:
-    """Made in a folder beside and put in place whole, so that a reader never meets half a report."""
+    """Write the report to a temporary folder, then move it to `folder`, so that a reader never sees half a
+    report.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as making:
         made = Path(making)
@@ -255,9 +274,13 @@ def _write(
                 for other, page in zip(notebooks, names, strict=True)
                 if other != word
             ]
-            its = heading if number == 0 else replace(heading, title=f"{NOTEBOOKS[word]} {heading.title}")
-            (made / names[number]).write_text(_html(notebook, its, others), encoding="utf-8")
-            (made / names[number]).with_suffix(".md").write_text(_markdown(notebook, its), encoding="utf-8")
+            page_heading = (
+                heading if number == 0 else replace(heading, title=f"{NOTEBOOKS[word]} {heading.title}")
+            )
+            (made / names[number]).write_text(_html(notebook, page_heading, others), encoding="utf-8")
+            (made / names[number]).with_suffix(".md").write_text(
+                _markdown(notebook, page_heading), encoding="utf-8"
+            )
         about = {
             "question": heading.title,
             "answer": heading.answer,
@@ -274,10 +297,8 @@ def _write(
 
 def _replace(folder: Path, made: Path) -> None:
     new = {path.name for path in made.iterdir()}
-    for stem in (
-        "index",
-        *NOTEBOOKS,
-    ):  # a page of an earlier report that this one does not have would tell of other runs
+    # Pages of an earlier report that this one does not have would show other runs.
+    for stem in ("index", *NOTEBOOKS):
         for path in folder.glob(f"{stem}.*"):
             if path.name not in new:
                 path.unlink()
@@ -289,8 +310,8 @@ def _replace(folder: Path, made: Path) -> None:
         path.replace(target)
 
 
-def _dress(state: Path, name: str, folder: Path) -> None:
-    """Put the answer into the sweep's study, for Optuna's dashboard."""
+def _annotate_study(state: Path, name: str, folder: Path) -> None:
+    """Write the answer into the study of the sweep, for Optuna's dashboard."""
     from ablate.execution.search import decorate
     from ablate.results.markdown_summary import summary_markdown
     from ablate.results.summary import metric_of, open_ledger, summaries
@@ -301,27 +322,25 @@ def _dress(state: Path, name: str, folder: Path) -> None:
     ledger.close()
 
 
-def _attach(mlflow: str, ledger: Ledger, found: Report) -> str | None:
-    """Attach it to the sweep's run in MLflow; why that failed, in words: the report is made, and is what
-    counts.
+def _attach(mlflow: str, ledger: Ledger, made: Report) -> str | None:
+    """Attach the report to the sweep's run in MLflow. Return a sentence if that fails, since the report
+    itself is complete.
     """
     from ablate.execution.tracking import log_report
 
     try:
-        log_report(mlflow, ledger, found.folder)
+        log_report(mlflow, ledger, made.folder)
     except InputError as error:
         return f"The report is not in MLflow: {error}"
     return None
 
 
 def _fetched(state: Path, name: str, mlflow: str | None) -> Path:
-    """A state folder with what MLflow knows of the sweep."""
+    """Return a state folder with a ledger of the sweep's runs in MLflow."""
     from ablate.execution.tracking import fetch
 
     if not mlflow:
-        raise InputError(
-            ["--from-mlflow: no MLflow is named; say where it is with --mlflow, or in a profile"]
-        )
+        raise InputError(["--from-mlflow: no MLflow is set; set its address with --mlflow, or in a profile"])
     folder = state / "fetched"
     path = folder / "sweeps" / name / "ledger.db"
     path.unlink(missing_ok=True)
@@ -334,15 +353,17 @@ def _fetched(state: Path, name: str, mlflow: str | None) -> Path:
 
 @contextmanager
 def _kernel() -> Iterator[str]:
-    """The name of a kernel that is this interpreter; its folder is the only one that Jupyter looks at, so
-    that no other takes its place.
+    """Yield the name of a kernel that runs this interpreter.
+
+    Jupyter's search path is set to its folder alone, so that no kernel of the user with the same name is used
+    instead.
     """
     from ipykernel.kernelspec import write_kernel_spec
 
     with tempfile.TemporaryDirectory(
         prefix="ablate-kernel-", dir=short_for_sockets(tempfile.gettempdir())
     ) as folder:
-        extra = ["--IPKernelApp.log_level=CRITICAL"]  # how it ends is nothing to tell
+        extra = ["--IPKernelApp.log_level=CRITICAL"]  # no message when the kernel ends
         write_kernel_spec(Path(folder) / "kernels" / "ablate", extra_arguments=extra)
         own = {
             "JUPYTER_PATH": folder,
@@ -350,7 +371,7 @@ def _kernel() -> Iterator[str]:
             "JUPYTER_RUNTIME_DIR": f"{folder}/run",
             "MPLBACKEND": "agg",
         }
-        # tqdm.auto, which Optuna imports, warns in every kernel that has no ipywidgets; the reports draw no progress bar.
+        # tqdm.auto, which Optuna imports, warns in kernels without ipywidgets; reports show no progress bar.
         own["PYTHONWARNINGS"] = ",".join(
             filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"])
         )
@@ -367,7 +388,7 @@ def _kernel() -> Iterator[str]:
 
 
 def _run(notebook: str, state: Path, name: str, out: Path, kernel: str) -> Any:
-    """The notebook with its outputs; ReportError with the cell and the last words where it stops."""
+    """Run a notebook and return it with its outputs; ReportError with cell and error if it fails."""
     import papermill
     from jupyter_core.utils import ensure_event_loop
     from papermill.exceptions import PapermillExecutionError
@@ -376,23 +397,31 @@ def _run(notebook: str, state: Path, name: str, out: Path, kernel: str) -> Any:
     path = str(analysis() / f"{notebook}.ipynb")
     given = {"state": str(state.resolve()), "sweep": name, "out": str((out / "figures").resolve())}
     parameters = {key: given[key] for key in papermill.inspect_notebook(path)}
-    how = {"kernel_name": kernel, "progress_bar": False, "log_output": False, "execution_timeout": _SECONDS}
+    options = {
+        "kernel_name": kernel,
+        "progress_bar": False,
+        "log_output": False,
+        "execution_timeout": _TIMEOUT_SECONDS,
+    }
     connection = Config(
         KernelManager={"transport": "ipc", "ip": str(Path(os.environ["JUPYTER_PATH"]) / notebook)}
     )  # this user's files, no port
     try:
-        return _without_warnings(papermill.execute_notebook(path, None, parameters, config=connection, **how))
+        return _without_warnings(
+            papermill.execute_notebook(path, None, parameters, config=connection, **options)
+        )
     except PapermillExecutionError as error:
         raise ReportError(
-            f"notebook {notebook} stopped in cell {error.exec_count}: {error.ename}: {error.evalue}; run it in Jupyter to see more: {path}"
+            f"notebook {notebook} stopped in cell {error.exec_count}: {error.ename}: {error.evalue}; "
+            f"run it in Jupyter to see more: {path}"
         ) from None
     finally:
         ensure_event_loop().close()  # this thread's, which Jupyter leaves open
 
 
 def _without_warnings(notebook: Any) -> Any:
-    """The notebook without what libraries wrote to standard error: warnings name files of this machine, and
-    the page is sent.
+    """Remove standard error from the outputs: warnings name files of this machine, but the page is for
+    others, too.
     """
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -401,7 +430,7 @@ def _without_warnings(notebook: Any) -> Any:
 
 
 def analysis() -> Path:
-    """Where the notebooks are: in the package where it was installed, beside it in a checkout."""
+    """Return the folder of the notebooks: inside an installed package, next to the package in a checkout."""
     package = Path(__file__).parents[1]
     return package / "analysis" if (package / "analysis").exists() else package.parent / "analysis"
 
@@ -421,7 +450,7 @@ def _html(notebook: Any, heading: _Heading, links: Sequence[tuple[str, str]]) ->
 
 
 def _markdown(notebook: Any, heading: _Heading) -> str:
-    """The same in Markdown: no code, pictures as links to their files."""
+    """Return the report as Markdown: without code, figures as links to their files."""
     parts = [f"# {heading.title}", f"*{heading.about}*" if heading.about else ""]
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -434,7 +463,7 @@ def _markdown(notebook: Any, heading: _Heading) -> str:
 
 
 def _print(page: Path) -> None:
-    """A PDF by the browser that is installed, or none: the HTML is the report."""
+    """Print a page as PDF with an installed browser; without one, do nothing: the HTML is the report."""
     browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if browser is None:
         return
