@@ -89,7 +89,7 @@ def diff(
 
 
 def resolve(preset: str, turned: list[str]) -> Recipe:
-    """Return a preset with changed knobs (`knob=value`); InputError with all reasons if that is impossible."""
+    """Return a preset with changed knobs (`knob=value`); InputError with all reasons if that fails."""
     if preset not in PRESETS:
         raise InputError([f"{preset}: no such preset; {nearest(preset, PRESETS)}"])
     pairs = [text.partition("=") for text in turned]
@@ -252,7 +252,7 @@ def differences(one: dict[str, Any], other: dict[str, Any], path: str = "") -> I
 
 
 def _word(value: Any) -> str:
-    """Return a short text for a value: `off`, `size 128, signs per_step`; for a quantiser, element and block."""
+    """Return a short text for a value: `off`, `size 128, signs per_step`; of a quantiser, its main fields."""
     if value is None:
         return "off"
     if isinstance(value, dict):

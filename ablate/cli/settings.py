@@ -299,7 +299,7 @@ def _lock(probe: Path) -> None:
 
 
 def mlflow_uri(given: str | None, state: Path) -> str | None:
-    """Return the address of MLflow: as given, by default a SQLite store in the state folder, None for `none`."""
+    """Return MLflow's address: as given, a SQLite store in the state folder by default, None for `none`."""
     if given == "none":
         return None
     return given or url((state / "mlflow.db").resolve())

@@ -55,7 +55,7 @@ def ui(
         str,
         typer.Option(
             help="Address on which the dashboard and the reports listen, without a password; "
-            "default: 127.0.0.1, this machine only."
+            "127.0.0.1: this machine only."
         ),
     ] = HOST,
     allowed_hosts: Annotated[
