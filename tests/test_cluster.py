@@ -255,20 +255,20 @@ TOKEN = "a" * 32
 WITHOUT = {
     "neither mode nor token": (
         {},
-        "what listens there does not let us in; .*; here RAY_AUTH_MODE is not set",
+        "the server there refused the connection; .*; here RAY_AUTH_MODE is not set",
     ),
     "no token": ({"RAY_AUTH_MODE": "token"}, "token authentication is on, and there is no token here: .*"),
     "another token": (
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 32},
-        "what listens there does not let us in; .*",
+        "the server there refused the connection; .*",
     ),
     "a token, but no mode": (
         {"RAY_AUTH_TOKEN": TOKEN},
-        "what listens there does not let us in; .*; here RAY_AUTH_MODE is not set",
+        "the server there refused the connection; .*; here RAY_AUTH_MODE is not set",
     ),
     "authentication turned off": (
         {"RAY_AUTH_MODE": "disabled"},
-        "what listens there does not let us in; .* RAY_AUTH_MODE is disabled",
+        "the server there refused the connection; .* RAY_AUTH_MODE is disabled",
     ),
 }
 CONNECT = """

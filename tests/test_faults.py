@@ -403,7 +403,7 @@ def refused(tmp_path: Path, address: str, **extra: str) -> str:
         ),
         (
             "nowhere",
-            "Ray cannot be reached at nowhere: that is no address; it takes host:port, auto, or ray://host:port",
+            "Ray cannot be reached at nowhere: that is no address; give host:port, auto, or ray://host:port",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from ablate.execution.workers import Pool
 pool = Pool(None, 1, 0)
 pool.wanted = 1
 assert pool.slots == 1
-pool._ray.get([actor.look.remote("/nowhere", "nonce") for actor in pool._idle[0].actors])
+pool._ray.get([actor.describe.remote("/nowhere", "nonce") for actor in pool._idle[0].actors])
 me = psutil.Process()
 family = [me, *me.children(recursive=True)]
 ends = [end.laddr.ip for one in family for end in one.net_connections("inet") if end.status == psutil.CONN_LISTEN]

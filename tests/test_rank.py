@@ -18,7 +18,7 @@ from test_supervisor import HOLD, steps
 from ablate.execution import rank_process
 from ablate.execution.messages import GangPart, Message, TrialRequest
 from ablate.execution.supervisor import Supervisor
-from ablate.execution.workers import flight
+from ablate.execution.workers import running_trial
 from ablate.results.trial_store import Store
 from ablate.verification.services import free_port
 
@@ -165,7 +165,7 @@ def test_supervisors_on_two_nodes_compute_one_trial_and_either_ends_it(superviso
 
 def test_a_rank_whose_peer_on_another_node_is_gone_ends_while_the_pool_still_waits_for_it():
     """Or its actor would be ended instead, and the gang's next attempt would find no warm process."""
-    assert 2 * rank_process._PEER_SECONDS < flight._LAST_WORD_SECONDS
+    assert 2 * rank_process._PEER_SECONDS < running_trial._GANG_END_SECONDS
 
 
 def test_the_base_of_a_fine_tuning_is_trained_by_one_rank(supervisor, tmp_path, cache):

@@ -82,7 +82,7 @@ def actor(pool: Pool) -> psutil.Process:
 
 
 def test_a_worker_that_hangs_is_ended_and_the_next_trial_runs(pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "DEAF_SECONDS", 8.0)
+    monkeypatch.setattr(pools, "SILENCE_SECONDS", 8.0)
     asked = request(tmp_path, **LONG)
     pool.submit(asked)
     until(lambda: events(pool, asked.id), 60)
@@ -112,14 +112,14 @@ def test_who_listens_before_the_trial_starts_hears_it_at_once(tmp_path, monkeypa
     """Ray lets an actor's calls overtake each other. Which process computes the trial does not matter to who listens."""
     monkeypatch.setattr(Supervisor, "run", lambda self, request: run_inline(request))
     actor, heard = Actor(), queue.SimpleQueue()
-    listener = threading.Thread(target=lambda: heard.put(actor.hear()[0]))
+    listener = threading.Thread(target=lambda: heard.put(actor.messages()[0]))
     listener.start()
-    actor.start(request(tmp_path), apart=False)
+    actor.start(request(tmp_path), remote=False)
     listener.join()
     messages = heard.get()
     while not messages or not isinstance(messages[-1], Ended):
         assert messages, "a listener of before the start was forgotten"
-        messages += actor.hear()[0]
+        messages += actor.messages()[0]
     assert messages[-1].status == "done"
 
 

@@ -1,16 +1,17 @@
-"""Everything that crosses a process about a trial: the request for it, and the messages that come back.
+"""Messages about a trial that cross a process boundary: the request for it, and the messages that come back.
 
-Each is a frozen dataclass. Through a pipe they travel as JSON lines: a request from a supervisor to its warm process, and back what that
-process and the trial's own print.
+Each is a frozen dataclass. In pipes they are JSON lines: a request from a supervisor to its warm process, and
+back the messages of that process and of the trial's own.
 
     {"kind": "events", "events": [{"step": 1, "time": 1732300000.0, "metrics": {"train/loss": 5.5}}]}
     {"kind": "exited", "status": 0, "reason": ""}
 
-Between the controller and Ray's actors the same objects travel pickled: both ends run the same version of this package, which is
-checked before a trial starts there. The spec of a trial is text on the whole way, and parsed in the process that computes it.
+Between the controller and Ray's actors the same objects are pickled: both ends run the same version of this
+package, which is checked before a trial starts there. The spec of a trial stays text on its whole way and is
+parsed by the process that computes it.
 
-Refused with a sentence (`MalformedMessage`): an unknown kind, a field that is missing, unknown or of another type. Text that is no
-JSON is a `TornLine`: a process that is killed leaves half a line behind.
+Refused (`MalformedMessage`): an unknown kind, a field that is missing, unknown or of another type. Text that
+is no JSON is a `TornLine`: a process that is killed leaves half a line behind.
 """
 
 import json
@@ -26,15 +27,15 @@ _CLOSED = ConfigDict(strict=True, extra="forbid")
 _EXITED = b'{"kind": "exited"'
 
 Event = Annotated[dict[str, Any], AfterValidator(as_event)]
-"""What a trial recorded at one step: {step, time, metrics}, and where there is any {events, alarms, resumed, again}."""
+"""Record of a trial at one step: {step, time, metrics}, and optionally {events, alarms, resumed, again}."""
 
 
 class MalformedMessage(ValueError):
-    """A line that is no message that this version knows; the text is a sentence."""
+    """A line that is no message of this version; the text says why in one sentence."""
 
 
 class TornLine(MalformedMessage):
-    """A line that is no JSON, as a process leaves it that is killed while it writes."""
+    """A line that is no JSON: a process was killed while it wrote."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,16 @@ class GangPart:
     node: int
     """Number of this node; the first is 0."""
     address: str
-    """Where the ranks meet: an address of the first node, and a port there."""
+    """IP address of the first node, to which all ranks connect."""
     port: int
+    """Port there."""
     local: int
     """Ranks on this node."""
 
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """One attempt of one trial, as the controller asks for it."""
+    """Request of the controller for one attempt of one trial."""
 
     __pydantic_config__ = _CLOSED
     id: str
@@ -66,9 +68,9 @@ class TrialRequest:
     telemetry: dict[str, Any]
     """Arguments of `Telemetry`, and `checkpoint`: seconds between checkpoints."""
     fork: tuple[tuple[int, str], ...] = ()
-    """States that other trials pass through too: the step, and the name of the shared checkpoint."""
+    """Shared prefixes: step, and name of the shared checkpoint at that step."""
     patience: float = PATIENCE_SECONDS
-    """Seconds of silence after which the trial may be taken for hung."""
+    """Seconds of silence after which the trial may count as hung."""
     ranks: int = 1
     sharded: bool = False
     imports: tuple[str, ...] = ()
@@ -81,7 +83,7 @@ class TrialRequest:
 
     @classmethod
     def parse(cls, line: bytes) -> "TrialRequest":
-        """Return the request of a line. MalformedMessage for a line that `line` did not write."""
+        """Return the request of a line; raise MalformedMessage for one that `line` did not write."""
         return _validated(_REQUEST, line, "request for a trial")
 
 
@@ -114,7 +116,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class RankDied:
-    """The first of several ranks that ended without having done its part; negative status: the signal that ended it."""
+    """The first of several ranks that failed. A negative status is the signal that ended it."""
 
     __pydantic_config__ = _CLOSED
     rank: int
@@ -124,23 +126,23 @@ class RankDied:
 
 @dataclass(frozen=True)
 class Exited:
-    """The trial's process is over, or was never started; negative status: the signal that ended it."""
+    """The trial's process has ended, or was never started. A negative status is the signal that ended it."""
 
     __pydantic_config__ = _CLOSED
     status: int
     reason: str = ""
-    """Why it was never started."""
+    """Reason why it was never started; else empty."""
     kind: Literal["exited"] = "exited"
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The supervisor is there, and the trial is silent."""
+    """The supervisor is alive, and the trial is silent."""
 
 
 @dataclass(frozen=True)
 class Forked:
-    """The trial goes on from another one's state; sent by a worker that does not share the state folder."""
+    """The trial resumes from the checkpoint of another; sent by a worker that does not see the state folder."""
 
     trunk: dict[str, Any]
 
@@ -153,40 +155,44 @@ class Ended:
     reason: str | None = None
     result: dict[str, Any] | None = None
     log: str = ""
-    """End of the attempt's log, where it has no result."""
+    """End of the attempt's log, if it has no result."""
     disk_full: bool = False
-    """No more could be written: the trial is run again once there is room."""
+    """True if the disk was full: the trial runs again once there is space."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A line about the workers themselves, of no single trial."""
+    """A line for the user about the workers, of no single trial."""
 
     text: str
 
 
 PipeMessage = Started | Events | Waiting | RankDied | Exited
-"""Lines of a trial's process, and of the warm process that forked it."""
+"""Messages in the pipe from a trial's process and from the warm process that forked it."""
 Message = Events | Waiting | Heartbeat | Forked | Ended | Notice
-"""What a controller receives. Of one trial: any number of messages, the last of which is Ended."""
+"""Messages that a controller receives. The last one of each trial is Ended."""
 
 _REQUEST: TypeAdapter[TrialRequest] = TypeAdapter(TrialRequest)
 _PIPE_MESSAGE: TypeAdapter[PipeMessage] = TypeAdapter(Annotated[PipeMessage, Field(discriminator="kind")])
 
 
 def message_of(recorded: dict[str, Any] | Waiting) -> Events | Waiting:
-    """Return what `trial.run` yielded as a message."""
+    """Return an event or a Waiting that `trial_runner.run` yielded as a message."""
     return recorded if isinstance(recorded, Waiting) else Events((recorded,))
 
 
 def send(pipe: BinaryIO, message: PipeMessage) -> None:
-    """Write a message into a pipe as a line of its own: who wrote before may have been killed in the middle of one."""
+    """Write a message into a pipe, after a line break: another writer may have been killed in the middle of a
+    line.
+    """
     pipe.write(b"\n" + json.dumps({"kind": message.kind} | vars(message)).encode() + b"\n")
     pipe.flush()
 
 
 def parse_line(line: bytes) -> PipeMessage:
-    """Return the message of a line that `send` wrote. TornLine for part of one, MalformedMessage for anything else."""
+    """Return the message of a line that `send` wrote; raise TornLine for part of one, MalformedMessage for
+    any other.
+    """
     return _validated(_PIPE_MESSAGE, line, "message of a trial's process")
 
 

@@ -1,7 +1,9 @@
-"""`python -m ablate.execution.process_guard COMMAND...`: a command, and all that comes of it, that ends with whoever started it.
+"""Guard of a command: `python -m ablate.execution.process_guard COMMAND...` ends it when the guard's parent
+ends.
 
-Standard input is the lifeline: when it closes, however its other end died, the command's whole process group is ended. It is a session
-of its own, so that Ctrl-C in a terminal reaches who started it and nobody else.
+When standard input closes, which also happens when the process at its other end is killed, the command's
+whole process group is ended. The command runs in a session of its own: Ctrl-C in a terminal reaches the
+process that started the guard, not the command.
 """
 
 import os
@@ -16,8 +18,8 @@ _GRACE_SECONDS = 5.0
 
 
 def main() -> None:
-    """Run the command until it ends, or until nobody holds the other end any more."""
-    signal.signal(signal.SIGTERM, _ended)
+    """Run the command until it ends, or until standard input closes."""
+    signal.signal(signal.SIGTERM, _exit)
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         over = os.pidfd_open(process.pid)
@@ -27,15 +29,15 @@ def main() -> None:
     sys.exit(process.returncode)
 
 
-def _ended(number: int, frame: FrameType | None) -> None:
+def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the group: politely, and then for good."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
+    """End the process group: by SIGTERM, and after a grace period by SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
+            os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_SECONDS)
 

@@ -1,7 +1,9 @@
-"""The ranks of a trial that several processes compute: torch's launcher in the trial's own process, each rank a fork of it.
+"""Ranks of a trial that several processes compute: forks of the trial's process, started there by torch's
+launcher.
 
-Rank 0 runs the trial: it alone has the store, and writes the trial's events to where the process was asked to. The others do their part of
-every step, and hear from rank 0 when there is one. All print into the attempt's log, and end with their parent.
+Rank 0 runs the trial: it alone writes to the trial store and sends the trial's events through the pipe. The
+other ranks do their part of every step, once rank 0 has begun. All ranks print into the attempt's log, and
+end with their parent.
 """
 
 import logging
@@ -20,32 +22,43 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.results.trial_store import Store
 from ablate.training.rank_layout import Layout
 
-IMPORTS = ("torch.distributed.launcher.api", "ablate.parallel")
-"""What takes long to import, once for all trials."""
+IMPORTS = ("torch.distributed.launcher.api", "ablate.training.distributed")
+"""Slow imports of a trial with ranks, done once by the warm process."""
 SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
-"""What FSDP imports besides, the second at its first use."""
+"""Further slow imports of a sharded trial: FSDP imports the second at its first use."""
 _LOOPBACK = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Where all ranks are on one machine, they meet by files: a store of torch's own asks for no password, and listens everywhere."""
+"""Environment of ranks on one machine: they exchange addresses by files and use the loopback interface.
+
+A TCPStore of torch has no password and listens on all interfaces."""
 if sys.platform == "linux":
     _LOOPBACK |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
 _POLL_SECONDS = 0.5
 _PEER_LOST = ("gloo/transport", "NCCL")
-"""What stands in the errors of a rank whose peer is gone."""
+"""Parts of the error message of a rank whose peer is gone."""
 _PEER_SECONDS = 5.0
-"""A rank that lost its peer waits so long to be ended; of a gang, it has ended well before the pool stops waiting for it."""
+"""Time that a rank waits to be ended after it lost a peer. In a gang it ends well before the pool stops
+waiting."""
 _END_SECONDS = 5
-"""Within which the other ranks end once one has; then they are killed."""
+"""Time for the other ranks to end after the first; then they are killed."""
 
 
 def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
-    """Compute this node's part of a trial. Returns which rank's death ended the others, None where all are done."""
+    """Compute this node's part of a trial in processes of its own.
+
+    Args:
+        request: the trial, with `ranks`, and for a gang this node's part.
+        pipe: rank 0 writes the trial's messages here.
+
+    Returns:
+        The rank whose death ended the others; None if all ranks are done.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # a rank says itself why it ends
-    own: dict[str, Any] = {
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # each rank prints its own error
+    settings: dict[str, Any] = {
         "start_method": "fork",
         "max_restarts": 0,
         "run_id": request.id,
@@ -53,31 +66,30 @@ def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
     }
     with tempfile.TemporaryDirectory(prefix="ablate-ranks-") as folder:
         meeting = None if request.gang else f"{folder}/ranks"
-        place = _across(request.gang) if request.gang else _here(request.ranks, f"{folder}/launcher")
+        settings |= _gang(request.gang) if request.gang else _one_node(request.ranks, f"{folder}/launcher")
+        settings["logs_specs"] = DefaultLogsSpecs(log_dir=folder)
         try:
-            elastic_launch(LaunchConfig(**own, **place, logs_specs=DefaultLogsSpecs(log_dir=folder)), _be)(
-                request, pipe, meeting
-            )
+            elastic_launch(LaunchConfig(**settings), _run_rank)(request, pipe, meeting)
         except ChildFailedError as error:
             ((rank, failure),) = error.failures.items()
             return RankDied(rank, failure.exitcode)
     return None
 
 
-def _here(ranks: int, meeting: str) -> dict[str, Any]:
-    """All on this machine, which meet by a file."""
+def _one_node(ranks: int, meeting: str) -> dict[str, Any]:
+    """Return the launcher's settings for ranks on this machine alone, which exchange addresses by a file."""
     os.environ.update(_LOOPBACK | os.environ)
-    found = {"rdzv_backend": "c10d", "rdzv_endpoint": meeting, "rdzv_configs": {"store_type": "file"}}
-    return found | {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": ranks}
+    rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": meeting, "rdzv_configs": {"store_type": "file"}}
+    return rendezvous | {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": ranks}
 
 
-def _across(gang: GangPart) -> dict[str, Any]:
-    """Settings of the launcher for this node's part of a gang."""
-    meeting = {
+def _gang(gang: GangPart) -> dict[str, Any]:
+    """Return the launcher's settings for this node's part of a gang."""
+    rendezvous = {
         "rdzv_endpoint": f"{gang.address}:{gang.port}",
         "rdzv_configs": {"rank": gang.node, "timeout": 900},
     }
-    return meeting | {
+    return rendezvous | {
         "rdzv_backend": "static",
         "min_nodes": gang.nodes,
         "max_nodes": gang.nodes,
@@ -85,14 +97,10 @@ def _across(gang: GangPart) -> dict[str, Any]:
     }
 
 
-def _be(request: TrialRequest, pipe: BinaryIO, meeting: str | None) -> None:
-    """Be the rank that the launcher's environment variables name."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-    ):  # the launcher's own handlers are the forks', too
+def _run_rank(request: TrialRequest, pipe: BinaryIO, meeting: str | None) -> None:
+    """Run the rank that the launcher's environment variables name."""
+    # The fork has inherited the launcher's handlers.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     status = exit_status(lambda: _compute(request, int(os.environ["RANK"]), pipe, meeting))
@@ -102,16 +110,14 @@ def _be(request: TrialRequest, pipe: BinaryIO, meeting: str | None) -> None:
 
 def _compute(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None) -> None:
     try:
-        _part(request, rank, pipe, meeting)
+        _train(request, rank, pipe, meeting)
     except RuntimeError as error:
-        if any(word in str(error) for word in _PEER_LOST):
-            time.sleep(
-                _PEER_SECONDS
-            )  # another rank ended, whose reason is the one to be told: the launcher ends this one meanwhile
+        if any(part in str(error) for part in _PEER_LOST):
+            time.sleep(_PEER_SECONDS)  # the rank that ended first has the reason; the launcher ends this one
         raise
 
 
-def _part(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None) -> None:
+def _train(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None) -> None:
     from ablate.training.distributed import join
 
     spec = TrialSpec.parse(request.spec)
@@ -132,7 +138,7 @@ def _part(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None)
 
 
 def _follow(spec: TrialSpec, telemetry: dict[str, Any]) -> None:
-    """Do this rank's part of every step. What it records, rank 0 records too."""
+    """Do this rank's part of every step. Its records are dropped: rank 0 has the same."""
     from ablate.training.loop import Telemetry
 
     records = spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry))
@@ -141,7 +147,7 @@ def _follow(spec: TrialSpec, telemetry: dict[str, Any]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End when the launcher does, which may have been killed."""
+    """End when the launcher ends, even if it was killed."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     os._exit(1)

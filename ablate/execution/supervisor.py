@@ -1,7 +1,27 @@
-"""One slot's supervisor: owns a warm child process, starts a trial in it, reads its messages, and survives its death. No Ray here.
+"""Supervisor of one slot: keeps a warm child process, runs one trial at a time in it, and turns every end
+into a message.
 
-A trial is a `TrialRequest`. What comes back is a stream of messages: Events as they happen, Waiting while another process runs the same
-trial, a Heartbeat now and then in silence, and one Ended at last.
+The problem. A trial may crash the interpreter, be killed by the kernel when memory is out, or hang in a
+collective or in a data loader. Whoever runs it must survive all of these, notice them, and report the right
+reason: one reason is worth a retry, another (out of memory) is a result.
+
+The idea. The supervisor talks to a child process over two pipes and never runs the trial's code itself. The
+child (`trial_process`) has imported torch and forks a process for each trial, so a dead trial costs no
+imports. A supervisor yields:
+
+    for message in Supervisor().run(request):
+        ...   # Events((...,)), Events((...,)), Heartbeat(), Events((...,)), Ended("done", result={...})
+
+Events arrive in batches of 0.2 s. A Heartbeat comes every 5 s of silence, a Waiting while another process
+runs the same trial. The last message is always an Ended. Its status is read from the committed result first,
+then from the exit status of the process, and its reason from the last line of the log.
+
+A trial is hung after a silence longer than `Watch.limit`, which follows the pace of the trial's own steps.
+Its processes then write their stacks into the log and are killed.
+
+Refused: a second trial at the same time, and a child that sends a malformed message: the child is ended and
+the trial failed. The supervisor does not retry and does not decide what a failure means. No Ray here:
+`workers.actor` puts these messages on the network.
 """
 
 import os
@@ -40,35 +60,36 @@ from ablate.files import Damaged
 from ablate.results.trial_store import Store
 
 COMMAND = (sys.executable, "-m", "ablate.execution.trial_process")
-"""The warm process: reads requests, and prints the messages of their trials."""
-BEAT_SECONDS = 5.0
-"""How often a supervisor says in silence that it is there."""
+"""Command of the warm process, which reads requests and prints the messages of their trials."""
+HEARTBEAT_SECONDS = 5.0
+"""Time between heartbeats while a trial is silent."""
 _BATCH_SECONDS = 0.2
 _GRACE_SECONDS = 8.0
-"""A child has so long to end once its standard input is closed: a lifeline gives what hangs on it five of them."""
+"""Time for the child to end after its standard input is closed. A process guard gives its command 5 s of
+them."""
 _FIRST_FACTOR = 10
-"""Before its first record a trial loads data and compiles: it may be silent so many times longer."""
+"""Factor of the patience before the first record: a trial loads data and compiles until then."""
 _STEPS, _GAPS = 20, 3
-"""A trial is hung after the time of so many median steps, or of so many of its longest silences so far, where that is longer."""
+"""A trial is hung after the time of _STEPS median steps, or of _GAPS times its longest silence, whichever is
+longer."""
 
 
 class Watch:
-    """How long a trial has been silent, and when that is too long."""
+    """Clock of a trial's silence, and the limit after which the trial counts as hung."""
 
     def __init__(self, patience: float) -> None:
+        """`patience`: least limit in seconds."""
         self.patience, self._began = patience, time.time()
         self._last, self._longest, self._step = time.monotonic(), 0.0, 0
         self._paces: list[float] = []
         self._waiting = False
 
-    def hear(self, message: Events | Waiting) -> None:
-        """Note that a message came: events, or that the trial waits for another process, which may take as long as it likes."""
+    def note(self, message: Events | Waiting) -> None:
+        """Note the arrival of a message. After a Waiting the trial may be silent for any time."""
         now = time.monotonic()
         self._waiting = isinstance(message, Waiting)
         for event in message.events[-1:] if isinstance(message, Events) else ():
-            if (
-                event["time"] < self._began
-            ):  # replayed from a trunk or an earlier attempt: it tells nothing of this one
+            if event["time"] < self._began:  # replayed from a trunk or an earlier attempt, at another pace
                 continue
             steps, seconds = event["step"] - self._step, now - self._last
             if self._step and steps > 0:
@@ -79,7 +100,7 @@ class Watch:
 
     @property
     def limit(self) -> float:
-        """Seconds of silence that are too long."""
+        """Seconds of silence after which the trial counts as hung."""
         if not self._step:
             return _FIRST_FACTOR * self.patience
         pace = statistics.median(self._paces) if self._paces else 0.0
@@ -87,38 +108,43 @@ class Watch:
 
     @property
     def silence(self) -> float:
-        """Seconds since something was heard; none while the trial waits for another process."""
+        """Seconds since the last message; 0 while the trial waits for another process."""
         return 0.0 if self._waiting else time.monotonic() - self._last
 
 
 class Supervisor:
-    """Runs one trial at a time in a child process of its own."""
+    """Runner of one trial at a time in a child process of its own."""
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
-        """`command` starts the warm process."""
+        """`command`: starts the warm process, at the first trial or at `warm`."""
         self._command = command
         self._child: subprocess.Popen[bytes] | None = None
         self._trial: int | None = None
-        """The process of the trial that runs."""
-        self._alone = True
-        """Whether that computes it all."""
+        """Process id of the running trial."""
+        self._one_rank = True
+        """True if that process computes the trial; False if its children, the ranks, do."""
 
     def run(self, request: TrialRequest) -> Iterator[Message]:
-        """Run one trial to its end and yield its messages; the child's death is a message, not an exception."""
+        """Run one trial to its end and yield its messages. The child's death is a message, not an exception.
+
+        Args:
+            request: the trial, or this node's part of it.
+
+        Yields:
+            Events, Waiting and Heartbeat as they come; one Ended at last.
+        """
         try:
             yield from self._run(request)
-        except MalformedMessage as error:  # nothing more that this child says can be relied on
+        except MalformedMessage as error:  # no later message of this child can be relied on
             self._trial = None
             self._bury()
             yield Ended("failed", str(error))
 
     def _run(self, request: TrialRequest) -> Iterator[Message]:
-        self._alone = request.ranks == 1
-        child, killed = self._ask(request), _kernel_kills()
+        self._one_rank = request.ranks == 1
+        child, killed = self._send(request), _kernel_kills()
         watch, hung, died = Watch(request.patience), None, None
-        hears = not (
-            request.gang and request.gang.node
-        )  # of a gang, the first node's ranks alone tell anything
+        expects_events = not (request.gang and request.gang.node)  # rank 0, on node 0, sends a gang's events
         assert child.stdout
         for received, over in _batches(child.stdout.fileno()):
             exited = next((message for message in received if isinstance(message, Exited)), None)
@@ -127,8 +153,8 @@ class Supervisor:
                     self._trial = message.pid
                 elif isinstance(message, RankDied):
                     died = message
-            for message in _told(received):
-                watch.hear(message)
+            for message in _forwarded(received):
+                watch.note(message)
                 yield message
             if exited or over:
                 self._trial = None
@@ -136,46 +162,57 @@ class Supervisor:
                     self._bury()
                 yield _end(request, exited, hung, _kernel_kills() > killed, died)
                 return
-            if hears and not hung and watch.silence > watch.limit:
+            if expects_events and not hung and watch.silence > watch.limit:
                 hung = f"no step for {watch.silence:.0f} s; its stack is in its log; ended"
                 _dump_and_kill(self._computing() or [child.pid])
             if not received:
                 yield Heartbeat()
 
     def _computing(self) -> list[int]:
-        """The processes that compute the trial: its own, or its ranks, whose end that one tells."""
-        if self._alone or self._trial is None:
+        """Return ids of the processes that compute the trial: its own, or those of its ranks, whose end it
+        reports.
+        """
+        if self._one_rank or self._trial is None:
             return [self._trial] if self._trial else []
         with suppress(psutil.NoSuchProcess):
             return [rank.pid for rank in psutil.Process(self._trial).children()] or [self._trial]
         return []
 
-    def _ask(self, request: TrialRequest) -> subprocess.Popen[bytes]:
-        """Give the request to the child, or to a new one where that has died since it was last heard."""
+    def _send(self, request: TrialRequest) -> subprocess.Popen[bytes]:
+        """Send the request to the child, or to a new one if the child has died since the last trial; return
+        it.
+        """
         child = self._warm()
         assert child.stdin
         try:
             child.stdin.write(request.line())
         except BrokenPipeError:
             self._bury()
-            return self._ask(request)
+            return self._send(request)
         return child
 
     def _bury(self) -> None:
-        """Let go of a child whose pipe is closed. It is dying: `poll` may not tell for a while yet, and would have it asked again."""
+        """End and forget a child whose pipe is closed.
+
+        It is dying, but `poll` may not report that for a while, and the next request would be sent to it.
+        """
         child, self._child = self._child, None
         assert child
         assert child.stdin
         assert child.stdout
         child.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            child.wait(_GRACE_SECONDS)  # a lifeline ends what hangs on it; it may not be killed before
+            # a process guard ends its command first, and must not be killed before
+            child.wait(_GRACE_SECONDS)
         child.kill()
         child.wait()
         child.stdout.close()
 
     def _warm(self) -> subprocess.Popen[bytes]:
-        """The child, started where it is not there. Its standard input is its lifeline: it ends when this process does."""
+        """Return the child, started if there is none.
+
+        It ends when its standard input closes, at the latest with this process.
+        """
         if self._child is None or self._child.poll() is not None:
             pipe = subprocess.PIPE
             self._child = subprocess.Popen(
@@ -188,7 +225,10 @@ class Supervisor:
         self._warm()
 
     def stop(self) -> None:
-        """End the trial that runs, if there is one; called from another thread than `run`, which tells its death."""
+        """End the running trial, if there is one.
+
+        Called from another thread than `run`, which yields the trial's Ended.
+        """
         for pid in self._computing():
             _kill(pid)
 
@@ -198,21 +238,21 @@ class Supervisor:
             self._bury()
 
 
-def _told(received: Iterable[PipeMessage]) -> Iterator[Events | Waiting]:
-    """Yield what the controller is to know, all events as one message."""
+def _forwarded(received: Iterable[PipeMessage]) -> Iterator[Events | Waiting]:
+    """Yield the messages for the controller, with all events in one message."""
     yield from (message for message in received if isinstance(message, Waiting))
     if events := [event for message in received if isinstance(message, Events) for event in message.events]:
         yield Events(tuple(events))
 
 
 def _batches(pipe: int) -> Iterator[tuple[list[PipeMessage], bool]]:
-    """Yield messages as they arrive, gathered for a moment, and whether the pipe is at its end; no messages after a silence.
+    """Yield (messages, True at the end of the pipe): batches of 0.2 s, or an empty list after a silence.
 
-    A line torn by a kill is dropped: the last one of a dead child, of a dead trial, or of a dead rank.
+    A line torn by a kill is dropped: it is the last one of a dead child, trial or rank.
     """
     rest, over = b"", False
     while not over:
-        if not _readable(pipe, BEAT_SECONDS):
+        if not _readable(pipe, HEARTBEAT_SECONDS):
             yield [], False
             continue
         deadline, chunks = time.monotonic() + _BATCH_SECONDS, []
@@ -227,7 +267,10 @@ def _batches(pipe: int) -> Iterator[tuple[list[PipeMessage], bool]]:
 
 
 def _readable(pipe: int, seconds: float) -> bool:
-    """Whether there is something to read, or the end, within so many seconds. `select` knows no descriptor above 1023."""
+    """Return True if data or the end arrive within `seconds`.
+
+    `select` cannot watch descriptors above 1023; `poll` can.
+    """
     watch = select.poll()
     watch.register(pipe, select.POLLIN)
     return bool(watch.poll(seconds * 1000))
@@ -240,7 +283,9 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[PipeMessage]:
 
 
 def _dump_and_kill(pids: list[int]) -> None:
-    """Have the processes write the stack of every thread into their log, then end them. A stopped process can only be ended."""
+    """Make the processes write the stacks of their threads into their log, then kill them; a stopped one
+    writes none.
+    """
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
@@ -250,12 +295,14 @@ def _dump_and_kill(pids: list[int]) -> None:
 
 
 def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):  # it ended by itself meanwhile, which its parent tells
+    with suppress(ProcessLookupError):  # it ended by itself meanwhile, which its parent reports
         os.kill(pid, signal.SIGKILL)
 
 
 def _kernel_kills() -> int:
-    """How many processes Linux has killed since its start because memory was out; 0 where that is not told."""
+    """Return the number of processes that Linux has killed since boot for lack of memory; 0 if it is not
+    known.
+    """
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -272,8 +319,12 @@ def _end(
 ) -> Ended:
     """Return the end of an attempt: its committed result, or why there is none.
 
-    `exited`: None where the pipe ended instead. `hung`: why the supervisor ended it. `starved`: the kernel has killed a process since the
-    trial began because memory was out. `died`: which of several ranks ended first.
+    Args:
+        request: the attempt.
+        exited: exit of the trial's process; None if the pipe ended instead.
+        hung: why the supervisor ended the trial; None if it did not.
+        starved: True if the kernel has killed a process for lack of memory since the trial began.
+        died: of several ranks, the one that ended first.
     """
     store = Store(Path(request.root))
     try:
@@ -300,7 +351,10 @@ def _end(
 
 
 def run_inline(request: TrialRequest) -> Generator[Message, None, None]:
-    """Yield the same messages from a trial run in this very process: for debuggers and tests. Exceptions pass through."""
+    """Run a trial in this process, for debuggers and tests; yield the same messages as `Supervisor.run`.
+
+    Exceptions other than OutOfMemory pass through.
+    """
     spec, store = TrialSpec.parse(request.spec), Store(Path(request.root))
     try:
         for recorded in run(spec, store, request.attempt, request.telemetry, request.fork):

@@ -1,8 +1,24 @@
-"""The trial's own process: a warm interpreter that forks a child for each trial, and dies with whoever started it.
+"""Warm process of one slot: a Python interpreter with torch imported that forks a child process for each
+trial.
 
-Standard input carries one TrialRequest a line. Standard output carries, of each, Started, the trial's own messages, and Exited. Torch is
-imported once, and so is what a request names as long to import: a trial starts in milliseconds. When standard input closes, the
-supervisor is gone: the warm process and the trial in it end at once. At SIGUSR1 a trial writes the stack of its threads into its log.
+The problem. Importing torch takes a second or more, and a small trial takes no longer than that. But a trial
+needs a process of its own: it may exhaust the memory, crash, hang, or leave global state of a library behind.
+
+The idea. This process does all slow imports once and then forks: a trial starts in milliseconds, in memory
+that it shares with its parent until one of them writes. A fork copies only the calling thread, so this
+process has no other thread when it forks; that is why helper threads are ended first (`_ending_early`), and
+why one step of a small model runs here (`rehearse`) but no GPU is touched.
+
+    supervisor -> standard input    one TrialRequest a line
+    standard output -> supervisor   {"kind": "started", "pid": 4711}
+                                    {"kind": "events", "events": [{"step": 1, "time": ..., "metrics": {...}}]}
+                                    {"kind": "exited", "status": 0, "reason": ""}
+
+Everything that a trial prints goes to its log. At SIGUSR1 it writes the stacks of its threads there. When
+standard input closes, the supervisor is gone: this process and the trial end at once, so no trial outlives
+its sweep.
+
+Refused: a line that is no TrialRequest; the answer is Exited with the reason, and the next line is served.
 """
 
 import faulthandler
@@ -29,34 +45,41 @@ _POLL_SECONDS = 0.5
 
 
 def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
-    """Serve trials until standard input closes. `parse` reads a spec, in the process that computes the trial."""
+    """Run trials until standard input closes.
+
+    Args:
+        parse: parser of a spec's JSON text, called in the process that computes the trial.
+    """
     with _ending_early():
         tune_process()
         rehearse()
-        provenance.environment()  # asks the file system for every version: once for all trials
-    with open(0, "rb", buffering=0, closefd=False) as requests:  # a buffer would be forked with what it holds
+        provenance.environment()  # reads every version from the file system: once for all trials
+    with open(0, "rb", buffering=0, closefd=False) as requests:  # a fork would copy the content of a buffer
         for line in iter(requests.readline, b""):
-            send(sys.stdout.buffer, _serve(line, parse))
-    os._exit(0)  # at once: torch takes a second to be torn down
+            send(sys.stdout.buffer, _run_request(line, parse))
+    os._exit(0)  # without the teardown of torch, which takes a second
 
 
-def _serve(line: bytes, parse: Callable[[str], TrialSpec]) -> Exited:
-    """Run the trial that a line asks for in a fork of this process."""
+def _run_request(line: bytes, parse: Callable[[str], TrialSpec]) -> Exited:
+    """Run the trial of a request line in a fork of this process; return its exit."""
     try:
         request = TrialRequest.parse(line)
     except MalformedMessage as error:
         return Exited(1, str(error))
     with _ending_early():
-        load(request)
+        import_slow(request)
     pid = os.fork()
     if pid == 0:
-        _trial(request, parse)
+        _run_fork(request, parse)
     return Exited(os.waitstatus_to_exitcode(_wait(pid)))
 
 
 @contextmanager
 def _ending_early() -> Iterator[None]:
-    """Inside this context, which may take seconds, the process ends with its supervisor; after it, one thread alone is left to fork."""
+    """End this process with its supervisor while the block runs, which may take seconds.
+
+    One thread is left after it.
+    """
     warm = threading.Event()
     watcher = threading.Thread(target=_end_early, args=(warm,), daemon=True)
     watcher.start()
@@ -66,7 +89,10 @@ def _ending_early() -> Iterator[None]:
 
 
 def _end_early(warm: threading.Event) -> None:
-    """End while this process still warms up, which takes seconds, where the supervisor is gone by then. A request that waits is none."""
+    """Exit if the supervisor is gone before `warm` is set.
+
+    POLLHUP alone is watched: a waiting request does not count.
+    """
     hangup = select.poll()
     hangup.register(0, 0)
     while not warm.is_set():
@@ -75,7 +101,9 @@ def _end_early(warm: threading.Event) -> None:
 
 
 def tune_process() -> None:
-    """One thread a trial, and an allocator that keeps freed memory: glibc's defaults give large tensors back at every free."""
+    """Set one thread for torch, and make glibc keep freed memory: by default it returns large tensors at
+    every free.
+    """
     import ctypes
 
     import torch
@@ -89,20 +117,24 @@ def tune_process() -> None:
 
 
 def rehearse() -> None:
-    """One step of the smallest model: what torch loads at the first use, a second's worth, every trial forked later finds loaded."""
+    """Run one step of the smallest model: torch loads much at first use, about a second, which forked trials
+    then share.
+    """
     from ablate.recipes import PRESETS
     from ablate.training.loop import Telemetry
     from ablate.training.workloads.gpt import Gpt
 
     smallest = Gpt(layers=1, width=32, heads=1, context=16, batch=1, steps=1, eval_tokens=16, eval_batch=1)
-    with suppress(
-        OSError, ValueError
-    ):  # without the default corpus; the trials, on data of their own, then load it themselves
+    # There may be no default corpus; each trial, on data of its own, then loads those parts itself.
+    with suppress(OSError, ValueError):
         list(smallest.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry()))
 
 
-def load(request: TrialRequest) -> None:
-    """Import what the trial would take seconds to import: every later trial finds it there. A missing module is the trial's error."""
+def import_slow(request: TrialRequest) -> None:
+    """Import the request's slow modules for this and all later trials.
+
+    A missing module is the trial's own error.
+    """
     several = (IMPORTS if request.ranks > 1 else ()) + (SHARDING if request.sharded else ())
     with redirect_stdout(sys.stderr):  # standard output is for messages
         for module in (*request.imports, *several):
@@ -111,7 +143,10 @@ def load(request: TrialRequest) -> None:
 
 
 def _wait(pid: int) -> int:
-    """Wait for the trial; end it when standard input closes first, since requests never come while a trial runs."""
+    """Return the trial's wait status; kill it and exit if standard input closes first.
+
+    Any event on standard input means that it closed: no request comes while a trial runs.
+    """
     over = os.pidfd_open(pid)
     ready, _, _ = select.select([0, over], [], [])
     os.close(over)
@@ -124,27 +159,27 @@ def _wait(pid: int) -> int:
 
 
 def _supervisor_gone(seconds: float) -> bool:
-    """Whether standard input is at its end, waiting that long. Requests never come while a trial runs."""
+    """Return True if standard input closes within `seconds`. No request comes while a trial runs."""
     return bool(select.select([0], [], [], seconds)[0])
 
 
-def _trial(request: TrialRequest, parse: Callable[[str], TrialSpec]) -> None:
-    """In the forked child: run the trial, its messages to standard output, what it prints to its log; never returns."""
+def _run_fork(request: TrialRequest, parse: Callable[[str], TrialSpec]) -> None:
+    """Run the trial in the forked child and exit: its messages go to standard output, what it prints to its
+    log.
+    """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     status = 1
     try:
         path = Store(Path(request.root)).log(request.id, request.attempt)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            os.fdopen(os.dup(1), "wb") as pipe,
-            path.open("a") as log,
-        ):  # to which nodes that share the folder add
+        # The log is appended to: all nodes of a gang write into it.
+        with os.fdopen(os.dup(1), "wb") as pipe, path.open("a") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             faulthandler.register(signal.SIGUSR1, file=log)
             send(pipe, Started(os.getpid()))
             status = exit_status(lambda: _run(request, parse, pipe))
-    except OSError as error:  # its log cannot be made
+    except OSError as error:  # its log cannot be created
         status = NO_SPACE if full(error) else 1
     finally:
         os._exit(status)
@@ -162,7 +197,7 @@ def _run(request: TrialRequest, parse: Callable[[str], TrialSpec], pipe: BinaryI
 
 
 def _end_with(parent: int) -> None:
-    """Watch the lifeline: the warm process, and through it the supervisor."""
+    """Exit when the warm process ends, or when the supervisor closes standard input."""
     while os.getppid() == parent and not _supervisor_gone(_POLL_SECONDS):
         pass
     os._exit(1)

@@ -1,7 +1,7 @@
-"""Where trials run: in this process, or on Ray. The only folder that knows Ray.
+"""Executors of trials: in this process, or on Ray. The only folder that imports Ray.
 
-A pool has `slots`, takes a request for a trial (`submit`), and gives back (trial id, message) pairs as they come (`wait`); the id is
-empty for a Notice, which is about the pool itself.
+An executor has `slots`, takes requests for trials (`submit`), and returns (trial id, message) pairs as they
+arrive (`wait`). The id is empty for a Notice, which concerns the executor itself.
 """
 
 from ablate.execution.workers.cluster import ClusterError, ClusterLost

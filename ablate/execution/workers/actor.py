@@ -1,7 +1,10 @@
-"""What runs on a worker: a supervisor behind Ray's calls. It needs Ray and this package; no tracker, no search, no tables.
+"""The code that runs on a worker: a supervisor behind Ray's calls.
 
-Where the worker does not see the controller's state folder, its trials run in a scratch folder of this node, laid out like one: what they
-leave there is read from outside, piece by piece, and the folder goes when this process ends, however it ends.
+It needs Ray and this package; no tracker, no search, no tables.
+
+On a worker that does not see the controller's state folder, a trial runs in a scratch folder of its node with
+the same layout. The controller reads the trial's files from there piece by piece. The scratch folder is
+deleted when this process ends, even if it is killed.
 """
 
 import json
@@ -21,23 +24,25 @@ from typing import IO, Any
 
 from ablate import __version__, numerics
 from ablate.execution.messages import Ended, Forked, Message, TrialRequest
-from ablate.execution.supervisor import BEAT_SECONDS, Supervisor
+from ablate.execution.supervisor import HEARTBEAT_SECONDS, Supervisor
 from ablate.numerics.spec import VERSION
 from ablate.results.trial_store import Store
 
 PIECE = 32 << 20
-"""Bytes of a file that cross at once."""
+"""Bytes of a file that one call transfers."""
 _POLL_SECONDS = 0.5
 _CLEANER = 'exec 3<&0; (cat <&3 >/dev/null; sleep 2; rm -rf "$1") >/dev/null 2>&1 &'
-"""Waits until nobody holds the other end of its standard input, and for the trial to end by its own lifeline. Ray ends a worker's children
-with it, but not theirs."""
+"""Shell command that deletes the scratch folder once the other end of its standard input is closed, two
+seconds later: by then the trial's processes have ended too. It runs on its own since Ray ends a worker's
+children with the worker, but not theirs."""
 
-Left = dict[str, int]
-"""Files that a trial left for others in its scratch folder, by name; a number that grows when one is replaced."""
+CheckpointTimes = dict[str, int]
+"""Checkpoints in a scratch folder: modification time in ns by file name, which grows when a file is
+replaced."""
 
 
 def versions() -> dict[str, str]:
-    """What the two ends of a wire must have in common."""
+    """Return the versions in which the controller and a worker must agree."""
     import ray
 
     return {
@@ -49,73 +54,86 @@ def versions() -> dict[str, str]:
 
 
 class Actor:
-    """One node's part of a trial: all of it, or the ranks of a gang that run here."""
+    """One node's part of a trial: the whole trial, or the ranks of a gang that run on this node."""
 
     def __init__(self) -> None:
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
         self.supervisor = Supervisor()
-        self._told: queue.SimpleQueue[tuple[Message, Left]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Message, CheckpointTimes]] = queue.SimpleQueue()
         self._scratch: Path | None = None
         self._cleaner: subprocess.Popen | None = None
         self._open: dict[str, IO[bytes]] = {}
         self._stopped = False
 
     def warm(self) -> None:
-        """Be ready for a trial."""
+        """Start the warm process, so that the first trial need not wait for it."""
         self.supervisor.warm()
 
-    def look(self, root: str, nonce: str) -> dict[str, Any]:
-        """This worker, as the controller wants to know it: where it is, what it has, whether it sees the file `nonce` in the folder."""
+    def describe(self, root: str, nonce: str) -> dict[str, Any]:
+        """Return this worker's node, address, versions, and access to the state folder.
+
+        Args: root: the controller's state folder. nonce: path of a file that the controller has just made in
+            it. A worker that finds the file shares the folder.
+        """
         import ray
 
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
+        # The kernels are looked for without torch, which takes seconds to import.
+        compiled = any(Path(numerics.__file__).parent.glob("kernels/*.so"))
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "address": ray.util.get_node_ip_address(),
-            "port": port,  # free now, for the ranks of a gang to meet at
+            "port": port,  # free now: the ranks of a gang connect to it
             "versions": versions(),
-            "compiled": any(
-                Path(numerics.__file__).parent.glob("kernels/*.so")
-            ),  # asked without torch, which takes seconds to import
+            "compiled": compiled,
             "sees": Path(root, nonce).exists(),
         }
 
-    def start(self, request: TrialRequest, apart: bool) -> None:
-        """Begin a trial, in the controller's state folder or `apart` in a scratch folder; `hear` tells the rest."""
-        self._stopped = False
-        request = replace(request, root=str(self._own_scratch())) if apart else request
-        threading.Thread(target=self._run, args=(request, apart), daemon=True).start()
+    def start(self, request: TrialRequest, remote: bool) -> None:
+        """Begin a trial in a thread; `messages` returns what it sends.
 
-    def _run(self, request: TrialRequest, apart: bool) -> None:
-        """Pass on what the supervisor says. What was left is told one message late: by then the events before it were told, too."""
-        left: Left = {}
-        trunk = (
-            Store(Path(request.root)).folder(request.id) / f"trunk-{request.attempt}.json" if apart else None
-        )
+        Args: request: the trial, or this node's part of it. remote: True for a worker that does not see the
+            state folder; the trial then runs in a scratch folder.
+        """
+        self._stopped = False
+        request = replace(request, root=str(self._scratch_folder())) if remote else request
+        threading.Thread(target=self._run, args=(request, remote), daemon=True).start()
+
+    def _run(self, request: TrialRequest, remote: bool) -> None:
+        """Queue the supervisor's messages, each with the checkpoints that existed before it.
+
+        A checkpoint is listed one message late, after the events that precede it.
+        """
+        checkpoints: CheckpointTimes = {}
+        folder = Store(Path(request.root)).folder(request.id)
+        trunk = folder / f"trunk-{request.attempt}.json" if remote else None
         try:
             for message in self.supervisor.run(request):
                 if trunk and trunk.exists():  # before the first event, whose meaning depends on it
-                    self._told.put((Forked(json.loads(trunk.read_text())), {}))
+                    self._queue.put((Forked(json.loads(trunk.read_text())), {}))
                     trunk = None
-                self._told.put((message, self._left() if isinstance(message, Ended) and apart else left))
-                left = self._left() if apart else left
-                if self._stopped:  # before there was a process to end
+                current = self._checkpoints() if remote else {}
+                self._queue.put((message, current if isinstance(message, Ended) else checkpoints))
+                checkpoints = current
+                if self._stopped:  # `stop` was called before there was a process to end
                     self.supervisor.stop()
-        except (
-            Exception
-        ) as error:  # the boundary of a thread: told as the trial's failure, which is tried again
-            self._told.put((Ended("failed", f"its supervisor failed: {type(error).__name__}: {error}"), {}))
+        except Exception as error:  # the boundary of a thread: the trial fails, and is tried again
+            self._queue.put((Ended("failed", f"its supervisor failed: {type(error).__name__}: {error}"), {}))
 
-    def hear(self) -> tuple[list[Message], Left]:
-        """What was said since, as soon as there is something; nothing after a long silence."""
-        found = []
+    def messages(self) -> tuple[list[Message], CheckpointTimes]:
+        """Return the messages since the last call, and the checkpoints whose events are among all those
+        returned so far.
+
+        Waits for the first message; returns no messages after a long silence.
+        """
+        batch = []
         with suppress(queue.Empty):
-            found.append(self._told.get(timeout=2 * BEAT_SECONDS))
+            batch.append(self._queue.get(timeout=2 * HEARTBEAT_SECONDS))
             while True:
-                found.append(self._told.get_nowait())
-        return [message for message, _ in found], found[-1][1] if found else {}
+                batch.append(self._queue.get_nowait())
+        return [message for message, _ in batch], batch[-1][1] if batch else {}
 
     def stop(self) -> None:
         """End the trial that runs."""
@@ -124,30 +142,34 @@ class Actor:
 
     # The scratch folder
 
-    def give(self, name: str, offset: int, piece: bytes) -> None:
-        """Write a piece of a file."""
-        path = self._own_scratch() / name
+    def write_piece(self, name: str, offset: int, piece: bytes) -> None:
+        """Append a piece to a file of the scratch folder; offset 0 starts the file anew."""
+        path = self._scratch_folder() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab" if offset else "wb") as file:
             file.write(piece)
 
-    def take(self, name: str, offset: int) -> tuple[bytes, int]:
-        """A piece of a file, shorter than PIECE at its end, and the file's number. A file that is replaced meanwhile stays as it was."""
+    def read_piece(self, name: str, offset: int) -> tuple[bytes, int]:
+        """Return the next piece of a file, and the file's modification time in ns.
+
+        Offset 0 opens the file, which stays open until its last piece, shorter than PIECE, is read. So a file
+        that is replaced meanwhile is still read as it was.
+        """
         if offset == 0:
-            self._open[name] = (self._own_scratch() / name).open("rb")
+            self._open[name] = (self._scratch_folder() / name).open("rb")
         file = self._open[name]
         piece = file.read(PIECE)
-        number = os.fstat(file.fileno()).st_mtime_ns
+        modified = os.fstat(file.fileno()).st_mtime_ns
         if len(piece) < PIECE:
             self._open.pop(name).close()
-        return piece, number
+        return piece, modified
 
     def files(self, trial: str) -> list[str]:
-        """The names of what the trial's folder holds for people: its log and its artifacts."""
-        root = self._own_scratch()
+        """Return the names of a trial's logs and artifacts, relative to the scratch folder."""
+        root = self._scratch_folder()
         folder = Store(root).folder(trial)
-        found = [*folder.glob("log-*.txt"), *(folder / "artifacts").rglob("*")]
-        return [str(path.relative_to(root)) for path in found if path.is_file()]
+        paths = [*folder.glob("log-*.txt"), *(folder / "artifacts").rglob("*")]
+        return [str(path.relative_to(root)) for path in paths if path.is_file()]
 
     def clear(self) -> None:
         """Empty the scratch folder."""
@@ -157,23 +179,25 @@ class Actor:
         for path in self._scratch.iterdir() if self._scratch else ():
             shutil.rmtree(path, ignore_errors=True)
 
-    def _left(self) -> Left:
-        root, found = self._own_scratch(), {}
+    def _checkpoints(self) -> CheckpointTimes:
+        root, checkpoints = self._scratch_folder(), {}
         for path in (*root.glob("checkpoints/*.pt"), *root.glob("trials/*/checkpoint.pt")):
-            with suppress(FileNotFoundError):  # removed since by its trial, which is over
-                found[str(path.relative_to(root))] = path.stat().st_mtime_ns
-        return found
+            with suppress(FileNotFoundError):  # removed meanwhile by its trial, which has ended
+                checkpoints[str(path.relative_to(root))] = path.stat().st_mtime_ns
+        return checkpoints
 
-    def _own_scratch(self) -> Path:
+    def _scratch_folder(self) -> Path:
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="ablate-scratch-"))
-            words = ["sh", "-c", _CLEANER, "sh", str(self._scratch)]
-            self._cleaner = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+            command = ["sh", "-c", _CLEANER, "sh", str(self._scratch)]
+            self._cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         return self._scratch
 
 
-def _end_with(parent: int) -> None:
-    """End this worker, and through its lifeline the trial, with Ray's process on this node: Ray leaves a busy worker behind."""
+def _exit_with_parent(parent: int) -> None:
+    """End this worker, and through its pipe the trial, when Ray's process on this node ends: Ray does not end
+    a busy worker.
+    """
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     os._exit(1)

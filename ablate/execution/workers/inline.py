@@ -7,7 +7,7 @@ from ablate.execution.supervisor import run_inline
 
 
 class Inline:
-    """The executor of `--executor inline`."""
+    """Executor of `--executor inline`."""
 
     slots = 1
 
@@ -19,11 +19,14 @@ class Inline:
         self._stopped: list[str] = []
 
     def submit(self, request: TrialRequest) -> None:
-        """Take a trial; it advances only in `wait`."""
+        """Accept a trial; it advances only in `wait`."""
         self._running[request.id] = run_inline(request)
 
     def wait(self, seconds: float) -> list[tuple[str, Message]]:
-        """The next message of each trial taken."""
+        """Return the next message of each accepted trial.
+
+        `seconds` is not used: each message is computed here.
+        """
         answers: list[tuple[str, Message]] = [(trial, Ended("failed", "stopped")) for trial in self._stopped]
         self._stopped = []
         for trial, messages in list(self._running.items()):
@@ -34,13 +37,13 @@ class Inline:
         return answers
 
     def stop(self, trial: str) -> None:
-        """End a trial in flight; `wait` tells its end."""
+        """End a running trial; `wait` returns its Ended."""
         self._running.pop(trial).close()
         self._stopped.append(trial)
 
     def resize(self, slots: int) -> None:
-        """One by one it stays."""
+        """Do nothing: this executor always has one slot."""
 
     def close(self) -> None:
-        """Leave what is running."""
+        """Drop the trials that run."""
         self._running.clear()

@@ -1,4 +1,26 @@
-"""Trials on Ray: a crew of actors each, supervising one child process a node. A local Ray, or an existing cluster by address."""
+"""Trials on Ray, on a local one or on a cluster that exists already.
+
+The problem. A sweep has many more trials than slots, and nodes, workers and trials fail in different ways:
+Ray reports an actor that died at once, a node that was lost only much later, and a process that hangs never.
+A cluster may be shared by several sweeps, may gain and lose nodes meanwhile, and may have nodes with other
+versions of this package.
+
+The idea. `slots` is the number of placements that this sweep may use now. A placement gives the ranks of one
+trial by node, and `TrialActors` wait at each placement that is free, their processes warm. `submit` starts a
+trial at one of them, as a `RunningTrial`. `wait` advances every running trial without blocking and returns
+the messages that have arrived. When a trial ends, its actors wait for the next trial; if they are broken,
+they are replaced.
+
+    pool = Pool(address=None, workers=2, gpus=0)   # a local Ray with two CPUs
+    pool.wanted = 5                                # trials to run in all, which bounds the number of actors
+    while pool.slots > running:                    # 2
+        pool.submit(request)
+    for trial_id, message in pool.wait(1.0): ...   # ("4f1c", Events(...)), ("9a02", Ended("done", ...))
+
+Refused (`ClusterError`): a trial that needs more than the cluster has, and a cluster with nodes of other
+versions only. The loss of Ray's head is `ClusterLost`. The pool does not repeat a failed trial: the
+controller decides that.
+"""
 
 import math
 import sys
@@ -23,26 +45,31 @@ from ablate.execution.workers.cluster import (
     exposed,
     unusable,
 )
-from ablate.execution.workers.crew import Crew, Need
-from ablate.execution.workers.flight import Flight, Unusable
+from ablate.execution.workers.running_trial import RunningTrial, Unusable
+from ablate.execution.workers.trial_actors import Need, TrialActors
 
 Answer = tuple[str, Message]
-"""A trial's id and a message of it; a Notice comes with an empty id."""
-DEAF_SECONDS = 60.0
-"""A worker that says nothing for so long, not even that it lives, is ended."""
+"""Id of a trial and one of its messages; the id of a Notice is empty."""
+SILENCE_SECONDS = 60.0
+"""An actor without any message for so long, not even a heartbeat, is killed."""
 _POLL_SECONDS = 0.05
-_COURIERS = 4
-_GONE_SECONDS = 60.0
+_FILE_THREADS = 4
+_LOST_NODE_SECONDS = 60.0
+"""Time for which nothing is started on a node that did not answer: Ray lists it as alive for a while."""
 _FIRST_ASK_SECONDS = 20.0
 _STALE_SECONDS = 30 * 86400.0
 _SHARES = "shares of places, 1"
-"""The actor that counts for all sweeps of a cluster; another number where what it is asked changes."""
-_APART = "records are streamed, and checkpoints fetched through Ray"
-_REFERENCE = "have no compiled quantisers, and emulate slowly on their CPUs: install the package there instead of sending it along"
+"""Name of the actor that divides a cluster among sweeps. Change its number when the actor's methods
+change."""
+_REMOTE = "records are streamed, and checkpoints fetched through Ray"
+_REFERENCE = (
+    "have no compiled quantisers, and emulate slowly on their CPUs: install the package there instead of"
+    " sending it along"
+)
 
 
 class Pool:
-    """Trials on a Ray cluster that other sweeps may use too."""
+    """Executor of trials on a Ray cluster, which other sweeps may use too."""
 
     def __init__(
         self,
@@ -52,32 +79,41 @@ class Pool:
         priority: int = 0,
         ranks: int | None = None,
     ) -> None:
-        """`gpus`: of one trial; `ranks`: its processes where it has several, one a GPU, or one a CPU where it takes no GPU.
+        """Connect to a cluster, or start a local Ray.
 
-        `priority`: among the sweeps of a cluster; higher first, equals share. ClusterError where no trial could ever run.
+        Args:
+            address: of a cluster: host:port, auto, or ray://host:port; None starts a local Ray.
+            workers: most trials at once; None for as many as there is room for.
+            gpus: GPUs of one trial: 0, a fraction of one, or several, with one rank each.
+            priority: among the sweeps of one cluster; higher runs first, equal priorities share.
+            ranks: processes of a trial without GPUs, one CPU each; None for one.
+
+        Raises:
+            ClusterError: the cluster cannot be used, or a trial needs more than it has.
         """
         ray = self._ray = connect(address, workers)
         self._address, self._need = address, Need.of(gpus, ranks)
         self._most, self.wanted = workers or sys.maxsize, sys.maxsize
-        """Trials at once at most, and how many there are to run, as far as the controller knows."""
+        """Most trials at once; and number of trials to run in all, as far as the controller knows."""
         self._priority, self._sweep, self._nonce = priority, uuid.uuid4().hex, ""
-        self._idle: list[Crew] = []
+        self._idle: list[TrialActors] = []
         self._queue: list[TrialRequest] = []
-        """Requests that wait for a place after all."""
-        self._flights: dict[str, Flight] = {}
+        """Requests that wait for a placement, since theirs was lost."""
+        self._running: dict[str, RunningTrial] = {}
         self._answers: list[Answer] = []
         self._places: list[Place] = []
         self._counted = -math.inf
-        """When they were counted; not before it is known how many trials there are: a worker is started for each place."""
+        """Time of the last count of placements. None is made before `slots` is first read: it starts an actor
+        at each of them."""
         self._barred: dict[str, str] = {}
-        """Nodes that cannot run this sweep's trials, and why."""
-        self._gone: dict[str, float] = {}
-        """Nodes that do not answer, and until when nothing is started there."""
-        self._told: set[Any] = set()
-        self._couriers = ThreadPoolExecutor(_COURIERS, thread_name_prefix="courier")
+        """Reason by id of each node that cannot run this sweep's trials."""
+        self._lost: dict[str, float] = {}
+        """Time until which nothing is started on a node that does not answer, by node id."""
+        self._reported: set[Any] = set()
+        self._threads = ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix="files")
         self._shares: Any = Shares()
         self._head: Head | None = None
-        if not (address or "").startswith("ray://"):  # a client hears of its proxy alone, which tells it
+        if not (address or "").startswith("ray://"):  # a client sees its proxy alone, whose loss raises
             self._head = Head(ray, PATIENCE_SECONDS if address else 0)
         try:
             self._refuse_impossible()
@@ -85,12 +121,13 @@ class Pool:
             ray.shutdown()
             raise
         if self._head and not address and exposed(self._head.address):
-            self._tell(
+            self._notify(
                 "exposed",
-                f"Ray listens on all network interfaces of this machine ({self._head.address}); its token protects it",
+                f"Ray listens on all network interfaces of this machine ({self._head.address}); its token"
+                " protects it",
             )
         if address:
-            known = {
+            options = {
                 "name": _SHARES,
                 "namespace": "ablate",
                 "lifetime": "detached",
@@ -98,70 +135,77 @@ class Pool:
                 "num_cpus": 0,
                 "max_restarts": -1,
             }
-            self._shares = ray.remote(Shares).options(**known).remote()
+            self._shares = ray.remote(Shares).options(**options).remote()
 
-    # What there is room for
+    # Placements
 
     @property
     def slots(self) -> int:
-        """Trials at once: what the cluster has room for now, nodes that joined meanwhile included, or fewer where that was asked for.
+        """Number of trials that may run at once now, at most `workers`.
 
-        On a cluster that other sweeps use too, this one's share, which may be none until its turn comes. Counted anew every other second;
-        ClusterLost without a head to ask.
+        It includes nodes that joined meanwhile. On a cluster with several sweeps it is this sweep's share,
+        which may be 0 until its turn comes. Counted again after two seconds at the earliest.
+
+        Raises:
+            ClusterLost: Ray's head is gone.
         """
         now = time.monotonic()
         if now >= self._counted + LOOK_SECONDS:
             if self._head:
                 self._head.look()
-            self._counted, self._places = now, self._ask(LOOK_SECONDS if self._places else _FIRST_ASK_SECONDS)
+            seconds = LOOK_SECONDS if self._places else _FIRST_ASK_SECONDS
+            self._counted, self._places = now, self._ask_places(seconds)
             self._settle()
             if not self._places:
                 self._refuse_barred()
-                self._tell(
-                    "waits",
-                    "waits for its turn on the cluster"
-                    if self._room()
-                    else "waits for nodes: the cluster has lost all",
-                )
+                waits = "its turn on the cluster" if self._room() else "nodes: the cluster has lost all"
+                self._notify("waits", f"waits for {waits}")
         return len(self._places)
 
     def _nodes(self) -> list[dict[str, Any]]:
-        """The nodes that live, as Ray describes them."""
+        """Return Ray's descriptions of the nodes that are alive."""
         try:
             return [node for node in self._ray.nodes() if node["Alive"]]
-        except ConnectionError as error:  # a client's
-            raise self._lost(error) from None
+        except ConnectionError as error:  # of a Ray client
+            raise self._connection_lost(error) from None
 
     def _room(self) -> dict[str, float]:
-        """Units by node, without nodes that do not answer or cannot run this sweep's trials."""
-        self._gone = {node: until for node, until in self._gone.items() if time.monotonic() < until}
-        found = {node["NodeID"]: node["Resources"].get(self._need.kind, 0.0) for node in self._nodes()}
+        """Return units of CPU or GPU by node id, without nodes that do not answer or cannot run this sweep's
+        trials.
+        """
+        self._lost = {node: until for node, until in self._lost.items() if time.monotonic() < until}
+        units_of = {node["NodeID"]: node["Resources"].get(self._need.kind, 0.0) for node in self._nodes()}
         return {
             node: units
-            for node, units in sorted(found.items())
-            if units and node not in self._barred and node not in self._gone
+            for node, units in sorted(units_of.items())
+            if units and node not in self._barred and node not in self._lost
         }
 
     def _claim(self) -> Claim:
         size = self._need.ranks * self._need.units
-        holds = sum(flight.started for flight in self._flights.values()) * size
+        holds = sum(trial.started for trial in self._running.values()) * size
         wants = min(self._most, max(self.wanted, 1))
         return Claim(
             wants, self._room(), self._need.ranks, self._need.units, self._priority, self._need.kind, holds
         )
 
     def _refuse_impossible(self) -> None:
-        """A trial that needs more than the cluster has would wait for ever."""
+        """Raise ClusterError for a trial that needs more than the cluster has: Ray would let it wait without
+        an end.
+        """
         claim = self._claim()
         if fit(claim, claim.room) is None:
             each = ", ".join(f"{units:g}" for units in claim.room.values())
             nodes = f" on {len(claim.room)} nodes ({each})" if len(claim.room) > 1 else ""
             raise ClusterError(
-                f"a trial needs {self._need.words}, and the Ray cluster has {sum(claim.room.values()):g}{nodes}"
+                f"a trial needs {self._need.text}, and the Ray cluster has"
+                f" {sum(claim.room.values()):g}{nodes}"
             )
 
-    def _ask(self, seconds: float) -> list[Place]:
-        """This sweep's places; those that it had while whoever counts is moved from a node that is lost."""
+    def _ask_places(self, seconds: float) -> list[Place]:
+        """Return this sweep's placements, or the last ones while the actor that divides the cluster moves
+        from a lost node.
+        """
         claim = self._claim()
         if isinstance(self._shares, Shares):
             return self._shares.ask(self._sweep, claim)
@@ -169,51 +213,53 @@ class Pool:
             return self._ray.get(self._shares.ask.remote(self._sweep, claim), timeout=seconds)
         except self._ray.exceptions.RayError as error:
             if why := unusable(error):
-                self._tell("shares", f"sweeps do not share this cluster: a node of it {why}")
+                self._notify("shares", f"sweeps do not share this cluster: a node of it {why}")
             return self._places or Shares().ask(self._sweep, claim)
         except ConnectionError as error:
-            raise self._lost(error) from None
+            raise self._connection_lost(error) from None
 
-    def _lost(self, error: Exception) -> ClusterLost:
+    def _connection_lost(self, error: Exception) -> ClusterLost:
         return ClusterLost(f"the connection to {self._address} is gone ({' '.join(str(error).split())})")
 
     def _open_places(self) -> list[Place]:
-        """The places that no trial in flight takes."""
-        taken = Counter(_key(flight.crew.place) for flight in self._flights.values())
-        found = []
+        """Return the placements that no running trial occupies."""
+        taken = Counter(_key(trial.actors.place) for trial in self._running.values())
+        places = []
         for place in self._places:
             taken[_key(place)] -= 1
             if taken[_key(place)] < 0:
-                found.append(place)
-        return found
+                places.append(place)
+        return places
 
     def _settle(self) -> None:
-        """Give back the places that this sweep may not use any more, and have a crew wait at each that is open."""
-        flights = [
-            (trial, _key(flight.crew.place), flight.started) for trial, flight in self._flights.items()
+        """Dismiss actors at placements that this sweep may not use any more; start actors at each that is
+        free.
+        """
+        placed = [
+            (trial_id, _key(trial.actors.place), trial.started) for trial_id, trial in self._running.items()
         ]
-        for trial in unseated([_key(place) for place in self._places], flights):
-            flight = self._flights.pop(trial)
-            flight.leave()
-            flight.crew.dismiss()
-            self._queue.append(flight.request)
-        waiting, kept = Counter(_key(place) for place in self._open_places()), []
-        for crew in self._idle:
-            waiting[_key(crew.place)] -= 1
-            if waiting[_key(crew.place)] >= 0:
-                kept.append(crew)
+        for trial_id in unseated([_key(place) for place in self._places], placed):
+            trial = self._running.pop(trial_id)
+            trial.abandon()
+            trial.actors.dismiss()
+            self._queue.append(trial.request)
+        needed, kept = Counter(_key(place) for place in self._open_places()), []
+        for actors in self._idle:
+            needed[_key(actors.place)] -= 1
+            if needed[_key(actors.place)] >= 0:
+                kept.append(actors)
             else:
-                crew.dismiss()
+                actors.dismiss()
         self._idle = kept
-        for key, count in waiting.items():
-            self._idle += [self._hire(dict(key)) for _ in range(count)]
+        for key, count in needed.items():
+            self._idle += [self._start_actors(dict(key)) for _ in range(count)]
 
-    def _hire(self, place: Place) -> Crew:
+    def _start_actors(self, place: Place) -> TrialActors:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._nodes()}
-        return Crew(self._ray, self._need, place, {node: addresses.get(node, "") for node in place})
+        return TrialActors(self._ray, self._need, place, {node: addresses.get(node, "") for node in place})
 
     def resize(self, slots: int) -> None:
-        """Run so many trials at once from now on, or as many as the cluster has room for; those in flight go on to their end."""
+        """Run at most `slots` trials at once from now on. Running trials go on to their end."""
         self._most, self._counted = slots, -math.inf
 
     # Trials
@@ -226,41 +272,54 @@ class Pool:
         self._launch()
 
     def _launch(self) -> None:
-        """Start what waits, where there is an open place."""
+        """Start queued trials at free placements."""
         while self._queue and (self._idle or self._open_places()):
             if not self._idle:
                 self._settle()
-            request, crew = self._queue.pop(0), self._idle.pop(0)
-            self._flights[request.id] = Flight(
-                self._ray, request, crew, self._nonce, self._couriers, self._node
+            request, actors = self._queue.pop(0), self._idle.pop(0)
+            self._running[request.id] = RunningTrial(
+                self._ray, request, actors, self._nonce, self._threads, self._node
             )
 
     def stop(self, trial: str) -> None:
-        """End a trial in flight; `wait` tells its end."""
-        if trial in self._flights:
-            self._flights[trial].stop()
+        """End a trial by its id; `wait` returns its Ended."""
+        if trial in self._running:
+            self._running[trial].stop()
             return
         self._queue = [request for request in self._queue if request.id != trial]
         self._answers.append((trial, Ended("failed", "stopped")))
 
     def wait(self, seconds: float) -> list[Answer]:
-        """Messages that arrived, waiting at most this long for the first. A dead worker is a message too."""
+        """Return messages that have arrived; the death of a worker is a message too.
+
+        Args:
+            seconds: longest wait for the first message.
+
+        Returns:
+            (trial id, message) pairs, empty after `seconds` without a message.
+
+        Raises:
+            ClusterLost: the connection of a Ray client is gone.
+            ClusterError: no node is left that can run this sweep's trials.
+        """
         deadline = time.monotonic() + seconds
         ready: set[Any] = set()
         try:
             while True:
                 waits = self._pump(ready)
-                left = deadline - time.monotonic()
-                if self._answers or left <= 0:
+                remaining = deadline - time.monotonic()
+                if self._answers or remaining <= 0:
                     answers, self._answers = self._answers, []
                     return answers
-                ready = self._ready(waits, left)
-                self._end_the_deaf(time.monotonic())
-        except ConnectionError as error:  # a client's
-            raise self._lost(error) from None
+                ready = self._ready(waits, remaining)
+                self._kill_silent(time.monotonic())
+        except ConnectionError as error:  # of a Ray client
+            raise self._connection_lost(error) from None
 
     def _ready(self, waits: list[list[Any]], seconds: float) -> set[Any]:
-        """Which references are there, waiting for the first; not for long where a thread or a lock is waited for, too."""
+        """Return the references that have arrived, after the first of them; soon, if a trial waits for a
+        thread or a lock.
+        """
         refs = [ref for group in waits for ref in group]
         pause = seconds if waits and all(waits) else min(seconds, _POLL_SECONDS)
         if not refs:
@@ -271,103 +330,102 @@ class Pool:
         return set(self._ray.wait(refs, num_returns=len(refs), timeout=0)[0])
 
     def _pump(self, ready: set[Any]) -> list[list[Any]]:
-        """Let every trial go on; what each waits for."""
+        """Advance every trial; return the references that each waits for."""
         self._launch()
         waits = []
-        for trial, flight in list(self._flights.items()):
+        for trial_id, trial in list(self._running.items()):
             try:
-                messages, refs = flight.pump(ready)
+                messages, refs = trial.pump(ready)
             except Unusable as error:
-                self._bar(trial, error)
+                self._bar(trial_id, error)
                 continue
-            self._tell_way(flight)
-            self._answers += [(trial, message) for message in messages]
-            if flight.over:
-                self._land(trial)
+            self._notify_remote(trial)
+            self._answers += [(trial_id, message) for message in messages]
+            if trial.over:
+                self._finish(trial_id)
             else:
                 waits.append(refs)
         return waits
 
-    def _land(self, trial: str) -> None:
-        """Let a trial's crew wait for another one, or replace it."""
-        flight = self._flights.pop(trial)
-        if flight.broken:
-            flight.crew.dismiss()
+    def _finish(self, trial_id: str) -> None:
+        """Keep an ended trial's actors for the next trial; replace them if they are broken."""
+        trial = self._running.pop(trial_id)
+        if trial.broken:
+            trial.actors.dismiss()
             for node in (
-                flight.gone
-            ):  # Ray learns of that much later, and would have the next trial wait for that node
-                self._gone[node] = time.monotonic() + _GONE_SECONDS
-            # Whoever counts places may have been there too, and answers only once Ray has moved it.
-            self._places = [place for place in self._places if not place.keys() & self._gone.keys()]
-            self._counted = -math.inf if flight.gone else self._counted
+                trial.lost_nodes
+            ):  # Ray lists it as alive for a while, and would have the next trial wait for it
+                self._lost[node] = time.monotonic() + _LOST_NODE_SECONDS
+            # The actor that counts placements may have been there too, and answers only once Ray has moved
+            # it.
+            self._places = [place for place in self._places if not place.keys() & self._lost.keys()]
+            self._counted = -math.inf if trial.lost_nodes else self._counted
         else:
-            self._idle.append(flight.crew)
+            self._idle.append(trial.actors)
         if self._counted > 0:
             self._settle()
 
-    def _bar(self, trial: str, error: Unusable) -> None:
-        """Run nothing on a node any more; the trial waits for another. ClusterError where there is no other."""
-        flight = self._flights.pop(trial)
-        flight.leave()
-        flight.crew.dismiss()
+    def _bar(self, trial_id: str, error: Unusable) -> None:
+        """Exclude a node and queue the trial again; raise ClusterError if no other node can run it."""
+        trial = self._running.pop(trial_id)
+        trial.abandon()
+        trial.actors.dismiss()
         self._barred[error.node] = str(error)
         self._refuse_barred()
-        self._tell(error.node, f"{error}; no trial runs there")
-        self._queue.append(flight.request)
+        self._notify(error.node, f"{error}; no trial runs there")
+        self._queue.append(trial.request)
         self._counted = -math.inf
 
     def _refuse_barred(self) -> None:
-        """Where nodes of other versions are all there is, waiting for others is no use."""
+        """Raise ClusterError if only excluded nodes have room for a trial: waiting would not help."""
         alive = {node["NodeID"] for node in self._nodes()}
         why = next((why for node, why in self._barred.items() if node in alive), None)
         if why and fit(self._claim(), self._room()) is None:
             raise ClusterError(why)
 
-    def _end_the_deaf(self, now: float) -> None:
-        """Kill workers that hang: Ray reports one that died at once, one that hangs never."""
-        for flight in self._flights.values():
-            for number, heard in flight.heard.items():
-                if now - heard > DEAF_SECONDS:
-                    self._ray.kill(flight.crew.actors[number])
+    def _kill_silent(self, now: float) -> None:
+        """Kill actors that hang: Ray reports one that died at once, one that hangs never."""
+        for trial in self._running.values():
+            for number, last in trial.last_message.items():
+                if now - last > SILENCE_SECONDS:
+                    self._ray.kill(trial.actors.actors[number])
 
-    def _node(self, node: str) -> dict[str, Any] | None:
-        return next((found for found in self._ray.nodes() if found["NodeID"] == node), None)
+    def _node(self, node_id: str) -> dict[str, Any] | None:
+        return next((node for node in self._ray.nodes() if node["NodeID"] == node_id), None)
 
-    # What is told
+    # Notices
 
-    def _tell(self, what: Any, line: str) -> None:
-        """Say it once."""
-        if what not in self._told:
-            self._told.add(what)
+    def _notify(self, key: Any, line: str) -> None:
+        """Return a line from the next `wait`, once for each key."""
+        if key not in self._reported:
+            self._reported.add(key)
             self._answers.append(("", Notice(line)))
 
-    def _tell_way(self, flight: Flight) -> None:
-        """Say which way results come from a cluster, and where its workers are slow."""
-        if self._address and flight.started:
-            where = f"workers on {flight.address}"
-            way = (
-                "see the state folder, and write into it"
-                if flight.sees
-                else f"do not see {flight.request.root}: {_APART}"
+    def _notify_remote(self, trial: RunningTrial) -> None:
+        """Report once if workers see the state folder, and if they emulate slowly."""
+        if self._address and trial.started:
+            workers = f"workers on {trial.address}"
+            shared = "see the state folder, and write into it"
+            self._notify(
+                trial.sees,
+                f"{workers} {shared if trial.sees else f'do not see {trial.request.root}: {_REMOTE}'}",
             )
-            self._tell(flight.sees, f"{where} {way}")
-            if not flight.compiled and self._need.kind == "CPU":
-                self._tell("compiled", f"{where} {_REFERENCE}")
+            if not trial.compiled and self._need.kind == "CPU":
+                self._notify("compiled", f"{workers} {_REFERENCE}")
 
     def close(self) -> None:
-        """End the actors, and through their lifelines every trial; leave the cluster."""
-        for flight in self._flights.values():
-            flight.leave()
-        if not (self._head and self._head.lost):  # which could not be told any more
+        """End the actors and with them every trial; disconnect from the cluster."""
+        for trial in self._running.values():
+            trial.abandon()
+        if not (self._head and self._head.lost):  # calls to a cluster without a head block
             if self._address:
-                with suppress(
-                    self._ray.exceptions.RayError, ConnectionError
-                ):  # on a lost node: it counts anew, by who asks
+                # The actor may be on a lost node; it then starts anew without this sweep.
+                with suppress(self._ray.exceptions.RayError, ConnectionError):
                     self._ray.get(self._shares.leave.remote(self._sweep), timeout=LOOK_SECONDS)
             with suppress(ConnectionError):
-                for crew in (*self._idle, *(flight.crew for flight in self._flights.values())):
-                    crew.dismiss()
-        self._couriers.shutdown(wait=False, cancel_futures=True)
+                for actors in (*self._idle, *(trial.actors for trial in self._running.values())):
+                    actors.dismiss()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._ray.shutdown()
         if self._nonce:
             Path(self._nonce).unlink(missing_ok=True)
@@ -377,27 +435,36 @@ def _key(place: Place) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(place.items()))
 
 
-def unseated(places: Iterable[Hashable], flights: Iterable[tuple[str, Hashable, bool]]) -> list[str]:
-    """The trials that wait for a place which is not, or not any more, among `places`: of (trial, place, whether it has it) each.
+def unseated(places: Iterable[Hashable], trials: Iterable[tuple[str, Hashable, bool]]) -> list[str]:
+    """Return the trials that wait for a placement which this sweep does not have any more.
 
-    Nodes come and go while a gang waits for its own; those that have theirs keep them to their end.
+    Nodes come and go while a gang waits for its resources; a trial that has started keeps its placement to
+    its end.
+
+    Args:
+        places: the placements that this sweep may use, each as often as trials may run there.
+        trials: (trial id, its placement, True if it has started) of each running trial.
     """
-    flights, free = list(flights), Counter(places)
-    free.subtract(place for _, place, has in flights if has)
-    found = []
-    for trial, place, has in flights:
-        if not has:
+    trials, free = list(trials), Counter(places)
+    free.subtract(place for _, place, started in trials if started)
+    lost = []
+    for trial_id, place, started in trials:
+        if not started:
             free[place] -= 1
-            found += [trial] if free[place] < 0 else []
-    return found
+            lost += [trial_id] if free[place] < 0 else []
+    return lost
 
 
 def _leave_nonce(root: Path) -> str:
-    """A new file in the state folder, by which a worker knows that folder: another machine's of the same name has none of that name."""
+    """Create a file with a random name in the state folder and return its path.
+
+    A worker that finds it shares the folder: another machine's folder of the same path has no file of that
+    name.
+    """
     folder = root / ".seen"
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
-        if time.time() - old.stat().st_mtime > _STALE_SECONDS:  # of a controller that was killed
+        if time.time() - old.stat().st_mtime > _STALE_SECONDS:  # left by a controller that was killed
             old.unlink(missing_ok=True)
     path = folder / uuid.uuid4().hex
     path.touch()

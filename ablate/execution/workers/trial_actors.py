@@ -1,4 +1,6 @@
-"""Who runs a trial: one actor, or for a gang one on each of its nodes, and the places that they hold."""
+"""Ray actors that run one trial: a single actor, or for a gang one on each of its nodes; and the resources
+that they hold.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +12,8 @@ from ablate.execution.workers.actor import Actor
 from ablate.execution.workers.cluster import silence
 
 _CALLS = 4
-"""At once in an actor: it is heard, told to stop, and read from."""
+"""Concurrent calls in one actor: a call that waits for messages, one that stops the trial, and those that
+move files."""
 
 
 NODE_GONE = "its node is gone"
@@ -18,49 +21,59 @@ NODE_GONE = "its node is gone"
 
 @dataclass(frozen=True)
 class Need:
-    """What one trial takes: `ranks` ranks, each of so many GPUs (0: one CPU instead)."""
+    """Resources of one trial: `ranks` processes with `gpus` GPUs each. With `gpus` 0 each takes one CPU."""
 
     gpus: float
     ranks: int
 
     @classmethod
     def of(cls, gpus: float, ranks: int | None) -> "Need":
-        """Of a trial on so many GPUs: one a rank, a part of one, or none, with so many ranks on CPUs."""
+        """Return the need of a trial on `gpus` GPUs: one rank a GPU, part of one GPU, or `ranks` ranks on
+        CPUs.
+        """
         if gpus > 1:
             return cls(1.0, round(gpus))
         return cls(float(gpus), ranks or 1)
 
     @property
     def kind(self) -> str:
-        """What Ray calls it."""
+        """Ray's name of the resource: GPU or CPU."""
         return "GPU" if self.gpus else "CPU"
 
     @property
     def units(self) -> float:
-        """Of that, a rank."""
+        """Units of `kind` that one rank needs: 1 CPU, or GPUs, which may be a fraction of one."""
         return self.gpus or 1.0
 
     @property
-    def words(self) -> str:
-        """As it is told."""
+    def text(self) -> str:
+        """The need for error messages, as in `2 GPUs`."""
         return f"{self.ranks * self.units:g} {self.kind}{'s' if self.ranks * self.units > 1 else ''}"
 
 
-class Crew:
+class TrialActors:
     """Actors that wait for a trial, or run one."""
 
     def __init__(self, ray: Any, need: Need, place: Place, addresses: dict[str, str]) -> None:
-        """`place`: the ranks of each node; `addresses`: of those nodes."""
+        """Start the actors.
+
+        Args:
+            ray: the connected `ray` module.
+            need: resources of the trial.
+            place: number of ranks on each node, by Ray's node id.
+            addresses: IP address of each of those nodes, by node id.
+        """
         self._ray, self.need, self.place = ray, need, place
         self.nodes = list(place)
-        """Where each actor is, the first of which speaks for all; as planned, until it has said so itself."""
-        self._group = self._hold(addresses) if need.ranks > 1 else None
-        self.actors = [self._hire(number, node) for number, node in enumerate(self.nodes)]
+        """Node id of each actor: as planned, then as the actor reports it. The first actor reports the
+        trial's events."""
+        self._group = self._placement_group(addresses) if need.ranks > 1 else None
+        self.actors = [self._start_actor(number, node) for number, node in enumerate(self.nodes)]
         for actor in self.actors:
             actor.warm.remote()
 
-    def _hold(self, addresses: dict[str, str]) -> Any:
-        """Room for all ranks at once or for none. It is there once nothing else of the cluster runs in it."""
+    def _placement_group(self, addresses: dict[str, str]) -> Any:
+        """Reserve room for all ranks at once; Ray grants it when the nodes have that much free."""
         from ray.util.placement_group import placement_group
 
         bundles = [
@@ -69,27 +82,31 @@ class Crew:
         ]
         return placement_group(bundles, strategy="STRICT_SPREAD" if bundles[1:] else "STRICT_PACK")
 
-    def _hire(self, number: int, node: str) -> Any:
+    def _start_actor(self, number: int, node: str) -> Any:
         from ray.util.scheduling_strategies import (
             NodeAffinitySchedulingStrategy,
             PlacementGroupSchedulingStrategy,
         )
 
-        where: Any
+        strategy: Any
         if self._group:
-            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
         else:
-            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         ranks = self.place[node]
-        own = {"num_cpus": 0, "num_gpus": ranks * self.need.gpus} if self.need.gpus else {"num_cpus": ranks}
-        return (
-            self._ray.remote(Actor)
-            .options(**own, max_restarts=0, max_concurrency=_CALLS, scheduling_strategy=where)
-            .remote()
+        resources = (
+            {"num_cpus": 0, "num_gpus": ranks * self.need.gpus} if self.need.gpus else {"num_cpus": ranks}
         )
+        options = {"max_restarts": 0, "max_concurrency": _CALLS, "scheduling_strategy": strategy}
+        return self._ray.remote(Actor).options(**resources, **options).remote()
 
     def requests(self, request: TrialRequest, facts: list[dict[str, Any]]) -> list[TrialRequest]:
-        """Return the request for each actor: the trial, and of a gang its part in it. `facts`: what each actor returned from `look`."""
+        """Return the request for each actor: the whole trial, or the node's part of a gang.
+
+        Args:
+            request: the trial.
+            facts: result of `Actor.describe` of each actor, in the order of `actors`.
+        """
         request = replace(request, ranks=self.need.ranks)
         if len(self.nodes) == 1:
             return [request]
@@ -101,7 +118,7 @@ class Crew:
         return [replace(request, gang=part) for part in parts]
 
     def dismiss(self) -> None:
-        """End the actors, and through their lifelines what they run; give their places back."""
+        """End the actors, and with them the trial's processes; release the resources."""
         for actor in self.actors:
             self._ray.kill(actor)
         if self._group:
@@ -110,7 +127,15 @@ class Crew:
             remove_placement_group(self._group)
 
     def why_gone(self, number: int, error: Exception, node_of: Callable[[str], dict[str, Any] | None]) -> str:
-        """Why an actor does not answer, as far as one can know: its node is asked, since Ray learns of that much later."""
+        """Return the probable reason why an actor does not answer.
+
+        The node itself is probed: Ray reports a lost node much later.
+
+        Args:
+            number: index of the actor.
+            error: exception that Ray raised for a call of it.
+            node_of: function that returns Ray's description of a node id, or None for an unknown node.
+        """
         node = node_of(self.nodes[number])
         if (
             node is None

@@ -1,9 +1,12 @@
-"""The controller's end of a trial on a node that does not see the state folder: afterwards the store looks as if it did.
+"""The controller's side of a trial on a node that does not see the state folder.
 
-Records come as messages and are written as they come. Files come in pieces through Ray's object store, fetched by a thread: checkpoints
-while the trial runs, its log and its artifacts at its end, and then the result is committed. What is given to a worker before it starts:
-the trial's last fetched checkpoint, the furthest state that other trials left on its way, and all records up to those, which both are
-checked against. The worker tells them again, marked, and they are not written twice.
+In the end the trial store is as if it did.
+
+Records arrive as messages and are written at once. Files are fetched in pieces through Ray's object store, by
+a thread: checkpoints while the trial runs; its logs and artifacts at its end, after which the result is
+committed. Before the trial starts, its workers receive the trial's last fetched checkpoint, the furthest
+shared checkpoint on its way, and all records up to both, against which the trial checks them. The trial
+reports those records again, marked `again`; they are not written twice.
 """
 
 import json
@@ -14,48 +17,56 @@ from pathlib import Path
 from typing import Protocol
 
 from ablate.execution.messages import Ended, Events, Forked, Message, TrialRequest
-from ablate.execution.workers.actor import PIECE, Left
+from ablate.execution.workers.actor import PIECE, CheckpointTimes
 from ablate.files import Busy, Damaged, write
 from ablate.results.trial_store import Store, line
 from ablate.training.checkpoint_footer import unsealed
 
 
-class Far(Protocol):
-    """A worker's scratch folder, its calls waited for."""
+class ScratchFolder(Protocol):
+    """A worker's scratch folder, by blocking calls of its `Actor`."""
 
-    def give(self, name: str, offset: int, piece: bytes) -> None: ...
-    def take(self, name: str, offset: int) -> tuple[bytes, int]: ...
+    def write_piece(self, name: str, offset: int, piece: bytes) -> None: ...
+    def read_piece(self, name: str, offset: int) -> tuple[bytes, int]: ...
     def files(self, trial: str) -> list[str]: ...
     def clear(self) -> None: ...
 
 
-class Mirror:
-    """One attempt of one trial, as the controller's store keeps it."""
+class RemoteStore:
+    """Files of one attempt of a remote trial, copied between the controller's trial store and scratch
+    folders.
+    """
 
     def __init__(self, request: TrialRequest) -> None:
         self.trial, self.attempt, self._request = request.id, request.attempt, request
         self.store = Store(Path(request.root))
         self.folder = self.store.folder(self.trial)
-        self.have: Left = {}
-        """The number of each file that was fetched last."""
+        self.fetched: CheckpointTimes = {}
+        """Modification time of each checkpoint when it was last fetched."""
         self._arrived: dict[str, tuple[int, Path]] = {}
-        """Fetched checkpoints whose events have not been told yet."""
+        """Fetched checkpoints whose events have not arrived yet: modification time and temporary path by
+        name."""
         self._stack = ExitStack()
-        self._held: Callable[[], bool] | None = None
+        self._holds_lock: Callable[[], bool] | None = None
         self._own = f"trials/{self.trial}/checkpoint.pt"
 
     # Before it starts
 
     def claim(self) -> str | None:
-        """Hold the trial, which its process would do where it saw the folder; who does, where another one holds it."""
+        """Lock the trial, as its own process does on a node that sees the folder.
+
+        Return the holder if another process has the lock.
+        """
         try:
-            self._held = self._stack.enter_context(self.store.claim(self.trial, self.attempt, wait=False))
+            self._holds_lock = self._stack.enter_context(
+                self.store.claim(self.trial, self.attempt, wait=False)
+            )
         except Busy as busy:
             return str(busy)
         return None
 
     def finished(self) -> list[Message]:
-        """Return all messages of a trial that another process has finished meanwhile; else none."""
+        """Return all messages of a trial that another process has finished meanwhile; else an empty list."""
         try:
             result = self.store.result(self.trial)
             if result is None:
@@ -64,20 +75,22 @@ class Mirror:
                 Events(tuple(self.store.proven(self.trial, result))),
                 Ended(result["status"], result["reason"], result),
             ]
-        except Damaged:  # it is run again
+        except Damaged:  # the trial runs again
             return []
 
-    def give(self, workers: Iterable[Far]) -> None:
-        """Empty each worker's scratch folder, and put there what the trial can go on from. May take long."""
+    def send_inputs(self, workers: Iterable[ScratchFolder]) -> None:
+        """Empty each worker's scratch folder and copy there the checkpoints and records to resume from.
+
+        Slow: call it in a thread.
+        """
         write(self.folder / "spec.json", json.loads(self._request.spec))
         for torn in (*self.folder.glob("*.json.*"), *self.folder.glob("*.pt.*")):
             torn.unlink()
         shared = [self.store.shared(name) for _, name in sorted(self._request.fork, reverse=True)]
         paths, records = [], {self.trial: list(self.store.events(self.trial, strict=False))}
         for path in (self.store.root / self._own, *[path for path in shared if path.exists()][:1]):
-            with suppress(
-                FileNotFoundError, Damaged
-            ):  # there is none yet, it was removed for want of room, or it is of no use
+            # A checkpoint may not exist yet, may have been deleted to free disk space, or may be damaged.
+            with suppress(FileNotFoundError, Damaged):
                 about = unsealed(path)
                 paths.append(path)
                 if about["trial"] != self.trial:
@@ -92,14 +105,19 @@ class Mirror:
             for trial, events in records.items():
                 content = b"".join(line(event, trial) for event in events)
                 for offset in range(0, len(content), PIECE):
-                    worker.give(f"trials/{trial}/events-0.jsonl", offset, content[offset : offset + PIECE])
-        self.have |= {str(path.relative_to(self.store.root)): 0 for path in shared if path.exists()}
+                    piece = content[offset : offset + PIECE]
+                    worker.write_piece(f"trials/{trial}/events-0.jsonl", offset, piece)
+        self.fetched |= {str(path.relative_to(self.store.root)): 0 for path in shared if path.exists()}
 
     # While it runs
 
-    def hear(self, message: Message) -> list[Message]:
-        """Write what is told into the store; returns what the controller is to be told."""
-        if self._held and not self._held():
+    def record(self, message: Message) -> list[Message]:
+        """Write a message's records into the store; return the messages for the controller.
+
+        Raises:
+            PermissionError: a later attempt holds the trial.
+        """
+        if self._holds_lock and not self._holds_lock():
             raise PermissionError(
                 f"attempt {self.attempt} of trial {self.trial} was superseded by a later one, and ends"
             )
@@ -111,42 +129,51 @@ class Mirror:
                 file.writelines(line(event, self.trial) for event in message.events if "again" not in event)
         return [message]
 
-    def wanted(self, left: Left) -> list[str]:
-        """Of what the trial has left by now, what is not here yet; and make what is here the store's, where its events are, too."""
-        for name, (number, path) in list(self._arrived.items()):
-            if left.get(name, 0) >= number:
+    def missing(self, available: CheckpointTimes) -> list[str]:
+        """Return names of the checkpoints to fetch; move fetched ones into the store once all events before
+        them are there.
+
+        Args:
+            available: checkpoints on the worker whose events have arrived.
+        """
+        for name, (modified, path) in list(self._arrived.items()):
+            if available.get(name, 0) >= modified:
                 path.replace(self.store.root / name)
                 del self._arrived[name]
+        expected = {self._own, *(f"checkpoints/{shared}.pt" for _, shared in self._request.fork)}
         return [
             name
-            for name, number in left.items()
-            if self._known(name) and (name not in self.have or 0 < self.have[name] < number)
+            for name, modified in available.items()
+            if name in expected and (name not in self.fetched or 0 < self.fetched[name] < modified)
         ]
 
-    def _known(self, name: str) -> bool:
-        """Whether it is the trial's own checkpoint, or a state that it was asked to leave."""
-        return name == self._own or name in {f"checkpoints/{shared}.pt" for _, shared in self._request.fork}
+    def fetch(self, worker: ScratchFolder, names: Iterable[str]) -> None:
+        """Fetch checkpoints into temporary files, which `missing` moves into the store.
 
-    def fetch(self, worker: Far, names: Iterable[str]) -> None:
-        """Fetch checkpoints. They count once the events before them have been told. May take long."""
+        Slow: call it in a thread.
+        """
         for name in names:
             path = self.store.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f"{path.name}.{os.getpid()}.{self.trial}")
             try:
-                self.have[name] = _receive(worker, name, temporary)
-            except FileNotFoundError:  # removed meanwhile: its trial is over
+                self.fetched[name] = _receive(worker, name, temporary)
+            except FileNotFoundError:  # removed meanwhile by its trial, which has ended
                 temporary.unlink(missing_ok=True)
                 continue
-            self._arrived[name] = self.have[name], temporary
+            self._arrived[name] = self.fetched[name], temporary
 
-    # Its end
+    # At its end
 
-    def finish(self, worker: Far, end: Ended, left: Left) -> Ended:
-        """Fetch what is left, then commit the result. May take long. Returns the trial's end: a failure where not all records came."""
-        names = self.wanted(left)
+    def finish(self, worker: ScratchFolder, end: Ended, available: CheckpointTimes) -> Ended:
+        """Fetch the remaining files, then commit the result. Slow: call it in a thread.
+
+        Returns:
+            `end`, or a failure if records are missing.
+        """
+        names = self.missing(available)
         self.fetch(worker, [name for name in names if end.result is None or name != self._own])
-        self.wanted(left)
+        self.missing(available)
         for name in worker.files(self.trial):
             path = self.store.root / name
             if not path.resolve().is_relative_to(self.folder.resolve()):
@@ -167,30 +194,30 @@ class Mirror:
         return end
 
     def close(self) -> None:
-        """Let go of the trial."""
+        """Release the lock and delete temporary files."""
         for _, path in self._arrived.values():
             path.unlink(missing_ok=True)
         self._arrived = {}
         self._stack.close()
 
 
-def _send(worker: Far, name: str, path: Path) -> None:
+def _send(worker: ScratchFolder, name: str, path: Path) -> None:
     with path.open("rb") as file:
         offset = 0
         while piece := file.read(PIECE):
-            worker.give(name, offset, piece)
+            worker.write_piece(name, offset, piece)
             offset += len(piece)
 
 
-def _receive(worker: Far, name: str, path: Path) -> int:
-    """Write a worker's file to a path; returns its number."""
+def _receive(worker: ScratchFolder, name: str, path: Path) -> int:
+    """Copy a worker's file to a path; return its modification time in ns."""
     offset = 0
     with path.open("wb") as file:
         while True:
-            piece, number = worker.take(name, offset)
+            piece, modified = worker.read_piece(name, offset)
             file.write(piece)
             offset += len(piece)
             if len(piece) < PIECE:
                 file.flush()
                 os.fsync(file.fileno())
-                return number
+                return modified
