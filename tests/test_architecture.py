@@ -350,8 +350,7 @@ PATTERNS = {
     ],
     "engines.hardware": [
         "the driver's version in /proc",
-        "a library's version: has it a number?",
-        "... its leading numbers",
+        "a library's version: its leading numbers",
     ],
     "results.figures.style": [
         "SVG's metadata, which holds a date",
