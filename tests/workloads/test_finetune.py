@@ -215,7 +215,7 @@ def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterw
             "context",
             "16 is longer than the model's positions reach: 8",
         ),
-        ({"model": {"model_type": "qwen33"}}, "model", "none that transformers knows; the nearest: qwen3"),
+        ({"model": {"model_type": "qwen33"}}, "model", "no model type of transformers; the nearest: qwen3"),
         (
             {"model": MODELS["qwen3"] | {"hidden_sise": 8}},
             "model",

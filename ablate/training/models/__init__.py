@@ -1,4 +1,4 @@
-"""Models of other libraries: here they are built, described, and made to be trained as the house trains its own."""
+"""Models: the package's own transformer, and those of other libraries, built, described and trained alike."""
 
 import logging
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def library(name: str) -> ModuleType:
-    """An optional library. ValueError, with the way out, where it is not installed."""
+    """Import and return an optional library. ValueError, with the command to install it, if it is missing."""
     try:
         with quietly():
             return import_module(name)
@@ -21,7 +21,7 @@ def library(name: str) -> ModuleType:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Say nothing, while they are imported, of other libraries that they would work with."""
+    """Inside this context, suppress log messages, such as hints at import time about other libraries."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -31,8 +31,14 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def drawn(moment: object, cuda: object = None) -> Iterator[None]:
-    """Inside, whatever a library draws from torch's global generators (initial weights, dropout) is determined by `moment` alone;
-    afterwards they are as they were. `cuda`: the GPU whose generator is drawn from as well."""
+    """Inside this context, seed torch's global generators from `moment` alone; restore them afterwards.
+
+    For libraries that draw initial weights or dropout from those generators.
+
+    Args:
+        moment: any object whose `str` identifies the draw, such as a seed or a `Clock`.
+        cuda: the GPU whose generator is seeded as well, if any.
+    """
     import torch
 
     with torch.random.fork_rng(devices=[] if cuda is None else [cuda]):

@@ -1,6 +1,6 @@
-"""Causal language models of `transformers`: described without weights, built from a seed, or read with the weights that they have.
+"""Causal language models of `transformers`: describe them without weights, build them, load their weights.
 
-Called with [batch, tokens] they give the mean cross-entropy in nats, through `loss`, so that their own modules and names stay.
+`loss` computes the mean cross-entropy of a model from outside it, so that its own modules and names stay.
 """
 
 import inspect
@@ -18,9 +18,9 @@ from ablate.engines.emulated import described, quantisable
 from ablate.numerics.philox import Clock
 from ablate.training.data.hub import quiet
 from ablate.training.models import drawn, quietly
-from ablate.training.models.source import HINT, Outline, Source, place
+from ablate.training.models.source import HINT, Outline, Source, resolve
 
-with quietly():  # of other libraries that it would work with
+with quietly():
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import PreTrainedModel
     from transformers.utils.logging import disable_progress_bar
@@ -30,25 +30,34 @@ quiet()
 
 
 def outlined(source: Source, vocab: int | None) -> Outline:
-    """The outline of a model, from one without weights. OSError or ValueError in one sentence where there is none."""
-    found = configuration(source, vocab)
-    if found.get_text_config() is not found:
+    """Return the outline of a model, which is built on the meta device, without weights.
+
+    Args:
+        source: the model.
+        vocab: size of the vocabulary, for a configuration that gives none.
+
+    Raises:
+        OSError: the model cannot be found or read.
+        ValueError: it is no causal language model of text, or has no layer that a recipe could apply to.
+    """
+    config = configuration(source, vocab)
+    if config.get_text_config() is not config:
         raise ValueError(
-            f"{found.model_type} has parts that no text goes through; name the model of its text alone"
+            f"{config.model_type} has parts that no text goes through; name the model of its text alone"
         )
     with torch.device("meta"):
-        model = _from(found)
+        model = _from_config(config)
     names = quantisable(model)
     if not names:
         raise ValueError(
-            f"{found.model_type} has no linear layer inside numbered blocks that a recipe could apply to"
+            f"{config.model_type} has no linear layer inside numbered blocks that a recipe could apply to"
         )
     size = sum(p.numel() for p in model.parameters())
-    context = getattr(found, "max_position_embeddings", None)
+    context = getattr(config, "max_position_embeddings", None)
     return Outline(
         described(model, names),
         size,
-        found.vocab_size,
+        config.vocab_size,
         context,
         *_coverage(model, names),
         _features(model, names),
@@ -56,62 +65,74 @@ def outlined(source: Source, vocab: int | None) -> Outline:
 
 
 def _features(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
-    """Each number of features that the layers `names` take or give, by the first that does."""
-    found: dict[int, str] = {}
+    """Return each distinct number of input or output features of some layers, keyed by its first layer."""
+    owners: dict[int, str] = {}
     for name in names:
         layer = model.get_submodule(name)
-        found.setdefault(layer.in_features, f"{name} in")
-        found.setdefault(layer.out_features, f"{name} out")
-    return {where: count for count, where in found.items()}
+        owners.setdefault(layer.in_features, f"{name} in")
+        owners.setdefault(layer.out_features, f"{name} out")
+    return {owner: count for count, owner in owners.items()}
 
 
 def _coverage(model: nn.Module, names: Sequence[str]) -> tuple[float, str | None]:
-    """The share of the weights in matrices (of fused experts: stacks of them) that are in the layers `names`, and the largest one that is
-    not. Embeddings are looked up, not multiplied; a head that shares its matrix with one is left out with it."""
+    """Return the share of the weights in matrices that are in some layers, and the largest other matrix.
+
+    Stacks of matrices (fused experts) count. Embeddings do not, since they are looked up and not multiplied,
+    nor does a head that shares its matrix with one.
+    """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in tables}
-    left = {
+    others = {
         name: count for name, count in matrices.items() if name not in {f"{layer}.weight" for layer in names}
     }
-    return 1 - sum(left.values()) / sum(matrices.values()), max(left, key=left.get, default=None)
+    return 1 - sum(others.values()) / sum(matrices.values()), max(others, key=others.get, default=None)
 
 
-def _from(found: Any, **more: Any) -> PreTrainedModel:
-    if type(found) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"transformers' {found.model_type} is no causal language model")
+def _from_config(config: Any, **options: Any) -> PreTrainedModel:
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"transformers' {config.model_type} is no causal language model")
     try:
-        return AutoModelForCausalLM.from_config(found, trust_remote_code=False, **more)
-    except Exception as error:  # of whatever class the model's own code raises
-        raise ValueError(f"transformers cannot build this {found.model_type}: {_words(error)}") from None
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    except Exception as error:  # the model's own code may raise any class
+        raise ValueError(f"transformers cannot build this {config.model_type}: {_message(error)}") from None
 
 
 def configuration(source: Source, vocab: int | None = None) -> Any:
-    """The `transformers` configuration that is meant. OSError or ValueError in one sentence where there is none."""
+    """Return the `transformers` configuration of a model.
+
+    Args:
+        source: the model.
+        vocab: size of the vocabulary, for a configuration that gives none.
+
+    Raises:
+        OSError: the model cannot be found or read.
+        ValueError: the fields are no configuration that `transformers` accepts.
+    """
     if isinstance(source, str):
-        return _named(source)
+        return _saved_configuration(source)
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, 3)
-        raise ValueError(
-            f"model_type {kind!r} is none that transformers knows; {'the nearest: ' + ', '.join(near) if near else HINT}"
-        )
+        remedy = f"the nearest: {', '.join(near)}" if near else HINT
+        raise ValueError(f"model_type {kind!r} is no model type of transformers; {remedy}")
     fields = {name: value for name, value in source.items() if name != "model_type"}
-    known = AutoConfig.for_model(kind)
+    default = AutoConfig.for_model(kind)
     for name in fields:
-        if not hasattr(known, name) and not _reads(type(known), name):
-            near = get_close_matches(name, known.to_dict(), 3, 0.4)
+        if not hasattr(default, name) and not _reads(type(default), name):
+            near = get_close_matches(name, default.to_dict(), 3, 0.4)
             raise ValueError(f"transformers' {kind} has no field {name}; the nearest: {', '.join(near)}")
     sized = {"vocab_size": vocab} if vocab and "vocab_size" not in fields else {}
     try:
         return AutoConfig.for_model(kind, **sized, **fields)
-    except Exception as error:  # of whatever class its own checks are
-        raise ValueError(f"transformers refuses this {kind}: {_words(error)}") from None
+    except Exception as error:  # its own checks may raise any class
+        raise ValueError(f"transformers refuses this {kind}: {_message(error)}") from None
 
 
 def _reads(kind: type, name: str) -> bool:
-    """Return True if the code of a configuration's causal model reads a field that the configuration class does not declare.
+    """Return True if the code of a configuration's causal model reads a field that it does not declare.
 
-    Qwen3-MoE and OLMoE take `head_dim` by `getattr(config, "head_dim", default)`; published configurations set it.
+    Qwen3-MoE and OLMoE read `head_dim` by `getattr(config, "head_dim", default)`, and published
+    configurations set it.
     """
     if kind not in AutoModelForCausalLM._model_mapping:
         return False
@@ -122,56 +143,78 @@ def _reads(kind: type, name: str) -> bool:
     return read.search(inspect.getsource(module)) is not None
 
 
-def _named(source: str) -> Any:
-    path, revision = place(source)
-    more = {"revision": revision, "local_files_only": path is not None, "trust_remote_code": False}
+def _saved_configuration(source: str) -> Any:
+    path, revision = resolve(source)
+    options = {"revision": revision, "local_files_only": path is not None, "trust_remote_code": False}
     try:
-        return AutoConfig.from_pretrained(path or source, **more)
-    except Exception as error:  # of whatever class
+        return AutoConfig.from_pretrained(path or source, **options)
+    except Exception as error:  # transformers raises many classes here
         raise OSError(
-            f"model {source}: no configuration that transformers can read: {_words(error)}"
+            f"model {source}: no configuration that transformers can read: {_message(error)}"
         ) from None
 
 
-def _words(error: Exception) -> str:
-    """What a library says, in one line of bearable length."""
+def _message(error: Exception) -> str:
+    """Return a library's message in one line of at most 300 characters."""
     return shorten(str(error).strip() or type(error).__name__, 300, placeholder=" ...").rstrip(".")
 
 
 def build(source: Source, vocab: int, seed: int, device: torch.device, weights: bool = True) -> nn.Module:
-    """The model in fp32, ready to train: with the weights of the folder or the name on the hub, where those are wanted; otherwise
-    with weights drawn from the seed alone, on the CPU. OSError or ValueError in one sentence."""
+    """Return a model in fp32, in training mode.
+
+    Args:
+        source: the model.
+        vocab: size of the vocabulary, for a configuration that gives none.
+        seed: seed of weights that are drawn; they depend on nothing else, and are drawn on the CPU.
+        device: device of the returned model.
+        weights: load the weights of a model that is a folder or a name on the hub, instead of drawing them.
+
+    Raises:
+        OSError: the model or its weights cannot be read.
+        ValueError: transformers refuses the configuration, or the weights do not match it.
+    """
     with drawn(seed):
-        pretrained = weights and isinstance(source, str)
-        model = (
-            _pretrained(source) if pretrained else _from(configuration(source, vocab), dtype=torch.float32)
-        )
+        if weights and isinstance(source, str):
+            model = _pretrained(source)
+        else:
+            model = _from_config(configuration(source, vocab), dtype=torch.float32)
     return model.to(device).train()
 
 
 def _pretrained(source: str) -> nn.Module:
-    path, revision = place(source)
-    more = {
+    path, revision = resolve(source)
+    options = {
         "revision": revision,
         "local_files_only": path is not None,
         "trust_remote_code": False,
         "dtype": torch.float32,
     }
     try:
-        model, told = AutoModelForCausalLM.from_pretrained(path or source, output_loading_info=True, **more)
-    except Exception as error:  # of whatever class: torn files, none, of another format
-        raise OSError(f"model {source}: its weights cannot be read: {_words(error)}") from None
-    lacking = sorted(map(str, (*told["missing_keys"], *told.get("mismatched_keys", ()))))
-    if lacking:  # they would be drawn anew, without a word
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path or source, output_loading_info=True, **options
+        )
+    except Exception as error:  # any class: files may be damaged, missing or of another format
+        raise OSError(f"model {source}: its weights cannot be read: {_message(error)}") from None
+    lacking = sorted(map(str, (*report["missing_keys"], *report.get("mismatched_keys", ()))))
+    if lacking:  # transformers draws these at random and only logs it
         raise ValueError(
-            f"model {source}: its weights lack {lacking[0]} (and {len(lacking) - 1} more), or have it in another shape"
+            f"model {source}: its weights lack {lacking[0]} (and {len(lacking) - 1} more),"
+            " or have it in another shape"
         )
     return model
 
 
 def loss(clock: Clock, dtype: torch.dtype, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of `targets`, the tokens one later. `dtype` is that of activations: where it is bf16, what is not
-    quantised runs under autocast on a GPU; on a CPU, whose kernels for it are slow, in fp32."""
+    """Return the mean cross-entropy of a batch in nats, an fp32 scalar.
+
+    Args:
+        clock: determines the draws of dropout.
+        dtype: dtype of activations. With bf16, unquantised operations run under autocast on a GPU, but in
+            fp32 on a CPU, whose bf16 kernels are slow.
+        model: from `build`.
+        tokens: int64 [batch, tokens].
+        targets: the tokens one position later, int64 [batch, tokens].
+    """
     cuda = tokens.device if tokens.device.type == "cuda" else None
     autocast = torch.autocast(
         tokens.device.type, torch.bfloat16, enabled=cuda is not None and dtype == torch.bfloat16

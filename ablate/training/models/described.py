@@ -1,4 +1,4 @@
-"""The outline of a model of `transformers`, made once and cached, and globs on the names of its layers. Torch-free."""
+"""The cached outline of a model of `transformers`, and globs on the names of its layers. Torch-free."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,31 @@ from ablate.training.models import library
 from ablate.training.models.source import Outline, Source, fingerprint
 
 _MOST = {"layer": 1024, "block": 1024, "expert": 4096}
-"""Largest numbers in fields of a configuration whose names have these words: a model is built of so many modules to be described."""
+"""Largest values of configuration fields whose names contain these words: numbers of modules to build."""
 _LARGEST = 1 << 40
-"""Largest number in any other."""
+"""Largest value of any other field."""
 _VERSION = 4
 """Raise by hand when the same model would have another outline."""
 
 
 def outline(source: Source, vocab: int | None = None) -> Outline:
-    """OSError or ValueError in one sentence where there is no such model. `vocab`: of a configuration that names none."""
+    """Return the outline of a model, from the cache if it has been made before.
+
+    Args:
+        source: the model.
+        vocab: size of the vocabulary, for a configuration that gives none.
+
+    Raises:
+        OSError: the model cannot be found or read.
+        ValueError: it is no model that `transformers` builds or a recipe applies to, or is too large.
+    """
     if not isinstance(source, str):
         _refuse_giants(source)
     return _outline(source if isinstance(source, str) else json.dumps(dict(source), sort_keys=True), vocab)
 
 
 def _refuse_giants(fields: Mapping[str, Any]) -> None:
-    """ValueError at a number so large that describing the model takes gigabytes."""
+    """Raise ValueError for a number so large that building the model's modules would take gigabytes."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _refuse_giants(value)
@@ -42,41 +51,46 @@ def _refuse_giants(fields: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=64)
 def _outline(source: str, vocab: int | None) -> Outline:
-    meant = json.loads(source) if source.startswith("{") else source
+    model = json.loads(source) if source.startswith("{") else source
     try:
-        known = version("transformers")
+        installed = version("transformers")
     except PackageNotFoundError:
-        library("transformers")  # says what to install
+        library("transformers")  # raises with the command to install it
         raise
-    key = key_of("outline", _VERSION, known, fingerprint(meant) or source, vocab)
+    key = key_of("outline", _VERSION, installed, fingerprint(model) or source, vocab)
 
     def make() -> str:
         library("transformers")
         from ablate.training.models.causal import outlined
 
         try:
-            return json.dumps(outlined(meant, vocab), default=sorted)
+            return json.dumps(outlined(model, vocab), default=sorted)
         except (OSError, ValueError):
             raise
-        except (
-            Exception
-        ) as error:  # of whatever class: the code of a model's configuration is another library's
-            raise ValueError(
-                f"transformers cannot describe this model: {type(error).__name__}: {one_line(str(error))[:200]}"
-            ) from None
+        except Exception as error:  # a model's code in transformers may raise any class
+            reason = f"{type(error).__name__}: {one_line(str(error))[:200]}"
+            raise ValueError(f"transformers cannot describe this model: {reason}") from None
 
     layers, *rest = json.loads(remembered(key, make))
     return Outline(tuple(Layer(name, block, frozenset(classes)) for name, block, classes in layers), *rest)
 
 
 def matching(patterns: Sequence[str], layers: Sequence[str]) -> list[str]:
-    """The layers whose name, or the end of it, one of the globs matches. ValueError, with the nearest names, where one matches none."""
-    found: dict[str, None] = {}
+    """Return the layers whose name, or the end of it, matches one of some globs.
+
+    Args:
+        patterns: globs such as `q_proj` or `layers.0.*`.
+        layers: qualified names of layers.
+
+    Raises:
+        ValueError: a glob matches no layer; the message has the nearest names.
+    """
+    selected: dict[str, None] = {}
     for pattern in patterns:
-        hit = [name for name in layers if fnmatchcase(f".{name}", f"*.{pattern}")]
-        if not hit:
-            words = sorted({name.rpartition(".")[2] for name in layers})
-            near = get_close_matches(pattern, words, 3, 0.4) or words
+        matches = [name for name in layers if fnmatchcase(f".{name}", f"*.{pattern}")]
+        if not matches:
+            ends = sorted({name.rpartition(".")[2] for name in layers})
+            near = get_close_matches(pattern, ends, 3, 0.4) or ends
             raise ValueError(f"{pattern!r} matches no layer; the nearest: {', '.join(near)}")
-        found |= dict.fromkeys(hit)
-    return list(found)
+        selected |= dict.fromkeys(matches)
+    return list(selected)

@@ -1,7 +1,8 @@
-"""Masked autoencoding of images (arXiv 2111.06377): transformers' ViT-MAE, its weights and its masks by counter, what it reconstructs.
+"""Masked autoencoding of images (arXiv 2111.06377) with the ViT-MAE of transformers.
 
-The model is built without its library's initialisation: that draws from a global generator, and in transformers 5.23 leaves both
-position embeddings at zero, so that a decoder could not tell one masked patch from another.
+Masks are drawn by counter. The library does not initialise the weights: it draws from a global generator, and
+in transformers 5.23 leaves both position embeddings at zero, so that the decoder could not distinguish masked
+patches.
 """
 
 import math
@@ -18,19 +19,19 @@ from ablate.training.data.images import ImageSet
 from ablate.training.models import library
 
 Batch = tuple[Tensor, Tensor]
-"""Images fp32 [n, channels, side, side], and the order int64 [n, patches] in which their patches are kept: the last are masked."""
+"""Images fp32 [n, channels, side, side], and the order int64 [n, patches] of their patches."""
 _TRAINING, _VALIDATION = range(2)
-"""What masks are drawn for: the last word of the counter."""
+"""Purposes of masks: the last word of the counter."""
 _TOKEN_DEVIATION = 0.02
 _EPSILON = 1e-6
-"""Added to the variance of a patch, as in the model's own loss: one that is all of one colour has none."""
+"""Added to the variance of a patch, as in the model's own loss: a patch of one colour has variance 0."""
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
 def autoencoder(shape: Any, channels: int, side: int, seed: int, device: torch.device) -> nn.Module:
-    """The model of a `Mae`, its weights drawn from the seed alone. Activations between the layers are fp32."""
+    """Return the model of a `Mae`, its weights drawn from the seed alone. Activations are fp32."""
     vit = library("transformers.models.vit_mae.modeling_vit_mae")
     config = vit.ViTMAEConfig(
         hidden_size=shape.width,
@@ -44,7 +45,7 @@ def autoencoder(shape: Any, channels: int, side: int, seed: int, device: torch.d
         image_size=side,
         patch_size=shape.patch,
         num_channels=channels,
-        # It keeps int(patches * (1 - ratio)), which for some ratios is one less than meant.
+        # The library keeps int(patches * (1 - ratio)) patches, which rounding errors could make one less.
         mask_ratio=1 - (shape.visible + 0.5) / shape.patches,
         norm_pix_loss=shape.norm_pix,
     )
@@ -54,7 +55,10 @@ def autoencoder(shape: Any, channels: int, side: int, seed: int, device: torch.d
 
 
 def initialise(model: nn.Module, grid: int, seed: int) -> nn.Module:
-    """Weights in order of name, drawn on the CPU, as the paper has them: matrices uniform by Xavier, biases 0, norms 1, positions fixed."""
+    """Draw all weights on the CPU, in order of name, from the seed alone, and return the model.
+
+    As in the paper: Xavier uniform matrices, biases 0, norms 1, fixed positions.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         parameter.data.copy_(_initial(name, parameter.shape, grid, generator))
@@ -73,18 +77,21 @@ def _initial(name: str, shape: torch.Size, grid: int, generator: torch.Generator
 
 
 def positions(grid: int, width: int) -> Tensor:
-    """Sines and cosines of the column, then of the row, of every patch, row by row, behind zeros for the class token;
-    fp32 [1, 1 + grid^2, width]. `width` is a multiple of 4."""
+    """Return the position embeddings, fp32 [1, 1 + grid^2, width]: zeros for the class token, then patches.
+
+    Patches are listed row by row; each has sines and cosines of its column, then of its row. `width` is a
+    multiple of 4.
+    """
     frequency = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     angles = torch.arange(grid, dtype=torch.float64).outer(frequency)
-    one = torch.cat((angles.sin(), angles.cos()), 1)  # [grid, width / 2]
-    rows, columns = one.repeat_interleave(grid, 0), one.repeat(grid, 1)
+    axis = torch.cat((angles.sin(), angles.cos()), 1)  # [grid, width / 2]
+    rows, columns = axis.repeat_interleave(grid, 0), axis.repeat(grid, 1)
     table = torch.cat((columns, rows), 1)
     return torch.cat((torch.zeros(1, width, dtype=torch.float64), table)).float().unsqueeze(0)
 
 
 def loss(model: nn.Module, images: Tensor, order: Tensor) -> Tensor:
-    """The mean squared error over the pixels of masked patches."""
+    """Return the mean squared error over the pixels of masked patches, an fp32 scalar."""
     return model(pixel_values=images, noise=order).loss
 
 
@@ -94,9 +101,10 @@ def loss(model: nn.Module, images: Tensor, order: Tensor) -> Tensor:
 def mask_order(
     seed: int, step: int, micro_batch: int, images: int, patches: int, purpose: int = _TRAINING
 ) -> Tensor:
-    """A number for every patch, int64 [images, patches], no two of an image alike: patches are kept from the smallest on.
+    """Return a number for every patch, int64 [images, patches], distinct within an image.
 
-    A function of its arguments alone, so that every arm of a seed sees the same masks.
+    The patches with the smallest numbers stay visible. A function of the arguments alone, so that every arm
+    of a seed sees the same masks.
     """
     count = images * patches
     counter = torch.empty(4, -(-count // 4), dtype=torch.int64)
@@ -109,7 +117,10 @@ def mask_order(
 def batches(
     config: Any, images: ImageSet, seed: int, device: torch.device
 ) -> tuple[Callable[[int, int], Batch], list[Batch]]:
-    """Batches on a device: those of training by step and micro-batch, and those of validation, the same for every seed and arm."""
+    """Return a function from step and micro-batch to a training batch, and the list of validation batches.
+
+    All on `device`. Validation batches are the same for every seed and arm.
+    """
 
     def batch(step: int, micro_batch: int) -> Batch:
         pixels = image_batch(images, seed, step, micro_batch, config.batch, config.augment)
@@ -119,7 +130,7 @@ def batches(
 
 
 def validation(config: Any, images: ImageSet) -> Iterator[Batch]:
-    """Validation images, and masks that depend on nothing."""
+    """Yield validation images with masks that are the same for every seed and arm."""
     pixels = validation_images(
         images, config.eval_tokens // config.patches, config.eval_batch, config.augment
     )
@@ -128,7 +139,7 @@ def validation(config: Any, images: ImageSet) -> Iterator[Batch]:
 
 
 def masks(order: Tensor, visible: int) -> Tensor:
-    """bool [images, patches]: which patches are masked."""
+    """Return the masked patches, bool [images, patches]; `visible` patches of each image are not masked."""
     return order.argsort(1).argsort(1) >= visible
 
 
@@ -136,7 +147,10 @@ def masks(order: Tensor, visible: int) -> Tensor:
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """[n, channels, side, side] as [n, patches, pixels]: patches row by row, in one its rows, then columns, then channels."""
+    """Reshape [n, channels, side, side] to [n, patches, pixels].
+
+    Patches are in row-major order; within one, pixels are too, with the channels last.
+    """
     n, channels, side, _ = images.shape
     grid = side // patch
     return (
@@ -147,7 +161,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, patch: int, channels: int) -> Tensor:
-    """What `patchify` was given."""
+    """Invert `patchify`: reshape [n, patches, pixels] to [n, channels, side, side]."""
     n, count, _ = patches.shape
     grid = math.isqrt(count)
     return (
@@ -158,8 +172,11 @@ def unpatchify(patches: Tensor, patch: int, channels: int) -> Tensor:
 
 
 def blank_loss(config: Any, images: ImageSet) -> float:
-    """The validation loss of who predicts, for every masked patch, the mean of its image's visible pixels, channel by channel; where the
-    loss is of normalised pixels, the patch's own mean."""
+    """Return the validation loss of a trivial prediction, a reference for the model's.
+
+    It predicts, for each masked patch and channel, the mean of the image's visible pixels; if the loss is
+    of normalised pixels, the patch's own mean.
+    """
     losses = []
     for pixels, order in validation(config, images):
         patches, masked = patchify(pixels, config.patch), masks(order, config.visible)
@@ -182,31 +199,34 @@ class Reconstruction(NamedTuple):
 
     original: Tensor
     visible: Tensor
-    """Masked patches are grey."""
+    """The original with its masked patches in grey."""
     reconstruction: Tensor
-    """Visible patches are the original's."""
+    """The original with its masked patches as predicted."""
     masked: Tensor
-    """Which patches were predicted, bool [n, patches]."""
+    """Patches that were masked, bool [n, patches]."""
 
 
 def reconstructions(
     model: nn.Module, engine: Engine, config: Any, images: ImageSet, batches: Sequence[Batch]
 ) -> list[Reconstruction]:
-    """What the model makes of every batch, drawing as an evaluation does."""
+    """Return the model's reconstructions of some batches, with the random draws of an evaluation."""
     engine.clock.stream = "evaluation"
-    found = []
+    result = []
     model.eval()
     with engine.still_weights():
         for number, batch in enumerate(batches):
             engine.clock.micro_batch = number
-            found.append(reconstruct(model, config, images, batch))
+            result.append(reconstruct(model, config, images, batch))
     model.train()
-    return found
+    return result
 
 
 @torch.no_grad()
 def reconstruct(model: nn.Module, config: Any, images: ImageSet, batch: Batch) -> Reconstruction:
-    """What the model makes of a batch. Where it predicts normalised pixels, each patch has its true mean and deviation back."""
+    """Return the model's reconstruction of a batch.
+
+    If the model predicts normalised pixels, each patch is given its true mean and deviation.
+    """
     pixels, order = batch
     predicted = model(pixel_values=pixels, noise=order).logits.float()
     truth, masked = patchify(pixels, config.patch), masks(order, config.visible)
@@ -223,7 +243,7 @@ def reconstruct(model: nn.Module, config: Any, images: ImageSet, batch: Batch) -
 
 
 def _levels(batch: Tensor, config: Any, images: ImageSet) -> Tensor:
-    """Normalisation undone."""
+    """Return images with the normalisation of the data undone, clamped to [0, 1]."""
     if config.augment.normalise:
         mean, deviation = (
             torch.from_numpy(moment).view(1, -1, 1, 1) for moment in (images.mean, images.deviation)
@@ -232,10 +252,10 @@ def _levels(batch: Tensor, config: Any, images: ImageSet) -> Tensor:
     return batch.clamp(0, 1)
 
 
-def psnr(found: Iterable[Reconstruction], patch: int) -> float:
-    """Decibels of white over the root mean squared error of masked pixels; infinite where there is none."""
+def psnr(reconstructions: Iterable[Reconstruction], patch: int) -> float:
+    """Return the peak signal-to-noise ratio of masked pixels in dB, with peak 1; infinite without error."""
     squares, count = 0.0, 0
-    for part in found:
+    for part in reconstructions:
         error = patchify(part.reconstruction - part.original, patch)[part.masked]
         squares, count = squares + error.double().square().sum().item(), count + error.numel()
     return -10 * math.log10(squares / count) if squares else math.inf

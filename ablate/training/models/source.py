@@ -1,4 +1,4 @@
-"""A model of `transformers` as an experiment names it: its place, what identifies its weights, and its outline. Torch-free."""
+"""A model of `transformers` as an experiment names it: its files, fingerprint and outline. Torch-free."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,28 +10,35 @@ from ablate.training.data.hub import model_commit
 
 Source = str | Mapping[str, Any]
 """A folder, a config.json, a name on the hub; or a configuration's fields, `model_type` among them."""
-HINT = "give a folder with config.json, or a small configuration such as {model_type: qwen3, hidden_size: 64, num_hidden_layers: 2}"
+HINT = (
+    "give a folder with config.json,"
+    " or a small configuration such as {model_type: qwen3, hidden_size: 64, num_hidden_layers: 2}"
+)
 
 
 class Outline(NamedTuple):
     """Shape of a model, without its weights."""
 
     layers: tuple[Layer, ...]
-    """Those that a recipe applies to."""
+    """Layers that a recipe applies to."""
     parameters: int
     vocab: int
     context: int | None
-    """The longest sequence that its positions reach."""
+    """Length of the longest sequence that it has positions for; None: no limit."""
     covered: float
-    """The share of the weights in its matrices, those of embeddings apart, that are in `layers`."""
+    """Share of the weights in its matrices, except embeddings, that are in `layers`."""
     left: str | None
-    """The name of the largest of the other matrices, where there are any."""
+    """Name of the largest of the other matrices; None if there are none."""
     features: Mapping[str, int]
-    """How many features go into `layers` or come out of them: each number once, by one that has it, such as `... mlp.up in`."""
+    """Numbers of input and output features of `layers`: each number once, keyed by one that has it
+    (`... mlp.up in`)."""
 
 
-def place(source: str) -> tuple[Path | None, str | None]:
-    """Return the folder or file that a name is here; otherwise the commit that it stands for on the hub. OSError if neither exists."""
+def resolve(source: str) -> tuple[Path | None, str | None]:
+    """Return the local folder or file of a name and None, or None and its commit on the hub.
+
+    OSError if neither exists.
+    """
     path = Path(source).expanduser()
     if path.exists():
         return path, None
@@ -41,10 +48,13 @@ def place(source: str) -> tuple[Path | None, str | None]:
 
 
 def fingerprint(source: Source) -> str:
-    """Return what identifies a model's weights: a digest of its files, or its commit on the hub; empty for one that has none."""
+    """Return a model's identity: the digest of its files, or its commit on the hub.
+
+    An empty string for a configuration, which has no weights.
+    """
     if not isinstance(source, str):
         return ""
-    path, revision = place(source)
+    path, revision = resolve(source)
     if path is None:
         return revision
     files = sorted(path.iterdir()) if path.is_dir() else [path]

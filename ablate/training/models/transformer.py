@@ -1,6 +1,7 @@
-"""A decoder-only transformer as today's labs train it, in plain nn.Linear. It knows nothing of recipes.
+"""A decoder-only transformer in plain nn.Linear; engines convert it like any other model.
 
-RMSNorm before each branch, rotary positions, QK-norm, grouped-query attention, SwiGLU or squared ReLU, untied head, no biases.
+RMSNorm before each branch, rotary positions, QK-norm, grouped-query attention, SwiGLU or squared ReLU, untied
+head, no biases.
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Norm(nn.Module):
-    """RMSNorm in fp32, back in the input's dtype."""
+    """RMSNorm, computed in fp32 and returned in the input's dtype."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -20,7 +21,10 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; queries and keys normalised, then rotated by position. One linear for queries, keys and values."""
+    """Causal self-attention; queries and keys are normalised, then rotated by position.
+
+    One linear computes queries, keys and values.
+    """
 
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -30,7 +34,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = Norm(self.head), Norm(self.head)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        # fp32 on a CPU: there the bf16 attention kernel is three times slower, and attention is not what is quantised.
+        # fp32 on a CPU, whose bf16 attention kernel is three times slower; no recipe quantises attention.
         qkv = self.qkv(x).to(torch.float32 if x.device.type == "cpu" else x.dtype)
         qkv = qkv.unflatten(-1, (-1, self.head)).transpose(1, 2)  # [batch, heads, tokens, head]
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
@@ -40,7 +44,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """silu(gate) * up, gate and up from one linear."""
+    """The MLP down(silu(gate) * up), with gate and up from one linear."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -53,7 +57,7 @@ class SwiGLU(nn.Module):
 
 
 class SquaredReLU(nn.Module):
-    """relu(up)^2, as in Primer and Nemotron."""
+    """The MLP down(relu(up)^2), as in Primer and Nemotron."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ MLPS = {"swiglu": SwiGLU, "relu2": SquaredReLU}
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream."""
+    """Attention and MLP, each with a norm before it and added to the residual stream."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, mlp: str, hidden: int) -> None:
         super().__init__()
@@ -81,7 +85,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens [batch, context] to the mean cross-entropy in nats. `dtype` is that of activations; parameters stay fp32."""
+    """The model: tokens and targets, int64 [batch, context], to the mean cross-entropy in nats.
+
+    Args:
+        shape: width, heads, layers and so on, as a `Gpt` workload has them.
+        vocab: size of the vocabulary.
+        dtype: dtype of activations; parameters stay fp32.
+    """
 
     def __init__(self, shape, vocab: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -105,24 +115,25 @@ class Transformer(nn.Module):
 
 
 def rotary_table(context: int, head: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, fp32 [context, head / 2]."""
+    """Return cosines and sines of the rotary angles, each fp32 [context, head / 2]."""
     frequency = theta ** (-torch.arange(0, head, 2, device=device, dtype=torch.float32) / head)
     angle = torch.outer(torch.arange(context, device=device, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
 
 
 def rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the two halves of each head by position: x [..., tokens, head]."""
+    """Return x [..., tokens, head] with the two halves of each head rotated by position."""
     cos, sin = (r[: x.shape[-2]].to(x.dtype) for r in rotation)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 def initialise(model: Transformer, seed: int, device: torch.device) -> Transformer:
-    """Materialise a model built on the meta device: weights drawn from the seed alone, in order of name, on the CPU.
+    """Draw the weights of a model built on the meta device, from the seed alone, and return it.
 
-    Linears with standard deviation 1/2 fan_in^-1/2, those that write to the residual stream scaled down by the depth; norms
-    one; the head zero, so that the first loss is log(vocab).
+    Linears have standard deviation 1/2 fan_in^-1/2, divided by (2 depth)^1/2 if they write to the residual
+    stream. Norms are one. The head is zero, so that the first loss is log(vocab). Weights are drawn on the
+    CPU in order of name.
     """
     generator = torch.Generator().manual_seed(seed)
     depth = len(model.blocks)
