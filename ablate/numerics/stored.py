@@ -137,7 +137,8 @@ class Packed:
         if width % tile_columns or self.scales.shape != tiles or self.amax.ndim or self.columns > width:
             raise ValueError(
                 f"codes for {rows}x{width} elements ({self.columns} before padding), "
-                f"scales {list(self.scales.shape)} and amax {list(self.amax.shape)} do not fit {self.quant.block} tiles"
+                f"scales {list(self.scales.shape)} and amax {list(self.amax.shape)} "
+                f"do not fit {self.quant.block} tiles"
             )
 
     @property
@@ -320,7 +321,7 @@ def store_one(x: Tensor, quant: Quant, *, rotation: Hadamard | None = None, **op
     operand = quantize(x, quant, rotation=rotation, **options, keep=True)
     if operand.amax.isfinite() and not operand.largest.isfinite():
         raise ValueError(
-            f"x has a NaN or an infinity, but {quant.outer.statistic} is finite: "
+            f"x holds a NaN or an infinity, but {quant.outer.statistic} is finite: "
             "stored, it would look like a number"
         )
     scales = operand.block_scale[:, 0, :, 0].to(torch.float8_e4m3fn)

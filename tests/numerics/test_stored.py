@@ -250,7 +250,7 @@ def test_a_non_finite_input_that_the_statistic_does_not_show_is_refused(bad, sta
     x, quant = tensor(), Quant(outer=Outer(statistic=statistic))
     assert store(x, quant)
     x[3, 5] = bad
-    with pytest.raises(ValueError, match=f"x holds a NaN or an infinity, and {statistic} is finite"):
+    with pytest.raises(ValueError, match=f"x holds a NaN or an infinity, but {statistic} is finite"):
         store(x, quant)
 
 
@@ -287,7 +287,7 @@ def test_what_the_format_cannot_say_is_refused_in_one_sentence_that_names_it(wha
 
 def test_a_call_that_contradicts_itself_is_refused():
     stochastic = Quant(rounding="stochastic")
-    with pytest.raises(ValueError, match="give transposed_quant too"):
+    with pytest.raises(ValueError, match="pass transposed_quant too"):
         store(tensor(), Quant(), rotation=Hadamard())
     with pytest.raises(ValueError, match="clock"):
         store(tensor(), stochastic)
