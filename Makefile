@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 
-.PHONY: demo test-fast test peers platform env lint schema clean
+.PHONY: demo test-fast test peers platform env lint schema recipes-page clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m ablate.sweep experiments/rht_sr.yaml
@@ -38,6 +38,10 @@ lint: $(VENV)/.installed-dev
 
 schema: $(VENV)/.installed
 	$(BIN)/ablate schema > experiments/schema.json
+
+# docs/recipes.md, from the presets and the short knobs.
+recipes-page: $(VENV)/.installed
+	$(BIN)/python tests/regenerate_recipes_page.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

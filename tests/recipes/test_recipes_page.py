@@ -1,0 +1,17 @@
+"""docs/recipes.md is generated: it must be what the presets and knobs say today."""
+
+import re
+
+from regenerate_recipes_page import PAGE, page
+
+from ablate.recipes import KNOBS, PRESETS
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text() == page(), "run `make recipes-page`"
+
+
+def test_the_page_has_every_preset_and_every_knob():
+    text = PAGE.read_text()
+    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == list(PRESETS)
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(KNOBS)
