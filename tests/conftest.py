@@ -31,7 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def thinned(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the tests of the fast tier: of each function the first case, the last and those evenly between."""
-    quick = [item for item in items if not any(map(item.get_closest_marker, ("slow", "services", "browser", "gpu")))]
+    quick = [
+        item
+        for item in items
+        if not any(map(item.get_closest_marker, ("slow", "services", "browser", "gpu")))
+    ]
     cases: dict[str, list[pytest.Item]] = {}
     for item in quick:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)

@@ -211,9 +211,9 @@ def test_sql_would_be_seen(source):
     assert sql(ast.parse(source)) == {1}
 
 
-def test_a_file_is_at_most_500_lines_long_and_says_what_it_is():
+def test_a_file_is_at_most_600_lines_long_and_says_what_it_is():
     assert {
-        name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > 500
+        name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > 600
     } == {}
     assert [name for name in MODULES if not ast.get_docstring(tree(name))] == []
 

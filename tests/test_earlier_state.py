@@ -29,7 +29,9 @@ def test_it_is_verified_by_its_last_steps_and_called_unverified(earlier):
     _, state = earlier
     checked = here("status", "--verify", "--state", state)
     assert checked.returncode == 0, checked.stderr
-    assert "0 of 4 trials verified against their records; 4 from an earlier version unverified" in checked.stdout
+    assert (
+        "0 of 4 trials verified against their records; 4 from an earlier version unverified" in checked.stdout
+    )
 
 
 @pytest.mark.slow

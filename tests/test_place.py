@@ -131,7 +131,10 @@ def test_an_environment_for_another_process_leads_it_to_the_same_place(bare, mon
             "[profile.lab]\nmlfow = 'x'",
             "ablate.toml: profile.lab.mlfow: no such key; 'mlflow' is the nearest of",
         ),
-        ("mlflow = 'x'", "ablate.toml: mlflow: no such key at the top level; put settings below [profile.NAME]"),
+        (
+            "mlflow = 'x'",
+            "ablate.toml: mlflow: no such key at the top level; put settings below [profile.NAME]",
+        ),
         ("profile = 'lab'", "ablate.toml: profile: must hold tables, [profile.NAME]"),
         ("[profile.other]", "ablate.toml: no profile 'lab'; 'other' is the nearest of other"),
         ("[profile.lab]\nworkers = 0", "ablate.toml: profile.lab.workers: 0: must be a whole number from 1"),

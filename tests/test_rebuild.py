@@ -316,7 +316,10 @@ def test_what_earlier_versions_finished_is_read_and_said_to_be_unverified(once, 
 def test_a_sweep_that_was_never_run_or_runs_is_told(tmp_path):
     path, state = write(tmp_path, seeds=1), tmp_path / "state"
     done = here("rebuild", path, "--state", state)
-    assert (done.returncode, done.stderr) == (2, f"{state / 'sweeps/tiny'}: there is no such folder, so this sweep has never run\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"{state / 'sweeps/tiny'}: there is no such folder, so this sweep has never run\n",
+    )
     with lock(state / "sweeps" / "tiny" / "lock"):
         done = here("rebuild", path, "--state", state)
     assert (done.returncode, "runs this sweep" in done.stderr) == (2, True)

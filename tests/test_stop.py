@@ -118,7 +118,9 @@ def test_what_is_over_cannot_be_stopped(state, taker):
 
 @pytest.mark.parametrize("words", [("stop", "tiny"), ("workers", "tiny", "2")], ids=" ".join)
 def test_a_sweep_that_nobody_runs_is_told(words, state):
-    assert refused(*words, state=state) == "tiny: this sweep is not running; there is nothing to stop or change"
+    assert (
+        refused(*words, state=state) == "tiny: this sweep is not running; there is nothing to stop or change"
+    )
 
 
 def test_fewer_than_one_worker_is_refused(state):
@@ -170,13 +172,9 @@ def test_a_trial_an_arm_and_a_sweep_that_are_stopped_let_the_others_go_on_and_go
         trial = running_member(state, "bf16 steps=600")
         until(lambda: seen(state, trial))
         done = here("stop", "tiny", "--arm", "long", "--state", state)
-        assert done.stdout.startswith(
-            "Arm long: 1 waiting trial will not be started; records are kept."
-        )
+        assert done.stdout.startswith("Arm long: 1 waiting trial will not be started; records are kept.")
         done = here("stop", "tiny", "--trial", trial, "--state", state)
-        assert done.stdout.startswith(
-            f"Trial {trial}: 1 running trial will be ended; records are kept."
-        )
+        assert done.stdout.startswith(f"Trial {trial}: 1 running trial will be ended; records are kept.")
         output, _ = driver.communicate(timeout=600)
     finally:
         end(driver)
