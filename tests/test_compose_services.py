@@ -312,11 +312,11 @@ NO_RAY = {"ABLATE_RAY_ADDRESS": "127.0.0.1:9"}
     [
         (
             NO_RAY | {"MLFLOW_TRACKING_PASSWORD": "wrong"},
-            "MLflow's server does not know user 'ablate' with this password (401)",
+            "401 Unauthorized: user 'ablate' or the password is wrong",
         ),
         (
             NO_RAY | {"MLFLOW_TRACKING_USERNAME": "", "MLFLOW_TRACKING_PASSWORD": ""},
-            "MLflow's server wants to know who we are (401)",
+            "401 Unauthorized: no credentials were sent",
         ),
         ({"RAY_AUTH_TOKEN": "b" * 48}, "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here as there"),
         (NO_RAY, "Ray cannot be reached at 127.0.0.1:9: Connection refused"),
@@ -337,7 +337,7 @@ def test_a_name_that_mlflow_does_not_answer_to_is_told_with_what_would_make_it(t
     address = team.addresses["mlflow"].replace("127.0.0.1", "0.0.0.0")  # the same server, by another name
     ended = team.command("sweep", experiment(team, "refused", 16, seeds=1), "--mlflow", address, **NO_RAY)
     assert ended.returncode == 2
-    assert "MLflow's server refuses us (403): Invalid Host header" in ended.stderr
+    assert "MLflow returned 403 Forbidden: Invalid Host header" in ended.stderr
     assert "`mlflow server --allowed-hosts` names the hosts that it answers to" in ended.stderr
 
 

@@ -163,7 +163,7 @@ def _wait_for(mirror: Any, ledger: Ledger, name: str, timeout: float, screen: Co
         last_progress = time.monotonic()
         while (missing or _unclosed(ledger)) and time.monotonic() - last_progress < timeout:
             time.sleep(_LOOK_SECONDS)
-            mirror.hear()
+            mirror.collect_news()
             now = behind(ledger)
             if now < missing:
                 last_progress = time.monotonic()

@@ -1,26 +1,38 @@
-"""One process, one loop: what is wanted, what is done, what runs next. The only writer of the ledger.
+"""Event loop of one sweep. It is one process and one thread, and the only writer of the sweep's ledger.
 
-It draws nothing and prints nothing: it yields a Progress whenever something happened, and ends with an Outcome.
+The problem: trials run for hours on workers that may die, and orders, results and records arrive at any time.
+The idea: everything that happens is a message to one loop, which writes it to the ledger before it acts on
+it. A controller that is killed therefore loses nothing; the same command continues from the ledger and the
+trial folders.
+
+Each round of the loop carries out orders (`ablate stop`, `ablate workers`), starts trials while there are
+slots, waits for messages, records them, and asks for more trials if seeds grow or a search proposes points.
+
+    for step in Controller(experiment, Path("runs"), "cpu", Inline, mlflow=None).run():
+        print(step)  # Progress after each event; at the end one Outcome
+
+It starts no trial if the budget is spent, the disk is nearly full, or the sweep was stopped. It prints
+nothing.
 """
 
-import json
 import math
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ablate import provenance
 from ablate.errors import one_line
 from ablate.execution import sweep_control
 from ablate.execution.messages import Ended, Event, Events, Message, Notice, TrialRequest, Waiting
 from ablate.execution.progress import Executor, Outcome, Progress, Running, RunOptions, Status
-from ablate.execution.scheduler import Scheduler, Work
+from ablate.execution.scheduler import Scheduler
 from ablate.execution.study_points import GivenUp
+from ablate.execution.sweep_facts import describe
+from ablate.execution.trial_queue import Work
 from ablate.experiment.arms import KnobError
 from ablate.experiment.load import Experiment
 from ablate.files import full
@@ -32,11 +44,11 @@ _WAIT_SECONDS = 0.2
 _MLFLOW_GRACE_SECONDS = 30.0
 _INTERRUPT_GRACE_SECONDS = 10.0
 _SPARE_BYTES = 512 << 20
-"""No trial starts while the disk has less room than this, beside room for a checkpoint a slot."""
+"""Minimum free disk space for starting a trial, beside space for one checkpoint per slot."""
 
 
 class Controller:
-    """One run of one experiment against its state folder."""
+    """One run of one experiment, with its results in a state folder."""
 
     def __init__(
         self,
@@ -61,23 +73,35 @@ class Controller:
         self._news: list[str] = []
         self._ran, self._confirmed = 0, False
         self._extended: tuple[int, int, int] | None = None
-        """Trials run and points proposed when `_extend` last looked."""
+        """Trials run, points proposed and trials in flight when `_extend` last looked."""
         self._slot_seconds = 0.0
         self._slots = 1
         self._halt: tuple[Literal["stopped", "disk"], str] | None = None
-        """Why nothing more is started: told to stop, or the disk is full."""
+        """Status and sentence that explain why no more trials start: the sweep was stopped, or the disk is
+        full.
+        """
 
-    # One run
+    # The run
 
     def run(self) -> Iterator[Progress | Outcome]:
-        """Do what is missing. Ctrl-C, or closing the generator, leaves everything resumable."""
+        """Run the missing trials. After Ctrl-C, or if the generator is closed, the next run resumes
+        everything.
+
+        Yields:
+            A Progress after every event, and one Outcome at the end.
+
+        Raises:
+            InputError: if finished trials come from other versions of the code, or an earlier sweep that is
+                named is missing.
+            OSError, sqlite3.OperationalError: if files cannot be written for a reason other than a full disk.
+        """
         executor = None
         status: Status | Literal["killed"] = "killed"
         try:
             self._want()
             yield self._progress()
             self._extend()
-            self.projections = self._draw()
+            self.projections = self._project()
             if self.projections.warmed:
                 self._say(self.projections.warmed)
             if self._work_left():
@@ -85,7 +109,7 @@ class Controller:
                 yield from self._loop(executor)
             status = self._status()
             if status in ("done", "failed"):
-                self.scheduler.tidy()
+                self.scheduler.queue.tidy()
             self.ledger.describe(ended=status)
             ending = {"failed": "FAILED", "stopped": "KILLED"}.get(status, "FINISHED")
             if behind := self.projections.finish(ending, _MLFLOW_GRACE_SECONDS):
@@ -95,7 +119,7 @@ class Controller:
         except (OSError, sqlite3.OperationalError) as error:
             if not full(error, self.state):
                 raise
-            status = "disk"  # nothing more can be written: what was left running is settled by the next run
+            status = "disk"  # nothing can be written: the next run settles the running trials
             self._stop_for_space("some of it")
             yield self._outcome(status)
         finally:
@@ -106,11 +130,20 @@ class Controller:
             self.ledger.close()
 
     def adopt(self, points: Sequence[Mapping[str, Any]] = (), given_up: Mapping[int, int] = {}) -> list[str]:
-        """Only take over what the trial folders have, running nothing; returns what is worth a line. The ledger is closed then.
+        """Reuse the results in the trial folders without running anything, and close the ledger.
 
-        `points`: what a search had proposed, and `given_up`: the step at which its pruner gave up which of them, for a
-        ledger that does not have either any more. Without the latter the points would run again, and what follows from
-        them (more seeds, a winner that is confirmed) would be missing until they had.
+        Args:
+            points: knobs that a search had proposed, for a ledger that lost them.
+            given_up: step at which the pruner ended a point, by the point's number, for a ledger that lost
+                these decisions.
+                Without them those points would run again, and more seeds or a winner to confirm would be
+                missing until then.
+
+        Returns:
+            Lines of news for the user.
+
+        Raises:
+            InputError: as `run`.
         """
         self._want(points)
         for point in self.ledger.points():
@@ -122,24 +155,23 @@ class Controller:
 
     def _want(self, points: Sequence[Mapping[str, Any]] = ()) -> None:
         requeued = self.ledger.requeue(time.time())
-        self._describe()
-        sweep_control.take(self.folder)  # orders to a controller that is no more
+        describe(self.ledger, self.experiment)
+        sweep_control.take(self.folder)  # discard orders to an earlier controller
         for line in self.scheduler.everything(self.options.accept_version, points):
             self._say(line)
         if requeued:
             self._say(f"{requeued} trials were left unfinished and go on")
 
-    def _draw(self) -> Any:
-        from ablate.execution.projections import (
-            Projections,
-        )  # Optuna and pandas: only once the first line is on the screen
+    def _project(self) -> Any:
+        from ablate.execution.projections import Projections  # imports Optuna: after the first line
 
         return Projections(
             self.experiment, self.ledger, self.state, self.folder, self._mlflow, busy=self._work_left()
         )
 
     def _loop(self, executor: Executor) -> Iterator[Progress]:
-        self.projections.refresh()  # or a study that was drawn again would ask while every point looks as if it still ran
+        # A study made again shows every point as running until it is refreshed, and would ask for more.
+        self.projections.refresh()
         while self._running or self._work_left():
             self._obey(executor)
             executor.wanted = self._wanted()
@@ -149,24 +181,25 @@ class Controller:
             ):
                 self._submit(executor, work)
                 yield self._progress()
-            if not self._running and (
-                executor.slots or not self._may_start(executor)
-            ):  # without a slot, its turn is to come
-                if not self.scheduler:
-                    self._extend()  # the last points that were proposed may all repeat earlier ones
-                    if self.scheduler:
+            # Without a slot the sweep waits for its turn.
+            if not self._running and (executor.slots or not self._may_start(executor)):
+                if not self.scheduler.queue:
+                    self._extend()  # the last proposed points may all repeat earlier ones
+                    if self.scheduler.queue:
                         continue
                 return
             for trial_id, message in executor.wait(_WAIT_SECONDS):
-                self._hear(executor, trial_id, message)
+                self._receive(executor, trial_id, message)
             self._extend()
             self.projections.refresh()
             yield self._progress()
 
     def _extend(self) -> None:
-        """Want more where the answer so far calls for it; looks once after each change."""
+        """Request more seeds, or the confirmation of a winner, if the results so far call for it; once after
+        each change.
+        """
         now = self._ran, self.scheduler.proposed, len(self._running)
-        if self.scheduler or self._halt or self._extended == now:
+        if self.scheduler.queue or self._halt or self._extended == now:
             return
         self._extended, search = now, self.experiment.search
         if self.experiment.growth:
@@ -182,18 +215,22 @@ class Controller:
             self._news += self.scheduler.confirm()
 
     def _work_left(self) -> bool:
-        return not self._halt and not self._spent() and bool(self.scheduler or self.scheduler.asks_left > 0)
+        return (
+            not self._halt
+            and not self._spent()
+            and bool(self.scheduler.queue or self.scheduler.asks_left > 0)
+        )
 
     def _wanted(self) -> int:
-        """Trials that run, wait, or may still be proposed."""
+        """Number of trials that run, wait, or may still be proposed."""
         return (
             len(self._running)
-            + len(self.scheduler)
+            + len(self.scheduler.queue)
             + max(0, self.scheduler.asks_left) * len(self.experiment.seeds)
         )
 
     def _spent(self) -> bool:
-        """Whether the budget of this run is used up."""
+        """Return True if the budget of this run is used up."""
         budget, now = self.experiment.budget, time.time()
         if budget.trials is not None and self._ran + len(self._running) >= budget.trials:
             return True
@@ -209,17 +246,17 @@ class Controller:
     def _status(self) -> Status:
         if self._halt:
             return self._halt[0]
-        if self.scheduler or self.scheduler.asks_left > 0:
+        if self.scheduler.queue or self.scheduler.asks_left > 0:
             return "budget"
         return "failed" if self._failures() else "done"
 
     def _outcome(self, status: Status) -> Outcome:
         why = self._halt[1] if self._halt else ""
         if status == "budget":
-            left = f"{self.scheduler.count['pending']} trials are not run"
+            rest = f"{self.scheduler.count['pending']} trials are not run"
             if self.scheduler.asks_left > 0:
-                left += f" and {self.scheduler.asks_left} arms not proposed"
-            why = f"Partial: the budget is reached, and {left}. The same command goes on."
+                rest += f" and {self.scheduler.asks_left} arms not proposed"
+            why = f"Partial: the budget is reached, and {rest}. The same command goes on."
         return Outcome(
             status, self._ran, len(self.scheduler.reused), self._failures(), time.time() - self._started, why
         )
@@ -227,26 +264,7 @@ class Controller:
     def _failures(self) -> int:
         return sum(self.scheduler.count[status] for status in ("failed", "oom", "stopped"))
 
-    def _describe(self) -> None:
-        commit, diff = provenance.commit(Path.cwd())
-        self.ledger.describe(
-            **{
-                "name": self.experiment.name,
-                "question": self.experiment.question,
-                "interval": self.experiment.growth.interval if self.experiment.growth else "t",
-                "ended": "",
-                "search": self.experiment.search.sampler if self.experiment.search else "",
-                "metric": self.experiment.metric.model_dump_json(),
-                "metrics": json.dumps([metric.name for metric in self.experiment.metrics]),
-                "compared": json.dumps([metric.model_dump() for metric in self.experiment.metrics]),
-                "published": json.dumps([figure.model_dump() for figure in self.experiment.published]),
-                "experiment.yaml": self.experiment.text,
-                "provenance.json": json.dumps({"commit": commit, **provenance.environment()}, indent=1),
-                "uncommitted.diff": diff,
-            }
-        )
-
-    # What may start
+    # Starting trials
 
     def _may_start(self, executor: Executor) -> bool:
         if self._halt or self._spent():
@@ -259,27 +277,30 @@ class Controller:
         return False
 
     def _stop_for_space(self, amount: str) -> None:
-        """Start nothing more: the disk is full, or nearly."""
+        """Start no more trials, because the disk is full or nearly full. `amount`: space to free, for the
+        message.
+        """
         if not self._halt:
             self._halt = (
                 "disk",
-                f"The disk of {self.state} is full: free {amount}, then run the same command again. Nothing is lost.",
+                f"The disk of {self.state} is full: free {amount}, then run the same command again."
+                " Nothing is lost.",
             )
 
     def _next(self) -> Work | None:
-        while not self.scheduler and self.scheduler.asks_left > 0:
+        while not self.scheduler.queue and self.scheduler.asks_left > 0:
             number, knobs = self.projections.study.ask()
             try:
                 self.projections.due(self.scheduler.propose(knobs, number))
             except KnobError as error:
                 self.projections.study.refuse(number, str(error))
                 self._say(f"point {number} cannot be run: {error}")
-        return self.scheduler.next(
+        return self.scheduler.queue.next(
             {name for running in self._running.values() for _, name in running.request.fork}
         )
 
     def _submit(self, executor: Executor, work: Work) -> None:
-        if self.scheduler.adopt(work.trial, work.spec.id):  # another sweep was faster
+        if self.scheduler.adopt(work.trial, work.spec.id):  # another sweep has finished it meanwhile
             self.projections.settled(work.trial)
             return
         attempt = self.scheduler.start(work.trial, work.spec.id, time.time())
@@ -289,13 +310,13 @@ class Controller:
             root=str(self.state.resolve()),
             attempt=attempt,
             telemetry=self.experiment.telemetry.model_dump(),
-            fork=tuple(self.scheduler.points(work.spec)),
+            fork=tuple(self.scheduler.queue.fork_points(work.spec)),
             patience=self.experiment.patience,
             ranks=self._layout.ranks,
             sharded=self._layout.sharded,
             imports=work.spec.config.imports,
         )
-        estimate = work.part * self.scheduler.clock.pace.seconds(work.load)
+        estimate = work.part * self.scheduler.queue.clock.pace.seconds(work.load)
         self._running[work.spec.id] = Running(
             one_line(work.arm.name),
             work.seed,
@@ -309,10 +330,10 @@ class Controller:
         )
         executor.submit(request)
 
-    # What is ordered
+    # Orders
 
     def _obey(self, executor: Executor) -> None:
-        """Carry out what `ablate stop` and `ablate workers` ask for."""
+        """Carry out the orders of `ablate stop` and `ablate workers`."""
         for order in sweep_control.take(self.folder):
             if "workers" in order:
                 executor.resize(order["workers"])
@@ -325,26 +346,28 @@ class Controller:
                 self._end_trials(executor, partial(_ordered, order), "stopped", reason)
 
     def _end_trials(
-        self, executor: Executor, meant: Callable[[Work], bool], status: str, reason: str
+        self, executor: Executor, matches: Callable[[Work], bool], status: str, reason: str
     ) -> None:
-        """End the trials in flight that are meant; those that wait are not run. All keep what they recorded."""
+        """End the matching trials in flight and drop those that wait. All keep their records."""
         for trial_id, running in self._running.items():
-            if meant(running.work) and not running.ending:
+            if matches(running.work) and not running.ending:
                 running.ending = status, reason
                 executor.stop(trial_id)
-        for work in self.scheduler.drop(meant) if not self._halt else ():
+        for work in self.scheduler.queue.drop(matches) if not self._halt else ():
             self.scheduler.settle(work.trial, status, reason)
             self.projections.settled(work.trial)
 
     def _prune(self, executor: Executor, trial: int) -> None:
-        """End what the pruner gives up after what this trial has shown, but for trials that other arms want, too."""
+        """End the arms that the pruner gives up after this trial's values, except for trials that other arms
+        need.
+        """
         for arm, decision in self.projections.judge(trial).items():
             own = self.ledger.own_trials(arm)
-            self._end_trials(executor, partial(_among, own), "pruned", decision.reason)
+            self._end_trials(executor, lambda work, own=own: work.trial in own, "pruned", decision.reason)
 
-    # What is heard
+    # Messages
 
-    def _hear(self, executor: Executor, trial_id: str, message: Message) -> None:
+    def _receive(self, executor: Executor, trial_id: str, message: Message) -> None:
         if isinstance(message, Notice):
             self._say(message.text)
             return
@@ -353,9 +376,7 @@ class Controller:
             self._record(running, message.events)
             self._prune(executor, running.trial)
         elif isinstance(message, Waiting):
-            self._say(
-                f"{running.name} seed={running.seed}: waits for {message.holder}, which runs the same trial"
-            )
+            self._say(f"{running.title}: waits for {message.holder}, which runs the same trial")
         elif isinstance(message, Ended):
             self._end(executor, trial_id, running, message)
             self._prune(executor, running.trial)
@@ -368,12 +389,12 @@ class Controller:
         resumed = next((event["resumed"] for event in events if "resumed" in event), None)
         if resumed:
             running.begun = resumed
-            self._say(f"{running.name} seed={running.seed}: goes on from step {resumed}")
+            self._say(f"{running.title}: goes on from step {resumed}")
         self._warn(running, events)
 
     def _end(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
         if end.result is not None:
-            if self.store.result(trial_id) is None:  # a worker that shares no file system
+            if self.store.result(trial_id) is None:  # the worker shares no file system with us
                 self.store.commit(trial_id, end.result)
             if why := self.scheduler.confirm_records(running.trial, trial_id, end.result):
                 end = Ended("failed", why)
@@ -396,7 +417,7 @@ class Controller:
     ) -> None:
         self._ran += 1
         if outcome == "done" and running.steps > running.begun:
-            self.scheduler.clock.pace.learn(
+            self.scheduler.queue.clock.pace.learn(
                 running.work.load, result["seconds"] * running.steps / (running.steps - running.begun)
             )
         self.scheduler.settle(running.trial, outcome, reason, result["seconds"])
@@ -405,7 +426,7 @@ class Controller:
         ending = (
             f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
         )
-        self._say(f"{running.name} seed={running.seed}: {ending} ({result['seconds']:.0f} s)")
+        self._say(f"{running.title}: {ending} ({result['seconds']:.0f} s)")
 
     def _failed(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
         if end.disk_full:
@@ -414,9 +435,7 @@ class Controller:
             return
         tries = self.ledger.attempts_since(running.trial, self._started)
         if tries <= self.experiment.retry and not self._halt:
-            self._say(
-                f"{running.name} seed={running.seed}: {end.reason}; retry {tries}/{self.experiment.retry}"
-            )
+            self._say(f"{running.title}: {end.reason}; retry {tries}/{self.experiment.retry}")
             attempt = self.scheduler.start(running.trial, trial_id, time.time())
             request = replace(running.request, attempt=attempt)
             self._running[trial_id] = replace(
@@ -427,28 +446,26 @@ class Controller:
         self._give_up(running, "failed", end.reason, end.log)
 
     def _give_up(self, running: Running, status: str, reason: str | None, log: str) -> None:
-        """A trial without a result, not to be tried again in this run."""
+        """Settle a trial that has no result and is not tried again in this run."""
         self.scheduler.settle(running.trial, status, reason)
         self.projections.settled(running.trial)
         lines = "".join(f"\n    {line}" for line in log.splitlines())
         shown = str(GivenUp.parse(reason) or reason) if status == "pruned" and reason else reason
         why = status if not shown else shown if shown.startswith(status) else f"{status}: {shown}"
-        self._say(f"{running.name} seed={running.seed}: {why}{lines}")
+        self._say(f"{running.title}: {why}{lines}")
 
     def _warn(self, running: Running, events: Sequence[Event]) -> None:
-        """Tell the first thing that a trial's guard did, and its first alarms, and that there are more."""
+        """Report the first action of a trial's guard and its first alarm, with the number of others."""
         for event in events:
             if event.get("events") and not running.guarded and not ENDINGS & event["metrics"].keys():
                 running.guarded = True
                 self._say(
-                    f"{running.name} seed={running.seed} step {event['step']}: {event['events'][0]}; more of it in the report"
+                    f"{running.title} step {event['step']}: {event['events'][0]}; more of it in the report"
                 )
             if event.get("alarms") and not running.warned:
                 running.warned = True
                 more = f" (and {len(event['alarms']) - 1} more)" if event["alarms"][1:] else ""
-                self._say(
-                    f"{running.name} seed={running.seed} step {event['step']}: alarm: {event['alarms'][0]}{more}"
-                )
+                self._say(f"{running.title} step {event['step']}: alarm: {event['alarms'][0]}{more}")
 
     def _interrupted(self) -> None:
         now = time.time()
@@ -458,7 +475,7 @@ class Controller:
         if self.projections:
             self.projections.finish("KILLED", _INTERRUPT_GRACE_SECONDS)
 
-    # Telling
+    # Reporting
 
     def _say(self, line: str) -> None:
         self._news.append(line)
@@ -468,15 +485,12 @@ class Controller:
         total = count.total()
         news, self._news, self.scheduler.news = (*self._news, *self.scheduler.news), [], []
         trouble = self.projections.trouble if self.projections else None
-        done = total - count["pending"] - count["running"]
-        left = self.scheduler.seconds_left(self._running.values(), self._slots, self._confirmed)
-        return Progress(done, total, self._failures(), tuple(self._running.values()), news, trouble, left)
+        done, running = total - count["pending"] - count["running"], tuple(self._running.values())
+        queue, asks = self.scheduler.queue, self.scheduler.asks_left
+        seconds_left = queue.seconds_left(running, self._slots, asks, self._confirmed)
+        return Progress(done, total, self._failures(), running, news, trouble, seconds_left)
 
 
 def _ordered(order: Mapping[str, Any], work: Work) -> bool:
-    """Return True if an order to stop an arm or a trial is about this work."""
+    """Return True if an order to stop an arm or a trial applies to this work."""
     return work.arm.name == order["name"] if order["stop"] == "arm" else work.spec.id == order["id"]
-
-
-def _among(trials: Container[int], work: Work) -> bool:
-    return work.trial in trials

@@ -1,9 +1,10 @@
 """Estimate how long trials take: the only source of the times in `plan`, in the live view and in `status`.
 
-A workload's `cost` counts products and elements for an average processor core. It knows neither this machine nor the kernels
-that a recipe needs, so it may be off by a factor of 10. `Pace` corrects it by measurement: the seconds of finished trials in the
-state folder over the cost of the same trials, from those most like the trial in question. Of a trial that went on from a state
-that another one left, only the steps that it computed itself count. `time_left` turns seconds of trials into a time until the end.
+A workload's `cost` counts products and elements for an average processor core. It knows neither this machine
+nor the kernels that a recipe needs, so it may be off by a factor of 10. `Pace` corrects it by measurement:
+the seconds of finished trials in the state folder over the cost of the same trials, from those most like the
+trial in question. Of a trial that went on from a state that another one left, only the steps that it computed
+itself count. `time_left` turns seconds of trials into a time until the end.
 
 Trials of other workloads, engines, classes of device or data say nothing and are not read.
 """
@@ -30,20 +31,25 @@ from ablate.results.trial_store import Store
 from ablate.training.workloads import WORKLOADS
 
 _MOST_READ = 256
-"""Newest results that are read: `plan` must answer within a second, however many trials the state folder has."""
+"""Newest results that are read: `plan` must answer within a second, however many trials the state folder has.
+"""
 _NEAREST = 8
 _OTHER_RECIPE, _OTHER_PRECISION, _AS_NEAR = math.log(1.5), math.log(4), math.log(2)
 """Distances between trials, on the scale of the logarithm of cost per step."""
 _CLOCK_SECONDS = 1.0
 _MEASURABLE = 0.1
-"""The part of its steps after which a trial's own speed says when it ends."""
+"""Share of its steps after which a trial's own speed is used to estimate its end."""
 _SAME = ("model", "capture")
-"""Fields of a workload that its cost may need to open: trials that differ in one of them, or in their data, are not read."""
+"""Workload fields that its cost may have to read files for: trials that differ in one of them, or in data,
+are not read.
+"""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One trial's work: its seconds by the workload's own cost, and what decides how far that is off."""
+    """Work of one trial: the workload's own cost, and the properties that decide how far that is from the
+    time needed.
+    """
 
     kind: tuple[str, str, str]
     """Workload, engine, class of device."""
@@ -54,16 +60,18 @@ class Load:
 
     @classmethod
     def of(cls, arm: Arm, experiment: Experiment, device: str) -> "Load":
-        """The load of an arm's trials."""
+        """Return the load of an arm's trials."""
         return cls.made((experiment.base.workload, experiment.engine, device), arm.config, arm.recipe)
 
     @classmethod
     def made(cls, kind: tuple[str, str, str], config: Spec, recipe: Recipe) -> "Load":
-        """The load of this workload under this recipe."""
+        """Return the load of a workload's configuration under a recipe."""
         return cls(kind, recipe.model_dump_json(), recipe.plain, config.cost(not recipe.plain), config.steps)
 
     def distance(self, other: "Load") -> float:
-        """Difference in size, and more where recipe or precision differ."""
+        """Return the difference in the logarithm of cost per step, plus a constant if recipe or precision
+        differ.
+        """
         difference = abs(
             math.log(max(self.cost, 1e-9) / self.steps) - math.log(max(other.cost, 1e-9) / other.steps)
         )
@@ -77,11 +85,11 @@ class Load:
 
 
 class Pace:
-    """Seconds of trials, by their loads and by the trials that were measured."""
+    """Estimated seconds of a trial, by its load, from trials that were measured."""
 
     def __init__(self, experiment: Experiment, store: Store, device: str) -> None:
         self._measured: list[tuple[Load, float]] = []
-        """Load and seconds over cost, oldest first."""
+        """Load, and seconds divided by cost, oldest first."""
         self._scales: dict[Load, tuple[int, float]] = {}
         kind = (experiment.base.workload, experiment.engine, device)
         for load, seconds in reversed(list(_results(store.root, kind, experiment.base.config))):
@@ -89,15 +97,15 @@ class Pace:
 
     @property
     def measured(self) -> int:
-        """Trials that were measured."""
+        """Number of trials that were measured."""
         return len(self._measured)
 
     def learn(self, load: Load, seconds: float) -> None:
-        """Count a whole trial in that took so many seconds."""
+        """Add a measured trial that took `seconds` for all of its steps."""
         self._measured.append((load, seconds / max(load.cost, 1e-9)))
 
     def seconds(self, load: Load) -> float:
-        """Seconds of one trial, computed from its first step."""
+        """Return the estimated seconds of one trial that starts at its first step."""
         count, scale = self._scales.get(load, (0, 1.0))
         if self.measured > 1.1 * count:  # each new trial among few, fewer and fewer times among many
             scale = self._scale(load)
@@ -105,7 +113,7 @@ class Pace:
         return scale * load.cost
 
     def _scale(self, load: Load) -> float:
-        """Median of seconds over cost among the trials most like this one."""
+        """Return the median of seconds over cost among the trials most like this one."""
         near = sorted(
             (load.distance(other), -order, ratio) for order, (other, ratio) in enumerate(self._measured)
         )
@@ -113,48 +121,69 @@ class Pace:
 
 
 def trial_left(estimate: float, spent: float, done: float) -> float:
-    """Seconds until a trial ends that took `spent` seconds for the part `done` of its steps: at its own speed once that
-    is measurable, as estimated before."""
+    """Return the seconds until a trial ends.
+
+    Args:
+        estimate: seconds that it was estimated to take.
+        spent: seconds that it has run.
+        done: share of its steps that are done, in [0, 1]; once it is large enough, the trial's own speed is
+            used.
+    """
     return spent * (1 - done) / done if done >= _MEASURABLE else max(0.0, estimate - spent)
 
 
 def time_left(waiting: float, longest: float, running: Iterable[float], slots: int) -> float:
-    """Seconds until the last trial ends. `waiting`: seconds of all trials that wait, `longest`: of the longest of them;
-    `running`: seconds left of each trial that runs; `slots`: trials at once."""
+    """Return the seconds until the last trial ends.
+
+    Args:
+        waiting: seconds of all waiting trials.
+        longest: seconds of the longest of them.
+        running: remaining seconds of each running trial.
+        slots: trials that run at once.
+    """
     running = list(running)
     return max((waiting + sum(running)) / max(1, slots), longest, *running, 0.0)
 
 
 class Timed(Protocol):
-    """A trial that runs."""
+    """Running trial, as far as its time is concerned."""
 
     estimate: float
     """Seconds that it was estimated to take when it started."""
     started: float
     begun: int
-    """The step that it went on from."""
+    """Step from which it resumed."""
     step: int
     steps: int
 
 
 class Clock:
-    """Time left of one run of a sweep. It is computed at most once a second and counts down between; the ledger fact `left`
-    has it too, so that `ablate status` shows the same."""
+    """Remaining time of one run of a sweep.
+
+    It is computed at most once a second and counts down in between. The ledger fact `left` has it too, so
+    that `ablate status` shows the same.
+    """
 
     def __init__(self, experiment: Experiment, ledger: Ledger, store: Store, device: str) -> None:
         self.pace = Pace(experiment, store, device)
         self._experiment, self._ledger, self._device = experiment, ledger, device
         self._waiting: Counter[Load] = Counter()
-        """Trials that wait, by load, each counted by the part of its steps that it computes."""
+        """Waiting trials by load, each counted by the share of its steps that it computes."""
         self._at, self._seconds = -math.inf, 0.0
 
     def count(self, load: Load, part: float) -> None:
-        """Count a trial in that waits from now on, or with a negative part one out that does not any more."""
+        """Add a waiting trial that computes the share `part` of its steps; a negative `part` removes one."""
         self._waiting[load] += part
 
     def left(self, running: Iterable[Timed], slots: int, asks: int, confirmed: bool) -> float:
-        """Seconds until all is over that waits, runs or may still be proposed: `asks` points, and the run of a winner on fresh
-        seeds unless it is `confirmed`."""
+        """Return the seconds until everything that runs, waits or may still be proposed is over.
+
+        Args:
+            running: trials in flight.
+            slots: trials that run at once.
+            asks: points that a search may still propose.
+            confirmed: True if the winner's run on fresh seeds is already among the waiting trials.
+        """
         now = time.time()
         if now - self._at >= _CLOCK_SECONDS:
             later = unproposed(self._experiment, asks, not confirmed, self._device)
@@ -181,7 +210,9 @@ class Clock:
 
 
 def _results(root: Path, kind: tuple[str, str, str], config: Spec) -> Iterator[tuple[Load, float]]:
-    """Load and seconds of the newest finished trials like these, newest first; seconds as if all steps had been computed."""
+    """Yield load and seconds of the newest finished trials of this kind, newest first; seconds as if it
+    computed all steps.
+    """
     ours, data = config.model_dump(mode="json"), config.fingerprint()
     for folder in _newest(root / "trials"):
         with suppress(
@@ -201,7 +232,7 @@ def _results(root: Path, kind: tuple[str, str, str], config: Spec) -> Iterator[t
 
 
 def _newest(trials: Path) -> list[Path]:
-    """Folders of the trials that ended last."""
+    """Return the folders of the trials that ended last."""
     ended: list[tuple[float, Path]] = []
     for folder in trials.iterdir() if trials.exists() else ():
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -215,7 +246,7 @@ def _load(kind: tuple[str, str, str], config: str, recipe: str) -> Load:
 
 
 def _start(folder: Path, attempt: int) -> int:
-    """The step that the attempt which ended the trial went on from."""
+    """Return the step from which the attempt that finished the trial resumed."""
     trunk = folder / f"trunk-{attempt}.json"
     if trunk.exists():
         return json.loads(trunk.read_bytes())["step"]
@@ -229,10 +260,16 @@ def _start(folder: Path, attempt: int) -> int:
 
 
 def unproposed(experiment: Experiment, asks: int, confirms: bool, device: str) -> Counter[Load]:
-    """The most trials that a search still brings with so many proposals, by load; `confirms`: the winner's run on fresh seeds too.
+    """Return the largest number of trials that a search may still add, by load.
 
-    A point that was proposed before brings no trial, so the size of a finite space is a limit. Where knobs turn the
-    workload, each value of it needs a baseline of its own.
+    Repeated points add no trial, so the size of a finite space is a limit. If knobs change the workload, each
+    of its values needs a baseline of its own.
+
+    Args:
+        experiment: the experiment.
+        asks: points that the search may still propose.
+        confirms: include the winner's run on fresh seeds.
+        device: class of device, `cpu` or `cuda`.
     """
     search = experiment.search
     again = (search.confirm or 0) if search and confirms else 0
@@ -254,7 +291,9 @@ def unproposed(experiment: Experiment, asks: int, confirms: bool, device: str) -
 
 
 def _typical(experiment: Experiment) -> tuple[Arm, Arm]:
-    """An arm and its baseline at the middle of each knob that always exists, or at the file's own values."""
+    """Return an arm and its baseline, with each unconditional knob at its middle value; the file's own values
+    if that fails.
+    """
     knobs = {knob: _middle(dimension) for knob, dimension in experiment.space.items() if not dimension.when}
     try:
         return experiment.propose(knobs)

@@ -1,6 +1,7 @@
-"""A hook that is told how a sweep goes: a command gets JSON on its standard input, a URL by POST. It fails without harm.
+"""Notification hook of a sweep: a command gets JSON on its standard input, a URL gets it by POST.
 
-What it is told is sent from a thread of its own, so that no trial waits for it; whatever goes wrong is one line.
+Messages are sent from threads of their own, so that no trial waits. A failure never ends the sweep; it
+becomes one line.
 """
 
 import json
@@ -20,7 +21,7 @@ _COMMAND_SECONDS = 60.0
 
 
 class Hook:
-    """A command or an http(s) URL. InputError where it can be neither."""
+    """Command or http(s) URL that receives messages. InputError if the address can be neither."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -33,7 +34,7 @@ class Hook:
             self._words = _words(address)
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send the message, without waiting for that."""
+        """Send the message without waiting for the result."""
         thread = threading.Thread(
             target=self._send, args=(json.dumps(message).encode(),), name="notify", daemon=True
         )
@@ -41,12 +42,12 @@ class Hook:
         thread.start()
 
     def troubles(self) -> list[str]:
-        """What went wrong since the last call, a line each."""
+        """Return the failures since the last call, a line each."""
         found, self._troubles = self._troubles, []
         return found
 
     def close(self) -> list[str]:
-        """Wait until everything was sent, or could not be; what went wrong."""
+        """Wait until all messages were sent or failed; return the failures, a line each."""
         deadline = time.monotonic() + (2 * _POST_SECONDS if self._url else _COMMAND_SECONDS + 1)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -89,7 +90,8 @@ def _check_url(url: str) -> None:
     if any(passwords(url.partition("?")[0])):
         raise InputError(
             [
-                "--notify: a URL with user:password@ cannot be called; use a command, which may hold its own password"
+                "--notify: a URL with user:password@ cannot be called;"
+                " use a command, which may hold its own password"
             ]
         )
     if not url.partition("://")[2].strip("/"):

@@ -1,4 +1,6 @@
-"""What a run of a sweep reports while it goes on and when it ends, and what it needs of the workers that run its trials."""
+"""Types that a running sweep reports: progress, trials in flight, and the outcome; and the interface of its
+workers.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,14 +8,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ablate.execution.messages import Message, TrialRequest
-from ablate.execution.scheduler import Work
+from ablate.execution.trial_queue import Work
 
 
 class Executor(Protocol):
-    """Where trials run; see workers/."""
+    """Workers that run trials; `workers/` has the implementations."""
 
     wanted: int
-    """How many trials there are to run, in flight or waiting, where that is of use: a cluster's places are shared."""
+    """Number of trials that run or wait; a cluster shared with other sweeps assigns nodes by it."""
 
     @property
     def slots(self) -> int: ...
@@ -26,7 +28,7 @@ class Executor(Protocol):
 
 @dataclass
 class Running:
-    """A trial in flight, as the live view shows it."""
+    """Trial in flight, as the live view shows it."""
 
     name: str
     seed: int
@@ -38,20 +40,25 @@ class Running:
     request: TrialRequest
     work: Work
     begun: int = 0
-    """The step that it went on from."""
+    """Step from which it resumed."""
     step: int = 0
     loss: float = math.nan
     warned: bool = False
-    """Whether its first alarm was told."""
+    """True once its first alarm was reported."""
     guarded: bool = False
-    """Whether the first intervention of its guard was."""
+    """True once the first intervention of its guard was reported."""
     ending: tuple[str, str] | None = None
-    """Status and reason that it gets once it is over, where it was told to stop."""
+    """Status and reason that it gets when it ends, if it was ordered to stop."""
+
+    @property
+    def title(self) -> str:
+        """Name and seed, as lines of news begin."""
+        return f"{self.name} seed={self.seed}"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of the sweep after something happened; `news` says what, where it is worth a line."""
+    """State of the sweep after an event; `news` has the lines worth printing."""
 
     done: int
     total: int
@@ -67,7 +74,7 @@ Status = Literal["done", "failed", "budget", "stopped", "disk"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run of the sweep ended; `why` where that needs words."""
+    """End of a run; `why` explains it if the status alone does not."""
 
     status: Status
     ran: int
@@ -79,13 +86,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a command may ask of a run beside what the experiment says."""
+    """Options of one run that are not part of the experiment."""
 
     fork: bool = True
-    """Run what trials have in common from the start once."""
+    """Run a prefix that several trials share only once."""
     fresh: bool = False
     """Run finished trials again."""
     accept_version: bool = False
-    """Run all of a sweep anew that was begun with other versions of the code."""
+    """Run a sweep that was begun with other versions of the code again as a whole."""
     price: float | None = None
-    """Of an hour of one slot, in the unit of the experiment's `budget: {cost: ...}`."""
+    """Cost of one slot-hour, in the unit of the experiment's `budget: {cost: ...}`."""

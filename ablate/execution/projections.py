@@ -1,5 +1,8 @@
-"""What is drawn of a sweep's ledger: Optuna's study by calls from here, MLflow by a thread of its own. Projections only: the
-ledger is never asked of them, and either can be deleted and is drawn again."""
+"""Projections of a sweep's ledger: Optuna's study, written from here, and MLflow, written by a thread of its
+own.
+
+The sweep never reads anything back from them: either can be deleted and is made again from the ledger.
+"""
 
 import hashlib
 import json
@@ -20,22 +23,22 @@ from ablate.results.verdict_text import verdict_text
 
 
 class Mirror:
-    """The ledger's picture in MLflow: what its thread shipped is noted here, in the thread that alone writes the ledger."""
+    """Projection into MLflow. The controller's thread, which alone writes the ledger, records here what was
+    shipped.
+    """
 
     def __init__(self, uri: str, ledger: Ledger, state: Path, folder: Path, name: str, busy: bool) -> None:
-        """`busy`: trials will run. Else the thread is started only where something was not shipped."""
-        self._ledger, self._where = ledger, (uri, state, folder / "ledger.db", name)
+        """Start the MLflow thread if trials will run (`busy`), or if records were not shipped yet."""
+        self._ledger, self._target = ledger, (uri, state, folder / "ledger.db", name)
         self._projector: Any = None
-        self._forget_what_is_gone(uri)
+        self._forget_deleted(uri)
         if busy or ledger.unshipped():
             self._start()
 
     def _start(self) -> None:
-        from ablate.execution.tracking import (
-            Projector,
-        )  # MLflow takes seconds to import: only where it is needed
+        from ablate.execution.tracking import Projector  # importing MLflow takes seconds
 
-        told = (
+        names = (
             "question",
             "metric",
             "experiment.yaml",
@@ -44,28 +47,28 @@ class Mirror:
             "metrics",
             "mlflow_parent",
         )
-        facts = {key: self._ledger.fact(key) or "" for key in told} | {"sweep_id": self._ledger.identity()}
-        self._projector = Projector(*self._where, facts)
+        facts = {key: self._ledger.fact(key) or "" for key in names} | {"sweep_id": self._ledger.identity()}
+        self._projector = Projector(*self._target, facts)
 
     @property
     def trouble(self) -> str | None:
-        """Why MLflow is behind, while it is."""
+        """Reason for MLflow's delay; None while there is none."""
         return self._projector.trouble if self._projector else None
 
     @property
     def lag(self) -> str | None:
-        """How far behind MLflow is and why, while it is."""
+        """Size and reason of MLflow's delay, as a sentence; None while there is none."""
         return f"MLflow {self._projector.behind:,} records behind ({self.trouble})" if self.trouble else None
 
-    def hear(self) -> set[int]:
-        """Note what was shipped since the last call; returns the arms that it was of."""
-        heard: set[int] = set()
+    def collect_news(self) -> set[int]:
+        """Record in the ledger what was shipped since the last call; return the arms that it concerns."""
+        arms: set[int] = set()
         if self._projector is None:
-            return heard
+            return arms
         while not self._projector.news.empty():
             news = self._projector.news.get()
             self._ledger.shipped(news.arm, news.seed, news.run, news.step, news.closed)
-            heard.add(news.arm)
+            arms.add(news.arm)
         if self._projector.discarded:
             self._ledger.discarded(gone=tuple(self._projector.discarded))
             self._projector.discarded = ()
@@ -76,34 +79,43 @@ class Mirror:
             self._ledger.describe(
                 mlflow_parent=self._projector.parent, mlflow_experiment=self._projector.experiment
             )
-        return heard
+        return arms
 
     def pages(self, runs: Iterable[str | None]) -> list[str]:
-        """Where the pages of these runs are; none where MLflow is no server, whose address stays."""
+        """Return the addresses of these runs' pages; none if MLflow is not a server, since only a server's
+        addresses are stable.
+        """
         experiment = self._ledger.fact("mlflow_experiment")
-        if not experiment or not self._where[0].startswith(("http://", "https://")):
+        if not experiment or not self._target[0].startswith(("http://", "https://")):
             return []
         from ablate.execution.tracking import page
 
-        return [page(self._where[0], experiment, run) for run in runs if run]
+        return [page(self._target[0], experiment, run) for run in runs if run]
 
     def finish(self, status: str, seconds: float) -> str | None:
-        """Ship the rest and close the parent run, waiting at most so long; what is missing then, in words."""
+        """Ship the rest and close the parent run, waiting at most `seconds`; return a sentence about missing
+        records, or None.
+        """
         if self._projector is None or self._projector.finish(status, summary_markdown(self._ledger), seconds):
-            self.hear()
+            self.collect_news()
             return None
         from ablate.execution.tracking import behind
 
-        self.hear()
-        why = f"{self.trouble or 'no answer yet'}; {redact(self._where[0])}"
-        return f"MLflow {behind(self._ledger):,} records behind ({why}): `ablate sync`, or the next run of this sweep, ships the rest"
+        self.collect_news()
+        why = f"{self.trouble or 'no answer yet'}; {redact(self._target[0])}"
+        return (
+            f"MLflow {behind(self._ledger):,} records behind ({why}):"
+            " `ablate sync`, or the next run of this sweep, ships the rest"
+        )
 
-    def _forget_what_is_gone(self, uri: str) -> None:
-        """Draw everything again where the picture is gone or another server is named. The address may hold a password: hashed."""
+    def _forget_deleted(self, uri: str) -> None:
+        """Ship everything again if the database was deleted or another server is named. The address may hold
+        a password: hash it.
+        """
         digest = hashlib.sha256(uri.encode()).hexdigest()
         path = path_of(uri)
         gone = path is not None and not path.exists()
-        for part in ("-wal", "-shm") if gone else ():  # left behind, they would spoil the new one
+        for part in ("-wal", "-shm") if gone else ():  # SQLite would apply an old log to the new file
             path.with_name(path.name + part).unlink(missing_ok=True)
         if gone or self._ledger.fact("mlflow") != digest:
             self._ledger.forget_mlflow()
@@ -111,7 +123,7 @@ class Mirror:
 
 
 class Projections:
-    """The study and the MLflow projection of one sweep, used by its controller in the controller's thread."""
+    """The study and the MLflow projection of one sweep, used in its controller's thread."""
 
     def __init__(
         self,
@@ -132,52 +144,60 @@ class Projections:
             if self._warm or outside
             else None
         )
-        """What was taken from earlier sweeps, in words."""
-        self._draw()
+        """Sentence about the arms of earlier sweeps that the sampler starts with; None if there are none."""
+        self._open_study()
 
-    def _draw(self) -> None:
+    def _open_study(self) -> None:
         arms = self._ledger.points()
         self.study = Study(self._journal, self._experiment, [self._point(arm) for arm in arms], self._warm)
         running = set(self.study.running())
         self._due = {arm["arm"] for arm in arms if arm["optuna"] in running}
-        """Arms that may have to be told: one of their trials ended."""
+        """Arms that may be over: one of their trials ended."""
         self._waiting: dict[int, int] = {}
-        """Points that are over and wait for their arm's runs in MLflow, by point; looked at when there is news of the arm."""
+        """Finished arms that wait for their runs in MLflow, keyed by point; checked when MLflow has news of
+        the arm.
+        """
         self._late: set[int] = set()
-        """Arms that are over and whose baseline is not: a grid's wait for it, since nothing can be added to a point that was told."""
+        """Finished arms whose baseline is not finished. Those of a grid wait for it: a settled point cannot
+        be changed.
+        """
 
     @property
     def trouble(self) -> str | None:
-        """How far behind MLflow is and why, while it is."""
+        """Size and reason of MLflow's delay, as a sentence; None while there is none."""
         return self._mirror.lag if self._mirror else None
 
     def settled(self, trial: int) -> None:
-        """A trial is over: the arms that want it may be, too, and those whose baseline does can be told."""
+        """Mark the arms that need this finished trial, and the arms that wait for such an arm as their
+        baseline.
+        """
         for arm in self._ledger.arms_of(trial):
             self.due(arm)
         if self._late:
             self._due |= self._late.intersection(self._ledger.compared_with(trial))
 
     def due(self, arm: int) -> None:
-        """An arm may be over."""
+        """Mark an arm that may be over."""
         self._due.add(arm)
 
     def refresh(self, final: bool = False) -> None:
-        """Note what MLflow's thread shipped, and settle in the study every arm whose seeds are all over.
+        """Record what MLflow's thread has shipped, and settle in the study every arm whose seeds are all
+        over.
 
-        An arm's MLflow runs are facts of its point, so it waits for them, unless MLflow is in trouble or this is the last call.
+        An arm's MLflow runs are facts of its point, so it waits for them, unless MLflow is delayed or `final`
+        is True.
         """
-        heard = self._mirror.hear() if self._mirror else set()
+        updated = self._mirror.collect_news() if self._mirror else set()
         if self._experiment.growth:  # an arm's mean is not settled before the last look
             if not final:
                 return
-            self._draw()
+            self._open_study()
         patient = self._mirror and not (final or self.trouble)
-        waited = {point for point, arm in self._waiting.items() if arm in heard or not patient}
-        look = self._due | waited | (self._late if final else set())
+        waited = {point for point, arm in self._waiting.items() if arm in updated or not patient}
+        candidates = self._due | waited | (self._late if final else set())
         self._due.clear()
-        self._late -= look
-        for arm in look:
+        self._late -= candidates
+        for arm in candidates:
             point = self._ledger.point(arm)
             subject = point["repeats"] or arm
             members = self._ledger.members(subject)
@@ -190,20 +210,24 @@ class Projections:
             if not (final or self._experiment.search or self._comparable(members[0])):
                 self._late.add(arm)
                 continue
-            self._tell(point["optuna"], members)
+            self._settle_point(point["optuna"], members)
 
     def finish(self, status: str, seconds: float) -> str | None:
-        """Bring the pictures up to date, waiting at most so long; what is missing then, in words."""
+        """Bring both projections up to date, waiting at most `seconds`; return a sentence about missing
+        records, or None.
+        """
         behind = self._mirror.finish(status, seconds) if self._mirror else None
         self.refresh(final=True)
         return behind
 
     def judge(self, trial: int) -> dict[int, GivenUp]:
-        """Report to the pruner what the arms that want a trial have shown by now. Return those to be given up, by the arm's number."""
+        """Report to the pruner the values of all arms that need this trial. Return the decisions to end an
+        arm, by its number.
+        """
         given_up = {}
         for arm in self._ledger.arms_of(trial) if self._experiment.prunes else ():
             members = self._ledger.members(arm)
-            if not members:  # a point that repeats an arm: the pruner has judged that
+            if not members:  # a point that repeats an arm, which the pruner has judged
                 continue
             number = members[0]["optuna"]
             for step, value in reports(self._ledger, members, self._experiment).items():
@@ -215,27 +239,30 @@ class Projections:
 
     def _point(self, arm: Any) -> Point:
         members = self._ledger.members(arm["repeats"] or arm["arm"])
-        told = {} if arm["repeats"] else reports(self._ledger, members, self._experiment)
-        known = Point(
+        shown = {} if arm["repeats"] else reports(self._ledger, members, self._experiment)
+        unfinished = Point(
             arm["name"],
             json.loads(arm["knobs"]),
             None,
             refused=not members,
             pruned=_pruned(members),
-            reports=told,
+            reports=shown,
         )
-        if not members or known.pruned or not over(members):
-            return known
-        its = outcome(self._ledger, members, self._experiment)
+        if not members or unfinished.pruned or not over(members):
+            return unfinished
+        result = outcome(self._ledger, members, self._experiment)
         return replace(
-            known, values=its.values, violations=its.violations, compared=self._compared(members[0])
+            unfinished,
+            values=result.values,
+            violations=result.violations,
+            compared=self._compared(members[0]),
         )
 
     def _comparable(self, member: Any) -> bool:
-        """Whether an arm's baseline is over, or it has none."""
+        """Return True if an arm's baseline is over, or if it has none."""
         return member["baseline"] is None or over(self._ledger.members(member["baseline"]))
 
-    def _tell(self, number: int, members: list[Any]) -> None:
+    def _settle_point(self, number: int, members: list[Any]) -> None:
         facts = {
             "arm": members[0]["name"],
             "seeds": [member["seed"] for member in members],
@@ -247,20 +274,22 @@ class Projections:
         if _pruned(members):
             self.study.tell(number, (), {}, facts, pruned=True)
             return
-        its = outcome(self._ledger, members, self._experiment)
+        result = outcome(self._ledger, members, self._experiment)
         by_seed = {
             f"{metric.name} by seed": values
-            for metric, values in zip(self._experiment.objectives, its.by_seed, strict=True)
+            for metric, values in zip(self._experiment.objectives, result.by_seed, strict=True)
         }
-        self.study.tell(number, its.values, its.means, facts | by_seed, its.violations)
+        self.study.tell(number, result.values, result.means, facts | by_seed, result.violations)
 
     def _compared(self, member: Any) -> dict[str, Any]:
-        """An arm's gap as far as it is known when the arm is told: an arm of a search may be told before its baseline is over."""
-        found = gap(self._ledger, member["arm"])
-        if found is None or not found[0].pairs:
+        """Return an arm's gap and verdict so far; an arm of a search may be settled before its baseline is
+        over.
+        """
+        estimate = gap(self._ledger, member["arm"])
+        if estimate is None or not estimate[0].pairs:
             return {}
-        interval = {"interval": [found[0].low, found[0].high]} if found[0].has_interval else {}
-        return {"gap": found[0].mean, **interval, "verdict": verdict_text(found[1])}
+        interval = {"interval": [estimate[0].low, estimate[0].high]} if estimate[0].has_interval else {}
+        return {"gap": estimate[0].mean, **interval, "verdict": verdict_text(estimate[1])}
 
     def _pages(self, runs: Iterable[str | None]) -> dict[str, Any]:
         pages = self._mirror.pages(runs) if self._mirror else []

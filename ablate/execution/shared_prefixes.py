@@ -1,4 +1,4 @@
-"""Trials that begin alike: how long they stay alike, so that what they share runs once."""
+"""Shared prefixes: trials with equal settings up to some step, so that these steps run only once."""
 
 import json
 import sqlite3
@@ -13,26 +13,29 @@ from ablate.results.ledger import Ledger
 
 
 def note(telemetry: TelemetryKeys) -> str:
-    """What a shared state depends on beside the trial's history: how often the records before it were made."""
+    """Return the suffix of a shared state's name: how often records before it were made, which its trial's
+    history lacks.
+    """
     return f"-{telemetry.every}-{telemetry.shadow}-{telemetry.log}"
 
 
 class Family:
-    """All trials of a sweep, by what they have in common from the start.
+    """All trials of a sweep, grouped by their common prefixes.
 
-    `note` ends the name of every state that they share: what else a state depends on, such as how often it is recorded.
+    `note` is the suffix of every shared state's name, for everything else that a state depends on, such as
+    how often it is recorded.
     """
 
     def __init__(self, specs: Iterable[TrialSpec] = (), note: str = "") -> None:
         self._note = note
         self._groups: dict[str, dict[str, TrialSpec]] = defaultdict(dict)
         self.resumed: dict[str, int] = {}
-        """Steps of the trials' own checkpoints, by id; of trials without one, none."""
+        """Step of each trial's own checkpoint, by id; trials without one are missing."""
         for spec in specs:
             self.add(spec)
 
     def add(self, spec: TrialSpec, resumed: int = 0) -> None:
-        """Count a trial in, if it can be forked at all. `resumed`: the step of its own checkpoint, 0 if it has none."""
+        """Add a trial if it can share a prefix. `resumed`: step of its own checkpoint, 0 if it has none."""
         if spec.segments:
             self._groups[spec.history(1)].setdefault(spec.id, spec)
             if resumed:
@@ -42,7 +45,9 @@ class Family:
         return (spec for group in self._groups.values() for spec in group.values())
 
     def points(self, spec: TrialSpec) -> list[tuple[int, str]]:
-        """Where `spec` parts from others: steps after which its state is theirs too, furthest first, and the name of that state."""
+        """Return the steps at which `spec` separates from others, furthest first, with the name of the state
+        shared until then.
+        """
         if not spec.segments:
             return []
         others = (other for name, other in self._groups[spec.history(1)].items() if name != spec.id)
@@ -50,9 +55,12 @@ class Family:
         return [(step, self._name(spec, step)) for step in steps]
 
     def steps(self, run: Collection[str] | None = None, left: Collection[str] = ()) -> dict[str, int]:
-        """Steps that each trial in `run` computes, by id, if they run in the order in which they were added; None: all trials.
+        """Return the number of steps that each trial computes, by id, if trials run in the order in which
+        they were added.
 
-        `left`: names of the states that earlier runs left in the store.
+        Args:
+            run: ids of the trials that run; None for all.
+            left: names of the states that earlier runs left in the store.
         """
         computed: dict[str, int] = {}
         for group in self._groups.values():
@@ -65,12 +73,13 @@ class Family:
         return computed
 
     def computed(self, spec: TrialSpec, before: Iterable[str], left: Collection[str] = ()) -> int:
-        """Steps that a trial computes after those in `before` (ids) have run.
+        """Return the number of steps that a trial computes after the trials in `before` (ids) have run.
 
-        It goes on from its own checkpoint, or from the furthest state at which it parts from another trial of the family if a
-        trial in `before`, or an earlier run, left that state; whichever is further. A trial that goes on from its own checkpoint
-        leaves no state before it. No state is left after the last step: trials that are equal to the end share what lies before
-        the last place where a third one parts from them, and each computes the rest itself.
+        It resumes from its own checkpoint, or from the furthest state at which it separates from another
+        trial of the family and that a trial in `before` or an earlier run has left, whichever is further. A
+        trial that resumes from its own checkpoint leaves no state before it. No state is left after the last
+        step: trials that are equal to the end share the steps before the last separation of a third one, and
+        each computes the rest itself.
         """
         if not spec.segments:
             return spec.config.steps
@@ -90,7 +99,9 @@ class Family:
 
 
 def wanted_elsewhere(state: Path, sweep: str) -> set[str] | None:
-    """Names of the shared states that unfinished sweeps other than `sweep` want; None if one of them does not say."""
+    """Return the names of the shared states that other unfinished sweeps need; None if one of them does not
+    record its needs.
+    """
     names: set[str] = set()
     for path in state.glob("sweeps/*/ledger.db"):
         if path.parent.name == sweep:

@@ -1,4 +1,8 @@
-"""An arm as a point of a study: what the ledger says that it is worth, keeps to and was judged by. It knows no Optuna."""
+"""An arm as a point of a study: its values, its violations of constraints, and its reports to the pruner,
+from the ledger.
+
+This file does not use Optuna.
+"""
 
 import json
 import math
@@ -17,43 +21,45 @@ from ablate.results.ledger_rows import OVER
 
 @dataclass(frozen=True)
 class Point:
-    """What the ledger knows of one arm of the study, in the study's order."""
+    """State of one arm in the ledger, as a point of the study, in the study's order."""
 
     name: str
     knobs: Mapping[str, Any]
     values: tuple[float, ...] | None
-    """The mean of each objective over the seeds, NaN where one failed; None while the arm is not over."""
+    """Mean of each objective over the seeds, NaN if a seed failed; None until the arm is over."""
     refused: bool = False
-    """Its knobs contradict each other: it was never run."""
+    """True if its knobs contradict each other: it was never run."""
     pruned: bool = False
-    """It was given up after the last of its reports."""
+    """True if it was given up after the last of its reports."""
     reports: Mapping[int, float] = field(default_factory=dict)
-    """What its pruner was told, by rung, or by the seed's place among the seeds."""
+    """Values reported to its pruner, by rung, or by the seed's position among the seeds."""
     violations: tuple[float, ...] = ()
-    """By how much it breaks each constraint, at most 0 where it keeps it; empty while it is not over."""
+    """Amount by which it breaks each constraint, at most 0 if it keeps it; empty until it is over."""
     compared: Mapping[str, Any] = field(default_factory=dict)
-    """Its gap to its baseline and what to make of it, once both are over."""
+    """Gap to its baseline and the verdict, once both are over."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the members of one arm, all over, say together."""
+    """Joint result of the members of one arm, all of which are over."""
 
     values: tuple[float, ...]
     by_seed: tuple[list[float], ...]
-    """Each objective's last value for each member."""
+    """Last value of each objective for each member."""
     means: Mapping[int, float]
-    """The main metric's mean at every step that all members recorded."""
+    """Mean of the main metric at every step that all members recorded."""
     violations: tuple[float, ...]
 
 
 def over(members: Iterable[Any]) -> bool:
-    """Whether none of the members runs any more, for now."""
+    """Return True if none of the members runs or waits."""
     return all(member["status"] in OVER for member in members)
 
 
 def outcome(ledger: Ledger, members: Sequence[Any], experiment: Experiment) -> Outcome:
-    """What an arm came to. A member that broke off counts as infinitely bad, one that failed as unknown."""
+    """Compute the result of an arm. A member that diverged or ran out of memory counts as infinitely bad, a
+    failed one as NaN.
+    """
     finals = [ledger.last_values(member["trial"]) for member in members]
     by_seed = tuple(
         [_final(member, last, metric) for member, last in zip(members, finals, strict=True)]
@@ -83,12 +89,15 @@ def _final(member: Any, last: Mapping[str, float], metric: Metric) -> float:
 
 
 def _broke_off(member: Any) -> bool:
-    """Whether the recipe itself ended the trial: it diverged, or needed more memory than there is."""
+    """Return True if the recipe itself ended the trial: it diverged, or needed more memory than there is."""
     return member["status"] in ("diverged", "oom")
 
 
 def violations(constraints: Iterable[Constraint], finals: Mapping[str, float]) -> list[float]:
-    """By how much a member's last values break each constraint: at most 0 where they keep it, infinite where there is no value."""
+    """Return the amount by which a member's last values break each constraint.
+
+    It is at most 0 if the constraint is kept, and infinite if there is no value.
+    """
     broken = []
     for constraint in constraints:
         value = finals.get(constraint.metric, math.nan)
@@ -98,9 +107,10 @@ def violations(constraints: Iterable[Constraint], finals: Mapping[str, float]) -
 
 
 def reports(ledger: Ledger, members: Iterable[Any], experiment: Experiment) -> dict[int, float]:
-    """What an arm's pruner is told so far, in order: its first seed's metric at the rungs, or each seed's last value once it ended.
+    """Return the values reported to an arm's pruner so far, in order.
 
-    Of one that was given up: until then, whatever it recorded before it stopped.
+    These are its first seed's metric at the rungs, or each seed's last value once that seed is over. For an
+    arm that was given up: the reports until then, whatever it recorded before it stopped.
     """
     if not experiment.prunes:
         return {}
@@ -110,7 +120,7 @@ def reports(ledger: Ledger, members: Iterable[Any], experiment: Experiment) -> d
 
 
 def infeasible(ledger: Ledger, experiment: Experiment) -> set[str]:
-    """The names of the arms of a search, among those that are over, that break a constraint."""
+    """Return the names of a search's finished arms that break a constraint."""
     arms = {arm["name"]: ledger.members(arm["arm"]) for arm in ledger.arms() if arm["optuna"] is not None}
     ended = {name: members for name, members in arms.items() if members and over(members)}
     return {
@@ -122,20 +132,22 @@ def infeasible(ledger: Ledger, experiment: Experiment) -> set[str]:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """Decision of a pruner to end an arm: the last report that it judged by. A pruned trial's reason in the ledger, as JSON."""
+    """Decision of a pruner to end an arm, with the last report that it was based on. Stored as a pruned
+    trial's reason, as JSON.
+    """
 
     pruner: str
     step: int
-    """Training step of the rung, or the seed's place among the seeds."""
+    """Training step of the rung, or the seed's position among the seeds."""
 
     @property
     def reason(self) -> str:
-        """Text that the ledger keeps."""
+        """JSON text for the ledger."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, reason: str | None) -> "GivenUp | None":
-        """Read a pruned trial's reason; ledgers of earlier versions have a sentence. None if it is neither."""
+        """Read a pruned trial's reason; older ledgers have a sentence. None if it is neither."""
         match (reason or "").split():
             case ["given", "up", "by", pruner, "at", step] if step.isdecimal():
                 return cls(pruner, int(step))
@@ -145,7 +157,7 @@ class GivenUp:
             return None
 
     def __str__(self) -> str:
-        """Return the decision in words, for a line of news."""
+        """Return the decision as a sentence, for a line of news."""
         return f"given up by {self.pruner} at {self.step}"
 
 
@@ -178,10 +190,11 @@ def _shown(ledger: Ledger, members: Iterable[Any], experiment: Experiment) -> di
 
 
 def warm(ledger: Ledger, state: Path, experiment: Experiment) -> tuple[list[Point], int]:
-    """The arms of the earlier sweeps that a search names, as points of its own space; and how many others they have.
+    """Return the arms of the earlier sweeps that a search names, as points of its space, and the number of
+    arms outside of it.
 
-    They are taken once, as they stood when this sweep first named them, and kept in its ledger: the study can then be drawn again
-    whatever becomes of them. InputError where there is no such sweep.
+    They are read once, when this sweep first names them, and kept in its ledger, so that the study can be
+    made again even if those sweeps change. InputError if there is no such sweep.
     """
     if experiment.search is None or not experiment.search.warm:
         return [], 0
@@ -207,7 +220,7 @@ def warm(ledger: Ledger, state: Path, experiment: Experiment) -> tuple[list[Poin
 
 
 def _arms(state: Path, name: str, experiment: Experiment) -> list[dict[str, Any]]:
-    """Every arm of an earlier sweep that is over and has all objectives."""
+    """Return every arm of an earlier sweep that is over and has all objectives."""
     sweeps = {path.parent.name: path for path in (state / "sweeps").glob("*/ledger.db")}
     if name not in sweeps:
         others = sorted(sweeps.keys() - {experiment.name})
@@ -236,7 +249,7 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[dict[str, Any]
 
 
 def inside(knobs: Mapping[str, Any], space: Mapping[str, Dimension]) -> dict[str, Any] | None:
-    """The knobs as a point of the space, None where they are none."""
+    """Return the knobs as a point of the space, or None if they are not one."""
     applying = {knob for knob, dimension in space.items() if dimension.applies(knobs)}
     if knobs.keys() != applying or not all(space[knob].holds(value) for knob, value in knobs.items()):
         return None

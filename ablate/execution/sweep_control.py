@@ -1,7 +1,10 @@
-"""A sweep's folder seen from outside: which sweeps there are, who runs one, whether its ledger is sound, orders for its controller.
+"""Access to a sweep's folder from other processes: list sweeps, find who runs one, check its ledger, send it
+orders.
 
-sweeps/<name>/orders/<when>.json   one order a file, renamed in by who gives it, removed by the controller that takes it
-It starts nothing, waits for nothing, and never writes the ledger.
+sweeps/<name>/orders/<time>.json   one order a file, renamed into place by its sender, removed by the
+controller
+
+This file starts nothing, waits for nothing, and never writes the ledger.
 """
 
 import fcntl
@@ -22,7 +25,9 @@ from ablate.results.ledger_integrity import flaw
 
 
 def folders(state: Path, words: Iterable[str] | None) -> list[Path]:
-    """The folders of sweeps given by name or by YAML file, of all there are where none is given; InputError for one that there is not."""
+    """Return the folders of sweeps given by name or YAML file; of all sweeps if none is given. InputError if
+    one is missing.
+    """
     known = {path.parent.name: path.parent for path in sorted(state.glob("sweeps/*/ledger.db"))}
     names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in words or known]
     unknown = [name for name in names if name not in known]
@@ -33,18 +38,21 @@ def folders(state: Path, words: Iterable[str] | None) -> list[Path]:
 
 
 def changed(folder: Path) -> float:
-    """When the sweep's ledger was last written; an empty log beside it was made by a reader."""
+    """Return the Unix time at which the sweep's ledger was last written. An empty log beside it comes from a
+    reader.
+    """
     files = [path.stat() for path in (folder / "ledger.db", folder / "ledger.db-wal") if path.exists()]
     return max((file.st_mtime for file in files if file.st_size), default=0.0)
 
 
-# Who runs it
+# The process that runs it
 
 
 def holder(folder: Path) -> Holder | None:
-    """Return the process that runs the sweep; None if none does. It never gets into a controller's way.
+    """Return the process that runs the sweep; None if none does. It never blocks a controller.
 
-    A lock that names a dead process of this machine is not tried, so that a controller that starts at that moment finds it free.
+    A lock that names a dead process of this machine is not tried, so that a controller that starts now finds
+    it free.
     """
     try:
         with (folder / "lock").open() as file:
@@ -72,11 +80,11 @@ def _dead(holder: Holder) -> bool:
     return False
 
 
-# Whether its ledger is sound
+# Soundness of the ledger
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a SQLite file, None where it is sound, empty or not there."""
+    """Return a description of the damage to a SQLite file; None if it is intact, empty or missing."""
     if not path.exists() or not path.stat().st_size:
         return None
     try:
@@ -93,7 +101,9 @@ def damage(path: Path) -> str | None:
 
 
 def _flaw(path: Path) -> str | None:
-    """What a SQLite file that is sound as such holds in place of what was written; None where it is no ledger, or only begun."""
+    """Return a description of wrong content in an intact SQLite file; None if it is not a ledger, or only
+    begun.
+    """
     ledger = None
     try:
         ledger = Ledger(path, readonly=True)
@@ -106,7 +116,7 @@ def _flaw(path: Path) -> str | None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a SQLite file and what belongs to it; its new name, which says when."""
+    """Rename a SQLite file and its logs; return its new name, which contains the time."""
     when = time.strftime("%Y%m%d-%H%M%S")
     for part in ("", "-wal", "-shm", "-journal"):
         with suppress(FileNotFoundError):
@@ -115,22 +125,28 @@ def put_aside(path: Path) -> Path:
 
 
 def check(folder: Path, file: str) -> None:
-    """InputError where the sweep's ledger is damaged. Call it before the ledger is opened, holding the sweep's lock."""
+    """Raise InputError if the sweep's ledger is damaged. Call it before the ledger is opened, holding the
+    sweep's lock.
+    """
     found = damage(folder / "ledger.db")
     if found:
         raise InputError([refusal(folder, found, file)])
 
 
 def refusal(folder: Path, found: str, file: str) -> str:
-    """What is said of a damaged ledger."""
-    return f"{folder / 'ledger.db'}: damaged ({found}); `ablate rebuild {file}` makes it again from the trial folders"
+    """Return the error message for a damaged ledger."""
+    return (
+        f"{folder / 'ledger.db'}: damaged ({found});"
+        f" `ablate rebuild {file}` makes it again from the trial folders"
+    )
 
 
 # Orders
 
 
 def give(folder: Path, order: dict[str, Any]) -> Path:
-    """Leave an order for the sweep's controller; its file is gone once it was taken.
+    """Write an order for the sweep's controller, and return its file, which the controller removes when it
+    takes the order.
 
     {"stop": "sweep"}, {"stop": "arm", "name": ...}, {"stop": "trial", "id": ...}, {"workers": N}
     """
@@ -142,9 +158,10 @@ def give(folder: Path, order: dict[str, Any]) -> Path:
 
 
 def take(folder: Path) -> list[dict[str, Any]]:
-    """The orders given since the last call, in order of arrival. For the controller, which alone takes them; cheap where there are none.
+    """Return the orders since the last call, in order of arrival, and remove them. Only the controller calls
+    this.
 
-    A controller that starts takes what was meant for the one before it, and lets it go.
+    A controller that starts takes the orders to its predecessor and discards them.
     """
     taken = []
     with suppress(FileNotFoundError):

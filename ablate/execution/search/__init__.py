@@ -1,6 +1,7 @@
-"""Which arms to run next, and the studies that show it. The only folder that knows Optuna and its dashboard.
+"""Optuna studies that propose and show a sweep's arms. The only folder that imports Optuna and its dashboard.
 
-`study` asks and tells; `journal` is its file; `dress` puts the answer into it; `shelf` shows the journals of all sweeps at once.
+`study` proposes points and records results; `journal` is the study's file; `annotations` adds notes and
+figures; `combined_storage` shows the journals of all sweeps in one dashboard.
 """
 
 from ablate.execution.search.annotations import decorate, importances

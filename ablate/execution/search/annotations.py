@@ -1,7 +1,8 @@
-"""What a study is told once its sweep has an answer: a note, a picture of the gaps, a note on every arm; and which knob mattered.
+"""Annotations of a finished sweep's study: a note, a figure of the gaps, a note on every arm, and knob
+importances.
 
-It reads and appends as Optuna's own dashboard does, so that a sweep that runs is not disturbed. What somebody wrote in the dashboard
-stays.
+The study is read and written as Optuna's dashboard does it, so that a running sweep is not disturbed. Notes
+written by users in the dashboard stay.
 """
 
 import hashlib
@@ -23,17 +24,24 @@ from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import verdict_text
 
 _FEWEST = 8
-"""Finished arms below which an importance is noise."""
+"""Number of finished arms below which an importance is noise."""
 _FIGURE = "gap-to-baseline"
 _WRITTEN = "ablate:notes"
-"""Of which notes we know that they are ours: the digest of each."""
+"""Study attribute with the digest of each note that this package wrote."""
 _SHORT = 45
 
 
 def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], metric: Metric) -> None:
-    """Put a sweep's answer into its study: `note` (Markdown), the gaps as a picture, and on every arm what came of it.
+    """Write a sweep's results into its study; do nothing if there is no such study.
 
-    Nothing where there is no such study. Call it when the sweep is over, or while it runs, from any process; it takes a second.
+    It takes about a second and works from any process, after the sweep or while it runs.
+
+    Args:
+        journal: the study's journal file.
+        sweep: name of the sweep and of its study.
+        note: note of the study, in Markdown.
+        arms: summaries of the arms, for their notes and the figure of gaps.
+        metric: the main metric.
     """
     study = _load(journal, sweep)
     if study is None:
@@ -54,7 +62,7 @@ def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], m
 
 
 def _load(journal: Path, sweep: str) -> optuna.Study | None:
-    """The study as a guest opens it: nothing is repaired, nothing is made."""
+    """Open the study for reading and notes, without repairing or creating anything; None if there is none."""
     if not journal.exists():
         return None
     try:
@@ -68,7 +76,7 @@ def _own(study: optuna.Study) -> list[FrozenTrial]:
 
 
 class _Notes:
-    """The notes of a study and its trials, of which those that somebody else wrote stay."""
+    """Notes of a study and its trials. Notes that somebody else wrote are kept."""
 
     def __init__(self, study: optuna.Study) -> None:
         self._study, self._storage = study, study._storage
@@ -97,7 +105,7 @@ def _digest(text: str) -> str:
 
 
 def _of(arm: ArmSummary, facts: dict[str, Any]) -> str:
-    """An arm's note: its verdict, and where its runs are."""
+    """Return an arm's note: its verdict, and links to its runs."""
     said = f"**{arm.name}**: {verdict_text(arm.verdict)}"
     if arm.gap is not None and arm.gap.pairs:
         gap = f"{interval(arm.gap)} against {arm.baseline} over {arm.gap.pairs} seeds"
@@ -110,7 +118,9 @@ def _of(arm: ArmSummary, facts: dict[str, Any]) -> str:
 
 
 def _forest(arms: list[ArmSummary], metric: Metric) -> Any:
-    """Every arm's gap to its baseline with its interval, the best on top; the band is what does not matter."""
+    """Draw every arm's gap to its baseline with its interval, the best on top; the grey band is the margin of
+    no effect.
+    """
     from plotly.graph_objects import Figure, Scatter
 
     sign = 1 if metric.direction == "minimize" else -1
@@ -143,10 +153,12 @@ def _forest(arms: list[ArmSummary], metric: Metric) -> Any:
 
 
 def importances(journal: Path, name: str, objective: int = 0) -> dict[str, float]:
-    """How much of an objective's variance over a sweep's arms each knob explains, the largest first; shares of 1 (fANOVA, seeded).
+    """Return each knob's share of an objective's variance over a sweep's arms, largest first (fANOVA, seeded;
+    shares of 1).
 
-    Of knobs that every arm has. Empty where fewer than 8 arms have a finite value, where there is nothing to vary, or no such study.
-    It is no effect size, and says nothing of arms that were not tried.
+    Only knobs that every arm has are included. The result is empty if fewer than 8 arms have a finite value,
+    if nothing varies, or if there is no such study. An importance is not an effect size, and is valid only
+    for arms like those tried.
     """
     study = _load(journal, name)
     if study is None or objective >= len(study.directions):
@@ -176,7 +188,7 @@ def importances(journal: Path, name: str, objective: int = 0) -> dict[str, float
 
 
 def _varies(trials: list[FrozenTrial], knob: str) -> bool:
-    """Whether a knob has several values, and one range throughout: fANOVA needs one."""
+    """Return True if a knob has several values and one range in all trials, which fANOVA needs."""
     return len({trial.params[knob] for trial in trials}) > 1 and all(
         trial.distributions[knob] == trials[0].distributions[knob] for trial in trials
     )

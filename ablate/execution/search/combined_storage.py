@@ -1,7 +1,9 @@
-"""The journals of all sweeps as one storage, for one dashboard: it follows them while they grow, and lets nobody do more than take notes.
+"""Combined storage: the journals of all sweeps as one Optuna storage for one dashboard, read-only except for
+notes.
 
-A journal counts its studies and trials from 0, so their numbers are translated. One that was drawn again (its file is another) becomes
-a new study in the place of the old one. What the dashboard may write is appended to the journal that it belongs to, in one piece.
+It follows the journals while they grow. Each journal counts its studies and trials from 0, so their numbers
+are translated. A journal that was made again (its file is another) becomes a new study that replaces the old
+one. Notes from the dashboard are appended to the journal that they belong to, in one write.
 """
 
 import json
@@ -16,17 +18,17 @@ from optuna.storages.journal import BaseJournalBackend
 from optuna.storages.journal._storage import JournalOperation
 
 _OF_A_TRIAL = re.compile(r"(dashboard:)(\d+)(:.*)")
-"""How the dashboard names the note of a trial, among what it keeps with the study."""
+"""Dashboard's attribute name for the note of a trial, which it stores with the study."""
 _NOTES = re.compile(r"/api/studies/\d+(/\d+)?/note")
 
 
 @dataclass
 class _Book:
-    """How far one journal was read, and what its studies and trials are called here."""
+    """Position in one journal, and the combined storage's numbers of its studies and trials."""
 
     path: Path
     file: tuple[int, int]
-    """Device and inode: another one is a journal that was drawn again."""
+    """Device and inode; if they change, the journal was made again."""
     offset: int = 0
     names: set[str] = field(default_factory=set)
     studies: dict[int, int] = field(default_factory=dict)
@@ -35,7 +37,7 @@ class _Book:
 
 
 class CombinedStorage(BaseJournalBackend):
-    """The journals of a state folder's sweeps, read as one."""
+    """Journals of a state folder's sweeps, read as one journal."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
@@ -44,13 +46,13 @@ class CombinedStorage(BaseJournalBackend):
         self._studies = self._trials = 0
 
     def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
-        """The operations from this number on, those of sweeps that began since included."""
+        """Return the operations from this number on, including those of new sweeps."""
         for path in sorted(self._state.glob("sweeps/*/optuna.log")):
             self._read(path.parent.name, path)
         return self._logs[log_number_from:]
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Write a note into the journal that it belongs to. PermissionError for whatever else would be written."""
+        """Append a note to its journal. PermissionError for any other operation."""
         for log in logs:
             if log["op_code"] != JournalOperation.SET_STUDY_SYSTEM_ATTR:
                 raise PermissionError("a sweep's study is written by its sweep alone; notes are welcome")
@@ -61,7 +63,7 @@ class CombinedStorage(BaseJournalBackend):
                 file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
 
     def _read(self, sweep: str, path: Path) -> None:
-        """Take in the whole lines that are new in a journal; from its first, where it is another file than before."""
+        """Read the new complete lines of a journal; start again if its file was replaced."""
         with path.open("rb") as file:
             stat = path.stat()
             known = self._books.get(sweep)
@@ -100,7 +102,7 @@ class CombinedStorage(BaseJournalBackend):
             book.studies.pop(study, None)
 
     def _create(self, sweep: str, book: _Book, log: dict[str, Any]) -> None:
-        """A study is called by its sweep's folder: a folder that was copied holds one of the same name."""
+        """Name the study after its sweep's folder, since a copied folder has a study of the same name."""
         if log["study_name"] in book.names:  # opened again
             return
         book.names.add(log["study_name"])
@@ -111,7 +113,7 @@ class CombinedStorage(BaseJournalBackend):
 
 
 def _renamed(log: dict[str, Any], study: Callable[[int], int], trial: Callable[[int], int]) -> dict[str, Any]:
-    """An operation with other numbers."""
+    """Return an operation with translated numbers."""
     found = dict(log)
     if "study_id" in log:
         found["study_id"] = study(log["study_id"])
@@ -128,9 +130,10 @@ def _key(key: str, trial: Callable[[int], int]) -> str:
 
 
 def dashboard(state: Path) -> tuple[Callable[..., Iterable[bytes]], Callable[[str], int | None]]:
-    """Optuna's dashboard over all sweeps of a state folder, as a WSGI application, and what number a sweep's study has in it.
+    """Return Optuna's dashboard over all sweeps as a WSGI application, and a function from a sweep to its
+    study's number.
 
-    It shows, and takes notes; whatever else one may do in its pages is refused.
+    The dashboard shows studies and accepts notes; all other requests that write are refused with status 403.
     """
     from optuna_dashboard import wsgi
 

@@ -1,5 +1,6 @@
-"""The journal of a study: Optuna's operations, a JSON line each, in a file beside the ledger. Who runs the sweep writes it as Journal;
-everyone else reads it as Optuna does, and may append.
+"""Journal of a study: Optuna's operations, a JSON line each, in a file beside the ledger.
+
+The process that runs the sweep writes it as `Journal`. All others read it as Optuna does, and may append.
 """
 
 import json
@@ -12,29 +13,31 @@ from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 WARM = "warm"
-"""The fact of a trial that is an arm of an earlier sweep: which."""
+"""User attribute of a trial that is an arm of an earlier sweep: that arm's name."""
 REPEATS = "repeats"
-"""The fact of a trial that was proposed again: the number of the point that it repeats."""
+"""User attribute of a trial that was proposed again: the number of the point that it repeats."""
 
 
 class Journal(BaseJournalBackend):
-    """Optuna's journal file, a JSON line an operation, written by one process: the one that holds the sweep. So it takes no lock and
-    waits for no disk, which is what an operation costs, and reads the file once: what a power loss takes is drawn again from the ledger.
+    """Optuna's journal file, written by one process: the one that holds the sweep's lock.
+
+    It takes no lock and does not wait for the disk, which is most of an operation's cost, and reads the file
+    once. Operations lost in a power failure are written again from the ledger.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._unread = _intact(path)
         self._first = 0
-        """The number of the first operation that is not read yet."""
+        """Number of the first operation that was not read yet."""
 
     def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
-        """The operations from this number on; those before it are not asked for again."""
+        """Return the operations from this number on; earlier ones are not requested again."""
         self._unread, self._first = self._unread[log_number_from - self._first :], log_number_from
         return list(self._unread)
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Write in one piece, so that what a dashboard appends stays whole."""
+        """Write all operations at once, so that lines appended by a dashboard stay whole."""
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         with self._path.open("ab", buffering=0) as file:
             file.write(lines.encode())
@@ -42,7 +45,9 @@ class Journal(BaseJournalBackend):
 
 
 def _intact(journal: Path) -> list[dict[str, Any]]:
-    """The journal's operations. Whatever comes after a line that a crash tore is cut off, and a lock that one left is removed."""
+    """Return the journal's operations. Cut off everything after a torn line, and remove a lock that a crash
+    left.
+    """
     for lock in journal.parent.glob(f"{journal.name}.lock*"):
         lock.unlink()
     journal.touch()
@@ -61,14 +66,16 @@ def _intact(journal: Path) -> list[dict[str, Any]]:
 
 
 def encode(value: Any) -> Any:
-    """Optuna's categories are None, bool, int, float and str; whatever else becomes JSON text."""
+    """Convert a value to a category that Optuna accepts: None, bool, int, float or str; other values become
+    JSON text.
+    """
     return (
         value if value is None or isinstance(value, bool | int | float | str) else "json:" + json.dumps(value)
     )
 
 
 def decode(value: Any) -> Any:
-    """The value that was encoded."""
+    """Return the value that was encoded."""
     return (
         json.loads(value.removeprefix("json:"))
         if isinstance(value, str) and value.startswith("json:")
@@ -77,12 +84,12 @@ def decode(value: Any) -> Any:
 
 
 def points(journal: Path, name: str) -> list[dict[str, Any]]:
-    """The knobs of a sweep's own points in its journal, by number; none where it is gone, or what it holds cannot be read."""
+    """Return the knobs of a sweep's own points, by number; none if the journal is missing or unreadable."""
     return [{knob: decode(value) for knob, value in trial.params.items()} for trial in _own(journal, name)]
 
 
 def given_up(journal: Path, name: str) -> dict[int, int]:
-    """The step of the last report of each of a sweep's own points that its pruner gave up, by number."""
+    """Return the step of the last report of each own point that the pruner gave up, by number."""
     trials = enumerate(_own(journal, name))
     return {
         number: max(trial.intermediate_values, default=0)
@@ -92,7 +99,7 @@ def given_up(journal: Path, name: str) -> dict[int, int]:
 
 
 def _own(journal: Path, name: str) -> list[FrozenTrial]:
-    """The trials of a sweep's study without those of earlier sweeps; none if the journal is gone or holds no such study."""
+    """Return the trials of a sweep's study without those of earlier sweeps; none without such a study."""
     if not journal.exists():
         return []
     try:
@@ -103,7 +110,7 @@ def _own(journal: Path, name: str) -> list[FrozenTrial]:
 
 
 def shown(journal: Path) -> list[tuple[str, float | None]]:
-    """State and value of every point that a journal shows, in order, as Optuna itself reads it."""
+    """Return state and value of every point in a journal, in order, as Optuna itself reads it."""
     storage = JournalStorage(JournalFileBackend(str(journal)))
     (study,) = optuna.get_all_study_names(storage)
     return [

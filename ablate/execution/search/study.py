@@ -1,7 +1,7 @@
-"""Which arms to run next, and the study that shows it.
+"""Optuna study of one sweep: proposes arms of a search, and shows the arms of searches and grids.
 
-One loop serves grids and searches: a grid's points are queued, a sampler is asked for the rest. The study is a picture of the
-ledger: its journal can be deleted at any time and is then drawn again.
+The points of a grid are added, those of a search are proposed by a sampler. The study is a projection of the
+ledger: its journal can be deleted at any time and is then written again.
 """
 
 import math
@@ -24,12 +24,12 @@ from ablate.experiment.search_space import Dimension
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 ARM = "arm"
-"""The one parameter of a study whose experiment lists its arms by name."""
+"""Only parameter of a study whose experiment lists its arms by name."""
 ENDED = "neither diverged nor out of memory"
-"""The constraint that every arm has."""
+"""Constraint that every arm has."""
 
 POPULATION = 10
-"""Of NSGA-II: searches here propose tens of arms, not thousands."""
+"""Population size of NSGA-II: searches here propose tens of arms, not thousands."""
 
 _MOST_CHOICES = 100
 
@@ -45,7 +45,7 @@ SAMPLERS = {
 
 
 def _factor(rungs: Sequence[int]) -> int:
-    """How many times as far each rung is as the one before: of so many arms, one goes on."""
+    """Return the ratio of the first two rungs; after a rung, one arm of so many continues."""
     return rungs[1] // rungs[0] if rungs[1:] else 3
 
 
@@ -63,7 +63,7 @@ PRUNERS = {
 
 
 def distribution(dimension: Dimension) -> BaseDistribution:
-    """A knob's range as Optuna writes it."""
+    """Convert a knob's range to Optuna's distribution."""
     if dimension.kind == "uniform":
         return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
     if dimension.kind == "int":
@@ -72,8 +72,11 @@ def distribution(dimension: Dimension) -> BaseDistribution:
 
 
 def _shown(dimension: Dimension) -> Dimension | None:
-    """How a grid's list of values stands in its study, of which nothing is drawn: a long one as a range, or not at all, since the
-    journal repeats the categories in every trial."""
+    """Return the form in which a grid's list of values appears in its study, from which nothing is sampled.
+
+    Optuna repeats the categories in every trial, so a long list becomes a range, or None if its values are
+    not numbers.
+    """
     values = dimension.choices
     if len(values) <= _MOST_CHOICES:
         return dimension
@@ -85,10 +88,12 @@ def _shown(dimension: Dimension) -> Dimension | None:
 
 
 class Study:
-    """One sweep's Optuna study, in a journal file beside the ledger. Use it from one thread, holding the sweep's lock.
+    """Optuna study of one sweep, in a journal beside the ledger. Use it from one thread that holds the
+    sweep's lock.
 
-    Points are counted from 0 in the order of the ledger. Optuna's own numbers come after those of the `warm` points, arms of earlier
-    sweeps that the sampler knows from the start; they are no arms of this sweep, and prune nothing.
+    Points are counted from 0 in the order of the ledger. Optuna's own numbers start after the `warm` points:
+    arms of earlier sweeps that the sampler starts with. They are not arms of this sweep, and are not compared
+    when pruning.
     """
 
     def __init__(
@@ -117,7 +122,7 @@ class Study:
                     self.report(number, step, point.reports[step])
 
     def _open(self) -> optuna.Study:
-        """The journal's study, or a new one; `create_study` keeps the directions of one that is there."""
+        """Open the journal's study or create it; an existing study keeps its directions."""
         objectives = self._experiment.objectives
         self._storage = JournalStorage(Journal(self._journal))
         study = optuna.create_study(
@@ -133,9 +138,10 @@ class Study:
         return study
 
     def _equip(self, points: int) -> None:
-        """Give the study its sampler and its pruner."""
+        """Set the sampler and the pruner."""
         search = self._experiment.search
-        # A sampler made again with the same seed would propose the same points again: the trials so far are part of its seed.
+        # A sampler made again with the same seed would propose the same points again: the seed depends on
+        # the number of trials so far.
         seed = (search.seed * 1_000_003 + points) % 2**32 if search else 0
         with _quiet():
             self.study.sampler = SAMPLERS[search.sampler if search else "random"](seed)
@@ -145,7 +151,7 @@ class Study:
     # The journal and the ledger
 
     def _agrees(self, points: Sequence[Point]) -> bool:
-        """Whether what the journal holds is true of the ledger's points, as far as it goes."""
+        """Return True if everything in the journal agrees with the ledger's points, which may be more."""
         trials, warm = self._trials(), len(self._warm)
         directions = [direction.name.lower() for direction in self.study.directions]
         return (
@@ -190,7 +196,7 @@ class Study:
         return dict(zip(self._constraints, violations, strict=True)) if violations else {}
 
     def _params(self, point: Point) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-        """A point's parameters in today's ranges; a range is widened, and a knob left out, where the point is older than the range."""
+        """Return a point's parameters in today's ranges; an older point widens a range or omits a knob."""
         params, distributions = {}, {}
         for knob, known in self.distributions.items():
             if knob != ARM and knob not in point.knobs:
@@ -207,13 +213,13 @@ class Study:
         return self.study.get_trials(deepcopy=False)
 
     def _trial(self, number: int) -> int:
-        """A point's trial, as the storage knows it."""
+        """Return the storage's id of a point's trial."""
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, len(self._warm) + number)
 
     # Points
 
     def ask(self) -> tuple[int, dict[str, Any]]:
-        """A new point: its number in the study and its knobs, those alone that exist beside the others."""
+        """Propose a new point. Return its number in the study, and the knobs that exist beside each other."""
         knobs: dict[str, Any] = {}
         with _quiet():
             trial = self.study.ask()
@@ -223,7 +229,9 @@ class Study:
         return trial.number - len(self._warm), knobs
 
     def add(self, point: Point) -> None:
-        """Add a given point, the next number, with what it reported. Nothing is decided again: the ledger says what came of it."""
+        """Add a point of the ledger as the next number, with its reports. Pruning is not decided again: the
+        ledger has the decision.
+        """
         state = TrialState.FAIL if point.refused else TrialState.RUNNING
         self._add(point, state, user_attrs={"arm": point.name})
         number = len(self._trials()) - len(self._warm) - 1
@@ -249,7 +257,7 @@ class Study:
         )
 
     def running(self) -> list[int]:
-        """Numbers of the points that were not yet told."""
+        """Return the numbers of the points that are not settled."""
         trials = self._trials()[len(self._warm) :]
         return [number for number, trial in enumerate(trials) if trial.state == TrialState.RUNNING]
 
@@ -259,7 +267,11 @@ class Study:
         self._settle(number, TrialState.FAIL)
 
     def report(self, number: int, step: int, value: float) -> None:
-        """Tell the pruner how a point does at a rung, or with the seed at this place; it decides at once. A second time tells nothing."""
+        """Report a point's value at a rung, or of the seed at this position, to the pruner, which decides at
+        once.
+
+        A second report for the same step is ignored.
+        """
         trial = self._trial(number)
         known = self._storage.get_trial(trial)
         if self.prunes(number) or known.state.is_finished() or step in known.intermediate_values:
@@ -270,11 +282,11 @@ class Study:
                 self._given_up[number] = step
 
     def prunes(self, number: int) -> bool:
-        """Whether a point's last report was so bad that it is not worth going on; it hears no more then."""
+        """Return True if the pruner has given the point up; later reports are ignored."""
         return number in self._given_up
 
     def given_up_at(self, number: int) -> int | None:
-        """The step of that report, None where there is none."""
+        """Return the step of the report after which the pruner gave the point up; None if it did not."""
         return self._given_up.get(number)
 
     def tell(
@@ -286,10 +298,16 @@ class Study:
         violations: Sequence[float] = (),
         pruned: bool = False,
     ) -> None:
-        """Settle a point: the mean of each objective (a NaN fails it), the main metric by step, facts (arm, seeds, MLflow runs), and by
-        how much it breaks each constraint, the last of which is ENDED. A pruned point has no values.
+        """Settle a point.
 
-        Where there is a pruner, a point's intermediate values are its reports, and `steps` are left out.
+        Args:
+            number: the point's number.
+            values: mean of each objective; a NaN marks the point as failed.
+            steps: mean of the main metric by step; ignored if there is a pruner, whose reports are shown
+                instead.
+            facts: user attributes, such as arm, seeds, MLflow runs.
+            violations: amount by which it breaks each constraint, the last of which is ENDED.
+            pruned: True if the pruner gave it up; it then has no values.
         """
         trial = self._trial(number)  # of the storage, since to make an optuna.Trial is to ask the sampler
         known = self._storage.get_trial(trial)  # told by a driver that died before it could tell the rest
@@ -319,7 +337,9 @@ def _suggest(trial: optuna.Trial, knob: str, known: BaseDistribution) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Use what Optuna calls experimental, and let it meet infinite values and constraints it cannot use, without its warnings."""
+    """Silence Optuna's warnings about experimental features, infinite values, and constraints that a sampler
+    ignores.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         warnings.simplefilter("ignore", UserWarning)

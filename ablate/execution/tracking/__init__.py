@@ -1,7 +1,8 @@
-"""The ledger in MLflow: drawn there by a thread, and read back where MLflow is all there is. The only folder that knows MLflow.
+"""Projection of the ledger into MLflow by a thread, and import of a sweep from MLflow. The only folder that
+imports MLflow.
 
-`runs` says what a run is called, tagged and counts; `projector` draws; `reader` reads back; `database` makes a SQLite database;
-`attach` adds a report's files; `door` asks whether a server lets us in.
+`runs` names and tags runs; `projector` writes; `reader` reads back; `database` makes a SQLite database;
+`attach` adds a report's files; `login` checks the access to a server.
 """
 
 from ablate.execution.tracking.attach import log_report

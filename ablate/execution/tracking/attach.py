@@ -1,4 +1,4 @@
-"""A report's files beside the sweep that they report on, in MLflow."""
+"""Upload of a report's files to its sweep's run in MLflow."""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ _FIRST = "index.html"
 
 
 def log_report(uri: str, ledger: Ledger, folder: Path) -> None:
-    """Attach all files of a folder to the sweep's run, below `report/`, and name them in its description; what is there is replaced.
+    """Upload all files of a folder to the sweep's run, below `report/`, and link them in its description;
+    replace older files.
 
-    Nothing where the sweep is not drawn in MLflow. InputError where MLflow cannot take them, in one sentence.
+    Do nothing if the sweep is not in MLflow. InputError, in one sentence, if MLflow cannot store the files.
     """
     run = ledger.fact("mlflow_parent")
     if not run or not folder.is_dir():

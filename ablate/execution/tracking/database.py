@@ -1,10 +1,13 @@
-"""MLflow's own SQLite database: made beside its place and renamed in, so that a process killed meanwhile leaves nothing half-made there.
+"""MLflow's own SQLite database: made beside its place and renamed in, so that a process killed meanwhile
+leaves nothing half-made there.
 
-MLflow migrates a fresh database through some hundred revisions, which takes seconds. Killed within them, it leaves a file that no
-MLflow opens again. A database that such a kill left (by an earlier version, or by a server of the user's) holds no experiment, not even
-the one that every complete database begins with: it is put aside. Whatever holds an experiment is never touched here.
+MLflow migrates a fresh database through some hundred revisions, which takes seconds. Killed within them, it
+leaves a file that no MLflow opens again. A database that such a kill left (by an earlier version, or by a
+server of the user's) holds no experiment, not even the one that every complete database begins with: it is
+put aside. Whatever holds an experiment is never touched here.
 
-Call `prepare` with `lock_path` locked, and before a client is made: two processes that open a fresh database crash each other.
+Call `prepare` with `lock_path` locked, and before a client is made: two processes that open a fresh database
+crash each other.
 """
 
 import os
@@ -17,23 +20,31 @@ from ablate.execution.sweep_control import damage, put_aside
 from ablate.results.databases import open_readonly, path_of, tables, url
 
 _TABLES = {"alembic_version", "experiments", "runs", "metrics", "params", "tags"}
-"""Tables by which a database is known as MLflow's; which of them are there depends on how far a migration came."""
+"""Tables by which a database is known as MLflow's; which of them are there depends on how far a migration
+came.
+"""
 
 
 def lock_path(uri: str, state: Path) -> Path:
-    """Return the lock file for whoever makes or opens a database: beside it, or in the state folder for one without a path."""
+    """Return the lock file for whoever makes or opens a database: beside it, or in the state folder for one
+    without a path.
+    """
     path = path_of(uri)
     return state / "mlflow.lock" if path is None else path.with_suffix(".lock")
 
 
 def revision(db: sqlite3.Connection) -> str | None:
-    """Return the revision that MLflow's tables are of. sqlite3.OperationalError for a database that is not MLflow's."""
+    """Return the revision that MLflow's tables are of. sqlite3.OperationalError for a database that is not
+    MLflow's.
+    """
     row = db.execute("SELECT version_num FROM alembic_version").fetchone()
     return row and row[0]
 
 
 def half_made(path: Path) -> bool:
-    """Return True if a file is a database of MLflow's whose first migration did not end. sqlite3.DatabaseError for another file."""
+    """Return True if a file is a database of MLflow's whose first migration did not end.
+    sqlite3.DatabaseError for another file.
+    """
     if not path.exists() or not path.stat().st_size:
         return False
     with closing(open_readonly(path)) as db:
@@ -45,7 +56,9 @@ def half_made(path: Path) -> bool:
 
 
 def unusable(path: Path) -> str | None:
-    """Return why MLflow cannot use a database, or None if it can, or if there is none: damaged, half-made, or of another version."""
+    """Return why MLflow cannot use a database, or None if it can, or if there is none: damaged, half-made, or
+    of another version.
+    """
     found = damage(path)
     if found or not path.exists() or not path.stat().st_size:
         return found
@@ -64,7 +77,8 @@ def unusable(path: Path) -> str | None:
 
 
 def prepare(uri: str, artifacts: Path) -> Path | None:
-    """Make a database where there is none; return where a half-made one was put aside, None if there was none.
+    """Make a database where there is none; return where a half-made one was put aside, None if there was
+    none.
 
     `artifacts`: where MLflow's own first experiment, which sweeps do not use, would keep its artifacts.
     """
@@ -79,19 +93,24 @@ def prepare(uri: str, artifacts: Path) -> Path | None:
 
 
 def _check_address(uri: str, path: Path) -> None:
-    """Raise InputError if SQLAlchemy reads another file out of the address: MLflow would write it outside of the state folder."""
+    """Raise InputError if SQLAlchemy reads another file out of the address: MLflow would write it outside of
+    the state folder.
+    """
     from sqlalchemy import make_url
 
     if make_url(uri).database != str(path):
         raise InputError(
             [
-                f"{path}: this version of SQLAlchemy cannot open a path with '?' or '%'; install SQLAlchemy 2.1, or move it"
+                f"{path}: this version of SQLAlchemy cannot open a path with '?' or '%';"
+                " install SQLAlchemy 2.1, or move it"
             ]
         )
 
 
 def _make(path: Path, artifacts: Path) -> None:
-    """Migrate a database under another name, and rename it in. What an earlier process left under such names goes: the lock is held."""
+    """Migrate a database under another name, and rename it in. What an earlier process left under such names
+    goes: the lock is held.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for old in path.parent.glob(f".{path.stem}-*.new*"):
         old.unlink()
@@ -101,7 +120,9 @@ def _make(path: Path, artifacts: Path) -> None:
 
 
 def _migrate(path: Path, artifacts: Path) -> None:
-    """Have MLflow open a database, which makes its tables, and leave no connection to a file that is renamed afterwards."""
+    """Have MLflow open a database, which makes its tables, and leave no connection to a file that is renamed
+    afterwards.
+    """
     os.environ.setdefault(
         "MLFLOW_LOGGING_LEVEL", "WARNING"
     )  # read as it is imported: it tells every migration

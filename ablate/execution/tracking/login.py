@@ -1,5 +1,8 @@
-"""Whether an MLflow server lets us in, asked before anything runs: a wrong password does not get right by waiting, as a dead server may
-come back."""
+"""Check of the access to an MLflow server before anything runs.
+
+A wrong password is an error of the user's and ends the command. A server that does not answer may come back,
+so the sweep runs and ships its records later.
+"""
 
 import base64
 import os
@@ -16,12 +19,13 @@ _LOOK_SECONDS = 5.0
 
 
 def check_login(uri: str | None) -> None:
-    """InputError, in one sentence, where a server answers that we may not use it. One that does not answer is no concern of this."""
+    """Raise InputError, in one sentence, if a server refuses access. A server that does not answer is not an
+    error here.
+    """
     if not uri or not uri.startswith(("http://", "https://")) or _answer(uri) not in _REFUSED:
         return
-    from mlflow import (
-        MlflowClient,
-    )  # which takes seconds to import, and knows more ways to log in than those that were tried
+    # Importing MLflow takes seconds; it has more ways to log in than `_answer` tries.
+    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -34,31 +38,35 @@ def check_login(uri: str | None) -> None:
 
 
 def refusal(error: Exception) -> str | None:
-    """What an error of MLflow's says where its server does not let us in, and what would; None where it is about something else."""
+    """Return the reason and the remedy if MLflow's error means that its server refuses access; None for
+    another error.
+    """
     status = getattr(error, "get_http_status_code", lambda: 0)()
     if status not in _REFUSED:
         return None
     if status == 401 or "not authenticated" in str(error):
         user = os.environ.get(_USER)
-        who = f"does not know user {user!r} with this password" if user else "wants to know who we are"
-        return f"MLflow's server {who} (401); set {_USER} and {_PASSWORD} to a user of its own"
-    said = str(error).partition("Response body: ")[2].strip(" '") or str(error).splitlines()[0]
+        cause = f"user {user!r} or the password is wrong" if user else "no credentials were sent"
+        return f"MLflow returned 401 Unauthorized: {cause}; set {_USER} and {_PASSWORD}"
+    answer = str(error).partition("Response body: ")[2].strip(" '") or str(error).splitlines()[0]
     hint = (
         "; `mlflow server --allowed-hosts` names the hosts that it answers to"
-        if "Invalid Host" in said
+        if "Invalid Host" in answer
         else ""
     )
-    return f"MLflow's server refuses us (403): {said}{hint}"
+    return f"MLflow returned 403 Forbidden: {answer}{hint}"
 
 
 def plainly(error: Exception) -> str | None:
-    """An error of MLflow's that says that its server refuses us or does not answer, in plain words; None where it is another."""
+    """Return a plain sentence if MLflow's error means that its server refuses access or does not answer; else
+    None.
+    """
     unanswered = re.search(r"HTTPS?Connection.*\[Errno -?\d+\] ([^\"')]+)", str(error))
     return refusal(error) or (f"MLflow's server does not answer: {unanswered[1]}" if unanswered else None)
 
 
 def _answer(uri: str) -> int | None:
-    """The status of its answer to a call that needs no more than a log-in; None where nobody answers."""
+    """Return the HTTP status of a call that needs no more than a login; None if there is no answer."""
     parts = urlsplit(uri)
     address = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
     request = urllib.request.Request(f"{address}/api/2.0/mlflow/experiments/search?max_results=1")

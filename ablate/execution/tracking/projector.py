@@ -1,7 +1,15 @@
-"""The ledger, drawn in MLflow by one background thread; no trial ever waits for it.
+"""Projection of one sweep's ledger into MLflow, by one background thread; no trial ever waits for it.
 
-One experiment a sweep, one parent run a sweep, one child run a member. Records keep their own timestamps, so that shipping one
-twice stores it once. A server that is slow, dead or back again changes nothing but how far behind the picture is.
+MLflow may be slow, unreachable or deleted, and a sweep must not depend on it. The thread therefore reads the
+ledger, sends what MLflow lacks, and reports what it has sent; the controller stores that, since it alone
+writes the ledger. A server's failure only increases the number of records that MLflow is behind.
+
+A sweep is one MLflow experiment with one parent run; each member (arm and seed) is a child run. For example,
+2 arms on 3 seeds give 1 parent and 6 child runs, and a trial that two sweeps use appears in both.
+
+Records keep their own time stamps, so that sending one twice stores it once. Runs that were created but never
+recorded, because a process died in between, are found by their tags and used again. The projector never reads
+results back, and stops with `forgotten` set if the runs that the ledger names are gone.
 """
 
 import json
@@ -47,7 +55,9 @@ _VIEW_TAG = f"mlflow.sharedViewState.{runs.VIEW}"
 
 @dataclass(frozen=True)
 class Shipped:
-    """News for the ledger: a member's run, up to which step it is complete, and whether it is closed."""
+    """Progress of one member's run, for the ledger: the step up to which it is complete, and True in `closed`
+    if it has ended.
+    """
 
     arm: int
     seed: int
@@ -57,27 +67,31 @@ class Shipped:
 
 
 def behind(ledger: Ledger) -> int:
-    """How many records MLflow does not have, of those that it is to show."""
+    """Return the number of records that MLflow should show and does not have."""
     metrics = json.loads(ledger.fact("metrics") or "[]")
     return unshipped_records(ledger, lambda name: runs.shown(name, metrics))
 
 
 class Projector:
-    """Draws one sweep's ledger in MLflow. `news` is for the controller, which alone writes the ledger."""
+    """Background thread that writes one sweep's ledger to MLflow. The controller reads `news` and writes it
+    to the ledger.
+    """
 
     def __init__(self, uri: str, state: Path, ledger: Path, sweep: str, facts: Mapping[str, str]) -> None:
         self.news: queue.SimpleQueue[Shipped] = queue.SimpleQueue()
         self.parent: str | None = None
         self.experiment: str | None = None
-        """The sweep's experiment in MLflow."""
+        """Id of the sweep's experiment in MLflow."""
         self.forgotten = False
-        """Whether MLflow lacks the runs that the ledger knows: this projector has ended, and all is to be drawn again."""
+        """True if MLflow lacks runs that the ledger names: this projector has ended, and everything has to be
+        sent again.
+        """
         self.discarded: tuple[tuple[str, int, str], ...] = ()
-        """Those of the ledger's `discarded` whose runs are in MLflow's bin now."""
+        """Entries of the ledger's `discarded` whose runs were deleted in MLflow."""
         self.trouble: str | None = None
-        """Why the picture is behind, while it is."""
+        """Reason for MLflow's delay; None while there is none."""
         self.behind = 0
-        """How many records it lacks then."""
+        """Number of records that MLflow lacks while there is trouble."""
         self._uri, self._state, self._ledger_path, self._sweep, self._facts = (
             uri,
             state,
@@ -89,9 +103,11 @@ class Projector:
         self._metrics = json.loads(facts.get("metrics") or "[]")
         self._shipped: dict[tuple[int, int], Shipped] = {}
         self._orphans: dict[tuple[Any, Any], str] = {}
-        """Runs that were made and never noted, since the controller died, or the server before it answered: by member and trial."""
+        """Runs that were created and never recorded, because the controller or the server died; by member and
+        trial.
+        """
         self._made: dict[str, Any] = {}
-        """What is known of a run that was made here (its RunInfo): asking is a call."""
+        """RunInfo of runs created here, which saves a call each."""
         self._finish: tuple[str, str] | None = None
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -99,7 +115,16 @@ class Projector:
         self._thread.start()
 
     def finish(self, status: str, note: str, seconds: float) -> bool:
-        """Ship what is left and close the parent run, waiting at most `seconds`; whether everything was shipped."""
+        """Send the rest and close the parent run.
+
+        Args:
+            status: MLflow's status of the parent run.
+            note: description of the parent run, in Markdown.
+            seconds: longest time to wait.
+
+        Returns:
+            True if everything was sent in time.
+        """
         self._finish = (status, note)
         self._wake.set()
         self._thread.join(seconds)
@@ -109,9 +134,8 @@ class Projector:
     def _run(self) -> None:
         ledger = Ledger(self._ledger_path, readonly=True)
         client = None
-        while not (
-            self._finish or ledger.recorded()
-        ):  # to import MLflow and make its database would hold up the first trial
+        # Importing MLflow and creating its database would delay the first trial.
+        while not (self._finish or ledger.recorded()):
             self._wake.wait(_INTERVAL)
         while not self._stop.is_set():
             try:
@@ -122,13 +146,11 @@ class Projector:
                 if last:
                     self._close(client, ledger, *last)
                     break
-            except (
-                Exception
-            ) as error:  # a picture must not end the sweep: said in the status line, tried again
+            except Exception as error:  # must not end the sweep: shown in the status line, tried again
                 first = shorten((str(error).splitlines() or [""])[0], 120, placeholder=" ...")
                 why = plainly(error) or f"{type(error).__name__}: {first}"
                 self.trouble, self.behind = redact(why, self._uri), behind(ledger)
-                client = None  # a run may be there whose making was never answered: connecting again finds it
+                client = None  # connecting again finds a run whose creation was not answered
                 self._stop.wait(_RETRY_SECONDS)
             self._wake.wait(_INTERVAL)
             self._wake.clear()
@@ -136,13 +158,11 @@ class Projector:
 
     def _connect(self, ledger: Ledger) -> Any:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault(
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0"
-        )  # a run whose making was never answered would be made twice
+        # A retry would create a second run if the answer to the first call was lost.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault(
-            "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true"
-        )  # it shows the address, with its password
+        # MLflow would print the address with its password.
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
 
         with lock(database.lock_path(self._uri, self._state)):
@@ -159,7 +179,7 @@ class Projector:
         parent = known or self._new_parent(client)
         if not noted:
             self._describe(client, parent, ledger)
-        self.parent = parent  # to be noted from now on: it is whole
+        self.parent = parent  # recorded only when it is complete
         if known:
             client.update_run(parent, status="RUNNING")
             self._discard(client, ledger)
@@ -179,7 +199,7 @@ class Projector:
             return False
 
     def _discard(self, client: Any, ledger: Ledger) -> None:
-        """Move to MLflow's bin the runs that show what is no more: others will show what came in its place."""
+        """Delete the runs in MLflow of results that were put aside; new runs replace them."""
         done = []
         for trial, moment, member in ledger.discarded():
             of_member = f" AND tags.`ablate.member` = '{member}'" if member else ""
@@ -192,7 +212,9 @@ class Projector:
         self.discarded = tuple(done)
 
     def _wait_less(self) -> None:
-        """Our own database waits for the disk once a transaction, not four times, and can be read while it is written."""
+        """Set the journal mode of our own database: one disk wait per transaction instead of four, and
+        readers beside the writer.
+        """
         own = (self._state / "mlflow.db").resolve()
         if path_of(self._uri) == own:
             with closing(sqlite3.connect(own)) as db:
@@ -201,25 +223,26 @@ class Projector:
     def _experiment_id(self, client: Any) -> str:
         known = client.get_experiment_by_name(self._sweep)
         if known is not None:
-            if known.lifecycle_stage == "deleted":  # in its pages: the runs to come need it
+            if known.lifecycle_stage == "deleted":  # by a user, in MLflow's pages
                 client.restore_experiment(known.experiment_id)
             return known.experiment_id
         local = path_of(self._uri) is not None
         location = (self._state / "artifacts" / self._sweep).resolve().as_uri() if local else None
-        kind = {
-            "mlflow.experimentKind": "custom_model_development"
-        }  # or its page opens on traces of language models
+        # Without this kind the experiment's page opens on traces of language models.
+        kind = {"mlflow.experimentKind": "custom_model_development"}
         return client.create_experiment(self._sweep, artifact_location=location, tags=kind)
 
     def _find_parent(self, client: Any) -> str | None:
-        """This sweep's run, where an earlier controller made it and died before it could say so."""
+        """Return this sweep's parent run if an earlier controller created it and died before recording it."""
         runs = client.search_runs(
             [self.experiment], f"tags.`ablate.sweep_id` = '{self._facts['sweep_id']}'", max_results=1
         )
         return runs[0].info.run_id if runs else None
 
     def _find_orphans(self, client: Any, noted: set[str]) -> dict[tuple[Any, Any], str]:
-        """They are among the latest runs, so the search ends with the first page of runs that are all known."""
+        """Return created but unrecorded runs. They are among the latest, so stop at the first page without
+        any.
+        """
         found: dict[tuple[Any, Any], str] = {}
         page = None
         while True:
@@ -252,7 +275,9 @@ class Projector:
         self._overview(client, parent, ledger)
 
     def _overview(self, client: Any, parent: str, ledger: Ledger) -> None:
-        """What reads the sweep back, and the view that shows it: as things stand."""
+        """Write the current description of the sweep, from which it can be imported, and the saved view of
+        its runs.
+        """
         client.log_text(parent, runs.description(ledger), "sweep.json")
         metric = schema.Metric.model_validate_json(ledger.fact("metric") or "{}")
         knobs = dict.fromkeys(knob for arm in ledger.arms() for knob in json.loads(arm["knobs"]))
@@ -263,7 +288,7 @@ class Projector:
             client.set_experiment_tag(self.experiment, _VIEW_TAG, shown)
 
     def _ship(self, client: Any, ledger: Ledger) -> None:
-        """Bring the run of every member that is under way up to date with the ledger."""
+        """Bring the run of every unfinished member up to date with the ledger."""
         for member in ledger.to_ship():
             key = (member["arm"], member["seed"])
             known = self._shipped.get(key) or Shipped(
@@ -275,7 +300,9 @@ class Projector:
                 self._note(self._draw(client, ledger, member, known), known)
 
     def _draw(self, client: Any, ledger: Ledger, member: Mapping[str, Any], known: Shipped) -> Shipped:
-        """One member's run, in as few calls as may be: each costs a commit, or a round trip."""
+        """Bring one member's run up to date in as few calls as possible: each costs a commit, or a round
+        trip.
+        """
         from mlflow.entities import Param, RunTag
 
         over, run = (
@@ -304,9 +331,7 @@ class Projector:
         if over:
             info = self._made.pop(run, None) or client.get_run(run).info
             self._artifacts(info.artifact_uri, member)
-            lasted = member["seconds"] and int(
-                1000 * member["seconds"]
-            )  # of the trial, whenever its run was drawn
+            lasted = member["seconds"] and int(1000 * member["seconds"])  # of the trial, not of the upload
             client.set_terminated(run, _TERMINAL[member["status"]], lasted and info.start_time + lasted)
         return Shipped(known.arm, known.seed, run, step, over)
 
@@ -316,9 +341,9 @@ class Projector:
             self.news.put(now)
 
     def _gaps(self, ledger: Ledger, member: Mapping[str, Any], run: str) -> dict[str, list[Any]]:
-        """How far members are from their baseline's, by run, as far as this member's end is what that waited for.
+        """Return gaps to the baseline, by run, that can be computed because this member has ended.
 
-        Of two that are compared, the one that is drawn last says it; said twice, it is stored once.
+        Of two members that are compared, the one sent last adds the gap; sent twice, it is stored once.
         """
         from mlflow.entities import Metric
 
@@ -343,7 +368,7 @@ class Projector:
         return run.run_id
 
     def _data(self, client: Any, ledger: Ledger, run: str, member: Mapping[str, Any]) -> None:
-        """What a member is trained on, as its run's input; said twice, it is stored once."""
+        """Add the member's training data as its run's input; sent twice, it is stored once."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         told = ledger.fact(f"{DATA}{json.loads(member['spec'])['data']}")
@@ -354,7 +379,7 @@ class Projector:
     def _batches(
         self, records: Iterator[tuple[int, str, float, float]], more: list[Any]
     ) -> Iterator[tuple[int, list[Any]]]:
-        """The last step and the metrics of as many whole steps as fit one call; `more` goes with the last."""
+        """Yield last step and metrics of as many whole steps as fit one call; `more` goes with the last."""
         from mlflow.entities import Metric
 
         batch: list[Any] = []
@@ -373,7 +398,7 @@ class Projector:
             yield last, batch + more
 
     def _artifacts(self, place: str, member: Mapping[str, Any]) -> None:
-        """The resolved spec, the result with its environment, and what the trial left."""
+        """Upload the resolved spec, the result with its environment, and the trial's own artifacts."""
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         store = Store(self._state)

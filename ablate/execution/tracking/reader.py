@@ -1,6 +1,6 @@
-"""A sweep back from MLflow, where MLflow is all there is: arms, members, statuses, the records that it was shown, facts.
+"""Import of a sweep from MLflow: arms, members, statuses, records that were sent, facts.
 
-What MLflow was never told stays away: per-layer series, attempts, which of two equal records came first.
+MLflow does not have per-layer series, attempts, or the order of records for one step, so these are missing.
 """
 
 import json
@@ -28,8 +28,12 @@ _AT_ONCE = 4
 
 
 def fetch(uri: str, sweep: str, path: Path) -> Ledger:
-    """Make a ledger at `path` of the experiment of this name, and open it. InputError where there is a file, no such experiment, or
-    an MLflow that cannot be read: in one sentence."""
+    """Make a ledger at `path` from the MLflow experiment of this name, and open it.
+
+    Raises:
+        InputError: in one sentence, if the file exists, if there is no such experiment, or if MLflow cannot
+            be read.
+    """
     if path.exists():
         raise InputError([f"{path}: is there already; nothing was fetched"])
     with told(uri):
@@ -42,7 +46,8 @@ def fetch(uri: str, sweep: str, path: Path) -> Ledger:
         if described is None:
             raise InputError(
                 [
-                    f"{redact(uri)}: {sweep} has no sweep.json: `ablate sync {sweep} --rebuild`, where it was run, draws it again"
+                    f"{redact(uri)}: {sweep} has no sweep.json:"
+                    f" `ablate sync {sweep} --rebuild` on the machine that ran it writes it again"
                 ]
             )
         unfinished = path.with_name(f"{path.name}.unfinished")
@@ -56,7 +61,7 @@ def fetch(uri: str, sweep: str, path: Path) -> Ledger:
 
 @contextmanager
 def told(uri: str) -> Iterator[None]:
-    """What keeps MLflow from being used, in one sentence and without a password."""
+    """Convert errors of MLflow within the block to InputError, in one sentence and without passwords."""
     from alembic.util.exc import CommandError
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -75,7 +80,8 @@ def told(uri: str) -> Iterator[None]:
         raise InputError(
             [
                 redact(
-                    f"{redact(uri)}: MLflow cannot be used there: {first.partition(' Take a backup')[0]}{hint}",
+                    f"{redact(uri)}: MLflow cannot be used there:"
+                    f" {first.partition(' Take a backup')[0]}{hint}",
                     uri,
                 )
             ]
@@ -83,7 +89,9 @@ def told(uri: str) -> Iterator[None]:
 
 
 def look(uri: str) -> None:
-    """Whether a SQLite store can be opened: MLflow would make one that is missing, and try for minutes to get at one that is locked."""
+    """Raise InputError if a SQLite store cannot be opened. MLflow would create a missing one, and retry a
+    locked one for minutes.
+    """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     path = path_of(uri)
     if path is None:
@@ -101,14 +109,14 @@ def look(uri: str) -> None:
 
 
 class _Sweep:
-    """A sweep as MLflow has it: what its run says, and the runs of its members."""
+    """Sweep as MLflow has it: the description in its parent run, and the runs of its members."""
 
     def __init__(self, described: Mapping[str, Any], parent: Any, runs: list[Any]) -> None:
         self.facts = {key: value for key, value in described["facts"].items() if value is not None}
         self.trials = described["trials"]
         self.arms = described["arms"]
         self.runs = {_key(run): run for run in sorted(runs, key=lambda run: run.info.start_time)}
-        """By arm, seed and trial; the latest, where there are several."""
+        """Latest run by arm, seed and trial."""
         if parent.info.status == "RUNNING":  # what was wanted since it began
             self._add_new()
 
@@ -134,7 +142,7 @@ def _key(run: Any) -> tuple[str, str, str]:
 
 
 def _runs(client: Any, uri: str, sweep: str) -> tuple[Any, list[Any]]:
-    """The sweep's run, the latest where there are several, and those of its members."""
+    """Return the sweep's latest parent run, and the runs of its members."""
     experiment = client.get_experiment_by_name(sweep)
     if experiment is None:
         names = sorted(found.name for found in client.search_experiments() if found.name != "Default")
@@ -161,7 +169,7 @@ def _search(client: Any, experiment: str, wanted: str) -> list[Any]:
 
 
 def _artifact(client: Any, run: Any, name: str) -> str | None:
-    """A text among a run's artifacts, None where it has none of this name."""
+    """Return a text artifact of a run, None if it has none of this name."""
     if not any(item.path == name for item in client.list_artifacts(run.info.run_id)):
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +213,7 @@ def _fill(book: Ledger, client: Any, sweep: _Sweep) -> None:
 
 
 def _read(client: Any, run: Any) -> tuple[str, list[dict[str, Any]]]:
-    """A member's spec, as far as it was shipped, and its records."""
+    """Return a member's spec, as far as it was sent, and its records."""
     tags = run.data.tags
     known = {
         "seed": int(tags["ablate.seed"]),
@@ -223,5 +231,5 @@ def _read(client: Any, run: Any) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _value(value: float) -> float:
-    """MLflow's tables know no infinity: it is their largest number."""
+    """Return a metric's value. MLflow's tables have no infinity and store the largest float instead."""
     return math.copysign(math.inf, value) if abs(value) >= sys.float_info.max else value

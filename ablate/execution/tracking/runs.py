@@ -1,7 +1,8 @@
-"""What a run of MLflow's says of a member or a sweep: names, tags, params, colours, columns, and the gap. Words only, no MLflow.
+"""Contents of MLflow runs, for members and sweeps: names, tags, params, colours, columns, gaps. Does not
+import MLflow.
 
-MLflow sorts params and columns by name and nothing else, so what a sweep turns is named `ablate.<knob>`: that comes before `arm`,
-which comes before whatever all arms share.
+MLflow sorts params and columns by name only. A knob is therefore named `ablate.<knob>`, which comes before
+`arm`, and before everything that all arms share.
 """
 
 import hashlib
@@ -20,29 +21,32 @@ from ablate.training.workloads import context_free, unit
 
 TURNED = "ablate."
 VIEW = "arms"
-"""The id of the saved view of a sweep's runs; `?viewStateShareKey=` opens it."""
+"""Id of the saved view of a sweep's runs; `?viewStateShareKey=` opens it."""
 PAGES = "ABLATE_MLFLOW_PAGES"
-"""The environment's word for the server's address in a browser, where that is another than a sweep's: between containers it has a name
-that nobody else knows."""
+"""Environment variable with the server's address for browsers, if it differs from the sweep's, as it does
+between containers.
+"""
 _FACTS = ("name", "question", "metric", "metrics", "interval", "search", "provenance.json")
 _COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#56b4e9", "#ece133", "#fbafe4")
-"""Safe for the colour-blind, as in our own pictures."""
+"""Safe for colour-blind readers, as in this project's figures."""
 _BASELINE_COLOUR = "#595959"
 _MOST_COLUMNS = 12
 _MOST_OF_A_DIGEST = 36
 _MOST_OF_A_NAME = 100
-"""Characters of a dataset's name, which may be a long path."""
+"""Maximum length of a dataset's name, which may be a long path."""
 _MOST_CHARACTERS = 5000
-"""Of an experiment's tag."""
+"""Maximum length of an experiment's tag."""
 
 
 def shown(name: str, metrics: Collection[str]) -> bool:
-    """Return True for a metric that goes to MLflow: those that arms are compared by, and those of every run."""
+    """Return True for a metric that goes to MLflow: those that compare arms, and those of every run."""
     return name in metrics or parse(name).for_tracker
 
 
 def page(server: str, experiment: str, run: str | None = None) -> str:
-    """Where a run's page is, or the saved view of all runs of an experiment. Without a password, and as browsers name the server."""
+    """Return the address of a run's page, or of the saved view of an experiment's runs; as browsers need it,
+    without password.
+    """
     where = f"{redact(os.environ.get(PAGES) or server).rstrip('/')}/#/experiments/{experiment}"
     return (
         f"{where}/runs/{run}"
@@ -55,7 +59,9 @@ def page(server: str, experiment: str, run: str | None = None) -> str:
 
 
 def tags(member: Mapping[str, Any], sweep: str, parent: str | None, against: str | None) -> dict[str, str]:
-    """What a member's run is found and grouped by. `against` is its baseline's name, None where it is one."""
+    """Return the tags by which a member's run is found and grouped. `against`: its baseline's name, None if
+    it is a baseline.
+    """
     spec = json.loads(member["spec"])
     found = {
         "mlflow.parentRunId": parent,
@@ -79,7 +85,7 @@ def tags(member: Mapping[str, Any], sweep: str, parent: str | None, against: str
 
 
 def params(member: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The knobs that were turned, then every resolved value by its path."""
+    """Yield the knobs, then every resolved value by its path."""
     spec, knobs = json.loads(member["spec"]), json.loads(member["knobs"])
     for knob, value in knobs.items():
         yield f"{TURNED}{knob}", _text(value)
@@ -93,7 +99,7 @@ def params(member: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def dataset(member: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, str]:
-    """What MLflow shows of a member's data: its Dataset's fields. `told`: what the ledger knows of them."""
+    """Return the fields of MLflow's Dataset for a member's data. `told`: facts about them in the ledger."""
     name = told["name"] if len(told["name"]) <= _MOST_OF_A_NAME else f"{told['name'][:_MOST_OF_A_NAME]}..."
     columns = [{"name": column, "type": kind, "required": True} for column, kind in told["columns"].items()]
     data = json.loads(member["spec"])["data"]
@@ -124,8 +130,10 @@ def _text(value: Any) -> str:
 def gaps(
     ledger: Ledger, member: Mapping[str, Any], metric: str
 ) -> Iterator[tuple[Mapping[str, Any], int, float, dict[str, float]]]:
-    """What can be said once this member is done: of itself against its baseline's member at the same seed, or, where it is a baseline,
-    of every member that is compared with it. (member, step, time, metrics), step and time being those of its last value.
+    """Yield the gaps that can be computed once this member is done: its own, or, if it is a baseline, those
+    of members it serves.
+
+    Each is (member, step, time, metrics), with step and time of the member's last value.
     """
     for other in ledger.counterparts(member["arm"], member["seed"]):
         compared, baseline = (member, other) if member["baseline"] == other["arm"] else (other, member)
@@ -137,7 +145,7 @@ def gaps(
 
 
 def _gap(counted: str, value: float, baseline: float) -> dict[str, float]:
-    """In nats where the metric is, as `absolute` else, and in percent."""
+    """Return the gap in the metric's unit, or as `absolute` if that has no name, and in percent."""
     gap = value - baseline
     if not math.isfinite(gap):
         return {}
@@ -145,7 +153,9 @@ def _gap(counted: str, value: float, baseline: float) -> dict[str, float]:
 
 
 def gap_in(unit: str) -> str:
-    """Name of a member's gap to its baseline in a unit; `absolute` for a metric whose unit has no name."""
+    """Return the name of a member's gap to its baseline in a unit; `absolute` for a metric whose unit has no
+    name.
+    """
     return str(Name(GAP, None, None, unit or "absolute"))
 
 
@@ -153,7 +163,9 @@ def gap_in(unit: str) -> str:
 
 
 def _context_free(ledger: Ledger) -> str:
-    """By arm, the loss of a model that ignores its input, from its first finished run: no record has it."""
+    """Return JSON with each arm's loss of a model that ignores its input, from its first finished run; no
+    record has it.
+    """
     store, found = Store(ledger.path.absolute().parents[2]), {}
     for member in ledger.members():
         if member["status"] == "done" and member["name"] not in found:
@@ -162,7 +174,9 @@ def _context_free(ledger: Ledger) -> str:
 
 
 def description(ledger: Ledger) -> str:
-    """All that a sweep's runs do not say themselves, as JSON: from this and the runs its ledger is made again."""
+    """Return as JSON everything that a sweep's runs lack; its ledger can be made again from this and the
+    runs.
+    """
     arms = {arm["arm"]: arm["name"] for arm in ledger.arms()}
     members: dict[int, dict[str, str]] = {}
     for member in ledger.members():
@@ -193,8 +207,11 @@ def description(ledger: Ledger) -> str:
 def view(
     knobs: Iterable[str], metric: str, metrics: Iterable[str], counted: str, minimize: bool, now_ms: int
 ) -> str | None:
-    """The saved view of a sweep's runs as MLflow's pages keep it: no run but the members', what was turned, what came of it, the best
-    first. None where it would not fit."""
+    """Return the saved view of a sweep's runs in the format of MLflow's pages; None if it is too long for a
+    tag.
+
+    It lists members only, with knobs and results as columns, best first.
+    """
     metrics = list(metrics)
     columns = [f"params.`{TURNED}{knob}`" for knob in knobs][:_MOST_COLUMNS]
     columns += [
