@@ -263,7 +263,7 @@ def test_closing_ends_the_child_and_the_trial_in_it(tmp_path):
 
 IMPORTING = """
 import os, sys, threading
-from ablate.execution import trial_process as child
+from ablate.execution import trial_process
 from ablate.training.workloads.idle import Idle
 
 records = Idle.records
@@ -280,7 +280,7 @@ def counting():
 
 os.fork = counting
 Idle.records = importing
-child.main()
+trial_process.main()
 """
 """A worker whose workload `idle` needs a module, and which says how many threads there are at each fork."""
 
@@ -323,14 +323,14 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
 
 COUNTING = """
 import functools, json, os, pathlib, sys
-from ablate.execution import trial_process as child
+from ablate.execution import trial_process
 from ablate.experiment.trial_spec import TrialSpec
 
 def loads(text):
     with pathlib.Path(sys.argv[1]).open("a") as file: print(os.getpid(), len(text), file=file)
     return json.loads(text)
 
-child.main(functools.partial(TrialSpec.parse, loads=loads))
+trial_process.main(functools.partial(TrialSpec.parse, loads=loads))
 """
 """A warm process that notes which process reads JSON of a spec, and how much."""
 
