@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ablate.training.data import Augment, ImageSet, RandAugment, augment, open_images
-from ablate.training.data.augment import OPERATIONS, drawn, image_batch, validation_images, validation_places
+from ablate.training.data.augment import OPERATIONS, drawn, image_batch, validation_images, validation_indices
 from ablate.training.data.batches import training_batch
 from ablate.training.data.corpus import Corpus
 
@@ -213,7 +213,7 @@ def test_validation_images_are_evenly_spaced_and_never_changed():
     images = coloured()
     batches = validation_images(images, 10, 4, ALL)
     assert [len(batch) for batch in batches] == [4, 4, 2]
-    assert validation_places(images, 10).tolist() == list(range(0, 20, 2))
+    assert validation_indices(images, 10).tolist() == list(range(0, 20, 2))
     plain = torch.cat(validation_images(images, 10, 4, PLAIN))
     assert torch.equal((plain * 255).round().byte(), torch.from_numpy(images.val[::2]))
     mean, deviation = (torch.from_numpy(m).view(1, 3, 1, 1) for m in (images.mean, images.deviation))

@@ -89,17 +89,17 @@ def test_a_header_with_a_negative_count_is_told_in_a_sentence(tmp_path, count):
     header[:3] = 20240520, 1, count
     (tmp_path / "negative.bin").write_bytes(header.tobytes() + bytes(200))
     source = Shards(train=str(tmp_path / "negative.bin"), val=str(tmp_path / "negative.bin"), vocab=64)
-    said = rf"negative\.bin: its header tells of {count} tokens: damaged, or written with more than the 2,147,483,647 tokens"
+    said = rf"negative\.bin: its header counts {count} tokens: damaged, or written with more than the 2,147,483,647 tokens"
     with pytest.raises(ValueError, match=said):
         open_corpus(source)
-    assert "tells of" in dict(Gpt(data=source).problems())["data"]
+    assert "header counts" in dict(Gpt(data=source).problems())["data"]
 
 
 def test_a_truncated_shard_is_refused(tmp_path):
     path = write(tmp_path / "cut.bin", range(100), header=20240520)
     with open(path, "r+b") as file:
         file.truncate(1024 + 150)
-    with pytest.raises(ValueError, match=r"cut\.bin: truncated: its header promises 100 tokens"):
+    with pytest.raises(ValueError, match=r"cut\.bin: truncated: its header counts 100 tokens"):
         open_corpus(source(tmp_path, path, path))
 
 

@@ -141,7 +141,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_does_not_run_it(tmp_pa
     published(tmp_path, 100, "pickle")
     (tmp_path / "train").write_bytes(pickle.dumps({b"data": Attack()}, protocol=2))
     with pytest.raises(
-        ValueError, match=r"train: refused: this pickle would call posix\.mkdir, and only numpy arrays"
+        ValueError, match=r"train: refused: this pickle would call posix\.mkdir; only numpy arrays"
     ):
         open_images(Cifar100(cifar100=str(tmp_path)))
     assert not (tmp_path / "struck").exists()

@@ -269,7 +269,7 @@ def test_training_ends_after_so_many_tokens(tmp_path):
             lambda out: (out / "data.json").write_text("{}"),
             r"data\.json: not as `ablate data prepare` writes it",
         ),
-        (lambda out: cut(out / "train_000000.bin"), "truncated: its header promises"),
+        (lambda out: cut(out / "train_000000.bin"), "truncated: its header counts"),
         (lambda out: turn(out / "val_000000.bin", 1030, b"!"), "are not those that"),
         (lambda out: turn(out / "train_000000.bin", 1031, b"\7"), "is beyond the vocabulary of 256"),
     ],
@@ -477,7 +477,7 @@ def test_a_hub_that_cannot_be_reached_is_told_in_one_sentence_with_what_there_is
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://me:secret@127.0.0.1:9")
     with pytest.raises(
         OSError,
-        match=r"dataset some/stories: http://me:\*\*\*@127\.0\.0\.1:9 was asked .* cannot be reached \(.*\)",
+        match=r"dataset some/stories: http://me:\*\*\*@127\.0\.0\.1:9 cannot be reached \(.*\)",
     ) as error:
         open_corpus(HubText(dataset="some/stories"))
     message = str(error.value)

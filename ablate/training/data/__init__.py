@@ -1,7 +1,7 @@
-"""Where data come from: text as tokens, images as arrays, each with a fingerprint of its content. Opening them is torch-free.
+"""Data: text as tokens and images as arrays, each with a fingerprint of its content. Opened without torch.
 
-A corpus is two flat arrays of token ids and a vocabulary; an image set is uint8 arrays with classes. `batches` and `augment` make of
-them what a step sees, by counter from the seed.
+A corpus is two flat arrays of token ids and a vocabulary; an image set is uint8 arrays with classes. Files
+`batches` and `augment` draw a step's batch from them, by counter from the seed.
 """
 
 from ablate.training.data.corpus import Corpus, Shards, open_corpus

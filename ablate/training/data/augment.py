@@ -1,6 +1,7 @@
-"""Which images a step sees, and how they are changed: functions of (images, seed, step, micro-batch) alone, through counter-based bits.
+"""The images of a step and their augmentation: functions of (images, seed, step, micro-batch) alone.
 
-So every arm of a seed sees the same pixels, whatever the number of workers, and no global generator is read.
+Random bits are drawn by counter, never from a global generator, so that every arm of a seed sees the same
+pixels, whatever the number of workers.
 """
 
 import math
@@ -14,13 +15,16 @@ from ablate.numerics.philox import STREAMS, philox
 from ablate.training.data.images import Augment, ImageSet
 
 _GREY = (0.299, 0.587, 0.114)
-"""How bright red, green and blue look (ITU-R BT.601)."""
+"""Perceived brightness of red, green and blue (ITU-R BT.601)."""
 _CROP, _FLIP, _JITTER, _RANDAUGMENT = range(4)
-"""What is drawn for what: the last word of the counter. RandAugment's operations go on from there."""
+"""Purposes of draws: the last word of the counter. RandAugment's operations count on from the last."""
 
 
 def drawn(images: ImageSet, seed: int, step: int, micro_batch: int, count: int) -> Tensor:
-    """Which training images, int64 [count], drawn with replacement: the same for every augmentation."""
+    """Return the numbers of a batch's training images, int64 [count], drawn with replacement.
+
+    They are the same for every augmentation.
+    """
     counter = torch.zeros(4, count, dtype=torch.int64)
     counter[0] = torch.arange(count)
     counter[1], counter[2] = step, micro_batch
@@ -31,11 +35,23 @@ def drawn(images: ImageSet, seed: int, step: int, micro_batch: int, count: int) 
 def image_batch(
     images: ImageSet, seed: int, step: int, micro_batch: int, count: int, augment: Augment
 ) -> Tensor:
-    """Training images that `drawn` names, cut, turned and coloured as `augment` says; float32 [count, channels, height, width]."""
+    """Return a batch of augmented training images.
+
+    Args:
+        images: the image set.
+        seed: the trial's seed.
+        step: optimizer step.
+        micro_batch: number of the micro-batch in the step.
+        count: number of images.
+        augment: the augmentation.
+
+    Returns:
+        The images that `drawn` selects, float32 [count, channels, height, width].
+    """
     batch = _floats(images.train[drawn(images, seed, step, micro_batch, count).numpy()])
 
     def uniform(purpose: int) -> Tensor:
-        """Four numbers in [0, 1) an image; float32 [4, count]."""
+        """Return four numbers in [0, 1) for each image, float32 [4, count]."""
         counter = torch.empty(4, count, dtype=torch.int64)
         counter[0] = torch.arange(count)
         counter[1], counter[2], counter[3] = step, micro_batch, purpose
@@ -54,23 +70,29 @@ def image_batch(
 
 
 def validation_images(images: ImageSet, count: int, size: int, augment: Augment) -> list[Tensor]:
-    """At most `count` validation images, evenly spaced, in batches of at most `size`, normalised where training images are; float32.
+    """Return validation images in batches, float32 [batch, channels, height, width]; nothing is drawn.
 
-    The same for every seed and arm; nothing is drawn. Their classes are those of `validation_places`.
+    They are the same for every seed and arm, and are those of `validation_indices`.
+
+    Args:
+        images: the image set.
+        count: largest number of images.
+        size: largest number of images in a batch.
+        augment: the augmentation, of which only `normalise` applies.
     """
-    chosen = validation_places(images, count)
+    chosen = validation_indices(images, count)
     batches = (_floats(images.val[chosen[i : i + size].numpy()]) for i in range(0, len(chosen), size))
     return [_normalised(batch, images) if augment.normalise else batch for batch in batches]
 
 
-def validation_places(images: ImageSet, count: int) -> Tensor:
-    """Which validation images, int64 [at most count]."""
+def validation_indices(images: ImageSet, count: int) -> Tensor:
+    """Return the numbers of evenly spaced validation images, int64 [at most count]."""
     count = max(1, min(count, len(images.val)))
     return torch.arange(count) * len(images.val) // count
 
 
 def _floats(pixels) -> Tensor:
-    """uint8 as float32 in [0, 1]."""
+    """Return uint8 pixels as float32 in [0, 1]."""
     return torch.from_numpy(pixels).float() / 255
 
 
@@ -82,22 +104,22 @@ def _normalised(batch: Tensor, images: ImageSet) -> Tensor:
 
 
 def _crop(batch: Tensor, padding: int, draws: Tensor) -> Tensor:
-    """A window of the old size in the image with a black margin of `padding` pixels."""
+    """Return a random window of the same size of each image, padded with `padding` black pixels."""
     count, channels, height, width = batch.shape
-    wide = F.pad(batch, (padding,) * 4)
+    padded = F.pad(batch, (padding,) * 4)
     top, left = (draws[:2] * (2 * padding + 1)).long()
     rows = (top.view(-1, 1) + torch.arange(height)).view(count, 1, height, 1)
     columns = (left.view(-1, 1) + torch.arange(width)).view(count, 1, 1, width)
-    return wide[
+    return padded[
         torch.arange(count).view(-1, 1, 1, 1), torch.arange(channels).view(1, -1, 1, 1), rows, columns
     ]
 
 
-# --- colours: each blends with what it would be at strength 0 -------------------------------------
+# --- colours: each blends the image with its version at strength 0 --------------------------------
 
 
 def _grey(batch: Tensor) -> Tensor:
-    """[n, 1, height, width]."""
+    """Return images in grey, [n, 1, height, width]."""
     if batch.shape[1] == 1:
         return batch
     return (batch * torch.tensor(_GREY).view(1, 3, 1, 1)).sum(1, keepdim=True)
@@ -116,7 +138,7 @@ def _saturation(batch: Tensor, strength: Tensor) -> Tensor:
 
 
 def _jitter(batch: Tensor, augment: Augment, draws: Tensor) -> Tensor:
-    """Each by a factor in [1 - value, 1 + value], in this order."""
+    """Change brightness, contrast, saturation, in this order, by factors in [1 - value, 1 + value]."""
     for draw, change, most in zip(
         draws, (_brightness, _contrast, _saturation), augment.coloured, strict=False
     ):
@@ -125,11 +147,14 @@ def _jitter(batch: Tensor, augment: Augment, draws: Tensor) -> Tensor:
     return batch
 
 
-# --- RandAugment (arXiv 1909.13719): one of these an image, its strength with a random sign where i
+# --- RandAugment (arXiv 1909.13719): one operation an image, its strength with a random sign ------
 
 
 def _warped(batch: Tensor, entries: tuple[Tensor | float, ...]) -> Tensor:
-    """What the map (xx, xy, x0, yx, yy, y0), in which the image spans [-1, 1], takes its pixels from; black outside."""
+    """Resample images at the affine map (xx, xy, x0, yx, yy, y0) of their coordinates, which span [-1, 1].
+
+    Pixels from outside an image are black.
+    """
     ones = torch.ones(len(batch))
     maps = torch.stack([entry * ones for entry in entries], 1).view(-1, 2, 3)
     return F.grid_sample(
@@ -143,13 +168,13 @@ def _rotate(batch: Tensor, strength: Tensor) -> Tensor:
 
 
 def _posterize(batch: Tensor, strength: Tensor) -> Tensor:
-    """Keeps 8 to 4 bits of each pixel."""
+    """Keep 8 to 4 bits of each pixel."""
     step = 2 ** (4 * strength.abs()).round().view(-1, 1, 1, 1)
     return ((batch * 255).round() / step).floor() * step / 255
 
 
 def _solarize(batch: Tensor, strength: Tensor) -> Tensor:
-    """What is brighter than a threshold is inverted."""
+    """Invert pixels that are brighter than a threshold."""
     return torch.where(batch > (1 - strength.abs()).view(-1, 1, 1, 1), 1 - batch, batch)
 
 
@@ -170,16 +195,16 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "translate_x": lambda batch, strength: _warped(batch, (1.0, 0.0, 0.9 * strength, 0.0, 1.0, 0.0)),
     "translate_y": lambda batch, strength: _warped(batch, (1.0, 0.0, 0.0, 0.0, 1.0, 0.9 * strength)),
 }
-"""float32 [n, channels, height, width] and a strength in [-1, 1] an image -> the same shape."""
+"""Functions of images float32 [n, channels, height, width] and strengths in [-1, 1], [n], to images."""
 
 
 def _randaugment(batch: Tensor, magnitude: int, draws: Tensor) -> Tensor:
-    """One operation an image."""
+    """Apply one random operation to each image."""
     choice = (draws[0] * len(OPERATIONS)).long()
     strength = torch.where(draws[1] < 0.5, -1.0, 1.0) * (magnitude / 10)
     changed = batch.clone()
     for number, operation in enumerate(OPERATIONS.values()):
-        these = (choice == number).nonzero().squeeze(1)
-        if len(these):
-            changed[these] = operation(batch[these], strength[these])
+        chosen = (choice == number).nonzero().squeeze(1)
+        if len(chosen):
+            changed[chosen] = operation(batch[chosen], strength[chosen])
     return changed

@@ -1,4 +1,4 @@
-"""Which tokens a step sees: drawn by counter from the seed, so that every arm of a seed sees the same, in the same order."""
+"""The tokens of a step, drawn by counter from the seed: every arm of a seed sees the same batches."""
 
 import numpy as np
 import torch
@@ -9,13 +9,16 @@ from ablate.training.data.corpus import Corpus
 from ablate.training.data.shards import Tokens
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, int64 [sequences, context]; targets are the inputs one token later."""
+"""Inputs and targets, int64 [sequences, context]; the targets are the tokens one position later."""
 
 
 def training_batch(
     corpus: Corpus, seed: int, step: int, micro_batch: int, sequences: int, context: int
 ) -> Batch:
-    """Random windows of the training text, a function of its arguments alone."""
+    """Return random windows of the training text, a function of the arguments alone.
+
+    ValueError for a token id beyond the vocabulary.
+    """
     counter = torch.zeros(4, sequences, dtype=torch.int64)
     counter[0] = torch.arange(sequences)
     counter[1], counter[2] = step, micro_batch
@@ -25,7 +28,11 @@ def training_batch(
 
 
 def validation_batches(corpus: Corpus, tokens: int, sequences: int, context: int) -> list[Batch]:
-    """Evenly spaced windows of the validation text, at least one batch, the same for every seed and arm."""
+    """Return evenly spaced windows of the validation text, the same for every seed and arm.
+
+    As many batches of `sequences` as fit into `tokens`, but at least one. ValueError for a token id beyond
+    the vocabulary.
+    """
     count = max(1, tokens // (sequences * context)) * sequences
     starts = np.linspace(0, len(corpus.val) - context - 1, count, dtype=np.int64).tolist()
     return [

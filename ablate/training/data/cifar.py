@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 as they are published: the binary files, or Python's pickles, read without running what is in them."""
+"""CIFAR-10 and CIFAR-100 as published: binary files, or Python pickles, read without running code in them."""
 
 import io
 import pickle
@@ -10,16 +10,16 @@ import numpy as np
 
 _PIXELS = 3 * 32 * 32
 _INNER = ("", "cifar-10-batches-bin", "cifar-10-batches-py", "cifar-100-binary", "cifar-100-python")
-"""The published archives unpack into a folder of this name."""
+"""Folders that the published archives unpack into; empty: the files themselves."""
 
 
 class Layout(NamedTuple):
-    """Names of the files of one published archive, and what stands before the pixels of an image in a binary one."""
+    """Names of the files of one published archive, and of the labels of an image."""
 
     train: tuple[str, ...]
     test: tuple[str, ...]
     labels: tuple[str, ...]
-    """The labels of an image, one byte each, by their names in a pickle."""
+    """Labels of an image by their names in a pickle; in a binary file, one byte each before the pixels."""
     binary: bool
 
 
@@ -42,10 +42,20 @@ Part = tuple[np.ndarray, np.ndarray]
 
 
 def read(folder: Path, classes: int, label: str) -> tuple[Part, Part]:
-    """The training and the test images; `label` names which of their labels. OSError or ValueError in one sentence."""
-    where, layout = _find(folder, classes)
+    """Return the training and the test images.
+
+    Args:
+        folder: folder of the files, or the one that their archive was unpacked in.
+        classes: 10 or 100.
+        label: name of the label, one of the layout's `labels`.
+
+    Raises:
+        OSError: a file is missing.
+        ValueError: a file has another content.
+    """
+    inner, layout = _find(folder, classes)
     load = _binary if layout.binary else _pickled
-    parts = [[load(where / name, layout, label) for name in names] for names in (layout.train, layout.test)]
+    parts = [[load(inner / name, layout, label) for name in names] for names in (layout.train, layout.test)]
     train, test = (
         (np.concatenate([i for i, _ in part]), np.concatenate([k for _, k in part])) for part in parts
     )
@@ -53,19 +63,19 @@ def read(folder: Path, classes: int, label: str) -> tuple[Part, Part]:
 
 
 def _find(folder: Path, classes: int) -> tuple[Path, Layout]:
-    for where in (folder / inner for inner in _INNER):
+    for inner in (folder / name for name in _INNER):
         for layout in LAYOUTS[classes]:
-            if (where / layout.train[0]).is_file():
-                missing = [name for name in (*layout.train, *layout.test) if not (where / name).is_file()]
+            if (inner / layout.train[0]).is_file():
+                missing = [name for name in (*layout.train, *layout.test) if not (inner / name).is_file()]
                 if missing:
-                    raise OSError(f"{where}: {missing[0]} is missing beside {layout.train[0]}")
-                return where, layout
+                    raise OSError(f"{inner}: {missing[0]} is missing beside {layout.train[0]}")
+                return inner, layout
     names = " or ".join(layout.train[0] for layout in LAYOUTS[classes])
     raise OSError(f"{folder}: no {names} of CIFAR-{classes} there, as the published archives hold")
 
 
 def _binary(path: Path, layout: Layout, label: str) -> Part:
-    """Rows of the labels, a byte each, and 3,072 pixels: the red ones first, row by row."""
+    """Read a binary file: for each image its labels, a byte each, and 3,072 pixels, red first."""
     content, width = np.fromfile(path, np.uint8), len(layout.labels) + _PIXELS
     if len(content) == 0 or len(content) % width:
         raise ValueError(f"{path}: {len(content)} bytes are not a whole number of images of {width} bytes")
@@ -85,18 +95,22 @@ def _pickled(path: Path, layout: Layout, label: str) -> Part:
         whole = False
     if not whole:
         raise ValueError(
-            f"{path}: not a batch of CIFAR: it must hold `data`, uint8 of 3,072 columns, and as many `{label}`"
+            f"{path}: not a batch of CIFAR:"
+            f" it must hold `data`, uint8 of 3,072 columns, and as many `{label}`"
         )
     return images, labels
 
 
 def unpickle(content: bytes, name: str) -> Any:
-    """What a pickle of plain values and numpy arrays holds. ValueError for one that asks for anything else, before that is called."""
+    """Return the content of a pickle of plain values and numpy arrays.
+
+    ValueError for a pickle that refers to anything else, before that is called.
+    """
     try:
         return _Plain(io.BytesIO(content), encoding="bytes").load()
     except _Refused as error:
         raise ValueError(
-            f"{name}: refused: this pickle would call {error}, and only numpy arrays and plain values are read"
+            f"{name}: refused: this pickle would call {error}; only numpy arrays and plain values are read"
         ) from None
     except Exception as error:  # a torn pickle raises nearly anything
         raise ValueError(f"{name}: not a whole pickle ({type(error).__name__}: {error})") from None
@@ -107,12 +121,12 @@ class _Refused(Exception):
 
 
 def _array(kind: type, shape: tuple[int, ...], code: bytes) -> np.ndarray:
-    """The empty array that a pickle then fills; of numpy's own class, whatever the pickle says."""
+    """Return the empty array that a pickle then fills; of numpy's own class, whatever the pickle names."""
     return np.ndarray((0,), np.uint8)
 
 
 def _bytes(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes for Python 2."""
+    """Return the bytes that Python 3 pickled for Python 2 as latin-1 text."""
     return text.encode("latin-1")
 
 
@@ -127,7 +141,7 @@ _SAFE: dict[tuple[str, str], Callable[..., Any]] = {
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle may call: the makers of arrays, each one of ours or numpy's class itself."""
+        """Return an object that a pickle may call: numpy's classes, or a replacement defined here."""
         if (module, name) not in _SAFE:
             raise _Refused(f"{module}.{name}")
         return _SAFE[module, name]

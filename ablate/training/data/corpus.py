@@ -1,4 +1,4 @@
-"""Text as tokens: the Python standard library's own source as bytes, token shards, text files, prepared folders, a hub's datasets."""
+"""Text as tokens: Python's standard library, token shards, text files, prepared folders, hub datasets."""
 
 import hashlib
 import importlib.util
@@ -33,11 +33,11 @@ _EXCLUDED = {
     "turtledemo",
 }
 _VALIDATION_SHARE = 10
-_WORTH_TELLING = 1 << 25
-"""Bytes of text that take many seconds."""
+_NOTICE_BYTES = 1 << 25
+"""Bytes of text after which a notice is printed, since more takes many seconds."""
 
 Tokenizer = Annotated[str, AfterValidator(checked)]
-"""`bytes`; `bpe:N`, trained on the text itself; the path of a tokenizer.json; the name of a model on the hub."""
+"""`bytes`; `bpe:N`, trained on the text itself; the path of a tokenizer.json; a model's name on the hub."""
 ValFraction = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -52,7 +52,7 @@ class Shards(Spec):
     dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids in files without a header."""
     bytes_per_token: float | None = Field(None, gt=0)
-    """Bytes of text a token stands for on average; gives val/bits_per_byte where it is known."""
+    """Mean number of bytes of text in a token; if given, val/bits_per_byte is recorded."""
 
 
 class Text(Spec):
@@ -65,13 +65,16 @@ class Text(Spec):
     val: str | None = None
     """null: a part of the text, whole documents, is held out."""
     column: str = "text"
-    """Of the documents in JSON lines or Parquet."""
+    """Name of the column of documents in JSON lines or Parquet."""
     tokenizer: Tokenizer = "bytes"
     val_fraction: ValFraction = 0.01
 
 
 class HubText(Spec):
-    """A dataset by its name on the Hugging Face hub, or a local folder in a layout that `datasets` reads. Streamed once, and kept."""
+    """A dataset by its name on the Hugging Face hub, or a local folder in a layout that `datasets` reads.
+
+    Streamed once, and its tokens are kept in the cache.
+    """
 
     places: ClassVar[frozenset[str]] = frozenset(
         {
@@ -93,11 +96,11 @@ class HubText(Spec):
     val_split: str | None = None
     """null: a part of the documents is held out."""
     revision: str | None = None
-    """A commit, tag or branch; null: the one that is the newest when the text is first fetched here."""
+    """A commit, tag or branch; null: the newest commit when the text is first fetched here."""
     column: str = "text"
     tokenizer: Tokenizer = "bytes"
     tokens: int = Field(10_000_000, ge=1000)
-    """To train on, at most."""
+    """Largest number of training tokens."""
     val_fraction: ValFraction = 0.01
 
 
@@ -122,7 +125,7 @@ Source = Annotated[
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids as two flat integer arrays (memory-mapped where they are files)."""
+    """Token ids as two flat integer arrays, memory-mapped if they are in files."""
 
     train: Tokens
     val: Tokens
@@ -131,8 +134,11 @@ class Corpus:
     bytes_per_token: float | None
 
     def unigram_entropy(self) -> float:
-        """Nats per token of the validation text under the training text's token frequencies, add-one smoothed: what
-        a model that ignores context reaches. ValueError where an id is beyond the vocabulary."""
+        """Return the loss of a model that ignores context, in nats per token.
+
+        It is the cross-entropy of the validation text under the training text's token frequencies with
+        add-one smoothing, both from their first 2^24 tokens. ValueError for an id beyond the vocabulary.
+        """
         counts = np.bincount(self.train[: 1 << 24], minlength=self.vocab) + 1
         validation = np.bincount(self.val[: 1 << 24], minlength=self.vocab)
         largest = max(len(counts), len(validation)) - 1
@@ -142,7 +148,18 @@ class Corpus:
 
 
 def open_corpus(source: Source) -> Corpus:
-    """The corpus; OSError or ValueError in one sentence where a file cannot be read or holds too little."""
+    """Open a source of text, tokenising it if that has not been done yet.
+
+    Args:
+        source: `stdlib`, `prose`, or the description of shards, text files, a dataset or a prepared folder.
+
+    Returns:
+        The corpus. That its ids are in [0, vocab) is checked on samples. Cached by source in this process.
+
+    Raises:
+        OSError: a file is missing or cannot be read, or the hub cannot be reached.
+        ValueError: the content is damaged, is not text, has ids beyond the vocabulary, or is too short.
+    """
     return _WORDS[source]() if isinstance(source, str) else _OPENED[type(source)](source)
 
 
@@ -152,7 +169,8 @@ def _stdlib() -> Corpus:
     names = sorted(_sources(root))
     if not names:
         raise ValueError(
-            f"no source files of the standard library under {root}; use token shards: data: {{train: ..., val: ...}}"
+            f"no source files of the standard library under {root};"
+            " use token shards: data: {train: ..., val: ...}"
         )
     digest, split = hashlib.sha256(), ([], [])
     for name in names:
@@ -165,7 +183,7 @@ def _stdlib() -> Corpus:
 
 @cache
 def _prose() -> Corpus:
-    """What scikit-learn says of its data sets, 40 kB of English as bytes; the last tenth of every file validates."""
+    """Open scikit-learn's descriptions of its data, 40 kB of English; the last tenth of each validates."""
     root = Path(importlib.util.find_spec("sklearn").submodule_search_locations[0]) / "datasets" / "descr"
     digest, train, val = hashlib.sha256(), [], []
     for path in sorted(root.glob("*.rst")):
@@ -217,15 +235,16 @@ def _dataset(source: HubText) -> Corpus:
 
 
 def _made(job: jobs.Job, name: str) -> Corpus:
-    """The corpus that is kept under the job's key, made where there is none yet. Says so when that takes a while."""
+    """Return the corpus in the cache under the job's key, made if it is not there.
+
+    Prints a notice if that takes long.
+    """
     seen = 0
 
-    def progress(what: str, size: int) -> None:
+    def progress(activity: str, size: int) -> None:
         nonlocal seen
-        if seen <= _WORTH_TELLING < seen + size:
-            print(
-                f"{what} of {name}, once: what is made of it is kept in {root()}", file=sys.stderr, flush=True
-            )
+        if seen <= _NOTICE_BYTES < seen + size:
+            print(f"{activity} of {name}, once: the result is kept in {root()}", file=sys.stderr, flush=True)
         seen += size
 
     return _folder(kept("corpora", job.key, lambda folder: prepared.prepare(folder, job.watched(progress))))
@@ -237,8 +256,8 @@ def _prepared(source: Prepared) -> Corpus:
 
 
 def _folder(folder: Path) -> Corpus:
-    told, train, val = prepared.read(folder)
-    return Corpus(train, val, told.vocab, told.fingerprint, told.bytes_per_token)
+    about, train, val = prepared.read(folder)
+    return Corpus(train, val, about.vocab, about.fingerprint, about.bytes_per_token)
 
 
 _WORDS = {"stdlib": _stdlib, "prose": _prose}

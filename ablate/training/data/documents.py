@@ -1,4 +1,8 @@
-"""Text as it lies on disk: files, or documents in JSON lines and Parquet, in pieces that a tokeniser takes and a split keeps whole."""
+"""Text on disk, in files, JSON lines or Parquet, as a stream of pieces for a tokeniser.
+
+A piece is a document, or a part of one that is cut where no token would span the cut. A split into training
+and validation text keeps pieces whole.
+"""
 
 import glob
 import json
@@ -11,7 +15,7 @@ _BLOCK = 1 << 22
 _ROWS = 1000
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".bin")
 _LINE, _WORD = re.compile(rb"\S\n(?=\S)"), re.compile(rb"\S(?= \S)")
-"""Where a text may be cut so that GPT-2's words, and with them a BPE's tokens, stay what they are in the whole."""
+"""Positions at which a text may be cut without splitting a word of GPT-2's, and so a token of a BPE."""
 
 
 class Piece(NamedTuple):
@@ -19,40 +23,49 @@ class Piece(NamedTuple):
 
     content: bytes
     first: bool
-    """Whether it begins a document."""
+    """True if it begins a document."""
     name: str
-    """Of the file, with the line or row where it holds many documents."""
+    """Name of the file, with the line or row if it holds many documents."""
     offset: int = 0
-    """Of its first byte there."""
+    """Offset of its first byte in the document."""
 
 
 def named(patterns: Iterable[str]) -> list[Path]:
-    """The files that paths or globs name, sorted within each, none twice. OSError for a pattern that matches none."""
-    found: dict[Path, None] = {}
+    """Return the files that match paths or globs, sorted within each pattern, none twice.
+
+    OSError for a pattern that matches no file.
+    """
+    result: dict[Path, None] = {}
     for pattern in patterns:
         paths = [Path(path) for path in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
         files = [path for path in paths if path.is_file()]
         if not files:
             raise OSError(f"no file matches {pattern!r}{': it is a folder' if paths else ''}")
-        found |= dict.fromkeys(files)
-    return list(found)
+        result |= dict.fromkeys(files)
+    return list(result)
 
 
 def matching(patterns: Iterable[str]) -> list[Path]:
-    """The files that paths or globs name; ValueError for what is no text."""
-    found = named(patterns)
-    for path in found:
+    """Return the text files that match paths or globs, as `named` does; ValueError for a packed file."""
+    paths = named(patterns)
+    for path in paths:
         if path.suffix in _PACKED:
-            raise ValueError(
-                f"{path}: a {path.suffix} file is no text{'' if path.suffix == '.bin' else '; unpack it first'}"
-            )
-    return found
+            remedy = "" if path.suffix == ".bin" else "; unpack it first"
+            raise ValueError(f"{path}: a {path.suffix} file is no text{remedy}")
+    return paths
 
 
 def pieces(paths: Sequence[Path], column: str, longest: int) -> Iterator[Piece]:
-    """All documents of these files in order; a text file is one, in pieces of at most `longest` bytes.
+    """Yield all documents of some files, in order.
 
-    OSError or ValueError in one sentence where one cannot be read.
+    Args:
+        paths: JSON lines (`.jsonl`, `.ndjson`), Parquet, or text files, each of which is one document.
+        column: name of the column of documents in JSON lines and Parquet.
+        longest: largest number of bytes of the pieces that a text file is cut into.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is damaged, or has no text in that column.
     """
     for path in paths:
         if path.suffix in (".jsonl", ".ndjson"):
@@ -64,7 +77,10 @@ def pieces(paths: Sequence[Path], column: str, longest: int) -> Iterator[Piece]:
 
 
 def document(value: Any, name: str, column: str, columns: Iterable[str]) -> Piece:
-    """The piece that a row's column is; ValueError where that is no text."""
+    """Return the piece for one row's value in a column; ValueError if the value is no text.
+
+    `name` and `columns` (those of the row) are for the message.
+    """
     if not isinstance(value, str):
         raise ValueError(f"{name}: no text in column {column!r}; its columns: {', '.join(columns)}")
     return Piece(value.encode("utf-8", "surrogatepass"), True, name)
@@ -84,7 +100,7 @@ def _file(path: Path, longest: int) -> Iterator[Piece]:
 
 
 def _cut(text: bytes, longest: int) -> int:
-    """Where the first piece ends: behind the last line, else the last word, else the last character that fits."""
+    """Return the end of the first piece: after the last line, else the last word, else the last character."""
     for seam in (_LINE, _WORD):
         last = None
         for last in seam.finditer(text, 0, longest):  # noqa: B007 - the last one is wanted

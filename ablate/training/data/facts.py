@@ -1,4 +1,4 @@
-"""What a source of data is, in words and counts for whoever looks at a run: its name, where it lies as it was named, how much there is."""
+"""Description of a source of data for people: its name, its location as configured, and its size."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from ablate.training.data.images import (
 )
 
 _IMAGES = (Cifar10, Cifar100, Folder, HubImages)
-_PLACE = {
+_LOCATION = {
     Shards: "train",
     Text: "text",
     Prepared: "prepared",
@@ -24,27 +24,33 @@ _PLACE = {
     Cifar100: "cifar100",
     Folder: "folder",
 }
-"""The field that says where a local source lies."""
-KINDS = (str, HubText, HubImages, *_PLACE)
-"""What `facts` can tell of."""
+"""Field of a local source that has its path."""
+KINDS = (str, HubText, HubImages, *_LOCATION)
+"""Types of the sources that `facts` describes."""
 
 
 def facts(source: Source | ImageSource) -> dict[str, Any]:
-    """`name`; `type` of the source, `local`, `hugging_face` or `package`; `source`, its place; `columns` with their types; `counts`.
+    """Return a description of a source, in plain values and without passwords.
 
-    Plain values, no passwords. OSError or ValueError where the data cannot be opened.
+    Returns:
+        `name`; `type` (`local`, `hugging_face` or `package`); `source`, its location; `columns` with their
+        types; `counts`.
+
+    Raises:
+        OSError, ValueError: the data cannot be opened; see `open_corpus` and `open_images`.
     """
     images = isinstance(source, _IMAGES) or source in ("digits", "photos")
-    name, kind, place = _place(source)
+    name, kind, location = _location(source)
     described = _of_images(open_images(source)) if images else _of_corpus(open_corpus(source))
     return {
         "name": redact(name),
         "type": kind,
-        "source": {key: redact(value) for key, value in place.items() if value},
+        "source": {key: redact(value) for key, value in location.items() if value},
     } | described
 
 
-def _place(source: Source | ImageSource) -> tuple[str, str, dict[str, str | None]]:
+def _location(source: Source | ImageSource) -> tuple[str, str, dict[str, str | None]]:
+    """Return name, type and location of a source."""
     if isinstance(source, str):
         return source, "package", {"name": source}
     if isinstance(source, HubText | HubImages):
@@ -56,8 +62,8 @@ def _place(source: Source | ImageSource) -> tuple[str, str, dict[str, str | None
             "hugging_face",
             {"path": source.dataset, "config_name": source.config, "split": source.split, "revision": commit},
         )
-    place = getattr(source, _PLACE[type(source)])
-    return place, "local", {"uri": place}
+    path = getattr(source, _LOCATION[type(source)])
+    return path, "local", {"uri": path}
 
 
 def _of_corpus(corpus: Corpus) -> dict[str, Any]:

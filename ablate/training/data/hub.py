@@ -1,4 +1,4 @@
-"""The Hugging Face hub: the only file that may reach it, and it does where a source names a dataset or a tokeniser. No telemetry."""
+"""All access to the Hugging Face hub, for sources that name a dataset, tokeniser or model. No telemetry."""
 
 import os
 from collections.abc import Iterator
@@ -12,19 +12,25 @@ from ablate.errors import redact
 
 _EXTRA = "pip install 'ablate-fp4[hf]'"
 _SECONDS = 15.0
-"""How long the hub may take to say which commit a name stands for: the first thing that is asked."""
+"""Time limit of the request for a name's commit, the first request of all."""
 
 
 def local(dataset: str) -> Path | None:
-    """The folder that a dataset's name is, where it is one."""
+    """Return the folder that a dataset's name is the path of; None if it is none."""
     path = Path(dataset).expanduser()
     return path if path.is_dir() else None
 
 
 def version(dataset: str, revision: str | None, instead: str) -> str:
-    """The commit of a dataset, asked once and then known here; of a local folder, what identifies its files' content.
+    """Return the commit of a dataset, or the digest of a local folder's files.
 
-    OSError in one sentence, `instead` saying what there is without a network, where the hub does not say.
+    Args:
+        dataset: a name on the hub, or a local folder.
+        revision: a commit, tag or branch; None: the newest. The answer is cached for all later calls.
+        instead: clause for an error's message: the alternatives without a network.
+
+    Raises:
+        OSError: the hub cannot be reached, or has no such dataset or revision.
     """
     folder = local(dataset)
     if folder:
@@ -35,38 +41,49 @@ def version(dataset: str, revision: str | None, instead: str) -> str:
 
 
 def tokenizer_commit(name: str, instead: str) -> str:
-    """The commit of a model on the hub, asked once and then known here. OSError in one sentence."""
+    """Return the commit of a tokeniser on the hub, cached after the first request; errors as `version`."""
     return remembered(key_of("tokenizer", name), lambda: _commit("tokenizer", name, None, instead))
 
 
 def tokenizer_file(name: str, instead: str) -> Path:
-    """The `tokenizer.json` of a model on the hub, kept by its library. OSError in one sentence."""
+    """Return the downloaded `tokenizer.json` of a model on the hub. OSError if it cannot be fetched."""
     commit = tokenizer_commit(name, instead)
-    with _told(f"tokenizer {name}: its tokenizer.json cannot be had"):
+    with _as_os_error(f"tokenizer {name}: its tokenizer.json cannot be fetched"):
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(name, "tokenizer.json", revision=commit))
 
 
 def model_commit(name: str, instead: str) -> str:
-    """The commit of a model on the hub, asked once and then known here. OSError in one sentence."""
+    """Return the commit of a model on the hub, cached after the first request; errors as `version`."""
     return remembered(key_of("model", name), lambda: _commit("model", name, None, instead))
 
 
 def rows(
     dataset: str, config: str | None, split: str, commit: str, raw: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a split, streamed; those of the image column `raw` as {bytes, path}. OSError in one sentence where that fails."""
+    """Yield the rows of a split, streamed.
+
+    Args:
+        dataset: a name on the hub, or a local folder.
+        config: name of the dataset's configuration, if it has several.
+        split: name of the split.
+        commit: commit of the dataset, from `version`.
+        raw: name of a column of images, which are yielded undecoded, as {bytes, path}.
+
+    Raises:
+        OSError: the dataset cannot be read, or has no column `raw`.
+    """
     library = _datasets(dataset)
-    with _told(f"dataset {dataset}, split {split}: cannot be read"):
+    with _as_os_error(f"dataset {dataset}, split {split}: cannot be read"):
         folder = local(dataset)
-        found = library.load_dataset(
+        stream = library.load_dataset(
             str(folder or dataset), config, split=split, streaming=True, revision=None if folder else commit
         )
-        columns = found.column_names or list(next(iter(found), ()))
-        if raw and columns and raw not in columns:  # the library would add it, empty
+        columns = stream.column_names or list(next(iter(stream), ()))
+        if raw and columns and raw not in columns:  # the library would add an empty column
             raise ValueError(f"there is no column {raw!r}; there are {', '.join(columns)}")
-        yield from found.cast_column(raw, library.Image(decode=False)) if raw else found
+        yield from stream.cast_column(raw, library.Image(decode=False)) if raw else stream
 
 
 def _commit(kind: str, name: str, revision: str | None, instead: str) -> str:
@@ -74,19 +91,20 @@ def _commit(kind: str, name: str, revision: str | None, instead: str) -> str:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    where, ask = redact(constants.ENDPOINT), HfApi().dataset_info if kind == "dataset" else HfApi().model_info
+    hub, request = (
+        redact(constants.ENDPOINT),
+        HfApi().dataset_info if kind == "dataset" else HfApi().model_info,
+    )
     try:
-        return ask(name, revision=revision, timeout=_SECONDS).sha
+        return request(name, revision=revision, timeout=_SECONDS).sha
     except RevisionNotFoundError:
-        raise OSError(f"{kind} {name}: {where} has no revision {revision} of it") from None
+        raise OSError(f"{kind} {name}: {hub} has no revision {revision} of it") from None
     except RepositoryNotFoundError:
         raise OSError(
-            f"{kind} {name}: {where} has none of that name, or it is private (HF_TOKEN); {instead}"
+            f"{kind} {name}: {hub} has none of that name, or it is private (HF_TOKEN); {instead}"
         ) from None
     except Exception as error:
-        raise OSError(
-            f"{kind} {name}: {where} was asked for it and cannot be reached ({_first(error)}); {instead}"
-        ) from None
+        raise OSError(f"{kind} {name}: {hub} cannot be reached ({_first(error)}); {instead}") from None
 
 
 def _datasets(dataset: str) -> ModuleType:
@@ -100,7 +118,7 @@ def _datasets(dataset: str) -> ModuleType:
 
 
 def quiet() -> None:
-    """Say nothing about this machine, also where the library was imported before."""
+    """Disable the library's telemetry, even if it has been imported already."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     from huggingface_hub import constants
 
@@ -108,14 +126,14 @@ def quiet() -> None:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """What the library raises, of whatever class, as OSError in one sentence."""
+def _as_os_error(message: str) -> Iterator[None]:
+    """Inside this context, turn any exception of the library into an OSError of one sentence."""
     try:
         yield
     except Exception as error:
-        raise OSError(f"{what}: {_first(error)}") from error
+        raise OSError(f"{message}: {_first(error)}") from error
 
 
 def _first(error: Exception) -> str:
-    """The first line of what a library says, without passwords."""
+    """Return the first line of an exception's message, without passwords."""
     return redact((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -1,4 +1,4 @@
-"""Images as arrays: scikit-learn's digits and photographs, CIFAR as published, folders of files, a hub's datasets. Torch-free."""
+"""Images as arrays: scikit-learn's digits and photographs, CIFAR, folders, hub datasets. Torch-free."""
 
 import hashlib
 import importlib.util
@@ -26,9 +26,9 @@ _SUFFIXES = (".png", ".jpg", ".jpeg")
 _DIGITS_TRAIN = 1500
 _CROP, _STRIDE, _REGION = 32, 8, 64
 _FLATTEST = 8.0
-"""Grey levels: crops of sky and of blurred background deviate less from their mean, and teach nothing but that."""
+"""Smallest standard deviation of a crop, in grey levels; less is sky or blurred background."""
 _VERSION = 1
-"""Raise by hand when the same files would give other arrays: what is kept of them is then made again."""
+"""Raise by hand when the same files would give other arrays: cached ones are then made again."""
 _INSTEAD = "without a network there are digits, photos, {cifar10: folder} and {folder: ..., size: n}"
 _ARRAYS = ("train", "train_labels", "val", "val_labels")
 
@@ -53,36 +53,38 @@ class Cifar100(Spec):
 
 
 class Folder(Spec):
-    """Image files, PNG or JPEG, all of one size; a folder inside is a class, and what lies in none is of no class, which is one.
-    Folders `train` and `val`, or every tenth file validates."""
+    """Image files, PNG or JPEG, all of one size. Each folder inside is a class; files in none are one more.
+
+    Either there are folders `train` and `val`, or every tenth file validates.
+    """
 
     places: ClassVar[frozenset[str]] = frozenset({"folder"})
     PATHS: ClassVar[tuple[str, ...]] = ("folder",)
     folder: str
     size: int = Field(ge=4, le=1024)
-    """Pixels of a side."""
+    """Width and height in pixels."""
 
 
 class HubImages(Spec):
-    """A dataset of images by its name on the Hugging Face hub, or a local folder in a layout that `datasets` reads."""
+    """A dataset of images by its name on the Hugging Face hub, or a local folder that `datasets` can read."""
 
     places: ClassVar[frozenset[str]] = frozenset()
     NAMES: ClassVar[tuple[str, ...]] = ("dataset",)
     dataset: str
-    """A name on the hub, or a folder, whose absolute path is in the trial's id beside the content."""
+    """A name on the hub, or a folder; its absolute path is a part of the trial's id, as its content is."""
     config: str | None = None
     split: str = "train"
     val_split: str | None = None
     """null: every tenth image validates."""
     revision: str | None = None
-    """A commit, tag or branch; null: the one that is the newest when the images are first fetched here."""
+    """A commit, tag or branch; null: the newest commit when the images are first fetched here."""
     image: str = "image"
     label: str | None = "label"
     """Name of the column of classes; null: there is none."""
     size: int = Field(ge=4, le=1024)
-    """Pixels of a side."""
+    """Width and height in pixels."""
     images: int = Field(10_000, ge=10)
-    """The most that are taken from each split."""
+    """Largest number of images taken from each split."""
 
 
 _KINDS = {"cifar10": Cifar10, "cifar100": Cifar100, "folder": Folder, "dataset": HubImages}
@@ -97,47 +99,54 @@ ImageSource = Annotated[
 
 
 class RandAugment(Spec):
-    """So many operations in turn on every image, each drawn evenly from `augment.OPERATIONS` (arXiv 1909.13719)."""
+    """RandAugment (arXiv 1909.13719): `ops` operations on every image, drawn from `augment.OPERATIONS`."""
 
     ops: int = Field(2, ge=1, le=8)
     magnitude: int = Field(9, ge=0, le=10)
-    """How strong they are; 10 is the most: 30 degrees, a shear of .3, a shift of .45 of the image, a factor of .1 or 1.9, 4 bits."""
+    """Strength of the operations. 10 stands for 30 degrees, a shear of .3, a shift by .45 of the image, a
+    factor of .1 or 1.9, and 4 bits."""
 
 
 class Augment(Spec):
-    """How training images are changed, in this order: crop, flip, randaugment, then brightness, contrast and saturation."""
+    """Augmentation of training images, in the order of the fields."""
 
     crop_padding: int = Field(0, ge=0, le=256)
-    """A window of the old size, anywhere in the image with a black margin of so many pixels."""
+    """Width of a black margin in pixels, added before a window of the old size is cut at random."""
     flip: float = Field(0.0, ge=0, le=1)
-    """The probability that left and right change places."""
+    """Probability that an image is mirrored left to right."""
     randaugment: RandAugment | None = None
     brightness: float = Field(0.0, ge=0, le=4)
-    """By a factor in [1 - value, 1 + value], not below 0; so are the next two."""
+    """Change by a factor in [1 - value, 1 + value], not below 0; so for the next two."""
     contrast: float = Field(0.0, ge=0, le=4)
     saturation: float = Field(0.0, ge=0, le=4)
     normalise: bool = True
-    """Take the training images' mean from every channel, and divide by its standard deviation; validation images too."""
+    """Subtract the training images' mean from every channel and divide by their standard deviation.
+
+    Validation images too, by the same numbers.
+    """
 
     @property
     def coloured(self) -> tuple[float, float, float] | None:
-        """How far brightness, contrast and saturation change; None where none does."""
+        """Values of brightness, contrast and saturation; None if all are 0."""
         values = (self.brightness, self.contrast, self.saturation)
         return values if any(values) else None
 
     def problem(self, shape: tuple[int, int, int]) -> str | None:
-        """Why images of this shape (channels, height, width) cannot be changed so."""
+        """Return the reason why images [channels, height, width] cannot be augmented so, or None."""
         channels, height, width = shape
         if self.saturation and channels == 1:
             return f"saturation {self.saturation:g} has no effect on images in grey; leave it out"
         if self.crop_padding > min(height, width):
-            return f"crop_padding {self.crop_padding} is wider than the images, {width}x{height}: a window may miss all of one"
+            return (
+                f"crop_padding {self.crop_padding} is wider than the images, {width}x{height}:"
+                " a window may miss all of one"
+            )
         return None
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images uint8 [n, channels, height, width] and their classes int64 [n], to train on and to validate on."""
+    """Images uint8 [n, channels, height, width] and their classes int64 [n], for training and validation."""
 
     train: np.ndarray
     train_labels: np.ndarray
@@ -148,17 +157,17 @@ class ImageSet:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height, width."""
+        """Return channels, height and width."""
         return self.train.shape[1:]
 
     @cached_property
     def mean(self) -> np.ndarray:
-        """Of each channel of the training images, where white is 1; float32 [channels]."""
+        """Return the mean of each channel of the training images, with white as 1; float32 [channels]."""
         return self._moments[0]
 
     @cached_property
     def deviation(self) -> np.ndarray:
-        """The standard deviation of each channel of the training images, where white is 1; float32 [channels], never 0."""
+        """Return the standard deviation of each channel, like `mean`; at least .001."""
         return self._moments[1]
 
     @cached_property
@@ -176,7 +185,18 @@ class ImageSet:
 
 
 def open_images(source: ImageSource) -> ImageSet:
-    """The images; OSError or ValueError in one sentence where they cannot be read, or are too few."""
+    """Open a source of images, decoding and caching them if that has not been done yet.
+
+    Args:
+        source: `digits`, `photos`, or the description of CIFAR files, a folder or a dataset.
+
+    Returns:
+        The image set. Classes are in [0, classes). Cached by source in this process.
+
+    Raises:
+        OSError: a file is missing or cannot be read, or the hub cannot be reached.
+        ValueError: a file is no image or of another size, a label is no class, or there are too few images.
+    """
     if isinstance(source, str):
         return {"digits": _digits, "photos": _photos}[source]()
     return _OPENED[type(source)](source)
@@ -186,28 +206,28 @@ def _image_set(train: cifar.Part, val: cifar.Part, classes: int, name: str) -> I
     parts = (*train, *val)
     if not (len(train[0]) and len(val[0])):
         raise ValueError(
-            f"{name}: {len(train[0])} images to train on and {len(val[0])} to validate on; there must be some of both"
+            f"{name}: {len(train[0])} images to train on and {len(val[0])} to validate on;"
+            " there must be some of both"
         )
     for labels in (train[1], val[1]):
         if labels.min() < 0 or labels.max() >= classes:
-            raise ValueError(
-                f"{name}: has a class {labels.max() if labels.min() >= 0 else labels.min()}; there are {classes}, from 0"
-            )
-    found = hashlib.sha256(f"{classes}".encode())
+            wrong = labels.max() if labels.min() >= 0 else labels.min()
+            raise ValueError(f"{name}: has a class {wrong}; there are {classes}, from 0")
+    content = hashlib.sha256(f"{classes}".encode())
     for part in parts:
-        found.update(f"{part.shape}{part.dtype}".encode() + np.ascontiguousarray(part).data)
-    return ImageSet(*parts, classes, found.hexdigest()[:16])
+        content.update(f"{part.shape}{part.dtype}".encode() + np.ascontiguousarray(part).data)
+    return ImageSet(*parts, classes, content.hexdigest()[:16])
 
 
-# --- of scikit-learn, which nothing has to import to read its files -------------------------------
+# --- scikit-learn's files, read without importing it ----------------------------------------------
 
 
 def _scikit(*inner: str) -> Path:
-    """A data file of scikit-learn's. Importing it takes seconds."""
-    found = importlib.util.find_spec("sklearn")
+    """Return the path of one of scikit-learn's data files, without importing it, which takes seconds."""
+    package = importlib.util.find_spec("sklearn")
     path = (
-        Path(found.submodule_search_locations[0]).joinpath("datasets", *inner)
-        if found
+        Path(package.submodule_search_locations[0]).joinpath("datasets", *inner)
+        if package
         else Path("sklearn", *inner)
     )
     if not path.is_file():
@@ -217,7 +237,7 @@ def _scikit(*inner: str) -> Path:
 
 @cache
 def _digits() -> ImageSet:
-    """1,797 handwritten digits of 8x8 pixels in 17 levels of grey; the last 297 validate."""
+    """Open 1,797 handwritten digits of 8x8 pixels in 17 levels of grey; the last 297 validate."""
     table = np.loadtxt(_scikit("data", "digits.csv.gz"), delimiter=",")
     images = np.rint(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     labels = table[:, -1].astype(np.int64)
@@ -227,9 +247,10 @@ def _digits() -> ImageSet:
 
 @cache
 def _photos() -> ImageSet:
-    """Crops of 32x32 pixels of two photographs, 8 pixels apart, in colour; the class is the photograph.
+    """Open crops of 32x32 pixels, 8 apart, of two photographs in colour; the class is the photograph.
 
-    One region of 64x64 in five validates, in a pattern that has one in every row and column; no training crop touches it.
+    One region of 64x64 in five validates, in a pattern that reaches every row and column. A crop that
+    overlaps both kinds of regions is dropped.
     """
     split: dict[bool, list[np.ndarray]] = {False: [], True: []}
     labels: dict[bool, list[int]] = {False: [], True: []}
@@ -248,7 +269,7 @@ def _photos() -> ImageSet:
 
 
 def _corners(top: int, left: int) -> list[tuple[int, int]]:
-    """A crop is smaller than a region: where its corners are, all of it is."""
+    """Return a crop's corners, which are in all regions that it overlaps, since it is smaller than one."""
     return [(y, x) for y in (top, top + _CROP - 1) for x in (left, left + _CROP - 1)]
 
 
@@ -256,7 +277,7 @@ def _held_out(row: int, column: int) -> bool:
     return (column + 2 * row) % 5 == 0
 
 
-# --- of files -------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @cache
@@ -280,7 +301,8 @@ def _folder(source: Folder) -> ImageSet:
     train, val = map(_files, tops) if parted else _split(_files(root))
     if not (train and val):
         raise ValueError(
-            f"{root}: {len(train) + len(val)} images (.png, .jpg); it takes 10, or folders train and val that hold some each"
+            f"{root}: {len(train) + len(val)} images (.png, .jpg);"
+            " it takes 10, or folders train and val with some in each"
         )
     classes = sorted({_class(path, tops[0]) for path in train})
 
@@ -298,14 +320,13 @@ def _files(root: Path) -> list[Path]:
 
 
 def _split(items: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Every tenth apart, which is in proportion where the items are sorted by class."""
-    return [item for n, item in enumerate(items, 1) if n % _VALIDATION_EVERY], items[
-        _VALIDATION_EVERY - 1 :: _VALIDATION_EVERY
-    ]
+    """Return all items but every tenth, and every tenth: if sorted by class, a tenth of each class."""
+    train = [item for number, item in enumerate(items, 1) if number % _VALIDATION_EVERY]
+    return train, items[_VALIDATION_EVERY - 1 :: _VALIDATION_EVERY]
 
 
 def _class(path: Path, top: Path) -> str:
-    """The folder that an image lies in; of one that lies in none below `top`, nothing: such images are a class, too."""
+    """Return the name of an image's folder; an empty string, another class, if that is `top`."""
     return "" if path.parent == top else path.parent.name
 
 
@@ -318,7 +339,7 @@ def _class_of(path: Path, top: Path, classes: list[str]) -> int:
 
 
 def _decoded(content: bytes, name: str) -> np.ndarray:
-    """A PNG or JPEG file as uint8 [3, height, width]; ValueError where it is none, or is torn."""
+    """Decode a PNG or JPEG file to uint8 [3, height, width]; ValueError if it is neither, or is damaged."""
     from PIL import Image
 
     try:
@@ -335,13 +356,14 @@ def _decoded(content: bytes, name: str) -> np.ndarray:
 def _square(image: np.ndarray, size: int, name: str) -> np.ndarray:
     if image.shape[1:] != (size, size):
         raise ValueError(
-            f"{name}: is {image.shape[2]}x{image.shape[1]} pixels, not {size}x{size}; scale or cut all images first"
+            f"{name}: is {image.shape[2]}x{image.shape[1]} pixels, not {size}x{size};"
+            " scale or cut all images first"
         )
     return image
 
 
 def _kept(key: str, make: Callable[[], ImageSet]) -> ImageSet:
-    """The set whose arrays lie in the cache under this key, made where they do not: to decode 100,000 files takes a minute."""
+    """Return the set in the cache under a key, or make it: decoding 100,000 files takes a minute."""
 
     def fill(folder: Path) -> None:
         made = make()
@@ -356,7 +378,7 @@ def _kept(key: str, make: Callable[[], ImageSet]) -> ImageSet:
     return ImageSet(*arrays, **json.loads((folder / "about.json").read_bytes()))
 
 
-# --- of a hub -------------------------------------------------------------------------------------
+# --- datasets of a hub ----------------------------------------------------------------------------
 
 
 @cache
@@ -368,16 +390,15 @@ def _hub(source: HubImages) -> ImageSet:
         images = _fetched(source, source.split, commit)
         parts = (images, _fetched(source, source.val_split, commit)) if source.val_split else _split(images)
         if not all(parts):
-            wanted = (
+            required = (
                 "some in both"
                 if source.val_split
                 else f"at least {_VALIDATION_EVERY}, or a val_split of its own"
             )
-            found = " and ".join(
-                f"{len(part)} {what}"
-                for part, what in zip(parts, ("to train on", "to validate on"), strict=True)
+            raise ValueError(
+                f"dataset {source.dataset}: of its images there are {len(parts[0])} to train on"
+                f" and {len(parts[1])} to validate on; it takes {required}"
             )
-            raise ValueError(f"dataset {source.dataset}: of its images there are {found}; it takes {wanted}")
         train, val = (
             (np.stack([image for image, _ in part]), np.array([label for _, label in part])) for part in parts
         )
@@ -387,22 +408,23 @@ def _hub(source: HubImages) -> ImageSet:
 
 
 def _fetched(source: HubImages, split: str, commit: str) -> list[tuple[np.ndarray, int]]:
-    found = []
+    images = []
     for number, row in enumerate(
         islice(rows(source.dataset, source.config, split, commit, source.image), source.images)
     ):
         name = f"dataset {source.dataset}, split {split}, row {number}"
         if source.label is not None and type(row.get(source.label)) is not int:
             raise ValueError(
-                f"{name}: no whole number in column {source.label!r}; there are {', '.join(row)} (label: null for none)"
+                f"{name}: no whole number in column {source.label!r};"
+                f" there are {', '.join(row)} (label: null for none)"
             )
         image = _square(_decoded(_content(row[source.image], source.image, name), name), source.size, name)
-        found.append((image, row[source.label] if source.label else 0))
-    return found
+        images.append((image, row[source.label] if source.label else 0))
+    return images
 
 
 def _content(cell: dict[str, Any] | None, column: str, name: str) -> bytes:
-    """The bytes of an image file that a cell holds, or whose path."""
+    """Return the bytes of the image file that a cell contains, or of the file whose path it contains."""
     try:
         return (cell and cell["bytes"]) or Path(cell["path"]).read_bytes()
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""What is to be tokenised: text files, or a dataset; which documents validate, which a tokeniser is trained on."""
+"""A tokenisation job: text files or a dataset, the documents that validate, and those that train a BPE."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -10,11 +10,12 @@ from ablate.training.data.documents import Piece
 from ablate.training.data.tokenisers import identity
 
 _VERSION = 1
-"""Raise by hand when the same text would give other tokens: what is kept of it is then made again."""
+"""Raise by hand when the same text would give other tokens: cached ones are then made again."""
 _LONGEST, _SHORTEST = 1 << 16, 1 << 8
 """Bytes of the pieces of a text file; in a short one they are as short as the part that validates."""
 _TRAINING_BYTES = 1 << 26
-"""Of the text, at its beginning, that a BPE is trained on at most: more changes few of its tokens, and takes memory."""
+"""Largest number of bytes, from the text's beginning, that a BPE is trained on; more takes memory and changes
+few of its tokens."""
 _INSTEAD = (
     "without a network there are `data: stdlib`, {text: files}, and {prepared: folder},"
     " which `ablate data prepare hub:NAME --out folder` writes where there is one"
@@ -23,37 +24,41 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Job:
-    """Text to be prepared, and how. `pieces` is gone through twice where a BPE is trained."""
+    """A text to tokenise, and how."""
 
     pieces: Callable[[], Iterable[Piece]]
+    """Returns the text's pieces; called twice if a BPE is trained."""
     content: tuple[Any, ...]
-    """What identifies the text: the hash of files, or the commit of a dataset."""
+    """Identity of the text: the hash of files, or the commit of a dataset."""
     source: dict[str, Any]
-    """What it is, in the words of whoever named it."""
+    """The text as its user named it."""
     tokenizer: str = "bytes"
     val: Callable[[], Iterable[Piece]] | None = None
     """None: whole documents of the text itself are held out."""
     val_fraction: float = 0.01
     shard_tokens: int = 100_000_000
     tokens: int | None = None
-    """Training tokens after which it ends; None: with the text."""
-    progress: Callable[[str, int], None] = lambda what, size: None
-    """Told what is done, and the bytes of text of each step of that."""
+    """Number of training tokens to stop after; None: at the end of the text."""
+    progress: Callable[[str, int], None] = lambda activity, size: None
+    """Called with the present activity and the bytes of text of each step of it."""
 
     def watched(self, progress: Callable[[str, int], None]) -> "Job":
-        """The same, telling this function how far it is."""
+        """Return the same job with another `progress`."""
         return replace(self, progress=progress)
 
     @property
     def key(self) -> str:
-        """The hash of all that determines what is made of it."""
+        """Return the hash of all that determines the tokens."""
         fraction = self.val_fraction if self.val is None else None
         return key_of(
             _VERSION, self.content, identity(self.tokenizer), fraction, self.shard_tokens, self.tokens
         )
 
     def split(self) -> Iterator[tuple[bool, Piece]]:
-        """Whether each piece validates, and the piece: the next does where too small a part of the text so far does."""
+        """Yield True for a validation piece or False for a training piece, and the piece.
+
+        Without a validation text, a piece validates if less than `val_fraction` of the text so far does.
+        """
         if self.val is not None:
             yield from ((True, piece) for piece in self.val())
             yield from ((False, piece) for piece in self.pieces())
@@ -65,19 +70,31 @@ class Job:
             yield out, piece
 
     def training(self) -> Iterator[Piece]:
-        """What a BPE is trained on."""
-        left = min(_TRAINING_BYTES, 8 * self.tokens if self.tokens else _TRAINING_BYTES)
+        """Yield the pieces that a BPE is trained on: training pieces from the text's beginning."""
+        remaining = min(_TRAINING_BYTES, 8 * self.tokens if self.tokens else _TRAINING_BYTES)
         for held, piece in self.split():
-            if left <= 0:
+            if remaining <= 0:
                 return
             if not held:
-                left -= len(piece.content)
+                remaining -= len(piece.content)
                 self.progress("training the tokeniser", len(piece.content))
                 yield piece
 
 
 def of_files(patterns: list[str], val: list[str] | None, column: str, val_fraction: float, **how: Any) -> Job:
-    """Text files, JSON lines, Parquet, by paths or globs. OSError or ValueError where one is missing, or is no text."""
+    """Return the job for text files, JSON lines or Parquet.
+
+    Args:
+        patterns: paths or globs of the text.
+        val: paths or globs of the validation text, if any.
+        column: name of the column of documents.
+        val_fraction: part of the text to hold out if there is no validation text.
+        how: other fields of `Job`.
+
+    Raises:
+        OSError: a pattern matches no file.
+        ValueError: a file is no text.
+    """
     files, held = documents.matching(patterns), documents.matching(val or [])
     size = sum(path.stat().st_size for path in files)
     longest = _LONGEST if held else min(_LONGEST, max(_SHORTEST, int(val_fraction * size)))
@@ -107,7 +124,10 @@ def of_dataset(
     column: str,
     **how: Any,
 ) -> Job:
-    """A dataset of the hub, or in a local folder. OSError in one sentence where it cannot be reached."""
+    """Return the job for a dataset of the hub, or in a local folder; the fields are those of `HubText`.
+
+    OSError if it cannot be reached.
+    """
     commit = hub.version(dataset, revision, _INSTEAD)
 
     def read(part: str) -> Callable[[], Iterator[Piece]]:

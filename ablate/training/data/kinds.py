@@ -1,4 +1,7 @@
-"""Which kind of source a value of a YAML file is: told by the key that names its place, so that what is wrong with it is told once."""
+"""The kind of a data source in a YAML file, by the key of its location; and its paths, made absolute.
+
+Since the kind is decided first, an error in a source is reported for that kind alone.
+"""
 
 import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,7 +14,7 @@ from ablate.numerics.spec import Spec
 
 
 def _kind_of(words: Collection[str], kinds: Mapping[str, type[Spec]]) -> Callable[[Any], str | None]:
-    """A function for a pydantic discriminator: `word` for one of the words, else the first key of `kinds` that the value has."""
+    """Return a discriminator's function: `word` for one of the words, else the first key of `kinds` in it."""
 
     def kind(value: Any) -> str | None:
         if isinstance(value, str):
@@ -24,22 +27,30 @@ def _kind_of(words: Collection[str], kinds: Mapping[str, type[Spec]]) -> Callabl
 
 
 def either(words: Sequence[str], kinds: Mapping[str, type[Spec]]) -> Discriminator:
-    """Of a union whose members are tagged `word`, or by a key of `kinds`: it takes the one that is meant, and says what there is."""
-    there = f"must be {' or '.join(words)}, or have one of the keys {', '.join(kinds)}"
-    return Discriminator(_kind_of(words, kinds), custom_error_type="source", custom_error_message=there)
+    """Return the discriminator of a union of sources, whose error lists all that a source may be.
+
+    Args:
+        words: names of built-in sources; their union member is tagged `word`.
+        kinds: classes of the other sources, keyed by their tag, a field that only they have.
+    """
+    message = f"must be {' or '.join(words)}, or have one of the keys {', '.join(kinds)}"
+    return Discriminator(_kind_of(words, kinds), custom_error_type="source", custom_error_message=message)
 
 
 def places(source: Any) -> frozenset[str]:
-    """The fields of a source that only say where its data lie: its fingerprint stands for them in a trial's identity."""
+    """Return the fields that only locate a source's data: a trial's id has the data's fingerprint instead."""
     return getattr(source, "places", frozenset())
 
 
 def located(value: Any, folder: Path, strays: dict[str, None]) -> Any:
-    """A configuration with its relative paths made absolute: they are relative to `folder`, that of the experiment file.
+    """Return a configuration with its relative paths made absolute.
 
-    A path that is not there but exists relative to the working directory is taken from there, as earlier versions did, and
-    added to `strays`. A class names the fields that hold paths: `PATHS` (files, folders, globs) and `NAMES`, which may be names on
-    a hub as well and stay as they are unless such a folder exists.
+    Args:
+        value: the configuration. Its class lists its fields of paths: `PATHS` (files, folders, globs), and
+            `NAMES`, which may be names on a hub too and stay as they are unless such a folder exists.
+        folder: folder of the experiment file, which paths are relative to.
+        strays: receives paths that do not exist there but relative to the working directory; those are taken
+            from there, as earlier versions did.
     """
     changed: dict[str, Any] = {}
     for name in type(value).model_fields if isinstance(value, Spec) else ():
@@ -61,13 +72,13 @@ def _absolute(text: str, folder: Path, strays: dict[str, None], may_be_a_name: b
     if Path(text).expanduser().is_absolute():
         return text
     beside = str(folder / text)
-    if _there(beside):
+    if _exists(beside):
         return beside
-    if _there(text):
+    if _exists(text):
         strays[text] = None
         return str(Path.cwd() / text)
     return text if may_be_a_name else beside
 
 
-def _there(path: str) -> bool:
+def _exists(path: str) -> bool:
     return next(glob.iglob(path, recursive=True), None) is not None or Path(path).exists()

@@ -7,14 +7,19 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 _TILE, _GAP, _TEXT = 128, 6, 14
-"""Pixels: about how large an image is drawn, what is between two, and how high a letter is."""
+"""Pixels: approximate size of an image, gap between two, and height of a letter."""
 _INK, _PAPER = (26, 29, 33), (255, 255, 255)
 
 
 def montage(path: Path, columns: Sequence[str], rows: Sequence[Sequence[np.ndarray]], foot: str = "") -> None:
-    """Write a PNG: named columns, a row of images fp32 [channels, height, width] in [0, 1] under them, a line below.
+    """Write images in a labelled grid as a PNG; the same arguments give the same bytes.
 
-    Every pixel is a square of whole pixels. The same arguments give the same bytes.
+    Args:
+        path: the file.
+        columns: labels of the columns.
+        rows: rows of images, fp32 [channels, height, width] in [0, 1], all of one shape. Their pixels are
+            enlarged to squares.
+        foot: a line of text below.
     """
     height, width = rows[0][0].shape[1:]
     scale = max(1, round(_TILE / max(height, width)))

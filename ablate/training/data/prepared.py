@@ -1,4 +1,7 @@
-"""A folder of prepared text: token shards, their tokenizer.json, and data.json, which says what they are. Written once, read anywhere."""
+"""A folder of prepared text: token shards, their tokenizer.json, and data.json, which describes them.
+
+Written once, and read on any machine.
+"""
 
 import hashlib
 from itertools import islice
@@ -21,36 +24,48 @@ _PIECES = 256
 
 
 class Part(Spec):
-    """What the shards of a split hold."""
+    """The shards of a split."""
 
     tokens: int = Field(ge=1)
     bytes: int
-    """Of text."""
+    """Bytes of text."""
     documents: int
     shards: tuple[str, ...] = Field(min_length=1, strict=False)
 
 
 class About(Spec):
-    """What data.json says."""
+    """The content of data.json."""
 
     format: int = Field(1, ge=1, le=1)
     source: dict[str, Any]
-    """What was prepared, as it was named; of a dataset on a hub the commit too."""
+    """The text as its user named it; of a dataset on a hub, its commit too."""
     tokenizer: str
     vocab: int = Field(gt=1)
     separator: int | None
     bytes_per_token: float = Field(gt=0)
-    """Of the validation text."""
+    """Mean over the validation text."""
     train: Part
     val: Part
     fingerprint: str
-    """Of all tokens."""
+    """Hash of all tokens."""
     sample: str
-    """Of windows of them: whether the shards are those that were written is found out in milliseconds."""
+    """Hash of windows of the tokens, by which `read` checks in milliseconds that the shards are unchanged."""
 
 
 def prepare(folder: Path, job: Job) -> About:
-    """Write the shards, the tokeniser and what they are into an empty folder. OSError or ValueError in one sentence."""
+    """Tokenise a text into a folder.
+
+    Args:
+        folder: an empty folder.
+        job: the text, and how to tokenise it; its `progress` is called.
+
+    Returns:
+        The content of data.json.
+
+    Raises:
+        OSError: the text or the tokeniser cannot be read.
+        ValueError: the text is damaged or too short, or the tokeniser cannot encode it.
+    """
     tokeniser = open_tokeniser(job.tokenizer, job.training)
     parts = {
         name: _Part(shards.Writer(folder, name, tokeniser.dtype, job.shard_tokens))
@@ -71,25 +86,30 @@ def prepare(folder: Path, job: Job) -> About:
         if not part.writer.tokens:
             raise ValueError(_too_little(name, parts["train"].documents))
     (folder / FILE).write_text(tokeniser.json, encoding="utf-8")
-    told = _about(folder, job, tokeniser, parts["train"].told, parts["val"].told, digest.hexdigest()[:16])
-    write(folder / ABOUT, told.model_dump(mode="json"))
-    return told
+    result = _about(
+        folder, job, tokeniser, parts["train"].summary, parts["val"].summary, digest.hexdigest()[:16]
+    )
+    write(folder / ABOUT, result.model_dump(mode="json"))
+    return result
 
 
 def _too_little(name: str, documents: int) -> str:
     if name == "train":
         return "there is no text: the files are empty"
-    return f"nothing is left to validate on: the text is {documents} document; give more, or a validation text of its own"
+    return (
+        f"nothing is left to validate on: the text is {documents} document;"
+        " give more, or a validation text of its own"
+    )
 
 
 class _Part:
-    """One split while it is written."""
+    """A split while it is written."""
 
     def __init__(self, writer: shards.Writer) -> None:
         self.writer, self.bytes, self.documents = writer, 0, 0
 
     def add(self, piece: Piece, ids: np.ndarray, separator: int | None, most: int | None) -> None:
-        """Append a piece, as far as there are not more than `most` tokens then. What begins a document comes after the separator."""
+        """Append a piece's ids, after the separator if it begins a document, up to `most` tokens in all."""
         if piece.first and separator is not None:
             ids = np.concatenate([[separator], ids])
         self.writer.add(ids[: None if most is None else most - self.writer.tokens])
@@ -97,8 +117,8 @@ class _Part:
         self.documents += piece.first
 
     @property
-    def told(self) -> Part:
-        """What was written."""
+    def summary(self) -> Part:
+        """Return the description of the tokens written so far."""
         return Part(
             tokens=self.writer.tokens,
             bytes=self.bytes,
@@ -113,9 +133,8 @@ def _about(folder: Path, job: Job, tokeniser: Tokeniser, train: Part, val: Part,
         tokenizer=tokeniser.word,
         vocab=tokeniser.vocab,
         separator=tokeniser.separator,
-        bytes_per_token=1.0
-        if tokeniser.word == "bytes"
-        else val.bytes / val.tokens,  # of bytes the separator is one too
+        # With `bytes` every token is a byte, the separator too.
+        bytes_per_token=1.0 if tokeniser.word == "bytes" else val.bytes / val.tokens,
         train=train,
         val=val,
         fingerprint=fingerprint,
@@ -124,7 +143,7 @@ def _about(folder: Path, job: Job, tokeniser: Tokeniser, train: Part, val: Part,
 
 
 def about(folder: Path) -> About:
-    """What a folder says that it holds. OSError or ValueError in one sentence."""
+    """Return the content of a folder's data.json. OSError if there is none, ValueError if it is damaged."""
     path = folder / ABOUT
     if not path.is_file():
         raise OSError(
@@ -134,31 +153,40 @@ def about(folder: Path) -> About:
         return About.model_validate_json(path.read_bytes())
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
+        field = ".".join(map(str, problem["loc"]))
         raise ValueError(
-            f"{path}: not as `ablate data prepare` writes it: {where}: {problem['msg']}"
+            f"{path}: not as `ablate data prepare` writes it: {field}: {problem['msg']}"
         ) from None
 
 
 def read(folder: Path) -> tuple[About, Tokens, Tokens]:
-    """What a folder holds: all that is said of it, and the ids to train on and to validate on. OSError or ValueError in one sentence."""
-    told = about(folder)
-    (train, val), sample = _sampled(folder, (told.train, told.val), told.vocab)
-    if sample != told.sample or (len(train), len(val)) != (told.train.tokens, told.val.tokens):
-        raise ValueError(f"{folder}: its shards are not those that {ABOUT} tells of; prepare the text again")
-    return told, train, val
+    """Return a folder's data.json, its training ids and its validation ids.
+
+    Args:
+        folder: a folder that `prepare` wrote.
+
+    Raises:
+        OSError: a file is missing.
+        ValueError: data.json or a shard is damaged, or the shards are not those that data.json describes.
+    """
+    described = about(folder)
+    (train, val), sample = _sampled(folder, (described.train, described.val), described.vocab)
+    tokens = described.train.tokens, described.val.tokens
+    if sample != described.sample or (len(train), len(val)) != tokens:
+        raise ValueError(f"{folder}: its shards are not those that {ABOUT} describes; prepare the text again")
+    return described, train, val
 
 
 def _sampled(folder: Path, parts: tuple[Part, Part], vocab: int) -> tuple[list[Tokens], str]:
-    """The ids of both parts, and the hash of windows of them."""
-    digest, found = hashlib.sha256(), []
+    """Return the ids of both parts, and the hash of windows of them."""
+    digest, texts = hashlib.sha256(), []
     for part in parts:
         arrays = []
         for name in part.shards:
             path = folder / name
             if not path.is_file() or path.parent != folder:
-                raise OSError(f"{folder}: {name} is missing, of which {ABOUT} tells")
+                raise OSError(f"{folder}: {name} is missing, which {ABOUT} lists")
             arrays.append(shards.read(path, "uint16"))
             shards.check_and_digest(arrays[-1], vocab, digest)
-        found.append(shards.joined(arrays))
-    return found, digest.hexdigest()[:16]
+        texts.append(shards.joined(arrays))
+    return texts, digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Token files: llm.c's `.bin`, with a header, read and written; nanoGPT's, raw ids, read."""
+"""Token files: read and write llm.c's `.bin`, which have a header; read nanoGPT's, which are raw ids."""
 
 import hashlib
 import math
@@ -11,21 +11,21 @@ from typing import IO
 import numpy as np
 
 _LLM_C = {20240520: np.uint16, 20240801: np.uint32}
-"""Magic numbers of llm.c's shard headers (256 int32 words) and the type of the tokens behind them."""
+"""Types of tokens by the magic number of the shard's header (256 int32 words), as in llm.c."""
 _VERSIONS = {20240520: 1, 20240801: 7}
 _HEADER = 256 * 4
 _MOST = (1 << 31) - 1
-"""Tokens in a file, as its header counts them."""
+"""Largest number of tokens in a file that its header can count."""
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 _MAPPED = 64
-"""Files mapped at once: each holds a descriptor, of which a process may have no more than 1,024."""
+"""Number of files mapped at once: each takes a file descriptor, and a process may have only 1,024."""
 
 
 class _Windows:
-    """Ids that are read in windows: what holds them may be larger than memory."""
+    """Ids that are read in windows, since they may be larger than memory."""
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        """All of it, in memory."""
+        """Return all ids as one array in memory."""
         return np.asarray(self[:], dtype)
 
 
@@ -38,7 +38,7 @@ class Shard(_Windows):
     offset: int
     count: int
     written: int
-    """When, in nanoseconds: another file of the same path is another shard."""
+    """Time of the last change in ns, so that a new file of the same path is another shard."""
 
     def __len__(self) -> int:
         return self.count
@@ -64,56 +64,68 @@ class Joined(_Windows):
         return int(self._ends[-1])
 
     def __getitem__(self, window: slice) -> np.ndarray:
-        """A contiguous window, of one part or across their seams."""
+        """Return a contiguous window, which may span several files."""
         start, stop, _ = window.indices(len(self))
-        found = []
+        windows = []
         for number in range(int(np.searchsorted(self._ends, start, side="right")), len(self._parts)):
             part, first = self._parts[number], int(self._ends[number]) - len(self._parts[number])
             if first >= stop:
                 break
-            found.append(
-                part[max(0, start - first) : stop - first].astype(self.dtype)
-            )  # a copy: it keeps no file open
-        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, self.dtype)])
+            # `astype` copies, so that the window keeps no file open.
+            windows.append(part[max(0, start - first) : stop - first].astype(self.dtype))
+        return windows[0] if len(windows) == 1 else np.concatenate(windows or [np.empty(0, self.dtype)])
 
 
 Tokens = np.ndarray | Shard | Joined
-"""Ids of a text: has a length, and gives a slice as an array."""
+"""Ids of a text: `len` and slices, which are arrays."""
 
 
 def joined(parts: Sequence[Shard]) -> Tokens:
-    """One text of ids."""
+    """Return several shards as one text."""
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 def read(path: Path, dtype: str) -> Shard:
-    """The ids of a file; `dtype` is that of a file without a header. ValueError where it is cut short, or
-    its header cannot be true."""
-    told = path.stat()
-    size = told.st_size
+    """Open a token file.
+
+    Args:
+        path: the file.
+        dtype: `uint16` or `uint32`, the type of the ids of a file without a header.
+
+    Returns:
+        Its ids, memory-mapped.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is truncated, or its header is wrong.
+    """
+    stat = path.stat()
+    size = stat.st_size
     with path.open("rb") as file:
         start = file.read(12)
     header = np.frombuffer(start, dtype=np.int32) if len(start) == 12 else (0,)
     if int(header[0]) in _LLM_C:
         kind = np.dtype(_LLM_C[int(header[0])])
-        if header[2] < 0:  # 32 bits: a count beyond them comes back below zero
-            why = f"damaged, or written with more than the {_MOST:,} tokens that such a header counts; write smaller shards"
-            raise ValueError(f"{path}: its header tells of {header[2]} tokens: {why}")
+        if header[2] < 0:  # a count beyond 32 bits has overflowed
+            raise ValueError(
+                f"{path}: its header counts {header[2]} tokens: damaged, or written with more than"
+                f" the {_MOST:,} tokens that such a header can count; write smaller shards"
+            )
         if size < _HEADER + int(header[2]) * kind.itemsize:
             raise ValueError(
-                f"{path}: truncated: its header promises {int(header[2])} tokens, {size} bytes are there"
+                f"{path}: truncated: its header counts {int(header[2])} tokens, and the file has {size} bytes"
             )
-        return Shard(path, kind, _HEADER, int(header[2]), told.st_mtime_ns)
+        return Shard(path, kind, _HEADER, int(header[2]), stat.st_mtime_ns)
     kind = np.dtype(dtype)
     if size == 0 or size % kind.itemsize:
         raise ValueError(f"{path}: {size} bytes are not a whole number of {dtype} tokens")
-    return Shard(path, kind, 0, size // kind.itemsize, told.st_mtime_ns)
+    return Shard(path, kind, 0, size // kind.itemsize, stat.st_mtime_ns)
 
 
 def check_and_digest(shard: Shard, vocab: int, digest: "hashlib._Hash") -> None:
-    """Add to `digest` what tells this shard from another: evenly spaced windows of it, so that many gigabytes take milliseconds.
+    """Add evenly spaced windows of a shard to `digest`, so that many gigabytes take milliseconds.
 
-    ValueError where one of them has an id beyond the vocabulary.
+    ValueError if one of them has an id beyond the vocabulary.
     """
     for window in _sample(shard):
         digest.update(window.tobytes())
@@ -131,7 +143,7 @@ def _sample(shard: Shard) -> list[np.ndarray]:
 
 
 class Writer:
-    """Writes ids into shards `<name>_000000.bin`, ... of at most `most` tokens."""
+    """Write ids into shards `<name>_000000.bin`, ... of at most `most` tokens each."""
 
     def __init__(self, folder: Path, name: str, dtype: type, most: int) -> None:
         self.tokens = 0
@@ -142,7 +154,7 @@ class Writer:
         self._room = 0
 
     def add(self, ids: np.ndarray) -> None:
-        """Append ids, over as many files as that takes."""
+        """Append ids, in as many files as they need."""
         ids = ids.astype(self._dtype)
         self._digest.update(ids.data)
         self.tokens += len(ids)
@@ -154,7 +166,7 @@ class Writer:
             self._room -= len(part)
 
     def close(self) -> str:
-        """End the last file; 64 hex digits of the hash of all ids."""
+        """End the last file, and return the hash of all ids, 64 hex digits."""
         self._end()
         return self._digest.hexdigest()
 
@@ -166,7 +178,7 @@ class Writer:
         self._room = self._most
 
     def _end(self) -> None:
-        """Only a whole file gets its header: a torn one is none of a known kind."""
+        """Complete the present file with its header, written last so that an incomplete file has none."""
         if self._file is None:
             return
         header = np.zeros(256, dtype=np.int32)

@@ -1,6 +1,7 @@
-"""From text to token ids and back: bytes, or byte-level BPE. The only file that knows the `tokenizers` library.
+"""Tokenisers, from text to token ids and back: bytes, or byte-level BPE of the `tokenizers` library.
 
-A word names one: `bytes`; `bpe:N`, trained on the text itself to N tokens; a `tokenizer.json`, or a folder with one; a model on the hub.
+One is named by a word: `bytes`; `bpe:N`, trained on the text itself to N tokens; the path of a
+`tokenizer.json`, or of a folder with one; or a model on the hub.
 """
 
 import re
@@ -17,34 +18,37 @@ from ablate.training.data.hub import tokenizer_commit, tokenizer_file
 FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
 _SEPARATORS = (SEPARATOR, "<|end_of_text|>", "<|begin_of_text|>", "<eos>", "</s>", "<s>", "[SEP]")
-"""What known tokenisers begin or end a document with; the first that a vocabulary has is put before each."""
+"""Tokens that published tokenisers separate documents by; the first in a vocabulary begins each one."""
 _SMALLEST = 257
-"""All bytes and the separator."""
+"""Number of tokens of all bytes and the separator."""
 _LARGEST = 1 << 20
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _INSTEAD = "without a network there are `bytes`, `bpe:N` and the path of a tokenizer.json"
 
 
 class Tokeniser(NamedTuple):
-    """Ids run from 0 to `vocab` - 1. `separator` begins each document; None: nothing does."""
+    """A tokeniser."""
 
     word: str
+    """The word that names it."""
     vocab: int
+    """Number of ids, from 0."""
     separator: int | None
+    """Id that begins each document; None: there is none."""
     encode: Callable[[Sequence[Piece]], list[np.ndarray]]
-    """A flat array of ids for each piece. ValueError that says where a piece is not UTF-8."""
+    """Returns a flat array of ids for each piece. ValueError, with the position, if a piece is not UTF-8."""
     decode: Callable[[np.ndarray], str]
     json: str
-    """The `tokenizer.json` that does the same."""
+    """Content of the `tokenizer.json` of the same tokeniser."""
 
     @property
     def dtype(self) -> type:
-        """What an id is stored as."""
+        """Return the type that ids are stored as."""
         return np.uint16 if self.vocab <= 1 << 16 else np.uint32
 
 
 def kind(word: str) -> Literal["bytes", "bpe", "file", "hub"]:
-    """What a word names. ValueError where it can be nothing."""
+    """Return the kind of tokeniser that a word names. ValueError if it names none."""
     if word == "bytes":
         return "bytes"
     if word.startswith("bpe:"):
@@ -63,28 +67,40 @@ def kind(word: str) -> Literal["bytes", "bpe", "file", "hub"]:
 
 
 def checked(word: str) -> str:
-    """The word, where it can name a tokeniser; ValueError where it cannot."""
+    """Return the word if it can name a tokeniser; otherwise raise ValueError."""
     kind(word)
     return word
 
 
 def identity(word: str) -> str:
-    """What identifies the tokeniser's content: two words of one identity give the same ids for the same text."""
-    named = kind(word)
-    if named == "file":
-        return digest([_path(word)])
-    return f"{word}@{tokenizer_commit(word, _INSTEAD)}" if named == "hub" else word
+    """Return the identity of a tokeniser's content: equal ones give the same ids for the same text."""
+    match kind(word):
+        case "file":
+            return digest([_path(word)])
+        case "hub":
+            return f"{word}@{tokenizer_commit(word, _INSTEAD)}"
+    return word
 
 
 def open_tokeniser(word: str, text: Callable[[], Iterable[Piece]]) -> Tokeniser:
-    """The tokeniser that a word names, trained on `text()` where it is `bpe:N`. OSError or ValueError in one sentence."""
-    named = kind(word)
-    if named == "bytes":
-        return _bytes()
-    if named == "bpe":
-        return _of(_trained(text(), int(word[4:])), word)
-    path = tokenizer_file(word, _INSTEAD) if named == "hub" else _path(word)
-    return _of(_read(path), word)
+    """Open a tokeniser.
+
+    Args:
+        word: the word that names it.
+        text: returns the text that `bpe:N` is trained on; called for that alone.
+
+    Raises:
+        OSError: its file is missing, or the hub cannot be reached.
+        ValueError: the word names no tokeniser, its file is damaged, or the text is not UTF-8.
+    """
+    match kind(word):
+        case "bytes":
+            return _bytes()
+        case "bpe":
+            return _wrapped(_trained(text(), int(word[4:])), word)
+        case "hub":
+            return _wrapped(_read(tokenizer_file(word, _INSTEAD)), word)
+    return _wrapped(_read(_path(word)), word)
 
 
 def _path(word: str) -> Path:
@@ -104,22 +120,21 @@ def _read(path: Path) -> Any:
         raise ValueError(f"{path}: not a tokenizer.json: {str(error).splitlines()[0]}") from None
 
 
-def _of(library: Any, word: str) -> Tokeniser:
-    library.no_truncation()  # what a published one may do to sentences must not be done to a text
+def _wrapped(library: Any, word: str) -> Tokeniser:
+    """Return a `tokenizers.Tokenizer` as a `Tokeniser`."""
+    library.no_truncation()  # a published tokeniser may truncate and pad, as for single sentences
     library.no_padding()
-    known = library.get_vocab(with_added_tokens=True)
-    separator = next((known[name] for name in _SEPARATORS if name in known), None)
+    ids = library.get_vocab(with_added_tokens=True)
+    separator = next((ids[name] for name in _SEPARATORS if name in ids), None)
 
     def encode(pieces: Sequence[Piece]) -> list[np.ndarray]:
         texts = [_text(piece) for piece in pieces]
-        return [
-            np.array(found.ids, dtype=np.uint32)
-            for found in library.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        encodings = library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     return Tokeniser(
         word,
-        max(known.values()) + 1,
+        max(ids.values()) + 1,
         separator,
         encode,
         lambda ids: library.decode(ids.tolist(), skip_special_tokens=False),
@@ -131,17 +146,18 @@ def _text(piece: Piece) -> str:
     try:
         return piece.content.decode()
     except UnicodeDecodeError as error:
-        where = piece.offset + error.start
+        position = piece.offset + error.start
         raise ValueError(
-            f"{piece.name}: byte {where} ({piece.content[error.start]:#x}) is not UTF-8; `bytes` takes anything"
+            f"{piece.name}: byte {position} ({piece.content[error.start]:#x}) is not UTF-8;"
+            " `bytes` takes anything"
         ) from None
 
 
 def _bytes() -> Tokeniser:
-    """The ids are the bytes; 0, which no text has, is the separator."""
+    """Return the tokeniser whose ids are the bytes; the separator is 0, which no text contains."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    # The library writes each byte as a letter: those that can be printed as themselves, the others, in order, from U+0100 on.
+    # The library maps each byte to a letter: printable ones to themselves, the others in order from U+0100.
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printed]
     letters = {chr(byte): byte for byte in printed} | {
@@ -167,7 +183,7 @@ def _bytes() -> Tokeniser:
 
 
 def _trained(text: Iterable[Piece], vocab: int) -> Any:
-    """A byte-level BPE: the same for the same text, whatever the number of threads."""
+    """Return a trained byte-level BPE: the same for the same text, whatever the number of threads."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     library = Tokenizer(models.BPE())
