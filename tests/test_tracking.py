@@ -201,7 +201,9 @@ def test_the_gap_is_said_by_whichever_of_the_two_is_drawn_last(late, client, sto
     trials = {member["name"]: member["trial"] for member in book.members()}
     book.settle(trials[late], "pending")
     mirror = Mirror(store, book, tmp_path, tmp_path / "sweeps" / name, name, busy=True)
-    until(lambda: mirror.collect_news() is not None and sum(member["closed"] for member in book.members()) == 2)
+    until(
+        lambda: mirror.collect_news() is not None and sum(member["closed"] for member in book.members()) == 2
+    )
     assert {run.data.tags["ablate.arm"] for run in runs(client, name) if "gap/nats" in run.data.metrics} == {
         "rht=false"
     } - {"rht=false" if late == "bf16" else ""}
