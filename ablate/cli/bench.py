@@ -5,10 +5,7 @@ Times are medians over interleaved rounds, on one thread.
 
 import itertools
 import json
-import os
 import sys
-import time
-from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from ablate.cli.bench_workloads import back_ends, forked, in_both_modes, operations, stepper, with_build
 from ablate.cli.common import console, print_starting
 from ablate.engines.hardware import this_machine
 from ablate.errors import InputError, nearest
@@ -78,9 +76,9 @@ def kernels(
     for (rows, columns), dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):
         x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
         work = {
-            (back_end, name): partial(_with_build, build, partial(call, x))
+            (back_end, name): partial(with_build, build, partial(call, x))
             for (back_end, build), (name, call) in itertools.product(
-                _back_ends(builds).items(), _operations(x).items()
+                back_ends(builds).items(), operations(x).items()
             )
         }
         seconds = timing.medians(work | {"copy": partial(torch.empty_like(x).copy_, x)}, rounds, least=0.01)
@@ -125,12 +123,12 @@ def step(
     _device(device)
     _check(png)
     timing.one_thread()
-    recipes = _in_both_modes(names)
-    steppers = {name: _stepper(recipe, layers, width, tokens, device) for name, recipe in recipes.items()}
+    recipes = in_both_modes(names)
+    steppers = {name: stepper(recipe, layers, width, tokens, device) for name, recipe in recipes.items()}
     if compiled:
         whole = {name: recipe for name, recipe in recipes.items() if recipe.products.backward_needs is None}
         steppers |= {
-            f"{name}, compiled": _stepper(recipe, layers, width, tokens, device, True)
+            f"{name}, compiled": stepper(recipe, layers, width, tokens, device, True)
             for name, recipe in whole.items()
         }
     seconds = timing.medians(steppers, rounds)
@@ -201,7 +199,7 @@ def linear(
     device = _device(device)
     sizes = _layers(shapes, models, tokens, device)
     _check(png)
-    recipes = _in_both_modes(names) if wide else {name: PRESETS[name]() for name in names}
+    recipes = in_both_modes(names) if wide else {name: PRESETS[name]() for name in names}
     chosen = _engines(engine, recipes, sizes, device)
     timing.one_thread()
     stick, found = linear_layers.yardstick(device), []
@@ -257,7 +255,7 @@ def start(rounds: Rounds = 9, as_json: AsJson = False) -> None:
 
     timing.one_thread()
     rehearse()
-    measured = sorted(_forked(lambda: Gpt().prepare(PRESETS["nvfp4"](), 0, "cpu")) for _ in range(rounds))
+    measured = sorted(forked(lambda: Gpt().prepare(PRESETS["nvfp4"](), 0, "cpu")) for _ in range(rounds))
     _show([{"what": "fork to first step", "ms": 1000 * measured[rounds // 2]}], as_json)
 
 
@@ -296,111 +294,6 @@ def faults(
             )
         )
     )
-
-
-# --- what is measured -----------------------------------------------------------------------------
-
-
-def _operations(x: Any) -> dict[str, Callable[[Any], Any]]:
-    import torch
-
-    from ablate.numerics.philox import Clock
-    from ablate.numerics.quantize import quantize
-    from ablate.numerics.spec import Hadamard, Outer, Quant
-
-    nearest, square, rotation = Quant(), Quant(block="16x16"), Hadamard()
-    given = Quant(outer=Outer(statistic=f"static:{x.abs().max().item()}"))
-    drawn = partial(quantize, quant=Quant(rounding="stochastic"), clock=Clock(0))
-    found = {
-        "rows, nearest": lambda x: quantize(x, nearest),
-        "rows, nearest, amax given": lambda x: quantize(x, given),
-        "rows, stochastic": lambda x: drawn(x),
-        "columns, nearest": lambda x: quantize(x.t(), nearest),
-        "columns, stochastic": lambda x: drawn(x.t()),
-        "16x16, nearest": lambda x: quantize(x, square),
-    }
-    if x.dtype == torch.bfloat16:  # only bf16 is rotated
-        found |= {
-            "columns, rotated, nearest": lambda x: quantize(x.t(), nearest, rotation=rotation),
-            "columns, rotated, stochastic": lambda x: drawn(x.t(), rotation=rotation),
-        }
-    return found
-
-
-def _back_ends(every: bool) -> dict[str, Any]:
-    """Return compiled builds by name: the one in use, with `every` the others that can run, and None for the
-    reference.
-    """
-    from ablate.numerics.kernels import cpu
-
-    mine = cpu.level()
-    levels = list(cpu.LEVELS.values())
-    others = [*levels[levels.index(mine) + 1 :], "portable"] if mine in levels else []
-    return {name: cpu.load(cpu.path(name)) for name in (mine, *(others if every else []))} | {
-        "reference": None
-    }
-
-
-def _with_build(build: Any, call: Callable[[], Any]) -> None:
-    from ablate.numerics.kernels import cpu
-
-    before, cpu.build = cpu.build, lambda: build
-    try:
-        call()
-    finally:
-        cpu.build = before
-
-
-def _in_both_modes(names: list[str]) -> dict[str, Any]:
-    """Return the recipes of the presets, and those that quantise also with all products in fp32_out."""
-    recipes = {name: PRESETS[name]() for name in names}
-    return recipes | {
-        f"{name}, fp32_out": _fp32_out(recipe)
-        for name, recipe in recipes.items()
-        if not recipe.products.plain
-    }
-
-
-def _fp32_out(recipe: Any) -> Any:
-    """Return the recipe with all products in fp32_out."""
-    names = {"fprop": "gemm", "dgrad": "gemm", "wgrad": "dw"}
-    wide = {"gemm": "fp32_out", "dw": "fp32"}
-    return recipe.model_copy(
-        update={n: getattr(recipe, n).model_copy(update={f: wide[f]}) for n, f in names.items()}
-    )
-
-
-def _stepper(
-    recipe: Any, layers: int, width: int, tokens: int, device: str, compile: bool = False
-) -> Callable[[], Any]:
-    """Return a function that runs one training step per call, without telemetry and evaluation."""
-    from ablate.training.loop import Telemetry
-    from ablate.training.workloads.gpt import Gpt
-
-    never = 10**6
-    shape = {"layers": layers, "width": width, "heads": width // 64, "context": 128, "batch": tokens // 128}
-    config = Gpt(**shape, steps=never, eval_every=never, warmup=0, decay="none", compile=compile)
-    steps: Iterator[Any] = config.train(
-        config.prepare(recipe, 0, device), Telemetry(every=never, log=1, shadow=never)
-    )
-    return partial(next, steps)
-
-
-def _forked(call: Callable[[], Any]) -> float:
-    """Return the seconds from the fork of a child to the end of `call` in it."""
-    read, write = os.pipe()
-    began = time.perf_counter()
-    if not (pid := os.fork()):
-        try:
-            call()
-            os.write(write, repr(time.perf_counter() - began).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        took = float(answer.read())
-    os.waitpid(pid, 0)
-    return took
 
 
 # --- asked and shown ------------------------------------------------------------------------------

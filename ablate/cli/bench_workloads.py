@@ -1,0 +1,109 @@
+"""Workloads that `ablate bench` times: quantisers, training steps, forked processes."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from ablate.recipes import PRESETS
+
+
+def operations(x: Any) -> dict[str, Callable[[Any], Any]]:
+    import torch
+
+    from ablate.numerics.philox import Clock
+    from ablate.numerics.quantize import quantize
+    from ablate.numerics.spec import Hadamard, Outer, Quant
+
+    nearest, square, rotation = Quant(), Quant(block="16x16"), Hadamard()
+    given = Quant(outer=Outer(statistic=f"static:{x.abs().max().item()}"))
+    drawn = partial(quantize, quant=Quant(rounding="stochastic"), clock=Clock(0))
+    found = {
+        "rows, nearest": lambda x: quantize(x, nearest),
+        "rows, nearest, amax given": lambda x: quantize(x, given),
+        "rows, stochastic": lambda x: drawn(x),
+        "columns, nearest": lambda x: quantize(x.t(), nearest),
+        "columns, stochastic": lambda x: drawn(x.t()),
+        "16x16, nearest": lambda x: quantize(x, square),
+    }
+    if x.dtype == torch.bfloat16:  # only bf16 is rotated
+        found |= {
+            "columns, rotated, nearest": lambda x: quantize(x.t(), nearest, rotation=rotation),
+            "columns, rotated, stochastic": lambda x: drawn(x.t(), rotation=rotation),
+        }
+    return found
+
+
+def back_ends(every: bool) -> dict[str, Any]:
+    """Return compiled builds by name: the one in use, with `every` the others that can run, and None for the
+    reference.
+    """
+    from ablate.numerics.kernels import cpu
+
+    mine = cpu.level()
+    levels = list(cpu.LEVELS.values())
+    others = [*levels[levels.index(mine) + 1 :], "portable"] if mine in levels else []
+    return {name: cpu.load(cpu.path(name)) for name in (mine, *(others if every else []))} | {
+        "reference": None
+    }
+
+
+def with_build(build: Any, call: Callable[[], Any]) -> None:
+    from ablate.numerics.kernels import cpu
+
+    before, cpu.build = cpu.build, lambda: build
+    try:
+        call()
+    finally:
+        cpu.build = before
+
+
+def in_both_modes(names: list[str]) -> dict[str, Any]:
+    """Return the recipes of the presets, and those that quantise also with all products in fp32_out."""
+    recipes = {name: PRESETS[name]() for name in names}
+    return recipes | {
+        f"{name}, fp32_out": fp32_out(recipe) for name, recipe in recipes.items() if not recipe.products.plain
+    }
+
+
+def fp32_out(recipe: Any) -> Any:
+    """Return the recipe with all products in fp32_out."""
+    names = {"fprop": "gemm", "dgrad": "gemm", "wgrad": "dw"}
+    wide = {"gemm": "fp32_out", "dw": "fp32"}
+    return recipe.model_copy(
+        update={n: getattr(recipe, n).model_copy(update={f: wide[f]}) for n, f in names.items()}
+    )
+
+
+def stepper(
+    recipe: Any, layers: int, width: int, tokens: int, device: str, compile: bool = False
+) -> Callable[[], Any]:
+    """Return a function that runs one training step per call, without telemetry and evaluation."""
+    from ablate.training.loop import Telemetry
+    from ablate.training.workloads.gpt import Gpt
+
+    never = 10**6
+    shape = {"layers": layers, "width": width, "heads": width // 64, "context": 128, "batch": tokens // 128}
+    config = Gpt(**shape, steps=never, eval_every=never, warmup=0, decay="none", compile=compile)
+    steps: Iterator[Any] = config.train(
+        config.prepare(recipe, 0, device), Telemetry(every=never, log=1, shadow=never)
+    )
+    return partial(next, steps)
+
+
+def forked(call: Callable[[], Any]) -> float:
+    """Return the seconds from the fork of a child to the end of `call` in it."""
+    read, write = os.pipe()
+    began = time.perf_counter()
+    if not (pid := os.fork()):
+        try:
+            call()
+            os.write(write, repr(time.perf_counter() - began).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        took = float(answer.read())
+    os.waitpid(pid, 0)
+    return took
