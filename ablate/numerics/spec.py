@@ -1,7 +1,8 @@
-"""The words for one quantised operand and one rotation. It computes nothing and imports no torch, so that planning is instant.
+"""Description of one quantised operand and one rotation. Nothing is computed here and torch is not imported.
 
-Every class is frozen, hashable and closed: an unknown field, an impossible value or a contradiction is refused, with its reason,
-when it is built. "Off" is always None: an operand that is not quantised has no Quant, a product that is not rotated no Hadamard.
+Every class is frozen, hashable and closed: an unknown field, an impossible value or a contradiction is
+refused, with the reason, when an object is built. "Off" is always None: an unquantised operand has no Quant,
+and an unrotated product has no Hadamard.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,20 +26,22 @@ from ablate.numerics.choices import (
 from ablate.numerics.formats import ELEMENTS, SCALES
 
 VERSION = 3
-"""Raise by hand when a change here or in a kernel changes any bit that a recipe computes: it is part of every trial's id."""
+"""Raise by hand when a change here or in a kernel changes any bit that a recipe computes: it is part of every
+trial's id."""
 STATIC_ROTATED_VERSION = 4
-"""Version of the recipes that rotate by 16 and give an amax (`outer.statistic: static:v`), on a CPU: up to version 3 the compiled
-quantiser ignored the given amax of rotated columns. The bits of no other recipe changed, so the ids of its trials stay."""
+"""Version of the recipes that rotate by 16 and give an amax (`outer.statistic: static:v`), on a CPU: up to
+version 3 the compiled quantiser ignored the given amax of rotated columns. The bits of no other recipe
+changed, so the ids of its trials stay."""
 
 
 def version(recipes: Iterable[Any], device: str) -> int:
-    """Version of the numerics that decides the bits of some recipes, given as their JSON data, on a device class."""
+    """Return the version of the numerics of some recipes (as JSON data) on a device class."""
     words = {word for recipe in recipes for word in _words(recipe)} if device == "cpu" else set()
     return STATIC_ROTATED_VERSION if words >= {"rotated", "static"} else VERSION
 
 
 def _words(data: Any) -> Iterator[str]:
-    """`rotated` for each Hadamard rotation by 16 in a recipe's data, `static` for each outer scale with a given amax."""
+    """Yield `rotated` for each rotation by 16 in a recipe's data, `static` for each given amax."""
     if isinstance(data, dict):
         if isinstance(turn := data.get("hadamard"), dict) and turn.get("size") == 16:
             yield "rotated"
@@ -49,33 +52,38 @@ def _words(data: Any) -> Iterator[str]:
 
 
 _CAST = tuple(name for name, scale in SCALES.items() if scale.bits >= 16)
-"""Scale formats that torch casts to, to nearest alone; the others are rounded on their grid."""
+"""Scale formats to which torch casts, only to nearest; the others are rounded on their grid."""
 _FRACTIONAL = tuple(name for name, scale in SCALES.items() if scale.bits <= 8 and scale.mantissa)
-"""Scale formats of one byte that are finer than powers of two: what selecting and correcting block scales is defined for."""
+"""One-byte scale formats finer than powers of two, for which block scales can be selected and corrected."""
 _BF16_BITS = SCALES["bf16"].significant
 NEAR = 0.7
-"""Similarity, by difflib, from which an error names the word that was probably meant."""
+"""Similarity (difflib) from which an error suggests a word."""
 
 
 class Spec(BaseModel):
-    """A frozen description: strict about types, closed to unknown fields, equal and hashable by value."""
+    """Frozen description: strict about types, closed to unknown fields, equal and hashable by value."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants"
     )
 
     LATER: ClassVar[frozenset[str]] = frozenset()
-    """Fields that did not exist at first: with its default such a field is no part of a trial's identity, so that older results stay."""
+    """Fields added later. With its default such a field is not part of a trial's identity, so older results
+    stay valid."""
 
     def canonical(self, exclude: Collection[str] = ()) -> dict[str, Any]:
-        """Return what identifies this description as JSON data: its fields, but for `exclude` and, at every depth, LATER defaults."""
+        """Return the JSON data that identifies this description.
+
+        That is its fields without `exclude` and, at every depth, without LATER fields that have their
+        defaults.
+        """
         data = self.model_dump(mode="json", exclude=set(exclude))
         _drop_later(self, data)
         return data
 
 
 def _drop_later(spec: Spec, data: dict[str, Any]) -> None:
-    """Remove from a description's JSON data, and from its parts', the LATER fields that have their defaults."""
+    """Remove LATER fields that have their defaults from JSON data, at every depth."""
     for name in [*data]:
         value = getattr(spec, name)
         if name in spec.LATER and value == type(spec).model_fields[name].get_default(
@@ -94,12 +102,12 @@ def _drop_later(spec: Spec, data: dict[str, Any]) -> None:
 
 
 def tag(tagged: str) -> str:
-    """The word before the colon: of "percentile:0.07" percentile."""
+    """Return the word before the colon: `percentile` for "percentile:0.07"."""
     return tagged.partition(":")[0]
 
 
 def argument(tagged: str) -> Fraction | None:
-    """The number behind the colon of a tagged word, exactly as written: of "percentile:0.07" 7/100, of "amax" None.
+    """Return the number behind the colon, exactly as written: 7/100 for "percentile:0.07", None for "amax".
 
     In binary 0.07 * 100 is above 7, and its ceiling 8.
     """
@@ -108,7 +116,7 @@ def argument(tagged: str) -> Fraction | None:
 
 
 def _statistic(value: str, words: Mapping[str, Statistic]) -> str:
-    """Return `value` with its number in canonical form, where the word takes one; ValueError where it is none of a registry's."""
+    """Return `value` with its number, if any, in canonical form; ValueError for an unknown word."""
     word, colon, text = value.partition(":")
     entry = words.get(word)
     if entry and entry.number is None and not colon:
@@ -134,19 +142,21 @@ def _block_statistic(value: str) -> str:
 
 
 def _listed(words: Collection[str], between: str = "or") -> str:
-    """`e4m3, ue5m3 or e8m0`."""
+    """Return words as a list in a sentence: `e4m3, ue5m3 or e8m0`."""
     *others, last = words
     return f"{', '.join(others)} {between} {last}" if others else last
 
 
 class BlockScale(Spec):
-    """The scale that the elements of one block share."""
+    """Scale that the elements of one block share."""
 
     format: Literal[tuple(SCALES)] = "e4m3"
     rounding: Literal[tuple(word for word, how in ROUNDINGS.items() if how.of_scales)] = "nearest"
-    """`floor` with `range.map_to` 4 is OCP's rule for MXFP4, `ceil` never saturates; stochastic draws 24 bits a block."""
+    """`floor` with `range.map_to` 4 is OCP's rule for MXFP4, `ceil` never saturates; stochastic draws 24 bits
+    a block."""
     zero: Literal["zero", "one", "min_normal"] = "zero"
-    """What a scale that rounds to zero becomes: TE keeps 0, which loses the block; E8M0 has no zero and its smallest is 2^-127."""
+    """Value of a scale that rounds to zero. Transformer Engine keeps 0, which loses the block; E8M0 has no
+    zero."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "BlockScale":
@@ -161,54 +171,62 @@ class BlockScale(Spec):
 
 
 class Range(Spec):
-    """Where a block's largest magnitude lands on the element grid."""
+    """Mapping of a block's largest magnitude to the element grid."""
 
     statistic: Annotated[str, AfterValidator(_block_statistic)] = "amax"
-    """What counts as a block's largest magnitude: `amax`, or `rms:c`, `std:c` (QuEST), which clip what is beyond."""
+    """Statistic that is mapped: `amax`, or `rms:c` or `std:c` (QuEST), which clip larger magnitudes."""
     map_to: float | None = Field(None, gt=0)
-    """The element value that it is mapped to; null: the element's maximum. 4 with E2M1 and floor is OCP's rule."""
+    """Element value to which it is mapped; null: the element's maximum. 4 with E2M1 and floor is OCP's
+    rule."""
     headroom: float = Field(1.0, gt=0, le=4)
-    """Multiplies the block scale: 1 as Transformer Engine does; 17/16 leaves stochastic rounding unbiased (NUMERICS section 3)."""
+    """Factor of the block scale: 1 in Transformer Engine; 17/16 leaves stochastic rounding unbiased
+    (docs/numerics.md, section 3)."""
     prescale: float = Field(1.0, gt=0, le=1)
-    """Multiplies the scaled elements, and divides the product: 3/4 keeps OCP's floor rule from saturating (arXiv 2502.20586)."""
+    """Factor of the scaled elements, by which the product is divided: 3/4 keeps OCP's floor rule from
+    saturating (arXiv 2502.20586)."""
 
 
 class Outer(Spec):
-    """The second level of the scaling, in fp32."""
+    """Second level of the scaling, in fp32."""
 
     granularity: Literal["tensor", "row", "block:128"] = "tensor"
     """`row`: one a token or output channel; `block:128`: one for 128 elements along the contraction."""
     statistic: Annotated[str, AfterValidator(_outer_statistic)] = "amax"
-    """`amax`; `percentile:p`: the order statistic ceil(p n) of the magnitudes of the copy that is quantised; `delayed:n`: the largest
-    amax of the n steps before; `hold:n`: the amax of the first of every n steps; `static:v`: v."""
+    """`amax`; `percentile:p`: the order statistic ceil(p n) of the magnitudes of the copy that is quantised;
+    `delayed:n`: the largest amax of the n steps before; `hold:n`: the amax of the first of every n steps;
+    `static:v`: v."""
     bound: float = Field(448.0, gt=0)
-    """The largest block scale used; 448 is the maximum of E4M3. 1 where there is no block scale."""
+    """Largest block scale used; 448 is the maximum of E4M3. 1 if there is no block scale."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Outer":
         word = tag(self.statistic)
         if STATISTICS[word].per_tensor and self.granularity != "tensor":
             raise ValueError(
-                f"outer.statistic {self.statistic} is one number a tensor; granularity {self.granularity} takes amax"
+                f"outer.statistic {self.statistic} is one number a tensor; "
+                f"granularity {self.granularity} takes amax"
             )
         if word == "percentile" and self.granularity == "block:128":
             raise ValueError(
-                "outer.statistic percentile needs granularity tensor or row; a block of 128 is too short for one"
+                "outer.statistic percentile needs granularity tensor or row; "
+                "a block of 128 is too short for one"
             )
         return self
 
 
 class Select(Spec):
-    """Per block, of several candidates the one with the smallest error."""
+    """Choice, for each block, of the candidate with the smallest error."""
 
     among: Literal[tuple(CANDIDATES)]
-    """`scales`: the largest magnitude mapped to 6 or to 4 (Four Over Six, arXiv 2512.02010); `grids`: E2M1 or INT4 (IF4);
-    `search`: every scale code near the first guess, the best that a block scale can do."""
+    """`scales`: the largest magnitude mapped to 6 or to 4 (Four Over Six, arXiv 2512.02010); `grids`: E2M1 or
+    INT4 (IF4); `search`: every scale code near the first guess, the best that a block scale can do."""
     criterion: Literal[CRITERIA] = "mse"
 
 
 class Dge(Spec):
-    """Differentiable gradient estimator of the cast (Microsoft, arXiv 2501.17116): slope |2t - 1|^(1/k - 1) / k, at most `clip`,
+    """Differentiable gradient estimator of the cast (arXiv 2501.17116).
+
+    The slope is |2t - 1|^(1/k - 1) / k, at most `clip`, with
     t the position between the two neighbours."""
 
     k: float = Field(5.0, ge=1)
@@ -216,7 +234,7 @@ class Dge(Spec):
 
 
 class Transform(Spec):
-    """What is taken out of an operand before it is quantised, and multiplied in higher precision."""
+    """Parts of an operand that are split off before quantisation and multiplied in higher precision."""
 
     mean: bool = False
     """The mean over tokens of every channel, in the operand's own precision."""
@@ -228,7 +246,7 @@ class Transform(Spec):
     clamp: float | None = Field(None, gt=0, lt=1)
     """Clamp to this quantile of the magnitudes (OCC, arXiv 2501.17116)."""
     residual: bool = True
-    """Whether what clamping cut off is multiplied in the operand's own precision, or lost."""
+    """True: what clamping cuts off is multiplied in the operand's own precision. False: it is lost."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Transform":
@@ -242,29 +260,32 @@ class Transform(Spec):
 
 
 class Quant(Spec):
-    """How one operand of one product is quantised. Blocks run along the contraction (the last dimension)."""
+    """Quantisation of one operand of one product. Blocks run along the contraction (the last dimension)."""
 
     element: Literal[tuple(ELEMENTS)] = "e2m1"
     select: Select | None = None
     block: Literal[BLOCKS] | None = "1x16"
-    """Rows and columns that share a block scale; null, with `scale` null, where there is only the outer scale."""
+    """Rows and columns that share a block scale; null, with `scale` null, if there is only the outer
+    scale."""
     scale: BlockScale | None = BlockScale()
     range: Range = Range()
     outer: Outer | None = Outer()
     rounding: Literal[tuple(word for word, how in ROUNDINGS.items() if how.of_elements)] = "nearest"
-    """Ties go to the even code, or `away` from zero. `ms_eden` (Quartet II, arXiv 2601.22813): nearest, and block scales corrected,
-    then rounded stochastically."""
+    """Ties go to the even code, or `away` from zero. `ms_eden` (Quartet II, arXiv 2601.22813): nearest, and
+    block scales corrected, then rounded stochastically."""
     bits: Literal[8, 16, 24] = 8
-    """Random bits per element under stochastic rounding: P(up) = floor(2^bits f) / 2^bits. TE uses 8; 24 is exact."""
+    """Random bits per element under stochastic rounding: P(up) = floor(2^bits f) / 2^bits. TE uses 8; 24 is
+    exact."""
     source: Literal["original", "forward"] = "original"
-    """What is quantised for the backward pass: the original, or the forward pass's quantised copy of it."""
+    """Tensor that is quantised for the backward pass: the original, or the forward pass's quantised copy."""
     transform: Transform | None = None
     estimator: Literal["clip_mask"] | Dge | None = None
-    """The gradient of the forward cast: null passes it straight through; `clip_mask` stops it where the cast saturated."""
+    """The gradient of the forward cast: null passes it straight through; `clip_mask` stops it where the cast
+    saturated."""
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns that share one block scale; (1, 1) where there is none."""
+        """Rows and columns that share one block scale; (1, 1) without block scales."""
         if self.block is None:
             return 1, 1
         rows, columns = self.block.split("x")
@@ -272,12 +293,15 @@ class Quant(Spec):
 
     @property
     def four_bits(self) -> bool:
-        """Return True if an element has four bits. What a transform takes out of the operand is not counted."""
+        """Return True if an element has four bits; parts that a transform takes out are not counted."""
         return ELEMENTS[self.element].bits == 4
 
     @property
     def wide(self) -> bool:
-        """Return True if code times scale may need more than bf16's 8 significant bits, so that the product takes fp32 operands."""
+        """Return True if code times scale may need more than bf16's 8 significant bits.
+
+        The product then takes fp32 operands.
+        """
         significant = ELEMENTS[self.element].significant + (
             SCALES[self.scale.format].significant if self.scale else 0
         )
@@ -303,7 +327,8 @@ class Quant(Spec):
             if self.range != Range():
                 return "range places a block's largest magnitude, and there is no block scale: leave it out"
         elif self.outer and self.outer.bound > SCALES[self.scale.format].max:
-            return f"outer.bound {self.outer.bound:g} is above the largest {self.scale.format} scale, {SCALES[self.scale.format].max:g}"
+            largest = SCALES[self.scale.format].max
+            return f"outer.bound {self.outer.bound:g} is above the largest {self.scale.format} scale, {largest:g}"
         return None
 
     def _outer(self) -> str | None:
@@ -319,7 +344,10 @@ class Quant(Spec):
         if self.element != "e2m1" or self.scale is None or self.scale.format not in _FRACTIONAL:
             return f"select is defined for element e2m1 with {_listed(_FRACTIONAL)} block scales"
         if self.scale.rounding == "stochastic":
-            return "select compares candidates whose scales are certain: scale.rounding cannot be stochastic; use nearest"
+            return (
+                "select compares candidates whose scales are certain: "
+                "scale.rounding cannot be stochastic; use nearest"
+            )
         if self.range != Range():
             return "select chooses the range itself; leave range out"
         return None
@@ -337,23 +365,33 @@ class Quant(Spec):
         ):
             return f"rounding ms_eden corrects {_listed(_FRACTIONAL)} scales of e2m1 blocks of one row"
         if self.scale.rounding == "stochastic":
-            return "rounding ms_eden rounds the corrected scales stochastically itself; scale.rounding is for the first guess: use nearest"
+            return (
+                "rounding ms_eden rounds the corrected scales stochastically itself; "
+                "scale.rounding is for the first guess: use nearest"
+            )
         if self.outer is None or self.outer.bound > SCALES[self.scale.format].max * 4 / 7:
-            return "rounding ms_eden raises block scales: it needs outer.bound at most 256, so that they do not saturate"
+            return (
+                "rounding ms_eden raises block scales: "
+                "it needs outer.bound at most 256, so that they do not saturate"
+            )
         return None
 
 
 class Hadamard(Spec):
-    """A rotation of both operands of a product along the contraction; it cancels in the product."""
+    """Rotation of both operands of a product along the contraction; it cancels in the product."""
 
     size: Literal[4, 8, 16, 32, 64, 128] = 16
     signs: Literal[tuple(SIGNS)] = "fixed"
-    """`fixed`: Transformer Engine's one sign vector for all layers, steps and ranks, repeated to `size`. The others are drawn:
-    once for each product of each layer, anew each optimizer step, or anew each micro-batch."""
+    """`fixed`: Transformer Engine's one sign vector for all layers, steps and ranks, repeated to `size`. The
+    others are drawn: once for each product of each layer, anew each optimizer step, or anew each
+    micro-batch."""
 
 
 def grain(quant: Quant, rotation: Hadamard | None, axis: int) -> int:
-    """Of what the rows (`axis` 0) or columns (1) of a part of a matrix are a multiple, if it is to be quantised as the whole is."""
+    """Return the number of which the rows (axis 0) or columns (1) of a part must be a multiple.
+
+    Only then can the part be quantised to the same bits as the whole matrix.
+    """
     if axis == 0:
         return quant.tile[0]
     blocks = 128 if quant.outer and quant.outer.granularity == "block:128" else quant.tile[1]

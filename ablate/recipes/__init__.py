@@ -1,4 +1,4 @@
-"""What a paper calls a recipe: three products of six operands, where in the model, and until when. Torch-free."""
+"""Recipes: three products of six operands, the layers they apply to, and a schedule. Torch-free."""
 
 from ablate.recipes.knobs import KNOBS, Turn
 from ablate.recipes.presets import PRESETS

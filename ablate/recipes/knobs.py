@@ -18,22 +18,22 @@ WGRAD = ("wgrad.g", "wgrad.x")
 
 @dataclass(frozen=True)
 class Turn:
-    """What a short knob is turned on: the recipe before any knob, and the other short knobs turned with it."""
+    """Context of a short knob: the recipe before any knob, and the other short knobs set with it."""
 
     recipe: Recipe
     others: Mapping[str, Any] = field(default_factory=dict)
 
     def quantised(self, *slots: str) -> list[str]:
-        """Those of the slots (all, where none is named) that the recipe quantises; ValueError where it quantises none of them."""
-        found = [name for name, _ in self.recipe.quantised() if name in slots or not slots]
-        if not found:
+        """Return the quantised ones of `slots` (default: all); ValueError if there are none."""
+        names = [name for name, _ in self.recipe.quantised() if name in slots or not slots]
+        if not names:
             raise ValueError(
                 f"this recipe does not quantise {' or '.join(slots) or 'anything'}; there is nothing to turn"
             )
-        return found
+        return names
 
     def anything(self) -> Recipe:
-        """The recipe; ValueError where it quantises nothing in any layer, at any time."""
+        """Return the recipe; ValueError if it quantises nothing in any layer at any time."""
         if self.recipe.plain:
             raise ValueError("this recipe does not quantise anything; there is nothing to turn")
         return self.recipe
@@ -41,24 +41,24 @@ class Turn:
 
 @dataclass(frozen=True)
 class Knob:
-    """A short name: the values it takes, one of them, what it is for, and the full paths (rooted at the recipe) that a value sets.
+    """Short name: its values, an example, a help text, and the full paths that a value sets.
 
-    `paths` raises ValueError where the recipe has nothing that the knob turns.
+    `paths` raises ValueError if the recipe has nothing that the knob sets.
     """
 
     type: Any
     values: str
-    """How tables show the values."""
+    """Values as tables show them."""
     example: Any
     help: str
     paths: Callable[[Any, Turn], dict[str, Any]]
 
     def check(self, value: Any) -> Any:
-        """The value, or pydantic's ValidationError."""
+        """Return the value, or raise pydantic's ValidationError."""
         return TypeAdapter(self.type).validate_python(value, strict=True)
 
     def shown(self) -> list[str]:
-        """The paths that it sets in preset nvfp4."""
+        """Return the paths that it sets in preset nvfp4."""
         return list(self.paths(self.example, Turn(nvfp4(), {"cooldown": 0.1}))) or ["schedule"]
 
 
@@ -150,7 +150,7 @@ def _skip(end: str) -> Callable[[int, Turn], dict[str, Any]]:
 def _choice(
     words: Any, example: Any, text: str, paths: Callable[[Any, Turn], dict[str, Any]], none: bool = False
 ) -> Knob:
-    """Return a knob that takes the words of a field of the specification, given as its type; with `none` also null."""
+    """Return a knob that takes the words of a Literal type; with `none` also null."""
     shown = ", ".join(map(str, get_args(words)))
     return (
         Knob(words | None, f"{shown}, or null", example, text, paths)
@@ -194,7 +194,8 @@ KNOBS = {
         Annotated[float, Field(gt=0, le=4)],
         "factor",
         1.0625,
-        "Room above the block maximum of the gradients: 1 as Transformer Engine, 17/16 leaves stochastic rounding unbiased.",
+        "Room above the block maximum of the gradients: 1 as Transformer Engine, "
+        "17/16 leaves stochastic rounding unbiased.",
         _of_gradients("range.headroom"),
     ),
     "weights_2d": Knob(
@@ -220,7 +221,8 @@ KNOBS = {
     "four_over_six": _choice(
         _type(Select, "criterion"),
         "mse",
-        "Each block of x and w mapped to 6 or 4, whichever errs less by this criterion (bound 256); null: to 6 (bound 448).",
+        "Each block of x and w mapped to 6 or 4, whichever errs less by this criterion (bound 256); "
+        "null: to 6 (bound 448).",
         _four_over_six,
         none=True,
     ),

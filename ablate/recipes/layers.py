@@ -1,10 +1,13 @@
-"""Which linear layers of a model a rule selects: by their block, by their name, by the class of a module around them. Torch-free.
+"""Selection of linear layers by block, by name, or by the class of an enclosing module. Torch-free.
 
-A model is given as its `Layer`s, whether it has been built or only described, so that planning and every engine select alike:
+A model is given as its `Layer`s, whether it has been built or only described, so that planning and every
+engine select alike:
 
-    rules: [{match: {blocks: "last:2", within: Attention}}]     the attention layers of the last two blocks in high precision
+    rules: [{match: {blocks: "last:2", within: Attention}}]     the attention layers of the last two blocks in
+        high precision
 
-A layer is selected if all fields that are given hold. Fields are globs, not regular expressions; the case of letters counts.
+A layer is selected if all fields that are given hold. Fields are globs, not regular expressions; the case of
+letters counts.
 """
 
 import math
@@ -20,7 +23,8 @@ from ablate.errors import nearest
 from ablate.numerics.spec import Spec
 
 LISTS = ("blocks", "layers", "layer", "h")
-"""Names of the module lists that hold a model's blocks; the first three also behind a prefix, such as `decoder_layers`."""
+"""Names of the module lists that hold a model's blocks; the first three also behind a prefix, such as
+`decoder_layers`."""
 _BLOCK = re.compile(r"(?P<block>(?:.*?\.)?(?:(?:\w+_)?(?:blocks|layers?)|h)\.(?P<number>\d+))\.")
 _BLOCKS = re.compile(
     r"(?P<end>first|last):(?:(?P<count>\d+)|0?\.(?P<decimals>\d+))|(?P<start>\d+)-(?P<stop>\d+)", re.ASCII
@@ -43,7 +47,10 @@ class Layer(NamedTuple):
 
 
 def located(classes: Mapping[str, Iterable[str]]) -> tuple[Layer, ...]:
-    """Return the layers of a model, given in its order by the classes around each. ValueError for one in no numbered block."""
+    """Return the layers of a model, in its order, from the classes around each layer.
+
+    Raises ValueError for a layer that is in no numbered block.
+    """
     numbers: dict[str, int] = {}
     layers = []
     for name, around in classes.items():
@@ -55,7 +62,7 @@ def located(classes: Mapping[str, Iterable[str]]) -> tuple[Layer, ...]:
 
 
 def block_name(name: str) -> str | None:
-    """Return the qualified name of the block that a module lies in: `blocks.3` of `blocks.3.mlp.down`; None for none."""
+    """Return the name of the block of a module: `blocks.3` for `blocks.3.mlp.down`; None for none."""
     match = _BLOCK.match(name)
     return match["block"] if match else None
 
@@ -75,7 +82,7 @@ def blocks_in(layers: Sequence[Layer]) -> int:
 
 
 def _canonical(blocks: str) -> str:
-    """Return `blocks` in the one spelling of its meaning. ValueError if it has none, or can select no block."""
+    """Return `blocks` in canonical spelling; ValueError if it is invalid or can select no block."""
     match = _BLOCKS.fullmatch(blocks)
     if match and match["start"] and int(match["start"]) <= int(match["stop"]):
         return f"{int(match['start'])}-{int(match['stop'])}"
@@ -84,7 +91,8 @@ def _canonical(blocks: str) -> str:
     if match and int(match["decimals"] or 0):
         return f"{match['end']}:0.{match['decimals'].rstrip('0')}"
     raise ValueError(
-        "must be 'first:n' or 'last:n' with n of 1 or more, 'first:f' or 'last:f' with a fraction f of all blocks in (0, 1), "
+        "must be 'first:n' or 'last:n' with n of 1 or more, "
+        "'first:f' or 'last:f' with a fraction f of all blocks in (0, 1), "
         "or 'n-m', numbers of blocks counted from 0"
     )
 
@@ -92,12 +100,14 @@ def _canonical(blocks: str) -> str:
 class Match(Spec):
     """The layers that a rule is about: those for which all given fields hold.
 
-    A string is a short spelling of one field: `class:Attention` of `within: Attention`, any other of `name`. What a string can say is
-    written as that string wherever a recipe becomes JSON, so both spellings are one recipe with one id.
+    A string is a short spelling of one field: `class:Attention` of `within: Attention`, any other of `name`.
+    What a string can say is written as that string wherever a recipe becomes JSON, so both spellings are one
+    recipe with one id.
     """
 
     blocks: Annotated[str, AfterValidator(_canonical)] | None = None
-    """`first:2`, `last:2`, `last:0.15` (of all blocks, rounded up), or `4-7`: numbers counted from 0, both included."""
+    """`first:2`, `last:2`, `last:0.15` (of all blocks, rounded up), or `4-7`: numbers counted from 0, both
+    included."""
     name: str | None = Field(None, min_length=1)
     """A glob on the layer's whole qualified name: `blocks.*.mlp.down`."""
     within: str | None = Field(None, min_length=1)
@@ -110,7 +120,8 @@ class Match(Spec):
             return {"within": data.removeprefix(_CLASS)} if data.startswith(_CLASS) else {"name": data}
         if not isinstance(data, dict | cls):
             raise ValueError(
-                "must be a glob on layers' names, 'class:' and a glob on classes, or fields: blocks, name, within"
+                "must be a glob on layers' names, 'class:' and a glob on classes, "
+                "or fields: blocks, name, within"
             )
         return data
 
@@ -154,7 +165,8 @@ class Selection(NamedTuple):
 
     layers: tuple[Layer, ...]
     lacking: str | None = None
-    """Field that selects no layer by itself; `match` if only all of them together select none; None if layers are selected."""
+    """Field that selects no layer by itself; `match` if only all of them together select none; None if layers
+    are selected."""
     given: str = ""
     """Value of that field."""
     there: tuple[str, ...] = ()

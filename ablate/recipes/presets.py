@@ -1,6 +1,13 @@
-"""One recipe a paper, and the baselines. Facts from the papers, their public code, and Transformer Engine 2.20.2.
+"""Presets: the baselines, and one recipe for each paper.
 
-Each says what it refuses to model. None models the order of fp32 additions in a tensor core, nor how hardware draws random bits.
+The problem: comparing a knob with a published recipe needs exactly that recipe. The idea: each preset is a
+short function that builds a frozen `Recipe` from the same parts as any other, so `nvfp4` is only 16x16
+weights, stochastic output gradients and a rotated wgrad. For example, `recipe: nvfp4` in an experiment starts
+from it, and `recipe: [bf16, nvfp4]` under `ablate` compares two presets.
+
+The facts come from the papers, their public code, and Transformer Engine 2.20.2. Each docstring names its
+source and, after "Not modelled", the details that the emulation leaves out. No preset models the order of
+fp32 additions in a tensor core, or the way hardware draws random bits. docs/recipes.md shows every preset.
 """
 
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Select, Transform
@@ -46,9 +53,12 @@ def fp32() -> Recipe:
 
 
 def fp8_current() -> Recipe:
-    """FP8 with per-tensor current scaling: E4M3 for x and w, E5M2 for gradients (Transformer Engine, Float8CurrentScaling, hybrid).
+    """FP8 with per-tensor current scaling: E4M3 for x and w, E5M2 for gradients.
 
-    Refuses to model TE's fp32 reciprocal of the scale: the product is multiplied by amax / maximum instead, an ulp apart.
+    Source: Transformer Engine, Float8CurrentScaling, hybrid.
+
+    Not modelled: TE's fp32 reciprocal of the scale: the product is multiplied by amax / maximum instead, an
+    ulp apart.
     """
     return _recipe(_same(_fp8("e4m3"), _fp8("e4m3"), _fp8("e5m2")))
 
@@ -56,20 +66,23 @@ def fp8_current() -> Recipe:
 def fp8_delayed() -> Recipe:
     """`fp8_current` with the largest amax of the last 1024 steps (Transformer Engine, DelayedScaling).
 
-    Refuses to model TE's first scale of 1: the first step uses its own amax.
+    Not modelled: TE's first scale of 1: the first step uses its own amax.
     """
     delayed = "delayed:1024"
     return _recipe(_same(_fp8("e4m3", delayed), _fp8("e4m3", delayed), _fp8("e5m2", delayed)))
 
 
 def mxfp8() -> Recipe:
-    """MXFP8: E4M3 in blocks of 32 with power-of-two scales, rounded up (OCP MX v1.0; Transformer Engine, MXFP8BlockScaling)."""
+    """MXFP8: E4M3 in blocks of 32 with power-of-two scales, rounded up.
+
+    Sources: OCP MX v1.0; Transformer Engine, MXFP8BlockScaling.
+    """
     quant = _mx("e4m3", "ceil")
     return _recipe(_same(quant, quant, quant))
 
 
 def mxfp4() -> Recipe:
-    """MXFP4: E2M1 in blocks of 32 with power-of-two scales by OCP's floor rule (OCP MX v1.0), all to nearest."""
+    """MXFP4: E2M1 in blocks of 32 with power-of-two scales (OCP MX v1.0, floor rule), all to nearest."""
     quant = _mx("e2m1", "floor", range=Range(map_to=4.0))
     return _recipe(_same(quant, quant, quant))
 
@@ -81,23 +94,28 @@ def _nvfp4() -> Products:
 
 
 def nvfp4() -> Recipe:
-    """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), as in Transformer Engine, all blocks quantised.
+    """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149).
 
-    16x16 weight blocks, stochastic rounding of both copies of dy, a 16-point Hadamard rotation of wgrad with fixed signs.
+    As in Transformer Engine, with all blocks quantised: 16x16 weight blocks, stochastic rounding of both
+    copies of dy, a 16-point Hadamard rotation of wgrad with fixed signs.
     """
     return _recipe(_nvfp4())
 
 
 def nvfp4_paper() -> Recipe:
-    """`nvfp4` with the last 15 % of the blocks in bf16, as the paper trains. Refuses to model its few other bf16 linears."""
+    """`nvfp4` with the last 15 % of the blocks in bf16, as the paper trains.
+
+    Not modelled: its few other bf16 linears.
+    """
     return _recipe(_nvfp4(), layers=Layers(last_fraction=0.15))
 
 
 def fp4_all_the_way() -> Recipe:
-    """The recipe of "FP4 All the Way" (arXiv 2505.19115): 1x16 blocks; stochastic rounding of dy, and of the saved x in wgrad.
+    """The recipe of "FP4 All the Way" (arXiv 2505.19115).
 
-    The backward pass goes to bf16 once the gradient's norm is below sqrt(3) times its quantisation noise, looked at every 50 steps.
-    Refuses to model the new warm-up of the learning rate there: a recipe never moves it.
+    1x16 blocks; stochastic rounding of dy, and of the saved x in wgrad. The backward pass goes to bf16 once
+    the gradient's norm is below sqrt(3) times its quantisation noise, looked at every 50 steps. Not modelled:
+    the new warm-up of the learning rate there: a recipe never moves it.
     """
     stochastic = Quant(rounding="stochastic")
     return Recipe(
@@ -111,8 +129,9 @@ def fp4_all_the_way() -> Recipe:
 def mxfp4_backward() -> Recipe:
     """Amazon, "Training LLMs with MXFP4" (arXiv 2502.20586): forward in bf16; the backward products in MXFP4.
 
-    Operands times 3/4, so that the floor rule never saturates, all rounded stochastically, both products rotated by 64 with new
-    signs each call; the products are multiplied by 16/9. Refuses to model its FP8 forward variant.
+    Operands times 3/4, so that the floor rule never saturates, all rounded stochastically, both products
+    rotated by 64 with new signs each call; the products are multiplied by 16/9. Not modelled: its FP8 forward
+    variant.
     """
     quant = _mx("e2m1", "floor", range=Range(map_to=4.0, prescale=0.75), rounding="stochastic", bits=24)
     rotation = Hadamard(size=64, signs="per_call")
@@ -122,11 +141,12 @@ def mxfp4_backward() -> Recipe:
 
 
 def quartet() -> Recipe:
-    """Quartet (arXiv 2505.14669): MXFP4 everywhere; the forward clipped where that is best for Gaussian data (QuEST).
+    """Quartet (arXiv 2505.14669): MXFP4 everywhere, with a clipped forward (QuEST).
 
-    Forward: rotated by 32, scale from 2.92 standard deviations, gradients stopped where it clipped. Backward: rotated with new
-    signs, from the forward copies, stochastic with Amazon's 3/4. Refuses to model its casts' ties (toward zero; here to even), and dgrad
-    and wgrad sharing their signs.
+    Forward: clipped as is best for Gaussian data, rotated by 32, scale from 2.92 standard deviations,
+    gradients stopped where it clipped. Backward: rotated with new signs, from the forward copies, stochastic
+    with Amazon's 3/4. Not modelled: its casts' ties (toward zero; here to even), and dgrad and wgrad sharing
+    their signs.
     """
     forward = _mx("e2m1", "floor", range=Range(statistic="std:2.92247856"), estimator="clip_mask")
     gradient = _mx("e2m1", "floor", range=Range(map_to=4.0, prescale=0.75), rounding="stochastic", bits=24)
@@ -140,10 +160,11 @@ def quartet() -> Recipe:
 
 
 def quartet2() -> Recipe:
-    """Quartet II (arXiv 2601.22813): Four Over Six forward with 1x16 weights, MS-EDEN on all four backward operands.
+    """Quartet II (arXiv 2601.22813): Four Over Six forward, MS-EDEN backward.
 
-    Backward operands are requantised from the forward copies after a rotation by 128 with new signs each step. Refuses to model its
-    putting the factor 17/16 * 0.93 into the tensor scale: here it multiplies block scales; and dgrad and wgrad sharing their signs.
+    1x16 weights, MS-EDEN on all four backward operands. Backward operands are requantised from the forward
+    copies after a rotation by 128 with new signs each step. Not modelled: its putting the factor 17/16 * 0.93
+    into the tensor scale: here it multiplies block scales; and dgrad and wgrad sharing their signs.
     """
     forward = Quant(select=Select(among="scales"), outer=Outer(bound=256.0))
     gradient = Quant(rounding="ms_eden", range=Range(headroom=EDEN), outer=Outer(bound=256.0))
@@ -157,11 +178,12 @@ def quartet2() -> Recipe:
 
 
 def tetrajet2() -> Recipe:
-    """TetraJet-v2 (arXiv 2510.27527): 1x16 blocks, an fp32 scale per 128, backward operands rotated by 16, rounded stochastically.
+    """TetraJet-v2 (arXiv 2510.27527): 1x16 blocks, an fp32 scale per 128.
 
-    Weights and activations are requantised from the forward copies; OutControl keeps the top tenth of x's channels in MXFP8;
-    OsciReset. Refuses to model OutControl's fixed choice of channels (here: by norm, each call) and the weights' matching columns
-    (here: FP4 like the others).
+    Backward operands are rotated by 16 and rounded stochastically. Weights and activations are requantised
+    from the forward copies; OutControl keeps the top tenth of x's channels in MXFP8; OsciReset. Not modelled:
+    OutControl's fixed choice of channels (here: by norm, each call) and the weights' matching columns (here:
+    FP4 like the others).
     """
     outer = Outer(granularity="block:128")
     activation = Quant(outer=outer, transform=Transform(channels=0.1))
@@ -179,10 +201,11 @@ def tetrajet2() -> Recipe:
 
 
 def four_over_six() -> Recipe:
-    """Four Over Six (arXiv 2512.02010): each block's maximum at 6 or at 4, whichever errs less (MSE), for x and w, wherever used.
+    """Four Over Six (arXiv 2512.02010): each block's maximum at 6 or at 4.
 
-    Unbiased stochastic rounding of gradients (headroom 17/16), wgrad rotated by 16, the last 4 of 24 blocks in bf16. Refuses to
-    model selecting among stochastically rounded gradients, which is biased (Transformer Engine never does).
+    x and w take whichever errs less (MSE), wherever they are used. Unbiased stochastic rounding of gradients
+    (headroom 17/16), wgrad rotated by 16, the last 4 of 24 blocks in bf16. Not modelled: selecting among
+    stochastically rounded gradients, which is biased (Transformer Engine never does).
     """
     chosen = Quant(select=Select(among="scales"), outer=Outer(bound=256.0))
     gradient = Quant(rounding="stochastic", range=Range(headroom=UNBIASED), outer=Outer(bound=256.0))
@@ -194,9 +217,10 @@ def four_over_six() -> Recipe:
 def microsoft_fp4() -> Recipe:
     """Microsoft, "Optimizing Large Language Model Training Using FP4 Quantization" (arXiv 2501.17116).
 
-    Forward E2M1 with one scale a token (x) and a channel (w), DGE with k = 5 for the weights, x clamped to its .99 quantile with
-    the residual in bf16 (OCC); backward FP8. Refuses to model its FP8 gradient communication and optimizer state, its casts' ties
-    (upward) and quantiles of each sign (here: of the magnitudes).
+    Forward E2M1 with one scale a token (x) and a channel (w), DGE with k = 5 for the weights, x clamped to
+    its .99 quantile with the residual in bf16 (OCC); backward FP8. Not modelled: its FP8 gradient
+    communication and optimizer state, its casts' ties (upward) and quantiles of each sign (here: of the
+    magnitudes).
     """
     outer = Outer(granularity="row", bound=1.0)
     forward = Quant(block=None, scale=None, outer=outer)
@@ -207,10 +231,10 @@ def microsoft_fp4() -> Recipe:
 
 
 def ufp4() -> Recipe:
-    """UFP4 (arXiv 2606.20381, from secondary sources): a uniform 4-bit grid, 1x16 blocks with unrounded fp32 scales.
+    """UFP4 (arXiv 2606.20381, from secondary sources): a uniform 4-bit grid.
 
-    All three products rotated by 16, stochastic rounding of dy only, 1D weights. Refuses to model its signs, which are not
-    published (here: fixed).
+    1x16 blocks with unrounded fp32 scales, all three products rotated by 16, stochastic rounding of dy only,
+    1D weights. Not modelled: its signs, which are not published (here: fixed).
     """
     quant = Quant(element="int4", scale=BlockScale(format="fp32"), outer=None)
     gradient = quant.model_copy(update={"rounding": "stochastic"})
@@ -223,10 +247,11 @@ def ufp4() -> Recipe:
 
 
 def ue5m3() -> Recipe:
-    """UE5M3 block scales (arXiv 2609.02846): amax held for 50 steps, with room to grow to 61440; 16x16 weights, no rotation.
+    """UE5M3 block scales (arXiv 2609.02846): amax held for 50 steps, 16x16 weights.
 
-    Stochastic rounding of dy only, no layer in high precision. Refuses to model its wider target (2048) for dy in wgrad of the last
-    four MLP outputs, and one held amax for both copies of dy.
+    Scales have room to grow to 61440; no rotation; stochastic rounding of dy only, no layer in high
+    precision. Not modelled: its wider target (2048) for dy in wgrad of the last four MLP outputs, and one
+    held amax for both copies of dy.
     """
     scale, outer = BlockScale(format="ue5m3", zero="one"), Outer(statistic="hold:50")
     quant = Quant(scale=scale, outer=outer)
@@ -235,16 +260,21 @@ def ue5m3() -> Recipe:
 
 
 def row_scaled() -> Recipe:
-    """Row-scaled NVFP4 (Transformer Engine, row_scaled_activation): one fp32 amax a row; the backward pass in bf16.
+    """Row-scaled NVFP4 (Transformer Engine, row_scaled_activation): one fp32 amax a row.
 
-    Refuses to model its MXFP8 backward: set `recipe.dgrad` and `recipe.wgrad` for that.
+    The backward pass is in bf16.
+
+    Not modelled: its MXFP8 backward: set `recipe.dgrad` and `recipe.wgrad` for that.
     """
     quant = Quant(outer=Outer(granularity="row"))
     return Recipe(fprop=Fprop(x=quant, w=quant))
 
 
 def healing() -> Recipe:
-    """`nvfp4`, and FP8 (current scaling) for the last tenth of the run, as MLPerf submissions finish. The tenth is our choice."""
+    """`nvfp4`, then FP8 (current scaling), as MLPerf submissions finish.
+
+    The switch after nine tenths of the run is a choice of this project.
+    """
     fp8 = fp8_current().products
     return _recipe(_nvfp4(), schedule=(Phase(start="fraction:0.9", use=fp8),))
 

@@ -1,6 +1,23 @@
-"""A recipe as one frozen object: what each product of a linear layer does, in which layers, and from when on.
+"""A recipe as one frozen object: quantised products of a linear layer, layers, and schedule.
 
-For x [T, K], w [N, K] and dy [T, N]: fprop y = x w^T contracts K, dgrad dx = dy w contracts N, wgrad dw = dy^T x contracts T.
+The problem: papers describe low-precision training by dozens of flags ("SR on dy in wgrad, RHT on wgrad, last
+15 % in bf16"), and libraries spell them as as many options. The idea is to nest them as the computation is
+nested. A linear layer with x [T, K], w [N, K] and output gradient dy [T, N] is three products:
+
+    fprop  y  = x w^T     contracts K
+    dgrad  dx = dy w      contracts N
+    wgrad  dw = dy^T x    contracts T
+
+A product has two operands and perhaps one rotation of both. An operand has a `Quant`, or None if it stays in
+bf16. Around the products, `Layers` says which layers differ, and `Phase` says from when on. Example:
+
+    Recipe(wgrad=Wgrad(g=Quant(rounding="stochastic"), x=Quant(), hadamard=Hadamard()))
+
+quantises only wgrad, and in YAML the rounding above is `recipe.wgrad.g.rounding: stochastic`.
+
+Contradictions are refused when a recipe is built: ms_eden without a rotation, an estimator on a backward
+operand, a forward copy that does not exist, quantisation of an fp32 model. A recipe never changes the
+learning rate.
 """
 
 import math
@@ -18,36 +35,36 @@ from ablate.recipes.layers import Layer, Match, blocks_in, select
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
 """The six operands; g is the gradient of the layer's output."""
 TOKEN_AXES = {"fprop.x": 0, "dgrad.g": 0, "wgrad.g": 1, "wgrad.x": 1}
-"""Along which dimension of each operand the tokens lie, 1 being the contraction; a weight has none."""
+"""Dimension of each operand along which the tokens lie (1 is the contraction); a weight has none."""
 DIRECTIONS = {"all": ("fprop", "dgrad", "wgrad"), "forward": ("fprop",), "backward": ("dgrad", "wgrad")}
 FORWARD_COPY = {"dgrad.w": "fprop.w", "wgrad.x": "fprop.x"}
-"""The backward operands that the forward pass quantised already, and where."""
+"""Backward operands that the forward pass has already quantised, with the forward slot."""
 GemmOutput = Literal[tuple(GEMM_OUTPUTS)]
 
 
 class Product(Spec):
-    """What all three products share. The rotation belongs here, so that rotating one operand alone cannot be written."""
+    """Fields of all three products. The rotation is here, so a recipe cannot rotate one operand alone."""
 
     hadamard: Hadamard | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether this is the unquantised, unrotated product."""
+        """True if the product is neither quantised nor rotated."""
         return self.hadamard is None and all(getattr(self, slot) is None for slot in self.operands)
 
     @property
     def fp4(self) -> bool:
-        """Whether both operands have four-bit elements, so that a tensor core could multiply them as FP4."""
+        """True if both operands have four-bit elements, so that a tensor core could multiply them as FP4."""
         quants = (getattr(self, name) for name in self.operands)
         return all(quant is not None and quant.four_bits for quant in quants)
 
     @property
     def operands(self) -> tuple[str, str]:
-        """The names of its two operands, the one with the output's rows first."""
+        """Names of the two operands; the first has the rows of the output."""
         return tuple(name for name in type(self).model_fields if len(name) == 1)
 
     def high_precision(self) -> "Product":
-        """The same product without quantisation or rotation."""
+        """Return the product without quantisation or rotation."""
         return self.model_copy(update=dict.fromkeys((*self.operands, "hadamard")))
 
     @model_validator(mode="after")
@@ -58,11 +75,13 @@ class Product(Spec):
                 continue
             if self.hadamard is None or self.hadamard.size < 32:
                 raise ValueError(
-                    f"{name}.rounding ms_eden needs hadamard.size 32 or more in the same product: it corrects rotated groups"
+                    f"{name}.rounding ms_eden needs hadamard.size 32 or more in the same product: "
+                    "it corrects rotated groups"
                 )
             if self.hadamard.size % quant.tile[1]:
                 raise ValueError(
-                    f"{name}.block {quant.block} exceeds hadamard.size {self.hadamard.size}: ms_eden takes whole blocks"
+                    f"{name}.block {quant.block} exceeds hadamard.size {self.hadamard.size}: "
+                    "ms_eden takes whole blocks"
                 )
         return self
 
@@ -84,7 +103,7 @@ class Dgrad(Product):
 
 
 class Wgrad(Product):
-    """dw = dy^T x, contracting tokens. `dw` names the type it leaves the GEMM in; gradients accumulate in fp32 either way."""
+    """dw = dy^T x, contracting tokens. `dw` is the dtype of the GEMM's output; gradients add up in fp32."""
 
     g: Quant | None = None
     x: Quant | None = None
@@ -100,18 +119,20 @@ class Products(Spec):
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is quantised or rotated."""
+        """True if nothing is quantised or rotated."""
         return self.fprop.plain and self.dgrad.plain and self.wgrad.plain
 
     def fp4(self, trained: bool = True) -> tuple[int, int]:
-        """How many of its products multiply FP4 operands, and how many it has: no wgrad where the weight is not trained. In a layer they
-        all take the same number of FLOPs."""
+        """Return the number of products that multiply FP4 operands, and the number of products.
+
+        Without a trained weight there is no wgrad. All products of a layer take the same number of FLOPs.
+        """
         products = (self.fprop, self.dgrad, *([self.wgrad] if trained else []))
         return sum(product.fp4 for product in products), len(products)
 
     @property
     def backward_needs(self) -> str | None:
-        """What the backward pass needs of the forward one beside x and w; None for nothing."""
+        """Name of what the backward pass needs of the forward pass besides x and w; None for nothing."""
         if any(quant and quant.estimator for quant in (self.fprop.x, self.fprop.w)):
             return "the slope of a cast (estimator)"
         if any((quant := self.slot(name)) and quant.source == "forward" for name in FORWARD_COPY):
@@ -119,30 +140,39 @@ class Products(Spec):
         return None
 
     def slot(self, name: str) -> Quant | None:
-        """The operand `name`, one of SLOTS."""
+        """Return the quantiser of the operand `name`, one of SLOTS."""
         product, operand = name.split(".")
         return getattr(getattr(self, product), operand)
 
     def quantised(self) -> Iterator[tuple[str, Quant]]:
-        """The operands that have a quantiser, by name."""
+        """Return the quantised operands as pairs of slot and quantiser."""
         return ((name, self.slot(name)) for name in SLOTS if self.slot(name) is not None)
 
     def high_precision(self, slots: str = "all") -> "Products":
-        """The same without quantisation in one of DIRECTIONS. Nothing is requantised from a forward copy that is not quantised."""
+        """Return the products without quantisation in one of DIRECTIONS.
+
+        An operand whose forward copy disappears starts from the original.
+        """
         return self.replaced(slots, Products())
 
     def replaced(self, slots: str, other: "Products") -> "Products":
-        """The same with the products of some directions from `other`; of this one's own GEMM modes where `other` is plain."""
+        """Return these products with those of `slots` (one of DIRECTIONS) taken from `other`.
+
+        If a product of `other` is plain, the GEMM mode stays.
+        """
         update = {}
         for name in DIRECTIONS["all"]:
-            mine, its = getattr(self, name), getattr(other, name)
+            own, new = getattr(self, name), getattr(other, name)
             update[name] = (
-                mine if name not in DIRECTIONS[slots] else mine.high_precision() if its.plain else its
+                own if name not in DIRECTIONS[slots] else own.high_precision() if new.plain else new
             )
         return self.model_copy(update=update)._without_lost_copies()
 
     def with_slots(self, slots: Collection[str], other: "Products") -> "Products":
-        """The same with some of SLOTS as in `other`; a product none of whose operands is quantised any more is not rotated either."""
+        """Return these products with some of SLOTS as in `other`.
+
+        A product without quantised operands is not rotated.
+        """
         update = {}
         for name in DIRECTIONS["all"]:
             product = getattr(self, name)
@@ -155,7 +185,7 @@ class Products(Spec):
         return self.model_copy(update=update)._without_lost_copies()
 
     def _without_lost_copies(self) -> "Products":
-        """The same, where an operand that starts from a forward copy which is not there starts from the original."""
+        """Return the products with operands whose forward copy is missing starting from the original."""
         changed = self
         for slot, forward in FORWARD_COPY.items():
             quant = changed.slot(slot)
@@ -176,26 +206,30 @@ class Products(Spec):
                 )
             if quant.source == "forward" and name not in FORWARD_COPY:
                 raise ValueError(
-                    f"{name}.source forward: the forward pass has no copy of it; only {' and '.join(FORWARD_COPY)} have one"
+                    f"{name}.source forward: the forward pass has no copy of it; "
+                    f"only {' and '.join(FORWARD_COPY)} have one"
                 )
             if quant.source == "forward" and self.slot(FORWARD_COPY[name]) is None:
                 raise ValueError(
-                    f"{name}.source forward: {FORWARD_COPY[name]} is not quantised, so there is no copy to start from"
+                    f"{name}.source forward: {FORWARD_COPY[name]} is not quantised, "
+                    "so there is no copy to start from"
                 )
         return self
 
 
 class Rule(Spec):
-    """What the layers that `match` use instead of the recipe's products."""
+    """Products of the layers that `match` selects, in place of the recipe's products."""
 
     match: Match
-    """Fields `blocks`, `name`, `within`; or `*.mlp.down`, a glob on names, or `class:Attention`, on classes."""
+    """Fields `blocks`, `name`, `within`; or `*.mlp.down`, a glob on names, or `class:Attention`, on
+    classes."""
     use: Products | None = None
     """Null: high precision."""
 
 
 Decider = int | Literal["own", "skipped"]
-"""Part of a recipe that decides about a layer: the rule of that number, its own products, or the counts, which skip the layer."""
+"""Part of a recipe that decides about a layer: the rule of that number, its own products, or the counts,
+which skip the layer."""
 
 
 class Placement(NamedTuple):
@@ -208,7 +242,7 @@ class Placement(NamedTuple):
 
 
 class Layers(Spec):
-    """Which layers differ. Embeddings, norms, attention products and the head always stay in high precision."""
+    """Layers that differ. Embeddings, norms, attention and the head stay in high precision."""
 
     skip_first: int = Field(0, ge=0)
     """Transformer blocks at the input in high precision."""
@@ -224,7 +258,7 @@ class Layers(Spec):
         return self.skip_first <= block < blocks - last
 
     def deciders(self, layers: Sequence[Layer]) -> dict[str, Decider]:
-        """Return what decides about each layer of a model, by its name: the first rule that selects it, else the counts."""
+        """Return the decider of each layer by name: the first rule that selects it, else the counts."""
         blocks = blocks_in(layers)
         found: dict[str, Decider] = {
             layer.name: "own" if self.quantises(layer.block, blocks) else "skipped" for layer in layers
@@ -235,7 +269,7 @@ class Layers(Spec):
 
 
 class Run(NamedTuple):
-    """What a schedule must know of a run: its steps, tokens in each, and the step at which the learning rate starts to fall."""
+    """Facts of a run that a schedule needs: steps, tokens per step, first step of the decay."""
 
     steps: int
     tokens_per_step: int = 1
@@ -243,7 +277,7 @@ class Run(NamedTuple):
 
 
 class Trigger(NamedTuple):
-    """A measured condition: the metric falls below the limit; looked at every `every` steps."""
+    """Measured condition: the metric falls below the limit; it is checked every `every` steps."""
 
     metric: str
     limit: float
@@ -252,15 +286,16 @@ class Trigger(NamedTuple):
 
 _STARTS = r"step:\d+|tokens:\d+|fraction:(0?\.\d+|0|1|1\.0*|0\.\d*)|decay|noise_ratio:\d*\.?\d+(:0*[1-9]\d*)?"
 _EVERY = 50
-"""Steps from one look at a measured condition to the next, where none are given."""
+"""Default number of steps between two checks of a measured condition."""
 
 
 def _when(value: str) -> str:
-    """`value` in canonical form, so that one moment has one spelling."""
+    """Return `value` in canonical form, so that one moment has one spelling."""
     if not re.fullmatch(_STARTS, value, re.ASCII):
         raise ValueError(
-            "must be 'step:n', 'tokens:n', 'fraction:f' with f in [0, 1], 'decay' (where the learning rate starts to fall), or "
-            "'noise_ratio:limit:every' (once the gradient's norm over its quantisation noise, measured every so many steps, is below)"
+            "must be 'step:n', 'tokens:n', 'fraction:f' with f in [0, 1], "
+            "'decay' (where the learning rate starts to fall), or 'noise_ratio:limit:every' "
+            "(once the gradient's norm over its quantisation noise, measured every so many steps, is below)"
         )
     word, *numbers = value.split(":")
     if word == "noise_ratio":
@@ -269,23 +304,23 @@ def _when(value: str) -> str:
 
 
 class Phase(Spec):
-    """From `start` to the end of the run, the products of `slots` otherwise. Precision only, never the learning rate."""
+    """Change of the products of `slots` from `start` to the end of the run. Never of the learning rate."""
 
     start: Annotated[str, AfterValidator(_when)]
     slots: Literal[tuple(DIRECTIONS)] = "all"
     use: Products | None = None
-    """What the quantised layers then use; null: high precision."""
+    """Products that the quantised layers then use; null: high precision."""
 
     @property
     def trigger(self) -> Trigger | None:
-        """What starts this phase, where that is measured rather than counted."""
+        """Measured condition that starts this phase; None if the start is counted."""
         word, *numbers = self.start.split(":")
         return (
             Trigger("grad/noise_ratio", float(numbers[0]), int(numbers[1])) if word == "noise_ratio" else None
         )
 
     def active(self, step: int, run: Run, tripped: Collection[Trigger] = ()) -> bool:
-        """Whether the phase holds in step `step` (from 0) of `run`. A trigger holds for ever once it has tripped."""
+        """Return True if the phase is active in step `step` (from 0). Tripped triggers stay tripped."""
         if self.trigger:
             return self.trigger in tripped
         number = argument(self.start)
@@ -300,16 +335,19 @@ class Phase(Spec):
 
 
 class OsciReset(Spec):
-    """TetraJet-v2 (arXiv 2510.27527): weights that keep crossing a rounding threshold are put back on their quantised value."""
+    """Reset of weights that keep crossing a rounding threshold to their quantised value.
+
+    TetraJet-v2, arXiv 2510.27527.
+    """
 
     period: int = Field(400, ge=2)
-    """Steps from one look to the next."""
+    """Steps between two resets."""
     window: int = Field(50, ge=1)
-    """Steps over which the way of w and of Q(w) is measured, from the start of a period."""
+    """Steps over which the path lengths of w and Q(w) are measured, from the start of a period."""
     threshold: float = Field(8.0, gt=0)
     """Ratio of the two above which a weight is reset."""
     start: float = Field(0.7, ge=0, le=1)
-    """Fraction of the run before the first look (the paper: the last 30 % or so)."""
+    """Fraction of the run before the first reset (the paper resets in about the last 30 %)."""
 
     @model_validator(mode="after")
     def _window_fits(self) -> "OsciReset":
@@ -319,15 +357,15 @@ class OsciReset(Spec):
 
 
 class QEma(Spec):
-    """TetraJet (arXiv 2502.20853): which of its two neighbours a weight is rounded to is decided by its moving average."""
+    """Rounding of each weight to the neighbour nearer to its moving average (TetraJet, arXiv 2502.20853)."""
 
     decay: float = Field(0.998, gt=0, lt=1)
     start: int = Field(10, ge=0)
-    """Optimizer steps before it decides."""
+    """Optimizer steps before the moving average is used."""
 
 
 class QRamping(Spec):
-    """TetraJet (arXiv 2502.20853): weights that oscillate are updated less often, with the mean of their gradients."""
+    """Rarer updates of oscillating weights, by the mean of their gradients (TetraJet, arXiv 2502.20853)."""
 
     period: int = Field(400, ge=2)
     """Steps from one measurement of the oscillation to the next."""
@@ -337,7 +375,7 @@ class QRamping(Spec):
     slowdown: int = Field(5, ge=1)
     """k2."""
     slowest: int = Field(20, ge=1)
-    """The longest wait, in steps."""
+    """Longest wait, in steps."""
 
     @model_validator(mode="after")
     def _window_fits(self) -> "QRamping":
@@ -347,7 +385,7 @@ class QRamping(Spec):
 
 
 class Weights(Spec):
-    """What is done about the master weights of quantised layers."""
+    """Treatment of the master weights of quantised layers."""
 
     master: Literal[tuple(DTYPES)] = "fp32"
     """Type that the optimizer keeps all weights in; bf16 rounds to nearest after every step."""
@@ -357,13 +395,13 @@ class Weights(Spec):
 
 
 class Recipe(Products):
-    """A complete recipe. `dtype` is the type of activations and of operands that are not quantised."""
+    """Complete recipe. `dtype` is the type of activations and of unquantised operands."""
 
     dtype: Literal[tuple(DTYPES)] = "bf16"
     layers: Layers = Layers()
     weights: Weights = Weights()
     schedule: tuple[Phase, ...] = Field((), strict=False)
-    """Phases; where several hold, the later in this list decides."""
+    """Phases; if several are active, the last in this list decides."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -379,28 +417,38 @@ class Recipe(Products):
                 raise ValueError(f"weights.{name} acts on quantised weights, and fprop.w is not quantised")
         if self.weights.q_ema and (self.fprop.w.rounding != "nearest" or self.fprop.w.select):
             raise ValueError(
-                "weights.q_ema decides how fprop.w is rounded, so it must be rounded to nearest, without select"
+                "weights.q_ema decides how fprop.w is rounded, so it must be rounded to nearest, "
+                "without select"
             )
         return self
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is quantised or rotated anywhere, at any time."""
+        """True if nothing is quantised or rotated anywhere, at any time."""
         others = (*(rule.use for rule in self.layers.rules), *(phase.use for phase in self.schedule))
         return super().plain and all(part is None or part.plain for part in others)
 
     @property
     def triggers(self) -> set[Trigger]:
-        """What its schedule must have measured."""
+        """Conditions that the schedule needs measured."""
         return {phase.trigger for phase in self.schedule if phase.trigger}
 
     @property
     def products(self) -> Products:
-        """Its own products, alone."""
+        """The recipe's own products, without layers, weights and schedule."""
         return Products(fprop=self.fprop, dgrad=self.dgrad, wgrad=self.wgrad)
 
     def at(self, step: int, run: Run, tripped: Collection[Trigger] = ()) -> "Recipe":
-        """The recipe in force in step `step` (from 0) of `run`: products and rules with the active phases applied."""
+        """Return the recipe of one step: products and rules with the active phases applied.
+
+        Args:
+            step: Optimizer step, from 0.
+            run: Length of the run, its tokens per step and the start of its decay.
+            tripped: Measured conditions that have been met.
+
+        Returns:
+            Recipe without a schedule; the recipe itself if no phase is active.
+        """
         phases = [phase for phase in self.schedule if phase.active(step, run, tripped)]
         if not phases:
             return self
@@ -421,20 +469,20 @@ class Recipe(Products):
         )
 
     def decided(self, decider: Decider) -> Products | None:
-        """Return the products of the layers about which `decider` decides; None: high precision."""
+        """Return the products that `decider` assigns; None: high precision."""
         if isinstance(decider, int):
             return self.layers.rules[decider].use
         return self.products if decider == "own" else None
 
     def placements(self, layers: Sequence[Layer]) -> tuple[Placement, ...]:
-        """Return the layers of a model by what decides about them: rules first, then the recipe's own products, then the counts."""
+        """Return the layers grouped by decider: rules, the recipe's own products, the counts."""
         deciders = self.layers.deciders(layers)
         parts = (*range(len(self.layers.rules)), "own", "skipped")
         placed = ((part, tuple(layer for layer in layers if deciders[layer.name] == part)) for part in parts)
         return tuple(Placement(part, self.decided(part), of_it) for part, of_it in placed if of_it)
 
     def ever_quantises(self, products: Products | None) -> bool:
-        """Return True if layers with these products are quantised in some step: from the start, or by a phase."""
+        """Return True if layers with these products are quantised in some step."""
         return products is not None and not (
             products.plain and all(phase.use is None or phase.use.plain for phase in self.schedule)
         )

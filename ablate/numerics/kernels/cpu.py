@@ -1,7 +1,7 @@
 """Quantisers for CPU tensors, compiled from nvfp4.c when the package is installed. One thread, one pass after the amax.
 
-They take NVIDIA's forms: E2M1 elements, E4M3 scales to nearest, one amax a tensor or what stands for it, blocks of 16 or 16x16. All
-else is the reference's.
+They take NVIDIA's forms: E2M1 elements, E4M3 scales to nearest, one amax a tensor or what stands for it,
+blocks of 16 or 16x16. All else is the reference's.
 """
 
 import ctypes
@@ -74,7 +74,7 @@ def level() -> str:
 
 
 def path(name: str) -> Path:
-    """Where a build lies."""
+    """Return the path of a build."""
     return FOLDER / f"nvfp4_{name}.so"
 
 
@@ -115,7 +115,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 @cache
 def covers(quant: Quant) -> bool:
-    """Whether these kernels know this form, apart from what counts as a tensor's amax."""
+    """Return True if these kernels implement this form, whatever its outer statistic."""
     drawn = quant.rounding == "stochastic"
     return (
         quant.element == "e2m1"
@@ -130,7 +130,10 @@ def covers(quant: Quant) -> bool:
 
 
 def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
-    """Whether `quantize` computes this: the form is known, x a matrix in memory by rows or by columns; rotated, bf16 by columns."""
+    """Return True if `quantize` can compute this: a known form, x stored by rows or by columns.
+
+    A rotated x must be bf16 and stored by columns.
+    """
     return (
         covers(quant)
         and (rotation is None or _rotates(x, quant, rotation))
@@ -149,7 +152,10 @@ def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
 
 
 class Made(NamedTuple):
-    """What `quantize` gives: values bf16 [rows, columns padded to blocks], block scales fp32 [row tiles, 1, column tiles, 1]."""
+    """Result of `quantize`.
+
+    Values are bf16 [rows, columns padded to blocks], block scales fp32 [row tiles, 1, column tiles, 1].
+    """
 
     values: Tensor
     amax: Tensor
@@ -157,7 +163,7 @@ class Made(NamedTuple):
     largest: Tensor
     """The largest magnitude; the same as `amax` unless a statistic took its place."""
     source: Tensor | None
-    """What was quantised, where it was to be kept."""
+    """The quantised tensor, if it was to be kept."""
 
 
 def quantize(
@@ -171,8 +177,8 @@ def quantize(
 ) -> Made | None:
     """x [rows, columns] by `quant`; with `signs` [16], rotated along its columns first.
 
-    `statistic` says what counts as its amax: a number, or a function of what is quantised and its largest magnitude. None where x is
-    not finite, or was padded and somebody looks at it: the reference's work.
+    `statistic` says what counts as its amax: a number, or a function of what is quantised and its largest
+    magnitude. None where x is not finite, or was padded and somebody looks at it: the reference's work.
     """
     by_columns = not x.is_contiguous()
     kernel = "tiles" if quant.block == "16x16" else "columns" if by_columns else "rows"
@@ -229,7 +235,7 @@ def _turned(memory: Tensor, signs: int) -> Tensor:
 
 
 def can_decode(values: Tensor, block_scale: Tensor, amax: Tensor | None) -> bool:
-    """Whether `decode` computes this: bf16 values in memory by rows, blocks of whole sixteens, one amax or none."""
+    """Return True if `decode` can compute this: bf16 values by rows, blocks of whole sixteens, at most one amax."""
     return (
         (values.device.type, values.dtype) == ("cpu", torch.bfloat16)
         and values.numel() > 0

@@ -1,6 +1,7 @@
 """Quantisers for CUDA tensors: nvfp4.py's kernels, launched without ever waiting for the device. The forms are those of cpu.py.
 
-What is not finite needs no second path: the kernels compute what the reference does, and the amax, which stays on the device, shows it.
+What is not finite needs no second path: the kernels compute what the reference does, and the amax, which
+stays on the device, shows it.
 """
 
 import sys
@@ -16,16 +17,17 @@ from ablate.numerics.philox import Clock, philox_key
 from ablate.numerics.spec import Hadamard, Quant
 
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
-"""Options of every launch: no product and sum contracted to one instruction, which rounds once instead of twice, and no subnormals
-flushed to zero, which would lose 1 / S of a tiny tensor."""
+"""Options of every launch: no product and sum contracted to one instruction, which rounds once instead of
+twice, and no subnormals flushed to zero, which would lose 1 / S of a tiny tensor."""
 
 Quantized = tuple[Tensor, Tensor, Tensor]
-"""Values bf16 [rows, columns padded to 16], amax fp32 scalar, block scales fp32 [row tiles, 1, column tiles, 1], all on the device."""
+"""Values bf16 [rows, columns padded to 16], amax fp32 scalar, block scales fp32 [row tiles, 1, column tiles,
+1], all on the device."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How one copy is quantised: the format, a rotation's signs (fp32 [16] on the device; None for none), the site that it draws at."""
+    """Quantisation of one copy: the format, a rotation's signs (fp32 [16] on the device, or None), the draw site."""
 
     quant: Quant
     signs: Tensor | None = None
@@ -63,7 +65,10 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
-    """Whether `quantize` computes this: the form is known, x a matrix in memory by rows or by columns; rotated, bf16 by columns."""
+    """Return True if `quantize` can compute this: a known form, x stored by rows or by columns.
+
+    A rotated x must be bf16 and stored by columns.
+    """
     return (
         covers(quant)
         and quant.outer.statistic == "amax"
@@ -76,7 +81,7 @@ def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
 
 
 def can_quantize_both(x: Tensor, first: Quant, second: Quant, rotation: Hadamard | None) -> bool:
-    """Whether `quantize_both` computes this: x in memory by rows, blocks of 1x16 in both copies, and the rotation the second's."""
+    """Return True if `quantize_both` can compute this: x stored by rows, 1x16 blocks in both copies."""
     return (
         x.is_contiguous()
         and (first.block, second.block) == ("1x16", "1x16")

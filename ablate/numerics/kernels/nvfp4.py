@@ -1,11 +1,13 @@
 """The quantisers of nvfp4.c for GPUs: device code in Triton, launched by cuda.py. Nothing here knows torch.
 
-The arithmetic is that of the reference (scaling.py, rounding.py, philox.py), operation by operation, for tensors that are not finite
-too. That takes IEEE division (`div_rn`: a plain `/` is an approximation here), launches without contraction, and maxima over the bits of
-magnitudes, where an infinity is above all numbers and a NaN above infinity, so that a NaN reaches the amax and, through it, all.
+The arithmetic is that of the reference (scaling.py, rounding.py, philox.py), operation by operation, for
+tensors that are not finite too. That takes IEEE division (`div_rn`: a plain `/` is an approximation here),
+launches without contraction, and maxima over the bits of magnitudes, where an infinity is above all numbers
+and a NaN above infinity, so that a NaN reaches the amax and, through it, all.
 
-Every program takes a slab of sixteen rows of x [rows, columns] in memory, COLUMNS wide, and reads zeros beyond the edges. Where blocks
-run down the slab, it is held as a tuple of sixteen rows: maxima, rotations and bytes are then register to register, in a given order.
+Every program takes a slab of sixteen rows of x [rows, columns] in memory, COLUMNS wide, and reads zeros
+beyond the edges. Where blocks run down the slab, it is held as a tuple of sixteen rows: maxima, rotations and
+bytes are then register to register, in a given order.
 """
 
 import triton
@@ -27,7 +29,8 @@ CHANGING = [
     "first_where",
     "second_where",
 ]
-"""Arguments whose values and alignment change from call to call: specialised on, each would be compiled anew."""
+"""Arguments whose values and alignment change from call to call: specialised on, each would be compiled
+anew."""
 
 CONFIGS = (
     [triton.Config({"COLUMNS": 128}, num_warps=4)]
@@ -37,7 +40,7 @@ CONFIGS = (
         for columns, warps in ((128, 4), (256, 4), (512, 8))
     ]
 )
-"""What is tried on the first call of each shape. No bit depends on it, and no call on what an earlier one wrote."""
+"""Configurations that the first call of each shape tries. No bit depends on the choice."""
 tuned = triton.autotune(CONFIGS, key=["columns", "STOCHASTIC", "FIRST_STOCHASTIC", "SECOND_STOCHASTIC"])
 
 
@@ -77,7 +80,7 @@ def to_float(x):
 
 @triton.jit
 def prepare(amax, top, headroom):
-    """Of the amax in memory: 1 / S, and S / 6 times the headroom; `top` is 6 times the bound."""
+    """Return 1 / S, and S / 6 times the headroom, from the amax in memory; `top` is 6 times the bound."""
     largest = tl.load(amax)
     scale = at_most(tl.div_rn(top, largest), FLT_MAX)
     scale = tl.where((largest == 0) | (scale == 0), 1.0, scale)
@@ -112,7 +115,7 @@ def stochastic(y, step, random):
 
 @triton.jit
 def block_scales(largest, scaling):
-    """Of the bits of the blocks' largest magnitudes: the E4M3 scales, and what the elements are multiplied by before rounding."""
+    """Return E4M3 scales and element factors from the bits of the blocks' largest magnitudes."""
     block_scale = at_most(float_of(largest) * scaling[1], 448.0)
     block_scale = nearest(block_scale, step_of(block_scale, 3, -6))
     return block_scale, at_most(tl.div_rn(1.0, block_scale * scaling[0]), FLT_MAX)
@@ -181,8 +184,9 @@ def butterfly(slab, distance: tl.constexpr):
 def rotate(slab, signs):
     """Signs, butterflies in order of distance, a quarter, one rounding to bf16, kept in fp32: hadamard.py's order, add by add.
 
-    Not `tl.dot` with H: sixteen bf16 of different exponents do not add exactly in fp32, and a tensor core adds in an order, and with
-    a width, of its own. The rounding is by the bits, since Triton's interpreter does not round to nearest even.
+    Not `tl.dot` with H: sixteen bf16 of different exponents do not add exactly in fp32, and a tensor core
+    adds in an order, and with a width, of its own. The rounding is by the bits, since Triton's interpreter
+    does not round to nearest even.
     """
     turned = ()
     for r in tl.static_range(16):
@@ -241,7 +245,8 @@ def columns_of(
     block_scale, factor = block_scales(largest_of(loaded), scaling)
     tl.store(scales + slab.to(tl.int64) * columns + column, block_scale, mask=column < columns)
     if STOCHASTIC:
-        # Always zero, which LLVM sees and Triton's layouts do not: the words are then made in the threads that hold the elements.
+        # Always zero, which LLVM sees and Triton's layouts do not: the words are then made in the threads
+        # that hold the elements.
         zero = magnitude(loaded[0]) >> 31
         words = random_words(column * tl.cdiv(rows, 16) + slab + zero, draw)
     for r in tl.static_range(16):
