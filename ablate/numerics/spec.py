@@ -326,9 +326,9 @@ class Quant(Spec):
                 return f"outer.bound {self.outer.bound:g} bounds a block scale, and there is none: write 1"
             if self.range != Range():
                 return "range places a block's largest magnitude, and there is no block scale: leave it out"
-        elif self.outer and self.outer.bound > SCALES[self.scale.format].max:
-            largest = SCALES[self.scale.format].max
-            return f"outer.bound {self.outer.bound:g} is above the largest {self.scale.format} scale, {largest:g}"
+        elif self.outer and self.outer.bound > (largest := SCALES[self.scale.format].max):
+            scale = self.scale.format
+            return f"outer.bound {self.outer.bound:g} is above the largest {scale} scale, {largest:g}"
         return None
 
     def _outer(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Quantisers for CPU tensors, compiled from nvfp4.c when the package is installed. One thread, one pass after the amax.
+"""Quantisers for CPU tensors, compiled from nvfp4.c at installation: one thread, one pass after the amax.
 
 They take NVIDIA's forms: E2M1 elements, E4M3 scales to nearest, one amax a tensor or what stands for it,
 blocks of 16 or 16x16. All else is the reference's.
@@ -62,7 +62,8 @@ def build() -> ctypes.CDLL | None:
         return load(path(level()))
     except OSError as error:
         print(
-            f"ablate: no compiled quantisers, so all runs on the slow reference ({error}); install ablate-fp4 again",
+            f"ablate: no compiled quantisers, so all runs on the slow reference ({error}); "
+            "install ablate-fp4 again",
             file=sys.stderr,
         )
         return None
@@ -235,7 +236,7 @@ def _turned(memory: Tensor, signs: int) -> Tensor:
 
 
 def can_decode(values: Tensor, block_scale: Tensor, amax: Tensor | None) -> bool:
-    """Return True if `decode` can compute this: bf16 values by rows, blocks of whole sixteens, at most one amax."""
+    """Return True for bf16 values stored by rows, blocks of whole sixteens, and at most one amax."""
     return (
         (values.device.type, values.dtype) == ("cpu", torch.bfloat16)
         and values.numel() > 0
@@ -261,7 +262,9 @@ def decode(
 def census(
     source: Tensor, values: Tensor, scales: Tensor, amax: Tensor, inverse: Tensor, factor: Tensor
 ) -> tuple[dict[str, float], Tensor, Tensor, Tensor]:
-    """Sums by name over an operand that `quantize` kept; by block, its largest magnitude, fp32, and its power, fp64; the mean row.
+    """Return sums by name over an operand that `quantize` kept, figures of its blocks, and its mean row.
+
+    Of each block: the largest magnitude (fp32) and the power (fp64).
 
     `inverse` is 1 / S and `factor` 1 / divisor, fp32 scalars as the reference computes them.
     """

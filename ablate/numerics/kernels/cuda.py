@@ -1,4 +1,6 @@
-"""Quantisers for CUDA tensors: nvfp4.py's kernels, launched without ever waiting for the device. The forms are those of cpu.py.
+"""Quantisers for CUDA tensors: launches of nvfp4.py's kernels that never wait for the device.
+
+The forms are those of cpu.py.
 
 What is not finite needs no second path: the kernels compute what the reference does, and the amax, which
 stays on the device, shows it.
@@ -27,7 +29,7 @@ Quantized = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """Quantisation of one copy: the format, a rotation's signs (fp32 [16] on the device, or None), the draw site."""
+    """Quantisation of one copy: format, signs of a rotation (fp32 [16] on the device, or None), draw site."""
 
     quant: Quant
     signs: Tensor | None = None
@@ -36,7 +38,9 @@ class Form:
 
 @cache
 def kernels() -> ModuleType | None:
-    """nvfp4.py, or None without a Triton that can be exact: torch's CUDA builds have one since 2.10, those for CPUs have none.
+    """Return nvfp4.py, or None without a Triton that can be exact.
+
+    Torch's CUDA builds have one since 2.10, those for CPUs have none.
 
     Before 3.6 Triton flushes subnormals in divisions, and ignores the option not to.
     """
@@ -97,7 +101,7 @@ def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
 
 
 def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None, where: int) -> Quantized:
-    """One copy of x [rows, columns], blocks along its columns; with `signs` [16], x is rotated along its columns first."""
+    """Quantise x [rows, columns] in blocks along its columns, rotated along them first by `signs` [16]."""
     down = not x.is_contiguous()
     memory, form = x.t() if down else x, Form(quant, signs, where)
     amax = amax_both(memory, signs)[0 if signs is None else 1]
@@ -109,7 +113,9 @@ def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None,
 
 
 def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> tuple[Quantized, Quantized]:
-    """x [rows, columns] as `quantize` gives it, and x.t() likewise, rotated where `second` has signs: x is read twice, not four times.
+    """Quantise x [rows, columns], and x.t() rotated by the signs of `second`, as `quantize` does.
+
+    x is read twice, not four times.
 
     The first read is for the two amaxes: that of a rotated copy is its own.
     """
@@ -119,7 +125,8 @@ def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> 
     outputs = (*_by_rows(x), *_by_columns(x))
     with torch.cuda.device_of(x):
         kernels().by_both[_grid(x)](
-            x, *outputs, mine, theirs, second.signs, rows, columns, *_range(first), *_range(second), *_draws(clock),
+            x, *outputs, mine, theirs, second.signs, rows, columns,
+            *_range(first), *_range(second), *_draws(clock),
             _word(first.where), _word(second.where), _stochastic(first), _stochastic(second), **EXACT,
         )  # fmt: skip
     values, scales, turned, turned_scales = outputs
@@ -127,7 +134,7 @@ def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> 
 
 
 def amax_both(x: Tensor, signs: Tensor | None) -> Tensor:
-    """The largest magnitude of x [rows, columns], and of x.t() rotated by `signs`, 0 without: fp32 [2], NaN where there is a NaN."""
+    """Return the amax of x [rows, columns], and of x.t() rotated by `signs` (0 without): fp32 [2], or NaN."""
     found = torch.zeros(2, dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(x):
         kernels().amaxes[_grid(x)](x, signs, found, *x.shape, **EXACT)
@@ -201,5 +208,5 @@ def _draws(clock: Clock | None) -> tuple[int, int, int, int]:
 
 
 def _word(number: int) -> int:
-    """The 32 bits as an int32: Triton would type every integer by its size, and compile a kernel for each of the types."""
+    """Return the 32 bits as an int32. Triton would compile a kernel for each size of integer."""
     return (number + 2**31) % 2**32 - 2**31

@@ -89,7 +89,7 @@ def prepare(amax, top, headroom):
 
 @triton.jit
 def step_of(y, mantissa: tl.constexpr, emin: tl.constexpr):
-    """The distance between neighbours of y, not negative: 2^(exponent, at least emin, minus mantissa bits)."""
+    """Return the distance between the neighbours of y >= 0: 2^(max(exponent, emin) - mantissa)."""
     exponent = tl.maximum(bits_of(y) & 0x7F800000, (emin + 127) << 23)
     return float_of(exponent - (mantissa << 23))
 
@@ -106,7 +106,7 @@ def nearest(y, step):
 
 @triton.jit
 def stochastic(y, step, random):
-    """Away from zero where floor(256 f) exceeds the random byte, f the position between the two neighbours."""
+    """Round away from zero if floor(256 f) exceeds the random byte, f the position between neighbours."""
     position = y * inverse(step)
     lower = tl.floor(position)
     up = (position - lower) * 256.0 - random.to(tl.float32)
@@ -131,7 +131,7 @@ def e2m1(y, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def random_words(group, draw):
-    """The four words of Philox4x32-10 for each group of sixteen elements; byte i of the sixteen is element i's."""
+    """Return the four Philox4x32-10 words of each group of sixteen elements; byte i is for element i."""
     key0, key1, step, micro_batch, where = draw
     step, micro_batch, where = step.to(tl.uint32), micro_batch.to(tl.uint32), where.to(tl.uint32)
     return tl.philox_impl(
@@ -182,7 +182,9 @@ def butterfly(slab, distance: tl.constexpr):
 
 @triton.jit
 def rotate(slab, signs):
-    """Signs, butterflies in order of distance, a quarter, one rounding to bf16, kept in fp32: hadamard.py's order, add by add.
+    """Rotate: signs, butterflies by distance, a quarter, one rounding to bf16, in hadamard.py's order.
+
+    The result stays in fp32.
 
     Not `tl.dot` with H: sixteen bf16 of different exponents do not add exactly in fp32, and a tensor core
     adds in an order, and with a width, of its own. The rounding is by the bits, since Triton's interpreter
@@ -267,7 +269,7 @@ def columns_of(
 @triton.autotune(CONFIGS, key=["columns"])
 @triton.jit
 def amaxes(x, signs, out, rows, columns, COLUMNS: tl.constexpr):
-    """The largest magnitude of x [rows, columns], and of x with its columns rotated where there are signs, in one read.
+    """Find the amax of x [rows, columns], and of x with rotated columns if there are signs, in one read.
 
     `out` [2], int32 zeros at first: the bits of both.
     """
@@ -284,7 +286,7 @@ def by_rows(
     x, values, scales, amax, rows, columns, top, headroom, key0, key1, step, micro_batch, where,
     STOCHASTIC: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks along the rows of x [rows, columns]: values [rows, columns padded to 16], scales [rows, blocks]."""
+    """Quantise blocks along rows: values [rows, columns padded to 16], scales [rows, blocks]."""
     scaling, draw = prepare(amax, top, headroom), (key0, key1, step, micro_batch, where)
     rows_of(x, values, scales, rows, columns, scaling, draw, STOCHASTIC, COLUMNS)
 
@@ -295,7 +297,7 @@ def by_columns(
     x, values, scales, amax, signs, rows, columns, top, headroom, key0, key1, step, micro_batch, where,
     STOCHASTIC: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks along the columns of x [rows, columns]: values [rows padded to 16, columns], scales [blocks, columns]."""
+    """Quantise blocks along columns: values [rows padded to 16, columns], scales [blocks, columns]."""
     scaling, draw = prepare(amax, top, headroom), (key0, key1, step, micro_batch, where)
     columns_of(x, values, scales, signs, rows, columns, scaling, draw, STOCHASTIC, COLUMNS)
 
@@ -303,11 +305,12 @@ def by_columns(
 @tuned
 @triton.jit(do_not_specialize=CHANGING)
 def by_both(
-    x, first_values, first_scales, second_values, second_scales, first_amax, second_amax, signs, rows, columns,
-    first_top, first_headroom, second_top, second_headroom, key0, key1, step, micro_batch, first_where, second_where,
+    x, first_values, first_scales, second_values, second_scales, first_amax, second_amax, signs,
+    rows, columns, first_top, first_headroom, second_top, second_headroom,
+    key0, key1, step, micro_batch, first_where, second_where,
     FIRST_STOCHASTIC: tl.constexpr, SECOND_STOCHASTIC: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Both: x comes from memory once, and the second time from the cache next to the arithmetic, laid out anew without exchanges."""
+    """Quantise both ways: the second read of x comes from the cache, without exchanges between threads."""
     scaling, draw = (
         prepare(first_amax, first_top, first_headroom),
         (key0, key1, step, micro_batch, first_where),
@@ -325,7 +328,7 @@ def by_both(
 @tuned
 @triton.jit(do_not_specialize=CHANGING)
 def by_tiles(x, values, scales, amax, rows, columns, top, headroom, COLUMNS: tl.constexpr):
-    """Tiles of 16x16 of x [rows, columns], to nearest: values padded to 16 both ways, scales [row tiles, column tiles]."""
+    """Quantise 16x16 tiles to nearest: values padded to 16 both ways, scales [row tiles, column tiles]."""
     slab, first = place(columns, COLUMNS)
     tile = first // 16 + tl.arange(0, COLUMNS // 16)
     column = tile[:, None] * 16 + tl.arange(0, 16)[None, :]
