@@ -19,7 +19,7 @@ import math
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -363,7 +363,7 @@ class Controller:
         """
         for arm, decision in self.projections.judge(trial).items():
             own = self.ledger.own_trials(arm)
-            self._end_trials(executor, lambda work, own=own: work.trial in own, "pruned", decision.reason)
+            self._end_trials(executor, partial(_belongs, own), "pruned", decision.reason)
 
     # Messages
 
@@ -494,3 +494,7 @@ class Controller:
 def _ordered(order: Mapping[str, Any], work: Work) -> bool:
     """Return True if an order to stop an arm or a trial applies to this work."""
     return work.arm.name == order["name"] if order["stop"] == "arm" else work.spec.id == order["id"]
+
+
+def _belongs(trials: Container[int], work: Work) -> bool:
+    return work.trial in trials
