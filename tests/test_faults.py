@@ -53,7 +53,7 @@ from ablate.results.trial_store import Store
 from ablate.results.verify import verify
 from ablate.training.metric_names import parse
 from ablate.verification import audit
-from ablate.verification.fault_injection import deck
+from ablate.verification.fault_plan import deck
 from ablate.verification.injections import CHECKPOINT, FAULTS, HARMS, KINDS
 from ablate.verification.services import mlflow, trials_in
 

@@ -277,7 +277,7 @@ def faults(
     starts. Files: events, checkpoints, results and ledgers. Exit status 1 if a record was lost, duplicated or
     silently changed.
     """
-    from ablate.verification import fault_injection
+    from ablate.verification import fault_report
     from ablate.verification.injections import KINDS
 
     if wrong := [
@@ -289,7 +289,7 @@ def faults(
     print_starting("Ray, MLflow and PostgreSQL for the sweeps that are killed")
     raise typer.Exit(
         int(
-            not fault_injection.told(
+            not fault_report.run(
                 state, count, seed, [name for name in KINDS if name not in (without or ())], console()
             )
         )

@@ -1,4 +1,4 @@
-"""The smallest thing that can be reproduced: one workload, one recipe, one seed, one engine. No Ray, no Optuna, no MLflow."""
+"""Run of one trial: one workload, one recipe, one seed, one engine. No Ray, no Optuna, no MLflow."""
 
 import os
 import sys
@@ -25,21 +25,24 @@ _LESS = "; a smaller batch with more accumulate, or recompute: true, needs less"
 
 
 class OutOfMemory(Exception):
-    """The trial needs more memory than there is: a result of where it ran, which trying again would not change."""
+    """The trial needs more memory than there is, which a retry on the same machine would not change."""
 
 
 OUT_OF_MEMORY = 12
 """Exit status of a process whose trial ran out of memory: ENOMEM."""
 NO_SPACE = 28
-"""Exit status of a process that could write no more: ENOSPC. A status arrives even if its log cannot be written, either."""
+"""Exit status of a process that found the disk full: ENOSPC. It arrives even if the log cannot be written."""
 
 
 class Superseded(Exception):
-    """A later attempt holds the trial: this one, cut off for a while, must not write any more."""
+    """A later attempt holds the trial: this one must not write any more."""
 
 
 def exit_status(work: Callable[[], None]) -> int:
-    """Do the work of a process of its own; its exit status. What went wrong goes to standard error, its log, whose end is told."""
+    """Run the work of a process and return its exit status.
+
+    An error goes to standard error, which is the log.
+    """
     try:
         work()
     except OutOfMemory as error:
@@ -54,10 +57,12 @@ def exit_status(work: Callable[[], None]) -> int:
 
 
 class Journal:
-    """What one attempt records: its events file, and number and digest of all that the trial recorded, by earlier attempts too.
+    """Events file of one attempt, with number and digest of all records of the trial, those of earlier
+    attempts included.
 
-    What an earlier attempt recorded stays as it was, its time included: this one writes it again in its own file, and adds of its own
-    records those that are new. So a ledger that heard both attempts, or one of them, holds what the files hold.
+    A record of an earlier attempt stays as it was, its time included: this attempt writes it again in its own
+    file, and adds only new records of its own. So a ledger that received both attempts, or one of them,
+    agrees with the files.
     """
 
     def __init__(self, store: Store, trial: str, attempt: int) -> None:
@@ -65,12 +70,14 @@ class Journal:
         self._file = (store.folder(trial) / f"events-{attempt}.jsonl").open("wb")
         self._tally = Tally()
         self._ahead: deque[dict[str, Any]] = deque()
-        """What earlier attempts recorded, beyond what this one has recorded so far."""
+        """Records of earlier attempts, beyond the last record of this one."""
         self._written: list[dict[str, Any]] = []
-        """Written, and not told yet."""
+        """Records that are written and not yet returned."""
 
     def begin(self, start: int) -> list[dict[str, Any]]:
-        """The records up to the step that this attempt goes on from, by earlier attempts and trunks."""
+        """Return the records up to step `start`, from which this attempt resumes, of earlier attempts and
+        trunks.
+        """
         try:
             events = list(self.store.events(self.trial))
         except Damaged as error:
@@ -86,39 +93,42 @@ class Journal:
             self._tally.add(event)
         return before
 
-    def tell(self, event: dict[str, Any]) -> list[dict[str, Any]]:
-        """Write an event, and before it what earlier attempts recorded by then; returns all that is to be told."""
-        if (
-            "resumed" in event and self._ahead and self._ahead[0]["step"] <= event["step"]
-        ):  # it is the first that is told
+    def add(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+        """Write an event, after the records of earlier attempts up to its step; return all records written
+        since the last call.
+        """
+        # The first record after a checkpoint carries `resumed`.
+        if "resumed" in event and self._ahead and self._ahead[0]["step"] <= event["step"]:
             self._ahead[0]["resumed"] = event["resumed"]
             event = {key: event[key] for key in event if key != "resumed"}
         self._catch_up(event["step"] - 1)
         while self._ahead and self._ahead[0]["step"] == event["step"]:
             old = self._ahead.popleft()
-            words = list(dict.fromkeys((*old.get("events", ()), *event.get("events", ()))))
+            texts = list(dict.fromkeys((*old.get("events", ()), *event.get("events", ()))))
             event = (
                 event
                 | old
                 | {"metrics": event["metrics"] | old["metrics"]}
-                | ({"events": words} if words else {})
+                | ({"events": texts} if texts else {})
             )
         self._write(event)
-        return self._told()
+        return self._take_written()
 
     def reach(self, step: int) -> dict[str, Any]:
-        """Have the disk keep all records up to a step, after which a checkpoint is left; returns their number and digest."""
+        """Flush all records up to a step to disk, before a checkpoint is written; return their number and
+        digest.
+        """
         self._catch_up(step)
         os.fsync(self._file.fileno())
         return self._tally.sealed()
 
     def finish(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """What is still to be told, and number and digest of all records."""
+        """Return the remaining records, and number and digest of all."""
         self._catch_up(sys.maxsize)
-        return self._told(), self._tally.sealed()
+        return self._take_written(), self._tally.sealed()
 
     def recorded(self, trial: str, step: int) -> dict[str, Any] | None:
-        """Number and digest of what a trial recorded up to a step; None where that cannot be said."""
+        """Return number and digest of a trial's records up to a step; None if they are damaged."""
         try:
             return Tally(self.store.events(trial, step, strict=False)).sealed()
         except ValueError:
@@ -138,9 +148,9 @@ class Journal:
         self._file.flush()
         self._written.append(event)
 
-    def _told(self) -> list[dict[str, Any]]:
-        told, self._written = self._written, []
-        return told
+    def _take_written(self) -> list[dict[str, Any]]:
+        written, self._written = self._written, []
+        return written
 
 
 def run(
@@ -151,15 +161,23 @@ def run(
     fork: Iterable[tuple[int, str]] = (),
     ranks: int = 1,
 ) -> Iterator[dict[str, Any] | Waiting]:
-    """Run the trial from the furthest checkpoint there is, or replay it where it is finished; yields events {step, time, metrics}.
+    """Run a trial from its furthest checkpoint, or replay it if it is finished; end when its result is
+    committed.
 
-    Those with alarms have `alarms`; the first after a checkpoint has `resumed`, the checkpoint's step; those that were recorded before
-    it have `again`. `fork` names the states that other
-    trials pass through too, by step: the trial goes on from the furthest that is there, and leaves those that are not. The events up to
-    where it goes on come first. Of a trial that several ranks compute, rank 0 calls this.
+    A non-finite loss is a result (`diverged`). Of a trial with several ranks, rank 0 alone calls this.
 
-    Ends when the result is committed. While another process runs the same trial, yields one Waiting, and waits. A non-finite loss
-    is a result (`diverged`); an exception is not. Raises OutOfMemory, and Superseded where a later attempt holds the trial.
+    Args: spec: the trial. store: trial store, where its folder is. attempt: number of this attempt; a later
+        attempt supersedes it. telemetry: arguments of `Telemetry`, and `checkpoint`: seconds between
+        checkpoints. fork: (step, name) of each shared checkpoint: the trial resumes from the furthest that
+        exists, and writes the others. ranks: processes that compute the trial.
+
+    Yields: Events {step, time, metrics}, and a Waiting once while another process runs the same trial. Events
+        recorded before the step to resume from come first, with `again`; the first after it has `resumed`,
+        that step. An event with alarms has `alarms`.
+
+    Raises:
+        OutOfMemory: the trial needs more memory than there is.
+        Superseded: a later attempt holds the trial.
     """
     with ExitStack() as stack:
         try:
@@ -183,7 +201,9 @@ def run(
 
 
 def _replayed(spec: TrialSpec, store: Store) -> list[dict[str, Any]] | None:
-    """The events of a trial that is finished already; None, and a line in the log where its files are damaged, where it is not."""
+    """Return the events of a finished trial; None if it is not finished or its files are damaged, which the
+    log notes.
+    """
     try:
         result = store.result(spec.id)
         return None if result is None else store.proven(spec.id, result)
@@ -218,14 +238,14 @@ def _run(
         )
         if trunk := checkpoints.trunk:
             store.fork(spec.id, attempt, trunk)
-        # What was recorded before, by the trunk or by earlier attempts, this sweep's ledger may never have heard of.
+        # This sweep's ledger may not have the records of the trunk and of earlier attempts.
         yield from (before | {"again": True} for before in journal.begin(checkpoints.start))
         for event in within_memory(_events(spec, telemetry, checkpoints), spec.device):
             _refuse_superseded(held, spec, attempt)
-            yield from journal.tell(event)
+            yield from journal.add(event)
         _refuse_superseded(held, spec, attempt)
-        left, records = journal.finish()
-        yield from left
+        remaining, records = journal.finish()
+        yield from remaining
     store.commit(
         spec.id, _result(spec, attempt, started, event) | {"facts": facts, "ranks": ranks, "records": records}
     )
@@ -238,7 +258,7 @@ def _refuse_superseded(held: Callable[[], bool], spec: TrialSpec, attempt: int) 
 
 
 def within_memory(events: Iterator[dict[str, Any]], device: str) -> Iterator[dict[str, Any]]:
-    """The events; what torch and Python raise when memory is out, told as OutOfMemory."""
+    """Yield the events; raise OutOfMemory for the errors of torch and Python when memory is out."""
     step = 0
     try:
         for event in events:
@@ -266,7 +286,7 @@ def _events(
     from ablate.training.loop import Telemetry
     from ablate.training.metrics import ALARMS
 
-    told = False
+    marked = False
     for record in spec.config.records(
         spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry), checkpoints
     ):
@@ -275,8 +295,8 @@ def _events(
             event["events"] = [str(record.verdict)]
         if raised := alerts(record.metrics, ALARMS):
             event["alarms"] = [str(alert) for alert in raised]
-        if checkpoints.resumed and not told:
-            event["resumed"], told = checkpoints.resumed, True
+        if checkpoints.resumed and not marked:
+            event["resumed"], marked = checkpoints.resumed, True
         yield event
 
 
@@ -295,7 +315,7 @@ def _result(spec: TrialSpec, attempt: int, started: float, last: dict[str, Any])
 
 
 def _divergence(last: dict[str, Any]) -> str | None:
-    """Why the trial ended as diverged; None where it did not."""
+    """Return why the trial diverged; None if it did not."""
     if FIRST_NONFINITE in last["metrics"]:
         return f"non-finite loss or gradient at step {last['step']}"
     if GUARD_STOPPED in last["metrics"]:

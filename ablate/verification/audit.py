@@ -1,6 +1,8 @@
-"""What must be true of a sweep when it is over, whatever happened on the way. Reads only, and believes no word of the code that wrote:
-files and tables are compared with an undisturbed run's, and MLflow is asked through its REST interface. Its SQL is its own for that
-reason: a wrong query of the ledger would hide what it got wrong.
+"""Invariants of a finished sweep, whatever happened on the way.
+
+Reads only, and believes no word of the code that wrote: files and tables are compared with an undisturbed
+run's, and MLflow is asked through its REST interface. Its SQL is its own for that reason: a wrong query of
+the ledger would hide what it got wrong.
 """
 
 import itertools
@@ -28,7 +30,9 @@ Records = dict[tuple[int, str], float]
 
 @dataclass(frozen=True)
 class Finding:
-    """A promise that was broken, and how often: something lost, something twice, something else that is wrong."""
+    """A promise that was broken, and how often: something lost, something twice, something else that is
+    wrong.
+    """
 
     kind: Literal["lost", "twice", "wrong"]
     what: str
@@ -36,12 +40,14 @@ class Finding:
 
 
 def members(book: Ledger) -> dict[tuple[str, int], sqlite3.Row]:
-    """What was wanted, by arm and seed."""
+    """Members that the sweep asked for, by arm and seed."""
     return {(row["name"], row["seed"]): row for row in book.members()}
 
 
 def sweep(state: Path, folder: Path, reference: Path) -> Iterator[Finding]:
-    """A sweep's folder, and the trials of its state folder, against the folder of a run that nothing disturbed."""
+    """A sweep's folder, and the trials of its state folder, against the folder of a run that nothing
+    disturbed.
+    """
     ours, theirs = (Ledger(place / "ledger.db", readonly=True) for place in (folder, reference))
     found, wanted = members(ours), members(theirs)
     yield from _sets("member", set(found), set(wanted))
@@ -236,7 +242,9 @@ class Tracker:
 
 
 def mlflow(tracker: Tracker, folder: Path) -> Iterator[Finding]:
-    """One run a member and one for the sweep, all finished, whole, and with the ledger's records and times, each once."""
+    """One run a member and one for the sweep, all finished, whole, and with the ledger's records and times,
+    each once.
+    """
     experiment = tracker.ask("experiments/get-by-name", experiment_name=folder.name)["experiment"][
         "experiment_id"
     ]

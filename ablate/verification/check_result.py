@@ -1,4 +1,4 @@
-"""The words of a check: a row that says what was looked at, found and expected, and ways to compare the two."""
+"""Row of a check: what was looked at, measured and expected, with ways to compare the two."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Row:
-    """What was looked at, what was found, and what should have been."""
+    """Subject of a check, measured and expected value."""
 
     what: str
     measured: str

@@ -1,7 +1,10 @@
-"""What `ablate doctor` checks: small functions that yield rows, in the order of CHECKS. They print nothing and repair nothing.
+"""What `ablate doctor` checks: small functions that yield rows, in the order of CHECKS.
 
-Expectations come from elsewhere than the code they test: published figures, known answers, a definition written out in another way,
-NumPy or double precision. Whatever is random is drawn from a seed, so a row that is off stays off.
+They print nothing and repair nothing.
+
+Expectations come from elsewhere than the code they test: published figures, known answers, a definition
+written out in another way, NumPy or double precision. Whatever is random is drawn from a seed, so a row that
+is off stays off.
 """
 
 import math
@@ -24,18 +27,19 @@ from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.rounding import nearest, stochastic
 from ablate.numerics.scaling import block_scales, element_scales, encode_scale, round_scale
-from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant
 from ablate.numerics.stored import MAGNITUDES, load, pack, store, unpack
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.recipe import Phase, Run
 from ablate.verification import machine, peers
 from ablate.verification.check_result import Check, Row, below, equal, near, normal, same
+from ablate.verification.error_checks import ROOM, biased, figures, four_over_six, relative_error, unbiased
 
 # --- this machine ---------------------------------------------------------------------------------
 
 
 def hardware() -> Iterator[Row]:
-    """What is here; nothing of it is right or wrong."""
+    """Describe this machine; no row is right or wrong."""
     yield from (Row(*fact) for fact in machine.facts())
 
 
@@ -95,7 +99,9 @@ def grids() -> Iterator[Row]:
 
 
 def draws() -> Iterator[Row]:
-    """Over all 256 values of 8 bits, the share that goes up is the position between the neighbours, cut to 1/256."""
+    """Over all 256 values of 8 bits, the share that goes up is the position between the neighbours, cut to
+    1/256.
+    """
     position = torch.arange(1024).unsqueeze(1) / 1024
     bits = torch.arange(256.0).expand(1024, 256)
     for low, high in ((0.0, 0.5), (2.0, 3.0), (-4.0, -6.0)):
@@ -132,7 +138,10 @@ def awkward() -> Iterator[Row]:
     yield same("a tensor of zeros stays zero", (zero.dequantize(), torch.zeros(4, 32)))
     x = torch.cat((torch.full((1, 16), 1e-6), torch.ones(1, 16)), dim=1)
     small = quantize(x, Quant(), keep=True)
-    found = f"code {small.codes[0, 0]:g}, decoded {small.dequantize()[0, 0]:g}, neighbour {small.dequantize()[0, 16]:g}"
+    found = (
+        f"code {small.codes[0, 0]:g}, decoded {small.dequantize()[0, 0]:g}, neighbour"
+        f" {small.dequantize()[0, 16]:g}"
+    )
     yield equal("a block whose scale rounds to zero", found, "code 6, decoded 0, neighbour 1")
     steps = torch.arange(1, 8.0)
     top = torch.cat((torch.tensor([2688.0]), steps * 6 / 512)).repeat_interleave(16).view(1, -1)
@@ -169,7 +178,10 @@ def nonfinite() -> Iterator[Row]:
 
 
 def kernels() -> Iterator[Row]:
-    """What is compiled and the reference: the same operand, whoever computes it. Keeping what telemetry needs is the reference's."""
+    """Compare the compiled quantisers with the reference.
+
+    Keeping what telemetry needs is the reference's.
+    """
     forms = {"nearest": Quant(), "stochastic": Quant(rounding="stochastic"), "16x16": Quant(block="16x16")}
     pairs = []
     for exponent in (0, -100, 100, -130):
@@ -338,7 +350,9 @@ def gpu_bits() -> Iterator[Row]:
 
 
 def schedules() -> Iterator[Row]:
-    """A phase starts in its step, not one sooner or later: what a recipe quantises there, and what it does not."""
+    """A phase starts in its step, not one sooner or later: what a recipe quantises there, and what it does
+    not.
+    """
     run = Run(steps=100, tokens_per_step=512, decay=80)
     cooldown = KNOBS["cooldown"].paths(0.1, Turn(PRESETS["nvfp4"]()))["schedule"][0]["start"]
     starts = {
@@ -379,87 +393,11 @@ def stored() -> Iterator[Row]:
     yield equal("bits an element of one copy", f"{tensor.row.bits_per_element:.3f}", "4.501")
 
 
-# --- figures on standard normal data --------------------------------------------------------------
-
-ROOM = Range(headroom=17 / 16)
-
-
-def four_over_six(criterion: str) -> Quant:
-    """With the bound that leaves the smaller scale room."""
-    return Quant(select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0))
-
-
-FIGURES = {
-    "NVFP4 1x16, to nearest": (Quant(), 9.05, 0.01),
-    "NVFP4 16x16, to nearest": (Quant(block="16x16"), 12.39, 0.01),
-    "NVFP4, stochastic, headroom 17/16": (Quant(rounding="stochastic", range=ROOM), 23.5, 0.01),
-    "NVFP4, stochastic, no headroom": (Quant(rounding="stochastic"), 18.8, 0.01),
-    "MXFP4 1x32, floor": (peers.mx("e2m1", "floor"), 13.2, 0.01),
-    "MXFP4 1x32, ceil": (peers.mx("e2m1", "ceil"), 13.3, 0.01),
-    "NVINT4 1x16": (Quant(element="int4"), 7.45, 0.01),
-    "Four Over Six MSE, bound 256": (four_over_six("mse"), 7.57, 0.01),
-    "Four Over Six MAE, bound 256": (four_over_six("mae"), 7.80, 0.01),
-    "MS-EDEN, rotated by 128": (Quant(rounding="ms_eden", outer=Outer(bound=256.0)), 9.72, 0.02),
-    "the best block scale, by search": (Quant(select=Select(among="search")), 6.60, 0.03),
-}
-"""A quantiser, its relative mean squared error in thousandths, and the tolerance at 4 million elements."""
-
-
-def relative_error(x: Tensor, estimate: Tensor) -> float:
-    """Sum of squared errors over sum of squares, in thousandths."""
-    return 1000 * ((estimate - x).double().square().sum() / x.double().square().sum()).item()
-
-
-def figures(side: int, slack: float) -> Iterator[Row]:
-    """The error of each quantiser on `side` x `side` normal numbers; `slack` is added to the tolerance."""
-    x = normal(side, side)
-    for name, (quant, figure, tolerance) in FIGURES.items():
-        turn = Hadamard(size=128, signs="per_step") if quant.rounding == "ms_eden" else None
-        operand = quantize(x, quant, rotation=turn, clock=Clock(0), keep=turn is not None)
-        error = relative_error(x if turn is None else operand.source, operand.dequantize())
-        yield near(name, error, figure, tolerance + slack)
-    operand = quantize(x, Quant(), keep=True)
-    above = (operand.scaled.abs().view(-1, 16).amax(1) > 6).double().mean().item()
-    yield near("blocks above 6 x scale, percent", 100 * above, 50.9, 0.01 + slack)
-
-
-MEANS = {1: 23.4, 4: 5.87, 16: 1.47, 64: 0.367, 256: 0.092}
-"""The error of the mean of N independent stochastic roundings with headroom: 1/N."""
-
-
-def errors_of_means(quant: Quant, x: Tensor, most: int) -> dict[int, float]:
-    """The error of the mean of N draws, for the N of MEANS up to `most`."""
-    total, errors = torch.zeros_like(x), {}
-    for n in range(1, most + 1):
-        total += quantize(x, quant, clock=Clock(1, step=n)).dequantize()
-        if n in MEANS:
-            errors[n] = relative_error(x, total / n)
-    return errors
-
-
-def unbiased(rows: int, most: int, tolerance: float) -> Iterator[Row]:
-    """Stochastic rounding with headroom errs by variance alone: the mean of N draws as 1/N."""
-    x = normal(rows, 1024)
-    errors = errors_of_means(Quant(rounding="stochastic", bits=24, range=ROOM), x, most)
-    for n, error in errors.items():
-        yield near(f"mean of {n} draws, 24 bits", error, MEANS[n], tolerance)
-    slope = np.polyfit(np.log(list(errors)), np.log(list(errors.values())), 1)[0]
-    yield near("slope of log error over log N", slope, -1, 0.01)
-
-
-def biased() -> Iterator[Row]:
-    """What keeps a mean from converging: bits that truncate, and blocks without headroom."""
-    x = normal(256, 1024)
-    truncated = errors_of_means(Quant(rounding="stochastic", range=ROOM), x, 256)[256]
-    yield near("mean of 256 draws, 8 bits", truncated, 0.092, 0.04, "truncation")
-    stalled = errors_of_means(Quant(rounding="stochastic", bits=24), x, 256)[256]
-    yield near("mean of 256 draws, no headroom, stalls", stalled, 0.173, 0.04, "the sample")
-
-
 # --- other people's code --------------------------------------------------------------------------
 
 ORACLE = {"transformer_engine": "2.20.2"}
-"""Whose numbers the numerics follow to the bit, and in which version; the quick run compares with no other."""
+"""Whose numbers the numerics follow to the bit, and in which version; the quick run compares with no
+other."""
 MOVED = (ImportError, AttributeError, KeyError, TypeError)
 
 

@@ -1,9 +1,22 @@
-"""A small real sweep under every fault that we know how to make, at drawn moments: nothing may be lost, done twice, or left behind.
+"""Fault injection: a small real sweep under every fault that we know, at drawn moments.
 
-The same command is started again until it says that all is done; then `audit` compares what is there with a run that nothing disturbed.
-Files are corrupted too, several at a time, while the command is down or after it has finished: what is damaged must be said or made again,
-and no value may differ from the undisturbed run's in silence. Everything it starts carries a mark in its environment, is ended here, and
-nothing else is touched.
+The problem. A sweep promises that nothing is lost, done twice, or left behind, whatever dies. Unit tests kill
+one process at a moment that somebody thought of; real failures come at other moments and together.
+
+The idea. The same command, `ablate sweep`, is started again after each fault that ends it, until the sweep is
+done. Faults and their moments come from a seed. Then `audit` compares ledger, trial folders, MLflow and
+Optuna with a run that nothing disturbed:
+
+    suite = Suite(folder, faults=20, seed=0, names=list(KINDS), tell=print)
+    suite.run()
+    #   3.1 s  round 0,  17 records  trial killed: "... retry 1 ..."; the next record 1.2 s later
+    suite.findings   # [] if every promise was kept
+
+Files are corrupted too, several at a time, while the command is down or after the sweep has finished. Damage
+must be reported or repaired, and no value may silently differ from the undisturbed run.
+
+Refused: processes that the suite did not start are never touched. Its own carry a mark in their environment,
+and end here.
 """
 
 import itertools
@@ -11,31 +24,35 @@ import json
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from ablate.errors import InputError
-from ablate.results.databases import tables, url
+from ablate.results.databases import url
 from ablate.verification import audit
 from ablate.verification.audit import Finding
-from ablate.verification.injections import CHECKPOINT, FAULTS, HARMS, KINDS, MIGRATION, Fault
-from ablate.verification.services import Server, Sweep, mlflow, postgres, postgres_programs, trials_in
+from ablate.verification.fault_plan import CHECKPOINT_SECONDS, PATIENCE_SECONDS, deck, experiment
+from ablate.verification.injections import CHECKPOINT, FAULTS, HARMS, MIGRATION, Fault
+from ablate.verification.services import (
+    Server,
+    Sweep,
+    mlflow,
+    mlflow_databases,
+    postgres,
+    postgres_programs,
+    table_count,
+    trials_in,
+)
 
-CHECKPOINT_SECONDS = 0.2
-PATIENCE_SECONDS = 5
 _GAP = (4, 24)
 """Records between one fault and the next."""
 _LATEST_SECONDS = 30.0
@@ -43,7 +60,7 @@ _LATEST_SECONDS = 30.0
 _PAUSE = (0.5, 4.0)
 """Seconds for which a server stays dead."""
 _MOST_STARTS = 8
-"""Of one sweep without a fault between them that would explain it."""
+"""Most starts of one sweep without a fault that explains them."""
 _GONE_SECONDS = 40.0
 _HARMS_AT_ONCE = 3
 """Files that are corrupted before a killed command is started again."""
@@ -51,47 +68,6 @@ _HARMS_AT_THE_END = 6
 """Files that are corrupted once the sweep is finished."""
 _REBUILD = "`ablate rebuild "
 _INTERRUPTED = 130
-
-
-def deck(names: list[str], rng: np.random.Generator) -> Iterator[str]:
-    """Kinds for ever: those that leave the command running twice as often, since they cost seconds less; no kind is left out for long."""
-    cards = [name for name in names for _ in range(_weight(name))]
-    while True:
-        yield from (cards[i] for i in rng.permutation(len(cards)))
-
-
-def _weight(name: str) -> int:
-    return 3 if name in HARMS else 1 if name == MIGRATION or FAULTS[name].ends else 2
-
-
-def experiment(folder: Path) -> str:
-    """A cooldown grid of two seeds, whose trials share their trunks, on a synthetic corpus: about ten seconds of one core."""
-    counter = np.arange(12_000, dtype=np.uint64)
-    text = ((counter * 2654435761 % 2**32 >> 20) % 64).astype(np.uint16)
-    for name, part in (("train", text[:10_000]), ("val", text[10_000:])):
-        part.tofile(folder / f"{name}.bin")
-    data = {"train": str(folder / "train.bin"), "val": str(folder / "val.bin"), "vocab": 64}
-    shape = {
-        "layers": 1,
-        "width": 32,
-        "heads": 2,
-        "context": 16,
-        "batch": 2,
-        "steps": 200,
-        "eval_every": 40,
-        "eval_tokens": 64,
-    }
-    content = {
-        "schema": 1,
-        "question": "Is anything lost?",
-        "workload": {"gpt": shape | {"data": data}},
-        "ablate": {"cooldown": [0, 0.1, 0.25]},
-        "seeds": 2,
-        "retry": 100,
-        "patience": PATIENCE_SECONDS,
-        "telemetry": {"checkpoint": CHECKPOINT_SECONDS, "log": 5},
-    }
-    return json.dumps(content, indent=1)
 
 
 def _hit(victim: Server | psutil.Process, fault: Fault, pause: float) -> None:
@@ -126,7 +102,10 @@ class Blow:
 
 
 class Suite:
-    """Sweeps under faults until so many were made; `blows`, `findings` and `repeats` say what happened. `tell` hears a line for each."""
+    """Sweeps under faults until so many were made; `blows`, `findings` and `repeats` say what happened.
+
+    `tell` hears a line for each.
+    """
 
     def __init__(
         self, folder: Path, faults: int, seed: int, names: list[str], tell: Callable[[str], None]
@@ -139,7 +118,8 @@ class Suite:
         self._names, self._faults, self._seed = names, faults, seed
         self._harms: list[tuple[str, np.random.Generator]] = []
         self._silent: list[tuple[Blow, int]] = []
-        """Corruptions of which it is not known yet what was said, and how long the command's output was before."""
+        """Corruptions of which it is not known yet what was said, and how long the command's output was
+        before."""
         self._started = time.monotonic()
         self._stack = ExitStack()
 
@@ -182,7 +162,10 @@ class Suite:
     # Corruption
 
     def _corrupt(self, number: int, sweep: Sweep, most: int) -> int:
-        """Corrupt so many files, while no command runs; returns how many. Checkpoints come first, which only unfinished trials have."""
+        """Corrupt so many files, while no command runs; returns how many.
+
+        Checkpoints come first, which only unfinished trials have.
+        """
         cards = sorted(self._harms, key=lambda card: card[0] != CHECKPOINT)
         made = 0
         for kind, rng in cards:
@@ -198,7 +181,9 @@ class Suite:
         return made
 
     def _say_what_differs(self, number: int, sweep: Sweep) -> None:
-        """`ablate status --verify` names what was corrupted in a finished sweep; what it passes over must differ in nothing."""
+        """`ablate status --verify` names what was corrupted in a finished sweep; what it passes over must
+        differ in nothing.
+        """
         status, said = sweep.command("status", sweep.folder.name, "--verify")
         if status not in (0, 1):
             self._broken(
@@ -210,7 +195,7 @@ class Suite:
                 blow.outcome = "found"
 
     def _look_what_was_said(self, sweep: Sweep) -> None:
-        """What the command, or the log of a trial, said of each corrupted file."""
+        """Set each corruption's outcome by the command's output and the trials' logs."""
         logs = "\n".join(path.read_text(errors="replace") for path in sweep.state.glob("*/*/log-*.txt"))
         for blow, since in self._silent:
             file = blow.came[0].partition(":")[0]
@@ -221,7 +206,9 @@ class Suite:
         self._silent = []
 
     def _migration(self, number: int, rng: np.random.Generator) -> None:
-        """Kill the driver of a small sweep while MLflow makes its database; the same command, and `sync`, must get done then."""
+        """Kill the driver of a small sweep while MLflow makes its database; the same command, and `sync`,
+        must get done then.
+        """
         content = json.dumps(
             {
                 "schema": 1,
@@ -236,14 +223,14 @@ class Suite:
             content, name, f"sqlite:///{(self.folder / name / 'mlflow.db').resolve()}", "inline"
         )
         self._wait(
-            lambda: _databases(sweep.state) or sweep.process.poll() is not None,
+            lambda: mlflow_databases(sweep.state) or sweep.process.poll() is not None,
             120,
             "MLflow makes no database",
         )
         time.sleep(rng.uniform(0, 1.5))
         blow = Blow(MIGRATION, -1, time.monotonic() - self._started, sweep.records())
         blow.came.append(
-            f"{_tables(_databases(sweep.state))} tables by then"
+            f"{table_count(mlflow_databases(sweep.state))} tables by then"
             if sweep.process.poll() is None
             else "it was done before"
         )
@@ -264,7 +251,8 @@ class Suite:
                 name,
                 Finding(
                     "lost",
-                    f"{blow.kind}: MLflow misses {sweep.unshipped()} members; sync ended with {status}: {why}",
+                    f"{blow.kind}: MLflow misses {sweep.unshipped()} members; sync ended with {status}:"
+                    f" {why}",
                 ),
             )
         self.tell(f"{len(self.blows):3d}/{self._faults}  {blow}")
@@ -288,7 +276,8 @@ class Suite:
                 name for name in self._names if name not in FAULTS or FAULTS[name].role != "PostgreSQL"
             ]
             self.tell(
-                "no PostgreSQL here (its programs, and psycopg for Python): MLflow's store is SQLite, and is not killed"
+                "no PostgreSQL here (its programs, and psycopg for Python): MLflow's store is SQLite, and is"
+                " not killed"
             )
         server, address = mlflow(store, self.folder / "artifacts", self.folder / "mlflow.log")
         self._keep("MLflow", server)
@@ -300,7 +289,10 @@ class Suite:
         self._wait(server.ready, 120, f"{name} does not answer")
 
     def _wait(self, condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
-        """Wait, tending the servers. TimeoutError, with the folder that has the logs, where the condition never holds."""
+        """Wait, tending the servers.
+
+        TimeoutError, with the folder that has the logs, where the condition never holds.
+        """
         deadline = time.monotonic() + seconds
         while not condition():
             self._tend()
@@ -323,7 +315,7 @@ class Suite:
     # One fault
 
     def _strike(self, number: int, sweep: Sweep, kind: str, rng: np.random.Generator) -> bool:
-        """Make one fault at its moment, and wait for what comes of it; False where the sweep was done before."""
+        """Make one fault at its moment and wait for its effect; return False if the sweep was done before."""
         fault, goal, which, pause = (
             FAULTS[kind],
             sweep.records() + int(rng.integers(*_GAP)),
@@ -348,7 +340,9 @@ class Suite:
         return True
 
     def _await(self, number: int, sweep: Sweep, role: str, goal: int) -> list[Any]:
-        """Those with a role, once the sweep has so many records, or the time has come; none where the sweep was done before."""
+        """Those with a role, once the sweep has so many records, or the time has come; none where the sweep
+        was done before.
+        """
         latest = time.monotonic() + _LATEST_SECONDS
         while not self._over(number, sweep):
             self._tend()
@@ -366,7 +360,10 @@ class Suite:
         return sweep.victims(role)
 
     def _over(self, number: int, sweep: Sweep) -> bool:
-        """Whether the sweep says that it is done. One that ended by itself otherwise is a broken promise, and started again."""
+        """Return True if the sweep reports that it is done.
+
+        One that ended by itself otherwise is a broken promise, and started again.
+        """
         status = sweep.process.poll()
         if status is None or sweep.done:
             return sweep.done
@@ -392,7 +389,10 @@ class Suite:
         return False
 
     def _end(self, number: int, sweep: Sweep, fault: Fault, blow: Blow, rng: np.random.Generator) -> None:
-        """The command ends by the fault, with the status that says so, and all its processes with it. It is started again."""
+        """The command ends by the fault, with the status that says so, and all its processes with it.
+
+        It is started again.
+        """
         began = time.monotonic()
         with suppress(subprocess.TimeoutExpired):
             sweep.process.wait(_GONE_SECONDS)
@@ -415,7 +415,7 @@ class Suite:
             sweep.start()
 
     def _watch(self, sweep: Sweep, blow: Blow, told: int, retried: bool) -> None:
-        """Wait for the next record, and for the line that says what happened to the trial, where one was hit."""
+        """Wait for the next record, and after a hit on a trial for the line that reports its retry."""
         began, before, line = time.monotonic(), sweep.records(), None
         deadline = began + _LATEST_SECONDS
         while (
@@ -462,7 +462,9 @@ class Suite:
             self._broken(number, found)
 
     def _attempts(self, number: int, sweep: Sweep) -> Iterator[Finding]:
-        """No more attempts than faults explain: one trial for each that was hit, two for each end of the command or of Ray."""
+        """No more attempts than faults explain: one trial for each that was hit, two for each end of the
+        command or of Ray.
+        """
         mine = [FAULTS[blow.kind] for blow in self.blows if blow.round == number and blow.kind in FAULTS]
         harmed = sum(blow.round == number and blow.kind in HARMS for blow in self.blows)
         hit = harmed + sum(fault.role in ("worker", "child", "trial") for fault in mine)
@@ -474,7 +476,9 @@ class Suite:
             yield Finding("wrong", f"{left} attempts were left by {ended} ends of the command")
 
     def _again(self, number: int, sweep: Sweep) -> Iterator[Finding]:
-        """A trial that goes on does again at most what one interval between checkpoints had done, and what one record covers."""
+        """A trial that goes on does again at most what one interval between checkpoints had done, and what
+        one record covers.
+        """
         found = list(audit.repeats(sweep.state))
         self.repeats += found
         corrupted = any(blow.round == number and blow.kind in HARMS for blow in self.blows)
@@ -489,91 +493,3 @@ class Suite:
 def _subject(blow: Blow) -> str:
     """The trial, or the ledger, that a corruption was of, as what is said names it."""
     return "ledger" if "ledger" in blow.kind else blow.came[0].partition("/")[0]
-
-
-def _databases(state: Path) -> list[Path]:
-    """MLflow's database in a state folder, or what is to become it."""
-    return [path for path in state.glob("mlflow*.db*") if path.stat().st_size]
-
-
-def _tables(paths: list[Path]) -> int:
-    """Tables that MLflow's database has, as far as it can be read."""
-    for path in paths:
-        with (
-            suppress(sqlite3.DatabaseError),
-            closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db,
-        ):
-            return len(tables(db))
-    return 0
-
-
-# Told
-
-
-def told(state: Path | None, count: int, seed: int, names: list[str], screen: Console) -> bool:
-    """Run the suite and print what happened; whether every promise was kept. InputError where the folder is not new."""
-    if state and state.exists() and any(state.iterdir()):
-        raise InputError([f"--state {state}: there is something in it; name a new folder"])
-    folder = state or Path(tempfile.mkdtemp(prefix="ablate-faults-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    suite = Suite(
-        folder.resolve(), count, seed, names, lambda line: screen.print(line, markup=False, soft_wrap=True)
-    )
-    try:
-        suite.run()
-    except TimeoutError as error:
-        suite.findings.append(Finding("wrong", str(error)))
-        screen.print(f"BROKEN wrong: {error}", markup=False, soft_wrap=True)
-    screen.print("", _table(suite), "")
-    screen.print(f"seed {seed}", markup=False)
-    totals = {
-        kind: sum(found.count for found in suite.findings if found.kind == kind)
-        for kind in ("lost", "twice", "wrong")
-    }
-    wrong = f", other promises broken {totals['wrong']}" if totals["wrong"] else ""
-    silent = sum(found.count for found in suite.findings if "values differ" in found.what)
-    screen.print(
-        f"faults {len(suite.blows)}, silent differences {silent}, losses {totals['lost']}, duplicates {totals['twice']}{wrong}"
-    )
-    if suite.findings:
-        screen.print(f"The evidence is in {folder}.", soft_wrap=True)
-    elif state is None:
-        shutil.rmtree(folder)
-    return not suite.findings
-
-
-def _table(suite: Suite) -> Table:
-    """How often each kind came, and how long it was until the next record."""
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("fault")
-    for name in (
-        "times",
-        "survived",
-        "found",
-        "no difference",
-        "broken",
-        "median s to the next record",
-        "longest",
-    ):
-        table.add_column(name, justify="right")
-    for kind in sorted({blow.kind for blow in suite.blows}, key=KINDS.index):
-        mine = [blow for blow in suite.blows if blow.kind == kind]
-        waits = sorted(blow.until_next for blow in mine if blow.until_next is not None)
-        outcomes = [
-            sum(blow.outcome == name for blow in mine)
-            for name in ("survived", "found", "no difference", "broken")
-        ]
-        times = (f"{waits[len(waits) // 2]:.1f}", f"{waits[-1]:.1f}") if waits else ("-", "-")
-        table.add_row(kind, str(len(mine)), *(str(number or "-") for number in outcomes), *times)
-    steps = [repeat.steps for repeat in suite.repeats] or [0]
-    table.add_row(
-        "steps done again",
-        str(len(suite.repeats)),
-        "",
-        "",
-        "",
-        "",
-        f"{sorted(steps)[len(steps) // 2]} steps",
-        f"{max(steps)} steps",
-    )
-    return table

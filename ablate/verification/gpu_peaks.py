@@ -1,7 +1,8 @@
 """What known GPUs multiply at most, by format, and what share of that a measured time is. Torch-free.
 
-Each entry names the document of NVIDIA's that prints it. Those were read through pages that cite them, which agree but for GB200 (some say
-2,250, 4,500 and 9,000) and the FP4 of B300 (13,125 to 15,000): a figure of yours that matters deserves a look at the datasheet.
+Each entry names the document of NVIDIA's that prints it. Those were read through pages that cite them, which
+agree but for GB200 (some say 2,250, 4,500 and 9,000) and the FP4 of B300 (13,125 to 15,000): a figure of
+yours that matters deserves a look at the datasheet.
 """
 
 import re
@@ -13,10 +14,12 @@ Peaks = Mapping[str, float]
 
 
 class Gpu(NamedTuple):
-    """Dense peaks of one kind of GPU in TFLOP/s, accumulated in fp32; None: its tensor cores have not that format."""
+    """Dense peaks of one kind of GPU in TFLOP/s, accumulated in fp32; None: its tensor cores have not that
+    format.
+    """
 
     pattern: str
-    """What the end of the driver's name for it matches."""
+    """Pattern for the end of the driver's name of the GPU."""
     bf16: float
     fp8: float | None
     fp4: float | None
@@ -46,18 +49,22 @@ GPUS = (
     Gpu(r"L40", 181.05, 362, None, "L40 datasheet"),
     Gpu(r"A100[- ].*", 312, None, None, "A100 datasheet"),
 )
-"""NVIDIA prints twice as much for most of them, with structured sparsity, which a training product has not: halved here. The two GeForce
-cards add FP8 products in fp32 at half the rate of fp16, so theirs is the lower figure."""
+"""NVIDIA prints twice as much for most of them, with structured sparsity, which a training product has not:
+halved here. The two GeForce cards add FP8 products in fp32 at half the rate of fp16, so theirs is the lower
+figure."""
 
 
 def known(name: str) -> Gpu | None:
-    """The GPU of a driver's name, such as `NVIDIA H100 80GB HBM3`; None of one that is not in the table, and of a slice of one (MIG)."""
+    """The GPU of a driver's name, such as `NVIDIA H100 80GB HBM3`; None of one that is not in the table, and
+    of a slice of one (MIG).
+    """
     bare = name.removeprefix("NVIDIA ").removeprefix("GeForce ").strip()
     return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, bare) and "MIG" not in bare), None)
 
 
 def share(flops: Mapping[str, float], seconds: float, peaks: Peaks) -> float | None:
-    """What part of the peak a time is: the seconds that these FLOPs, by format, would take at their peaks, over those that they took.
+    """What part of the peak a time is: the seconds that these FLOPs, by format, would take at their peaks,
+    over those that they took.
 
     None where the peak of one of the formats is not known.
     """

@@ -1,4 +1,6 @@
-"""What the fault benchmark does to a sweep: signals to its processes, and corruption of its files (flipped bits, lost ends)."""
+"""What the fault benchmark does to a sweep: signals to its processes, and corruption of its files (flipped
+bits, lost ends).
+"""
 
 import math
 import os
@@ -17,7 +19,9 @@ from ablate.results.ledger_damage import overwrite, stored_values
 
 @dataclass(frozen=True)
 class Harm:
-    """Corruption of one file of a state folder: `do` returns what was done, None where there is no such file yet."""
+    """Corruption of one file of a state folder: `do` returns what was done, None where there is no such file
+    yet.
+    """
 
     do: Callable[[Path, Path, np.random.Generator], str | None]
 
@@ -72,7 +76,10 @@ def _value(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
             (number,) = struct.unpack("<Q", struct.pack("<d", row.value))
             (other,) = struct.unpack("<d", struct.pack("<Q", number ^ 1 << bit))
             overwrite(path, row, other)
-            return f"ledger.db: bit {bit} of trial {row.trial}'s value at step {row.step}: {row.value!r} -> {other!r}"
+            return (
+                f"ledger.db: bit {bit} of trial {row.trial}'s value at step {row.step}: {row.value!r} ->"
+                f" {other!r}"
+            )
     return None
 
 
@@ -107,12 +114,14 @@ HARMS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal to one process with a role, and what is done to the sweep's folder once everything that it ended is gone."""
+    """A signal to one process with a role, and what is done to the sweep's folder once everything that it
+    ended is gone.
+    """
 
     role: str
     signal: signal.Signals
     ends: bool = False
-    """Whether the sweep's command ends by it."""
+    """True if the sweep's command ends by it."""
     then: Callable[[Path, np.random.Generator], None] | None = None
 
 

@@ -1,6 +1,8 @@
-"""One linear layer at the shapes of real models, forward and backward, by either engine: what `ablate bench linear` measures.
+"""One linear layer at the shapes of real models, forward and backward, by either engine: what `ablate bench
+linear` measures.
 
-It measures nothing itself: it says which engine computes a preset here, builds the layers, and makes lines of the seconds that they took.
+It measures nothing itself: it says which engine computes a preset here, builds the layers, and makes lines of
+the seconds that they took.
 """
 
 import csv
@@ -21,9 +23,11 @@ EMULATED, NATIVE, PLAIN = "emulated", "transformer_engine", "torch"
 GPU = "cuda"
 """The class of device that Transformer Engine computes on."""
 YARDSTICK = {"cpu": 2048, "cuda": 8192}
-"""Largest side of the square bf16 product that stands for a peak that nobody has printed, by class of device."""
+"""Largest side of the square bf16 product that stands for a peak that nobody has printed, by class of
+device."""
 _SMALLEST_SIDE, _PRODUCT_SECONDS = 256, 0.25
-"""Smallest side on a CPU, and how long one product may take: a side is doubled while twice the side is expected to stay below."""
+"""Smallest side on a CPU, and how long one product may take: a side is doubled while twice the side is
+expected to stay below."""
 TOKENS = {"cpu": 512, "cuda": 8192}
 """Of a model's layers, where none are given: what takes seconds on a CPU, and fills a GPU."""
 _BACKWARD = ("dgrad", "wgrad")
@@ -74,7 +78,9 @@ class Shape(NamedTuple):
 
 
 def shapes_of(model: str, tokens: int) -> list[Shape]:
-    """The four linear layers of a model's block, those that share an input as one: what a fused implementation multiplies."""
+    """The four linear layers of a model's block, those that share an input as one: what a fused
+    implementation multiplies.
+    """
     block = MODELS[model]
     keys = block.head * block.kv_heads
     out = block.head * block.heads
@@ -91,7 +97,9 @@ def shapes_of(model: str, tokens: int) -> list[Shape]:
 
 
 def refused(recipe: Recipe, shapes: Sequence[Shape], device: str, machine: Machine) -> Refusal | None:
-    """Why Transformer Engine cannot compute layers of these shapes by a recipe here; None where it can, or nothing is quantised."""
+    """Return why Transformer Engine cannot compute layers of these shapes by a recipe here; None where it
+    can, or nothing is quantised.
+    """
     other = "--engine emulated computes it on any device"
     if recipe.plain:
         return None
@@ -106,7 +114,9 @@ def refused(recipe: Recipe, shapes: Sequence[Shape], device: str, machine: Machi
 
 
 def multiplied(products: Products, engine: str, dtype: str) -> dict[str, str]:
-    """The format in which each of the three products is multiplied: of the emulator that of the numbers it holds, of TE the operands'."""
+    """The format in which each of the three products is multiplied: of the emulator that of the numbers it
+    holds, of TE the operands'.
+    """
     return {name: _format(getattr(products, name), engine, dtype) for name in DIRECTIONS["all"]}
 
 
@@ -127,7 +137,9 @@ Passes = Callable[[Callable[[], None]], None]
 def passes(
     recipes: Mapping[str, tuple[Recipe, str]], shape: Shape, device: str, weights: str
 ) -> dict[str, Passes]:
-    """A layer of this shape for each recipe and the engine that computes it, all with the same fp32 or bf16 weight, x and dy."""
+    """A layer of this shape for each recipe and the engine that computes it, all with the same fp32 or bf16
+    weight, x and dy.
+    """
     import torch
 
     generator = torch.Generator(device).manual_seed(0)
@@ -173,10 +185,11 @@ def _passes(layer: Any, x: Any, dy: Any) -> Passes:
 
 
 def matmul(side: int, device: str) -> Passes:
-    """torch's own square product of bf16 operands, the yardstick where no peak is known, as a layer computes it: a b^T.
+    """torch's own square product of bf16 operands, the yardstick where no peak is known, as a layer computes
+    it: a b^T.
 
-    Without bf16 instructions it goes by way of fp32 operands, as the layers do: oneDNN's bf16 product then takes several times as
-    long, and of a b, in the other layout, a hundred times.
+    Without bf16 instructions it goes by way of fp32 operands, as the layers do: oneDNN's bf16 product then
+    takes several times as long, and of a b, in the other layout, a hundred times.
     """
     import torch
 
@@ -196,7 +209,10 @@ def matmul(side: int, device: str) -> Passes:
 
 
 def side(device: str, seconds: Callable[[int], float]) -> int:
-    """The side of the yardstick's product: the largest that is short on this machine. `seconds` times the product of a side."""
+    """The side of the yardstick's product: the largest that is short on this machine.
+
+    `seconds` times the product of a side.
+    """
     found = YARDSTICK[device]
     if device == GPU:
         return found
@@ -210,7 +226,7 @@ def side(device: str, seconds: Callable[[int], float]) -> int:
 
 
 class Yardstick(NamedTuple):
-    """What a share is of: the peaks that NVIDIA prints for this GPU; else none, and one is measured."""
+    """Reference of a share: the peaks that NVIDIA prints for this GPU; else none, and one is measured."""
 
     peaks: Peaks
     said: str
@@ -276,7 +292,9 @@ def _sums(flops: float, formats: Sequence[str]) -> dict[str, float]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What this ran on: processor, versions; of a GPU its name, capability, driver and, where nvidia-smi tells, its clocks just now."""
+    """What this ran on: processor, versions; of a GPU its name, capability, driver and, where nvidia-smi
+    tells, its clocks just now.
+    """
     import torch
 
     found = {name: fact for name, fact in provenance.environment().items() if name != "host"}
@@ -293,7 +311,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def _smi(uuid: str) -> Iterator[tuple[str, str]]:
-    """What nvidia-smi tells of a GPU; nothing where there is none."""
+    """Return what nvidia-smi reports of a GPU; empty without one."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader", "-i", uuid]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout

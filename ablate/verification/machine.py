@@ -1,4 +1,7 @@
-"""What this machine is, and what runs on it: facts of three words, (what, found, what that takes). It judges nothing, imports no engine."""
+"""What this machine is, and what runs on it: facts of three words, (what, found, what that takes).
+
+It judges nothing, imports no engine.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,8 @@ from ablate.engines.hardware import refusal as refused
 Fact = tuple[str, str, str]
 
 NATIVE = "transformer_engine"
-"""The engine that calls hardware; its library is never imported here, since without its native part that raises."""
+"""The engine that calls hardware; its library is never imported here, since without its native part that
+raises."""
 BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512", "avx_ne_convert": "AVX-NE"}
 
 
@@ -40,7 +44,7 @@ def facts() -> Iterator[Fact]:
 
 
 def bf16() -> str:
-    """How the processor multiplies bf16."""
+    """Return how the processor multiplies bf16."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
@@ -76,6 +80,6 @@ def library() -> str:
 
 
 def refusal(engine: str) -> str | None:
-    """Why an engine trains no NVFP4 here, None where it does."""
+    """Return why an engine trains no NVFP4 here; None if it does."""
     reason = refused(this_machine(), {"nvfp4"}) if engine == NATIVE else None
     return str(reason) if reason else None

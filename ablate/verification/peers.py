@@ -1,201 +1,55 @@
-"""Differential tests of the quantiser against the public implementations that are installed. It installs none, and no kernel needs it.
+"""Differential tests of the quantiser against the public implementations that are installed.
 
-Every peer is optional, and imported here only, inside its own function. Where a peer computes something else on purpose, that is
-not compared, or compared with the largest share of mismatches that the difference explains, and the reason.
+It installs none.
+
+Every peer is optional and imported inside its own function. If a peer computes something else on purpose,
+that is not compared, or compared with the largest share of mismatches that the difference explains, and the
+reason.
 """
 
 import importlib
-import logging
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from importlib import metadata
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ablate.numerics.formats import ELEMENTS, SCALES, Format
+from ablate.numerics.formats import ELEMENTS, SCALES
 from ablate.numerics.quantize import quantize
 from ablate.numerics.rounding import ROUNDINGS, SCALE_ROUNDINGS
-from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
-
-Arrays = tuple[Tensor, ...]
-SHAPE = (64, 256)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What one peer and the quantiser made of the same inputs, element by element; +0 equals -0, and NaN nothing."""
-
-    what: str
-    elements: int
-    mismatches: int
-    allowed: float = 0.0
-    """The largest share of mismatches that `why` explains; 0 where every bit must agree."""
-    why: str = ""
-    peer: str = ""
-    version: str = ""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether no more differs than is explained."""
-        return self.mismatches <= self.allowed * self.elements
-
-
-def version(peer: str) -> str | None:
-    """The installed version of a peer, None where it is not installed; imports nothing."""
-    try:
-        return metadata.version(peer)
-    except metadata.PackageNotFoundError:
-        return None
+from ablate.numerics.spec import Hadamard, Outer, Quant, Select
+from ablate.verification.peer_comparison import (
+    Arrays,
+    Comparison,
+    cast,
+    count,
+    mx,
+    on_tensors,
+    on_values,
+    quantized,
+    quiet,
+    shell,
+    shells,
+    values,
+    version,
+)
 
 
 def compare(peer: str) -> list[Comparison]:
-    """Everything that one of PEERS computes as the quantiser does, compared. About a second; torchao's import is most of it.
+    """Everything that one of PEERS computes as the quantiser does, compared.
 
-    Raises ModuleNotFoundError where it is not installed, and what the peer raises where its interface has moved.
+    About a second; torchao's import is most of it.
+
+    Raises ModuleNotFoundError where it is not installed, and what the peer raises where its interface has
+    moved.
     """
     installed = version(peer)
     if installed is None:
         raise ModuleNotFoundError(f"{peer} is not installed; {INSTALL[peer]}", name=peer)
     return [replace(comparison, peer=peer, version=installed) for comparison in PEERS[peer]()]
-
-
-# --- the inputs -----------------------------------------------------------------------------------
-
-
-@cache
-def tensors() -> dict[str, Tensor]:
-    """The awkward bf16 tensors [64, 256] that every quantiser is given, always the same."""
-    g = torch.Generator().manual_seed(20)
-    normal = partial(torch.randn, SHAPE, generator=g)
-    exponent = torch.randint(-14, 1, (SHAPE[0], 1), generator=g)
-    hit = torch.rand(SHAPE, generator=g) < 0.01
-    kept = torch.rand(SHAPE[0] // 32, SHAPE[1] // 32, generator=g) < 0.5
-    kinds = {
-        "gaussian": normal(),
-        "outliers": torch.where(hit, 1e4, 1.0) * normal(),  # most E4M3 scales become subnormal or zero
-        "ties": torch.randint(-24, 25, SHAPE, generator=g)
-        * 0.25
-        * 2.0**exponent,  # halfway points of E2M1 and of E4M3
-        "spread": normal() * 2.0**exponent,  # block scales over the whole of E4M3
-        "zero_blocks": normal() * kept.repeat_interleave(32, 0).repeat_interleave(32, 1),
-        "zero": torch.zeros(SHAPE),
-        "tiny": normal() * 1e-30,
-        "huge": normal() * 1e30,
-        "subnormal": normal() * 2.0**-130,
-    }
-    return {name: x.bfloat16() for name, x in kinds.items()}
-
-
-@cache
-def values(grid: Format) -> Tensor:
-    """fp32 [n] for a cast to `grid`: its own points, the halfway points, their fp32 neighbours, Gaussians, tiny and huge values."""
-    g = torch.Generator().manual_seed(21)
-    steps = torch.arange(2**grid.mantissa) * 2.0 ** (grid.emin - grid.mantissa)
-    binades = 2.0 ** torch.arange(int(np.log2(grid.max)) - grid.emin + 1)
-    points = torch.cat((steps, ((steps + 2.0**grid.emin) * binades[:, None]).flatten()))
-    middles = (points[1:] + points[:-1]) / 2
-    exact = torch.cat((points, middles, torch.tensor([grid.max * 1.25, grid.max * 1e3, 1e-45, 1e-30, 1e30])))
-    near = [torch.nextafter(exact, torch.tensor(end)) for end in (0.0, float("inf"))]
-    y = torch.randn(8192, generator=g).abs()
-    magnitudes = torch.cat((exact, *near, y * grid.max / 2, y, y * 2.0**grid.emin))
-    return torch.cat((magnitudes, -magnitudes))
-
-
-def on_tensors(
-    what: str, ours: Callable, theirs: Callable, *, without: str = "", allowed: float = 0.0, why: str = ""
-) -> Comparison:
-    """Compare two functions of a tensor that return tuples of equal shapes, on all tensors but those named in `without`."""
-    pairs = [(ours(x), theirs(x)) for name, x in tensors().items() if name not in without.split()]
-    return count(
-        what, [pair for mine, other in pairs for pair in zip(mine, other, strict=True)], allowed, why
-    )
-
-
-def on_values(
-    what: str, grid: Format, ours: Callable, theirs: Callable, *, signed: bool = True
-) -> Comparison:
-    """Compare two casts to `grid`, value by value."""
-    y = values(grid) if signed else values(grid).abs()
-    return count(what, [(ours(y), theirs(y))])
-
-
-def count(what: str, pairs: list[tuple[Tensor, Tensor]], allowed: float = 0.0, why: str = "") -> Comparison:
-    """Compare pairs of tensors of equal shapes; a wrong shape raises ValueError."""
-    for mine, other in pairs:
-        if mine.shape != other.shape:
-            raise ValueError(f"{what}: ours is {list(mine.shape)}, theirs {list(other.shape)}")
-    mismatches = sum(int((mine.double() != other.double()).sum()) for mine, other in pairs)
-    return Comparison(what, sum(mine.numel() for mine, _ in pairs), mismatches, allowed, why)
-
-
-# --- ours -----------------------------------------------------------------------------------------
-
-
-def mx(element: str, rounding: str) -> Quant:
-    """1x32 blocks with power-of-two scales, and no outer scale; by OCP's `floor`, or by `ceil`, which never saturates.
-
-    OCP's floor rule maps the power of two at or below a block's amax to the element's largest power of two.
-    """
-    top = ELEMENTS[element].top_power if rounding == "floor" else None
-    scale = BlockScale(format="e8m0", rounding=rounding)
-    return Quant(element=element, block="1x32", scale=scale, range=Range(map_to=top), outer=None)
-
-
-def quantized(quant: Quant, x: Tensor, rotation: Hadamard | None = None) -> Arrays:
-    """Code times block scale [rows, columns], and the block scales [rows, blocks] of every row."""
-    operand = quantize(x, quant, rotation=rotation)
-    return operand.values, operand.block_scale[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
-
-
-def cast(name: str) -> Callable[[Tensor], Tensor]:
-    """The cast to an element format, to nearest."""
-    return partial(ROUNDINGS["nearest"], grid=ELEMENTS[name])
-
-
-# --- loading what refuses to be imported ----------------------------------------------------------
-
-
-@contextmanager
-def shells(package: str, *subpackages: str) -> Iterator[None]:
-    """Within, a package and some of its subpackages are empty shells, whose modules import from their files as ever.
-
-    For a library whose __init__ needs what is not there. sys.modules is put back as it was: a real import still works later.
-    """
-    kept = {name: sys.modules.pop(name) for name in _modules_of(package)}
-    try:
-        for name in (package, *(f"{package}.{sub}" for sub in subpackages)):
-            _shell(name, __path__=[str(metadata.distribution(package).locate_file(name.replace(".", "/")))])
-        yield
-    finally:
-        for name in _modules_of(package):
-            del sys.modules[name]
-        sys.modules.update(kept)
-
-
-def _modules_of(package: str) -> list[str]:
-    return [name for name in sys.modules if name.partition(".")[0] == package]
-
-
-def _shell(name: str, **attributes: object) -> None:
-    sys.modules[name] = ModuleType(name)
-    vars(sys.modules[name]).update(attributes)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Within, nothing below an error is logged: torchao announces at import which GPU libraries it does not find."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 # --- Transformer Engine ---------------------------------------------------------------------------
@@ -212,14 +66,16 @@ class _Storage:
 
 @cache
 def te_reference() -> SimpleNamespace:
-    """Transformer Engine's modules `nvfp4`, `current_scaling` and `gemm`, and its Fp4Formats as `formats`, for CPU tensors.
+    """Transformer Engine's modules `nvfp4`, `current_scaling` and `gemm`, and its Fp4Formats as `formats`,
+    for CPU tensors.
 
-    The wheel without extras has no native part and refuses a plain import; these modules need only three names of that part.
+    The wheel without extras has no native part and refuses a plain import; these modules need only three
+    names of that part.
     """
     root = "transformer_engine.pytorch"
     with shells("transformer_engine", "pytorch", "pytorch.custom_recipes", "pytorch.tensor"):
-        _shell(f"{root}.quantized_tensor", Quantizer=_Quantizer, QuantizedTensorStorage=_Storage)
-        _shell(f"{root}.tensor.utils", is_custom=lambda _: True)
+        shell(f"{root}.quantized_tensor", Quantizer=_Quantizer, QuantizedTensorStorage=_Storage)
+        shell(f"{root}.tensor.utils", is_custom=lambda _: True)
         names = ("gemm", "reference_utils", "reference_nvfp4", "reference_current_scaling")
         gemm, utils, nvfp4, current = (
             importlib.import_module(f"{root}.custom_recipes.{name}") for name in names
@@ -228,7 +84,8 @@ def te_reference() -> SimpleNamespace:
 
 
 def te_quantizer(tile: tuple[int, int] = (1, 16), rht: bool = False, **options):
-    """TE's reference quantiser for 1x16 or 16x16 tiles, with or without its column-wise random Hadamard transform.
+    """TE's reference quantiser for 1x16 or 16x16 tiles, with or without its column-wise random Hadamard
+    transform.
 
     `options` are TE's own: row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max, nvfp4_4over6_err_mode.
     """
@@ -281,7 +138,8 @@ def _te_copies(what: str, quant: Quant, rotation: Hadamard | None = None, **opti
         q = te_quantizer(quant.tile, rht=rotation is not None, **options).quantize(x)
         return te_values(q.data, q.scale), q.scale, te_values(q.data_t, q.scale_t), q.scale_t
 
-    # It rotates by a product in bf16, which flushes subnormals on a CPU with bf16 instructions; here nothing is flushed.
+    # It rotates by a product in bf16, which flushes subnormals on a CPU with bf16 instructions; here nothing
+    # is flushed.
     return on_tensors(f"{what}, both copies", ours, theirs, without="subnormal" if rotation else "")
 
 
@@ -308,7 +166,10 @@ HARDWARE = {name: getattr(torch, element.dtype) for name, element in ELEMENTS.it
 
 
 def torchao() -> Iterator[Comparison]:
-    """PyTorch's own MX formats, scales by floor and by ceil, and its E2M1 cast. Its NVFP4 divides in another order."""
+    """PyTorch's own MX formats, scales by floor and by ceil, and its E2M1 cast.
+
+    Its NVFP4 divides in another order.
+    """
     with quiet():
         from torchao.prototype.mx_formats import kernels, mx_tensor, nvfp4_tensor
         from torchao.prototype.mx_formats.config import ScaleCalculationMode as Mode
@@ -337,7 +198,10 @@ def torchao() -> Iterator[Comparison]:
         cast("e2m1"),
         lambda y: kernels.f4_unpacked_to_f32(kernels.f32_to_f4_unpacked(y)),
     )
-    why = "torchao rounds amax / 2688 and divides by that, so exact ties move by an ulp; it keeps block scales at 2^-9 or more"
+    why = (
+        "torchao rounds amax / 2688 and divides by that, so exact ties move by an ulp; it keeps block scales"
+        " at 2^-9 or more"
+    )
     yield on_tensors(
         "NVFP4 1x16",
         lambda x: quantized(Quant(), x)[:1],
@@ -352,7 +216,9 @@ def torchao() -> Iterator[Comparison]:
 
 
 def gfloat() -> Iterator[Comparison]:
-    """Graphcore's formats, from their definition in double precision: grids, roundings, stochastic bits, and OCP's rule for MX."""
+    """Graphcore's formats, from their definition in double precision: grids, roundings, stochastic bits, and
+    OCP's rule for MX.
+    """
     import gfloat as gf
     from gfloat import RoundMode, formats
 
@@ -370,7 +236,7 @@ def gfloat() -> Iterator[Comparison]:
         return torch.from_numpy(gf.round_ndarray(info, y.double().numpy(), mode, sat=True, **bits))
 
     def stochastic(name: str, width: int) -> Comparison:
-        """Ours goes up where 2^width f >= bits + 1: gfloat's fastest mode, given the complement of the bits."""
+        """Ours goes up if 2^width f >= bits + 1: gfloat's fastest mode, given the complement of the bits."""
         grid = ELEMENTS[name]
         bits = torch.randint(
             0, 1 << width, values(grid).shape, generator=torch.Generator().manual_seed(width)
@@ -421,7 +287,9 @@ def gfloat() -> Iterator[Comparison]:
 
 
 def ml_dtypes() -> Iterator[Comparison]:
-    """JAX's and TensorFlow's number types: their grids and casts, and with them the scaling of NVFP4 over again in NumPy."""
+    """JAX's and TensorFlow's number types: their grids and casts, and with them the scaling of NVFP4 over
+    again in NumPy.
+    """
     import ml_dtypes as md
 
     types = {"e2m1": md.float4_e2m1fn, "e4m3": md.float8_e4m3fn, "e5m2": md.float8_e5m2}
@@ -466,7 +334,8 @@ def _numpy_nvfp4(cast: Callable, rows: int, x: Tensor) -> Arrays:
 def fouroversix() -> Iterator[Comparison]:
     """The PyTorch reference of Four Over Six's authors, who also ship IF4, NVINT4 and MXFP4 by ceil.
 
-    It divides by zero in a zero MXFP4 block, and its outer scale overflows for subnormal tensors: both are left out.
+    It divides by zero in a zero MXFP4 block, and its outer scale overflows for subnormal tensors: both are
+    left out.
     """
     with shells("fouroversix", "quantize", "quantize.pytorch"):
         reference = importlib.import_module("fouroversix.quantize.pytorch.reference")
@@ -506,7 +375,10 @@ def fouroversix() -> Iterator[Comparison]:
             without="subnormal",
             **explained,
         )
-    why = "its sums of errors run in another order, and it multiplies by fp32(7/6) where we divide by fp32(6/7): ties differ"
+    why = (
+        "its sums of errors run in another order, and it multiplies by fp32(7/6) where we divide by"
+        " fp32(6/7): ties differ"
+    )
     if4 = partial(quantized, Quant(select=Select(among="grids", criterion="mse")))
     yield on_tensors(
         "IF4 1x16 mse",
@@ -523,7 +395,10 @@ def fouroversix() -> Iterator[Comparison]:
         partial(theirs, "mxfp4", "static_6", "1x32"),
         without="zero zero_blocks subnormal",
     )
-    why = "it takes block_amax / 6 * S, the order of Transformer Engine up to 2.14, where exact ties of E4M3 round otherwise"
+    why = (
+        "it takes block_amax / 6 * S, the order of Transformer Engine up to 2.14, where exact ties of E4M3"
+        " round otherwise"
+    )
     for name, dtype, element in (("NVFP4", "nvfp4", "e2m1"), ("NVINT4", "nvint4", "int4")):
         ours = partial(quantized, Quant(element=element))
         yield on_tensors(

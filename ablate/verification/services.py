@@ -1,4 +1,5 @@
-"""Processes that are killed and started again: PostgreSQL, MLflow over it, and the sweep's command with all that comes of it.
+"""Processes that are killed and started again: PostgreSQL, MLflow over it, and the sweep's command with all
+that comes of it.
 
 In folders of their own, on 127.0.0.1. Nothing that was not started here is touched.
 """
@@ -14,19 +15,22 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ablate.results.databases import tables
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_progress import moments, outcomes
 
 _MARK = "ABLATE_FAULT_SUITE"
-"""In the environment of everything that comes of a sweep's command: how its processes are told from all others."""
+"""In the environment of everything that comes of a sweep's command: how its processes are told from all
+others."""
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Ray's own, two a node: where the head died before them they ask it for 60 s more, doing nothing, and end then."""
+"""Ray's own, two a node: where the head died before them they ask it for 60 s more, doing nothing, and end
+then."""
 
 
 class Server:
@@ -44,7 +48,7 @@ class Server:
         self._environment = os.environ | environment
         self.process: subprocess.Popen | None = None
         self.due: float | None = None
-        """When to start it again, while it is dead."""
+        """Time to start it again, while it is dead."""
         self.start()
 
     def start(self) -> None:
@@ -56,7 +60,9 @@ class Server:
             self.process = subprocess.Popen(self._command, start_new_session=True, **out)
 
     def tend(self) -> None:
-        """Start it again where that is due, or where it gave up, as PostgreSQL does while what it left behind still ends."""
+        """Start it again where that is due, or where it gave up, as PostgreSQL does while what it left behind
+        still ends.
+        """
         if self.process.poll() is not None and time.monotonic() >= (self.due or 0):
             self.start()
 
@@ -100,7 +106,8 @@ def postgres(
     port: int = 0,
     more: Sequence[str] = (),
 ) -> tuple[Server, str]:
-    """A PostgreSQL in a folder of its own, and its address, without the password; with one, nobody comes in without it.
+    """A PostgreSQL in a folder of its own, and its address, without the password; with one, nobody comes in
+    without it.
 
     It refuses to run as root, and is then run as `postgres` or `nobody`. `more`: words of its command.
     """
@@ -232,7 +239,7 @@ class Sweep:
 
     @property
     def done(self) -> bool:
-        """Whether the command says so."""
+        """True if the command reports that the sweep is done."""
         return self.process.poll() == 0
 
     def told(self, since: int) -> list[str]:
@@ -256,7 +263,7 @@ class Sweep:
         return [process for process in self.family() if _role(process) == role]
 
     def records(self) -> int:
-        """How many moments its ledger has records of."""
+        """Return the number of moments that its ledger has records of."""
         return self._ask(moments, 0)
 
     def unshipped(self) -> int:
@@ -264,7 +271,7 @@ class Sweep:
         return self._ask(Ledger.unshipped, 0)
 
     def outcomes(self) -> dict[str, int]:
-        """How many attempts ended in which way."""
+        """Return the number of attempts by outcome."""
         return self._ask(outcomes, {})
 
     def _ask(self, question: Callable[[Ledger], Any], otherwise: Any) -> Any:
@@ -277,7 +284,10 @@ class Sweep:
         return otherwise
 
     def gone(self, seconds: float) -> list[str]:
-        """Wait until all its processes are; those that are not, in words, ended here. Ray's agents are left to themselves."""
+        """Wait until all its processes are; those that are not, in words, ended here.
+
+        Ray's agents are left to themselves.
+        """
         deadline = time.monotonic() + seconds
         while (
             left := [one for one in self.family() if _role(one) not in _AGENTS]
@@ -287,7 +297,8 @@ class Sweep:
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 told.append(
-                    f"{process.name()} ({process.status()}, {_role(process) or process.name()}: {' '.join(process.cmdline()[:4])})"
+                    f"{process.name()} ({process.status()}, {_role(process) or process.name()}:"
+                    f" {' '.join(process.cmdline()[:4])})"
                 )
                 process.kill()
         return told
@@ -324,3 +335,19 @@ def trials_in(victim: Any) -> list[psutil.Process]:
         if isinstance(victim, psutil.Process):
             return [process for process in victim.children(recursive=True) if _role(process) == "trial"]
     return []
+
+
+def mlflow_databases(state: Path) -> list[Path]:
+    """Return MLflow's database in a state folder, finished or not."""
+    return [path for path in state.glob("mlflow*.db*") if path.stat().st_size]
+
+
+def table_count(paths: list[Path]) -> int:
+    """Return the number of tables of MLflow's database, as far as it can be read."""
+    for path in paths:
+        with (
+            suppress(sqlite3.DatabaseError),
+            closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db,
+        ):
+            return len(tables(db))
+    return 0

@@ -1,4 +1,7 @@
-"""How long things take, fairly: interleaved rounds, medians; and what one call spends its time and memory on. For `ablate bench`."""
+"""How long things take, fairly: interleaved rounds, medians; and what one call spends its time and memory on.
+
+For `ablate bench`.
+"""
 
 import itertools
 import math
@@ -18,7 +21,7 @@ GROUPS = {
     "attention": ("aten::_scaled_dot_product",),
     "optimizer": ("aten::_fused_adamw_",),
 }
-"""What a step does, by the beginnings of the profiler's names; all else is `rest`."""
+"""Groups of a step's operations, by the beginnings of the profiler's names; all else is `rest`."""
 
 _ENERGY = Path("/sys/class/powercap/intel-rapl:0")
 
@@ -35,9 +38,11 @@ def one_thread() -> None:
 
 
 def medians(work: Work, rounds: int, least: float = 0.0) -> dict[str, float]:
-    """Seconds of each, in turn within each round, after one that does not count; short ones are repeated for `least` seconds.
+    """Seconds of each, in turn within each round, after one that does not count; short ones are repeated for
+    `least` seconds.
 
-    So slow drifts of the machine meet all alike, and what is short runs with its data in cache, as in training.
+    So slow drifts of the machine meet all alike, and what is short runs with its data in cache, as in
+    training.
     """
     repeats = {name: 1 + int(least / seconds(call, 2)) if least else 1 for name, call in work.items()}
     measured = [
@@ -88,8 +93,11 @@ class Wall:
 
 
 class Events:
-    """CUDA's events. Before each call the L2 cache is overwritten, and the GPU kept busy while the host gives it all there is to do, so
-    that launches do not count: a training step's are hidden so."""
+    """CUDA's events.
+
+    Before each call the L2 cache is overwritten, and the GPU kept busy while the host gives it all there is
+    to do, so that launches do not count: a training step's are hidden so.
+    """
 
     AHEAD = 4_000_000
     """Cycles that the GPU idles: about 2 ms, more than the launches of a layer's two passes take."""
@@ -124,9 +132,11 @@ class Events:
 def stretches(
     work: Mapping[Any, Callable[[Callable[[], None]], None]], rounds: int, clock: Clock, least: float = 0.0
 ) -> dict[Any, list[float]]:
-    """Median seconds of each stretch of each call, which calls its argument at the ends of its stretches; in turn within each round.
+    """Median seconds of each stretch of each call, which calls its argument at the ends of its stretches; in
+    turn within each round.
 
-    The first calls do not count. In a round short ones are repeated for `least` seconds, a hundred times at most.
+    The first calls do not count. In a round short ones are repeated for `least` seconds, a hundred times at
+    most.
     """
     for call in work.values():  # compiles, allocates
         _stretches(call, clock)
@@ -152,7 +162,9 @@ def _stretches(call: Callable[[Callable[[], None]], None], clock: Clock) -> list
 
 
 def joules(call: Callable[[], Any]) -> float | None:
-    """What the processor package says that a call took; None where it does not say (Intel's RAPL, readable by root alone)."""
+    """Return the energy of a call in joules by the processor package's counter; None without one (Intel's
+    RAPL, readable by root alone).
+    """
     counter = _ENERGY / "energy_uj"
     if not os.access(counter, os.R_OK):
         return None
@@ -163,7 +175,8 @@ def joules(call: Callable[[], Any]) -> float | None:
 
 
 def profile(call: Callable[[], Any], trace: Path | None = None) -> dict[str, float]:
-    """Of one call: the share of its time in each of GROUPS and the `rest`, and the peak of its tensors' bytes above those before it.
+    """Of one call: the share of its time in each of GROUPS and the `rest`, and the peak of its tensors' bytes
+    above those before it.
 
     `trace`: where to write what chrome://tracing and Perfetto show.
     """

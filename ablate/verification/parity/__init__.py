@@ -1,8 +1,9 @@
 """Whether Transformer Engine's kernels compute what the emulator computes, on the machine that this runs on.
 
-Casts bit for bit, layers up to the order of additions, stochastic rounding by its statistics, and a short training. It prints nothing
-and keeps nothing: `ablate doctor --engine transformer_engine` does. The engine's own functions are called, so that tests run all of it
-over a double of TE's native part; what that shows is that modules pass the right operands, and nothing about kernels.
+Casts bit for bit, layers up to the order of additions, stochastic rounding by its statistics, and a short
+training. It prints nothing and keeps nothing: `ablate doctor --engine transformer_engine` does. The engine's
+own functions are called, so that tests run all of it over a double of TE's native part; what that shows is
+that modules pass the right operands, and nothing about kernels.
 """
 
 import sys
@@ -78,7 +79,9 @@ class Comparison:
         ]
 
     def groups(self, status: Any = None) -> Iterator[tuple[str, list[Row]]]:
-        """Each heading with its rows, as soon as they are all there; `status`, if any, says what is being looked at."""
+        """Each heading with its rows, as soon as they are all there; `status`, if any, says what is being
+        looked at.
+        """
         checks = self.checks()
         for group in dict.fromkeys(check.group for _, check in checks):
             found = []
@@ -127,7 +130,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether no row is off."""
+        """True if no row is off."""
         return not any(row.ok is False for _, _, row in self.rows)
 
     def verdict(self) -> str:
@@ -142,7 +145,8 @@ class Comparison:
             families = dict.fromkeys(names.get(family, "all") for family, _ in off)
             row = off[0][1]
             return (
-                f"{whose} does not compute what the emulator computes in {' and '.join(families)}: {len(off)} of {len(judged)} checks are "
+                f"{whose} does not compute what the emulator computes in {' and '.join(families)}:"
+                f" {len(off)} of {len(judged)} checks are "
                 f"off, first {row.what}: {row.measured}; expected {row.expected}. Believe the emulator."
             )
         left = [name for family, name in NAMES.items() if family not in names]
@@ -152,7 +156,10 @@ class Comparison:
             if self.fast
             else ""
         )
-        return f"{whose} computes what the emulator computes in {' and '.join(names.values())}: all {len(judged)} checks agree.{more}{short}"
+        return (
+            f"{whose} computes what the emulator computes in {' and '.join(names.values())}: all"
+            f" {len(judged)} checks agree.{more}{short}"
+        )
 
     def document(self) -> dict[str, Any]:
         """All of it, plain values alone."""

@@ -1,4 +1,6 @@
-"""What a comparison is made with: sizes, data, and the recipes that Transformer Engine computes, rounded to nearest."""
+"""What a comparison is made with: sizes, data, and the recipes that Transformer Engine computes, rounded to
+nearest.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ NAMES: dict[Family, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "fp8": "FP8"}
 
 @dataclass(frozen=True)
 class Bench:
-    """What is compared, on which device, and how much of it."""
+    """Device and sizes of a comparison."""
 
     families: tuple[Family, ...]
     device: torch.device
@@ -35,7 +37,7 @@ class Bench:
     )
     """Tokens, in-features, out-features."""
     draws: int = 64
-    """How often one tensor is rounded stochastically."""
+    """Number of stochastic roundings of one tensor."""
     steps: int = 200
     """Of each training run."""
     model: dict[str, Any] = field(
@@ -51,7 +53,7 @@ class Bench:
 
 
 def data(rows: int, columns: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Kinds of tensors that casts get wrong, bf16 [rows, columns], each with its name; the same in every run."""
+    """Return awkward tensors for casts, bf16 [rows, columns], by name; the same in every run."""
     g = torch.Generator().manual_seed(rows * 4099 + columns)
     x = torch.randn(rows, columns, generator=g)
     spread = torch.randn(rows, columns // 16, generator=g).mul(5).exp().repeat_interleave(16, dim=1)
@@ -68,7 +70,8 @@ def data(rows: int, columns: int, device: torch.device) -> Iterator[tuple[str, T
 
 
 def recipes(wanted: tuple[Family, ...]) -> Iterator[tuple[Family, str, Products]]:
-    """(family, name, products): every preset that TE computes and what else its custom recipes are for, each once, all to nearest.
+    """(family, name, products): every preset that TE computes and what else its custom recipes are for, each
+    once, all to nearest.
 
     A preset's family is the first of those that it needs; one that needs more than is `wanted` is left out.
     """

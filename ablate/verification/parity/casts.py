@@ -1,4 +1,6 @@
-"""Transformer Engine's casts beside the emulator's reference, bit for bit: codes, block scales and amax of both copies."""
+"""Transformer Engine's casts beside the emulator's reference, bit for bit: codes, block scales and amax of
+both copies.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ from ablate.verification.parity.bench import Bench, data
 
 @dataclass(frozen=True)
 class Case:
-    """One quantiser of TE, and what the emulator calls it: the columnwise copy is of the transpose, rotated where that is said."""
+    """One quantiser of TE, and what the emulator calls it: the columnwise copy is of the transpose, rotated
+    where that is said.
+    """
 
     name: str
     copy: Format
@@ -93,7 +97,10 @@ class _Tally:
 
 
 def _compared(case: Case, bench: Bench) -> Iterator[Row]:
-    """Codes, scales, and the amax where TE keeps one. TE's scale of FP8 is rounded twice, the emulator's not at all: 2^-22 apart."""
+    """Codes, scales, and the amax where TE keeps one.
+
+    TE's scale of FP8 is rounded twice, the emulator's not at all: 2^-22 apart.
+    """
     codes, scales, amaxes = (_Tally(f"{case.name}: {part}") for part in ("codes", "block scales", "amax"))
     tensorwise = case.quant.scale is None
     for shape in bench.shapes:

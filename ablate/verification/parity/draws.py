@@ -1,6 +1,8 @@
-"""Transformer Engine's stochastic rounding, of which no bits are published: what can be said of it from many draws of one tensor.
+"""Transformer Engine's stochastic rounding, of which no bits are published: what can be said of it from many
+draws of one tensor.
 
-Every z is judged at a level of one in a million for its row: a sound machine is called off in one of a million runs.
+Every z is judged at a level of one in a million for its row: a sound machine is called off in one of a
+million runs.
 """
 
 from collections.abc import Iterator
@@ -24,18 +26,22 @@ LEVEL = 1e-6
 BINS = 16
 """Of the position between the two neighbours, each judged on its own."""
 CUT = 1 / 256
-"""With 8 random bits P(up) is the position cut to a multiple of this; with more it is nearer to the position."""
+"""With 8 random bits P(up) is the position cut to a multiple of this; with more it is nearer to the
+position."""
 ROWS, COLUMNS = 128, 256
 
 
 class Draws(NamedTuple):
-    """One copy of a tensor, many times: all fp32 or bool [draws, rows, columns], or [1, rows, columns] what does not change."""
+    """One copy of a tensor, many times: all fp32 or bool [draws, rows, columns], or [1, rows, columns] what
+    does not change.
+    """
 
     up: Tensor
     position: Tensor
     """Between the lower neighbour (0) and the upper (1), by magnitude."""
     inside: Tensor
-    """Where the value lies strictly between two neighbours: nothing is drawn on the grid, and none is above 6."""
+    """Where the value lies strictly between two neighbours: nothing is drawn on the grid, and none is above
+    6."""
     strangers: int
     """Draws that are neither neighbour, or of the other sign, or of a block with another scale."""
 
@@ -94,7 +100,9 @@ def _judged(x: Tensor, copy: Format, way: int, codes: Tensor, scales: Tensor) ->
 
 
 def _unbiased(what: str, found: Draws) -> Row:
-    """In each bin of positions the share that went up, against the mean position, or up to 1/256 less: the largest z."""
+    """In each bin of positions the share that went up, against the mean position, or up to 1/256 less: the
+    largest z.
+    """
     limit = NormalDist().inv_cdf(1 - LEVEL / (2 * BINS))
     up, count = found.up.double().sum(0), len(found.up)
     worst, bias = 0.0, 0.0

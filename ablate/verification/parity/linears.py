@@ -1,12 +1,14 @@
-"""te.Linear beside the emulated layer, forward and backward, to nearest: apart by no more than fp32 additions in another order allow.
+"""te.Linear beside the emulated layer, forward and backward, to nearest: apart by no more than fp32 additions
+in another order allow.
 
 Both round y, dx and dw to bf16 once, after sums of the same exact products, so that two numbers may differ by
-- what the order of K additions does: each rounds (a tensor core: cuts) off at most 2^-23 of the sum of all magnitudes,
-  M = sum |a| |b|, and there are two sums: 2 K 2^-23 M;
-- one step of bf16, 2^-7 of the value, where that lies on the other side of a boundary.
-The share of elements that are on the other side is at most the mean chance of it: what the order usually does, over the step. Of terms
-of either sign the sums on the way are 1 / sqrt(K) of M, so that usually it is 2 sqrt(K) 2^-23 M, even if every addition cuts the same way.
-FP8 on Hopper adds in TE's fast mode in fprop, which keeps 14 bits: 2^-13 for each 32 products in place of 2^-23 for each.
+- what the order of K additions does: each rounds (a tensor core: cuts) off at most 2^-23 of the sum of all
+magnitudes, M = sum |a| |b|, and there are two sums: 2 K 2^-23 M; - one step of bf16, 2^-7 of the value, where
+that lies on the other side of a boundary. The share of elements that are on the other side is at most the
+mean chance of it: what the order usually does, over the step. Of terms of either sign the sums on the way are
+1 / sqrt(K) of M, so that usually it is 2 sqrt(K) 2^-23 M, even if every addition cuts the same way. FP8 on
+Hopper adds in TE's fast mode in fprop, which keeps 14 bits: 2^-13 for each 32 products in place of 2^-23 for
+each.
 """
 
 from collections.abc import Iterator
@@ -30,7 +32,9 @@ STEP = 2.0**-7
 
 
 class Sample(NamedTuple):
-    """One layer's weight [out, in], its input [tokens, in], and its output's gradient, bf16 values on the bench's device."""
+    """One layer's weight [out, in], its input [tokens, in], and its output's gradient, bf16 values on the
+    bench's device.
+    """
 
     w: Tensor
     x: Tensor
@@ -100,7 +104,9 @@ def _computed(layer: EmulatedLinear, sample: Sample) -> dict[str, Tensor]:
 
 
 def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, tuple[Tensor, Tensor]]:
-    """How far the order of additions alone can move each element of y, dx and dw, and how far it usually does, fp64."""
+    """How far the order of additions alone can move each element of y, dx and dw, and how far it usually
+    does, fp64.
+    """
     layer = next(pair(sample, products))
     sides = {
         "y": ("fprop", ("x", sample.x), ("w", sample.w)),

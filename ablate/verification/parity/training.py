@@ -1,13 +1,15 @@
-"""A short training in both engines, and how far apart runs come that differ in nothing but the last bits of their sums.
+"""A short training in both engines, and how far apart runs come that differ in nothing but the last bits of
+their sums.
 
-Two sound engines do not stay on one curve: a last bit that falls the other way moves a code, that moves others, and within some twenty
-steps losses are as far apart as they ever come. So the yardstick is made of twins: emulated runs of the same seed, recipe and data whose
-products, in every layer and all three, add the same terms in another order and end a few steps of fp32 higher or lower.
-- Curves may be `SLACK` times as far from the emulator's as the furthest twin's. This sees what is grossly wrong, and no more: a run in
-  bf16, told beside it, is hardly further away than a twin.
-- Gradients of one batch from one state of the emulated run, at several steps, may be, on the mean over those, `SLACK` times as far from
-  the emulator's as the furthest twin's. Nothing has grown there, so that this sees ten times less.
-What is wrong by less is seen where casts and layers are compared; this is to find what these do not meet.
+Two sound engines do not stay on one curve: a last bit that falls the other way moves a code, that moves
+others, and within some twenty steps losses are as far apart as they ever come. So the yardstick is made of
+twins: emulated runs of the same seed, recipe and data whose products, in every layer and all three, add the
+same terms in another order and end a few steps of fp32 higher or lower. - Curves may be `SLACK` times as far
+from the emulator's as the furthest twin's. This sees what is grossly wrong, and no more: a run in bf16, told
+beside it, is hardly further away than a twin. - Gradients of one batch from one state of the emulated run, at
+several steps, may be, on the mean over those, `SLACK` times as far from the emulator's as the furthest
+twin's. Nothing has grown there, so that this sees ten times less. What is wrong by less is seen where casts
+and layers are compared; this is to find what these do not meet.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,11 +35,13 @@ from ablate.verification.parity.bench import Bench, to_nearest
 
 SLACK = 3.0
 FIRST, CLOSE = 5, 1e-3
-"""Steps in which losses must agree to three digits. The head begins at zero, so that the first loss is the logarithm of the vocabulary."""
+"""Steps in which losses must agree to three digits. The head begins at zero, so that the first loss is the
+logarithm of the vocabulary."""
 TRAINED: dict[Family, str] = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "fp8": "fp8_current"}
 """The preset that stands for a family."""
 ENDS, FAST_ENDS = 2.0**-20, 2.0**-13
-"""What a tensor core's sum of some hundred terms may lose: each addition 2^-23; in Hopper's fast mode for FP8, 2^-13."""
+"""What a tensor core's sum of some hundred terms may lose: each addition 2^-23; in Hopper's fast mode for
+FP8, 2^-13."""
 
 
 class Twin(NamedTuple):
@@ -66,12 +70,15 @@ TWINS = tuple(twins(ENDS))
 
 @dataclass(frozen=True)
 class Curves:
-    """The training losses of one family, each step's: `te`, `emulated`, `bf16`, and an emulated one for each twin."""
+    """The training losses of one family, each step's: `te`, `emulated`, `bf16`, and an emulated one for each
+    twin.
+    """
 
     family: Family
     losses: dict[str, list[float]]
     gradients: dict[str, list[float]]
-    """Of each run but `emulated`: at each step that is looked at, |gradient - the emulator's| over the emulator's norm, from one state."""
+    """Of each run but `emulated`: at each step that is looked at, |gradient - the emulator's| over the
+    emulator's norm, from one state."""
 
     def distance(self, name: str) -> float:
         """The mean over the steps of |loss - the emulator's|; infinite where a run ended early."""
@@ -84,11 +91,16 @@ class Curves:
 
     @property
     def yardstick(self) -> float:
-        """The furthest twin's distance; at least what fp32 resolves of a loss. Infinite where a twin ended early: nothing is known then."""
+        """The furthest twin's distance; at least what fp32 resolves of a loss.
+
+        Infinite where a twin ended early: nothing is known then.
+        """
         return max(*(self.distance(name) for name in TWINS), 2.0**-22 * max(self.losses["emulated"]))
 
     def excess(self, name: str) -> float:
-        """How many times as far as the furthest twin's a run's gradients are, on the mean over the steps looked at."""
+        """How many times as far as the furthest twin's a run's gradients are, on the mean over the steps
+        looked at.
+        """
         furthest = (
             max(*(self.gradients[twin][place] for twin in TWINS), 1e-6)
             for place in range(len(self.gradients[name]))
@@ -139,7 +151,9 @@ def _compared(bench: Bench, family: Family, curves: list[Curves]) -> Iterator[Ro
 
 
 def trained(bench: Bench, family: Family) -> Curves:
-    """Every run's losses, step by step, of one seed; and the gradients from some of the emulated run's states."""
+    """Every run's losses, step by step, of one seed; and the gradients from some of the emulated run's
+    states.
+    """
     recipe = PRESETS[TRAINED[family]]()
     recipe = recipe.model_copy(update=dict(to_nearest(recipe.products)))
     ends = FAST_ENDS if bench.fast_sums and family == "fp8" else ENDS
@@ -207,7 +221,9 @@ class Otherwise:
 
 
 class _Products(torch.autograd.Function):
-    """As the emulator's, for recipes whose backward operands start from the originals and whose estimators pass gradients on."""
+    """As the emulator's, for recipes whose backward operands start from the originals and whose estimators
+    pass gradients on.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, products_of: Otherwise, products: Products) -> Tensor:
