@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 
-.PHONY: demo test-fast test peers platform env lint schema recipes-page clean
+.PHONY: demo test-fast test peers platform env lint schema pages clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m ablate.sweep experiments/rht_sr.yaml
@@ -40,8 +40,9 @@ schema: $(VENV)/.installed
 	$(BIN)/ablate schema > experiments/schema.json
 
 # docs/recipes.md, from the presets and the short knobs.
-recipes-page: $(VENV)/.installed
+pages: $(VENV)/.installed
 	$(BIN)/python tests/regenerate_recipes_page.py
+	$(BIN)/python docs/generate_reference.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""Write docs/recipes.md from the presets and the short knobs. `make recipes-page`; tests/recipes/test_recipes_page.py checks it."""
+"""Write docs/recipes.md from the presets and the short knobs. `make pages`; tests/recipes/test_recipes_page.py checks it."""
 
 import inspect
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ablate.recipes import KNOBS, PRESETS, Recipe
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 INTRODUCTION = """# Recipes
 
-This page is generated (`make recipes-page`). A recipe says how each operand of the three products of a linear layer is quantised, in
+This page is generated (`make pages`). A recipe says how each operand of the three products of a linear layer is quantised, in
 which layers, and until when. `ablate recipe show NAME` prints one, `ablate recipe diff A B` compares two. [numerics.md](numerics.md)
 defines what the words in the tables compute. `x` are activations, `w` weights and `g` output gradients.
 """

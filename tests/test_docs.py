@@ -14,13 +14,49 @@ from ablate.experiment.schema import json_schema
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_readme_has_the_table_of_knobs_that_the_code_prints():
-    table = subprocess.run(
-        [sys.executable, "-m", "ablate", "knobs"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    assert table in (ROOT / "README.md").read_text(), "paste the output of `ablate knobs` into README.md"
+def test_generated_pages_are_current():
+    """The page of recipes has its own test."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "generate_reference.py"), "--check"], check=False
+    )
+    assert done.returncode == 0, "run `make pages`"
+
+
+def test_the_reference_has_the_table_of_knobs_that_the_command_prints():
+    command = [sys.executable, "-m", "ablate", "knobs"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert table in (ROOT / "docs" / "experiment_reference.md").read_text()
+
+
+@pytest.mark.parametrize(("page", "most"), [("README.md", 150), ("docs/architecture.md", 120)])
+def test_a_page_is_short(page, most):
+    assert len((ROOT / page).read_text().splitlines()) <= most
+
+
+def test_every_relative_link_leads_somewhere():
+    links = [
+        (page.name, target)
+        for page in PAGES
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert links == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_whole_experiment_in_a_page_loads(page, tmp_path):
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    for number, block in enumerate(
+        block for block in blocks if re.search("^schema: 1$", block, re.MULTILINE)
+    ):
+        path = tmp_path / f"x{number}.yaml"
+        path.write_text(block)
+        assert (
+            problems(path) == [] or page.name == "layers.md"
+        )  # which has a wrong one on purpose, tested below
 
 
 def test_the_readmes_answer_is_of_the_shipped_experiment_and_its_text_quotes_that_table_alone():
@@ -48,16 +84,16 @@ def test_the_published_schema_is_todays():
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
-def test_an_experiment_says_what_it_costs_and_the_readme_and_the_log_know_it(path):
+def test_an_experiment_says_what_it_costs_and_a_page_and_the_log_list_it(path):
     assert any("minutes on 2 CPU cores" in line for line in path.read_text().splitlines()[:3])
-    assert f"`{path.stem}`" in (ROOT / "README.md").read_text()
+    assert f"`{path.stem}`" in (ROOT / "docs" / "experiments.md").read_text()
     assert f"`{path.stem}`" in (ROOT / "experiments" / "LOG.md").read_text()
 
 
-def test_every_module_stands_in_the_picture_of_the_architecture():
+def test_every_package_and_leaf_stands_in_the_picture_of_the_architecture():
     picture = (ROOT / "docs" / "architecture.md").read_text()
-    modules = [path.name for path in (ROOT / "ablate").glob("*.py") if path.name != "__init__.py"]
-    assert [name for name in modules if name not in picture] == []
+    names = [path.name for path in (ROOT / "ablate").iterdir() if not path.name.startswith("__")]
+    assert [name for name in names if name not in picture] == []
 
 
 def test_the_page_on_layer_rules_says_what_loading_its_experiments_does(tmp_path):

@@ -76,7 +76,7 @@ TARGETS = {
     "demo": "test_commands.py runs sweeps",
     "test": "is this suite",
     "test-fast": "is a part of this suite",
-    "recipes-page": "test_docs.py",
+    "pages": "test_docs.py and recipes/test_recipes_page.py",
     "peers": "its scripts are started below; the peers need an environment of their own",
     "platform": "test_platform.py",
     "env": "test_docker.py",

@@ -49,12 +49,18 @@ def schema() -> None:
 @app.command(rich_help_panel=_FILES)
 def knobs() -> None:
     """Print the table of short knobs, as Markdown."""
-    print("| knob | values | what it turns | full paths |\n|---|---|---|---|")
+    print(knob_table())
+
+
+def knob_table() -> str:
+    """Return the short knobs of recipes and workloads as a Markdown table."""
+    rows = ["| knob | values | what it turns | full paths |", "|---|---|---|---|"]
     for name, knob in KNOBS.items():
         paths = "<br>".join(f"`recipe.{path}`" for path in knob.shown())
-        print(f"| `{name}` | {knob.values} | {knob.help} | {paths} |")
+        rows.append(f"| `{name}` | {knob.values} | {knob.help} | {paths} |")
     for name, text in WORKLOAD_KNOBS.items():
-        print(f"| `{name}` | those of the field | {text} | `workload.{name}` |")
+        rows.append(f"| `{name}` | those of the field | {text} | `workload.{name}` |")
+    return "\n".join(rows)
 
 
 @app.command(rich_help_panel=_MACHINE)

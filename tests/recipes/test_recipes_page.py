@@ -8,7 +8,7 @@ from ablate.recipes import KNOBS, PRESETS
 
 
 def test_the_page_is_current():
-    assert PAGE.read_text() == page(), "run `make recipes-page`"
+    assert PAGE.read_text() == page(), "run `make pages`"
 
 
 def test_the_page_has_every_preset_and_every_knob():

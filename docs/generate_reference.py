@@ -1,0 +1,251 @@
+"""Write docs/experiment_reference.md from the schema of experiment files. `python docs/generate_reference.py [--check]`.
+
+Keys, types, limits and defaults come from the JSON Schema; explanations from the docstrings of the fields, read from their source. The
+text above the tables is in this file. With `--check` nothing is written: exit status 1 if the page differs from what would be written.
+"""
+
+import ast
+import inspect
+import json
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from ablate.cli.app import knob_table
+from ablate.experiment.schema import ExperimentFile, Growth, Metric, json_schema
+from ablate.recipes import Recipe
+from ablate.training.workloads import WORKLOADS
+
+PAGE = Path(__file__).parent / "experiment_reference.md"
+
+PREFACE = """\
+# Experiment reference
+
+Every key of an experiment file, generated from the schema by `make pages`. Learn by
+example in the [tutorial](tutorial.md); look up a key here. An editor that reads `experiments/schema.json` checks and completes the same
+keys: put `# yaml-language-server: $schema=schema.json` into the first line of a file in that folder.
+
+The file is YAML 1.2: booleans are `true` and `false` (`on` and `yes` are strings), and a key that stands twice is an error. An unknown
+key or an impossible value is refused before anything runs, with file, line, column, reason and the nearest right word.
+
+```yaml
+schema: 1
+question: Does stochastic rounding of the gradient still pay once wgrad is rotated?
+workload: {gpt: {layers: 4, width: 128, steps: 300, lr: 3.0e-3}}
+recipe: nvfp4
+ablate:
+  rht: [true, false]
+  recipe.wgrad.g.rounding: [stochastic, nearest]
+against: bf16
+seeds: 5
+metric: {name: val/loss, direction: minimize, min_effect: 0.005}
+```
+
+## Arms: `ablate` or `arms`
+
+An arm is one setting of the knobs. `ablate` makes arms from values, `arms` lists them by name; a file has one of the two, or neither.
+
+| value of a knob under `ablate` | meaning |
+|---|---|
+| `[a, b]` | each value; several lists are combined, every value with every other (a grid) |
+| `{choice: [a, b]}` | a search draws one of the values |
+| `{uniform: [low, high]}`, with `log: true` | a search draws a real number; with `log` uniformly in its logarithm |
+| `{int: [low, high]}` | a search draws an integer, both ends included |
+| any of the three with `when: {knob: value}` | the knob exists only in arms in which the other knob has that value |
+
+With at least one range the file needs `search`. A knob is a short name from the tables below or a full path: `recipe.` followed by a
+field of the [recipe](#recipe), or `workload.` followed by a field of the workload. `recipe: [bf16, nvfp4]` under `ablate` compares presets.
+In `arms: {name: {knob: value}}` every knob has one value, and `{}` is the recipe as it stands.
+
+## The baseline: `against`
+
+A preset (`bf16`) or knobs (`{rht: true}`) are applied at each arm's own workload values, so that an arm with another learning rate has
+a baseline with that learning rate. The name of an arm, or exactly its knobs, makes that arm the baseline of all others.
+
+## Workloads
+
+| workload | what it trains | main metric |
+|---|---|---|
+| [`gpt`](#gpt) | a decoder from scratch: this package's own, or any configuration of transformers (`model`) | `val/loss` in nats, `val/bits_per_byte` |
+| [`finetune`](#finetune) | a causal model of transformers: all weights, or LoRA adapters over quantised layers | the same, `val/perplexity` |
+| [`mae`](#mae) | a vision transformer as a masked autoencoder | `val/loss` of pixels, `val/explained` |
+| [`tensors`](#tensors) | nothing: named distributions or captured tensors go through quantisers and products | errors of operands and products |
+| [`idle`](#idle) | nothing, to try a cluster | |
+
+Recipes apply to every `nn.Linear` in a model's numbered blocks; [layer rules](layers.md) select among them.
+"""
+
+TEXTS = {
+    ("ExperimentFile", "schema"): "Version of the format.",
+    ("ExperimentFile", "question"): "The question, in words. It is the title of the table and of the report.",
+    ("ExperimentFile", "workload"): "One workload and its fields: `{gpt: {steps: 300}}`.",
+    ("ExperimentFile", "recipe"): "The preset that arms start from: [recipes](recipes.md).",
+    ("ExperimentFile", "ablate"): "Knobs and their values: a grid or a search space.",
+    ("ExperimentFile", "arms"): "Arms by name, each with its knobs.",
+    ("ExperimentFile", "seeds"): "A number n for seeds 0 to n - 1, a list of seeds, or [growth](#growth).",
+    ("ExperimentFile", "search"): "How a search proposes arms; needed if `ablate` has a range.",
+    ("ExperimentFile", "published"): "Figures from papers, shown beside the measured ones with a verdict.",
+    ("Metric", "name"): "Name of the metric; the value of the last record that has it counts.",
+    ("Metric", "direction"): "Whether smaller or larger values are better.",
+    ("Published", "metric"): "Name of the metric.",
+    ("Published", "source"): "Where the figure was published.",
+    ("Constraint", "metric"): "Name of the metric.",
+    ("Constraint", "at_most"): "Upper limit; give one of the two.",
+    ("Constraint", "at_least"): "Lower limit; give one of the two.",
+    ("Search", "seed"): "Seed of the sampler.",
+    ("Budget", "trials"): "Trials to start.",
+    ("Budget", "hours"): "Worker-hours, one slot for an hour each.",
+}
+"""Explanations of fields that have no docstring in the code."""
+
+
+@cache
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the docstring below each field of a class, its bases included, each as one line."""
+    texts: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if not (isinstance(base, type) and issubclass(base, BaseModel)) or base is BaseModel:
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
+        for field, text in zip(body, body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
+                texts[field.target.id] = " ".join(str(text.value.value).split())
+    return texts
+
+
+def subclasses(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Yield all classes below a class."""
+    for child in model.__subclasses__():
+        yield child
+        yield from subclasses(child)
+
+
+def link(name: str) -> str:
+    """Return a link to the section of a model."""
+    return f"[{name}](#{name.lower()})"
+
+
+def values(schema: dict[str, Any]) -> str:
+    """Return the values that a JSON Schema allows, as Markdown for a cell of a table."""
+    if "$ref" in schema:
+        return link(schema["$ref"].rpartition("/")[2])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(value).strip(chr(34))}`" for value in schema["enum"])
+    for several in ("anyOf", "oneOf"):
+        if several in schema:
+            return " or ".join(dict.fromkeys(values(part) for part in schema[several]))
+    kind = schema.get("type", "any")
+    if kind == "array":
+        parts = schema.get("prefixItems")
+        return f"list of {' and '.join(map(values, parts)) if parts else values(schema.get('items', {}))}"
+    if kind == "object":
+        return link(schema["title"]) if "properties" in schema and "title" in schema else "mapping"
+    limits = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
+    limited = [f"{text} {number(schema[key])}" for key, text in limits.items() if key in schema]
+    words = {"boolean": "`true`, `false`", "null": "`null`", "string": "text"}
+    return words.get(kind, kind) + (f", {', '.join(limited)}" if limited else "")
+
+
+def number(value: float) -> str:
+    """Return a limit as it is read best: 2^n if it is one of the large powers of two."""
+    whole = int(value)
+    return f"2^{whole.bit_length() - 1}" if whole >= 1 << 16 and whole & (whole - 1) == 0 else f"{value:,}"
+
+
+def default(name: str, schema: dict[str, Any], required: Iterable[str]) -> str:
+    """Return the default of a field as a cell of a table."""
+    if name in required:
+        return "required"
+    value = schema.get("default")
+    if isinstance(value, dict) or "default" not in schema:
+        return "its defaults" if value else ""
+    return f"`{json.dumps(value).strip(chr(34))}`"
+
+
+def table(schema: dict[str, Any], model: type[BaseModel] | None) -> str:
+    """Return the table of a model's fields."""
+    rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
+    texts = docstrings(model) if model else {}
+    names = {field.alias or name: name for name, field in model.model_fields.items()} if model else {}
+    for key, field in schema["properties"].items():
+        text = texts.get(names.get(key, key)) or TEXTS.get((model.__name__ if model else "", key), "")
+        allowed = "mapping" if key in ("ablate", "workload") else values(field)
+        cells = (f"`{key}`", allowed, default(key, field, schema.get("required", ())), text)
+        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def section(name: str, schema: dict[str, Any], level: int = 3) -> str:
+    """Return the section of one model: its heading, what it is, its fields."""
+    fields = set(schema.get("properties", {}))
+    model = WORKLOADS.get(name) or next(
+        (
+            child
+            for child in subclasses(BaseModel)
+            if child.__module__.startswith("ablate.")
+            and child.__name__ == schema.get("title", name)
+            and {field.alias or key for key, field in child.model_fields.items()} == fields
+        ),
+        None,
+    )
+    text = " ".join(schema.get("description", "").split())
+    body = table(schema, model) if fields else f"Values: {values(schema)}." if "enum" in schema else ""
+    return "\n\n".join(part for part in (f"{'#' * level} {name}", text, body) if part)
+
+
+def page() -> str:
+    """Return the whole page."""
+    schema, recipe = json_schema(), Recipe.model_json_schema()
+    parts = schema["$defs"] | {model.__name__: model.model_json_schema() for model in (Metric, Growth)}
+    first = ["Metric", "Growth", "Search", "Constraint", "Published", "Budget", "Resources", "TelemetryKeys"]
+    rest = [name for name in parts if name not in {*first, *WORKLOADS}]
+    blocks = [
+        PREFACE.rstrip(),
+        "## Keys of the file",
+        table(schema, ExperimentFile),
+        *(section(name, parts[name]) for name in first),
+        "## Fields of the workloads",
+        *(section(name, parts[name]) for name in WORKLOADS),
+        "## Parts of the workloads",
+        *(section(name, parts[name]) for name in rest),
+        "## Knobs",
+        "Short names for usual combinations of full paths. A short name of a workload's field is the same knob as its full path, in\n"
+        "workloads that have the field: the same arms, the same trials.",
+        knob_table(),
+        "## Fields of a recipe",
+        "Full paths begin with `recipe.`: `recipe.wgrad.hadamard.size`, `recipe.fprop.x.range.headroom`. What each part computes:\n"
+        "[numerics](numerics.md); what the presets set: [recipes](recipes.md), or `ablate recipe show nvfp4`.",
+        section("Recipe", recipe),
+        *(section(name, part) for name, part in recipe["$defs"].items()),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or compare it; return the exit status."""
+    text = page()
+    if arguments == ["--check"]:
+        return int(PAGE.read_text(encoding="utf-8") != text)
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
