@@ -11,7 +11,17 @@ from pathlib import Path
 
 WORDS = {"what", "whether", "of", "where", "how", "which", "who", "whose", "when", "why", "that"}
 ROOT = Path(__file__).parent.parent
-CLEAN = ("cli", "execution", "engines", "recipes", "numerics", "errors.py", "files.py", "cache.py", "provenance.py")
+CLEAN = (
+    "cli",
+    "execution",
+    "engines",
+    "recipes",
+    "numerics",
+    "errors.py",
+    "files.py",
+    "cache.py",
+    "provenance.py",
+)
 """Parts of the package whose docstrings are kept so; the others have some left."""
 
 
