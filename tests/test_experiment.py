@@ -481,7 +481,7 @@ def test_a_condition_that_can_never_hold_is_refused(tmp_path):
         ),
         (
             "{model: {model_type: {a: 1}}}",
-            "3:18: workload.gpt.model: {'model_type': {'a': 1}}: model_type {'a': 1} is none that ",
+            "3:18: workload.gpt.model: {'model_type': {'a': 1}}: model_type {'a': 1} is no model type",
         ),
         (
             "{model: {model_type: gpt2, n_layer: 2147483648}}",
@@ -525,7 +525,7 @@ def test_a_workload_is_one_known_name(workload, expected, tmp_path):
         (b"\0" * 4001, "4001 bytes are not a whole number of uint16 tokens"),
         (
             np.array([20240520, 1, 5000] + [0] * 253, dtype=np.int32).tobytes() + b"\0" * 9998,
-            "truncated: its header promises 5000 tokens",
+            "truncated: its header counts 5000 tokens",
         ),
     ],
     ids=["missing", "empty", "odd bytes", "llm.c truncated"],

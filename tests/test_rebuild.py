@@ -173,7 +173,7 @@ def test_a_sound_ledger_is_left_alone(tmp_path):
     kept = book.read_bytes()
     done = here("rebuild", path, "--state", state)
     assert (done.returncode, book.read_bytes()) == (2, kept)
-    assert done.stderr.startswith(f"{book}: sound")
+    assert done.stderr.startswith(f"{book}: not damaged")
     assert here("rebuild", path, "--state", state, "--force").returncode == 0
     assert content(state) == before
     assert kept in [aside.read_bytes() for aside in book.parent.glob("ledger.db.damaged-*")]

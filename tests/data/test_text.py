@@ -380,7 +380,7 @@ def test_a_cache_that_cannot_be_written_is_told_with_the_way_out(tmp_path, monke
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(
-        OSError, match=r"cannot be kept there \(Not a directory\); ABLATE_CACHE names another folder"
+        OSError, match=r"the cache cannot be written \(Not a directory\); set ABLATE_CACHE"
     ):
         open_corpus(Text(text=str(stories(tmp_path))))
 

@@ -13,6 +13,7 @@ from scipy import stats
 from ablate.experiment.schema import Metric
 from ablate.results import figures, summary
 from ablate.results.attribution import grid
+from ablate.results.contrasts import contrasts
 from ablate.results.records import frame
 
 
@@ -90,13 +91,13 @@ def test_a_margin_in_percent_is_drawn_at_its_baseline(book):
     level = next(arm for arm in arms if arm.name == "bf16").mean
     for picture in (
         figures.forest(arms, metric),
-        figures.contrast_forest(summary.contrasts(arms, metric), metric),
+        figures.contrast_forest(contrasts(arms, metric), metric),
     ):
         assert max(picture.data["margin"]) == pytest.approx(0.01 * level, rel=0.05)
 
 
 def test_contrasts_are_drawn_as_they_are_told(book):
-    effects = summary.contrasts(summary.summaries(book), LOSS)
+    effects = contrasts(summary.summaries(book), LOSS)
     data = figures.contrast_forest(effects, LOSS).data
     assert list(data["effect"]) == [effect.effect.mean for effect in effects]
     assert list(data["knob"]) == ["rht", "rht", "sr", "sr"]

@@ -16,6 +16,7 @@ from matplotlib.collections import FillBetweenPolyCollection
 from ablate.experiment.schema import Metric
 from ablate.results import figures, summary
 from ablate.results.attribution import grid
+from ablate.results.contrasts import contrasts
 from ablate.results.figures import Picture
 from ablate.results.ledger import Ledger
 from ablate.results.records import frame
@@ -32,7 +33,7 @@ class Sweep:
 
 FROM_A_SWEEP = {
     "forest": lambda of: figures.forest(of.arms, of.metric),
-    "contrast_forest": lambda of: figures.contrast_forest(summary.contrasts(of.arms, of.metric), of.metric),
+    "contrast_forest": lambda of: figures.contrast_forest(contrasts(of.arms, of.metric), of.metric),
     "dots": lambda of: figures.dots(of.arms, of.metric),
     "interaction": lambda of: figures.interaction(grid(of.arms), of.metric),
     "seed_spread": lambda of: figures.seed_spread(of.arms, of.metric),
@@ -309,7 +310,7 @@ def test_of_a_thousand_arms_the_best_forty_are_drawn_and_that_is_said(name, thou
 @pytest.mark.parametrize("name", sorted({"slot_layers", "contrast_forest"} | OF_A_SEARCH))
 def test_what_names_no_arm_draws_a_thousand(name, thousand):
     if name == "contrast_forest":
-        effects = summary.contrasts([replace(arm, role="listed") for arm in thousand.arms[:60]], LOSS)
+        effects = contrasts([replace(arm, role="listed") for arm in thousand.arms[:60]], LOSS)
         picture = figures.contrast_forest(effects, LOSS)
         assert len(picture.data) == 40
     else:
