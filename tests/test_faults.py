@@ -443,15 +443,15 @@ def test_a_place_on_a_lost_node_is_forgotten_even_where_whoever_counts_the_place
         raise ray.exceptions.GetTimeoutError("nobody counts")
 
     pool = Pool.__new__(Pool)
-    pool._shares, pool._sweep, pool._counted, pool._gone = MagicMock(), "a sweep", -math.inf, {}
+    pool._shares, pool._sweep, pool._counted, pool._lost = MagicMock(), "a sweep", -math.inf, {}
     pool._ray = SimpleNamespace(get=silent, exceptions=ray.exceptions)
-    pool._places, pool._flights = (
+    pool._places, pool._running = (
         [{"lost": 1}, {"kept": 1}],
-        {"a trial": MagicMock(broken=True, gone=["lost"])},
+        {"a trial": MagicMock(broken=True, lost_nodes=["lost"])},
     )
     monkeypatch.setattr(Pool, "_claim", lambda self: None)
-    pool._land("a trial")
-    assert pool._ask(0.1) == [{"kept": 1}]
+    pool._finish("a trial")
+    assert pool._ask_places(0.1) == [{"kept": 1}]
 
 
 NODES = """

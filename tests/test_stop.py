@@ -132,7 +132,7 @@ def test_an_order_that_nobody_lived_to_take_is_taken_back(state):
     command = [sys.executable, "-m", "ablate", "stop", "tiny", "--state", str(state)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     stopping = subprocess.Popen(command, text=True, env=environment(), **pipes)
-    assert stopping.stdout.readline().startswith("The sweep: 4 trials")
+    assert stopping.stdout.readline().startswith("The sweep: 4 ")
     end(holder)
     _, errors = stopping.communicate(timeout=300)
     assert (stopping.returncode, errors) == (2, "tiny: its controller ended before it accepted the order\n")

@@ -142,7 +142,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Forked:
-    """The trial resumes from the checkpoint of another; sent by a worker that does not see the state folder."""
+    """A trial resumes from the checkpoint of another; sent by a worker without the state folder."""
 
     trunk: dict[str, Any]
 

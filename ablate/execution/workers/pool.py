@@ -352,9 +352,7 @@ class Pool:
         trial = self._running.pop(trial_id)
         if trial.broken:
             trial.actors.dismiss()
-            for node in (
-                trial.lost_nodes
-            ):  # Ray lists it as alive for a while, and would have the next trial wait for it
+            for node in trial.lost_nodes:  # Ray lists it for a while, and the next trial would wait for it
                 self._lost[node] = time.monotonic() + _LOST_NODE_SECONDS
             # The actor that counts placements may have been there too, and answers only once Ray has moved
             # it.
