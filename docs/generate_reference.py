@@ -1,7 +1,8 @@
-"""Write docs/experiment_reference.md from the schema of experiment files. `python docs/generate_reference.py [--check]`.
+"""Write docs/experiment_reference.md from the schema of experiment files.
 
-Keys, types, limits and defaults come from the JSON Schema; explanations from the docstrings of the fields, read from their source. The
-text above the tables is in this file. With `--check` nothing is written: exit status 1 if the page differs from what would be written.
+`python docs/generate_reference.py [--check]`. Keys, types, limits and defaults come from the JSON Schema;
+explanations from the docstrings of the fields, read from their source, or from TEXTS. With `--check`
+nothing is written: exit status 1 if the page differs from what would be written.
 """
 
 import ast
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -21,18 +22,21 @@ from ablate.cli.app import knob_table
 from ablate.experiment.schema import ExperimentFile, Growth, Metric, json_schema
 from ablate.recipes import Recipe
 from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 PAGE = Path(__file__).parent / "experiment_reference.md"
 
 PREFACE = """\
 # Experiment reference
 
-Every key of an experiment file, generated from the schema by `make pages`. Learn by
-example in the [tutorial](tutorial.md); look up a key here. An editor that reads `experiments/schema.json` checks and completes the same
-keys: put `# yaml-language-server: $schema=schema.json` into the first line of a file in that folder.
+Every key of an experiment file, generated from the schema by `make pages`. Learn by example in the
+[tutorial](tutorial.md); look up a key here. An editor that reads `experiments/schema.json` checks and
+completes the same keys: put `# yaml-language-server: $schema=schema.json` into the first line of a file in
+that folder.
 
-The file is YAML 1.2: booleans are `true` and `false` (`on` and `yes` are strings), and a key that stands twice is an error. An unknown
-key or an impossible value is refused before anything runs, with file, line, column, reason and the nearest right word.
+The file is YAML 1.2: booleans are `true` and `false` (`on` and `yes` are strings), and a key that stands
+twice is an error. An unknown key or an impossible value is refused before anything runs, with file, line,
+column, reason and the nearest right word.
 
 ```yaml
 schema: 1
@@ -49,60 +53,115 @@ metric: {name: val/loss, direction: minimize, min_effect: 0.005}
 
 ## Arms: `ablate` or `arms`
 
-An arm is one setting of the knobs. `ablate` makes arms from values, `arms` lists them by name; a file has one of the two, or neither.
+An arm is one setting of the knobs. `ablate` makes arms from values, `arms` lists them by name; a file has
+one of the two, or neither.
 
 | value of a knob under `ablate` | meaning |
 |---|---|
-| `[a, b]` | each value; several lists are combined, every value with every other (a grid) |
+| `[a, b]` | each value; several lists make a grid, every value with every other |
 | `{choice: [a, b]}` | a search draws one of the values |
-| `{uniform: [low, high]}`, with `log: true` | a search draws a real number; with `log` uniformly in its logarithm |
+| `{uniform: [low, high]}`, with `log: true` | a real number is drawn; with `log` uniformly in its logarithm |
 | `{int: [low, high]}` | a search draws an integer, both ends included |
-| any of the three with `when: {knob: value}` | the knob exists only in arms in which the other knob has that value |
+| any of the three with `when: {knob: value}` | the knob exists only in arms with that value of the other |
 
-With at least one range the file needs `search`. A knob is a short name from the tables below or a full path: `recipe.` followed by a
-field of the [recipe](#recipe), or `workload.` followed by a field of the workload. `recipe: [bf16, nvfp4]` under `ablate` compares presets.
-In `arms: {name: {knob: value}}` every knob has one value, and `{}` is the recipe as it stands.
+With at least one range the file needs `search`. A knob is a short name from the tables below or a full
+path: `recipe.` followed by a field of the [recipe](#recipe), or `workload.` followed by a field of the
+workload. `recipe: [bf16, nvfp4]` under `ablate` compares presets. In `arms: {name: {knob: value}}` every
+knob has one value, and `{}` is the recipe as it stands.
 
 ## The baseline: `against`
 
-A preset (`bf16`) or knobs (`{rht: true}`) are applied at each arm's own workload values, so that an arm with another learning rate has
-a baseline with that learning rate. The name of an arm, or exactly its knobs, makes that arm the baseline of all others.
+A preset (`bf16`) or knobs (`{rht: true}`) are applied at each arm's own workload values, so that an arm
+with another learning rate has a baseline with that learning rate. The name of an arm, or exactly its knobs,
+makes that arm the baseline of all others.
 
 ## Workloads
 
 | workload | what it trains | main metric |
 |---|---|---|
-| [`gpt`](#gpt) | a decoder from scratch: this package's own, or any configuration of transformers (`model`) | `val/loss` in nats, `val/bits_per_byte` |
-| [`finetune`](#finetune) | a causal model of transformers: all weights, or LoRA adapters over quantised layers | the same, `val/perplexity` |
-| [`mae`](#mae) | a vision transformer as a masked autoencoder | `val/loss` of pixels, `val/explained` |
-| [`tensors`](#tensors) | nothing: named distributions or captured tensors go through quantisers and products | errors of operands and products |
-| [`idle`](#idle) | nothing, to try a cluster | |
+| [`gpt`](#gpt) | a decoder from scratch: this package's, or a configuration of transformers | `val/loss` |
+| [`finetune`](#finetune) | a causal model of transformers: all weights, or LoRA adapters | `val/loss` |
+| [`mae`](#mae) | a vision transformer as a masked autoencoder | `val/loss` of pixels |
+| [`tensors`](#tensors) | nothing: distributions or captured tensors go through quantisers | errors |
+| [`idle`](#idle) | nothing, to try a cluster | `val/loss` |
 
 Recipes apply to every `nn.Linear` in a model's numbered blocks; [layer rules](layers.md) select among them.
 """
 
 TEXTS = {
-    ("ExperimentFile", "schema"): "Version of the format.",
-    ("ExperimentFile", "question"): "The question, in words. It is the title of the table and of the report.",
-    ("ExperimentFile", "workload"): "One workload and its fields: `{gpt: {steps: 300}}`.",
-    ("ExperimentFile", "recipe"): "The preset that arms start from: [recipes](recipes.md).",
-    ("ExperimentFile", "ablate"): "Knobs and their values: a grid or a search space.",
-    ("ExperimentFile", "arms"): "Arms by name, each with its knobs.",
-    ("ExperimentFile", "seeds"): "A number n for seeds 0 to n - 1, a list of seeds, or [growth](#growth).",
-    ("ExperimentFile", "search"): "How a search proposes arms; needed if `ablate` has a range.",
-    ("ExperimentFile", "published"): "Figures from papers, shown beside the measured ones with a verdict.",
-    ("Metric", "name"): "Name of the metric; the value of the last record that has it counts.",
-    ("Metric", "direction"): "Whether smaller or larger values are better.",
-    ("Published", "metric"): "Name of the metric.",
-    ("Published", "source"): "Where the figure was published.",
-    ("Constraint", "metric"): "Name of the metric.",
-    ("Constraint", "at_most"): "Upper limit; give one of the two.",
-    ("Constraint", "at_least"): "Lower limit; give one of the two.",
-    ("Search", "seed"): "Seed of the sampler.",
-    ("Budget", "trials"): "Trials to start.",
-    ("Budget", "hours"): "Worker-hours, one slot for an hour each.",
+    "ExperimentFile.schema": "Version of the format.",
+    "ExperimentFile.question": "The question, in words. It is the title of the table and of the report.",
+    "ExperimentFile.workload": "One workload and its fields: `{gpt: {steps: 300}}`.",
+    "ExperimentFile.recipe": "The preset that arms start from: [recipes](recipes.md).",
+    "ExperimentFile.ablate": "Knobs and their values: a grid or a search space.",
+    "ExperimentFile.arms": "Arms by name, each with its knobs.",
+    "ExperimentFile.seeds": "A number n for seeds 0 to n - 1, a list of seeds, or [growth](#growth).",
+    "ExperimentFile.search": "How a search proposes arms; needed if `ablate` has a range.",
+    "ExperimentFile.published": "Figures from papers, shown beside the measured ones with a verdict.",
+    "Metric.name": "Name of the metric; the value of the last record that has it counts.",
+    "Metric.direction": "Direction of improvement.",
+    "Published.metric": "Name of the metric.",
+    "Published.source": "Where the figure was published.",
+    "Constraint.metric": "Name of the metric.",
+    "Constraint.at_most": "Upper limit; give one of the two.",
+    "Constraint.at_least": "Lower limit; give one of the two.",
+    "Search.seed": "Seed of the sampler.",
+    "Budget.trials": "Trials to start.",
+    "Budget.hours": "Worker-hours, one slot for an hour each.",
+    "Tensors.tokens": "Rows of x and g.",
+    "Tensors.inputs": "In-features: columns of x and w.",
+    "Tensors.outputs": "Out-features: rows of w, columns of g.",
+    "Tensors.w": "Weights; the same words as `x`.",
+    "Idle.steps": "Records to yield.",
+    "Stack.width": "Features of the residual stream.",
+    "Base.data": "Text to pretrain on: a source as in `data`.",
+    "Base.seed": "Seed of the weights and of the data order of the pretraining.",
+    "Finetune.base": "Pretrain a configuration first; null: `model` has weights.",
+    "Lora.rank": "Rank of the adapters.",
+    "Folder.folder": "Path of the folder.",
+    "Cifar100.labels": "100 fine or 20 coarse classes.",
+    "RandAugment.ops": "Operations on each image.",
+    "Augment.contrast": "As `brightness`.",
+    "Augment.saturation": "As `brightness`.",
+    "HubImages.image": "Name of the column of images.",
+    "Prepared.prepared": "Path of the folder.",
+    "Shards.train": "Training files.",
+    "Shards.val": "Validation files.",
+    "Shards.vocab": "Number of token ids.",
+    "Text.text": "Files to read.",
+    "HubText.column": "Name of the column of documents.",
+    "HubText.dataset": "A name on the hub, or a folder.",
+    "BlockScale.format": "Number format of the scale.",
+    "Select.criterion": "Error that is compared.",
+    "Dge.k": "k of the paper's estimator.",
+    "Dge.clip": "Largest slope.",
+    "Transform.channels_in": "Format of the channels that are split off.",
+    "Quant.element": "Number format of the elements.",
+    "Layers.skip_last": "Transformer blocks at the output in high precision.",
+    "Phase.start": "`step:n`, `tokens:n`, `fraction:f`, `decay`, or `noise_ratio:limit:every`.",
+    "Phase.slots": "Products that change.",
+    "QEma.decay": "Decay of the moving average.",
+    "QRamping.window": "Steps over which the oscillation is measured.",
+    "Recipe.dtype": "Type of activations and of unquantised operands.",
+    "Wgrad.dw": "Type of the weight gradient that the product returns.",
+    "Hadamard.size": "Points of the transform.",
+    "beta1": "Decay of AdamW's first moment.",
+    "beta2": "Decay of AdamW's second moment.",
+    "eval_every": "Steps between two evaluations.",
+    "eval_tokens": "Validation tokens of an evaluation.",
+    "mlp": "Kind of the MLP: gated (`swiglu`), or with a squared ReLU.",
+    "rope_theta": "Base of the rotary position embedding.",
+    "config": "Configuration of the dataset, if it has several.",
+    "split": "Split to train on.",
+    "tokenizer": "Tokeniser: [data](data.md#text).",
+    "val_fraction": "Fraction that is held out if there is no validation text.",
+    "gemm": "Rounding of the product's output: once to bf16, or none (fp32).",
+    "hadamard": "Rotation of both operands along the contraction; null: none.",
+    "x": "Activations; null: not quantised.",
+    "w": "Weights; null: not quantised.",
+    "g": "Gradient of the output; null: not quantised.",
 }
-"""Explanations of fields that have no docstring in the code."""
+"""Explanations of fields that have no docstring in the code, by `Class.field` or by the field alone."""
 
 
 @cache
@@ -132,8 +191,9 @@ def subclasses(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 
 def link(name: str) -> str:
-    """Return a link to the section of a model."""
-    return f"[{name}](#{name.lower()})"
+    """Return a link to the section of a model; a workload's class has the section of the workload."""
+    title = name.lower() if name.lower() in WORKLOADS else name
+    return f"[{title}](#{name.lower()})"
 
 
 def values(schema: dict[str, Any]) -> str:
@@ -186,11 +246,23 @@ def table(schema: dict[str, Any], model: type[BaseModel] | None) -> str:
     texts = docstrings(model) if model else {}
     names = {field.alias or name: name for name, field in model.model_fields.items()} if model else {}
     for key, field in schema["properties"].items():
-        text = texts.get(names.get(key, key)) or TEXTS.get((model.__name__ if model else "", key), "")
+        text = texts.get(names.get(key, key)) or explanation(model, key)
         allowed = "mapping" if key in ("ablate", "workload") else values(field)
         cells = (f"`{key}`", allowed, default(key, field, schema.get("required", ())), text)
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(rows)
+
+
+def explanation(model: type[BaseModel] | None, key: str) -> str:
+    """Return the text for a field without a docstring: from TEXTS, its short knob, or its class."""
+    if model is None:
+        return ""
+    annotation = model.model_fields[key].annotation if key in model.model_fields else None
+    parts = [annotation, *get_args(annotation)]
+    classes = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+    texts = [TEXTS.get(f"{model.__name__}.{key}"), TEXTS.get(key), WORKLOAD_KNOBS.get(key)]
+    texts += [(part.__doc__ or "").split("\n\n")[0] for part in classes]
+    return " ".join(next((text for text in texts if text), "").split())
 
 
 def section(name: str, schema: dict[str, Any], level: int = 3) -> str:
@@ -216,7 +288,7 @@ def page() -> str:
     schema, recipe = json_schema(), Recipe.model_json_schema()
     parts = schema["$defs"] | {model.__name__: model.model_json_schema() for model in (Metric, Growth)}
     first = ["Metric", "Growth", "Search", "Constraint", "Published", "Budget", "Resources", "TelemetryKeys"]
-    rest = [name for name in parts if name not in {*first, *WORKLOADS}]
+    rest = [name for name in parts if name not in first and name.lower() not in WORKLOADS]
     blocks = [
         PREFACE.rstrip(),
         "## Keys of the file",
@@ -227,12 +299,12 @@ def page() -> str:
         "## Parts of the workloads",
         *(section(name, parts[name]) for name in rest),
         "## Knobs",
-        "Short names for usual combinations of full paths. A short name of a workload's field is the same knob as its full path, in\n"
-        "workloads that have the field: the same arms, the same trials.",
+        "Short names for usual combinations of full paths. A short name of a workload's field is the same\n"
+        "knob as its full path, in workloads that have the field: the same arms, the same trials.",
         knob_table(),
         "## Fields of a recipe",
-        "Full paths begin with `recipe.`: `recipe.wgrad.hadamard.size`, `recipe.fprop.x.range.headroom`. What each part computes:\n"
-        "[numerics](numerics.md); what the presets set: [recipes](recipes.md), or `ablate recipe show nvfp4`.",
+        "Full paths begin with `recipe.`: `recipe.wgrad.hadamard.size`, `recipe.fprop.x.range.headroom`.\n"
+        "What each part computes: [numerics](numerics.md); what the presets set: [recipes](recipes.md).",
         section("Recipe", recipe),
         *(section(name, part) for name, part in recipe["$defs"].items()),
     ]

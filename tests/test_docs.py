@@ -5,9 +5,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
-from support.experiments import problems
+from support.experiments import environment, problems
 
 from ablate.experiment.load import load
 from ablate.experiment.schema import json_schema
@@ -44,6 +45,102 @@ def test_every_relative_link_leads_somewhere():
         if not (page.parent / target).exists()
     ]
     assert links == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings as GitHub makes them; AssertionError if two headings share one."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    names = [
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    ]
+    assert len({*names}) == len(names), page
+    return {*names}
+
+
+def test_every_link_to_a_heading_leads_to_one():
+    links = [
+        (page, (page.parent / target).resolve() if target else page, anchor)
+        for page in PAGES
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text())
+    ]
+    assert [
+        (page.name, target.name, anchor) for page, target, anchor in links if anchor not in anchors(target)
+    ] == []
+
+
+PATH = r"(?<![\w/.-])(?:(?:ablate|tests|docs|benchmarks|analysis|experiments|docker)/)[\w./-]*\w"
+
+
+def test_every_path_in_a_page_exists():
+    """A file of Python may be named without its folder; then one of that name exists."""
+    made = {"docker/.env", "experiments/NAME.yaml"}
+    names = {"reference_nvfp4.py"} | {  # which is Transformer Engine's
+        path.name
+        for folder in ("ablate", "tests", "benchmarks", "docker")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    missing = [
+        (page.name, path)
+        for page in PAGES
+        for path in sorted({*re.findall(PATH, page.read_text())} - made)
+        if not (ROOT / path).exists()
+    ]
+    missing += [
+        (page.name, name)
+        for page in PAGES
+        for name in re.findall(r"(?<![\w/.<>*-])\w+\.py\b", page.read_text())
+        if name not in names
+    ]
+    assert missing == []
+
+
+def test_every_dotted_name_of_the_package_in_a_page_can_be_imported():
+    """`ablate.bench`, and `ablate.results.records.frame`, are names; `ablate.toml` is a file."""
+    names = {
+        name
+        for page in PAGES
+        for name in re.findall(r"\bablate(?:\.[a-z_]+)+\b", page.read_text())
+        if name not in ("ablate.toml", "ablate.sbatch")
+        and not re.match("ablate.recipe.layers", name)  # a key of an experiment, in an error's text
+    }
+    wrong = []
+    for name in sorted(names):
+        try:
+            resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            wrong.append((name, str(error)))
+    assert wrong == []
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    """Return the Python blocks of each page, joined: a later one may use an earlier one's names."""
+    blocks = {
+        page.name: "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+        for page in PAGES
+    }
+    return [(name, block) for name, block in blocks.items() if block]
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), python_blocks(), ids=lambda value: value if value.endswith(".md") else ""
+)
+def test_the_python_of_a_page_runs(page, block, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", block],
+        cwd=tmp_path,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_reference_explains_every_key():
+    page = (ROOT / "docs" / "experiment_reference.md").read_text()
+    assert re.findall(r"^\| (`\w+`) .*\|  \|$", page, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
