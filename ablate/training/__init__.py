@@ -1,1 +1,4 @@
-"""One trial's computation: data, model, training loop and what is measured in it. It knows no sweep, no search and no tracker."""
+"""Computation of one trial: data, model, training loop and measurements.
+
+Nothing here imports the sweep, the search or a tracker.
+"""

@@ -1,7 +1,8 @@
-"""Alarms: limits on recorded metrics, beyond which something is wrong, and the alerts of one record.
+"""Alarms: limits on recorded metrics beyond which something is wrong, and the alerts of one record.
 
-An alarm is an entry of a registry: `operand_metrics.OPERAND_METRICS` for what is measured of each operand of each layer,
-`metrics.ALARMS` for all. A trial stores the sentences of its alerts with the record; the controller prints the first one.
+Alarms are entries of registries: `operand_metrics.OPERAND_METRICS` has those of each operand of each layer,
+`metrics.ALARMS` has all. A trial stores the sentences of its alerts with the record; the controller prints
+the first one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,14 +15,17 @@ from ablate.training.metric_names import Name, parse
 
 @dataclass(frozen=True)
 class Alarm:
-    """Limit on the metrics whose name is like `pattern`, a glob on whole names: `quant/*/*/zero_frac` is of single layers."""
+    """Limit on the metrics whose whole name matches the glob `pattern`.
+
+    `quant/*/*/zero_frac` matches the metric of single layers.
+    """
 
     pattern: str
     side: Literal["above", "below"]
-    """The side of the limit on which a value is wrong. The limit itself is right, and so is NaN."""
+    """Side of the limit on which a value is wrong. The limit itself and NaN are right."""
     limit: float
     message: str
-    """The cause, as a sentence without its place; `{}`, with any format, is the value."""
+    """Cause, as a sentence without layer and slot; `{}`, with any format, is the value."""
 
     def trips(self, value: float) -> bool:
         """Return True if the value is wrong."""
@@ -30,7 +34,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Alert:
-    """A value beyond an alarm's limit. `str` is the sentence, with layer and slot if the metric has them."""
+    """Value beyond an alarm's limit. `str` is the sentence, with layer and slot if the metric has them."""
 
     alarm: Alarm
     name: Name
@@ -42,7 +46,10 @@ class Alert:
 
 
 def alerts(metrics: Mapping[str, float], alarms: Iterable[Alarm]) -> list[Alert]:
-    """Return the alerts of one record, in the order of the alarms: the worst layer of each slot stands for the slot."""
+    """Return the alerts of one record, in the order of the alarms.
+
+    Each alarm gives at most one alert per slot: that of the slot's worst layer.
+    """
     raised = []
     for alarm in alarms:
         worst: dict[str | None, Alert] = {}

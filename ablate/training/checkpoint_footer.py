@@ -1,7 +1,8 @@
-"""The footer of a checkpoint: what it is, and the digest of the bytes before it.
+"""Footer of a checkpoint: its metadata, and the digest of the bytes before it.
 
-A checkpoint is a file that torch wrote, and `torch.load` checks no sum: a flipped bit would be trained on. `seal` appends a JSON object
-and a fixed trailer, so that the file still opens as it did; `unsealed` reads them back and compares every byte.
+A checkpoint is a file that torch wrote, and `torch.load` verifies no digest: training would continue from a
+flipped bit. `seal` appends a JSON object and a fixed trailer, with which torch can still open the file;
+`unsealed` reads them back and verifies every byte.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from ablate.files import Damaged
 _FOOTER = struct.Struct("<II8s")
 _MAGIC = b"ablate-1"
 CHECKPOINT_VERSION = 4
-"""Of the content of checkpoints; those of another version are not read."""
+"""Version of the content of checkpoints; those of another version are not read."""
 
 
 def seal(file: BufferedRandom, about: Mapping[str, Any]) -> None:
@@ -34,7 +35,10 @@ def seal(file: BufferedRandom, about: Mapping[str, Any]) -> None:
 
 
 def unsealed(path: Path) -> dict[str, Any]:
-    """What a checkpoint's footer says. Damaged where its bytes are not those that were written, or where it has no footer."""
+    """Return the footer of a checkpoint after verifying the file's bytes.
+
+    Damaged if the bytes are not those that were written, or if there is no footer.
+    """
     with path.open("rb") as file:
         about = read_footer(file, path)
         digest, rest = hashlib.sha256(), about["size"]
@@ -48,7 +52,10 @@ def unsealed(path: Path) -> dict[str, Any]:
 
 
 def read_footer(file: BinaryIO, path: Path) -> dict[str, Any]:
-    """Return the footer of a checkpoint, whose content is not read. Damaged if there is none, or if it is not of a file of this size."""
+    """Return the footer of a checkpoint without reading its content.
+
+    Damaged if there is no footer, or if the footer belongs to a file of another size.
+    """
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - _FOOTER.size))
     footer = file.read()

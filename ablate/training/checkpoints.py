@@ -1,7 +1,9 @@
-"""Where a training run stands after a step, in one file that a later attempt of the same trial goes on from, bit for bit.
+"""Checkpoints: the state of a training run after a step, in one file.
 
-The file ends with a footer (`store.seal`): the SHA-256 of its bytes, which torch does not check, and number and digest of the records
-up to its step. A file whose bytes, or whose records, are not those is put aside, and the trial goes on from an earlier state.
+A later attempt of the same trial continues from it, bit for bit. The file ends with a footer
+(`checkpoint_footer.seal`): the SHA-256 of its bytes, which torch does not verify, and the number and digest
+of the records up to its step. If the bytes or the records differ, the file is renamed to `*.damaged` and the
+trial continues from an earlier state.
 """
 
 import os
@@ -20,14 +22,17 @@ from ablate.training.distributed import gathered, placed, placed_optimizer, worl
 
 
 class Journal(Protocol):
-    """What checkpoints need of that which records the trial."""
+    """Interface that checkpoints need of the object that records the trial."""
 
     def reach(self, step: int) -> dict[str, Any]: ...
     def recorded(self, trial: str, step: int) -> dict[str, Any] | None: ...
 
 
 class Checkpoints:
-    """One trial's checkpoint file, and the states on its way that other trials pass through too. A file is there whole or not at all."""
+    """Checkpoint file of one trial, and the shared states that other trials pass through too.
+
+    A file is written under a temporary name and then renamed, so it is either complete or absent.
+    """
 
     def __init__(
         self,
@@ -40,7 +45,7 @@ class Checkpoints:
         self.path, self.trial, self.seconds, self.shared = path, trial, seconds, shared or {}
         self._journal = journal
         self.resumed: int | None = None
-        """The step that this attempt went on from."""
+        """Step from which this attempt continued; None if it started at step 0."""
         self._last = time.monotonic()
         self._state = self._read(path)
         further = (
@@ -50,32 +55,41 @@ class Checkpoints:
         )
         taken = next((state for step in further if (state := self._read(self.shared[step]))), None)
         if taken:
-            os.utime(self.shared[taken["step"]])  # used now: the last to be removed where room is short
+            os.utime(
+                self.shared[taken["step"]]
+            )  # mark as recently used: states are removed oldest first when space is short
         self.trunk = {"trial": taken["trial"], "step": taken["step"]} if taken else None
-        """The trial that left the shared state which this one goes on from, and its step."""
+        """Trial that wrote the shared state from which this one continues, and its step; None without one."""
         self._state = taken or self._state
         self.start = self._state["step"] if self._state else 0
-        """The step that this attempt goes on from."""
+        """Step from which this attempt continues."""
 
     @property
     def artifacts(self) -> Path:
-        """The folder for what a trial leaves for people, beside its checkpoint; whoever leaves something makes it."""
+        """Return the folder for a trial's files for people, beside its checkpoint.
+
+        The code that writes the first file creates the folder.
+        """
         return self.path.parent / "artifacts"
 
     def take(self) -> dict[str, Any] | None:
-        """The furthest checkpoint there is, once."""
+        """Return the furthest checkpoint; None if there is none, and at every later call."""
         state, self._state = self._state, None
         self.resumed = state and state["step"]
         return state
 
     def wanted(self, step: int) -> tuple[bool, bool]:
-        """Whether a state after `step` steps is wanted: by other trials that pass through it, and for this one, as `seconds` went by."""
+        """Return two flags: shared state wanted after `step` steps, and own checkpoint wanted.
+
+        A shared state is wanted if other trials pass through it and its file does not exist. The trial's own
+        checkpoint is wanted if `seconds` have passed since the last one.
+        """
         return step in self.shared and not self.shared[
             step
         ].exists(), time.monotonic() - self._last >= self.seconds
 
     def leave(self, step: int, state: dict[str, Any], wanted: tuple[bool, bool]) -> None:
-        """Leave the state after `step` steps for whom it is wanted."""
+        """Write the state after `step` steps to each file that `wanted` asks for."""
         others, own = wanted
         about = {
             "version": CHECKPOINT_VERSION,
@@ -100,8 +114,10 @@ class Checkpoints:
         temporary.replace(path)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """A checkpoint; None where there is none. One that cannot be used is put aside, and a line on standard output, which is the
-        trial's log, says why.
+        """Return a checkpoint; None if there is none or if it cannot be used.
+
+        A file that cannot be used is renamed, and a line on standard output, which is the trial's log, gives
+        the reason.
         """
         try:
             about = unsealed(path)
@@ -119,7 +135,7 @@ class Checkpoints:
             return None
 
     def _refuse(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Damaged where the file is whole and still of no use to this trial."""
+        """Raise Damaged if the file is intact but belongs to another version, trial, state or record history."""
         if about["version"] != CHECKPOINT_VERSION or (path == self.path and about["trial"] != self.trial):
             raise Damaged(path, "of another version or trial")
         if path != self.path and about.get("state") != path.name:
@@ -139,9 +155,9 @@ class Checkpoints:
 
 
 class Standing(NamedTuple):
-    """What a checkpoint holds: the steps done, and everything that the next one depends on, whole, whatever each rank keeps of it.
+    """Content of a checkpoint: the steps done, and everything that the next step depends on.
 
-    All ranks call both methods.
+    Tensors are whole, even if each rank keeps only a part of them. All ranks call both methods.
     """
 
     model: nn.Module
@@ -149,7 +165,7 @@ class Standing(NamedTuple):
     engine: Engine
 
     def state(self, step: int) -> dict[str, Any]:
-        """After `step` steps."""
+        """Return the state after `step` steps; tensors are None on ranks other than 0 if they are sharded."""
         parts = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -158,7 +174,7 @@ class Standing(NamedTuple):
         return {"step": step, **gathered(parts, kept=world().rank == 0)}
 
     def restore(self, state: dict[str, Any]) -> int:
-        """Stand where the checkpoint stood; returns its step."""
+        """Restore the state of a checkpoint and return its step."""
         self.model.load_state_dict(placed(state["model"], self.model.state_dict()))
         self.optimizer.load_state_dict(placed_optimizer(state["optimizer"], self.optimizer))
         self.engine.restore(state["engine"], state["step"])

@@ -1,6 +1,7 @@
-"""The ranks of one trial: which of them this process is, what is its part of every step, and what they must agree on.
+"""Ranks of one trial: the rank of this process, its part of every step, and the values on which all ranks agree.
 
-A process belongs to one trial, as it belongs to one process group: `join` says so once, and `world` is asked where that matters.
+A process belongs to one trial, as it belongs to one process group: `join` sets the rank once, and `world`
+returns it.
 """
 
 import math
@@ -20,20 +21,27 @@ from ablate.training.hyperparameters import Training
 from ablate.training.rank_layout import Layout
 
 _PATIENCE = timedelta(days=1)
-"""A rank waits for the others while one of them waits for another process that runs the same trial; who died is known at once."""
+"""Longest time that a rank waits for the others.
+
+It is long because a rank may wait for another process that runs the same trial. A rank that dies closes its
+connections, so the others see that at once.
+"""
 
 
 class World:
-    """All ranks of the trial that this process computes, or a part of; alone, every method is the identity."""
+    """All ranks of the trial that this process works on; with one rank, every method is the identity."""
 
     def __init__(self, layout: Layout, rank: int, device: str) -> None:
         self.layout, self.rank, self.size = layout, rank, layout.ranks
         self.device = torch.device(device)
         self.begun = False
-        """Whether the ranks are training."""
+        """True once the ranks are training."""
 
     def begin(self, config: Training, recipe: Recipe, engine: str) -> None:
-        """Rank 0 trains now: the others, which wait in `begins`, do so too. ValueError where so many cannot."""
+        """Start training on all ranks. ValueError if so many ranks cannot train this.
+
+        Rank 0 releases the other ranks, which wait in `begins`.
+        """
         if self.size > 1 and (why := next(self.layout.misfits(config, recipe, engine), None)):
             raise ValueError(why)
         if self.size > 1 and self.rank == 0 and not self.begun:
@@ -41,22 +49,22 @@ class World:
         self.begun = True
 
     def begins(self) -> bool:
-        """On a rank other than 0: wait until rank 0 begins, or ends without having had to."""
+        """Wait, on a rank other than 0, until rank 0 begins or ends; return True if it begins."""
         self.begun = self.told(None)
         return self.begun
 
     def told(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, on every rank."""
         if self.size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(
             box, device=torch.device("cpu")
-        )  # by gloo: a whole model need not pass through a GPU
+        )  # by gloo, so that a whole model does not pass through a GPU
         return box[0]
 
     def sums(self, *numbers: float) -> list[float]:
-        """Each number's sum over the ranks, in fp64."""
+        """Return each number's sum over the ranks, in fp64."""
         if self.size == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -64,7 +72,7 @@ class World:
         return total.tolist()
 
     def listed(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers, as many on each, by rank."""
+        """Return every rank's numbers, by rank; all ranks pass equally many."""
         if self.size == 1:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -73,11 +81,11 @@ class World:
         return [numbers.tolist() for numbers in everybody]
 
     def leave(self) -> None:
-        """Where rank 0 ends without having begun, let the others end; leave the group."""
+        """Leave the process group; if rank 0 never began, let the waiting ranks end first."""
         if self.size > 1:
             if self.rank == 0 and not self.begun:
                 self.told(False)
-            dist.barrier()  # who ends first takes its connections from the others
+            dist.barrier()  # a rank that ends first would close its connections to the others
             dist.destroy_process_group()
 
 
@@ -85,12 +93,16 @@ _world = World(Layout(), 0, "cpu")
 
 
 def world() -> World:
-    """The ranks that this process is one of: it alone, unless `join` said otherwise."""
+    """Return the ranks of this process: itself alone, unless `join` was called."""
     return _world
 
 
 def join(layout: Layout, rank: int, device: str, meeting: str | None = None) -> World:
-    """Be rank `rank` of a group that meets by a file, or where environment variables say; it talks by gloo, on GPUs by NCCL too."""
+    """Join a process group as rank `rank` and return the world.
+
+    The ranks meet by the file `meeting`, or at the address that environment variables give. They communicate
+    by gloo, and on GPUs by NCCL as well.
+    """
     global _world
     where = {"init_method": f"file://{meeting}", "rank": rank, "world_size": layout.ranks} if meeting else {}
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=_PATIENCE, **where)
@@ -100,7 +112,7 @@ def join(layout: Layout, rank: int, device: str, meeting: str | None = None) -> 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside this context the process trains something for itself, whatever group it belongs to."""
+    """Inside this context, compute as a single rank, whatever group the process belongs to."""
     global _world
     before, _world = _world, World(Layout(), 0, _world.device.type)
     try:
@@ -129,11 +141,11 @@ class Part:
         self._divided = peers and Divided(self.index, self.splits, peers[group])
 
     def divided(self) -> AbstractContextManager:
-        """Inside this context the engine knows that other ranks have the rest of a micro-batch, where they do."""
+        """Inside this context, let the engine account for the ranks that have the rest of a micro-batch, if any."""
         return self.engine.divided(self._divided) if self._divided else nullcontext()
 
     def of(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's sequences of a micro-batch."""
+        """Return this rank's sequences of a micro-batch."""
         size = len(batch[0]) // self.splits
         return (
             [tensor[self.index * size : (self.index + 1) * size] for tensor in batch]
@@ -142,7 +154,11 @@ class Part:
         )
 
     def total(self, loss: float, step: int) -> float:
-        """The loss of the whole step; leaves the whole step's gradient in the parameters, and the amaxes that the next steps need."""
+        """Return the loss of the whole step.
+
+        Leave the whole step's gradient in the parameters (sharded ones have it already), and make the amaxes
+        of the step, which later steps need, equal on all ranks.
+        """
         if self.world.size == 1:
             return loss
         if not self.world.layout.sharded:
@@ -152,20 +168,24 @@ class Part:
         return self.world.sums(loss)[0]
 
     def shares(self, count: int) -> list[int]:
-        """Which of `count` batches of an evaluation this rank takes: as many as any, the last one twice, since a sharded model's ranks
-        must meet in it."""
+        """Return the numbers of the evaluation batches that this rank takes, of `count` batches.
+
+        Every rank takes equally many, so the last batch may be taken twice: the ranks of a sharded model must
+        call it together.
+        """
         return [min(first + self.world.rank, count - 1) for first in range(0, count, self.world.size)]
 
     def in_order(self, values: Sequence[float], count: int) -> list[float]:
-        """Everybody's values for what `shares` gave out, in the order of the batches."""
+        """Return the values of all ranks for the batches that `shares` assigned, in the order of the batches."""
         lists = self.world.listed(values)
         return [lists[number % self.world.size][number // self.world.size] for number in range(count)]
 
 
 def shard(model: nn.Module, engine: Engine) -> None:
-    """Let each rank keep a part of every parameter, where the ranks were asked to: of quantised layers by the engine, of others by FSDP2.
+    """Shard every parameter over the ranks, if the layout is sharded.
 
-    Gradients are sums over the ranks, since each rank's loss is divided by the number of all micro-batches.
+    The engine shards the weights of quantised layers, FSDP2 those of all others. Gradients are sums over the
+    ranks, since each rank's loss is divided by the number of all micro-batches.
     """
     here = world()
     if not here.layout.sharded:
@@ -177,11 +197,11 @@ def shard(model: nn.Module, engine: Engine) -> None:
     own = engine.shard(mesh)
     fully_shard(model, mesh=mesh, ignored_params=own)
     model.set_gradient_divide_factor(1.0)
-    model.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+    model.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
 
 
 def _add_up(gradients: Sequence[Tensor]) -> None:
-    """Make each gradient the sum of every rank's, in its own precision, fp32."""
+    """Replace each gradient by its sum over the ranks, in its own precision, fp32."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat)
     for gradient, total in zip(
@@ -191,7 +211,7 @@ def _add_up(gradients: Sequence[Tensor]) -> None:
 
 
 def _agree(histories: Sequence[dict[int, Tensor | float]], step: int) -> None:
-    """Make the amax of this step in each history the largest that any rank saw."""
+    """Replace this step's amax in each history by the largest of any rank."""
     if not histories:
         return
     seen = torch.tensor([float(amaxes[step]) for amaxes in histories], dtype=torch.float32)
@@ -201,7 +221,7 @@ def _agree(histories: Sequence[dict[int, Tensor | float]], step: int) -> None:
 
 
 def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
-    """Scale the gradient so that its norm, of everybody's parts, is at most `limit`; returns the norm it had."""
+    """Scale the gradient, with all ranks' parts, to a norm of at most `limit`; return the norm before."""
     if not any(in_parts(p) for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, limit).item()
     mine = nn.utils.get_total_norm([p.grad.to_local() for p in parameters if p.grad is not None]).item()
@@ -210,13 +230,14 @@ def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
     return norm
 
 
-# What a checkpoint holds is whole, so that any number of ranks goes on from it
+# A checkpoint holds whole tensors, so that a run can continue on any number of ranks
 
 
 def gathered(state: Any, kept: bool) -> Any:
-    """Nested dictionaries and lists with every sharded tensor whole, one after the other, on the CPU; nothing of them where not `kept`.
+    """Return nested dicts and lists with every sharded tensor whole, on the CPU.
 
-    All ranks call it, and rank 0 keeps it: a sharded model may be larger than one GPU.
+    Tensors are gathered one after the other, since a sharded model may be larger than one GPU. All ranks call
+    this function; those that pass `kept` False get None for each sharded tensor.
     """
     if in_parts(state):
         full = whole(state)
@@ -227,7 +248,7 @@ def gathered(state: Any, kept: bool) -> Any:
 
 
 def placed(state: dict[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors by name, each laid out as its namesake is."""
+    """Return whole tensors by name, each laid out like the tensor of the same name in `like`."""
     return {name: _as(tensor, like.get(name)) for name, tensor in state.items()}
 
 
@@ -240,8 +261,8 @@ def _as(tensor: Any, like: Any) -> Any:
 
 
 def placed_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's whole state, each parameter's moments laid out as the parameter is."""
-    if "parts" in state:  # of several optimizers, which are never sharded
+    """Return an optimizer's whole state with each parameter's moments laid out like the parameter."""
+    if "parts" in state:  # the state of a `Joint` optimizer, which is never sharded
         return state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {

@@ -1,8 +1,23 @@
-"""The guard of a training run: which steps count as diverging, and what is done about them.
+"""Guard of a training run: decides which steps diverge and what happens then.
 
-The guard judges every step before its update is applied, from the step's loss and gradient norm. A verdict is data: its kind,
-the quantity that diverged and by how much, and what changes for the rest of the run. `str(verdict)` is the sentence that trials
-store with a record and that controller and reports show; no code reads it back.
+The problem: low-precision training can diverge. One bad update spoils the weights, and the steps after it
+cost time and tell nothing. A fixed limit on the loss is no help, since the usual loss depends on the model
+and the step.
+
+The idea: judge every step before its update is applied, from its loss and its gradient norm. A value that is
+not finite always diverges. If the limits are set, so does a value that is too many times the running median
+of the accepted steps. Nothing is compared with the median before its window is full.
+
+    guard.window 4, guard.loss 2.0, losses 3.1, 3.0, 2.9, 3.0, 6.5
+    median of the first four: 3.0; 6.5 > 2.0 * 3.0, so the fifth step diverges
+
+The policy decides what follows. `stop` ends the run; `skip` leaves out the update; `fallback` leaves it out
+and also lowers the learning rate, the clipping or the quantisation for the rest of the run. After
+`guard.limit` skipped steps, the next step that diverges ends the run.
+
+The guard undoes no update that was applied, and it does not change weights or optimizer state. A verdict is
+data: its kind, the quantity that diverged and by how much, and the settings that change. `str(verdict)` is
+the sentence that trials store with a record and that controller and reports show; no code parses it.
 """
 
 import math
@@ -17,18 +32,18 @@ from ablate.training.hyperparameters import Training
 
 @dataclass(frozen=True)
 class Cause:
-    """The quantity of a step that diverged."""
+    """Quantity of a step that diverged, and its value."""
 
     quantity: Literal["loss", "gradient norm"]
     value: float
     median: float | None = None
-    """Running median that the value is too many times of; None for a value that is not finite."""
+    """Running median that the value exceeds by too large a factor; None for a value that is not finite."""
     window: int = 0
-    """Steps of that median."""
+    """Number of steps in that median; 0 without one."""
 
     @property
     def ratio(self) -> float | None:
-        """The value over the running median."""
+        """Return the value divided by the running median; None without a median."""
         return None if self.median is None else self.value / self.median
 
     def __str__(self) -> str:
@@ -39,7 +54,10 @@ class Cause:
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that hold for the rest of the run after a fallback; None and () for those that the fallback leaves alone."""
+    """Settings that hold for the rest of the run after a fallback.
+
+    None and () stand for settings that the fallback does not change.
+    """
 
     lr: float | None = None
     """Factor of the learning rate."""
@@ -65,9 +83,12 @@ class Verdict:
 
     kind: Literal["step", "skip", "stop"]
     cause: Cause | None = None
-    """None for a step that does not diverge."""
+    """Reason why the step diverges; None if it does not."""
     interventions: int = 0
-    """Steps skipped in the run so far, this one included. A run that ends with some has reached `guard.limit`."""
+    """Number of steps skipped in the run so far, this one included if it is skipped.
+
+    A run that ends with a number above 0 has reached `guard.limit`.
+    """
     change: Change | None = None
 
     def __str__(self) -> str:
@@ -87,29 +108,29 @@ STEP = Verdict("step")
 
 
 class Watch:
-    """Judges every step before its update, and counts interventions."""
+    """Judge of every step before its update, and counter of interventions."""
 
     def __init__(self, config: Training, engine: Engine) -> None:
         self._guard, self._clip, self._engine = config.guard, config.clip, engine
         self._losses: deque[float] = deque(maxlen=self._guard.window)
         self._norms: deque[float] = deque(maxlen=self._guard.window)
         self.skipped = 0
-        """Steps whose update was left out."""
+        """Number of steps whose update was left out."""
         self.fallbacks = 0
-        """How often learning rate, clipping or precision were changed."""
+        """Number of fallbacks, each of which changed learning rate, clipping or precision."""
 
     @property
     def lr(self) -> float:
-        """What the learning rate is multiplied by."""
+        """Return the factor of the learning rate."""
         return self._guard.fallback.lr**self.fallbacks
 
     @property
     def clip(self) -> float:
-        """The largest gradient norm."""
+        """Return the largest gradient norm; infinity without clipping."""
         return math.inf if self._clip is None else self._clip * self._guard.fallback.clip**self.fallbacks
 
     def judge(self, loss: float, norm: float) -> Verdict:
-        """Decide on a step of this loss and gradient norm, and carry out the fallback of one that is skipped."""
+        """Judge a step by its loss and gradient norm, and carry out the fallback that the verdict contains."""
         cause = self._cause(loss, norm)
         if cause is None:
             self._losses.append(loss)
@@ -123,7 +144,7 @@ class Watch:
         )
 
     def _cause(self, loss: float, norm: float) -> Cause | None:
-        """Return what diverges in a step; None for nothing."""
+        """Return the quantity of a step that diverges; None if none does."""
         if not math.isfinite(loss):
             return Cause("loss", loss)
         if not math.isfinite(norm):
@@ -138,7 +159,7 @@ class Watch:
 
     def _fall_back(self) -> Change:
         self.fallbacks += 1
-        self._losses.clear()  # later steps are compared with each other alone, and have as many steps to recover
+        self._losses.clear()  # compare later steps only with each other, once a new window of them is full
         self._norms.clear()
         fallback = self._guard.fallback
         if fallback.precision:
@@ -152,7 +173,7 @@ class Watch:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Where steps may be skipped, how many were; and what the learning rate is multiplied by, where that may change."""
+        """Return the number of skipped steps and the learning rate's factor, if the policy can change them."""
         if self._guard.policy == "stop":
             return {}
         return {"nan/steps_skipped": float(self.skipped)} | (
@@ -160,7 +181,7 @@ class Watch:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a later attempt goes on from."""
+        """Return the state from which a later attempt continues."""
         return {
             "losses": list(self._losses),
             "norms": list(self._norms),
@@ -169,7 +190,7 @@ class Watch:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """As `state` told it."""
+        """Restore the state that `state` returned."""
         self._losses.extend(state["losses"])
         self._norms.extend(state["norms"])
         self.skipped, self.fallbacks = state["skipped"], state["fallbacks"]

@@ -1,5 +1,7 @@
-"""What a training run is, apart from its model and its precision: length, learning rate, optimizer, what is done when it
-diverges. Torch-free."""
+"""Hyperparameters of a training run: all that defines it apart from its model and its precision.
+
+They are length, learning rate, optimizer, and the response to divergence. This file does not import torch.
+"""
 
 import math
 from bisect import bisect_left
@@ -16,7 +18,10 @@ from ablate.recipes.presets import fp8_current
 from ablate.recipes.recipe import SLOTS, Products, Recipe
 
 MOST_STEPS, MOST_SEQUENCES, MOST_TOKENS = 10**9, 1 << 20, 1 << 40
-"""Largest number of steps of a run, of sequences in a batch, of tokens to train or evaluate on: beyond them plans take for ever."""
+"""Largest number of steps of a run, of sequences in a batch, and of tokens to train or evaluate on.
+
+Plans of larger runs would take too long to compute.
+"""
 MOST_LAYERS, MOST_WIDTH = 1024, 1 << 20
 """Largest numbers of blocks and of features of a model: a plan has a name for each layer."""
 
@@ -26,28 +31,31 @@ METRICS = frozenset(
         *("memory/rss", "throughput/step_ms", "throughput/tokens_per_s", "flops/fp4_share"),
     )
 )
-"""What the training loop records whatever the recipe, and an experiment can therefore compare arms by."""
+"""Metrics that the training loop records under every recipe; an experiment can compare arms by them."""
 FINAL = frozenset(("flops/fp4_share",))
-"""Those of them that only the last record has."""
+"""Metrics of `METRICS` that only the last record has."""
 
 _CLOSE = 1000
-"""Steps that are looked at one by one for the first lower learning rate."""
+"""Number of steps that are checked one by one for the first lower learning rate."""
 _SAFER = {"bf16": Products(), "fp8": fp8_current().products}
 
 
 class Fallback(Spec):
-    """What changes, for the rest of the run, each time that a guard falls back."""
+    """Settings that change for the rest of the run each time that a guard falls back."""
 
     lr: float = Field(0.5, gt=0, le=1)
-    """Multiplies the learning rate, again each time."""
+    """Factor of the learning rate, applied again at each fallback."""
     clip: float = Field(1.0, gt=0, le=1)
-    """Multiplies `clip`, again each time."""
+    """Factor of `clip`, applied again at each fallback."""
     precision: Literal["bf16", "fp8"] | None = None
-    """What the slots and layers named below use from the first time on (fp8: current scaling); null: their precision stays."""
+    """Precision of the slots and layers below after the first fallback; null: no change.
+
+    fp8 has current scaling.
+    """
     slots: tuple[str, ...] = Field(("*",), strict=False, min_length=1)
     """Globs on the six slots: `fprop.*`, `wgrad.g`."""
     layers: tuple[Annotated[str, Field(min_length=1)], ...] = Field(("*",), strict=False, min_length=1)
-    """Globs on layers' names."""
+    """Globs on layer names."""
 
     @model_validator(mode="after")
     def _names_slots(self) -> "Fallback":
@@ -63,7 +71,11 @@ class Fallback(Spec):
         return self
 
     def safer(self, products: Products) -> Products:
-        """What a layer's products become: the same where nothing is quantised, or the precision stays."""
+        """Return the products that a layer uses after a fallback.
+
+        They are the same products if none of them is quantised, or if the fallback does not change the
+        precision.
+        """
         if self.precision is None or products.plain:
             return products
         slots = [slot for slot in SLOTS if any(fnmatchcase(slot, pattern) for pattern in self.slots)]
@@ -71,73 +83,85 @@ class Fallback(Spec):
 
 
 class Guard(Spec):
-    """When a step counts as diverging, and what is done about it. A loss or gradient that is not finite always counts."""
+    """Conditions under which a step counts as diverging, and the response to it.
+
+    A loss or gradient that is not finite always counts.
+    """
 
     policy: Literal["stop", "skip", "fallback"] = "stop"
-    """`stop` ends the run as diverged; `skip` leaves the weights as they are in that step; `fallback` skips it, changes what `fallback`
-    says, and goes on."""
+    """`stop` ends the run as diverged; `skip` does not apply the update of that step.
+
+    `fallback` skips the step, makes the changes that `fallback` lists, and continues.
+    """
     loss: float | None = Field(None, gt=1)
-    """A loss that is so many times the running median counts, too; null: none does."""
+    """Factor over the running median above which a loss counts as diverging; null: no such limit."""
     norm: float | None = Field(None, gt=1)
-    """The same of the gradient's norm before clipping."""
+    """Factor over the running median above which the gradient norm before clipping counts as diverging."""
     window: int = Field(32, ge=4, le=1 << 20)
-    """Steps of the running median; nothing is compared with it before there are that many, nor after a fallback."""
+    """Number of steps in the running median. Nothing is compared before the window is full.
+
+    A fallback empties the window.
+    """
     limit: int = Field(20, ge=1)
-    """Interventions after which the run ends as diverged."""
+    """Number of interventions after which the next step that diverges ends the run."""
     fallback: Fallback = Fallback()
 
 
 class Training(Spec):
-    """Length, learning rate, optimizer. Every field is part of a trial's identity, but for what is said to change no bit.
+    """Length, learning rate, optimizer and evaluation of a run.
 
-    The type of the master weights (`weights.master`) and of activations (`dtype`) belong to the recipe.
+    Every field is part of a trial's identity, except those that change no bit. The types of the master
+    weights (`weights.master`) and of the activations (`dtype`) belong to the recipe.
     """
 
     SAME_BITS: ClassVar[frozenset[str]] = frozenset({"recompute", "token_budget"})
-    """Fields that change how a run is told or computed, and none of its numbers."""
+    """Fields that change how a run is written down or computed, but none of its numbers."""
     LATER: ClassVar[frozenset[str]] = frozenset(
         {"compile", "time_budget", "optimizer", "optimizer_state", "momentum", "guard", "deterministic"}
     )
 
     steps: int = Field(300, ge=1, le=MOST_STEPS)
     token_budget: int | None = Field(None, ge=1, le=1 << 50)
-    """Tokens to train on, in place of `steps`: as many steps as cover them."""
+    """Number of tokens to train on, in place of `steps`: the run has as many steps as cover them."""
     time_budget: float | None = Field(None, gt=0)
-    """Seconds spent in steps after which the run ends; the learning rate's schedule does not know of it."""
+    """Seconds spent in steps after which the run ends; the learning-rate schedule ignores it."""
     batch: int = Field(4, ge=1, le=MOST_SEQUENCES)
     """Sequences (or images) in a micro-batch."""
     accumulate: int = Field(1, ge=1, le=MOST_SEQUENCES)
-    """Micro-batches per optimizer step; gradients add up in fp32."""
+    """Micro-batches per optimizer step; gradients are added up in fp32."""
     lr: float = Field(3e-3, gt=0)
     """Peak learning rate."""
     warmup: float = Field(0.05, ge=0, le=1)
     """Fraction of the run over which the learning rate rises linearly."""
     decay: Literal["wsd", "cosine", "linear", "none"] = "wsd"
-    """`wsd` stays at the peak and falls linearly at the end; `cosine` and `linear` fall from the end of the warm-up."""
+    """`wsd` stays at the peak and falls linearly at the end; `cosine` and `linear` fall after the warm-up."""
     decay_fraction: float = Field(0.2, ge=0, le=1)
     """Fraction of the run over which `wsd` falls."""
     final_lr: float = Field(0.0, ge=0, le=1)
-    """Learning rate of the last step over the peak."""
+    """Learning rate of the last step, as a fraction of the peak."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon`: on the matrices inside blocks, with AdamW's learning rate; AdamW on the rest."""
+    """`muon` applies to the matrices inside blocks, with AdamW's learning rate; AdamW trains the rest."""
     optimizer_state: Literal[tuple(DTYPES)] = "fp32"
-    """Type of the moments between steps; bf16 is emulated: rounded to nearest after every step."""
+    """Type of the moments between steps; bf16 is emulated by rounding to nearest after every step."""
     weight_decay: float = Field(0.1, ge=0)
-    """On matrices only."""
+    """Weight decay, on matrices only."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     momentum: float = Field(0.95, ge=0, lt=1)
-    """Muon's."""
+    """Momentum of Muon."""
     clip: float | None = Field(1.0, gt=0)
     """Largest gradient norm; null: no clipping."""
     guard: Guard = Guard()
-    """What is done about a step that diverges."""
+    """Response to a step that diverges."""
     recompute: bool = False
-    """Compute a block's activations again in the backward pass, to keep fewer: the same bits, more time, less memory."""
+    """Compute a block's activations again in the backward pass: the same bits, more time, less memory."""
     deterministic: bool = False
-    """Only algorithms that give the same bits each time; a GPU is slower with them, and refuses what has none."""
+    """Use only deterministic algorithms: slower on a GPU, and an error for operations without one."""
     compile: bool = False
-    """torch.compile around the quantised products: what surrounds them is fused, so the last bits differ from the eager path's."""
+    """Use torch.compile around the quantised products.
+
+    The operations around them are fused, so the last bits differ from those of the eager path.
+    """
     eval_every: int = Field(100, ge=1)
     eval_tokens: int = Field(16384, ge=1, le=MOST_TOKENS)
     eval_batch: int = Field(16, ge=1, le=MOST_SEQUENCES)
@@ -148,7 +172,7 @@ class Training(Spec):
         if self.token_budget is not None:
             steps = -(
                 -self.token_budget // max(1, self.tokens_per_step)
-            )  # 0 of a shape that `problems` refuses
+            )  # it is 0 for a shape that `problems` reports
             if steps > MOST_STEPS:
                 raise ValueError(
                     f"token_budget {self.token_budget} is {steps} steps; a run has at most {MOST_STEPS}"
@@ -157,46 +181,49 @@ class Training(Spec):
                 raise ValueError(
                     f"steps {self.steps} and token_budget {self.token_budget} (which is {steps} steps) differ; leave one out"
                 )
-            object.__setattr__(self, "steps", steps)  # frozen for others
+            object.__setattr__(self, "steps", steps)  # the model is frozen
         return self
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens (or image patches) that one optimizer step sees."""
+        """Return the number of tokens (or image patches) that one optimizer step processes."""
         return self.batch * self.accumulate
 
     @property
     def extents(self) -> dict[str, int]:
-        """Of what the tokens and features of all quantised products are multiples, by what decides it."""
+        """Return sizes that tokens and features of all quantised products are multiples of, by setting."""
         return {}
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
-        """The layers that a recipe applies to, in the model's order: those that layer rules select from."""
+        """Return the layers that a recipe applies to and layer rules select from, in the model's order."""
         return ()
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Their names."""
+        """Return the names of the layers that a recipe applies to."""
         return tuple(layer.name for layer in self.linear_layers)
 
     @property
     def blocks(self) -> int:
-        """Transformer blocks: what a layer policy counts."""
+        """Return the number of transformer blocks, which a layer policy counts."""
         return blocks_in(self.linear_layers)
 
     @property
     def divisible(self) -> bool:
-        """Whether the mean loss of a batch is the mean over equal parts of it, so that ranks can share its sequences."""
+        """Return True if the mean loss of a batch is the mean over equal parts of it.
+
+        Ranks can then share the sequences of a batch.
+        """
         return False
 
     @property
     def shardable(self) -> bool:
-        """Whether training, and nothing else, looks at the model: its ranks may then each keep a part of it."""
+        """Return True if only training uses the model, so that each rank may keep a part of it."""
         return False
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """(field, reason) for what cannot run with this recipe."""
+        """Yield (field, reason) for each field that cannot run with this recipe."""
         unused = [name for name, value in self.guard.fallback if value != getattr(Fallback(), name)]
         if unused and self.guard.policy != "fallback":
             yield (
@@ -211,21 +238,23 @@ class Training(Spec):
             yield "optimizer", "muon has not the moments that weights.q_ramping holds back; use adamw"
 
     def recorded(self, metric: str) -> range:
-        """The steps before the last after which every trial records the metric, whatever its telemetry."""
+        """Return the steps before the last at which every trial records the metric, with any telemetry."""
         return range(0) if metric in FINAL else range(self.eval_every, self.steps, self.eval_every)
 
     @property
     def decay_start(self) -> int | None:
-        """The first step whose learning rate is lower than the one before; None where it never falls."""
+        """Return the first step whose learning rate is lower than the one before; None if it never falls."""
         start = self._decay_from()
         if start is None:
             return None
-        near = range(max(1, math.floor(start) - 2), self.steps)  # rounding may move it by a step
+        near = range(max(1, math.floor(start) - 2), self.steps)  # rounding may shift the step by one
         close, far = near[:_CLOSE], near[_CLOSE:]
         found = next((step for step in close if self.lr_at(step) < self.lr_at(step - 1)), None)
         if found is not None or not far:
             return found
-        level = self.lr_at(far[0] - 1)  # from here on it never rises, and may stay equal for very long
+        level = self.lr_at(
+            far[0] - 1
+        )  # from here on the rate never rises, but it may stay equal for many steps
         index = bisect_left(far, True, key=lambda step: self.lr_at(step) < level)
         return far[index] if index < len(far) else None
 
@@ -236,7 +265,7 @@ class Training(Spec):
         return max(warm, (1 - self.decay_fraction) * self.steps) if self.decay == "wsd" else warm
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of step `step` (from 0)."""
+        """Return the learning rate of step `step`, counted from 0."""
         warm = self.warmup * self.steps
         if step < warm:
             return self.lr * (step + 1) / (warm + 1)

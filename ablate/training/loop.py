@@ -1,4 +1,22 @@
-"""The training loop: a generator of records. It knows no tracker, no search and no file."""
+"""Training loop: a generator that takes optimizer steps and yields records of what it measured.
+
+The problem: two precisions can be compared only if their runs are equal in everything else. The run must also
+survive an interruption without a change of a bit, and telemetry must not alter the training that it measures.
+
+The idea: `train` is a plain generator. A step computes the gradient of its micro-batches, clips it, lets the
+guard judge loss and gradient norm, and applies the update only if the guard accepts them. Batches and
+rounding bits are drawn by counter from seed, step and micro-batch, so an attempt that continues from a
+checkpoint draws the same ones. Telemetry works inside a few steps: it receives their quantised operands, and
+it computes their gradient again without quantisation. Throughput is the rate of the other steps.
+
+    run = workload.prepare(recipe, seed=0, device="cpu")
+    for record in train(run, workload, Telemetry(log=10)):
+        print(record.step, record.metrics.get("train/loss"))
+
+The caller stores the records: this file imports no tracker and no search, and it opens no file. Checkpoints
+are written by the object that the caller passes. A run that the guard stops ends with a record that says so;
+it raises no error.
+"""
 
 import math
 import os
@@ -26,7 +44,10 @@ from ablate.training.optimizers import optimizer
 
 
 class Record(NamedTuple):
-    """Metrics by name after `step` optimizer steps. `nan/first_step` or `guard/stopped` among them: the run diverged there and ends."""
+    """Metrics by name after `step` optimizer steps.
+
+    `nan/first_step` or `guard/stopped` among the metrics means that the run diverged at this step and ends.
+    """
 
     step: int
     metrics: dict[str, float]
@@ -35,12 +56,15 @@ class Record(NamedTuple):
 
 
 class Telemetry(Spec):
-    """How often what is measured; never part of a trial's identity, since it changes no bit of the training."""
+    """Intervals between measurements.
+
+    They are no part of a trial's identity, since they change no bit of the training.
+    """
 
     every: int = Field(50, ge=1)
     """Steps between measurements of quantisation error."""
     shadow: int = Field(100, ge=1)
-    """Steps between comparisons of the gradient with the one that the same batch gives without quantisation."""
+    """Steps between comparisons of the gradient with that of the same batch without quantisation."""
     log: int = Field(10, ge=1)
     """Steps between records of the training loss, which is the mean over them."""
     checkpoint: float = Field(60.0, ge=0)
@@ -48,11 +72,12 @@ class Telemetry(Spec):
 
 
 class Meter:
-    """What happened in an interval of steps: losses, gradient norms, non-finite values, time spent.
+    """Statistics of an interval of steps: losses, gradient norms, non-finite values and time spent.
 
-    Intervals end at steps that an experiment's arms share (multiples of `log`, evaluations) and at events of the guard, not at
-    the steps that telemetry measures: a mean of one step among means of ten would be a spike. Measured steps are slower, since
-    telemetry works inside them, so rates count the other steps; in an interval that has no other, they count them.
+    Intervals end at steps that all arms of an experiment share (multiples of `log`, evaluations) and at
+    events of the guard. They do not end at the steps that telemetry measures: the mean of a single step among
+    means of ten would look like a spike. Measured steps are slower, since telemetry works inside them, so
+    rates count only the other steps. In an interval without other steps, rates count the measured ones.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
@@ -64,7 +89,7 @@ class Meter:
         self.losses, self.norms, self.seconds = [], [], 0.0
         self.unmeasured, self.unmeasured_seconds = 0, 0.0
         self.recorded = 0
-        """How many of the interval's losses came before its last record of a measured step."""
+        """Number of the interval's losses up to its last record of a measured step."""
 
     def add(self, loss: float, norm: float, seconds: float, measured: bool = False) -> None:
         """Add a step; `measured` if telemetry worked inside it."""
@@ -77,23 +102,23 @@ class Meter:
 
     @property
     def finite(self) -> bool:
-        """Whether the last step's loss and gradient were."""
+        """Return True if the last step's loss and gradient norm were finite."""
         return math.isfinite(self.losses[-1]) and math.isfinite(self.norms[-1])
 
     def state(self) -> dict[str, Any]:
-        """What a later attempt goes on from, within an interval."""
+        """Return the state from which a later attempt continues within an interval."""
         return {name: value for name, value in vars(self).items() if name != "tokens_per_step"}
 
     def latest(self, step: int) -> dict[str, float]:
-        """The last step alone, for a record within an interval."""
+        """Return the metrics of the last step alone, for a record within an interval."""
         self.recorded = len(self.losses)
         return {"grad/norm": self.norms[-1], "tokens": float(step * self.tokens_per_step)}
 
     def metrics(self, step: int, last: bool = False) -> dict[str, float]:
-        """Means over the interval, counts of non-finite values in it, and its throughput.
+        """Return means over the interval, counts of its non-finite values, and its throughput.
 
-        In the last record of a run, train/loss is the mean since the record before, of whatever kind: it is a result of the
-        trial, which the earlier versions that recorded measured steps as intervals computed so.
+        In the last record of a run, train/loss is the mean since the previous record of any kind. It is a
+        result of the trial, and earlier versions, in which a measured step ended an interval, computed it so.
         """
         losses = self.losses[self.recorded if last and self.recorded < len(self.losses) else 0 :]
         mixed = self.unmeasured == 0
@@ -112,29 +137,30 @@ class Meter:
 
 
 class Prepared(NamedTuple):
-    """What is trained: a model with a recipe applied, and its data by (step, micro_batch)."""
+    """Inputs of the training loop: a model with a recipe applied, and its data by (step, micro_batch)."""
 
     model: nn.Module
     engine: Engine
     batch: Callable[[int, int], Batch]
     validation: Sequence[Batch]
     loss: Callable[..., Tensor] | None = None
-    """The mean loss of a batch; None: the model gives it itself."""
+    """Function that returns the mean loss of a batch; None: the model returns it."""
 
 
 def train(
     run: Prepared, config: Training, telemetry: Telemetry, checkpoints: Checkpoints | None = None
 ) -> Iterator[Record]:
-    """Train for `config.steps` steps, or until its time budget is spent.
+    """Train for `config.steps` steps, or until the time budget is spent, and yield records.
 
-    With `checkpoints`, goes on from the one that is there, and leaves one now and then, once the records before it were taken. Ends
-    early, after a record with `nan/first_step` or `guard/stopped`, where the guard stops it. Of several ranks, all train; rank 0 alone
-    has checkpoints, and its records count.
+    With `checkpoints`, continue from the checkpoint that exists, if any, and write new ones at intervals. A
+    checkpoint is written only after the caller took the records before it. The run ends early, after a record
+    with `nan/first_step` or `guard/stopped`, if the guard stops it. All ranks of a trial call this function;
+    only rank 0 has checkpoints, and only its records count.
     """
     if config.deterministic:
         os.environ.setdefault(
             "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # what cuBLAS needs to be so, before its first product
+        )  # cuBLAS is deterministic only if this is set before its first product
         torch.use_deterministic_algorithms(True)
     loop, ranks = _Loop(run, config, telemetry), world()
     first = loop.restore(ranks.told(checkpoints and checkpoints.take()))
@@ -151,7 +177,7 @@ def train(
 
 
 class _Loop:
-    """One training run: its optimizer, its guard, and what was seen since the last record."""
+    """State of one training run: its optimizer, its guard, and the measurements since the last record."""
 
     def __init__(self, run: Prepared, config: Training, telemetry: Telemetry) -> None:
         self.run, self.config, self.telemetry = run, config, telemetry
@@ -159,7 +185,7 @@ class _Loop:
         self.parameters = [p for p in run.model.parameters() if p.requires_grad]
         self.world = world()
         self.part = Part(self.world, config, run.engine, self.parameters)
-        """What this rank does of every step."""
+        """This rank's part of every step."""
         self.device = next(run.model.parameters()).device
         self.optimizer = optimizer(run.model, config)
         self.watch = Watch(config, run.engine)
@@ -167,11 +193,11 @@ class _Loop:
         self.plan = Run(config.steps, config.tokens_per_step, config.decay_start)
         self.standing = Standing(run.model, self.optimizer, run.engine)
         self.spent = 0.0
-        """Seconds in steps so far."""
+        """Seconds spent in steps so far."""
         self.over = False
 
     def state(self, step: int) -> dict[str, Any]:
-        """Everything that the steps after `step` of them depend on."""
+        """Return everything that the steps after the first `step` steps depend on. All ranks call it."""
         more = {"meter": self.meter.state(), "guard": self.watch.state(), "spent": self.spent}
         state = self.standing.state(step) | more
         layers = state["engine"]["layers"].values()
@@ -180,19 +206,19 @@ class _Loop:
         return state
 
     def restore(self, state: dict[str, Any] | None) -> int:
-        """Go on from what `state` gave, if anything; returns the first step to be taken."""
+        """Restore what `state` returned, if anything, and return the first step to take."""
         if state is None:
             return 0
         vars(self.meter).update(state["meter"])
         self.watch.restore(state["guard"])
         self.spent = state["spent"]
-        if self.world.rank:  # what was counted on all ranks, rank 0 goes on counting
+        if self.world.rank:  # the checkpoint has the sum over all ranks: only rank 0 continues from it
             for its in state["engine"]["layers"].values():
                 its["nonfinite"] = 0
         return self.standing.restore(state)
 
     def step(self, step: int) -> Record | None:
-        """Take one step; what there is to record of it."""
+        """Take one step and return its record; None if there is nothing to record."""
         engine, config, telemetry = self.run.engine, self.config, self.telemetry
         recipe = engine.at(step, self.plan)
         look = Look(
@@ -232,7 +258,7 @@ class _Loop:
         return Record(done, metrics, verdict if diverges else None) if metrics else None
 
     def _seen(self, done: int) -> dict[str, float]:
-        """What the engine has counted so far."""
+        """Return the engine's counts so far: non-finite activations, and bytes of gathered weights."""
         found = {"nan/activation": self.world.sums(self.run.engine.nonfinite())[0]}
         gathered, in_bf16 = self.run.engine.traffic()
         if in_bf16:
@@ -240,7 +266,10 @@ class _Loop:
         return found
 
     def _gradient_of(self, step: int, look: "Look") -> tuple[float, float]:
-        """Leave the step's gradient, clipped, in the parameters; returns its mean loss and the gradient's norm before clipping."""
+        """Leave the step's clipped gradient in the parameters.
+
+        Return the mean loss, and the norm of the gradient before clipping.
+        """
         engine, config = self.run.engine, self.config
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr_at(step) * self.watch.lr
@@ -257,7 +286,7 @@ class _Loop:
         return total, clip(self.parameters, self.watch.clip)
 
     def _update(self, step: int, look: "Look") -> None:
-        """The optimizer's step, and what the recipe does to weights around it."""
+        """Apply the optimizer's step and the recipe's weight rules before and after it."""
         engine = self.run.engine
         casts = _timed(look, engine.weight_casts) if look.errors else {}
         engine.weights.before(self.optimizer, step, self.plan)
@@ -267,7 +296,7 @@ class _Loop:
             look.metrics |= _timed(look, lambda: oscillation(casts, engine.weight_casts()))
 
     def _gradient(self, step: int) -> float:
-        """Leave the step's gradient in the parameters; returns the mean loss."""
+        """Leave the step's gradient in the parameters and return the mean loss."""
         self.optimizer.zero_grad()
         total, part = 0.0, self.part
         with self.run.engine.still_weights(), part.divided():
@@ -281,28 +310,28 @@ class _Loop:
         return part.total(total, step)
 
     def _shadow(self, step: int) -> list[Tensor]:
-        """The gradient that the same step has without quantisation."""
+        """Return the gradient that the same step has without quantisation."""
         with self.run.engine.high_precision():
             self._gradient(step)
         return [gradient.clone() for gradient in self._gradients()]
 
     def _gradients(self) -> list[Tensor]:
-        """Of all parameters that are trained; zeros of one that the loss does not depend on."""
+        """Return the gradients of all trained parameters; zeros for one that the loss does not depend on."""
         return [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in self.parameters]
 
 
 def _shadows(recipe: Recipe, step: int, telemetry: Telemetry, engine: Engine) -> bool:
-    """Whether the gradient is compared in this step: for telemetry, or because the schedule waits for it."""
+    """Return True if this step compares the gradient, for telemetry or for a trigger of the schedule."""
     periods = (telemetry.shadow, *(trigger.every for trigger in engine.recipe.triggers - engine.tripped))
     return not recipe.plain and any(step % period == 0 for period in periods)
 
 
 @dataclass
 class Look:
-    """What is measured in one step beside its loss, and what that took."""
+    """Measurements of one step beside its loss, and the seconds that they took."""
 
     errors: bool
-    """Quantisation errors and the oscillation of weights."""
+    """True to measure quantisation errors and the oscillation of weights."""
     shadow: bool
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -317,9 +346,10 @@ def _timed(look: Look, work: Callable[[], Any]) -> Any:
 
 @torch.no_grad()
 def evaluate(run: Prepared, recipe: Recipe, part: Part) -> dict[str, float]:
-    """`val/loss` in the precision now in force and `val/loss_bf16` with every layer in high precision, in the loss's own unit.
+    """Return `val/loss` in the precision now in force, and `val/loss_bf16` with all layers in high precision.
 
-    Ranks share out whole batches: the same numbers on any number of them.
+    Both are in the unit of the loss. Ranks share out whole batches, so the values are the same on any number
+    of ranks.
     """
     run.engine.clock.stream = "evaluation"
     run.model.eval()

@@ -1,4 +1,4 @@
-"""Names of metrics: their parts, and what follows from them for trackers, counts, audits and figures.
+"""Names of metrics: their parts, and what trackers, counts, audits and figures derive from them.
 
 A name is the text that records, ledgers and MLflow store. Its parts are separated by slashes:
 
@@ -8,10 +8,10 @@ A name is the text that records, ledgers and MLflow store. Its parts are separat
     gemm/wgrad/rel_mse                      family, product (in `slot`), metric
     tokens                                  metric
 
-Only this file takes names apart, puts them together and knows what families mean; all other files read the fields of
-`parse(text)`. Every text is a name, since workloads of other packages record what they like: only the families `quant`, `gemm`
-and `mean` have slots and layers, and of any other name all that follows the first slash is the metric. Names of earlier versions
-therefore stay valid, and `str(parse(text)) == text`.
+Only this file splits and joins names and defines what families mean; all other files read the fields of
+`parse(text)`. Every text is a name, since workloads of other packages may record any metric. Only the
+families `quant`, `gemm` and `mean` have slots and layers; in any other name, everything after the first slash
+is the metric. Names of earlier versions therefore stay valid, and `str(parse(text)) == text`.
 """
 
 from collections.abc import Iterable
@@ -22,11 +22,14 @@ from functools import lru_cache
 FIRST_NONFINITE = "nan/first_step"
 """Metric of the record that ends a run: the step whose loss or gradient was not finite."""
 GUARD_STOPPED = "guard/stopped"
-"""Metric of the record that ends a run: the step whose finite loss or gradient norm the guard did not accept."""
+"""Metric of the record that ends a run: the step whose finite loss or gradient norm the guard rejected."""
 ENDINGS = frozenset({FIRST_NONFINITE, GUARD_STOPPED})
 """Metrics that mark the last record of a run that diverged."""
 GAP = "gap"
-"""Family of the metrics that compare a member with its baseline. They exist in MLflow alone: the ledger can compute them."""
+"""Family of the metrics that compare a member with its baseline.
+
+They exist in MLflow alone, since the ledger can compute them.
+"""
 
 _WITH_SLOTS = frozenset({"quant", "gemm", "mean"})
 _OF_DATA = frozenset({"train", "val"})
@@ -39,7 +42,10 @@ _MOST_CACHED = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Parts of a metric's name; `str` is the stored text. ValueError for parts whose text would parse to other parts."""
+    """Parts of a metric's name; `str` is the stored text.
+
+    ValueError for parts whose text would parse to other parts.
+    """
 
     family: str | None
     slot: str | None
@@ -64,13 +70,16 @@ class Name:
         )
 
     def like(self, patterns: Iterable[str]) -> bool:
-        """Return True if the whole text matches one of these globs, in which `*` matches slashes too: `quant/*/sqnr_db`."""
+        """Return True if the whole text matches one of these globs.
+
+        In a glob, `*` matches slashes too: `quant/*/sqnr_db`.
+        """
         text = str(self)
         return any(fnmatchcase(text, pattern) for pattern in patterns)
 
     @property
     def for_tracker(self) -> bool:
-        """Return True for what MLflow gets of every run: all but per-layer series and most errors of slots.
+        """Return True if MLflow gets this metric: all but per-layer series and most errors of slots.
 
         The ledger keeps the rest. A run in MLflow then has about 30 keys, which its page can still show.
         """
@@ -85,12 +94,15 @@ class Name:
 
     @property
     def is_total(self) -> bool:
-        """Return True for a number of the run so far, whose last record stands for the run; False for one of an interval."""
+        """Return True for a total of the run so far, False for a number of one interval.
+
+        The last record of a total stands for the run.
+        """
         return str(self) in _SO_FAR
 
     @property
     def of_data(self) -> bool:
-        """Return True for what a model scores on data: meaningless for a model that learned nothing."""
+        """Return True for a model's score on data, which means nothing for a model that learned nothing."""
         return self.family in _OF_DATA
 
     @property
@@ -101,7 +113,10 @@ class Name:
 
 @lru_cache(_MOST_CACHED)
 def parse(text: str) -> Name:
-    """Return the parts of a name. Any text has some; each distinct text is parsed once and then looked up."""
+    """Return the parts of a name. Any text has parts.
+
+    Each distinct text is parsed once and then looked up in a cache.
+    """
     family, slash, rest = text.partition("/")
     if not slash:
         return Name(None, None, None, text)

@@ -1,8 +1,9 @@
-"""How one trial's work is laid out over its ranks, and what cannot be. Torch-free, since plans ask.
+"""Layout of one trial's work over its ranks, and the reasons that rule a layout out.
 
-A step has `accumulate` micro-batches of `batch` sequences, and that stays so however many ranks there are: they share out the
-micro-batches, and, where there are fewer of those than ranks, the sequences of each. So a trial has the same numbers on any
-number of ranks, but for the order of additions, and the number of ranks is no part of what it is.
+A step has `accumulate` micro-batches of `batch` sequences on any number of ranks. The ranks share out the
+micro-batches and, if there are fewer micro-batches than ranks, the sequences of each. A trial therefore has
+the same numbers on any number of ranks, except for the order of additions, and the number of ranks is no part
+of its identity. This file does not import torch, since plans use it.
 """
 
 import math
@@ -17,21 +18,24 @@ from ablate.training.hyperparameters import Training
 
 @dataclass(frozen=True)
 class Layout:
-    """So many ranks; `sharded`: each keeps a part of the parameters, their gradients and the optimizer's state (FSDP)."""
+    """Number of ranks, and the way in which they keep the model.
+
+    `sharded`: each rank keeps a part of the parameters, their gradients and the optimizer's state (FSDP).
+    """
 
     ranks: int = 1
     sharded: bool = False
 
     def groups(self, accumulate: int) -> int:
-        """Ranks, or groups of ranks, that take micro-batches of their own."""
+        """Return the number of groups of ranks that take micro-batches of their own."""
         return math.gcd(accumulate, self.ranks)
 
     def splits(self, accumulate: int) -> int:
-        """Ranks that share the sequences of one micro-batch, and the amaxes of its operands."""
+        """Return the number of ranks that share one micro-batch's sequences and the amaxes of its operands."""
         return self.ranks // self.groups(accumulate)
 
     def misfits(self, config: Training, recipe: Recipe, engine: str) -> Iterator[str]:
-        """Why so many ranks cannot train this, each in words."""
+        """Yield each reason, as a sentence, for which so many ranks cannot train this."""
         splits = self.splits(config.accumulate)
         if config.compile:
             yield f"workload.compile compiles for one rank; leave it out, or use 1 instead of {self.ranks}"
@@ -80,19 +84,19 @@ def _sharding_misfits(config: Training, recipe: Recipe, engine: str) -> Iterator
 
 
 def _everything(recipe: Recipe) -> list[Products]:
-    """Whatever products are in force somewhere, at some time."""
+    """Return all products that a recipe uses in any layer at any time."""
     others = (*(rule.use for rule in recipe.layers.rules), *(phase.use for phase in recipe.schedule))
     return [recipe.products, *(products for products in others if products is not None)]
 
 
 def _slot(recipe: Recipe, meant: Callable[[Quant, str], Any]) -> str | None:
-    """The first operand, as `recipe.fprop.x`, whose quantiser is meant: `meant(quant, slot)`."""
+    """Return the first operand, as `recipe.fprop.x`, for whose quantiser `meant(quant, slot)` is true."""
     pairs = ((slot, products.slot(slot)) for products in _everything(recipe) for slot in SLOTS)
     return next((f"recipe.{slot}" for slot, quant in pairs if quant is not None and meant(quant, slot)), None)
 
 
 def _rotations(recipe: Recipe) -> Iterator[tuple[str, int]]:
-    """The products whose contraction is over tokens, where they are rotated, and the size of that."""
+    """Yield the product whose contraction is over tokens, and its rotation's size, if it is rotated."""
     return (
         ("wgrad", products.wgrad.hadamard.size) for products in _everything(recipe) if products.wgrad.hadamard
     )
