@@ -135,7 +135,7 @@ class Checkpoints:
             return None
 
     def _refuse(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Raise Damaged if the file is intact but belongs to another version, trial, state or record history."""
+        """Raise Damaged if the file is intact but belongs to another version, trial, state or history."""
         if about["version"] != CHECKPOINT_VERSION or (path == self.path and about["trial"] != self.trial):
             raise Damaged(path, "of another version or trial")
         if path != self.path and about.get("state") != path.name:

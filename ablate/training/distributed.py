@@ -1,4 +1,4 @@
-"""Ranks of one trial: the rank of this process, its part of every step, and the values on which all ranks agree.
+"""Ranks of one trial: the rank of this process, its part of every step, and the values that ranks exchange.
 
 A process belongs to one trial, as it belongs to one process group: `join` sets the rank once, and `world`
 returns it.
@@ -141,7 +141,7 @@ class Part:
         self._divided = peers and Divided(self.index, self.splits, peers[group])
 
     def divided(self) -> AbstractContextManager:
-        """Inside this context, let the engine account for the ranks that have the rest of a micro-batch, if any."""
+        """Inside this context, let the engine include the ranks that have the rest of a micro-batch."""
         return self.engine.divided(self._divided) if self._divided else nullcontext()
 
     def of(self, batch: Sequence[Tensor]) -> list[Tensor]:
@@ -176,7 +176,7 @@ class Part:
         return [min(first + self.world.rank, count - 1) for first in range(0, count, self.world.size)]
 
     def in_order(self, values: Sequence[float], count: int) -> list[float]:
-        """Return the values of all ranks for the batches that `shares` assigned, in the order of the batches."""
+        """Return all ranks' values for the batches that `shares` assigned, in the order of the batches."""
         lists = self.world.listed(values)
         return [lists[number % self.world.size][number // self.world.size] for number in range(count)]
 

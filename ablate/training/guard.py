@@ -130,7 +130,7 @@ class Watch:
         return math.inf if self._clip is None else self._clip * self._guard.fallback.clip**self.fallbacks
 
     def judge(self, loss: float, norm: float) -> Verdict:
-        """Judge a step by its loss and gradient norm, and carry out the fallback that the verdict contains."""
+        """Judge a step by its loss and gradient norm, and carry out the verdict's fallback, if any."""
         cause = self._cause(loss, norm)
         if cause is None:
             self._losses.append(loss)
@@ -173,7 +173,7 @@ class Watch:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of skipped steps and the learning rate's factor, if the policy can change them."""
+        """Return the number of skipped steps and the learning rate's factor, if the policy changes them."""
         if self._guard.policy == "stop":
             return {}
         return {"nan/steps_skipped": float(self.skipped)} | (

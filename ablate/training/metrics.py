@@ -1,7 +1,7 @@
-"""Metrics of one training moment, by name: errors of operands, noise of gradients, oscillation of weights, memory.
+"""Metrics of a moment of training: errors of operands, noise of gradients, oscillation of weights, memory.
 
-Functions of tensors; the training loop decides when they are measured. A metric of one operand of one layer has its function
-and its entry in operand_metrics.py.
+They are functions of tensors; the training loop decides when to measure them. A metric of one operand of one
+layer has its function and its entry in operand_metrics.py.
 """
 
 import math
@@ -20,14 +20,18 @@ from ablate.training.operand_metrics import OPERAND_METRICS
 
 
 def quantisation(operand: Operand) -> dict[str, float]:
-    """Return every metric of `OPERAND_METRICS` of an operand that kept its source; NaN for those that are undefined for it."""
+    """Return every metric of `OPERAND_METRICS` of an operand that kept its source; NaN for undefined ones."""
     seen = census(operand)
     return {name: metric.measure(operand, seen) for name, metric in OPERAND_METRICS.items()}
 
 
 def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float]:
-    """The gradient beside the one that the same batch gives without quantisation: `grad/cosine_to_bf16`, and `grad/noise_ratio`,
-    the reference's norm over that of the difference (below sqrt(3), "FP4 All the Way" leaves FP4: arXiv 2505.19115)."""
+    """Compare a gradient with the one that the same batch gives without quantisation.
+
+    Return `grad/cosine_to_bf16`, the cosine of the two, and `grad/noise_ratio`, the reference's norm over
+    that of the difference; {} if a norm is 0 or not finite. "FP4 All the Way" leaves FP4 when the noise ratio
+    falls below sqrt(3) (arXiv 2505.19115).
+    """
 
     def inner(a: Iterable[Tensor], b: Iterable[Tensor]) -> float:
         return math.fsum(
@@ -50,8 +54,11 @@ Casts = Mapping[str, tuple[Tensor, Operand]]
 
 
 def oscillation(before: Casts, after: Casts) -> dict[str, float]:
-    """What one optimizer step did to quantised weights: `weights/flipped`, the share of elements whose code changed, and
-    `weights/oscillation`, sum |dQ(w)| over sum |dw|."""
+    """Return the effect of one optimizer step on quantised weights.
+
+    `weights/flipped` is the share of elements whose code changed, `weights/oscillation` is sum |dQ(w)| over
+    sum |dw|, left out if no weight changed.
+    """
     flipped = elements = 0
     way = quantised_way = 0.0
     for name, (w, cast) in before.items():
@@ -71,14 +78,15 @@ ALARMS = (
         "grad/noise_ratio",
         "below",
         math.sqrt(3),
-        "the gradient's norm is {:.2f} times its quantisation noise, below sqrt(3): FP4 may no longer help it",
+        "the gradient's norm is {:.2f} times its quantisation noise, "
+        "below sqrt(3): FP4 may no longer help it",
     ),
 )
 """Alarms of every trial: those of operands, and those of metrics that this file measures."""
 
 
 class SlotErrors:
-    """Collects `quantisation` of every operand of a step: by layer, and averaged over layers for each slot."""
+    """Collector of `quantisation` of every operand of a step: by layer, and averaged over layers per slot."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
@@ -87,7 +95,10 @@ class SlotErrors:
         self._seen[slot, layer] = quantisation(operand)
 
     def metrics(self) -> dict[str, float]:
-        """`quant/<slot>/<layer>/<name>` for each layer and `quant/<slot>/<name>`, their mean over the layers where defined."""
+        """Return `quant/<slot>/<layer>/<name>` of each layer, and their means `quant/<slot>/<name>`.
+
+        Undefined values are left out of both.
+        """
         result, by_slot = {}, defaultdict(list)
         for (slot, layer), values in self._seen.items():
             for name, value in values.items():
@@ -98,7 +109,7 @@ class SlotErrors:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Bytes: what the process holds, and on a GPU the peaks of the allocator."""
+    """Return the bytes that the process holds, and on a GPU the peaks of the allocator."""
     result = {"memory/rss": float(psutil.Process().memory_info().rss)}
     if device.type == "cuda":
         result["memory/peak_allocated"] = float(torch.cuda.max_memory_allocated(device))

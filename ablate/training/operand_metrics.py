@@ -1,12 +1,13 @@
-"""Metrics of one quantised operand: what telemetry records of every operand of every layer.
+"""Metrics of one quantised operand, which telemetry records of every operand of every layer.
 
-An operand is a tensor on its way into a product: the source x (rotated, padded) and its quantised values q. The training loop
-measures all metrics of `OPERAND_METRICS` every `telemetry.every` steps and records each as `quant/<slot>/<layer>/<metric>`, and
-its mean over layers as `quant/<slot>/<metric>`. To add one, write a function of the operand and its census (sums and counts,
-made in one pass) and enter it at the foot of this file, with an alarm if some values of it are wrong; docs/extending.md has the
-steps. NaN means that the metric is undefined for this operand, and is not recorded.
+An operand is a tensor that enters a product: the source x (rotated, padded) and its quantised values q. The
+training loop measures all metrics of `OPERAND_METRICS` every `telemetry.every` steps. It records each as
+`quant/<slot>/<layer>/<metric>`, and its mean over layers as `quant/<slot>/<metric>`. To add one, write a
+function of the operand and its census (sums and counts, made in one pass) and enter it at the foot of this
+file, with an alarm if some of its values are wrong; docs/extending.md has the steps. NaN means that the
+metric is undefined for this operand; it is not recorded.
 
-Importing this file does not import torch: plans read the names.
+Importing this file does not import torch, since plans read the names.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ def scale_clipped_frac(operand: Operand, seen: Census) -> float:
     reach *= 1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1)
     too_large = _block_amaxes(operand, seen) > reach * (
         1 + 2**-4
-    )  # half a step of E4M3 above is still nearest
+    )  # up to half a step of E4M3 above the top, the top is still the nearest value
     return _fraction((operand.block_scale == top) & too_large)
 
 
 def scale_zero_frac(operand: Operand, seen: Census) -> float:
-    """Return the fraction of the blocks that are not zero whose scale is."""
+    """Return the fraction of nonzero blocks whose scale is zero."""
     if operand.block_scale is None:
         return 0.0
     filled = _block_amaxes(operand, seen) > 0
@@ -81,12 +82,12 @@ def scale_saturated_frac(operand: Operand, seen: Census) -> float:
 
 
 def clipped_frac(operand: Operand, seen: Census) -> float:
-    """Return the fraction of scaled elements that lie beyond the grid by over half its last step."""
+    """Return the fraction of scaled elements beyond the grid by more than half its last step."""
     return seen.clipped / seen.elements
 
 
 def zero_frac(operand: Operand, seen: Census) -> float:
-    """Return the fraction of elements that were not zero and are now."""
+    """Return the fraction of elements that were nonzero and were quantised to zero."""
     return seen.zeros / seen.elements
 
 
@@ -101,7 +102,7 @@ def blocks_saturated_frac(operand: Operand, seen: Census) -> float:
 
 
 def crest(operand: Operand, seen: Census) -> float:
-    """Return the median over blocks of largest |x| over root mean square; blocks of zeros have none."""
+    """Return the median over blocks of largest |x| over root mean square, without blocks of zeros."""
     if not seen.power:
         return math.nan
     return (
@@ -135,7 +136,7 @@ def _largest_element(operand: Operand) -> float:
 
 @dataclass(frozen=True)
 class OperandMetric:
-    """A metric of one operand, and the limit beyond which its value in a single layer is wrong, if there is one."""
+    """Metric of one operand, and the limit beyond which its value in a single layer is wrong, if any."""
 
     measure: Callable[[Operand, Census], float]
     alarm: Alarm | None = None
@@ -175,5 +176,8 @@ OPERAND_METRICS = {
     "kurtosis": OperandMetric(kurtosis),
     "mean_share": OperandMetric(mean_share),
 }
-"""Metrics of an operand by name. Alarms are checked in this order: causes (scales) stand before their effects (elements).
-Ordinary training in NVFP4 stays well below the limits (experiments/LOG.md)."""
+"""Metrics of an operand by name.
+
+Alarms are checked in this order: causes (scales) before their effects (elements). Ordinary training in NVFP4
+stays well below the limits (experiments/LOG.md).
+"""

@@ -1,4 +1,4 @@
-"""Optimizers, from torch, over one model's trainable parameters; and the type that their state is kept in."""
+"""Optimizers, from torch, over one model's trainable parameters, and the type of their state."""
 
 from collections.abc import Callable, Iterable
 from inspect import unwrap
@@ -14,8 +14,11 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def _eager(kind: type) -> type:
-    """An optimizer of torch without the wrappers that keep torch.compile out, which nothing here puts around a step: at the first
-    call they import torch._dynamo, which takes as long as the rest of torch."""
+    """Return a torch optimizer class without the wrappers that keep torch.compile out.
+
+    At the first call they import torch._dynamo, which takes as long as the rest of torch. Nothing here
+    compiles a step.
+    """
     plain = {
         name: unwrap(getattr(kind, name))
         for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
@@ -27,7 +30,7 @@ _AdamW, _Muon, _Optimizer = map(_eager, (torch.optim.AdamW, torch.optim.Muon, to
 
 
 def optimizer(model: nn.Module, config: Training) -> torch.optim.Optimizer:
-    """What `config` asks for, over all parameters that are trained."""
+    """Return the optimizer that `config` names, over all trained parameters."""
     built = OPTIMIZERS[config.optimizer](model, config)
     if config.optimizer_state == "bf16":
         built.register_step_post_hook(_round_state)
@@ -35,7 +38,7 @@ def optimizer(model: nn.Module, config: Training) -> torch.optim.Optimizer:
 
 
 def adamw(model: nn.Module, config: Training) -> torch.optim.Optimizer:
-    """AdamW, weight decay on matrices only."""
+    """Return AdamW, with weight decay on matrices only."""
     return _adamw((p for p in model.parameters() if p.requires_grad), config)
 
 
@@ -49,9 +52,10 @@ def _adamw(parameters: Iterable[nn.Parameter], config: Training) -> torch.optim.
 
 
 def muon(model: nn.Module, config: Training) -> torch.optim.Optimizer:
-    """Muon on the matrices inside blocks, AdamW on everything else (embeddings, head, norms), as its author advises.
+    """Return Muon on the matrices inside blocks, and AdamW on the rest (embeddings, head, norms).
 
-    Its update has AdamW's root mean square (`match_rms_adamw`, arXiv 2502.16982), so that one learning rate serves both.
+    The split is that of Muon's author. The update has AdamW's root mean square (`match_rms_adamw`, arXiv
+    2502.16982), so one learning rate serves both.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if p.ndim == 2 and block_of(name) >= 0]
@@ -66,42 +70,42 @@ def muon(model: nn.Module, config: Training) -> torch.optim.Optimizer:
 
 
 class Joint(_Optimizer):
-    """Several optimizers, each over parameters of its own, as one."""
+    """Several optimizers, each over its own parameters, as one."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.param_groups = [
             group for part in parts for group in part.param_groups
-        ]  # theirs, so that a rate set here is theirs
+        ]  # the parts' own dicts: a learning rate set here applies to the parts
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """Every parameter's, whoever keeps it."""
+        """Return the state of every parameter, from all parts."""
         return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
 
     @state.setter
     def state(self, value: Any) -> None:
-        """The base class starts with none; each part keeps its own."""
+        """Ignore the empty state that the base class sets; each part keeps its own."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One step of each."""
+        """Take one step with each part."""
         for part in self.parts:
             part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Each part's, in order."""
+        """Return the states of all parts, in order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         for part, its in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(its)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 def _round_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Round the moments to bf16, to nearest: the numbers that a bf16 state has, kept in fp32."""
+    """Round the moments to the nearest bf16 values, kept in fp32."""
     for kept in optimizer.state.values():
         for moment in (kept[name] for name in _MOMENTS if name in kept):
             moment.copy_(moment.to(torch.bfloat16))

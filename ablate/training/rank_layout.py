@@ -31,7 +31,7 @@ class Layout:
         return math.gcd(accumulate, self.ranks)
 
     def splits(self, accumulate: int) -> int:
-        """Return the number of ranks that share one micro-batch's sequences and the amaxes of its operands."""
+        """Return the number of ranks that share one micro-batch's sequences and its operands' amaxes."""
         return self.ranks // self.groups(accumulate)
 
     def misfits(self, config: Training, recipe: Recipe, engine: str) -> Iterator[str]:

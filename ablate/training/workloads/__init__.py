@@ -1,14 +1,21 @@
-"""A workload is anything that, given a recipe and a seed, yields records. One file each; importing them is torch-free.
+"""Workloads, one per file: anything that yields records, given a recipe and a seed.
 
-The contract: a frozen `Spec` with `VERSION` (raise it by hand when the same spec would give other bits),
-`problems()` (fields that contradict each other or files that cannot be read, found before anything runs),
-`fingerprint()` of its data, `identity()` (its fields but for places), `METRICS` that an experiment can
-compare, `recorded(metric)` (the steps before the last after which every trial has it, where a search may
-prune), `steps`, `tokens_per_step`, `blocks` and `linear_layers` (what a layer policy counts and selects from;
-0 and none for a workload without a model), `summary()` of facts that put its numbers in proportion,
-`cost(quantised)` in rough CPU seconds, and `records(recipe, seed, engine, device, telemetry, checkpoints)`,
-which goes on from the checkpoint that it finds there. `UNITS` names what metrics are counted in, where that
-has a name; `imports` the modules that take seconds to import.
+Importing them does not import torch. The contract of a workload is a frozen `Spec` with:
+
+    VERSION                  raise it by hand if the same spec would give other bits
+    METRICS                  metrics that an experiment can compare
+    UNITS                    units of metrics, for those that have one
+    imports                  modules that a trial needs and that take seconds to import
+    steps, tokens_per_step   length of a run, and tokens of one step
+    blocks, linear_layers    blocks and layers that a layer policy counts and selects from; 0 and () without a model
+    problems()               fields that contradict each other and files that cannot be read, found before a run
+    fingerprint()            digest that identifies the data's content
+    identity()               fields that determine the numbers, without paths
+    recorded(metric)         steps before the last after which every trial has the metric; a search may prune there
+    summary()                facts about the data that put the numbers in proportion
+    cost(quantised)          rough CPU seconds
+    records(recipe, seed, engine, device, telemetry, checkpoints)
+                             iterator of records; it continues from a checkpoint if there is one
 """
 
 import json
@@ -31,7 +38,7 @@ WORKLOADS: dict[str, type[Any]] = {
 
 
 def unit(spec: str, metric: str) -> str:
-    """What a metric of a trial is counted in, by the trial's spec as JSON; nothing where that has no name."""
+    """Return the unit of a metric, given the trial's spec as JSON; "" if it has none."""
     workload = next(iter(json.loads(spec).get("workload", {})), None)
     return WORKLOADS[workload].UNITS.get(metric, "") if workload in WORKLOADS else ""
 
@@ -41,6 +48,9 @@ CONTEXT_FREE = ("data/unigram_entropy", "data/blank_loss")
 
 
 def context_free(result: Mapping[str, Any] | None) -> float | None:
-    """The val/loss of a model that ignores its input, by a trial's result; None where its workload knows none."""
+    """Return the val/loss of a model that ignores its input, from a trial's result.
+
+    None if the result has no such fact.
+    """
     facts = (result or {}).get("facts", {})
     return next((facts[name] for name in CONTEXT_FREE if name in facts), None)

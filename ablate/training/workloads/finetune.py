@@ -1,4 +1,7 @@
-"""Fine-tune a causal language model of `transformers`, all of it or low-rank adapters, with its linear layers under a recipe."""
+"""Workload that fine-tunes a causal language model of `transformers`.
+
+It trains all weights or low-rank adapters, with the linear layers under a recipe.
+"""
 
 from __future__ import annotations
 
@@ -44,25 +47,28 @@ _TINY = {
     "head_dim": 16,
 }
 _VERSION = 1
-"""Raise by hand when the same `Base` would give other weights: those that are kept are then made again."""
+"""Version of the base's weights. Raise it by hand if the same `Base` would give other ones.
+
+Weights kept under another version are then trained again.
+"""
 _BEAT_SECONDS = 5.0
-"""How often a trial says that its base is still trained: far less than the patience of whoever listens."""
+"""Seconds between signs of life while the base is trained: far fewer than the controller waits."""
 
 
 class Lora(Spec):
-    """Low-rank adapters (arXiv 2106.09685): the model's own weights stay as they are, quantised by the recipe."""
+    """Low-rank adapters (arXiv 2106.09685): the model's own weights stay fixed, quantised by the recipe."""
 
     rank: int = Field(8, ge=1, le=MOST_WIDTH)
     alpha: float = Field(16.0, gt=0)
-    """The adapters' output is multiplied by alpha / rank."""
+    """Numerator of the factor alpha / rank that the adapters' output is multiplied by."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Of the adapters' input, in training."""
+    """Dropout of the adapters' input, in training."""
     targets: tuple[str, ...] = Field(("*",), strict=False, min_length=1)
-    """Globs on layers' names or the ends of them (`q_proj`, `mlp.*`); by default every layer that the recipe applies to."""
+    """Globs on layer names or their ends (`q_proj`, `mlp.*`); by default all layers of the recipe."""
 
 
 class Base(Spec):
-    """A short pretraining in bf16 that gives a configuration weights worth fine-tuning, where no trained model is at hand."""
+    """Short pretraining in bf16, which gives a configuration without trained weights a start for fine-tuning."""
 
     steps: int = Field(300, ge=1, le=MOST_STEPS)
     data: Source = "stdlib"
@@ -72,39 +78,42 @@ class Base(Spec):
 
 
 class Finetune(Text):
-    """A model, whether all of it or adapters are trained, and the text."""
+    """Model, text, and the choice between training all weights or adapters."""
 
     VERSION: ClassVar[int] = 1
     METRICS: ClassVar[frozenset[str]] = Text.METRICS | {"val/perplexity"}
     NAMES: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Architecture = Field(default_factory=lambda: Fields(_TINY))
-    """A folder as `transformers` saves it, or a name on the hub; or the fields of a configuration, `model_type` among them, whose
-    weights `base` trains first, or the seed draws."""
+    """Folder saved by `transformers`, name on the hub, or fields of a configuration.
+
+    The fields of a configuration include `model_type`; `base` trains its weights first, or they are drawn
+    from the seed.
+    """
     base: Base | None = None
     lora: Lora | None = None
-    """null: every weight is trained."""
+    """Low-rank adapters to train; null: every weight is trained."""
     save: bool = False
-    """Leave the trained model, its adapters merged, in the trial's folder `model`, as `transformers` loads it."""
+    """Save the trained model, with its adapters merged, in the trial's folder `model`, for `transformers`."""
     lr: float = Field(3e-4, gt=0)
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
-        """The layers that a recipe applies to, by the model's own names."""
+        """Return the layers that a recipe applies to, by the model's own names."""
         return outlined(self.model, self.corpus).layers
 
     @property
     def extents(self) -> dict[str, int]:
-        """The context, of which every batch is a multiple, and the widths of the model."""
+        """Return the context, which every batch is a multiple of, and the widths of the model."""
         return extents(self.model, self)
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """What a worker imports once."""
+        """Return the slow modules that a worker imports once."""
         return ("ablate.training.models.causal", *(["ablate.training.models.adapters"] if self.lora else []))
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """(field, reason) for what cannot run."""
+        """Yield (field, reason) for each field that cannot run."""
         found = dict(super().problems())
         if "data" not in found:
             found |= dict(misfits(self.model, self))
@@ -129,14 +138,17 @@ class Finetune(Text):
             )
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """(field, reason) for what cannot run with this recipe."""
+        """Yield (field, reason) for each field that cannot run with this recipe."""
         yield from super().contradictions(recipe)
         rules = [name for name in ("osci_reset", "q_ema", "q_ramping") if getattr(recipe.weights, name)]
         if self.lora and rules:
             yield "lora", f"leaves quantised weights as they are, so weights.{rules[0]} has nothing to act on"
 
     def computed(self, recipe: Recipe) -> Recipe:
-        """The recipe without what a run never computes: under adapters the layers' own weights are frozen, so they have no wgrad."""
+        """Return the recipe without the products that a run never computes.
+
+        Under adapters the layers' own weights are frozen, so they have no wgrad.
+        """
         if self.lora is None:
             return recipe
         rules = tuple(
@@ -162,7 +174,7 @@ class Finetune(Text):
             yield "lora.targets", str(error)
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine the numbers: without places, whose content is in the fingerprint."""
+        """Return the fields that determine the numbers, without paths, whose content is in the fingerprint."""
         found = super().identity()
         if isinstance(self.model, str):
             del found["model"]
@@ -174,7 +186,7 @@ class Finetune(Text):
         return found
 
     def fingerprint(self) -> str:
-        """What identifies the data's content, that of the base's, and a named model's weights."""
+        """Return the fingerprint of the data, of the base's data, and of a named model's weights."""
         from ablate.training.models.source import fingerprint
 
         parts = [
@@ -185,18 +197,18 @@ class Finetune(Text):
         return "-".join(filter(None, parts))
 
     def parameters(self) -> int:
-        """All of the model's weights."""
+        """Return the number of all weights of the model."""
         return outlined(self.model, self.corpus).parameters
 
     def cost(self, quantised: bool) -> float:
-        """Rough seconds of one trial on one CPU core, without the base, which is trained once."""
+        """Return rough seconds of one trial on one CPU core, without the base, which is trained once."""
         elements = (
             16 * (self.parameters() * self.blocks / 12) ** 0.5
-        )  # a block has 12 n^2 weights and 16 n activations of a token
+        )  # a block has 12 n^2 weights, and 16 n activations per token
         return self.seconds(self.parameters(), elements, self.blocks, quantised)
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Perplexity, and bits per byte where the data say how long a token is."""
+        """Return perplexity, and bits per byte if the data give the length of a token."""
         told = {"val/perplexity": math.exp(metrics["val/loss"])} if metrics.get("val/loss", 1e3) < 700 else {}
         return super().derived(metrics) | told
 
@@ -209,14 +221,17 @@ class Finetune(Text):
         telemetry: Telemetry,
         checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
-        """Train, and yield a Record after every step that measured something. Before, while the base is trained, here or by another
-        trial, an empty one of step 0 now and then: a trial that says nothing for long is taken for hung."""
+        """Train, and yield a Record after every step that measured something.
+
+        While the base is trained first, by this trial or another, yield an empty record of step 0 every few
+        seconds: a trial without records is taken for hung.
+        """
         if self.base:
             from ablate.training.distributed import alone
             from ablate.training.loop import Record
 
             told = time.monotonic()
-            with alone():  # by whichever rank comes first
+            with alone():  # the rank that comes first trains it
                 for _ in growing("models", self._base_key(device), partial(self._pretrain, device)):
                     if time.monotonic() - told >= _BEAT_SECONDS:
                         told = time.monotonic()
@@ -224,7 +239,7 @@ class Finetune(Text):
         yield from super().records(recipe, seed, engine, device, telemetry, checkpoints)
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
-        """The model with the weights that it starts from."""
+        """Return the model, with the weights from which it starts, and windows of the text."""
         from ablate.engines.emulated_layer import DTYPES
         from ablate.training.models.causal import build, loss
 
@@ -236,7 +251,7 @@ class Finetune(Text):
         return Subject(model, *self.windows(clock.seed, device), partial(loss, clock, DTYPES[recipe.dtype]))
 
     def dressed(self, subject: Subject, clock: Clock) -> Subject:
-        """The subject with adapters, where they are what is trained."""
+        """Return the subject with adapters, if they are to be trained."""
         if self.lora is None:
             return subject
         from ablate.training.models.adapters import adapt
@@ -248,7 +263,7 @@ class Finetune(Text):
         return subject._replace(model=model)
 
     def leave(self, run: Prepared, folder: Path) -> None:
-        """The model, where it is to be saved."""
+        """Save the model in the trial's folder `model`, if it is to be saved."""
         if self.save:
             from ablate.training.models.adapters import save
 
@@ -268,7 +283,7 @@ class Finetune(Text):
         )
 
     def _start(self, clock: Clock, device: torch.device) -> nn.Module:
-        """The base, read where it was trained before, by whichever process."""
+        """Return the model with the base's weights, read from the cache or trained now."""
         from ablate.training.models.causal import build
 
         folder = kept(
@@ -293,7 +308,7 @@ class Finetune(Text):
         )
 
     def _pretrain(self, device: str, folder: Path) -> Iterator[Record]:
-        """Train the base and leave it in a folder; yields its records, one a step."""
+        """Train the base, save it in a folder, and yield the records of its steps."""
         from ablate.recipes.presets import bf16
         from ablate.training.loop import Telemetry
         from ablate.training.models.adapters import save
@@ -310,5 +325,5 @@ class Finetune(Text):
 
 
 def _frozen(products: Products) -> Any:
-    """The same, a recipe or products alone, without wgrad's operands."""
+    """Return the same recipe or products without wgrad's operands."""
     return products.model_copy(update={"wgrad": Wgrad()})

@@ -1,4 +1,7 @@
-"""Pretrain a decoder-only transformer on text. Torch is imported when it runs, so that planning stays instant."""
+"""Workload that pretrains a decoder-only transformer on text.
+
+Torch is imported when it runs, so that planning stays fast.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 _AROUND = ("Transformer", "ModuleList", "Block", "Linear")
 _MLPS = {"swiglu": "SwiGLU", "relu2": "SquaredReLU"}
 _SHAPE = ("layers", "width", "heads", "kv_heads", "mlp", "hidden", "rope_theta")
-"""Fields that a model of `transformers` has no use for."""
+"""Fields that do not apply to a model of `transformers`."""
 
 
 class Gpt(Text):
@@ -34,8 +37,11 @@ class Gpt(Text):
     NAMES: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Architecture | None = None
-    """A configuration of `transformers` in place of the model that the next fields shape: its fields with `model_type`, a folder with
-    config.json, or a name on the hub. Its weights are drawn from the seed."""
+    """Configuration of `transformers` that replaces the model that the next fields describe.
+
+    It is given as its fields with `model_type`, as a folder with config.json, or as a name on the hub. Its
+    weights are drawn from the seed.
+    """
     layers: int = Field(4, ge=1, le=MOST_LAYERS)
     width: int = Field(128, ge=16, le=MOST_WIDTH)
     heads: int = Field(4, ge=1, le=MOST_WIDTH)
@@ -43,19 +49,22 @@ class Gpt(Text):
     """Key and value heads shared by groups of query heads; null: as many as heads."""
     mlp: Literal["swiglu", "relu2"] = "swiglu"
     hidden: int | None = Field(None, ge=16, le=1 << 48)
-    """Width of the MLP; null: 8/3 of the width for swiglu (rounded up to 32), 4 for relu2."""
+    """Width of the MLP; null: 8/3 of the width for swiglu (rounded up to a multiple of 32), 4 for relu2."""
     rope_theta: float = Field(10000.0, gt=1)
 
     @property
     def hidden_width(self) -> int:
-        """The MLP's width, resolved."""
+        """Return the MLP's width, computed from the other fields if it is null."""
         if self.hidden is not None:
             return self.hidden
         return -(-8 * self.width // 96) * 32 if self.mlp == "swiglu" else 4 * self.width
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
-        """The layers that a recipe applies to: those of the given model, or four in each block of this package's transformer."""
+        """Return the layers that a recipe applies to.
+
+        They are those of the given model, or four in each block of this package's transformer.
+        """
         if self.model is not None:
             return outlined(self.model, self.corpus).layers
         kinds = {"attention": "Attention", "mlp": _MLPS[self.mlp]}
@@ -70,11 +79,11 @@ class Gpt(Text):
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """What a worker imports once."""
+        """Return the slow modules that a worker imports once."""
         return () if self.model is None else ("ablate.training.models.causal",)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """(field, reason) for what cannot run."""
+        """Yield (field, reason) for each field that cannot run."""
         found = dict(super().problems())
         if "data" not in found:
             found |= dict(self._shaped_otherwise() if self.model is not None else self._misshapen())
@@ -101,7 +110,7 @@ class Gpt(Text):
 
     @property
     def extents(self) -> dict[str, int]:
-        """The context, of which every batch is a multiple, and the widths of the transformer."""
+        """Return the context, which every batch is a multiple of, and the widths of the transformer."""
         if self.model is not None:
             return extents(self.model, self)
         keys = (self.kv_heads or self.heads) * (self.width // self.heads)
@@ -114,24 +123,27 @@ class Gpt(Text):
 
     @property
     def divisible(self) -> bool:
-        """Of this file's own transformer; one of `transformers` may drop out units, which are drawn for whole batches."""
+        """Return True for this package's own transformer.
+
+        A model of `transformers` may use dropout, whose masks are drawn for whole batches.
+        """
         return self.model is None
 
     @property
     def shardable(self) -> bool:
-        """It leaves nothing behind."""
+        """Return True: this workload leaves no files at its end."""
         return True
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine the numbers."""
+        """Return the fields that determine the numbers."""
         found = super().identity()
         other = (
             () if self.model is None else (*_SHAPE, *(["model"] if isinstance(self.model, str) else []))
-        )  # a place: the fingerprint has it
+        )  # a model given by path or name is in the fingerprint
         return {name: value for name, value in found.items() if name not in other}
 
     def fingerprint(self) -> str:
-        """What identifies the data's content, and a named model's configuration."""
+        """Return the fingerprint of the data, and of a named model's configuration."""
         if not isinstance(self.model, str):
             return super().fingerprint()
         from ablate.training.models.source import fingerprint
@@ -139,7 +151,7 @@ class Gpt(Text):
         return f"{super().fingerprint()}-{fingerprint(self.model)}"
 
     def parameters(self) -> int:
-        """Weights in the blocks' matrices; of a model of `transformers`, all of them."""
+        """Return the number of weights in the blocks' matrices; for a model of `transformers`, of all weights."""
         if self.model is not None:
             return outlined(self.model, self.corpus).parameters
         kv = (self.kv_heads or self.heads) * (self.width // self.heads)
@@ -147,14 +159,14 @@ class Gpt(Text):
         return self.layers * self.width * (2 * self.width + 2 * kv + up + self.hidden_width)
 
     def cost(self, quantised: bool) -> float:
-        """Rough seconds of one trial on one CPU core."""
+        """Return rough seconds of one trial on one CPU core."""
         elements = self.layers * (8 * self.width + 3 * self.hidden_width)
-        if self.model is not None:  # of a block with 12 n^2 weights, 16 n
+        if self.model is not None:  # a block with 12 n^2 weights has 16 n activations per token
             elements = 16 * (self.parameters() * self.blocks / 12) ** 0.5
         return self.seconds(self.parameters(), elements, self.blocks, quantised)
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
-        """The transformer and windows of the text."""
+        """Return the transformer and windows of the text."""
         import torch
 
         from ablate.engines.emulated_layer import DTYPES

@@ -1,4 +1,7 @@
-"""No work: records of a number that is a hash. For measuring what the platform itself costs and for trying a cluster; trains nothing."""
+"""Workload without work: its records contain a number that is a hash.
+
+It measures the cost of the platform itself and serves to try out a cluster; it trains nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,47 +22,50 @@ if TYPE_CHECKING:
     from ablate.training.loop import Record, Telemetry
 
 _START_SECONDS = 0.02
-"""A trial's own process, its files and its result."""
+"""Seconds that a trial's own process, its files and its result take."""
 
 
 class Idle(Modelless):
-    """So many records, so far apart. Its loss is a bowl in x and y, lifted by noise that arms share by seed and by a tenth of it that
-    they do not: a search has something to find, and a comparison is paired."""
+    """Given number of records at given intervals.
+
+    The loss is a bowl in x and y plus noise. Arms share most of the noise by seed; a tenth as much differs
+    between them. A search therefore has a minimum to find, and a comparison is paired.
+    """
 
     VERSION: ClassVar[int] = 1
     METRICS: ClassVar[frozenset[str]] = frozenset({"val/loss"})
 
     steps: int = Field(20, ge=1, le=MOST_STEPS)
     seconds: float = Field(0.0, ge=0)
-    """Of sleep before each record; a sleeping trial takes no processor."""
+    """Seconds of sleep before each record; a sleeping trial uses no processor."""
     x: float = 0.0
     """Any number; the loss is lowest at 0.3."""
     y: float = 0.0
     """Any number; the loss is lowest at -0.2."""
 
     def recorded(self, metric: str) -> range:
-        """Every step before the last."""
+        """Return every step before the last."""
         return range(1, self.steps)
 
     @property
     def tokens_per_step(self) -> int:
-        """None are read; a schedule that counts tokens sees one a step."""
+        """Return 1: no tokens are read, but a schedule that counts tokens sees one per step."""
         return 1
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Whatever its fields allow can run."""
+        """Yield nothing: all values that the fields allow can run."""
         return iter(())
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine the numbers: not how long it sleeps."""
+        """Return the fields that determine the numbers: all but the seconds of sleep."""
         return self.canonical({"seconds"})
 
     def fingerprint(self) -> str:
-        """There are no data."""
+        """Return "none": there are no data."""
         return "none"
 
     def cost(self, quantised: bool) -> float:
-        """Seconds of one trial, whatever the recipe."""
+        """Return the seconds of one trial, whatever the recipe."""
         return _START_SECONDS + self.steps * self.seconds
 
     def records(
@@ -71,7 +77,7 @@ class Idle(Modelless):
         telemetry: Telemetry,
         checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
-        """A Record after every step. Nothing is lost by running it again, so no checkpoints."""
+        """Yield a Record after every step. Checkpoints are not used, since a rerun costs little."""
         from ablate.training.loop import Record
 
         arm = json.dumps([self.identity(), recipe.canonical()], sort_keys=True)
@@ -84,5 +90,5 @@ class Idle(Modelless):
 
 
 def _hash(*what: Any) -> float:
-    """A number in [0, 1), the same on every machine."""
+    """Return a number in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.sha256(json.dumps(what).encode()).digest()[:6]) / 2**48

@@ -1,7 +1,7 @@
-"""Short names of workload fields under `ablate`, `arms` and `against`: `lr: [1.0e-3, 3.0e-3]` instead of `workload.lr`.
+"""Short names of workload fields under `ablate`, `arms` and `against`.
 
-A short name is the name of its field, and stands for `workload.<field>` in every workload that has the field. No short name of a
-recipe's knob may be among them.
+A short name, as in `lr: [1.0e-3, 3.0e-3]`, is the name of its field. It stands for `workload.<field>` in
+every workload that has the field, and must differ from the short names of recipe fields.
 """
 
 WORKLOAD_KNOBS = {
@@ -20,4 +20,4 @@ WORKLOAD_KNOBS = {
     "hidden": "Features within an MLP.",
     "mask_ratio": "Share of an image's patches that are masked.",
 }
-"""Help of each name; the values are those of the field."""
+"""Help of each short name; its values are those of the field."""

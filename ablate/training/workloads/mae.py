@@ -1,4 +1,7 @@
-"""Pretrain a vision transformer as a masked autoencoder (arXiv 2111.06377). Torch and transformers are imported when it runs."""
+"""Workload that pretrains a vision transformer as a masked autoencoder (arXiv 2111.06377).
+
+Torch and transformers are imported when it runs.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ _LINEARS = (
 )
 _AROUND = ("ViTMAEForPreTraining", "ModuleList", "ViTMAELayer", "Linear")
 _SHOWN = 6
-"""Rows of the picture that a run leaves."""
+"""Rows of the picture that a run saves."""
 
 
 class Stack(Spec):
-    """A stack of transformer blocks."""
+    """Stack of transformer blocks."""
 
     layers: int = Field(2, ge=1, le=MOST_LAYERS)
     width: int = Field(64, ge=16, le=MOST_WIDTH)
@@ -47,21 +50,21 @@ class Stack(Spec):
 
     @property
     def hidden_width(self) -> int:
-        """The MLP's width, resolved."""
+        """Return the MLP's width, computed from the width if it is null."""
         return 4 * self.width if self.hidden is None else self.hidden
 
     @property
     def parameters(self) -> int:
-        """Weights in the blocks' matrices."""
+        """Return the number of weights in the blocks' matrices."""
         return self.layers * self.width * (4 * self.width + 2 * self.hidden_width)
 
     @property
     def elements(self) -> int:
-        """Elements that one token's pass through the blocks makes."""
+        """Return the number of elements that one token's pass through the blocks produces."""
         return self.layers * (10 * self.width + 2 * self.hidden_width)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """(field, reason) for what cannot run."""
+        """Yield (field, reason) for each field that cannot run."""
         if self.width % 4:
             yield (
                 "width",
@@ -72,48 +75,48 @@ class Stack(Spec):
 
 
 class Mae(Trained):
-    """Shape of encoder and decoder, the images and how much of them is masked, and the training run. Tokens are patches."""
+    """Shape of encoder and decoder, the images, their masking, and the training run. Tokens are patches."""
 
     VERSION: ClassVar[int] = 1
     METRICS: ClassVar[frozenset[str]] = METRICS | {"val/explained"}
     UNITS: ClassVar[dict[str, str]] = {}
 
     data: ImageSource = "photos"
-    """`photos`: crops of 32x32 pixels; `digits`: 8x8, in grey. Or CIFAR, a folder, a dataset."""
+    """`photos`: crops of 32x32 pixels; `digits`: 8x8, in grey; or CIFAR, a folder, a dataset."""
     augment: Augment = Augment(flip=0.5)
     patch: int = Field(4, ge=1, le=1024)
-    """Pixels of a patch's side."""
+    """Side of a patch, in pixels."""
     mask_ratio: float = Field(0.75, gt=0, lt=1)
     """Share of the patches that are masked, to the nearest whole patch."""
     norm_pix: bool = False
-    """Predict each patch less its mean, over its deviation: losses are then of another unit."""
+    """Predict each patch less its mean, divided by its deviation; losses then have another unit."""
     layers: int = Field(4, ge=1, le=MOST_LAYERS)
-    """Of the encoder, which sees the visible patches alone; so are the next three."""
+    """Blocks of the encoder, which gets only the visible patches; the next three fields are the encoder's too."""
     width: int = Field(96, ge=16, le=MOST_WIDTH)
     heads: int = Field(3, ge=1, le=MOST_WIDTH)
     hidden: int | None = Field(None, ge=16, le=1 << 48)
     """Width of the MLP; null: 4 times the width."""
     decoder: Stack = Stack()
-    """What predicts the masked patches, and is thrown away afterwards. Its blocks are counted after the encoder's."""
+    """Stack that predicts the masked patches and is discarded afterwards; its blocks count after the encoder's."""
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """What a worker imports once."""
+        """Return the slow modules that a worker imports once."""
         return ("transformers.models.vit_mae.modeling_vit_mae",)
 
     @property
     def encoder(self) -> Stack:
-        """The encoder's blocks."""
+        """Return the encoder's blocks."""
         return Stack(layers=self.layers, width=self.width, heads=self.heads, hidden=self.hidden)
 
     @property
     def hidden_width(self) -> int:
-        """The MLP's width in the encoder, resolved."""
+        """Return the MLP's width in the encoder, computed from the width if it is null."""
         return self.encoder.hidden_width
 
     @property
     def opened(self) -> ImageSet:
-        """The images; ValueError in one sentence where they cannot be read."""
+        """Return the images; ValueError, in one sentence, if they cannot be read."""
         try:
             return open_images(self.data)
         except OSError as error:
@@ -121,22 +124,22 @@ class Mae(Trained):
 
     @property
     def patches(self) -> int:
-        """Of an image."""
+        """Return the number of patches of an image."""
         return (self.opened.shape[1] // self.patch) * (self.opened.shape[2] // self.patch)
 
     @property
     def visible(self) -> int:
-        """Patches of an image that are not masked."""
+        """Return the number of patches of an image that are not masked."""
         return self.patches - round(self.mask_ratio * self.patches)
 
     @property
     def tokens_per_step(self) -> int:
-        """Patches of all images of an optimizer step, masked or not."""
+        """Return the number of patches of all images of an optimizer step, masked or not."""
         return self.batch * self.accumulate * self.patches
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
-        """The layers that a recipe applies to: the encoder's, then the decoder's."""
+        """Return the layers that a recipe applies to: the encoder's, then the decoder's."""
         stacks = (
             ("vit.layers", "ViTMAEModel", self.layers),
             ("decoder.decoder_layers", "ViTMAEDecoder", self.decoder.layers),
@@ -153,7 +156,11 @@ class Mae(Trained):
 
     @property
     def extents(self) -> dict[str, int]:
-        """The widths, and the tokens of every batch: in the encoder's layers those that are visible, each with a class token an image."""
+        """Return the widths, and the numbers of tokens of every batch.
+
+        Each image has a class token besides its patches: the visible ones in the encoder's layers, all in the
+        decoder's.
+        """
         count = max(1, min(self.eval_tokens // self.patches, len(self.opened.val)))
         batches = {"workload.batch": self.batch, "workload.eval_batch": min(self.eval_batch, count)}
         batches |= (
@@ -174,7 +181,7 @@ class Mae(Trained):
         }
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """(field, reason) for what cannot run."""
+        """Yield (field, reason) for each field that cannot run."""
         if importlib.util.find_spec("transformers") is None:
             yield "data", "the model is transformers', which is not installed: `pip install 'ablate-fp4[hf]'`"
         yield from super().problems()
@@ -188,7 +195,7 @@ class Mae(Trained):
             yield from self._misfits(*shape)
 
     def _misfits(self, channels: int, height: int, width: int) -> Iterator[tuple[str, str]]:
-        """What does not fit images of this shape."""
+        """Yield (field, reason) for each field that does not fit images of this shape."""
         if height != width:
             yield "data", f"are {width}x{height} pixels; the model takes square ones"
         elif height % self.patch:
@@ -205,7 +212,10 @@ class Mae(Trained):
             yield "augment", reason
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine the numbers: all but the places of the images, which their fingerprint stands for."""
+        """Return the fields that determine the numbers, without the paths of the images.
+
+        The fingerprint stands for their content.
+        """
         found = super().identity()
         if isinstance(found["data"], dict):
             found["data"] = {
@@ -214,15 +224,18 @@ class Mae(Trained):
         return found
 
     def fingerprint(self) -> str:
-        """What identifies the images' content."""
+        """Return the fingerprint of the images."""
         return self.opened.fingerprint
 
     def parameters(self) -> int:
-        """Weights in the blocks' matrices, of encoder and decoder."""
+        """Return the number of weights in the blocks' matrices, of encoder and decoder."""
         return self.encoder.parameters + self.decoder.parameters
 
     def cost(self, quantised: bool) -> float:
-        """Rough seconds of one trial on one CPU core, as gpt's; the encoder sees the visible patches alone."""
+        """Return rough seconds of one trial on one CPU core, computed as for gpt.
+
+        The encoder processes only the visible patches.
+        """
         evaluated = self.steps // self.eval_every * self.eval_tokens * (2 if quantised else 1)
         images = (self.steps * self.tokens_per_step + evaluated / 3) / self.patches
         passes = ((self.encoder, images * (self.visible + 1)), (self.decoder, images * (self.patches + 1)))
@@ -231,16 +244,22 @@ class Mae(Trained):
         return multiplied / 200e9 + elements * (1e-8 if quantised else 5e-9) + 3e-3 * self.steps * self.blocks
 
     def summary(self) -> dict[str, float]:
-        """What puts a loss in proportion: that of a blank guess, the mean of what is visible (under norm_pix the patch's own mean)."""
+        """Return the loss of a blank guess, to which a loss can be compared.
+
+        The guess is the mean of the visible patches, and under norm_pix the patch's own mean.
+        """
         return {"data/blank_loss": _blank_loss(self)}
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The share of a blank guess's validation loss that is gone: 1 is a perfect reconstruction, 0 no better than a blank."""
-        blank = _blank_loss(self)  # 0 of images of one colour, which leave nothing to explain
+        """Return `val/explained`: the share of a blank guess's validation loss that the model removes.
+
+        1 is a perfect reconstruction, 0 no better than a blank guess.
+        """
+        blank = _blank_loss(self)  # 0 for images of one colour: there is nothing to explain
         return {"val/explained": 1 - metrics["val/loss"] / blank} if blank and "val/loss" in metrics else {}
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
-        """Encoder and decoder, images, and masks that every arm of a seed shares."""
+        """Return encoder and decoder, images, and masks that all arms of a seed share."""
         from ablate.training.models.masked import autoencoder, batches, loss
 
         channels, side, _ = self.opened.shape
@@ -248,7 +267,7 @@ class Mae(Trained):
         return Subject(model, *batches(self, self.opened, clock.seed, device), loss)
 
     def leave(self, run: Prepared, folder: Path) -> None:
-        """`reconstruction.png`: validation images, what is visible of them, and what the model makes of that."""
+        """Save `reconstruction.png`: validation images, their visible patches, and the model's reconstruction."""
         from ablate.training.data.montage import montage
         from ablate.training.models.masked import psnr, reconstructions
 

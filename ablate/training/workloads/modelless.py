@@ -1,4 +1,4 @@
-"""What workloads that train no model have in common: no blocks, no layers with names, nothing that takes long to import."""
+"""Common base of workloads that train no model: no blocks, no named layers, no slow imports."""
 
 from typing import ClassVar
 
@@ -7,7 +7,7 @@ from ablate.recipes.layers import Layer
 
 
 class Modelless(Spec):
-    """A workload whose recipe applies to no model's layers: a layer policy has nothing to count or to name."""
+    """Workload whose recipe applies to no model's layers: a layer policy has nothing to count or select."""
 
     imports: ClassVar[tuple[str, ...]] = ()
     UNITS: ClassVar[dict[str, str]] = {}
@@ -16,5 +16,5 @@ class Modelless(Spec):
     linears: ClassVar[tuple[str, ...]] = ()
 
     def summary(self) -> dict[str, float]:
-        """Nothing puts these numbers in proportion but each other."""
+        """Return no facts: these numbers can be compared only with each other."""
         return {}

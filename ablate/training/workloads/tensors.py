@@ -1,6 +1,7 @@
-"""No model: tensors of a named distribution through one linear layer's quantisers and products. Shows what training hides.
+"""Workload without a model: tensors of a named distribution in one linear layer's quantisers and products.
 
-A captured distribution takes x, w and g from a layer of a short bf16 run of the gpt workload.
+It shows errors that training hides. A captured distribution takes x, w and g from a layer of a short bf16 run
+of the gpt workload.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DISTRIBUTIONS = {
     "mean": (("mean over deviation", 4),),
     "captured": (),
 }
-"""Names and their arguments with defaults: `student:3`, `outliers:0.001:50`, ..."""
+"""Names of distributions and their arguments with defaults: `student:3`, `outliers:0.001:50`, ..."""
 
 
 def _distribution(value: str) -> str:
@@ -58,7 +59,7 @@ Distribution = Annotated[str, AfterValidator(_distribution)]
 
 
 def gemm_metric(product: str, error: str) -> str:
-    """Name of an error of one of the three products."""
+    """Return the metric name of an error of one of the three products."""
     return str(Name("gemm", product, None, error))
 
 
@@ -67,7 +68,7 @@ def _mean_metric(slot: str, figure: str) -> str:
 
 
 class Tensors(Modelless):
-    """x [tokens, inputs], w [outputs, inputs] and g [tokens, outputs], rounded to bf16; the seed draws them."""
+    """Tensors x [tokens, inputs], w [outputs, inputs] and g [tokens, outputs], drawn from the seed, rounded to bf16."""
 
     VERSION: ClassVar[int] = 1
     METRICS: ClassVar[frozenset[str]] = frozenset(
@@ -87,39 +88,41 @@ class Tensors(Modelless):
     inputs: int = Field(512, ge=1, le=1 << 16)
     outputs: int = Field(512, ge=1, le=1 << 16)
     x: Distribution = "gaussian"
-    """Activations: gaussian, laplace, student:n, outliers:p:f, hot_channels:p:f, hot_tokens:p:f (the same tokens
-    in x and g), stray_tokens:p:f (other ones in each), mean:r or captured."""
+    """Activations: gaussian, laplace, student:n, outliers:p:f, hot_channels:p:f, mean:r, captured and others.
+
+    hot_tokens:p:f scales the same tokens in x and g, stray_tokens:p:f different ones in each.
+    """
     w: Distribution = "gaussian"
     g: Distribution = "gaussian"
-    """The output's gradient."""
+    """Gradient of the output."""
     draws: int = Field(1, ge=1, le=4096)
-    """Independent draws whose mean is measured at 1, 4, 16, ...: an unbiased rounding errs as 1 / draws."""
+    """Independent draws, whose mean is measured at 1, 4, 16, ...: unbiased rounding errs as 1 / draws."""
     capture: Gpt = Gpt(layers=2, steps=60, lr=1e-3, eval_every=60, eval_tokens=128, eval_batch=1)
-    """The run that a captured distribution comes from; it sets the shapes."""
+    """Run that a captured distribution comes from; it sets the shapes."""
     layer: str = "blocks.1.mlp.down"
-    """The layer of that run."""
+    """Layer of that run."""
 
     @property
     def steps(self) -> int:
-        """A step is a draw."""
+        """Return the number of draws: a step is a draw."""
         return self.draws
 
     def recorded(self, metric: str) -> range:
-        """None: it is over in seconds, so nothing is worth giving up."""
+        """Return no steps: a trial takes seconds, so pruning it saves nothing."""
         return range(0)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one draw quantises."""
+        """Return the number of tokens that one draw quantises."""
         return self.tokens
 
     @property
     def captured(self) -> bool:
-        """Whether a training run is needed."""
+        """Return True if a training run is needed."""
         return "captured" in (self.x, self.w, self.g)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """(field, reason) for what cannot run."""
+        """Yield (field, reason) for each field that cannot run."""
         if self.captured:
             yield from ((f"capture.{field}", why) for field, why in self.capture.problems())
             if self.layer not in self.capture.linears:
@@ -129,16 +132,16 @@ class Tensors(Modelless):
                 )
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine the numbers; those of a captured run only where there is one."""
+        """Return the fields that determine the numbers; those of a captured run only if there is one."""
         content = self.canonical({"capture", "layer"})
         return content | ({"capture": self.capture.identity(), "layer": self.layer} if self.captured else {})
 
     def fingerprint(self) -> str:
-        """What identifies the data's content: the captured run's corpus."""
+        """Return the fingerprint of the captured run's corpus; "drawn" without a captured run."""
         return self.capture.fingerprint() if self.captured else "drawn"
 
     def cost(self, quantised: bool) -> float:
-        """Rough seconds on one CPU core."""
+        """Return rough seconds on one CPU core."""
         elements = self.tokens * (self.inputs + self.outputs) + self.inputs * self.outputs
         flops = 6 * self.tokens * self.inputs * self.outputs
         training = self.capture.cost(quantised=False) if self.captured else 0
@@ -153,7 +156,11 @@ class Tensors(Modelless):
         telemetry: Telemetry,
         checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
-        """A Record after 1, 4, 16, ... draws: everything after the first, the error of the mean after each. Seconds, so no checkpoints."""
+        """Yield a Record after 1, 4, 16, ... draws.
+
+        The first has every metric, each of them the error of the mean so far. Checkpoints are not used, since
+        a trial takes seconds.
+        """
         import torch
 
         from ablate.numerics.philox import Clock
@@ -179,7 +186,7 @@ class Tensors(Modelless):
                 metrics = {}
 
     def tensors(self, seed: int, device) -> tuple[Tensor, Tensor, Tensor]:
-        """x, w and g in bf16."""
+        """Return x, w and g in bf16."""
         captured = capture(self, seed, device) if self.captured else None
         tokens, inputs, outputs = (self.tokens, self.inputs, self.outputs)
         if captured:
@@ -197,7 +204,7 @@ class Tensors(Modelless):
 
 
 def draw(distribution: str, shape: tuple[int, int], seed: int) -> Tensor:
-    """A tensor [tokens or outputs, channels] of a named distribution, bf16, on the CPU."""
+    """Return a tensor [tokens or outputs, channels] of a named distribution, bf16, on the CPU."""
     import torch
 
     name, *given = distribution.split(":")
@@ -232,7 +239,7 @@ def draw(distribution: str, shape: tuple[int, int], seed: int) -> Tensor:
 
 
 def capture(config: Tensors, seed: int, device) -> dict[str, Tensor]:
-    """x, w and g of one layer in the last step of a bf16 training run."""
+    """Return x, w and g of one layer in the last step of a bf16 training run."""
     import torch
 
     from ablate.recipes.presets import bf16
@@ -258,7 +265,7 @@ def capture(config: Tensors, seed: int, device) -> dict[str, Tensor]:
 
 
 def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
-    """A linear layer with the weight w [outputs, inputs] under a recipe."""
+    """Return a linear layer with the weight w [outputs, inputs] under a recipe."""
     import torch
 
     from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
@@ -271,7 +278,10 @@ def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
 
 
 def products_of(layer: EmulatedLinear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Its three products: y, dx and dw, for the input x [tokens, inputs] and the output's gradient g [tokens, outputs]."""
+    """Return the layer's three products: y, dx and dw.
+
+    The input is x [tokens, inputs], the gradient of the output g [tokens, outputs].
+    """
     leaf = x.clone().requires_grad_()
     y = layer(leaf)
     y.backward(g)
@@ -279,7 +289,7 @@ def products_of(layer: EmulatedLinear, x: Tensor, g: Tensor) -> dict[str, Tensor
 
 
 def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor) -> dict[str, float]:
-    """Of the three products, against fp64 products of the same bf16 tensors."""
+    """Return the errors of the three products, against fp64 products of the same bf16 tensors."""
     x64, w64, g64 = x.double(), w.double(), g.double()
     exact = {"fprop": x64 @ w64.t(), "dgrad": g64 @ w64, "wgrad": g64.t() @ x64}
     result = {}
@@ -296,7 +306,10 @@ def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor)
 
 
 def _inconsistency(layer: EmulatedLinear, w: Tensor) -> dict[str, float]:
-    """How far the forward's weights are from the backward's: sum (Q(w) - Q(w^T)^T)^2 / sum w^2, where both are quantised plainly."""
+    """Return the difference between the forward's and the backward's weights.
+
+    It is sum (Q(w) - Q(w^T)^T)^2 / sum w^2; {} unless both are quantised and neither is rotated.
+    """
     forward, backward = layer.products.fprop, layer.products.dgrad
     if not (forward.w and backward.w) or forward.hadamard or backward.hadamard:
         return {}
@@ -312,12 +325,12 @@ def _values(parts: list[Operand]) -> Tensor:
 
 
 def _by_slot(metrics: dict[str, float]) -> dict[str, float]:
-    """Without the single layer's name: its figures are the means over layers."""
+    """Return the metrics without those of the single layer, which equal the means over layers."""
     return {name: value for name, value in metrics.items() if parse(name).layer is None}
 
 
 class _Means:
-    """The mean of each stochastically rounded operand over draws, and how far it is from the operand itself."""
+    """Sums of each stochastically rounded operand over draws, and the error of the mean."""
 
     def __init__(self, layer: EmulatedLinear, tensors: dict[str, Tensor]) -> None:
         from ablate.numerics.choices import SIGNS
@@ -336,13 +349,13 @@ class _Means:
         return getattr(self.layer.products, slot.partition(".")[0]).hadamard
 
     def _tensor(self, slot: str) -> Tensor:
-        """The operand before it is rotated: contraction last."""
+        """Return the operand before rotation, with the contraction as its last dimension."""
         product, name = slot.split(".")
         tensor = self.tensors[name]
         return tensor.t() if product == "wgrad" or slot == "dgrad.w" else tensor
 
     def add(self) -> None:
-        """One more draw, at the clock's step."""
+        """Add one more draw, at the clock's step."""
         for slot in self.slots:
             parts = self.layer.operand(
                 self._tensor(slot), slot, self.layer.products.slot(slot), self._rotation(slot)
@@ -351,7 +364,7 @@ class _Means:
             self.sums[slot] = values if slot not in self.sums else self.sums[slot] + values
 
     def errors(self, draws: int) -> dict[str, float]:
-        """`mean/<slot>/rel_mse` after so many draws."""
+        """Return `mean/<slot>/rel_mse` after `draws` draws."""
         result = {}
         for slot, total in self.sums.items():
             x = self.layer.rotated(self._tensor(slot), slot, self._rotation(slot)).double()
@@ -362,7 +375,10 @@ class _Means:
         return result
 
     def slopes(self) -> dict[str, float]:
-        """`mean/<slot>/slope`: of log error over log draws, -1 where rounding is unbiased; from three numbers of draws or more."""
+        """Return `mean/<slot>/slope`, the slope of log error over log draws: -1 if rounding is unbiased.
+
+        Slots with fewer than three measured numbers of draws, or with an error of 0, are left out.
+        """
         import numpy as np
 
         curves = {

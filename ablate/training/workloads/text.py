@@ -1,4 +1,4 @@
-"""What workloads on text have in common: a corpus, windows of it, and what its tokens say of a loss."""
+"""Common base of workloads on text: a corpus, windows of it, and metrics derived from its tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Fields(dict):
-    """A configuration's fields: never changed, so that what holds it can be told from others by value."""
+    """Fields of a configuration. They are never changed, so they can be hashed and compared by value."""
 
     def __hash__(self) -> int:
         return hash(json.dumps(self, sort_keys=True))
 
 
 Architecture = str | Annotated[dict[str, Any], AfterValidator(Fields)]
-"""A folder with config.json or a name on the hub; or the fields of a configuration of `transformers`, `model_type` among them."""
+"""Folder with config.json, name on the hub, or fields of a configuration of `transformers` with `model_type`."""
 
 
 class Text(Trained):
@@ -38,18 +38,20 @@ class Text(Trained):
     METRICS: ClassVar[frozenset[str]] = METRICS | {"val/bits_per_byte"}
 
     data: Source = "stdlib"
-    """`stdlib`: the Python standard library's source as bytes; `prose`: 40 kB of English. Or your files, token shards, a dataset:
-    docs/data.md."""
+    """`stdlib`: source of Python's standard library as bytes; `prose`: 40 kB of English; or your own (docs/data.md).
+
+    Your own data are files, token shards or a dataset.
+    """
     context: int = Field(128, ge=2, le=1 << 24)
     """Tokens in a sequence."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees."""
+        """Return the number of tokens that one optimizer step processes."""
         return self.batch * self.context * self.accumulate
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """(field, reason) for what cannot run."""
+        """Yield (field, reason) for each field that cannot run."""
         yield from super().problems()
         try:
             corpus = self.corpus
@@ -62,11 +64,14 @@ class Text(Trained):
 
     @property
     def corpus(self) -> Corpus:
-        """The text as tokens."""
+        """Return the text as tokens."""
         return open_corpus(self.data)
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine the numbers: all but the places of the data, which its fingerprint stands for."""
+        """Return the fields that determine the numbers, without the data's paths.
+
+        The fingerprint stands for their content.
+        """
         found = super().identity()
         known = places(self.data)
         return (
@@ -76,21 +81,21 @@ class Text(Trained):
         )
 
     def fingerprint(self) -> str:
-        """What identifies the data's content."""
+        """Return the fingerprint of the data."""
         return self.corpus.fingerprint
 
     def summary(self) -> dict[str, float]:
-        """Facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""
+        """Return facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""
         return {"data/unigram_entropy": self.corpus.unigram_entropy()}
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Bits per byte beside nats, where the data say how long a token is."""
+        """Return bits per byte, from the loss in nats, if the data give the length of a token."""
         if not self.corpus.bytes_per_token or "val/loss" not in metrics:
             return {}
         return {"val/bits_per_byte": metrics["val/loss"] / (math.log(2) * self.corpus.bytes_per_token)}
 
     def windows(self, seed: int, device: torch.device) -> tuple[Callable[[int, int], Batch], list[Batch]]:
-        """Batches on a device: those of training by step and micro-batch, and those of validation."""
+        """Return batches on a device: those of training by step and micro-batch, and those of validation."""
         from ablate.training.data.batches import training_batch, validation_batches
 
         corpus = self.corpus
@@ -107,8 +112,11 @@ class Text(Trained):
         ]
 
     def seconds(self, parameters: float, elements: float, blocks: int, quantised: bool) -> float:
-        """Rough seconds of one trial on one CPU core: 6 N T flops, a third of it for tokens that are only evaluated, passes over
-        `elements` activations of a token that quantisation multiplies, and what calling operators takes."""
+        """Return rough seconds of one trial on one CPU core.
+
+        The sum has three terms: 6 N T flops, a third of it for tokens that are only evaluated; passes over
+        `elements` activations per token, which quantisation multiplies; and the cost of calling operators.
+        """
         evaluated = self.steps // self.eval_every * self.eval_tokens * (2 if quantised else 1)
         tokens = self.steps * self.tokens_per_step + evaluated / 3
         return (
@@ -119,14 +127,14 @@ class Text(Trained):
 
 
 def outlined(model: Architecture, corpus: Corpus) -> Outline:
-    """The model's outline. OSError or ValueError in one sentence."""
+    """Return the model's outline; OSError or ValueError, in one sentence, if there is none."""
     from ablate.training.models.described import outline
 
     return outline(model, corpus.vocab)
 
 
 def extents(model: Architecture, config: Text) -> dict[str, int]:
-    """The context, of which every batch is a multiple, and all numbers of features of the quantised layers of a model of `transformers`."""
+    """Return the context, which every batch is a multiple of, and the quantised layers' features."""
     layers = outlined(model, config.corpus).features.items()
     return {"workload.context": config.context} | {
         f"the model's {where}-features": count for where, count in layers
@@ -134,7 +142,10 @@ def extents(model: Architecture, config: Text) -> dict[str, int]:
 
 
 def misfits(model: Architecture, config: Text) -> Iterator[tuple[str, str]]:
-    """(field, reason) for what of a model of `transformers` cannot run on this text, which is there."""
+    """Yield (field, reason) for each part of a model of `transformers` that cannot run on this text.
+
+    The text itself must be readable.
+    """
     vocab = config.corpus.vocab
     try:
         found = outlined(model, config.corpus)

@@ -1,4 +1,4 @@
-"""What every workload that trains a model has in common: from a recipe and a seed to records."""
+"""Common base of workloads that train a model: from a recipe and a seed to records."""
 
 from __future__ import annotations
 
@@ -25,31 +25,34 @@ if TYPE_CHECKING:
 
 
 class Subject(NamedTuple):
-    """A model in high precision, and what it is trained on."""
+    """Model in high precision, and its training and validation data."""
 
     model: nn.Module
     batch: Callable[[int, int], Batch]
     validation: list[Batch]
     loss: Callable[..., Tensor] | None = None
-    """The mean loss, of the model and a batch; None: the model gives it itself."""
+    """Function that returns the mean loss, given the model and a batch; None: the model returns it."""
 
 
 class Trained(Training):
-    """A workload that trains. A subclass says what: `subject`; and may say what follows from a record or is left at the end."""
+    """Workload that trains a model.
+
+    A subclass defines `subject`. It may also define metrics derived from a record, and files left at the end.
+    """
 
     UNITS: ClassVar[dict[str, str]] = {"train/loss": "nats", "val/loss": "nats", "val/loss_bf16": "nats"}
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Modules that take seconds to import and that a trial needs: a worker imports them once."""
+        """Return the modules that a trial needs and that take seconds to import; a worker imports them once."""
         return ()
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """(field, reason) for what cannot run."""
+        """Yield (field, reason) for each field that cannot run."""
         named = [pattern for pattern in self.guard.fallback.layers if pattern != "*"]
         try:
             layers = self.linear_layers if named else ()
-        except (OSError, ValueError):  # of a model that is not there, which is told for itself
+        except (OSError, ValueError):  # the model cannot be read, which a subclass reports
             return
         for pattern in named:
             if reason := select(Match(name=pattern), layers).reason:
@@ -57,18 +60,21 @@ class Trained(Training):
 
     @abstractmethod
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
-        """Model and data for the clock's seed, the model's weights drawn from it alone. The clock will be set to every moment."""
+        """Return model and data for the clock's seed; the model's weights are drawn from the seed alone.
+
+        The training loop sets the clock to every step later.
+        """
 
     def dressed(self, subject: Subject, clock: Clock) -> Subject:
-        """The subject with what comes around layers that a recipe drives already (adapters); by default as it is."""
+        """Return the subject with modules around the converted layers (adapters); by default unchanged."""
         return subject
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics that follow from a record's own."""
+        """Return metrics derived from those of a record."""
         return {}
 
     def leave(self, run: Prepared, folder: Path) -> None:
-        """Files for people, left in `folder`, which may not be there yet, at the end of a run that did not diverge."""
+        """Save files for people in `folder`, which may not exist, after a run that did not diverge."""
 
     def records(
         self,
@@ -79,7 +85,7 @@ class Trained(Training):
         telemetry: Telemetry,
         checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
-        """Train, and yield a Record after every step that measured something. Of several ranks, all call it."""
+        """Train, and yield a Record after every step that measured something. All ranks of a trial call it."""
         from ablate.training.distributed import world
 
         world().begin(self, recipe, engine)
@@ -92,7 +98,7 @@ class Trained(Training):
             self.leave(run, checkpoints.artifacts)
 
     def prepare(self, recipe: Recipe, seed: int, device: str, engine: str = "emulated") -> Prepared:
-        """The subject with the recipe applied, by an engine, to the linear layers inside its blocks."""
+        """Return the subject with the recipe applied by an engine to the linear layers inside its blocks."""
         import torch
 
         from ablate.engines import ENGINES
@@ -123,7 +129,7 @@ class Trained(Training):
     def train(
         self, run: Prepared, telemetry: Telemetry, checkpoints: Checkpoints | None = None
     ) -> Iterator[Record]:
-        """Train what was prepared."""
+        """Train the prepared model and yield its records, with derived metrics."""
         from ablate.training.loop import train
 
         for record in train(run, self, telemetry, checkpoints):
@@ -131,5 +137,5 @@ class Trained(Training):
             yield record
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine the numbers."""
+        """Return the fields that determine the numbers."""
         return self.canonical(self.SAME_BITS)
