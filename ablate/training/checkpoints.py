@@ -55,9 +55,7 @@ class Checkpoints:
         )
         taken = next((state for step in further if (state := self._read(self.shared[step]))), None)
         if taken:
-            os.utime(
-                self.shared[taken["step"]]
-            )  # mark as recently used: states are removed oldest first when space is short
+            os.utime(self.shared[taken["step"]])  # used now, so removed last
         self.trunk = {"trial": taken["trial"], "step": taken["step"]} if taken else None
         """Trial that wrote the shared state from which this one continues, and its step; None without one."""
         self._state = taken or self._state
@@ -145,7 +143,8 @@ class Checkpoints:
         if self._journal and self._journal.recorded(about["trial"], about["step"]) != about["records"]:
             raise Damaged(
                 path,
-                f"the records of trial {about['trial']} up to step {about['step']} are not those that it was left after",
+                f"the records of trial {about['trial']} up to step {about['step']} "
+                "are not those that it was left after",
             )
 
     def _put_aside(self, path: Path) -> Path:

@@ -1,8 +1,7 @@
 """Guard of a training run: decides which steps diverge and what happens then.
 
 The problem: low-precision training can diverge. One bad update spoils the weights, and the steps after it
-cost time and tell nothing. A fixed limit on the loss is no help, since the usual loss depends on the model
-and the step.
+waste time. A fixed limit on the loss is no help, since the usual loss depends on the model and the step.
 
 The idea: judge every step before its update is applied, from its loss and its gradient norm. A value that is
 not finite always diverges. If the limits are set, so does a value that is too many times the running median

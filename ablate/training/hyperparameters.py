@@ -179,7 +179,8 @@ class Training(Spec):
                 )
             if "steps" in self.model_fields_set and self.steps != steps:
                 raise ValueError(
-                    f"steps {self.steps} and token_budget {self.token_budget} (which is {steps} steps) differ; leave one out"
+                    f"steps {self.steps} and token_budget {self.token_budget} (which is {steps} steps) "
+                    "differ; leave one out"
                 )
             object.__setattr__(self, "steps", steps)  # the model is frozen
         return self
@@ -228,7 +229,8 @@ class Training(Spec):
         if unused and self.guard.policy != "fallback":
             yield (
                 "guard.policy",
-                f"{self.guard.policy} never falls back, so fallback.{unused[0]} has no effect; use policy: fallback",
+                f"{self.guard.policy} never falls back, so fallback.{unused[0]} has no effect; "
+                "use policy: fallback",
             )
         if self.compile and (needed := recipe.products.backward_needs):
             yield "compile", f"true keeps x and w alone for the backward pass; needed is {needed}"

@@ -160,7 +160,7 @@ def train(
     if config.deterministic:
         os.environ.setdefault(
             "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS is deterministic only if this is set before its first product
+        )  # cuBLAS reads it before its first product
         torch.use_deterministic_algorithms(True)
     loop, ranks = _Loop(run, config, telemetry), world()
     first = loop.restore(ranks.told(checkpoints and checkpoints.take()))

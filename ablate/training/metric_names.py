@@ -58,7 +58,8 @@ class Name:
             raise ValueError(f"layer {self.layer!r} without a slot: give slot, such as fprop.x")
         if self.slot is not None and not slots:
             raise ValueError(
-                f"slot {self.slot!r} in family {self.family!r}: only {', '.join(sorted(_WITH_SLOTS))} have slots"
+                f"slot {self.slot!r} in family {self.family!r}: "
+                f"only {', '.join(sorted(_WITH_SLOTS))} have slots"
             )
         closed = [self.family, self.slot, *([self.metric] if slots or self.family is None else [])]
         if wrong := [part for part in closed if part is not None and "/" in part]:

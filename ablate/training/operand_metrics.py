@@ -58,7 +58,7 @@ def scale_clipped_frac(operand: Operand, seen: Census) -> float:
     reach *= 1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1)
     too_large = _block_amaxes(operand, seen) > reach * (
         1 + 2**-4
-    )  # up to half a step of E4M3 above the top, the top is still the nearest value
+    )  # half a step of E4M3 above the top rounds to it
     return _fraction((operand.block_scale == top) & too_large)
 
 

@@ -42,20 +42,32 @@ class Layout:
         if self.groups(config.accumulate) > 1 and (
             slot := _slot(recipe, lambda quant, _: _statistic(quant) == "hold")
         ):
-            yield f"{slot}.outer.statistic hold takes the amax of the step's first micro-batch, which one rank sees; use accumulate 1"
+            yield (
+                f"{slot}.outer.statistic hold takes the amax of the step's first micro-batch, "
+                "which one rank sees; use accumulate 1"
+            )
         if splits > 1:
             yield from self._split_misfits(config, recipe, engine, splits)
         if self.sharded:
             yield from _sharding_misfits(config, recipe, engine)
 
     def _split_misfits(self, config: Training, recipe: Recipe, engine: str, splits: int) -> Iterator[str]:
-        many = f"{self.ranks} ranks share the {config.accumulate} micro-batch{'es' * (config.accumulate > 1)} of a step, {splits} one each"
-        way_out = f"a workload.accumulate that is a multiple of {self.ranks} gives each rank micro-batches of its own"
+        many = (
+            f"{self.ranks} ranks share the {config.accumulate} micro-batch{'es' * (config.accumulate > 1)} "
+            f"of a step, {splits} one each"
+        )
+        way_out = (
+            f"a workload.accumulate that is a multiple of {self.ranks} "
+            "gives each rank micro-batches of its own"
+        )
         if config.batch % splits:
             yield f"{many}, and {splits} does not divide workload.batch {config.batch}; {way_out}"
             return
         if engine != "emulated":
-            yield f"{many}, so their amaxes would have to be reduced, which engine {engine} does not do; {way_out}"
+            yield (
+                f"{many}, so their amaxes would have to be reduced, "
+                f"which engine {engine} does not do; {way_out}"
+            )
         if not config.divisible:
             yield f"{many}, and the loss of this workload is of whole batches; {way_out}"
         tokens = config.tokens_per_step // config.accumulate // splits
@@ -75,7 +87,10 @@ def _sharding_misfits(config: Training, recipe: Recipe, engine: str) -> Iterator
     if engine != "emulated":
         yield f"sharded: engine {engine} keeps whole weights; leave sharded out"
     if not config.shardable:
-        yield "sharded: this workload leaves a model or pictures, made by one rank of whole weights; leave sharded out"
+        yield (
+            "sharded: this workload leaves a model or pictures, "
+            "made by one rank of whole weights; leave sharded out"
+        )
     if config.optimizer == "muon":
         yield "sharded: optimizer muon orthogonalises whole matrices; use adamw, or leave sharded out"
     for name in ("osci_reset", "q_ema", "q_ramping"):

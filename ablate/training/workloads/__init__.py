@@ -7,11 +7,11 @@ Importing them does not import torch. The contract of a workload is a frozen `Sp
     UNITS                    units of metrics, for those that have one
     imports                  modules that a trial needs and that take seconds to import
     steps, tokens_per_step   length of a run, and tokens of one step
-    blocks, linear_layers    blocks and layers that a layer policy counts and selects from; 0 and () without a model
-    problems()               fields that contradict each other and files that cannot be read, found before a run
+    blocks, linear_layers    what a layer policy counts and selects from; 0 and () without a model
+    problems()               contradictory fields and unreadable files, found before anything runs
     fingerprint()            digest that identifies the data's content
     identity()               fields that determine the numbers, without paths
-    recorded(metric)         steps before the last after which every trial has the metric; a search may prune there
+    recorded(metric)         steps before the last at which every trial has the metric, to prune by
     summary()                facts about the data that put the numbers in proportion
     cost(quantised)          rough CPU seconds
     records(recipe, seed, engine, device, telemetry, checkpoints)

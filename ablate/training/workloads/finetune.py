@@ -68,7 +68,7 @@ class Lora(Spec):
 
 
 class Base(Spec):
-    """Short pretraining in bf16, which gives a configuration without trained weights a start for fine-tuning."""
+    """Short pretraining in bf16 that gives an untrained configuration weights to fine-tune."""
 
     steps: int = Field(300, ge=1, le=MOST_STEPS)
     data: Source = "stdlib"
@@ -129,12 +129,14 @@ class Finetune(Text):
         if self.base:
             yield (
                 "base",
-                "is for a configuration without weights, and model names one that has its own; leave one of them out",
+                "is for a configuration without weights, and model names one that has its own; "
+                "leave one of them out",
             )
         if folder.exists() and not any(path.suffix in (".safetensors", ".bin") for path in folder.glob("*")):
             yield (
                 "model",
-                f"{folder} holds no weights (.safetensors or .bin), as transformers' save_pretrained leaves them",
+                f"{folder} holds no weights (.safetensors or .bin), "
+                "as transformers' save_pretrained leaves them",
             )
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -174,7 +176,10 @@ class Finetune(Text):
             yield "lora.targets", str(error)
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that determine the numbers, without paths, whose content is in the fingerprint."""
+        """Return the fields that determine the numbers, without paths.
+
+        The fingerprint stands for the content at those paths.
+        """
         found = super().identity()
         if isinstance(self.model, str):
             del found["model"]

@@ -103,7 +103,8 @@ class Gpt(Text):
         elif self.width // self.heads % 2:
             yield (
                 "heads",
-                f"{self.heads} heads of width {self.width // self.heads}: rotary positions need an even head width",
+                f"{self.heads} heads of width {self.width // self.heads}: "
+                "rotary positions need an even head width",
             )
         if self.heads % (self.kv_heads or self.heads):
             yield "kv_heads", f"{self.kv_heads} does not divide heads {self.heads}"
@@ -151,7 +152,7 @@ class Gpt(Text):
         return f"{super().fingerprint()}-{fingerprint(self.model)}"
 
     def parameters(self) -> int:
-        """Return the number of weights in the blocks' matrices; for a model of `transformers`, of all weights."""
+        """Return the number of weights in the blocks' matrices; of all weights of a `transformers` model."""
         if self.model is not None:
             return outlined(self.model, self.corpus).parameters
         kv = (self.kv_heads or self.heads) * (self.width // self.heads)

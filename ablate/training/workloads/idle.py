@@ -26,10 +26,10 @@ _START_SECONDS = 0.02
 
 
 class Idle(Modelless):
-    """Given number of records at given intervals.
+    """Workload that sleeps and yields records of a synthetic loss.
 
-    The loss is a bowl in x and y plus noise. Arms share most of the noise by seed; a tenth as much differs
-    between them. A search therefore has a minimum to find, and a comparison is paired.
+    The loss is a bowl in x and y plus 1 / step and noise. Arms share most of the noise by seed; a tenth as
+    much differs between them. A search therefore has a minimum to find, and a comparison is paired.
     """
 
     VERSION: ClassVar[int] = 1

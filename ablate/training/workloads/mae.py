@@ -91,13 +91,13 @@ class Mae(Trained):
     norm_pix: bool = False
     """Predict each patch less its mean, divided by its deviation; losses then have another unit."""
     layers: int = Field(4, ge=1, le=MOST_LAYERS)
-    """Blocks of the encoder, which gets only the visible patches; the next three fields are the encoder's too."""
+    """Blocks of the encoder, which gets only the visible patches; the next three fields describe it too."""
     width: int = Field(96, ge=16, le=MOST_WIDTH)
     heads: int = Field(3, ge=1, le=MOST_WIDTH)
     hidden: int | None = Field(None, ge=16, le=1 << 48)
     """Width of the MLP; null: 4 times the width."""
     decoder: Stack = Stack()
-    """Stack that predicts the masked patches and is discarded afterwards; its blocks count after the encoder's."""
+    """Stack that predicts the masked patches and is then discarded; its blocks count after the encoder's."""
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -204,7 +204,8 @@ class Mae(Trained):
             rest = "none" if self.visible else "all"
             yield (
                 "mask_ratio",
-                f"{self.mask_ratio:g} masks {rest} of {self.patches} patches; at least one must be masked, and one visible",
+                f"{self.mask_ratio:g} masks {rest} of {self.patches} patches; "
+                "at least one must be masked, and one visible",
             )
         if self.norm_pix and self.patch**2 * channels == 1:
             yield "norm_pix", "a patch of one number has no deviation; take a larger patch"
@@ -267,7 +268,7 @@ class Mae(Trained):
         return Subject(model, *batches(self, self.opened, clock.seed, device), loss)
 
     def leave(self, run: Prepared, folder: Path) -> None:
-        """Save `reconstruction.png`: validation images, their visible patches, and the model's reconstruction."""
+        """Save `reconstruction.png`: validation images, their visible patches, and reconstructions."""
         from ablate.training.data.montage import montage
         from ablate.training.models.masked import psnr, reconstructions
 

@@ -68,7 +68,7 @@ def _mean_metric(slot: str, figure: str) -> str:
 
 
 class Tensors(Modelless):
-    """Tensors x [tokens, inputs], w [outputs, inputs] and g [tokens, outputs], drawn from the seed, rounded to bf16."""
+    """Tensors x [tokens, inputs], w [outputs, inputs], g [tokens, outputs] in bf16, drawn from the seed."""
 
     VERSION: ClassVar[int] = 1
     METRICS: ClassVar[frozenset[str]] = frozenset(
@@ -88,9 +88,10 @@ class Tensors(Modelless):
     inputs: int = Field(512, ge=1, le=1 << 16)
     outputs: int = Field(512, ge=1, le=1 << 16)
     x: Distribution = "gaussian"
-    """Activations: gaussian, laplace, student:n, outliers:p:f, hot_channels:p:f, mean:r, captured and others.
+    """Distribution of the activations.
 
-    hot_tokens:p:f scales the same tokens in x and g, stray_tokens:p:f different ones in each.
+    One of gaussian, laplace, student:n, outliers:p:f, hot_channels:p:f, hot_tokens:p:f (the same tokens in x
+    and g), stray_tokens:p:f (different tokens in each), mean:r and captured.
     """
     w: Distribution = "gaussian"
     g: Distribution = "gaussian"
@@ -128,7 +129,8 @@ class Tensors(Modelless):
             if self.layer not in self.capture.linears:
                 yield (
                     "layer",
-                    f"{self.layer} is no linear layer of the captured run; it has {', '.join(self.capture.linears)}",
+                    f"{self.layer} is no linear layer of the captured run; "
+                    f"it has {', '.join(self.capture.linears)}",
                 )
 
     def identity(self) -> dict[str, Any]:
@@ -158,8 +160,8 @@ class Tensors(Modelless):
     ) -> Iterator[Record]:
         """Yield a Record after 1, 4, 16, ... draws.
 
-        The first has every metric, each of them the error of the mean so far. Checkpoints are not used, since
-        a trial takes seconds.
+        The first record has all errors of a single draw, each record the error of the mean so far, and the
+        last one its slope. Checkpoints are not used, since a trial takes seconds.
         """
         import torch
 

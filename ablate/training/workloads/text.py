@@ -29,7 +29,7 @@ class Fields(dict):
 
 
 Architecture = str | Annotated[dict[str, Any], AfterValidator(Fields)]
-"""Folder with config.json, name on the hub, or fields of a configuration of `transformers` with `model_type`."""
+"""Folder with config.json, name on the hub, or fields of a `transformers` configuration with `model_type`."""
 
 
 class Text(Trained):
@@ -38,9 +38,9 @@ class Text(Trained):
     METRICS: ClassVar[frozenset[str]] = METRICS | {"val/bits_per_byte"}
 
     data: Source = "stdlib"
-    """`stdlib`: source of Python's standard library as bytes; `prose`: 40 kB of English; or your own (docs/data.md).
+    """`stdlib`: source of Python's standard library as bytes; `prose`: 40 kB of English; or your own data.
 
-    Your own data are files, token shards or a dataset.
+    Your own data are files, token shards or a dataset (docs/data.md).
     """
     context: int = Field(128, ge=2, le=1 << 24)
     """Tokens in a sequence."""
@@ -155,7 +155,8 @@ def misfits(model: Architecture, config: Text) -> Iterator[tuple[str, str]]:
     if found.vocab < vocab:
         yield (
             "model",
-            f"knows {found.vocab} tokens, and the data's vocabulary has {vocab}: prepare them with its tokenizer",
+            f"knows {found.vocab} tokens, and the data's vocabulary has {vocab}: "
+            "prepare them with its tokenizer",
         )
     if found.context and found.context < config.context:
         yield "context", f"{config.context} is longer than the model's positions reach: {found.context}"

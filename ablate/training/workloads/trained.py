@@ -44,7 +44,7 @@ class Trained(Training):
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Return the modules that a trial needs and that take seconds to import; a worker imports them once."""
+        """Return modules that a trial needs and that take seconds to import; a worker imports them once."""
         return ()
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -85,7 +85,7 @@ class Trained(Training):
         telemetry: Telemetry,
         checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
-        """Train, and yield a Record after every step that measured something. All ranks of a trial call it."""
+        """Train, and yield a Record after every step that measured something. All ranks call it."""
         from ablate.training.distributed import world
 
         world().begin(self, recipe, engine)
