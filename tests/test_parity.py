@@ -255,7 +255,10 @@ def test_a_driver_that_torch_cannot_use_and_a_stray_switch_are_told_too(monkeypa
     ("words", "why"),
     [
         (("--engine", "transformer_engine"), "--engine transformer_engine cannot be compared here: "),
-        (("--engine", "emulated"), "--engine emulated: is what other engines are compared with; omit --engine"),
+        (
+            ("--engine", "emulated"),
+            "--engine emulated: is what other engines are compared with; omit --engine",
+        ),
         (
             ("--engine", "transformer_engin"),
             "--engine transformer_engin: no such engine; 'transformer_engine' is the nearest",

@@ -172,6 +172,9 @@ class _QuietHandler(WSGIRequestHandler):
 
 def _print_addresses(servers: Iterable[Served], sweep: str | None, screen: Console) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column()
+    table.add_column(no_wrap=True, overflow="ignore")  # an address in two lines cannot be opened
+    table.add_column()
     for server in servers:
         address = Text(server.address, overflow="fold") if server.address else Text("not running", "yellow")
         table.add_row(Text(server.name, "bold"), address, Text(server.hint, "dim"))

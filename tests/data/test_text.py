@@ -379,9 +379,7 @@ def test_what_a_killed_process_left_is_no_corpus(tmp_path, cache):
 def test_a_cache_that_cannot_be_written_is_told_with_the_way_out(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(
-        OSError, match=r"the cache cannot be written \(Not a directory\); set ABLATE_CACHE"
-    ):
+    with pytest.raises(OSError, match=r"the cache cannot be written \(Not a directory\); set ABLATE_CACHE"):
         open_corpus(Text(text=str(stories(tmp_path))))
 
 

@@ -11,6 +11,7 @@ from support.experiments import shards
 
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.errors import InputError
+from ablate.execution.messages import Events
 from ablate.execution.supervisor import Watch
 from ablate.experiment.load import load
 from ablate.recipes import PRESETS
@@ -197,7 +198,7 @@ def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterw
     for _ in range(4):
         now += 9.0
         assert heard.silence < heard.limit == 10.0
-        heard.hear({"events": [{"step": 0, "time": time.time(), "metrics": {}}]})
+        heard.note(Events(({"step": 0, "time": time.time(), "metrics": {}},)))
 
 
 @pytest.mark.parametrize(
