@@ -17,7 +17,7 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-FAST_CASES = 6
+FAST_CASES = 3
 """Cases of a parametrised test that `--fast` keeps."""
 
 
