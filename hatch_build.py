@@ -1,8 +1,9 @@
-"""Compiles the CPU quantisers when the package is built, so that a machine without a compiler can install it, and packs the notebooks.
+"""Build hook: compile the CPU quantisers when the package is built, and include the notebooks.
 
-The compiler is zig's C front end, a wheel from the package index: one dependency of the build, none of the run. clang's vector
-extensions keep the source plain C; each build level is the same file for another instruction set. Where compiling fails the package
-installs all the same, and says at run time, in one line, that it is slow.
+A machine without a compiler can then install the package. The compiler is zig's C front end, a wheel from the
+package index: a dependency of the build, not of the run. clang's vector extensions keep the source plain C;
+each build level is the same file for another instruction set. If compiling fails, the package is installed
+without the quantisers, and warns at run time, in one line, that it is slow.
 """
 
 import os
@@ -25,7 +26,7 @@ FLAGS = (
 
 
 class Kernels(BuildHookInterface):
-    """nvfp4.c and census.c to nvfp4_<level>.so beside them."""
+    """Hook that compiles nvfp4.c and census.c to nvfp4_<level>.so beside them."""
 
     PLUGIN_NAME = "kernels"
 

@@ -1,3 +1,39 @@
-"""ablate: does this part of my low-precision recipe matter, for my model, and by how much?"""
+"""ablate: does this part of my low-precision recipe matter, for my model, and by how much?
+
+The Python interface. In a training loop of one's own:
+
+    import ablate
+
+    run = ablate.convert(model, "nvfp4", set={"sr": False}, seed=0, steps=1000)
+    for batch in data:
+        with run.step():
+            loss(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+Importing this package imports no torch; the functions do when they are called. docs/api.md has examples.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ablate.experiment import integrations
+    from ablate.experiment.python_api import convert, diff, log, presets, quantize, recipe
+    from ablate.recipes.recipe import Recipe
 
 __version__ = "0.1.0"
+__all__ = ["Recipe", "convert", "diff", "integrations", "log", "presets", "quantize", "recipe"]
+
+_INTERFACE = "ablate.experiment.python_api"
+_HOMES = {"Recipe": "ablate.recipes.recipe"} | dict.fromkeys(__all__[1:], _INTERFACE)
+"""Module of each public name, imported at its first use."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name at its first use."""
+    if name == "integrations":
+        return import_module("ablate.experiment.integrations")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ablate' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ablate.files import Busy, lock, write
 
 VARIABLE = "ABLATE_CACHE"
 _BLOCK = 1 << 20
-_POLL_SECONDS = 1.0
+POLL_SECONDS = 1.0
 _SETTLED_SECONDS = 2.0
 """Age in seconds below which a file may change again without a change of its modification time."""
 
@@ -52,7 +51,7 @@ def kept(kind: str, key: str, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def growing(kind: str, key: str, make: Callable[[Path], Iterator[Any]]) -> Iterator[None]:
+def growing(kind: str, key: str, make: Callable[[Path], Iterator[object]]) -> Iterator[None]:
     """Fill the folder that `kept` returns afterwards, and yield while that goes on, so that a caller can
     report progress.
 
@@ -67,7 +66,7 @@ def growing(kind: str, key: str, make: Callable[[Path], Iterator[Any]]) -> Itera
                         for _ in make(making):
                             yield
         except Busy:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
             yield
 
 
@@ -126,11 +125,11 @@ def digest(paths: Sequence[Path]) -> str:
         ]
     )
     if time.time() - max((s.st_mtime for s in stats), default=0) < _SETTLED_SECONDS:
-        return _digest(paths)
-    return remembered(key, lambda: _digest(paths))
+        return hash_contents(paths)
+    return remembered(key, lambda: hash_contents(paths))
 
 
-def _digest(paths: Iterable[Path]) -> str:
+def hash_contents(paths: Iterable[Path]) -> str:
     hashed = hashlib.sha256()
     for path in paths:
         hashed.update(f"{path.stat().st_size}\0".encode())

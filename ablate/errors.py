@@ -16,9 +16,9 @@ _MOST_COMPARED = 1000
 """Valid words that are compared with a mistyped one. There may be thousands, such as names of arms."""
 _JOINERS = "\u200c\u200d"
 """Zero-width characters that Persian, Indian scripts and emoji need: ZWNJ and ZWJ."""
-_HIDDEN = ("Cc", "Cs", "Cf", "Zl", "Zp")
+_HIDDEN = ("Cc", "Cs", "Cf", "Cn", "Co", "Zl", "Zp")
 """Unicode categories that a terminal interprets or hides: controls, surrogates, formats (which can reverse
-the order of text), line and paragraph separators.
+the order of text), characters without a meaning (unassigned, private), line and paragraph separators.
 """
 _PASSWORDS = (
     re.compile(r"(?<=://)([^:/@\s]*:)(\S*)(?=@)"),

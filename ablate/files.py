@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+"""Type of any value that `json.loads` returns."""
+
 
 class Damaged(ValueError):
     """A file whose content is not what was written to it. The message names the file."""
@@ -22,7 +25,7 @@ class Damaged(ValueError):
         self.path = path
 
 
-def write(path: Path, content: Any) -> None:
+def write(path: Path, content: object) -> None:
     """Write JSON atomically: to a temporary file, then fsync, then rename. Readers see the old file or the
     new one.
     """

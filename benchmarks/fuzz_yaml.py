@@ -1,12 +1,12 @@
-"""Fuzz the reading of experiment files: mutate every shipped experiment, and load and plan each mutant in this process.
+"""Fuzz the reading of experiment files: mutate every shipped experiment, then load and plan each mutant.
 
-An experiment file must either load and plan, or be refused with problems that name file, line and column. Any other
-exception is a defect, as is a mutant that takes more than `--seconds` of processor time or raises the peak memory by
-more than `--megabytes`. Mutant `n` depends on `n` alone, so one that fails is made again with
+An experiment file must either load and plan, or be refused with problems that name file, line and column. Any
+other exception is a defect, as is a mutant that takes more than `--seconds` of processor time or raises the
+peak memory by more than `--megabytes`. Mutant `n` depends on `n` alone, so one that fails is made again with
 `--first n --count 1 --keep FOLDER`. Nothing is trained, and no hub is asked.
 
-`python benchmarks/fuzz_yaml.py --count 20000` prints the defects, the slowest mutant and the peak memory; its status is
-1 if there are any defects. `--count 1000 --first 3000` is a part of the same run.
+`python benchmarks/fuzz_yaml.py --count 20000` prints the defects, the slowest mutant and the peak memory; its
+status is 1 if there are any defects. `--count 1000 --first 3000` is a part of the same run.
 """
 
 import argparse
@@ -33,7 +33,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SEARCH = """\
 schema: 1
 question: Which rate?
-workload: {gpt: {layers: 1, width: 16, heads: 1, context: 16, steps: 20, eval_every: 10, data: stdlib, guard: {policy: skip, loss: 3.0}}}
+workload: {gpt: {layers: 1, width: 16, heads: 1, context: 16, steps: 20, eval_every: 10, \
+data: stdlib, guard: {policy: skip, loss: 3.0}}}
 ablate:
   rht: [true, false]
   rht_size: {choice: [16, 32], when: {rht: true}}
@@ -55,7 +56,8 @@ engine: auto
 SOURCES = """\
 schema: 1
 question: Do the sources of data and models matter?
-workload: {gpt: {layers: 1, width: 16, heads: 1, context: 16, steps: 4, data: {text: words.txt, tokenizer: bytes, val_fraction: 0.1}}}
+workload: {gpt: {layers: 1, width: 16, heads: 1, context: 16, steps: 4, \
+data: {text: words.txt, tokenizer: bytes, val_fraction: 0.1}}}
 arms:
   plain: {}
   rotated: {rht: true, workload.batch: 2}
@@ -350,7 +352,15 @@ def run(
     megabytes: float | None = None,
     keep: Path | None = None,
 ) -> Tally:
-    """Load and plan mutants `first` to `first + count - 1` in an empty folder. `keep`: where their files are left."""
+    """Load and plan mutants in an empty folder, and return the tally of their outcomes.
+
+    Args:
+        first: number of the first mutant.
+        count: number of mutants.
+        seconds: processor time above which a mutant is a defect; None: no limit.
+        megabytes: rise of the peak memory above which a mutant is a defect; None: no limit.
+        keep: folder in which the mutants' files are kept; None: they are deleted.
+    """
     from ablate.cli.plan import show
     from ablate.cli.settings import find_settings
     from ablate.errors import InputError, Problem
@@ -414,9 +424,9 @@ def _folder() -> Iterator[Path]:
     """An empty working directory with a cache of its own; no hub is reached."""
     was = Path.cwd()
     with tempfile.TemporaryDirectory() as name:
-        told = {"HF_HUB_OFFLINE": "1", "ABLATE_CACHE": str(Path(name) / "cache")}
-        saved = {key: os.environ.get(key) for key in told}
-        os.environ.update(told)
+        variables = {"HF_HUB_OFFLINE": "1", "ABLATE_CACHE": str(Path(name) / "cache")}
+        saved = {key: os.environ.get(key) for key in variables}
+        os.environ.update(variables)
         (work := Path(name) / "work").mkdir()
         os.chdir(work)
         try:
@@ -503,18 +513,18 @@ def _delete(tree: Any, draw: random.Random) -> None:
 
 def _names() -> list[str]:
     """Every key that the schema of experiments names."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     waiting: list[Any] = [json.loads((REPOSITORY / "experiments" / "schema.json").read_text())]
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
             if isinstance(node.get("properties"), dict):
-                found |= dict.fromkeys(node["properties"])
+                names |= dict.fromkeys(node["properties"])
             waiting.extend(node.values())
         elif isinstance(node, list):
             waiting.extend(node)
     return [
-        *found,
+        *names,
         "workload.steps",
         "workload.data",
         "recipe.wgrad.g.rounding",
@@ -675,10 +685,10 @@ def _bytes(content: bytes, draw: random.Random) -> bytes:
         )
     if change == 2:
         return content.replace(b"\n", draw.choice((b"\r", b"\r\n", b"\n\n", b"\x85", b"\xe2\x80\xa8")))
-    found = bytearray(content)
-    for _ in range(draw.choice((1, 1, 2, 8)) if found else 0):
-        found[draw.randrange(len(found))] ^= 1 << draw.randrange(8)
-    return bytes(found)
+    changed = bytearray(content)
+    for _ in range(draw.choice((1, 1, 2, 8)) if changed else 0):
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
 
 
 def main() -> int:
@@ -705,7 +715,8 @@ def main() -> int:
         keep.mkdir(parents=True, exist_ok=True)
     tally = run(asked.first, asked.count, asked.seconds, asked.megabytes, keep)
     print(
-        f"{asked.count} mutants from {asked.first}: {tally.loaded} loaded and planned, {tally.refused} refused with a place,"
+        f"{asked.count} mutants from {asked.first}: {tally.loaded} loaded and planned, "
+        f"{tally.refused} refused with a place,"
     )
     print(f"{sum(tally.defects.values())} defects; peak memory {_peak():.0f} MB")
     print(f"slowest: mutant {tally.slowest[1]}, {tally.slowest[0]:.2f} s of processor time")

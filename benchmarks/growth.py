@@ -1,6 +1,7 @@
-"""What looking again and again costs and buys: `python benchmarks/growth.py` prints the table that experiments/LOG.md holds.
+"""Cost and benefit of repeated looks at an experiment, for several designs of confidence interval.
 
-An experiment is looked at after so many pairs of seeds, and ended as soon as its interval excludes zero.
+A simulated experiment is looked at after given numbers of pairs of seeds, and ends as soon as its interval
+excludes zero. `python benchmarks/growth.py` prints the table that experiments/LOG.md holds.
 """
 
 from itertools import pairwise
@@ -25,8 +26,8 @@ DESIGNS = {
 
 
 def run(interval: Interval, looks: range, effect: float, experiments: int) -> tuple[float, float]:
-    """The share of experiments that found an effect, and the mean pairs that they used."""
-    random, found, used = np.random.default_rng(0), 0, 0
+    """Return the share of experiments that found an effect, and the mean number of pairs that they used."""
+    random, effects, used = np.random.default_rng(0), 0, 0
     for _ in range(experiments // AT_ONCE):
         values = random.normal(effect, DEVIATION, (AT_ONCE, looks[-1]))
         going = np.ones(AT_ONCE, bool)
@@ -34,18 +35,22 @@ def run(interval: Interval, looks: range, effect: float, experiments: int) -> tu
             seen = values[going, :pairs]
             used += (pairs - before) * len(seen)
             going[going] = abs(seen.mean(1)) <= seen.std(1, ddof=1) * interval.half_width(pairs)
-        found += AT_ONCE - going.sum()
-    return found / experiments, used / experiments
+        effects += AT_ONCE - going.sum()
+    return effects / experiments, used / experiments
 
 
 def main() -> None:
-    """One line a design: how often an effect of nothing is found, and how often and with how many seeds two real ones are."""
+    """Print one line per design: the share of experiments that find an effect of 0 and two other effects.
+
+    For the two others, the mean number of seeds follows.
+    """
     print("| interval | effect 0: found | .004: found, seeds | .01: found, seeds |\n|---|---|---|---|")
     for name, (interval, looks) in DESIGNS.items():
         experiments = EXPERIMENTS if looks[-1] < 100 else EXPERIMENTS // 10
         nothing, small, large = (run(interval, looks, effect, experiments) for effect in (0, 0.004, 0.01))
         print(
-            f"| {name} | {nothing[0]:.1%} | {small[0]:.0%}, {small[1]:.1f} | {large[0]:.1%}, {large[1]:.1f} |",
+            f"| {name} | {nothing[0]:.1%} | {small[0]:.0%}, {small[1]:.1f} "
+            f"| {large[0]:.1%}, {large[1]:.1f} |",
             flush=True,
         )
 

@@ -1,4 +1,7 @@
-"""One line of a comparison: what is measured, or why it is not. It imports no library but ours."""
+"""One line of a comparison: the measured call of a library, or the reason why it is not measured.
+
+This file imports no library but ours.
+"""
 
 import math
 import statistics
@@ -18,25 +21,29 @@ WARM_UP = 2
 
 @dataclass
 class Entry:
-    """A library, what it computes, and how long it took; without `build`, `why` says what keeps it from being measured."""
+    """A library, its computation, and the time that it took, or the reason why it is not measured."""
 
     name: str
     computes: str
     distribution: str = ""
-    """The name that it is installed under; empty for ours."""
+    """Name that it is installed under; empty for ours."""
     build: Callable[..., Callable[[], Any]] | None = None
-    """Imports the library and makes, of what is given to prepare(), the call that is timed."""
+    """Function that imports the library and returns the timed call, given the arguments of `prepare`.
+
+    None if the entry cannot be measured.
+    """
     why: str = ""
+    """Reason why the entry is not measured; empty if it is."""
     call: Callable[[], Any] | None = None
     first: Any = None
-    """The result of the first call, which is not timed."""
+    """Result of the first call, which is not timed."""
     seconds: list[float] = field(default_factory=list)
     learned: dict[str, Any] = field(default_factory=dict)
-    """What was found out beside the time, by column."""
+    """Measurements beside the time, by column."""
 
     @property
     def version(self) -> str | None:
-        """The installed version; None where it is not installed."""
+        """Return the installed version; None if it is not installed."""
         try:
             return metadata.version(self.distribution) if self.distribution else ablate.__version__
         except metadata.PackageNotFoundError:
@@ -44,16 +51,16 @@ class Entry:
 
     @property
     def counted(self) -> list[float]:
-        """Seconds of the rounds that count; empty where it was not measured."""
+        """Return the seconds of the rounds that count; [] if it was not measured."""
         return self.seconds[WARM_UP:]
 
     @property
     def median(self) -> float:
-        """Seconds of one call; nan where it was not measured."""
+        """Return the median seconds of one call; nan if it was not measured."""
         return statistics.median(self.counted) if self.counted else math.nan
 
     def prepare(self, *given: Any) -> None:
-        """Build the call and make it once; what is missing or goes wrong is why the row is not measured."""
+        """Build the call and make it once. A missing library or an exception becomes the entry's reason."""
         if self.build is None:
             return
         if self.version is None:
@@ -68,19 +75,22 @@ class Entry:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Not measured, because of this."""
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        self.why = f"{self.why} ({told})" if self.why else told
+        """Record an exception as the reason why the entry is not measured."""
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        self.why = f"{self.why} ({reason})" if self.why else reason
         self.call, self.seconds = None, []
 
 
 def measure(
     entries: list[Entry], rounds: int, after: Callable[[Entry, Any], None] | None = None, least: float = 0.0
 ) -> None:
-    """Time every entry in turn within each round, so that a change of the machine's speed meets all of them alike.
+    """Time every entry in turn within each round, so that changes of the machine's speed affect all alike.
 
-    What takes less than `least` seconds is repeated for that long: its data are then in cache, as in training. `after`, which is not
-    timed, is given each entry and its result.
+    Args:
+        entries: entries after `prepare`; those that cannot be measured are left out.
+        rounds: number of rounds that count; `WARM_UP` more come before them.
+        after: function of an entry and the result of its call; called after each round, and not timed.
+        least: seconds for which a shorter call is repeated: its data are then in cache, as in training.
     """
     for _ in range(rounds + WARM_UP):
         for entry in entries:

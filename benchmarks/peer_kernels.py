@@ -1,6 +1,7 @@
-"""How each library quantises and dequantises one tensor to NVFP4 on a CPU. Each builder imports its own library, and only that.
+"""Calls of each library that quantise one tensor to NVFP4 and dequantise it, on a CPU.
 
-A builder takes x, fp32 [rows, columns], and returns a call whose result is the dequantised tensor, fp32 [rows, columns].
+A builder imports its own library, and only that. It takes x, fp32 [rows, columns], and returns a call whose
+result is the dequantised tensor, fp32 [rows, columns].
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ FAKE = "its fake quantiser needs CUDA"
 
 
 def entries() -> list[Entry]:
-    """Ours first; every library that is known to offer this, whether or not it can run here."""
+    """Return ours first, then every library that is known to offer this, even if it cannot run here."""
     return [
         Entry(
             "ablate",
@@ -73,7 +74,7 @@ def entries() -> list[Entry]:
 
 
 def absent() -> list[Entry]:
-    """What is public, and cannot be measured on this kind of machine whatever is installed."""
+    """Return the public libraries that cannot be measured on such a machine, whatever is installed."""
     return [
         Entry(
             "microxcaling",
@@ -86,7 +87,7 @@ def absent() -> list[Entry]:
 
 
 def exact(x: Tensor) -> Tensor:
-    """Ours, dequantised: what the others are compared with."""
+    """Return our quantisation of x, dequantised, which the others are compared with."""
     return quantize(x, NVFP4).dequantize()
 
 

@@ -1,7 +1,8 @@
-"""One training step of the same small GPT, its linears replaced from outside by each library's NVFP4 training. One builder a library.
+"""One training step of the same small GPT under each library's NVFP4 training, with one builder per library.
 
-A builder takes the workload and returns a call that trains one step more and returns its record. Model, weights, batches, loss,
-clipping and optimizer are ours for all: only the three products of the linears in the blocks differ.
+A builder takes the workload, replaces its linears from outside, and returns a call that trains one step more
+and returns its record. Model, weights, batches, loss, clipping and optimizer are ours for all: only the three
+products of the linears in the blocks differ.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ Replace = Callable[[nn.Linear], nn.Module]
 
 
 def entries() -> list[Entry]:
-    """Ours first, with its two baselines; every library that is known to train in NVFP4, or to offer part of it."""
+    """Return ours first, with its two baselines, then every library that trains in NVFP4, if only in part."""
     return [
         Entry(
             "ablate, nvfp4",
@@ -49,7 +50,8 @@ def entries() -> list[Entry]:
         ),
         Entry(
             "Transformer Engine",
-            "its Python reference, quantisers and custom_gemm: the same, but gradients to nearest; products in fp32, block by block",
+            "its Python reference, quantisers and custom_gemm: the same, but gradients to nearest; "
+            "products in fp32, block by block",
             "transformer_engine",
             transformer_engine,
         ),
@@ -77,9 +79,10 @@ def entries() -> list[Entry]:
 
 
 def shape(layers: int, width: int, tokens: int) -> Gpt:
-    """The model: sequences of 128, heads of 64, an MLP of three widths, the full learning rate from the first step.
+    """Return the workload: sequences of 128, heads of 64, an MLP of three widths, no warm-up.
 
-    Every dimension is a multiple of 128: torchao refuses others, and fouroversix fails on them when it quantises a transpose.
+    Every dimension is a multiple of 128: torchao refuses others, and fouroversix fails on them when it
+    quantises a transpose.
     """
     size = {
         "layers": layers,
@@ -101,7 +104,7 @@ def compiled(config: Gpt) -> Call:
 
 
 def _stepper(config: Gpt, preset: str, replace: Replace | None = None) -> Call:
-    """Training steps, one a call, with no telemetry and no evaluation."""
+    """Return a call that trains one step more, without telemetry and evaluation."""
     run = config.prepare(PRESETS[preset](), 0, "cpu")
     if replace:
         for name, linear in list(run.model.blocks.named_modules()):
@@ -137,7 +140,7 @@ def fouroversix(config: Gpt) -> Call:
     import fouroversix as library
     from fouroversix.quantize.pytorch import backend
 
-    # As shipped, wgrad fails on a CPU: the back end builds its Hadamard matrix on "cuda", whatever the tensor is on.
+    # As shipped, wgrad fails on a CPU: the back end builds its Hadamard matrix on "cuda" for any tensor.
     if not isinstance(backend.get_rht_matrix, partial):
         backend.get_rht_matrix = partial(backend.get_rht_matrix, device="cpu")
     how = library.ModuleQuantizationConfig(
@@ -150,7 +153,10 @@ def fouroversix(config: Gpt) -> Call:
 
 
 class ReferenceProducts(torch.autograd.Function):
-    """fprop, dgrad and wgrad by Transformer Engine's own dispatch, from one quantisation of each tensor in both directions."""
+    """fprop, dgrad and wgrad by Transformer Engine's own dispatch.
+
+    Each tensor is quantised once, in both directions.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:

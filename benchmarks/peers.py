@@ -1,7 +1,8 @@
-"""Ours beside the public libraries that emulate NVFP4, in one run on this CPU: interleaved rounds, medians, one thread.
+"""Comparison with the public libraries that emulate NVFP4, in one run on this CPU.
 
-It installs nothing: `make peers` makes the environment of requirements.txt and runs both commands. A library that cannot be had, or
-that cannot run on a CPU, is a row that says so. Every library computes through its own public interface, and its row says what.
+Rounds are interleaved, medians count, and every library has one thread. The commands install nothing:
+`make peers` makes the environment of requirements.txt and runs both. A library that is missing or cannot run
+on a CPU is a row with the reason. Every library computes through its own public interface; its row names it.
 """
 
 import json
@@ -19,7 +20,8 @@ from ablate.cli.common import console, run
 from ablate.errors import InputError
 
 app = typer.Typer(
-    help="Ours beside the public libraries that emulate NVFP4 on a CPU: one run, interleaved rounds, medians, one thread.",
+    help="Compare with the public libraries that emulate NVFP4 on a CPU: "
+    "one run, interleaved rounds, medians, one thread.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # a bad argument is one plain sentence
@@ -33,7 +35,10 @@ Json = Annotated[
 ]
 
 SAME = 1e-6
-"""Closer values have the same code and block scale: libraries fold the tensor scale in elsewhere, which moves the last bits of fp32."""
+"""Relative difference below which two values have the same code and block scale.
+
+Libraries apply the tensor scale at other places, which changes the last bits of fp32.
+"""
 
 
 @app.command()
@@ -43,7 +48,10 @@ def kernels(
     rounds: Rounds = 15,
     file: Json = None,
 ) -> None:
-    """Quantise and dequantise one fp32 tensor. NVFP4 by rows: E2M1, blocks of 16, E4M3 scales, amax included, to nearest."""
+    """Quantise and dequantise one fp32 tensor.
+
+    NVFP4 by rows: E2M1, blocks of 16, E4M3 scales, amax included, to nearest.
+    """
     _check({"--rows": (rows, 128), "--columns": (columns, 64)}, file)
     import torch
     from peer_kernels import entries, exact
@@ -51,20 +59,20 @@ def kernels(
     _quietly_on_one_thread()
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     bf16 = x.bfloat16().float()
-    found = entries()
+    compared = entries()
     with torch.no_grad():
-        for entry in found:
+        for entry in compared:
             entry.prepare(x)
-        measure(found, rounds, least=0.02)
-        for entry in filter(_measured, found):
+        measure(compared, rounds, least=0.02)
+        for entry in filter(_measured, compared):
             entry.learned = {
                 "other": _other(entry.first, exact(x)),
                 "other_bf16": _other(entry.build(bf16)(), exact(bf16)),
             }
-    ours, dequantised = found[:2]
+    ours, dequantised = compared[:2]
     lines = [
         _line(entry, x.numel() / 1e6, "Melem/s", {"ours/theirs": ours, "dequantised/theirs": dequantised})
-        for entry in found
+        for entry in compared
     ]
     _show(
         lines,
@@ -82,7 +90,8 @@ def kernels(
         "ours/theirs: our speed over theirs, as an operand, and dequantised (deq.), which is like for like."
     )
     print(
-        "other: how many values got another code or block scale than ours, of this tensor, and of its bf16 copy, which has exact ties."
+        "other: how many values got another code or block scale than ours, of this tensor, "
+        "and of its bf16 copy, which has exact ties."
     )
     _write(
         file,
@@ -99,17 +108,20 @@ def step(
     rounds: Rounds = 5,
     file: Json = None,
 ) -> None:
-    """Train a small GPT, one step. Forward, backward and AdamW; all three products of the linears in its blocks in NVFP4."""
+    """Train a small GPT, one step.
+
+    Forward, backward and AdamW; all three products of the linears in its blocks in NVFP4.
+    """
     _check({"--width": (width, 128), "--tokens": (tokens, 128)}, file)
     from peer_steps import entries, shape
 
     _quietly_on_one_thread()
     config = shape(layers, width, tokens)
-    found = entries()
-    for entry in found:
+    compared = entries()
+    for entry in compared:
         entry.prepare(config)
-    measure(found, rounds, _keep_loss)
-    lines = [_line(entry, tokens, "tokens/s", {"ours/theirs": found[0]}) for entry in found]
+    measure(compared, rounds, _keep_loss)
+    lines = [_line(entry, tokens, "tokens/s", {"ours/theirs": compared[0]}) for entry in compared]
     _show(lines, {"ms": ",.0f", "tokens/s": ",.0f", "ours/theirs": ".2f", "loss": ".4f"})
     given = {
         "layers": layers,
@@ -119,16 +131,18 @@ def step(
         "rounds": rounds,
     }
     print(
-        f"\nOne model, {', '.join(f'{name} {value}' for name, value in given.items())}; the same first weights and the same batches."
+        f"\nOne model, {', '.join(f'{name} {value}' for name, value in given.items())}; "
+        "the same first weights and the same batches."
     )
     print(
-        f"ours/theirs: our speed (nvfp4) over theirs. loss: in step {rounds + WARM_UP + 1}, all at the full learning rate."
+        f"ours/theirs: our speed (nvfp4) over theirs. loss: in step {rounds + WARM_UP + 1}, "
+        "all at the full learning rate."
     )
     _write(file, {"command": "step", **given}, lines)
 
 
 def _check(multiples: dict[str, tuple[int, int]], file: Path | None) -> None:
-    """Before anything is measured, which takes minutes."""
+    """Raise InputError for wrong arguments, before anything is measured, which takes minutes."""
     wrong = [
         f"{name} {value}: not a multiple of {by}, which some libraries need"
         for name, (value, by) in multiples.items()
@@ -141,7 +155,7 @@ def _check(multiples: dict[str, tuple[int, int]], file: Path | None) -> None:
 
 
 def _quietly_on_one_thread() -> None:
-    """As a trial of ours runs; and without the libraries' advice between the rows."""
+    """Set up this process as for a trial of ours, and silence the libraries' warnings between the rows."""
     import torch
 
     from ablate.execution.trial_process import tune_process
@@ -162,13 +176,16 @@ def _keep_loss(entry: Entry, record: Any) -> None:
 
 
 def _other(theirs: Any, ours: Any) -> int:
-    """How many of their dequantised values have another code or block scale than ours. An operand of ours is dequantised first."""
+    """Return the number of dequantised values with another code or block scale than ours.
+
+    An operand of ours is dequantised first.
+    """
     theirs = theirs.dequantize() if hasattr(theirs, "block_scale") else theirs
     return int(((theirs - ours).abs() > SAME * ours.abs()).sum())
 
 
 def _line(entry: Entry, work: float, rate: str, against: dict[str, Entry]) -> dict[str, Any]:
-    """A row as it is written to JSON; `not_measured` is the reason, in place of figures."""
+    """Return a row as it is written to JSON; `not_measured` is the reason, in place of figures."""
     line = {"library": entry.name, "version": entry.version, "computes": entry.computes}
     if not entry.counted:
         return line | {"not_measured": entry.why}
@@ -190,8 +207,8 @@ def _show(lines: list[dict[str, Any]], forms: dict[str, str]) -> None:
     table.add_column("what it computes, fp32 in" if "other" in forms else "what it computes", ratio=1)
     for line in lines:
         cells = [format(line[name], form) if name in line else "-" for name, form in forms.items()]
-        told = f"not measured: {line['not_measured']}" if "not_measured" in line else line["computes"]
-        table.add_row(line["library"], line["version"] or "-", *cells, told)
+        computes = f"not measured: {line['not_measured']}" if "not_measured" in line else line["computes"]
+        table.add_row(line["library"], line["version"] or "-", *cells, computes)
     console().print(table)
 
 

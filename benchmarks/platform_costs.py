@@ -1,7 +1,8 @@
-"""What the platform itself costs, in one run on this machine, beside Ray Tune and plain Optuna: a row a figure, with its goal.
+"""Cost of the platform itself, compared with Ray Tune and plain Optuna in one run on this machine.
 
-`python benchmarks/platform_costs.py` measures all, in about half an hour; `python benchmarks/platform_costs.py ROW ...` some. The rows are
-functions in platform_rows/figures.py. `make platform` makes the environment: Ray Tune asks for a package more than we do.
+Each row is a figure with its goal. `python benchmarks/platform_costs.py` measures all, in about half an hour;
+`python benchmarks/platform_costs.py ROW ...` measures some. The rows are functions in
+platform_rows/figures.py. `make platform` makes the environment: Ray Tune needs one package more than we do.
 """
 
 import sys

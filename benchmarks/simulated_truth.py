@@ -1,8 +1,9 @@
 """Error rates of intervals, verdicts, headlines and promised seeds on simulated sweeps of known truth.
 
-`python benchmarks/simulated_truth.py` prints the tables of docs/statistics.md. Every scenario has a seed of its own, computed from its
-name, so that it gives the same figures alone, in any order and on any machine. Finished scenarios are kept in a JSON file (`--cache`) and
-are not run again; the file goes with `--experiments`. Effects and deviations are in units of min_effect.
+`python benchmarks/simulated_truth.py` prints the tables of docs/statistics.md. Every scenario has a seed of
+its own, computed from its name, so that it gives the same figures alone, in any order and on any machine.
+Finished scenarios are kept in a JSON file (`--cache`) and are not run again; the file is valid for one value
+of `--experiments`. Effects and deviations are in units of min_effect.
 """
 
 import argparse
@@ -32,7 +33,7 @@ PRIORS = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """One line of a table: what is simulated, and its parameters."""
+    """One line of a table: the kind of simulation and its parameters."""
 
     kind: str
     interval: str = "t"
@@ -44,16 +45,16 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """Key in the cache."""
+        """Return the key in the cache."""
         return "/".join(map(str, astuple(self)))
 
     def random(self) -> np.random.Generator:
-        """A generator that depends on nothing but the scenario."""
+        """Return a generator that depends on nothing but the scenario."""
         return np.random.default_rng(int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8]))
 
 
 def scenarios() -> Iterator[Scenario]:
-    """Every line of every table."""
+    """Yield every line of every table."""
     for interval in INTERVALS:
         for pairs in STARTS:
             for deviation in DEVIATIONS:
@@ -79,7 +80,7 @@ def scenarios() -> Iterator[Scenario]:
 
 
 def draw(random: np.random.Generator, shape: str, size: tuple[int, ...]) -> np.ndarray:
-    """Differences of mean 0 and deviation 1."""
+    """Return differences of mean 0 and deviation 1."""
     if shape == "lognormal":
         return (random.lognormal(0, 1, size) - math.exp(0.5)) / math.sqrt((math.e - 1) * math.e)
     if shape == "t3":
@@ -91,14 +92,17 @@ def draw(random: np.random.Generator, shape: str, size: tuple[int, ...]) -> np.n
 
 
 def difference(values: np.ndarray, interval: Interval) -> Difference:
-    """The paired difference that these are."""
+    """Return the paired difference with these values."""
     return paired_difference(
         dict(enumerate(values.tolist())), dict.fromkeys(range(len(values)), 0.0), interval
     )
 
 
 def arms(random: np.random.Generator, scenario: Scenario, pairs: int) -> np.ndarray:
-    """[arms, pairs] differences from one shared baseline: correlated by .5 over seeds where there are several arms."""
+    """Return differences [arms, pairs] from one shared baseline.
+
+    Those of several arms are correlated by .5 over seeds.
+    """
     if scenario.arms == 1:
         return scenario.effect + scenario.deviation * random.normal(0, 1, (1, pairs))
     own, shared = random.normal(0, 1, (scenario.arms, pairs)), random.normal(0, 1, pairs)
@@ -106,7 +110,7 @@ def arms(random: np.random.Generator, scenario: Scenario, pairs: int) -> np.ndar
 
 
 def promise(scenario: Scenario, experiments: int) -> dict[str, int]:
-    """Sweeps that are undecided after some seeds are continued to the number that is named; of how many a verdict is kept then.
+    """Continue undecided sweeps to the number of seeds that they name, and count the promises that are kept.
 
     A growing sweep's `looks` are the declared ones at any number of seeds. Numbers above 200 are no promise.
     """
@@ -122,7 +126,7 @@ def promise(scenario: Scenario, experiments: int) -> dict[str, int]:
         values = arms(random, scenario, scenario.pairs)
         judged = judge([(difference(line, interval), 1.0) for line in values], True)
         decided += sum(verdict.decided for verdict in judged)
-        for place, verdict in enumerate(judged):
+        for arm, verdict in enumerate(judged):
             if verdict.kind != "undecided":
                 continue
             needed = seeds_needed(*verdict.planned, ranged=False)
@@ -130,27 +134,30 @@ def promise(scenario: Scenario, experiments: int) -> dict[str, int]:
                 beyond += 1
                 continue
             whole = np.concatenate([values, arms(random, scenario, needed.count - scenario.pairs)], axis=1)
-            then = judge([(difference(line, interval), 1.0) for line in whole], True, plan=False)[place]
+            then = judge([(difference(line, interval), 1.0) for line in whole], True, plan=False)[arm]
             made, kept, seeds = made + 1, kept + then.decided, seeds + needed.count
     return {"made": made, "kept": kept, "beyond": beyond, "decided": decided, "seeds": seeds}
 
 
 def headline(scenario: Scenario, experiments: int) -> dict[str, int]:
-    """Sweeps of arms without any effect: in how many an arm is called better or worse, after Holm's correction and without."""
+    """Count the sweeps without any effect in which an arm is called better or worse.
+
+    Counted twice: with Holm's correction, and without.
+    """
     random, interval = scenario.random(), Interval.parse(scenario.interval)
     false = uncorrected = 0
     for _ in range(experiments):
-        found = [difference(line, interval) for line in arms(random, scenario, scenario.pairs)]
+        differences = [difference(line, interval) for line in arms(random, scenario, scenario.pairs)]
         false += any(
             verdict.kind in ("better", "worse")
-            for verdict in judge([(one, 1.0) for one in found], True, plan=False)
+            for verdict in judge([(one, 1.0) for one in differences], True, plan=False)
         )
-        uncorrected += any(one.low > 0 or one.high < 0 for one in found)
+        uncorrected += any(one.low > 0 or one.high < 0 for one in differences)
     return {"sweeps": experiments, "false": false, "uncorrected": uncorrected}
 
 
 def growth(scenario: Scenario, experiments: int) -> dict[str, int]:
-    """The same where seeds grow, three at a look, from 3 to 12, for each arm until it has a verdict."""
+    """Count the same for growing seeds: from 3 to 12, three more per look, for each arm without a verdict."""
     random, interval = scenario.random(), Interval.parse(scenario.interval)
     false = 0
     for _ in range(experiments):
@@ -168,24 +175,27 @@ def growth(scenario: Scenario, experiments: int) -> dict[str, int]:
 
 
 def coverage(scenario: Scenario, experiments: int) -> dict[str, int]:
-    """How often the interval holds the true difference."""
+    """Count the experiments whose interval contains the true difference."""
     random, interval = scenario.random(), Interval.parse(scenario.interval)
-    found = [
+    differences = [
         difference(line, interval) for line in draw(random, scenario.shape, (experiments, scenario.pairs))
     ]
-    return {"experiments": experiments, "covered": sum(one.low <= 0 <= one.high for one in found)}
+    return {"experiments": experiments, "covered": sum(one.low <= 0 <= one.high for one in differences)}
 
 
 def counts(scenario: Scenario, experiments: int) -> dict[str, int]:
-    """Two arms whose metric is a small count (Poisson), no effect: false verdicts, and what a width of zero alone would have claimed."""
+    """Count the false verdicts of two arms whose metric is a small count (Poisson), without an effect.
+
+    `zero_width` counts the claims that an interval of width 0 alone would have made.
+    """
     random = scenario.random()
     false = zero_width = 0
     for _ in range(experiments):
-        found = difference(
+        observed = difference(
             np.subtract(*random.poisson(scenario.deviation, (2, scenario.pairs)).astype(float)), Interval()
         )
-        false += judge([(found, None)], True, plan=False)[0].kind in ("better", "worse")
-        zero_width += found.deviation == 0 and found.mean != 0
+        false += judge([(observed, None)], True, plan=False)[0].kind in ("better", "worse")
+        zero_width += observed.deviation == 0 and observed.mean != 0
     return {"experiments": experiments, "false": false, "zero_width": zero_width}
 
 
@@ -195,52 +205,53 @@ SHARES = {"promise": 0.03, "headline": 1.0, "growth": 0.2, "coverage": 1.0, "cou
 
 
 def run(cache: Path, experiments: int, kinds: set[str]) -> dict[str, dict[str, int]]:
-    """The results of every scenario, those in the cache taken from there; a line of progress on standard error."""
-    known = json.loads(cache.read_text()) if cache.exists() else {}
-    if known.setdefault("experiments", experiments) != experiments:
+    """Return the results of every scenario, from the cache if they are there; print progress on stderr."""
+    results = json.loads(cache.read_text()) if cache.exists() else {}
+    if results.setdefault("experiments", experiments) != experiments:
         raise SystemExit(
-            f"{cache}: made with --experiments {known['experiments']}, not {experiments}; name another --cache"
+            f"{cache}: made with --experiments {results['experiments']}, not {experiments}; "
+            "name another --cache"
         )
     wanted = [scenario for scenario in scenarios() if scenario.kind in kinds]
     for number, scenario in enumerate(wanted, 1):
-        if scenario.name not in known:
-            known[scenario.name] = KINDS[scenario.kind](
+        if scenario.name not in results:
+            results[scenario.name] = KINDS[scenario.kind](
                 scenario, max(1, round(experiments * SHARES[scenario.kind]))
             )
             written = cache.with_suffix(".part")
-            written.write_text(json.dumps(known, indent=0))
+            written.write_text(json.dumps(results, indent=0))
             written.replace(cache)
         end = "" if sys.stderr.isatty() and number < len(wanted) else "\n"
         print(f"\r{number} of {len(wanted)}: {scenario.name:50}", end=end, file=sys.stderr, flush=True)
-    return {scenario.name: known[scenario.name] for scenario in wanted}
+    return {scenario.name: results[scenario.name] for scenario in wanted}
 
 
 # Tables
 
 
 def share(part: float, whole: int) -> str:
-    """A percentage with its standard error."""
+    """Return a percentage with its standard error."""
     if not whole:
         return "-"
     p = part / whole
     return f"{100 * p:.1f} ±{100 * math.sqrt(p * (1 - p) / whole):.1f} %"
 
 
-def kept(found: Mapping[str, Mapping[str, int]], **fixed: float | str) -> str:
-    """The share of promises kept over all scenarios with these parameters."""
+def kept(results: Mapping[str, Mapping[str, int]], **fixed: float | str) -> str:
+    """Return the share of promises kept over all scenarios with these parameters."""
     lines = [
-        found[scenario.name]
+        results[scenario.name]
         for scenario in scenarios()
         if scenario.kind == "promise"
-        and scenario.name in found
+        and scenario.name in results
         and all(getattr(scenario, key) == value for key, value in fixed.items())
     ]
     return share(sum(line["kept"] for line in lines), sum(line["made"] for line in lines))
 
 
-def tables(found: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """The lines that are printed."""
-    if any(name.startswith("promise") for name in found):
+def tables(results: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """Yield the lines of all tables."""
+    if any(name.startswith("promise") for name in results):
         yield from ("| promises kept | t | split:4 | sequence |", "|---|---|---|---|")
         rows = [(f"effects {shape}", {"shape": shape}) for shape in PRIORS]
         rows += [("fixed effects, all", {})]
@@ -249,7 +260,7 @@ def tables(found: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
         rows += [(f"after {pairs} seeds", {"pairs": pairs}) for pairs in STARTS]
         for title, fixed in rows:
             cells = (
-                kept(found, **{"interval": interval, "arms": 1, "shape": "normal"} | fixed)
+                kept(results, **{"interval": interval, "arms": 1, "shape": "normal"} | fixed)
                 for interval in INTERVALS
             )
             yield f"| {title} | {' | '.join(cells)} |"
@@ -257,9 +268,9 @@ def tables(found: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
             "",
             "| four arms, t, deviation 2 | promises kept |",
             "|---|---|",
-            f"| all | {kept(found, arms=4)} |",
+            f"| all | {kept(results, arms=4)} |",
         )
-        yield from (f"| effect {effect:g} | {kept(found, arms=4, effect=effect)} |" for effect in EFFECTS)
+        yield from (f"| effect {effect:g} | {kept(results, arms=4, effect=effect)} |" for effect in EFFECTS)
         yield ""
     by_kind = {
         "headline": "| 8 arms, no effect | seeds | deviation | false headline | uncorrected |",
@@ -268,10 +279,10 @@ def tables(found: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
         "counts": "| counts, no effect | seeds | rate | false verdict | zero width, non-zero mean |",
     }
     for kind, head in by_kind.items():
-        lines = [scenario for scenario in scenarios() if scenario.kind == kind and scenario.name in found]
+        lines = [scenario for scenario in scenarios() if scenario.kind == kind and scenario.name in results]
         if lines:
             yield from (head, f"|{'---|' * (head.count('|') - 1)}")
-            yield from (_row(scenario, found[scenario.name]) for scenario in lines)
+            yield from (_row(scenario, results[scenario.name]) for scenario in lines)
             yield ""
 
 
@@ -303,7 +314,8 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, action="append", help="Only these tables; may be repeated.")
     given = parser.parse_args()
     print(
-        f"Simulated truth, alpha {ALPHA}; effects and deviations in units of min_effect; ± is a standard error.\n"
+        f"Simulated truth, alpha {ALPHA}; effects and deviations in units of min_effect; "
+        "± is a standard error.\n"
     )
     print("\n".join(tables(run(given.cache, given.experiments, set(given.kind or KINDS)))))
 

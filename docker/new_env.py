@@ -1,4 +1,7 @@
-"""Write docker/.env from env.example: a fresh random value for every line without one. Replaces nothing that is there."""
+"""Write docker/.env from env.example, with a fresh random value for every line without one.
+
+A file that exists is not replaced.
+"""
 
 import os
 import secrets
@@ -9,7 +12,10 @@ HERE = Path(__file__).parent
 
 
 def filled(example: str) -> str:
-    """The example with 192 random bits in the place of each missing value: letters and digits, which mean nothing in an address."""
+    """Return the example with 192 random bits for each missing value.
+
+    They are hexadecimal digits, which need no quoting in an address.
+    """
     return "".join(
         f"{line}{secrets.token_hex(24)}\n" if line.endswith("=") else f"{line}\n"
         for line in example.splitlines()
@@ -17,7 +23,10 @@ def filled(example: str) -> str:
 
 
 def main(path: Path = HERE / ".env") -> None:
-    """Make the file, for its owner's eyes. Exit status 1 where there is one: the services remember the passwords that they began with."""
+    """Make the file, readable by its owner alone.
+
+    Exit status 1 if it exists: the services' volumes keep the passwords that they were made with.
+    """
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -1,12 +1,12 @@
-"""What an image installs, for the Dockerfiles: read from pyproject.toml and constraints.txt, and compared with what is there.
+"""Requirements of an image, for the Dockerfiles: from pyproject.toml, constraints.txt and the installation.
 
-requirements EXTRA...        what the package and these extras stand on, one a line
+requirements EXTRA...        the requirements of the package and these extras, one per line
 kept                         the installed versions of torch and all that is built against it, as constraints
-merged FILE                  constraints.txt, with the versions of FILE in the place of its own
-unchanged FILE               fails where a version of FILE is no longer what Python finds
-transformer-engine           fails where Transformer Engine is missing, or older than the engine takes
+merged FILE                  constraints.txt, with the versions of FILE instead of its own
+unchanged FILE               fails if a version of FILE is no longer installed
+transformer-engine           fails if Transformer Engine is missing, or older than the engine needs
 transformer-engine-packages  the packages of the version that the project pins
-complete                     fails where the compiled quantisers or the notebooks are missing
+complete                     fails if the compiled quantisers or the notebooks are missing
 """
 
 import re
@@ -17,47 +17,54 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT_TOGETHER = re.compile(
-    r"(torch|torchvision|torchaudio|torchao|torch-tensorrt|(pytorch-)?triton|transformer-engine.*|flash-attn.*|nvidia-.*|cuda-.*)"
+    r"(torch|torchvision|torchaudio|torchao|torch-tensorrt|(pytorch-)?triton"
+    r"|transformer-engine.*|flash-attn.*|nvidia-.*|cuda-.*)"
 )
-"""Names of what NVIDIA compiles against one torch: another version of any of them may not load."""
+"""Names of packages that NVIDIA compiles against one torch: another version of any of them may not load."""
 OWN = "ablate-fp4"
 
 
 def name_of(requirement: str) -> str:
-    """A requirement's package, spelled as package indexes compare names."""
+    """Return a requirement's package, normalised as package indexes compare names."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
 def requirements(*extras: str) -> list[str]:
-    """What the package and these extras stand on; one that names another of ours, on what that does. KeyError: no such extra."""
+    """Return the requirements of the package and these extras, with extras of ours that an extra names.
+
+    KeyError if there is no such extra.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = list(project["dependencies"]) if "only" not in extras else []
+    packages = list(project["dependencies"]) if "only" not in extras else []
     for extra in extras:
         for requirement in project["optional-dependencies"][extra] if extra != "only" else ():
             inner = re.fullmatch(rf"{OWN}\[([\w,-]+)\]", requirement)
-            found += requirements("only", *inner[1].split(",")) if inner else [requirement]
-    return found
+            packages += requirements("only", *inner[1].split(",")) if inner else [requirement]
+    return packages
 
 
 def constraints() -> dict[str, str]:
-    """The project's own pins, by name."""
+    """Return the project's own pins, by name."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return {name_of(line): line.partition("==")[2] for line in lines if "==" in line}
 
 
 def kept() -> dict[str, str]:
-    """What this environment has of torch and its kin."""
-    found = {name_of(one.metadata["Name"]): one.version for one in distributions() if one.metadata["Name"]}
-    return {name: version for name, version in sorted(found.items()) if BUILT_TOGETHER.fullmatch(name)}
+    """Return the installed versions of torch and of all that is built against it, by name."""
+    versions = {name_of(one.metadata["Name"]): one.version for one in distributions() if one.metadata["Name"]}
+    return {name: version for name, version in sorted(versions.items()) if BUILT_TOGETHER.fullmatch(name)}
 
 
 def read(path: str) -> dict[str, str]:
-    """Constraints of a file, by name."""
+    """Return the constraints of a file, by name."""
     return dict(line.split("==") for line in Path(path).read_text().split())
 
 
 def merged(path: str) -> dict[str, str]:
-    """The project's pins, where the file has none of its own; a torch of its own has its own Triton."""
+    """Return the project's pins with those of the file instead of its own.
+
+    If the file has any, the project's pins of all that is built against torch are left out, such as Triton.
+    """
     theirs = read(path)
     ours = {
         name: version
@@ -68,7 +75,7 @@ def merged(path: str) -> dict[str, str]:
 
 
 def unchanged(path: str) -> list[str]:
-    """Packages of the file that are there in another version now, in words."""
+    """Return a sentence for each package of the file of which another version is installed."""
     return [
         f"{name} is {now}, and was {was}"
         for name, was in read(path).items()
@@ -77,7 +84,7 @@ def unchanged(path: str) -> list[str]:
 
 
 def installed(name: str) -> str | None:
-    """The version that Python finds."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -85,23 +92,21 @@ def installed(name: str) -> str | None:
 
 
 def too_old() -> list[str]:
-    """Why the engine refuses the Transformer Engine that is here, in words."""
-    found, oldest = (
-        installed("transformer-engine"),
-        re.search(r"OLDEST = \((\d+), (\d+)\)", _hardware()).groups(),
-    )
-    if found is None:
+    """Return the reason why the engine refuses the installed Transformer Engine, as a sentence, or []."""
+    present = installed("transformer-engine")
+    oldest = re.search(r"OLDEST = \((\d+), (\d+)\)", _hardware()).groups()
+    if present is None:
         return ["Transformer Engine is not there"]
-    number = tuple(map(int, re.match(r"(\d+)\.(\d+)", found).groups()))
+    number = tuple(map(int, re.match(r"(\d+)\.(\d+)", present).groups()))
     return (
-        [f"Transformer Engine {found} is older than {'.'.join(oldest)}"]
+        [f"Transformer Engine {present} is older than {'.'.join(oldest)}"]
         if number < tuple(map(int, oldest))
         else []
     )
 
 
 def _hardware() -> str:
-    """The engine's own file where it is there, which it is not before the package is copied: then the pin says what is new enough."""
+    """Return the engine's own file, or a line from the pin before the package is copied into the image."""
     path = ROOT / "ablate/engines/hardware.py"
     return (
         path.read_text()
@@ -111,7 +116,10 @@ def _hardware() -> str:
 
 
 def transformer_engine_packages() -> list[str]:
-    """Its Python, its kernels for CUDA 13, and its extension of torch, which is compiled where it is installed."""
+    """Return the packages of the pinned Transformer Engine.
+
+    They are its Python, its kernels for CUDA 13, and its extension of torch, which pip compiles.
+    """
     pin = constraints()["transformer-engine"]
     return [
         f"{name}=={pin}"
@@ -120,7 +128,7 @@ def transformer_engine_packages() -> list[str]:
 
 
 def incomplete() -> list[str]:
-    """What this installation lacks, in words."""
+    """Return a sentence for each part that this installation lacks."""
     from ablate.cli.report import NOTEBOOKS, analysis
     from ablate.numerics.kernels import cpu
 
@@ -132,16 +140,16 @@ def incomplete() -> list[str]:
     ]
 
 
-def main(verb: str, *words: str) -> None:
-    """Print what is asked for; exit status 1, with the reasons, where something is not as it should be."""
+def main(verb: str, *arguments: str) -> None:
+    """Print what the verb names; exit status 1, with the reasons, if a check fails."""
     match verb:
         case "requirements":
-            print(*requirements(*words), sep="\n")
+            print(*requirements(*arguments), sep="\n")
         case "kept" | "merged":
             print(
                 *(
                     f"{name}=={version}"
-                    for name, version in (kept() if verb == "kept" else merged(*words)).items()
+                    for name, version in (kept() if verb == "kept" else merged(*arguments)).items()
                 ),
                 sep="\n",
             )
@@ -149,7 +157,7 @@ def main(verb: str, *words: str) -> None:
             print(*transformer_engine_packages())
         case "unchanged" | "transformer-engine" | "complete":
             wrong = {"unchanged": unchanged, "transformer-engine": too_old, "complete": incomplete}[verb](
-                *words
+                *arguments
             )
             sys.exit("\n".join(wrong) or 0)
         case _:

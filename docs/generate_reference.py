@@ -83,6 +83,7 @@ makes that arm the baseline of all others.
 | [`finetune`](#finetune) | a causal model of transformers: all weights, or LoRA adapters | `val/loss` |
 | [`mae`](#mae) | a vision transformer as a masked autoencoder | `val/loss` of pixels |
 | [`tensors`](#tensors) | nothing: distributions or captured tensors go through quantisers | errors |
+| [`command`](#command) | any command: [your own training process](command_workload.md) | what it logs |
 | [`idle`](#idle) | nothing, to try a cluster | `val/loss` |
 
 Recipes apply to every `nn.Linear` in a model's numbered blocks; [layer rules](layers.md) select among them.
@@ -124,11 +125,11 @@ TEXTS = {
     "Augment.contrast": "As `brightness`.",
     "Augment.saturation": "As `brightness`.",
     "HubImages.image": "Name of the column of images.",
-    "Prepared.prepared": "Path of the folder.",
+    "PreparedText.prepared": "Path of the folder.",
     "Shards.train": "Training files.",
     "Shards.val": "Validation files.",
     "Shards.vocab": "Number of token ids.",
-    "Text.text": "Files to read.",
+    "TextFiles.text": "Files to read.",
     "HubText.column": "Name of the column of documents.",
     "HubText.dataset": "A name on the hub, or a folder.",
     "BlockScale.format": "Number format of the scale.",
@@ -220,8 +221,8 @@ def values(schema: dict[str, Any]) -> str:
         "exclusiveMaximum": "below",
     }
     limited = [f"{text} {number(schema[key])}" for key, text in limits.items() if key in schema]
-    words = {"boolean": "`true`, `false`", "null": "`null`", "string": "text"}
-    return words.get(kind, kind) + (f", {', '.join(limited)}" if limited else "")
+    names = {"boolean": "`true`, `false`", "null": "`null`", "string": "text"}
+    return names.get(kind, kind) + (f", {', '.join(limited)}" if limited else "")
 
 
 def number(value: float) -> str:

@@ -4,9 +4,10 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from support.cases import FAST_CASES, Tier, spread
+from support.corpus import write_shards
 
 from ablate.training.data import Shards
 
@@ -17,16 +18,17 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-FAST_CASES = 3
-"""Cases of a parametrised test that `--fast` keeps."""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast",
         action="store_true",
         help=f"leave out slow tests, servers and browsers, and all but {FAST_CASES} cases of each test",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell `support.cases.every` which tier runs."""
+    Tier.fast = config.getoption("--fast")
 
 
 def thinned(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -39,11 +41,7 @@ def thinned(items: list[pytest.Item]) -> list[pytest.Item]:
     cases: dict[str, list[pytest.Item]] = {}
     for item in quick:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = []
-    for several in cases.values():
-        last, most = len(several) - 1, min(FAST_CASES, len(several))
-        kept += [several[round(last * n / max(1, most - 1))] for n in range(most)]
-    return kept
+    return [item for several in cases.values() for item in spread(several)]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,20 +50,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = thinned(items)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
-
-
-def write_shards(folder: Path, train: int = 20_000, val: int = 4_000, vocab: int = 64) -> Shards:
-    """Two raw uint16 shards from a small integer generator: x -> 1103515245 x + 12345 mod 2^31, thinned so that tokens repeat."""
-    state, tokens = 1, np.empty(train + val, dtype=np.uint16)
-    for i in range(train + val):
-        state = (1103515245 * state + 12345) % 2**31
-        draw = (state >> 16) % vocab
-        tokens[i] = (
-            (tokens[i - 1] + 1) % vocab if i and draw < vocab // 2 else draw
-        )  # half the text is predictable
-    tokens[:train].tofile(folder / "train.bin")
-    tokens[train:].tofile(folder / "val.bin")
-    return Shards(train=str(folder / "train.bin"), val=str(folder / "val.bin"), vocab=vocab)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,17 @@
-"""Golden traces, five losses of a tiny gpt as hexadecimal floats, and golden ids, those of one trial for each preset.
+"""Golden traces, five losses of a tiny gpt as hexadecimal floats, and golden ids.
 
-`python tests/regenerate_golden.py` writes both anew: only together with a raised VERSION of the numerics or of the workload, since a
-changed trace is a changed number in every trial. `python tests/regenerate_golden.py ids` adds the ids of presets that have none yet.
+`python tests/regenerate_golden.py` writes the traces and the ids of gpt trials anew: only together with a raised VERSION of the numerics
+or of the workload, since a changed trace is a changed number in every trial. `python tests/regenerate_golden.py ids` adds ids of presets,
+experiments and layer rules that have none yet. It never changes an id that is there, since finished trials are found by it.
+
+tests/golden/ids.json has four tables:
+    gpt: ids of one trial of a tiny gpt for each preset, by device class, and the name of its checkpoint after the last step.
+    recipes: for each preset, the id of a trial without data and fields, and a hash of the recipe as JSON.
+    rules: the same for layer rules in their first spelling, from before they had fields.
+    experiments: the same for each arm of each shipped experiment, and a hash of its workload's fields.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -13,17 +21,31 @@ import tempfile
 from pathlib import Path
 
 import torch
-from conftest import write_shards
+from support.corpus import write_shards
 
+from ablate.experiment.arms import StartingPoint
+from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.data import Shards
 from ablate.training.loop import Telemetry
 from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.idle import Idle
 
 FOLDER = Path(__file__).parent / "golden"
 TRACED = ("bf16", "nvfp4")
 STEPS = 5
+FP8 = PRESETS["fp8_current"]().products.model_dump(mode="json")
+RULES = {
+    "a name": [{"match": "blocks.*.mlp.down"}],
+    "any name": [{"match": "*"}],
+    "blocks by name": [{"match": "blocks.[02].*", "use": FP8}],
+    "a class": [{"match": "class:Attention"}],
+    "classes": [{"match": "class:Att*", "use": FP8}, {"match": "class:SwiGLU", "use": None}],
+    "a name that is a word": [{"match": "Attention"}],
+    "no rule": [],
+}
+"""Layer rules in their first spelling."""
 
 
 def tiny(shards: Shards) -> Gpt:
@@ -87,17 +109,57 @@ def ids(recipe: Recipe, shards: Shards) -> dict[str, str]:
     return {"cpu": cpu.id, "cuda": cuda.id, "checkpoint": cpu.history(STEPS)}
 
 
-def stored_ids() -> dict[str, dict[str, str]]:
-    """Return the ids on disk, by preset."""
-    path = FOLDER / "ids.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def write_ids(kept: dict[str, dict[str, str]]) -> None:
-    """Write the ids of every preset, those in `kept` as they are."""
+def gpt_ids() -> dict[str, dict[str, str]]:
+    """Return the ids of one gpt trial for each preset."""
     with tempfile.TemporaryDirectory() as folder:
         shards = write_shards(Path(folder))
-        every = {preset: kept.get(preset) or ids(make(), shards) for preset, make in PRESETS.items()}
+        return {name: ids(preset(), shards) for name, preset in PRESETS.items()}
+
+
+def recipe_id(recipe: Recipe) -> str:
+    """Return the id of a trial that has a recipe, but neither data nor fields, and a hash of the recipe as JSON."""
+    spec = TrialSpec(workload="idle", config=Idle(), recipe=recipe, seed=0, engine="emulated", device="cpu")
+    return f"{spec.id} {short_hash(recipe.model_dump_json())}"
+
+
+def short_hash(text: str) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def rule_ids() -> dict[str, str]:
+    """Return the id of nvfp4 with each of the layer rules."""
+    base = StartingPoint("idle", {}, "nvfp4")
+    return {name: recipe_id(base.recipe({"recipe.layers.rules": rules})) for name, rules in RULES.items()}
+
+
+def experiment_ids() -> dict[str, str]:
+    """Return the id of every arm's recipe of every shipped experiment, and a hash of its workload's fields."""
+    every = {}
+    for path in sorted((FOLDER.parents[1] / "experiments").rglob("*.yaml")):
+        for arm in load(path).arms:
+            fields = json.dumps(arm.config.identity(), sort_keys=True, separators=(",", ":"))
+            every[f"{path.stem}: {arm.name}"] = f"{recipe_id(arm.recipe)} {short_hash(fields)}"
+    return every
+
+
+TABLES = {
+    "gpt": gpt_ids,
+    "recipes": lambda: {name: recipe_id(preset()) for name, preset in PRESETS.items()},
+    "rules": rule_ids,
+    "experiments": experiment_ids,
+}
+"""Functions that compute the tables of ids.json."""
+
+
+def stored_ids() -> dict[str, dict]:
+    """Return the tables of ids on disk."""
+    return json.loads((FOLDER / "ids.json").read_text())
+
+
+def write_ids(kept: dict[str, dict]) -> None:
+    """Write every id, those in `kept` as they are."""
+    every = {table: compute() | kept.get(table, {}) for table, compute in TABLES.items()}
     (FOLDER / "ids.json").write_text(json.dumps(every, indent=2) + "\n")
 
 
@@ -111,7 +173,7 @@ def main() -> None:
     if not comparable():
         sys.exit("write traces on a CPU with avx512_bf16: only there are they compared exactly")
     FOLDER.mkdir(exist_ok=True)
-    write_ids({})
+    write_ids({table: ids for table, ids in stored_ids().items() if table != "gpt"})
     for preset in TRACED:
         trace = {
             "written_with": {"torch": torch.__version__, "machine": platform.machine()},

@@ -9,7 +9,7 @@ import optuna
 import pytest
 from optuna.storages import JournalStorage
 from support.experiments import ledger, sweep, tiny
-from test_search import trials
+from support.studies import trials
 
 from ablate.execution.projections import Projections
 from ablate.execution.search import CombinedStorage, Study, dashboard, decorate, importances
@@ -87,7 +87,7 @@ def test_a_grids_arm_waits_for_its_baseline_and_is_told_then(tmp_path):
 def test_a_gap_that_is_not_true_any_more_is_drawn_again(copied):
     with_gap = {trial.user_attrs["arm"]: trial.user_attrs["gap"] for trial in trials(copied, "first")}
     book, store = Ledger(copied / "sweeps" / "first" / "ledger.db", readonly=True), Store(copied)
-    (trial,) = [member["id"] for member in book.members() if (member["name"], member["seed"]) == ("bf16", 0)]
+    (trial,) = [member.id for member in book.members() if (member.name, member.seed) == ("bf16", 0)]
     book.close()
     events = [
         event | {"metrics": {name: value + (name == "val/loss") for name, value in event["metrics"].items()}}

@@ -205,7 +205,7 @@ def test_an_arm_that_is_not_over_counts_as_open_in_a_note(book):
     assert (gap(book, 2)[1].kind, gap(book, 2)[1].alone) == ("undecided", "worse")
 
 
-def test_wilcoxons_p_is_corrected_over_all_arms_and_not_over_those_shown(book, monkeypatch):
+def test_wilcoxons_p_is_corrected_over_all_arms_and_not_over_those_shown(book):
     """The smallest p of 8 pairs, 2 / 2^8, times three; the arms that are shown are those with the best means."""
     base = {seed: 3 + 0.1 * math.sin(seed) for seed in range(8)}
     add(book, "bf16", base, None)
@@ -216,8 +216,7 @@ def test_wilcoxons_p_is_corrected_over_all_arms_and_not_over_those_shown(book, m
             {seed: loss - 0.1 - 0.01 * place - 0.001 * seed for seed, loss in base.items()},
         )
     add(book, "shift", {seed: loss - 5.0 for seed, loss in base.items()})
-    monkeypatch.setattr("ablate.results.answer.MOST_ARMS", 2)
-    rows = {row["arm"]: row["Wilcoxon, p (Holm)"] for row in Answer(book).checks().rows}
+    rows = {row["arm"]: row["Wilcoxon, p (Holm)"] for row in Answer(book, most_arms=2).checks().rows}
     assert rows == {"lower 2": ("0.023", pytest.approx(3 * 2 / 2**8)), "shift": ""}
 
 
@@ -256,8 +255,8 @@ def learn(book, floor: float) -> None:
     """As if the runs' workload had said what a model reaches that ignores its input."""
     for member in book.members():
         store = Store(book.path.parents[2])
-        store.folder(member["id"]).mkdir(parents=True)
-        store.commit(member["id"], {"status": "done", "facts": {"data/unigram_entropy": floor}})
+        store.folder(member.id).mkdir(parents=True)
+        store.commit(member.id, {"status": "done", "facts": {"data/unigram_entropy": floor}})
 
 
 def test_where_nothing_was_learned_no_arm_is_judged(book):
@@ -534,7 +533,7 @@ def test_of_what_runs_left_each_arm_shows_the_pictures_of_its_first_seed_that_is
     )
     found = {
         gallery.name: [(title, path.read_text()) for title, path in gallery.pictures]
-        for gallery in Answer(book).left()
+        for gallery in Answer(book).galleries()
     }
     # Seed 0 of nvfp4 left nothing: another seed's picture beside the first one's would be of other weights.
     assert found == {
@@ -545,8 +544,8 @@ def test_of_what_runs_left_each_arm_shows_the_pictures_of_its_first_seed_that_is
 
 def test_where_no_run_left_anything_there_is_no_section(book):
     add(book, "bf16", BASE, None)
-    assert Answer(book).left() == []
-    assert Answer(book).show("What the runs left", Answer(book).left()).html() == ""
+    assert Answer(book).galleries() == []
+    assert Answer(book).show("What the runs left", Answer(book).galleries()).html() == ""
 
 
 def test_a_loss_is_in_nats_where_its_workload_says_so(book):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import every
+from support.commands import here
 from support.experiments import ablate
 
 from ablate.engines.hardware import Machine
@@ -258,7 +260,7 @@ def test_a_slice_of_a_gpu_and_one_with_less_have_no_peak_of_its_own(name):
     assert known(name) is None
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.source)
+@every(gpu=GPUS)
 def test_of_a_known_gpu_the_narrower_format_is_the_faster(gpu):
     values = list(gpu.peaks.values())
     assert values == sorted(set(values))
@@ -315,7 +317,7 @@ def test_the_start_of_a_trial_is_timed():
     ],
 )
 def test_what_is_asked_wrongly_is_told_before_anything_is_measured(arguments, said):
-    done = ablate("bench", *arguments)
+    done = here("bench", *arguments)
     assert done.returncode == 2
     told = [line for line in done.stderr.splitlines() if not line.startswith("Starting: ")]
     assert [line.startswith(said) for line in told] == [True]
@@ -327,7 +329,7 @@ def test_the_peak_of_a_call_is_that_of_its_tensors():
 
 
 def test_a_preset_that_is_not_there_is_told():
-    done = ablate("bench", "step", "nvfp5")
+    done = here("bench", "step", "nvfp5")
     assert done.returncode == 2
     assert done.stderr.startswith("nvfp5: no such preset; 'nvfp4'")
 

@@ -22,7 +22,7 @@ from ablate.execution.shared_prefixes import Family
 from ablate.execution.supervisor import Supervisor
 from ablate.execution.trial_runner import run
 from ablate.execution.workers import Inline
-from ablate.experiment.arms import Base
+from ablate.experiment.arms import StartingPoint
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Phase
@@ -210,7 +210,7 @@ def own(event: dict) -> str:
 def kill_when(ready, supervisor: Supervisor) -> None:
     """Kill the trial's process, not the warm one that it was forked from, once `ready`."""
     until(ready)
-    warm = supervisor._child.pid
+    warm = supervisor.child.pid
     (trial,) = map(int, Path(f"/proc/{warm}/task/{warm}/children").read_text().split())
     os.kill(trial, signal.SIGKILL)
 
@@ -219,7 +219,7 @@ def kill_when(ready, supervisor: Supervisor) -> None:
 
 
 def cooldowns(folder: Path, *fractions: float) -> list[TrialSpec]:
-    base = Base("gpt", config(folder, steps=20, eval_every=5).model_dump(mode="json"), "nvfp4")
+    base = StartingPoint("gpt", config(folder, steps=20, eval_every=5).model_dump(mode="json"), "nvfp4")
     arms = [base.arm({"cooldown": fraction}) for fraction in fractions]
     return [
         TrialSpec(workload="gpt", config=a.config, recipe=a.recipe, seed=0, engine="emulated", device="cpu")
@@ -464,9 +464,9 @@ def finish(experiment, state: Path, fork: bool = True) -> dict:
     assert (outcome.status, outcome.failed) == ("done", 0)
     ledger = Ledger(controller.folder / "ledger.db")
     found = {
-        (m["name"], m["seed"]): [
+        (m.name, m.seed): [
             (step, name, value)
-            for step, name, value, _ in ledger.records(m["trial"])
+            for step, name, value, _ in ledger.records(m.trial)
             if not name.startswith(OWN)
         ]
         for m in ledger.members()

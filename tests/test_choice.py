@@ -7,13 +7,13 @@ import sys
 from dataclasses import replace
 
 import pytest
-from support.experiments import ablate
+from support.commands import here
 
 from ablate.engines import hardware, parity_record
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError
 from ablate.experiment import engine_selection
-from ablate.experiment.arms import Base, KnobError
+from ablate.experiment.arms import KnobError, StartingPoint
 from ablate.experiment.engine_selection import UNPROVEN, Choice, choose
 from ablate.experiment.load import load
 from ablate.training.rank_layout import Layout
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("cache")  # so that no comparison of this m
 
 
 def arms(*presets, **values) -> list:
-    return [Base("gpt", values, "nvfp4").arm({"recipe": preset}) for preset in presets]
+    return [StartingPoint("gpt", values, "nvfp4").arm({"recipe": preset}) for preset in presets]
 
 
 @pytest.mark.parametrize("preset", ["nvfp4", "mxfp8", "fp8_current", "healing", "fp4_all_the_way"])
@@ -81,10 +81,10 @@ def test_a_family_that_was_off_or_was_not_compared_is_left_to_the_emulator():
     parity_record.keep(compared(families={"fp8": "agrees", "mxfp8": "off"}), B200)
     assert auto("fp8_current").engine == "transformer_engine"
     assert auto("mxfp8").why == (
-        "the comparison that is kept here does not vouch for MXFP8 in Transformer Engine; see `ablate doctor --engine transformer_engine`"
+        "the comparison that is kept here does not cover MXFP8 in Transformer Engine; see `ablate doctor --engine transformer_engine`"
     )
-    assert "does not vouch for NVFP4 in" in auto("healing").why  # NVFP4, and FP8 at the end
-    assert "does not vouch for MXFP8 and NVFP4 in" in auto("nvfp4", "mxfp8").why
+    assert "does not cover NVFP4 in" in auto("healing").why  # NVFP4, and FP8 at the end
+    assert "does not cover MXFP8 and NVFP4 in" in auto("nvfp4", "mxfp8").why
 
 
 def test_a_comparison_on_another_gpu_of_another_version_or_a_quick_one_does_not_count(monkeypatch):
@@ -192,7 +192,7 @@ def test_a_cpu_and_operands_looked_into_are_not_for_it():
     with pytest.raises(ValueError, match="device cpu"):
         choose("transformer_engine", arms("nvfp4"), "cpu", machine=B200)
     with pytest.raises(ValueError, match="workload tensors: not yet"):
-        choose("transformer_engine", [Base("tensors", {}, "nvfp4").arm({})], "cuda", machine=B200)
+        choose("transformer_engine", [StartingPoint("tensors", {}, "nvfp4").arm({})], "cuda", machine=B200)
 
 
 def test_ranks_that_it_cannot_lay_out_leave_the_emulator_to_do_so():
@@ -254,7 +254,7 @@ QWEN3 = {
 )
 def test_the_sizes_of_every_workloads_products_are_known_before_it_runs(workload, fields, why):
     """Such a trial would otherwise end at its first product."""
-    arm = Base(workload, fields, "nvfp4").arm({})
+    arm = StartingPoint(workload, fields, "nvfp4").arm({})
     if why is None:
         assert choose("transformer_engine", [arm], "cuda", machine=B200).engine == "transformer_engine"
     else:
@@ -270,7 +270,7 @@ def test_what_a_guard_falls_back_to_has_to_run_here_too():
     assert choose("transformer_engine", falls_back, "cuda", machine=B200).engine == "transformer_engine"
     parity_record.keep(compared(families={"nvfp4": "agrees"}), B200)
     assert choose("auto", falls_back, "cuda", machine=B200).why.startswith(
-        "the comparison that is kept here does not vouch for FP8 in"
+        "the comparison that is kept here does not cover FP8 in"
     )
 
 
@@ -335,7 +335,7 @@ def test_a_combination_that_it_cannot_compute_is_refused_when_it_is_drawn(tmp_pa
 
 def test_the_plan_says_why_auto_took_the_emulator(tmp_path):
     (tmp_path / "x.yaml").write_text(FILE)
-    done = ablate("plan", tmp_path / "x.yaml", "--device", "cpu", "--state", tmp_path)
+    done = here("plan", tmp_path / "x.yaml", "--device", "cpu", "--state", tmp_path)
     assert done.returncode == 0
     told = " ".join(done.stdout.split())
     assert (
@@ -343,7 +343,7 @@ def test_the_plan_says_why_auto_took_the_emulator(tmp_path):
         in told
     )
     (tmp_path / "y.yaml").write_text(FILE + "engine: transformer_engine\n")
-    done = ablate("plan", tmp_path / "y.yaml", "--device", "cpu", "--state", tmp_path)
+    done = here("plan", tmp_path / "y.yaml", "--device", "cpu", "--state", tmp_path)
     assert done.returncode == 2
     told = " ".join(done.stderr.split())
     assert "engine: 'transformer_engine': this sweep runs on CPUs" in told

@@ -12,9 +12,12 @@ import sys
 import psutil
 import pytest
 from jsonschema import Draft202012Validator
+from support.cases import every
 from support.commands import INLINE, here
 from support.experiments import (
+    EXPERIMENTS,
     TOO_LARGE,
+    WILD,
     ablate,
     end,
     environment,
@@ -30,22 +33,13 @@ from support.experiments import (
     write,
 )
 from support.gates import Gate
-from test_controller import WILD
-from test_experiment import EXPERIMENTS
-from test_search import trials
+from support.processes import modules
+from support.studies import trials
 
 from ablate import __version__
-from ablate.cli.sweep import _reading
+from ablate.cli.sweep import how_to_read
 from ablate.files import lock
 
-RUN = """
-import sys
-from ablate.__main__ import main
-try:
-    main()
-finally:
-    print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)
-"""
 PLANS = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -62,15 +56,6 @@ for path in sys.argv[2:]:
     imported = sorted({name.partition('.')[0] for name in sys.modules})
     print(json.dumps([path, status, said.getvalue(), errors.getvalue(), imported]))
 """
-
-
-def modules(*words, **extra: str) -> tuple[subprocess.CompletedProcess, set[str]]:
-    """The command, and the top-level modules that were imported when it ended."""
-    command = [sys.executable, "-c", RUN, *map(str, words)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=environment(**extra), check=False
-    )
-    return done, set(done.stderr.splitlines()[-1].split())
 
 
 def table(output: str) -> list[str]:
@@ -134,7 +119,7 @@ def plans(tmp_path_factory):
     return state, {path: found for path, *found in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+@every(path=EXPERIMENTS)
 def test_a_plan_imports_nothing_heavy(path, plans):
     state, found = plans
     status, said, errors, imported = found[str(path)]
@@ -237,7 +222,7 @@ def test_the_answer_does_not_need_the_files_own_recipe_to_be_runnable(tmp_path):
         tmp_path, recipe="nvfp4_paper", ablate={"recipe.layers.last_fraction": [0.0]}
     )  # with 1 layer the paper's keeps all
     try:
-        assert "paired by seed" in _reading(experiment, [])
+        assert "paired by seed" in how_to_read(experiment, [])
     except ValueError as error:
         pytest.fail(f"a traceback: {error}", pytrace=False)
 
@@ -409,7 +394,7 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
         if done_count(state) < 2:
             return False
         book = ledger(state)
-        drawn = sum(bool(member["mlflow"]) for member in book.members())
+        drawn = sum(bool(member.mlflow) for member in book.members())
         book.close()
         return drawn >= 2
 
@@ -430,12 +415,12 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
     assert last.returncode == 0, last.stderr
     book = ledger(state)
     members = book.members()
-    assert {member["status"] for member in members} == {"done"}
+    assert {member.status for member in members} == {"done"}
     outcomes = [
         tuple(row) for row in book.db.execute("SELECT id, outcome FROM attempts JOIN trials USING (trial)")
     ]
     assert sorted(trial for trial, outcome in outcomes if outcome == "done") == sorted(
-        {m["id"] for m in members} - {m["id"] for m in members if m["reused"]}
+        {m.id for m in members} - {m.id for m in members if m.reused}
     )
     book.close()
     assert {trial.state.name for trial in trials(state)} == {"COMPLETE"}

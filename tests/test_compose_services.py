@@ -88,10 +88,10 @@ class Team:
         )
         try:
             until(
-                lambda: server.tend() or server.ready(), 120, every=0.5
+                lambda: server.restart_if_due() or server.ready(), 120, every=0.5
             )  # each look is a process of its own
         except AssertionError as error:
-            pytest.fail(f"{error}: {server.process.args}\n{server._log.read_text()[-3000:]}")
+            pytest.fail(f"{error}: {server.process.args}\n{server.log.read_text()[-3000:]}")
 
     def _keep(self, server: Server) -> Server:
         self.servers.append(server)
@@ -343,7 +343,7 @@ def test_a_name_that_mlflow_does_not_answer_to_is_told_with_what_would_make_it(t
 
 def test_an_mlflow_that_does_not_answer_is_said_and_loses_nothing(team, monkeypatch):
     import_module("mlflow")  # takes seconds, which do not count then
-    monkeypatch.setattr(controller, "_MLFLOW_GRACE_SECONDS", 3.0)
+    monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 3.0)
     path = experiment(team, "silent", 8, seeds=1, ablate={"rht": [True]})
     words = ("sweep", path, "--executor", "inline", "--mlflow", "http://127.0.0.1:9")
     ended = here(*words, **team.environment())

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 from support.experiments import sweep, tiny
-from test_store import HOLD
+from support.ledgers import overwrite_middle
+from support.processes import HOLD_LOCK
 
 from ablate.errors import InputError
 from ablate.execution.sweep_control import check, damage, folders, give, holder, take
@@ -73,7 +74,9 @@ def test_nobody_runs_what_was_never_run(tmp_path):
 
 
 def test_who_holds_the_lock_is_named_and_not_disturbed(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(tmp_path / "lock")], stdout=subprocess.PIPE
+    )
     assert process.stdout.readline()
     said = (tmp_path / "lock").read_text()
     assert holder(tmp_path) == Holder.parse(said) == Holder(process.pid, os.uname().nodename)
@@ -152,18 +155,12 @@ def test_a_sound_ledger_has_no_damage(swept, tmp_path):
     assert damage(tmp_path / "ledger.db") is None
 
 
-def middle(content: bytes) -> bytes:
-    """Every page but the first two and the last overwritten."""
-    page = int.from_bytes(content[16:18], "big")
-    return content[: 2 * page] + b"\xa5" * (len(content) - 3 * page) + content[-page:]
-
-
 @pytest.mark.parametrize(
     "harm",
     [
         lambda content: b"not a database" * 1000,
         lambda content: content[: len(content) // 2],
-        middle,
+        overwrite_middle,
         lambda content: content[:5000],
     ],
     ids=["text", "half", "pages", "torn"],

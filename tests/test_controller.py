@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support.experiments import TOO_LARGE, Children, ledger, shards, statuses, sweep, tiny, values
+from support.experiments import TOO_LARGE, WILD, Children, ledger, shards, statuses, sweep, tiny, values
+from support.studies import trials
 
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome
@@ -13,8 +14,6 @@ from ablate.execution.workers import Inline
 from ablate.results.ledger import Ledger
 from ablate.results.summary import open_ledger, summaries
 from ablate.results.trial_store import Store
-
-WILD = {"good": {"rht": True}, "wild": {"workload.lr": 1e30, "workload.clip": None, "workload.warmup": 0.0}}
 
 
 def test_everything_that_is_wanted_is_run_once_and_counted(tmp_path):
@@ -75,15 +74,15 @@ def test_another_sweep_in_the_same_state_folder_reuses_what_is_the_same_trial(tm
     assert other["bf16", 1] == first["bf16", 1]
     assert other["rht=true sr=true", 0] == first["rht=true", 0]
     book = ledger(tmp_path, "other")
-    assert {m["name"]: m["reused"] for m in book.members()} == {
+    assert {m.name: m.reused for m in book.members()} == {
         "bf16": 1,
         "rht=true sr=true": 1,
         "rht=true sr=false": 0,
     }
-    reused = list(book.records(book.members()[0]["trial"]))
+    reused = list(book.records(book.members()[0].trial))
     book.close()
     book = ledger(tmp_path)
-    assert reused == list(book.records(book.members()[0]["trial"]))
+    assert reused == list(book.records(book.members()[0].trial))
     book.close()
 
 
@@ -111,7 +110,7 @@ def test_a_trial_folder_that_is_gone_is_run_again(tmp_path):
     sweep(tiny(tmp_path), tmp_path)
     before = values(tmp_path)
     book = ledger(tmp_path)
-    shutil.rmtree(tmp_path / "trials" / book.members()[3]["id"])
+    shutil.rmtree(tmp_path / "trials" / book.members()[3].id)
     book.close()
     outcome, _ = sweep(tiny(tmp_path), tmp_path)
     assert (outcome.ran, outcome.reused) == (1, 5)
@@ -128,7 +127,7 @@ def test_an_arm_that_diverges_is_a_result_and_harms_no_other(tmp_path):
     book = open_ledger(tmp_path, "tiny")
     (wild,) = [arm for arm in summaries(book) if arm.name == "wild"]
     assert (wild.diverged, wild.values, wild.nans) == ((0, 1), {}, 2)
-    (reason,) = {m["reason"] for m in book.members() if m["name"] == "wild"}
+    (reason,) = {m.reason for m in book.members() if m.name == "wild"}
     assert "at step " in reason
     book.close()
     again, _ = sweep(tiny(tmp_path, ablate=None, arms=WILD), tmp_path)
@@ -150,8 +149,8 @@ def test_a_budget_ends_a_run_and_the_same_sweep_goes_on(tmp_path):
 def test_what_a_dead_driver_left_running_is_run_again_and_said(tmp_path):
     sweep(tiny(tmp_path, budget={"trials": 2}), tmp_path)
     book = Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")
-    orphan = next(member["trial"] for member in book.members() if member["status"] == "pending")
-    name = next(member["id"] for member in book.members() if member["trial"] == orphan)
+    orphan = next(member.trial for member in book.members() if member.status == "pending")
+    name = next(member.id for member in book.members() if member.trial == orphan)
     book.start_attempt(orphan, Store(tmp_path).begin(name), 1.0)  # and then its driver was killed
     book.close()
     outcome, news = sweep(tiny(tmp_path), tmp_path)
@@ -181,7 +180,7 @@ def test_a_trial_that_fails_is_tried_again_and_then_failed_with_its_reason_while
     )  # the broken arm and its baseline; the good arm and its own
     book = ledger(tmp_path)
     (status, reason), good = [
-        (m["status"], m["reason"]) for name in ("broken", "good") for m in book.members() if m["name"] == name
+        (m.status, m.reason) for name in ("broken", "good") for m in book.members() if m.name == name
     ]
     assert (status, good) == ("failed", ("done", None))
     assert "train.bin" in reason
@@ -294,8 +293,6 @@ def test_what_the_file_no_longer_names_is_not_in_its_answer(edit, tmp_path):
 
 
 def test_a_changed_workload_is_told_anew(tmp_path):
-    from test_search import trials
-
     sweep(tiny(tmp_path), tmp_path)
     outcome, _ = sweep(tiny(tmp_path, shape={"steps": 6}), tmp_path)
     assert outcome.ran == 6

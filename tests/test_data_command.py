@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from ablate.cli.data import app
 from ablate.errors import InputError
 from ablate.training.data import open_corpus
-from ablate.training.data.corpus import Prepared
+from ablate.training.data.corpus import PreparedText
 
 TEXT = "".join(f"Line {n} of a text about nothing in particular.\n" for n in range(600))
 
@@ -43,7 +43,7 @@ def test_what_is_prepared_is_shown_and_its_yaml_can_be_pasted(place, tokenizer):
     )
     done = ablate("plan", "x.yaml")
     assert done.returncode == 0, done.stderr
-    corpus, shown = open_corpus(Prepared(prepared=str(place / "out"))), ran("show", "out")
+    corpus, shown = open_corpus(PreparedText(prepared=str(place / "out"))), ran("show", "out")
     counts = [f"{number:,} tokens" for number in (len(corpus.train), len(corpus.val), corpus.vocab)]
     for words in (*counts, corpus.fingerprint, "Line 0 of a text"):
         assert words in shown
@@ -53,7 +53,7 @@ def test_what_is_prepared_is_shown_and_its_yaml_can_be_pasted(place, tokenizer):
 def test_several_files_and_a_text_to_validate_on(place):
     (place / "other.txt").write_text("held out")
     ran("prepare", "text.txt", "text.txt", "--val", "other.txt", "--out", "out", "--shard-tokens", "5000")
-    corpus = open_corpus(Prepared(prepared=str(place / "out")))
+    corpus = open_corpus(PreparedText(prepared=str(place / "out")))
     assert np.asarray(corpus.val).astype(np.uint8).tobytes() == b"\0held out"
     assert np.asarray(corpus.train).astype(np.uint8).tobytes() == b"\0" + TEXT.encode()
     assert len(list((place / "out").glob("train_*.bin"))) == -(-len(TEXT) // 5000)

@@ -77,9 +77,7 @@ def test_a_ledger_in_an_awkward_folder_is_read_by_every_reader(name, tmp_path):
     state = tmp_path / name
     sweep(tiny(tmp_path, "a?b#c%d", workload={"idle": {"steps": 4}}, seeds=1), state)
     book = ledger(state, "a?b#c%d")
-    assert (
-        len(frame(book)) == len(book.members()) * sum(1 for _ in book.records(book.members()[0]["trial"])) > 0
-    )
+    assert len(frame(book)) == len(book.members()) * sum(1 for _ in book.records(book.members()[0].trial)) > 0
     book.close()
     assert damage(state / "sweeps" / "a?b#c%d" / "ledger.db") is None
     assert set(statuses(state, "a?b#c%d").values()) == {"done"}

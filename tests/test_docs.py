@@ -8,6 +8,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+from support.cases import every
 from support.experiments import environment, problems
 
 from ablate.experiment.load import load
@@ -74,7 +75,7 @@ PATH = r"(?<![\w/.-])(?:(?:ablate|tests|docs|benchmarks|analysis|experiments|doc
 
 def test_every_path_in_a_page_exists():
     """A file of Python may be named without its folder; then one of that name exists."""
-    made = {"docker/.env", "experiments/NAME.yaml"}
+    made = {"docker/.env", "experiments/NAME.yaml", "ablate/recipe"}  # the last is a key of JSON
     names = {"reference_nvfp4.py"} | {  # which is Transformer Engine's
         path.name
         for folder in ("ablate", "tests", "benchmarks", "docker")
@@ -143,7 +144,7 @@ def test_the_reference_explains_every_key():
     assert re.findall(r"^\| (`\w+`) .*\|  \|$", page, re.MULTILINE) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every(page=PAGES)
 def test_every_whole_experiment_in_a_page_loads(page, tmp_path):
     blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     for number, block in enumerate(
@@ -180,7 +181,7 @@ def test_the_published_schema_is_todays():
     assert published == json.loads(json.dumps(json_schema())), "run `make schema`"
 
 
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+@every(path=EXPERIMENTS)
 def test_an_experiment_says_what_it_costs_and_a_page_and_the_log_list_it(path):
     assert any("minutes on 2 CPU cores" in line for line in path.read_text().splitlines()[:3])
     assert f"`{path.stem}`" in (ROOT / "docs" / "experiments.md").read_text()

@@ -1,6 +1,7 @@
 """The doctor: green here, red for numerics that were tampered with, and a sweep that then starts no trial."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -308,13 +309,6 @@ checks.CHECKS = (checks.Check("Hung", lambda: threading.Event().wait() or ()),)
 from ablate.cli.doctor import doctor
 typer.run(doctor)
 """
-WITH = """
-import sys
-import ablate.cli.doctor
-ablate.cli.doctor.COMMAND = {command!r}
-from ablate.__main__ import main
-main()
-"""
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -323,7 +317,8 @@ def python(code: str) -> tuple[str, ...]:
 
 def start(command: tuple[str, ...], *words) -> subprocess.Popen:
     """`ablate ...` with another command in the place of the quick check."""
-    whole = [sys.executable, "-c", WITH.format(command=command), *map(str, words)]
+    verb, *others = map(str, words)
+    whole = [sys.executable, "-m", "ablate", verb, "--check-command", shlex.join(command), *others]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(whole, text=True, env=environment(), start_new_session=True, **pipes)
 
@@ -393,10 +388,8 @@ def test_a_check_that_cannot_run_is_told_with_its_last_words(tmp_path):
     )
 
 
-def test_a_check_that_hangs_is_given_up(monkeypatch):
-    monkeypatch.setattr(doctor, "COMMAND", python(HUNG))
-    monkeypatch.setattr(doctor, "_TIMEOUT_SECONDS", 0.2)
-    checkup = doctor.Checkup()
+def test_a_check_that_hangs_is_given_up():
+    checkup = doctor.Checkup(python(HUNG), timeout=0.2)
     checkup.start()
     with pytest.raises(doctor.Unfit, match="did not end within 0 s"):
         checkup.passed()

@@ -8,7 +8,7 @@ from support.commands import here
 from support.experiments import ledger, sweep, tiny, write
 
 from ablate.cli.plan import forecast
-from ablate.experiment.edits import redefined
+from ablate.experiment.edits import PlannedTrial, redefined
 from ablate.results.ledger import Ledger
 from ablate.results.records import frame
 from ablate.results.summary import summaries
@@ -86,9 +86,9 @@ def test_other_code_and_another_machine_are_no_edit(key):
         "workload_version": 1,
         "engine": "e",
     }
-    then = {("a", 0): {"id": "x", "spec": json.dumps(spec)}}
-    assert redefined(then, {("a", 0): {"id": "y", "spec": json.dumps(spec | {key: "other"})}}) == []
-    assert redefined(then, {("a", 0): {"id": "y", "spec": json.dumps(spec | {"data": "other"})}}) == ["a"]
+    then = {("a", 0): PlannedTrial("x", json.dumps(spec))}
+    assert redefined(then, {("a", 0): PlannedTrial("y", json.dumps(spec | {key: "other"}))}) == []
+    assert redefined(then, {("a", 0): PlannedTrial("y", json.dumps(spec | {"data": "other"}))}) == ["a"]
 
 
 @pytest.mark.services
@@ -108,11 +108,10 @@ def test_mlflow_has_one_run_of_each_member_with_its_present_contents_and_gap(tmp
                 for by, arm in _by_name(book)
             }
             expected = {
-                (m["name"], m["seed"], m["id"], json.dumps(json.loads(m["knobs"]))): gaps[m["name"]]
-                for m in book.members()
+                (m.name, m.seed, m.id, json.dumps(json.loads(m.knobs))): gaps[m.name] for m in book.members()
             }
             assert book.discarded() == []
-            assert {m["mlflow"] for m in book.members()} == {run.info.run_id for run in _runs(client)}
+            assert {m.mlflow for m in book.members()} == {run.info.run_id for run in _runs(client)}
             book.close()
             shown = {}
             for run in _runs(client):

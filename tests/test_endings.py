@@ -15,7 +15,7 @@ from support.commands import INLINE, here
 from support.experiments import end, environment, ledger, start, statuses, sweep, tiny, until, write
 
 from ablate.execution.messages import Ended, Exited, TrialRequest
-from ablate.execution.supervisor import _end
+from ablate.execution.supervisor import end_of_attempt
 from ablate.execution.trial_runner import NO_SPACE
 from ablate.files import full
 from ablate.results.databases import open_readonly
@@ -83,7 +83,10 @@ def test_a_process_that_can_write_no_more_says_so_by_its_status_whatever_its_log
     assert done.returncode == NO_SPACE, done.stderr
     assert done.stdout == b""
     request = TrialRequest("trial", "{}", str(tmp_path), 1, {})
-    assert [_end(request, Exited(status), None, False).disk_full for status in (NO_SPACE, 1)] == [True, False]
+    assert [end_of_attempt(request, Exited(status), None, False).disk_full for status in (NO_SPACE, 1)] == [
+        True,
+        False,
+    ]
 
 
 class Fails:

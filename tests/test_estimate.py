@@ -11,7 +11,7 @@ from support.experiments import sweep, tiny, write
 from ablate.cli import status
 from ablate.cli.plan import forecast
 from ablate.execution.controller import Controller
-from ablate.execution.estimate import Load, Pace, time_left, trial_left, unproposed
+from ablate.execution.estimate import Load, TimeModel, time_left, trial_left, unproposed
 from ablate.execution.workers import Inline
 from ablate.results.trial_store import Store
 
@@ -150,11 +150,11 @@ def test_a_trial_that_cannot_be_read_teaches_nothing(name, swept, tmp_path):
     experiment = tiny(tmp_path, "other", seeds=[5])
     first = next((tmp_path / "state" / "trials").iterdir())
     (first / name).write_text('{"half": ')
-    assert Pace(experiment, Store(tmp_path / "state"), "cpu").measured == 3
+    assert TimeModel(experiment, Store(tmp_path / "state"), "cpu").measured == 3
 
 
 def test_the_trials_most_like_one_decide_and_a_larger_count_is_no_limit(tmp_path):
-    pace = Pace(tiny(tmp_path), Store(tmp_path), "cpu")
+    pace = TimeModel(tiny(tmp_path), Store(tmp_path), "cpu")
     kind = ("gpt", "emulated", "cpu")
     small, large = Load(kind, "a", False, 1.0, 10), Load(kind, "a", False, 1000.0, 10)
     plain, twin = Load(kind, "b", True, 1.0, 10), Load(kind, "c", False, 1.0, 10)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
-from support.experiments import SHAPE, VOCAB, content, problems, shards, tiny, write
+from support.cases import every
+from support.experiments import EXPERIMENTS, SHAPE, VOCAB, content, problems, shards, tiny, write
 
+from ablate.errors import nearest
 from ablate.experiment.arms import KnobError
 from ablate.experiment.load import load
 from ablate.experiment.roles import CONFIRM
@@ -18,8 +20,8 @@ from ablate.experiment.schema import json_schema
 from ablate.experiment.search_space import refuse_twins
 from ablate.experiment.yaml_document import Document
 from ablate.recipes import PRESETS
+from ablate.training.workloads import WORKLOADS
 
-EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").rglob("*.yaml"))
 GOOD = """
     schema: 1
     question: Does it matter?
@@ -98,7 +100,7 @@ REFUSED = {
     "single value": ("ablate: {rht: true}", "4:10: ablate.rht: true: is a single value; give a list"),
     "duplicate value": (
         "ablate: {rht: [true, false, true]}\nsearch: {trials: 2}",
-        "4:29: ablate.rht.2: true: stands twice",
+        "4:29: ablate.rht.2: true: is given twice",
     ),
     "duplicate arm": (
         "arms: {a: {rht: true}, b: {recipe.wgrad.hadamard: {size: 16, signs: fixed}}}",
@@ -112,7 +114,7 @@ REFUSED = {
         "arms: {a: {sr: false}, b: {recipe.dgrad.g.rounding: nearest, recipe.wgrad.g.rounding: nearest}}",
         "4:24: arms.b: arm 'b' is the same as 'a'",
     ),
-    "duplicate key": ("ablate:\n  rht: [true]\n  rht: [false]", "6:3: rht: stands twice"),
+    "duplicate key": ("ablate:\n  rht: [true]\n  rht: [false]", "6:3: rht: is given twice"),
     "missing baseline": (
         "ablate: {rht: [true]}\nagainst: bf17",
         "5:1: against: 'bf17': no such baseline: neither a preset nor an arm; 'bf16' is the nearest of bf16, ",
@@ -155,7 +157,7 @@ REFUSED = {
     ),
     "no seeds": (
         "ablate: {rht: [true]}\nseeds: 0",
-        "5:1: seeds: 0: must be how many seeds (1 or more), a list of different seeds",
+        "5:1: seeds: 0: must be a number of seeds (1 or more), a list of different seeds",
     ),
     "growth of one": (
         "ablate: {rht: [true]}\nseeds: {start: 1, most: 4}",
@@ -173,10 +175,10 @@ REFUSED = {
         "ablate: {cooldown: {uniform: [0, 1]}}\nsearch: {trials: 2}\nseeds: {start: 3, most: 9}",
         "6:1: seeds: a search runs its arms on a fixed number of seeds; write seeds: 3",
     ),
-    "seed twice": ("ablate: {rht: [true]}\nseeds: [1, 2, 1]", "5:1: seeds: [1, 2, 1]: a seed stands twice"),
+    "seed twice": ("ablate: {rht: [true]}\nseeds: [1, 2, 1]", "5:1: seeds: [1, 2, 1]: a seed is given twice"),
     "seed of 2^32": (
         "ablate: {rht: [true]}\nseeds: [4294967296]",
-        "5:1: seeds: [4294967296]: must be how many seeds",
+        "5:1: seeds: [4294967296]: must be a number of seeds",
     ),
     "number for a preset": (
         "ablate: {rht: [true]}\nrecipe: 4",
@@ -200,7 +202,7 @@ REFUSED = {
     ),
     "a metric twice": (
         "ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: val/loss}]",
-        "5:28: metric.1: 'val/loss': stands twice",
+        "5:28: metric.1: 'val/loss': is given twice",
     ),
     "no metric": ("ablate: {rht: [true]}\nmetric: []", "5:1: metric: []: is an empty list"),
     "a published figure of no arm": (
@@ -233,7 +235,7 @@ REFUSED = {
     ),
     "one and a half GPUs": (
         "ablate: {rht: [true]}\nresources: {gpus: 1.5}",
-        "5:1: resources: {'gpus': 1.5}: gpus 1.5 is neither a part of one GPU nor a number of whole",
+        "5:1: resources: {'gpus': 1.5}: gpus 1.5 is neither a fraction of one GPU nor a whole number",
     ),
     "ranks without a GPU each": (
         "ablate: {rht: [true]}\nresources: {gpus: 8, ranks: 4}",
@@ -261,11 +263,11 @@ REFUSED = {
     ),
     "wilcoxon with too few seeds": (
         "ablate: {rht: [true]}\nseeds: 4\nsearch: {trials: 2, pruner: wilcoxon}",
-        "6:21: search.pruner: 'wilcoxon': cannot spare a seed of 4: its test needs 4 pairs to tell arms apart; give 5 seeds or more",
+        "6:21: search.pruner: 'wilcoxon': cannot stop an arm before the last of 4 seeds: its test needs 4 pairs to tell arms apart; give 5 seeds or more",
     ),
     "wilcoxon with arms of other sweeps": (
         "ablate: {rht: [true]}\nseeds: 5\nsearch: {trials: 2, pruner: wilcoxon, warm: [other]}",
-        "6:21: search.pruner: 'wilcoxon': compares seed by seed with the best arm, which an earlier sweep's has not",
+        "6:21: search.pruner: 'wilcoxon': compares arms seed by seed, and the arms of an earlier sweep have no values by seed; use",
     ),
     "a sweep warmed by itself": (
         "ablate: {rht: [true]}\nsearch: {trials: 2, warm: [x]}",
@@ -273,7 +275,7 @@ REFUSED = {
     ),
     "a sweep that warms twice": (
         "ablate: {rht: [true]}\nsearch: {trials: 2, warm: [a, a]}",
-        "5:31: search.warm.1: 'a': stands twice",
+        "5:31: search.warm.1: 'a': is given twice",
     ),
     "a winner confirmed by one seed": (
         "ablate: {rht: [true]}\nsearch: {trials: 2, confirm: 1}",
@@ -301,7 +303,7 @@ REFUSED = {
     ),
     "a constraint twice": (
         "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: nan/loss, at_most: 0}, {metric: nan/loss, at_most: 1}]",
-        "6:47: constraints.1: 'nan/loss at most': stands twice",
+        "6:47: constraints.1: 'nan/loss at most': is given twice",
     ),
     "constraints that are no mappings": (
         "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [a]",
@@ -353,7 +355,7 @@ CONDITIONS = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@every(case=REFUSED)
 def test_a_mistake_is_refused_with_its_place_its_value_and_what_would_be_right(case, tmp_path):
     lines, expected = REFUSED[case]
     found = told_of(tmp_path, lines)
@@ -365,7 +367,7 @@ RUNGS = {
     "none": (
         "median",
         None,
-        "search.pruner: 'median': needs rungs, the steps at which arms are judged: of 2, 4, 6, 8, 10, 12, ... 30",
+        "search.pruner: 'median': needs rungs, the steps at which arms are judged; valid are 2, 4, 6, 8, 10, 12, ... 30",
     ),
     "where nothing is measured": (
         "median",
@@ -447,7 +449,7 @@ def test_a_condition_that_makes_no_sense_is_refused_with_its_place(case, tmp_pat
 
 def test_conditions_that_go_in_a_circle_are_refused(tmp_path):
     lines = "ablate:\n  rht: {choice: [true], when: {sr: true}}\n  sr: {choice: [true, false], when: {rht: true}}\n  skip_first: [0, 1]"
-    assert told_of(tmp_path, lines) == ["5:25: ablate.rht.when: is circular: rht, sr wait for each other"]
+    assert told_of(tmp_path, lines) == ["5:25: ablate.rht.when: is circular: rht, sr depend on each other"]
 
 
 def test_a_condition_that_can_never_hold_is_refused(tmp_path):
@@ -460,9 +462,8 @@ def test_a_condition_that_can_never_hold_is_refused(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
+@every(
+    values__expected=[
         ("{layerz: 2}", "3:18: workload.gpt.layerz: 2: no such key; 'layers' is the nearest of layers, "),
         ("{layers: 0}", "3:18: workload.gpt.layers: 0: input should be greater than or equal to 1"),
         ("{layers: 2.5}", "3:18: workload.gpt.layers: 2.5: input should be a valid integer"),
@@ -487,7 +488,7 @@ def test_a_condition_that_can_never_hold_is_refused(tmp_path):
             "{model: {model_type: gpt2, n_layer: 2147483648}}",
             "3:18: workload.gpt.model: {'model_type': 'gpt2', 'n_layer': 2147483648}: n_layer ",
         ),
-    ],
+    ]
 )
 def test_a_mistake_in_the_workload_is_refused_with_its_place(values, expected, tmp_path):
     text = f"schema: 1\nquestion: q\nworkload: {{gpt: {values}}}\nablate: {{rht: [true]}}\n"
@@ -501,12 +502,12 @@ def test_a_mistake_in_the_workload_is_refused_with_its_place(values, expected, t
     [
         (
             "{gptt: {}}",
-            "1:12: workload.gptt: no such workload; 'gpt' is the nearest of gpt, tensors, finetune, mae, idle",
+            f"1:12: workload.gptt: no such workload; {nearest('gptt', WORKLOADS)}",
         ),
-        ("{}", "1:1: workload: names 0 workloads; give one of gpt, mae, finetune, tensors, idle"),
+        ("{}", f"1:1: workload: names 0 workloads; give one of {', '.join(WORKLOADS)}"),
         (
             "{gpt: {}, mae: {}}",
-            "1:1: workload: names 2 workloads; give one of gpt, mae, finetune, tensors, idle",
+            f"1:1: workload: names 2 workloads; give one of {', '.join(WORKLOADS)}",
         ),
         ("[gpt]", "1:1: workload: ['gpt']: input should be a valid dictionary"),
     ],
@@ -548,9 +549,8 @@ def test_data_shorter_than_the_context_is_refused(tmp_path):
     assert "workload.gpt.context: 5000: 5000 is longer than the text: 2000 tokens" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
+@every(
+    values__expected=[
         (
             "{uniform: [2, 1]}",
             "4:24: ablate.workload.lr.uniform: [2, 1]: must be [low, high] with low < high",
@@ -571,11 +571,11 @@ def test_data_shorter_than_the_context_is_refused(tmp_path):
         ("{int: [1, 2.5]}", "4:24: ablate.workload.lr.int: [1, 2.5]: must be [low, high] with low < high"),
         (
             "{int: [0, 4], log: true}",
-            "4:37: ablate.workload.lr.log: true: must be true or false, and true only where low > 0",
+            "4:37: ablate.workload.lr.log: true: must be true or false, and true only if low > 0",
         ),
         (
             "{int: [1, 4], log: 1}",
-            "4:37: ablate.workload.lr.log: 1: must be true or false, and true only where low > 0",
+            "4:37: ablate.workload.lr.log: 1: must be true or false, and true only if low > 0",
         ),
         ("{uniform: [0.1, 1], step: 2}", "4:43: ablate.workload.lr.step: no such key of a range; "),
         (
@@ -589,7 +589,7 @@ def test_data_shorter_than_the_context_is_refused(tmp_path):
         ("{choice: []}", "4:24: ablate.workload.lr.choice: []: must be a list of at least one value"),
         ("{choice: 3}", "4:24: ablate.workload.lr.choice: 3: must be a list of at least one value"),
         ("{uniform: [-1.0, 1.0]}", "4:10: ablate.workload.lr.0: -1.0: input should be greater than 0"),
-    ],
+    ]
 )
 def test_a_bad_range_is_refused(values, expected, tmp_path):
     found = told_of(tmp_path, f"ablate: {{workload.lr: {values}}}\nsearch: {{trials: 3}}")
@@ -844,11 +844,11 @@ def test_arms_are_named_by_the_file(tmp_path):
 SAME_RATE = {"recipe": "bf16", "workload.lr": 0.01}
 
 
-@pytest.mark.parametrize(
-    "others", [{"other": {}}, {"other": {"workload.lr": 0.01}}, {"plain": {"recipe": "bf16"}}, {}]
+@every(
+    others=[{"other": {}}, {"other": {"workload.lr": 0.01}}, {"plain": {"recipe": "bf16"}}, {}],
+    against=["bf16", None],
+    knobs=[{"rht": False}, {"recipe": "quartet2", "workload.lr": 0.01}],
 )
-@pytest.mark.parametrize("against", ["bf16", None])
-@pytest.mark.parametrize("knobs", [{"rht": False}, {"recipe": "quartet2", "workload.lr": 0.01}])
 def test_a_baseline_that_is_a_preset_and_an_arm_of_another_recipe_is_refused_at_the_arm(
     knobs, against, others, tmp_path
 ):
@@ -1002,7 +1002,7 @@ def validator() -> Draft202012Validator:
     return Draft202012Validator(json_schema())
 
 
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
+@every(path=EXPERIMENTS)
 def test_every_experiment_of_this_repository_loads_and_fits_the_schema(path, validator):
     experiment = load(path)
     assert (
@@ -1055,9 +1055,8 @@ def test_what_loads_fits_the_schema(keys, tmp_path, validator):
     assert not problems(write(tmp_path, **keys))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+@every(
+    wrong=[
         {"extra": 1},
         {"ablate": {"rhtt": [True]}},
         {"ablate": {"rht": True}},
@@ -1075,8 +1074,7 @@ def test_what_loads_fits_the_schema(keys, tmp_path, validator):
         {"search": {"trials": 2}, "constraints": [{"at_most": 0}]},
         {"seeds": {"start": 1, "most": 5}},
         {"seeds": {"start": 3, "mots": 5}},
-    ],
-    ids=str,
+    ]
 )
 def test_what_the_schema_rejects_does_not_load_either(wrong, tmp_path, validator):
     assert not validator.is_valid(content(tmp_path, **wrong))

@@ -18,9 +18,7 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
-from unittest.mock import MagicMock
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -44,11 +42,13 @@ from support.experiments import (
 from support.gates import Gate
 
 from ablate.execution import controller
+from ablate.execution.cluster_shares import Claim
 from ablate.execution.shared_prefixes import Family
 from ablate.execution.sweep_control import damage, put_aside
 from ablate.execution.tracking import projector
 from ablate.execution.trial_runner import run
-from ablate.execution.workers import Inline, Pool
+from ablate.execution.workers import Inline
+from ablate.execution.workers.pool import Placements
 from ablate.results.trial_store import Store
 from ablate.results.verify import verify
 from ablate.training.metric_names import parse
@@ -278,8 +278,8 @@ def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, monke
         f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "artifacts", tmp_path / "mlflow.log"
     )
     monkeypatch.setattr(Forgetful, "server_address_of_mlflow", address)
-    monkeypatch.setattr(projector, "_RETRY_SECONDS", 0.5)
-    monkeypatch.setattr(controller, "_MLFLOW_GRACE_SECONDS", 120.0)
+    monkeypatch.setattr(projector, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 120.0)
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Forgetful)
     thread = threading.Thread(target=proxy.serve_forever)
     thread.start()
@@ -435,23 +435,17 @@ def test_a_cluster_of_another_version_of_ray_gets_a_hint(tmp_path):
     assert "install the cluster's version of Ray and of Python here" in said
 
 
-def test_a_place_on_a_lost_node_is_forgotten_even_where_whoever_counts_the_places_was_there(monkeypatch):
+def test_a_place_on_a_lost_node_is_forgotten_even_where_whoever_counts_the_places_was_there():
     """The next attempt would wait there until Ray learns of it, and be lost again."""
-    import ray
-
-    def silent(*words, **more):
-        raise ray.exceptions.GetTimeoutError("nobody counts")
-
-    pool = Pool.__new__(Pool)
-    pool._shares, pool._sweep, pool._counted, pool._lost = MagicMock(), "a sweep", -math.inf, {}
-    pool._ray = SimpleNamespace(get=silent, exceptions=ray.exceptions)
-    pool._places, pool._running = (
-        [{"lost": 1}, {"kept": 1}],
-        {"a trial": MagicMock(broken=True, lost_nodes=["lost"])},
-    )
-    monkeypatch.setattr(Pool, "_claim", lambda self: None)
-    pool._finish("a trial")
-    assert pool._ask_places(0.1) == [{"kept": 1}]
+    placements, room = Placements(), {"lost": 1.0, "kept": 1.0}
+    claim = Claim(wants=2, room=room, ranks=1, units=1.0, priority=0, kind="CPU", holds=0.0)
+    placements.places = placements.last("a sweep", claim)
+    placements.counted = 5.0
+    assert sorted(map(str, placements.places)) == ["{'kept': 1}", "{'lost': 1}"]
+    placements.lose(["lost"])
+    assert placements.lost_nodes() == {"lost"}
+    assert placements.counted == -math.inf  # asked again at once
+    assert placements.last("a sweep", claim) == [{"kept": 1}]
 
 
 NODES = """

@@ -6,8 +6,7 @@ import re
 import sqlite3
 
 import pytest
-from support.experiments import ledger, sweep, tiny
-from test_controller import WILD
+from support.experiments import WILD, ledger, sweep, tiny
 
 from ablate.errors import InputError
 from ablate.execution.tracking import fetch, shown
@@ -50,14 +49,14 @@ def test_what_is_read_back_answers_as_the_ledger_does(name, folder, store, tmp_p
     assert repr(contrasts(summaries(found), metric_of(found))) == repr(
         contrasts(summaries(original), metric_of(original))
     )
-    assert [(a["name"], json.loads(a["knobs"]), a["optuna"]) for a in found.arms()] == [
-        (a["name"], json.loads(a["knobs"]), a["optuna"]) for a in original.arms()
+    assert [(a.name, json.loads(a.knobs), a.optuna) for a in found.arms()] == [
+        (a.name, json.loads(a.knobs), a.optuna) for a in original.arms()
     ]
     for ours, theirs in zip(found.members(), original.members(), strict=True):
-        assert (ours["id"], ours["status"], json.loads(ours["spec"])) == (
-            theirs["id"],
-            theirs["status"],
-            json.loads(theirs["spec"]),
+        assert (ours.id, ours.status, json.loads(ours.spec)) == (
+            theirs.id,
+            theirs.status,
+            json.loads(theirs.spec),
         )
     original.close()
     found.close()
@@ -68,10 +67,10 @@ def test_every_record_that_mlflow_was_shown_comes_back(folder, store, tmp_path):
     for ours, theirs in zip(found.members(), original.members(), strict=True):
         expected = {
             (step, name, value)
-            for step, name, value, _ in original.records(theirs["trial"])
+            for step, name, value, _ in original.records(theirs.trial)
             if shown(name, ["val/loss"])
         }
-        assert {(step, name, value) for step, name, value, _ in found.records(ours["trial"])} == expected
+        assert {(step, name, value) for step, name, value, _ in found.records(ours.trial)} == expected
         assert len(expected) > 20
     original.close()
     found.close()
@@ -158,7 +157,7 @@ def test_a_store_of_an_older_mlflow_is_told_with_what_brings_it_up_to_date(store
 
 
 def test_a_locked_store_is_told(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("ablate.execution.tracking.reader._LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("ablate.execution.tracking.reader.LOOK_SECONDS", 0.2)
     locked = copy(store, tmp_path / "locked.db")
     with contextlib.closing(sqlite3.connect(tmp_path / "locked.db", isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode = DELETE")  # or readers would not wait for writers

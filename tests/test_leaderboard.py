@@ -28,7 +28,7 @@ def state(tmp_path_factory):
 
 
 def listed(state, *words) -> list[dict]:
-    done = ablate("leaderboard", "--json", "--state", state, *words)
+    done = here("leaderboard", "--json", "--state", state, *words)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
@@ -38,9 +38,9 @@ def test_every_compared_arm_is_listed_with_what_its_sweeps_table_says(state):
     for name in ("one", "two", "fast"):
         book = ledger(state, name)
         arms = [arm for arm in summaries(book) if arm.baseline]
-        seconds = {row["name"]: 0.0 for row in book.members()}
+        seconds = {row.name: 0.0 for row in book.members()}
         for row in book.members():
-            seconds[row["name"]] += json.loads((state / "trials" / row["id"] / "result.json").read_text())[
+            seconds[row.name] += json.loads((state / "trials" / row.id / "result.json").read_text())[
                 "seconds"
             ]
         book.close()
@@ -75,7 +75,7 @@ def test_it_can_be_asked_for_a_workload_or_a_metric_alone(state):
 
 
 def test_what_is_not_there_is_told_with_what_is(state):
-    done = ablate("leaderboard", "--state", state, "--metric", "val/los")
+    done = here("leaderboard", "--state", state, "--metric", "val/los")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "no arm was compared for metric 'val/los'; there are gpt 1x32, 4 steps by val/loss; gpt 1x32, 6 steps by throughput/tokens_per_s\n"
@@ -95,7 +95,7 @@ def test_the_table_has_a_line_an_arm_and_says_which_way_is_better(state):
 def test_markdown_is_a_table_of_as_many_cells_in_every_line(state):
     lines = [
         line
-        for line in ablate("leaderboard", "--markdown", "--state", state).stdout.splitlines()
+        for line in here("leaderboard", "--markdown", "--state", state).stdout.splitlines()
         if line.startswith("|")
     ]
     assert len(lines) == 2 * 2 + 6
@@ -113,7 +113,7 @@ def test_a_damaged_and_a_foreign_ledger_are_named_in_a_line_each_and_left_out(st
         (sweeps / name).mkdir()
         (sweeps / name / "ledger.db").write_bytes(content)
     Ledger(sweeps / "empty" / "ledger.db").close()
-    done = ablate("leaderboard", "--json", "--state", tmp_path / "state")
+    done = here("leaderboard", "--json", "--state", tmp_path / "state")
     assert {entry["sweep"] for entry in json.loads(done.stdout)} == {"one", "fast"}
     said = done.stderr.splitlines()
     assert [next(name for name in ("two", "foreign", "other") if f"/{name}/" in line) for line in said] == [
@@ -128,8 +128,8 @@ def test_an_arm_without_a_pair_stands_last_and_is_json(state, tmp_path):
     shutil.copytree(state, tmp_path / "state")
     book = Ledger(tmp_path / "state" / "sweeps" / "one" / "ledger.db")
     for member in book.members():
-        if member["name"] == "rht=true":
-            book.settle(member["trial"], "pending")
+        if member.name == "rht=true":
+            book.settle(member.trial, "pending")
     book.close()
     found, unreadable = collect(folders(tmp_path / "state", ["one"]))
     assert unreadable == []
@@ -141,7 +141,7 @@ def test_an_arm_without_a_pair_stands_last_and_is_json(state, tmp_path):
 def test_where_nothing_has_been_run_that_is_one_sentence(made, tmp_path):
     if made:
         (tmp_path / "runs" / "sweeps").mkdir(parents=True)
-    done = ablate("leaderboard", "--state", tmp_path / "runs")
+    done = here("leaderboard", "--state", tmp_path / "runs")
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr

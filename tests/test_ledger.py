@@ -7,6 +7,7 @@ import sqlite3
 import pytest
 
 from ablate.results.ledger import Ledger
+from ablate.results.ledger_rows import Intervention
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_an_arm_keeps_its_number_and_has_the_knobs_the_baseline_and_the_point_it
     base = book.add_arm("b", {}, None, None)
     assert book.add_arm("a", {"rht": False}, base, 7) == first
     (row, _) = book.arms()
-    assert (row["name"], row["baseline"], row["optuna"], json.loads(row["knobs"])) == (
+    assert (row.name, row.baseline, row.optuna, json.loads(row.knobs)) == (
         "a",
         base,
         7,
@@ -43,7 +44,7 @@ def test_an_arm_keeps_its_number_and_has_the_knobs_the_baseline_and_the_point_it
     )
     assert book.add_arm("a", {"rht": True}, None, None) == first
     (row, _) = book.arms()
-    assert (row["name"], row["baseline"], row["optuna"], json.loads(row["knobs"])) == (
+    assert (row.name, row.baseline, row.optuna, json.loads(row.knobs)) == (
         "a",
         None,
         None,
@@ -60,10 +61,8 @@ def test_what_is_no_longer_wanted_is_out_of_sight_and_found_again_with_all_it_ha
     assert (book.arms(), book.members(), book.unshipped()) == ([], [], 0)
     member(book, "b", 1, "b1")
     member(book, "a", 0, "a0")
-    assert [row["name"] for row in book.arms()] == ["b", "a"]
-    found = [
-        (row["name"], row["seed"], row["status"], row["mlflow"], row["closed"]) for row in book.members()
-    ]
+    assert [row.name for row in book.arms()] == ["b", "a"]
+    found = [(row.name, row.seed, row.status, row.mlflow, row.closed) for row in book.members()]
     assert found == [("b", 1, "done", "run", 1), ("a", 0, "done", None, 0)]
     assert book.unshipped() == 1
 
@@ -128,7 +127,7 @@ def test_what_is_to_be_shipped_is_under_way_or_over_and_not_complete(book):
         book.settle(trial, status)
     book.shipped(1, 3, "run 3", 9, closed=True)
     book.shipped(1, 4, "run 4", 9, closed=False)
-    assert [(row["seed"], row["status"], row["mlflow"]) for row in book.to_ship()] == [
+    assert [(row.seed, row.status, row.mlflow) for row in book.to_ship()] == [
         (1, "running", None),
         (2, "done", None),
         (4, "pending", "run 4"),
@@ -167,7 +166,7 @@ def test_what_failed_or_was_left_running_is_wanted_again_and_what_is_over_is_not
         book.settle(trial, status, "why")
     book.start_attempt(trials["running"], 1, 1.0)
     assert book.requeue(5.0) == 4
-    found = {row["id"]: (row["status"], row["reason"]) for row in book.members()}
+    found = {row.id: (row.status, row.reason) for row in book.members()}
     assert found["running"] == found["failed"] == found["oom"] == found["stopped"] == ("pending", None)
     assert found["pruned"] == ("pruned", "why")
     assert found["done"] == ("done", "why")
@@ -178,7 +177,7 @@ def test_what_failed_or_was_left_running_is_wanted_again_and_what_is_over_is_not
 def test_a_trial_is_shared_by_the_members_that_are_the_same_trial(book):
     first, second = member(book, "a"), member(book, "b")
     assert first == second
-    assert [(row["name"], row["id"]) for row in book.members()] == [("a", "t0"), ("b", "t0")]
+    assert [(row.name, row.id) for row in book.members()] == [("a", "t0"), ("b", "t0")]
 
 
 def test_a_member_whose_spec_changed_is_another_trial_and_has_shipped_nothing(book):
@@ -190,14 +189,14 @@ def test_a_member_whose_spec_changed_is_another_trial_and_has_shipped_nothing(bo
     book.add_member(arm, 0, "new", "{}")
     book.add_member(arm, 1, "old1", "{}")
     new, old = book.members()
-    assert (new["id"], new["mlflow"], new["shipped"], new["closed"], new["status"]) == (
+    assert (new.id, new.mlflow, new.shipped, new.closed, new.status) == (
         "new",
         None,
         -1,
         0,
         "pending",
     )
-    assert (old["id"], old["mlflow"], old["shipped"], old["closed"]) == ("old1", "run1", 40, 1)
+    assert (old.id, old.mlflow, old.shipped, old.closed) == ("old1", "run1", 40, 1)
     assert book.unshipped() == 1
 
 
@@ -244,6 +243,6 @@ def test_what_was_done_in_a_run_is_kept_in_words_once(book):
         book.record(
             trial, [event(7, loss=2.0) | {"events": ["the loss is not finite; step skipped"]}, event(8)]
         )
-    assert [tuple(row) for row in book.events()] == [("nvfp4", 3, 7, "the loss is not finite; step skipped")]
+    assert book.events() == [Intervention("nvfp4", 3, 7, "the loss is not finite; step skipped")]
     book.db.execute("DROP TABLE events")  # as ledgers were before there was one
     assert book.events() == []

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 from support.commands import here
 from support.experiments import ledger, sweep, tiny
-from test_rebuild import content
+from support.ledgers import ledger_content
 
 from ablate.execution.sweep_control import damage
 from ablate.results.ledger import Ledger
@@ -166,7 +166,7 @@ def test_whatever_a_writer_does_leaves_every_row_with_its_seal(tmp_path):
                     )
                 case 2 | 3 if arms := book.arms():
                     identity = f"{draw.randrange(12)}"
-                    number = book.add_member(draw.choice(arms)["arm"], draw.randrange(3), identity, "{}")
+                    number = book.add_member(draw.choice(arms).arm, draw.randrange(3), identity, "{}")
                     trials[number] = identity
                 case 4 if draw.random() < 0.3:
                     book.unwant()
@@ -216,7 +216,7 @@ def test_a_ledger_without_seals_is_read_counts_as_unverified_and_is_sealed_by_th
     assert sweep(tiny(state.parent, shape=SHAPE, **SEARCH), state)[0].ran == 0
     (told,) = json.loads(here("status", "--verify", "--json", "--state", state).stdout)
     assert (told["unsealed"], told["mismatches"]) == (False, [])
-    assert {**content(state), "facts": None} == {**content(searched / "state"), "facts": None}
+    assert {**ledger_content(state), "facts": None} == {**ledger_content(searched / "state"), "facts": None}
 
 
 @pytest.mark.parametrize("what", ["ledger", "file"])

@@ -13,7 +13,7 @@ from ablate.cli.plan import remarks
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.training.data import located
-from ablate.training.data.corpus import HubText, Prepared, Text
+from ablate.training.data.corpus import HubText, PreparedText, TextFiles
 from ablate.training.data.images import Cifar10, Folder, HubImages
 from ablate.training.workloads.gpt import Gpt
 
@@ -103,11 +103,11 @@ def test_the_names_of_arms_are_as_written(beside, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "field"),
     [
-        (Text(text="a", tokenizer="bytes"), "text"),
-        (Text(text="/x", val="a"), "val"),
-        (Text(text="/x", tokenizer="./a"), "tokenizer"),
+        (TextFiles(text="a", tokenizer="bytes"), "text"),
+        (TextFiles(text="/x", val="a"), "val"),
+        (TextFiles(text="/x", tokenizer="./a"), "tokenizer"),
         (HubText(dataset="a"), "dataset"),
-        (Prepared(prepared="a"), "prepared"),
+        (PreparedText(prepared="a"), "prepared"),
         (Cifar10(cifar10="a"), "cifar10"),
         (Folder(folder="a", size=8), "folder"),
         (HubImages(dataset="a", size=8), "dataset"),
@@ -129,7 +129,7 @@ def test_names_on_a_hub_and_words_stay_as_they_are(tmp_path):
         HubText(dataset="a/b", tokenizer="gpt2"),
         HubImages(dataset="a/b", size=8),
         Gpt(model="a/b"),
-        Text(text="/a"),
+        TextFiles(text="/a"),
     ):
         assert located(source, tmp_path, {}) == source
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.cases import every
 
 from ablate.execution.tracking.runs import gap_in
 from ablate.recipes.recipe import SLOTS
@@ -47,7 +48,7 @@ def recorded() -> list[str]:
         | {"tokens"}
         | ENDINGS
     )
-    names |= {metric for workload in WORKLOADS.values() for metric in workload.METRICS}
+    names |= {metric for workload in WORKLOADS.values() for metric in workload.METRICS or ()}
     layers = (None, *Gpt(layers=2).linears)
     names |= {
         "/".join(filter(None, ("quant", slot, layer, error)))
@@ -114,9 +115,8 @@ def test_parts_that_would_parse_to_others_are_refused(parts):
         Name(*parts)
 
 
-@pytest.mark.parametrize(
-    ("text", "facts"),
-    [
+@every(
+    text__facts=[
         ("val/loss", "for_tracker of_data"),
         ("train/loss", "for_tracker of_data"),
         ("valid/loss", "for_tracker"),
@@ -134,7 +134,7 @@ def test_parts_that_would_parse_to_others_are_refused(parts):
         ("quant/fprop.x/blocks/0/sqnr_db", ""),
         ("quant/sqnr_db", ""),
         ("gemm/wgrad/rel_mse", "for_tracker"),
-    ],
+    ]
 )
 def test_a_name_says_what_follows_from_it(text, facts):
     properties = ("for_tracker", "is_count", "is_total", "of_data", "of_machine")

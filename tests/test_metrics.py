@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.cases import every
 
 from ablate.numerics.census import census
 from ablate.numerics.philox import Clock
@@ -359,9 +360,7 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("quant", [Quant(), OUTER_ONLY], ids=["blocks", "no blocks"])
-@pytest.mark.parametrize("x", OPERANDS.values(), ids=OPERANDS)
-@pytest.mark.parametrize("name", OPERAND_METRICS)
+@every(quant=[Quant(), OUTER_ONLY], x=OPERANDS.values(), name=OPERAND_METRICS)
 def test_every_operand_metric_is_a_finite_number_or_undefined(name, x, quant):
     operand = quantize(x, quant, keep=True)
     value = OPERAND_METRICS[name].measure(operand, census(operand))
@@ -370,7 +369,7 @@ def test_every_operand_metric_is_a_finite_number_or_undefined(name, x, quant):
     assert math.isfinite(value) or not x.any() or name == "sqnr_db", "undefined for an ordinary operand"
 
 
-@pytest.mark.parametrize("name", OPERAND_METRICS)
+@every(name=OPERAND_METRICS)
 def test_every_operand_metric_explains_itself(name):
     measure = OPERAND_METRICS[name].measure
     assert measure.__name__ == name

@@ -99,7 +99,7 @@ def test_a_half_made_database_that_an_earlier_version_left_is_put_aside_and_made
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     store = half(tmp_path / "mlflow.db")
     with pytest.raises(OperationalError, match="_alembic_tmp_"):
-        database._migrate(store, tmp_path)
+        database.migrate(store, tmp_path)
     assert database.half_made(store)
     sweep(tiny(tmp_path, **IDLE), tmp_path)
     assert database.unusable(store) == "its first migration was interrupted"

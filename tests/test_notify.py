@@ -99,7 +99,7 @@ def test_a_server_that_refuses_is_one_line_without_the_key_in_its_path(server):
 
 
 def test_a_server_that_never_answers_is_given_up(server, monkeypatch):
-    monkeypatch.setattr(notify, "_POST_SECONDS", 0.3)
+    monkeypatch.setattr(notify, "POST_SECONDS", 0.3)
     server.gate.clear()
     hook = Hook(server.url)
     hook.tell({})
@@ -124,7 +124,7 @@ def test_a_command_that_fails_is_one_line_with_its_last(tmp_path):
 
 
 def test_a_command_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(notify, "_COMMAND_SECONDS", 0.3)
+    monkeypatch.setattr(notify, "COMMAND_SECONDS", 0.3)
     hook = Hook("sleep 60")
     hook.tell({})
     (line,) = hook.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import NVFP4, converted, facts, gpt, losses, train
+from support.gpt_runs import NVFP4, converted, facts, gpt, losses, train
 
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS
@@ -18,7 +18,7 @@ EAGER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, "tests")
-from conftest import write_shards
+from support.corpus import write_shards
 from ablate.recipes import PRESETS
 from ablate.training.loop import Telemetry
 from ablate.training.workloads.gpt import Gpt

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.experiments import end, start, sweep, tiny, until
-from test_ui import addresses
+from support.processes import addresses
 
 from ablate.cli.report import make
 from ablate.execution.search import decorate

@@ -20,7 +20,7 @@ from ablate.recipes.recipe import Fprop, OsciReset, Phase, Products, Recipe, Wei
 from ablate.training import distributed
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.hyperparameters import Training
-from ablate.training.loop import Telemetry, _Loop
+from ablate.training.loop import Loop, Telemetry
 from ablate.training.rank_layout import Layout
 from ablate.training.workloads.gpt import Gpt
 
@@ -58,9 +58,9 @@ def variants() -> dict[str, Recipe]:
 def be(sharded: bool) -> distributed.World:
     """Be a rank of the group that a test forked this process into, if it did."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    distributed._world = distributed.World(Layout(ranks, sharded and ranks > 1), rank, "cpu")
-    distributed._world.begun = True
-    return distributed._world
+    world = distributed.become(distributed.World(Layout(ranks, sharded and ranks > 1), rank, "cpu"))
+    world.begun = True
+    return world
 
 
 def records(
@@ -120,11 +120,11 @@ def gradient(recipe: Recipe, sharded: bool, **shape: Any) -> dict[str, torch.Ten
     """Every parameter's gradient in the second step; the first one's is zero behind a head that starts at zero."""
     be(sharded)
     config = Gpt(**SIZE | shape)
-    loop = _Loop(config.prepare(recipe, 0, "cpu"), config, Telemetry(every=100, shadow=100))
+    loop = Loop(config.prepare(recipe, 0, "cpu"), config, Telemetry(every=100, shadow=100))
     loop.step(0)
     loop.run.engine.at(1, loop.plan)
     loop.run.engine.clock.step = 1
-    loop._gradient(1)
+    loop.gradient(1)
     return {name: whole(p.grad) for name, p in loop.run.model.named_parameters()}
 
 
@@ -238,7 +238,7 @@ def amaxes(shape: dict[str, Any]) -> list[float]:
     """What every operand of a delayed recipe remembers of the first step."""
     be(False)
     config = Gpt(**SIZE | shape)
-    loop = _Loop(config.prepare(PRESETS["fp8_delayed"](), 0, "cpu"), config, Telemetry(every=100, shadow=100))
+    loop = Loop(config.prepare(PRESETS["fp8_delayed"](), 0, "cpu"), config, Telemetry(every=100, shadow=100))
     loop.step(0)
     return [float(kept[0]) for kept in loop.run.engine.histories(0)]
 
@@ -333,10 +333,7 @@ def gathered_operands() -> list[str]:
                     (ours, ours.weight.to_local().detach()),
                     (theirs, theirs.weight.detach()),
                 ):
-                    turned = weight.to(torch.bfloat16) if slot == "fprop.w" else weight.to(torch.bfloat16).t()
-                    pair.append(
-                        one.weight_operand(slot, product.w, product.hadamard, lambda turned=turned: turned)
-                    )
+                    pair.append(one.weight_operand(slot, product.w, product.hadamard, weight))
                 for mine, its in zip(*pair, strict=True):
                     if not torch.equal(mine.dequantize(), its.dequantize()) or not torch.equal(
                         mine.values, its.values
@@ -354,12 +351,12 @@ def bytes_of_one_step(name: str) -> tuple[int, int]:
     """Bytes that a step's products asked for, and those that they would have asked for in bf16."""
     be(True)
     config = Gpt(**SIZE | SHARED)
-    loop = _Loop(config.prepare(variants()[name], 0, "cpu"), config, Telemetry())
+    loop = Loop(config.prepare(variants()[name], 0, "cpu"), config, Telemetry())
     with loop.run.engine.high_precision():  # all in bf16
-        loop._gradient(0)
+        loop.gradient(0)
     loop.run.engine.at(0, loop.plan)
     before = loop.run.engine.traffic()
-    loop._gradient(0)
+    loop.gradient(0)
     return tuple(now - then for now, then in zip(loop.run.engine.traffic(), before, strict=True))
 
 

@@ -21,7 +21,7 @@ from ablate.recipes import PRESETS
 from ablate.results.figures.parity import overlay
 from ablate.verification import parity, peers
 from ablate.verification.parity.bench import Bench, recipes, to_nearest
-from ablate.verification.parity.training import ENDS, TWINS, Curves, Otherwise, twins
+from ablate.verification.parity.training import ENDS, TWINS, Curves, TwinProducts, twins
 
 HERE = Path(__file__).parent / "engines"
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
@@ -172,7 +172,7 @@ def test_auto_takes_te_once_all_has_been_found_to_agree_and_not_before(found):
     auto = {name: found["whole"][name]["auto"] for name in ("fast", "off", "agrees", "fast and off")}
     assert found["whole"]["before"] == auto["fast"] == {"engine": "emulated", "why": auto["fast"]["why"]}
     assert "`ablate doctor --engine transformer_engine`" in auto["fast"]["why"]
-    assert "does not vouch for NVFP4" in auto["off"]["why"]
+    assert "does not cover NVFP4" in auto["off"]["why"]
     assert auto["agrees"] == {"engine": "transformer_engine", "why": ""}
     assert auto["fast and off"]["engine"] == "emulated"
 
@@ -211,7 +211,7 @@ def test_each_gpu_is_asked_for_what_it_computes_and_the_rest_is_left_out_with_th
     bench = parity.bench_of(machine)
     assert (bench.families, bench.fast_sums) == (families, fast)
     assert bench.steps == 200
-    rows = {row.what: row.measured for row in parity.Comparison(machine, bench).subject()}
+    rows = {row.what: row.measured for row in parity.ParityRun(machine, bench).subject()}
     assert {name for name in ("NVFP4", "MXFP8") if "left out: this GPU, SM" in rows.get(name, "")} == (
         set() if machine is B200 else {"NVFP4", "MXFP8"}
     )
@@ -295,17 +295,15 @@ def test_another_order_adds_the_same_terms():
 
 
 def test_a_twin_is_its_layer_but_for_last_bits():
-    from ablate.verification.parity.linears import _computed, _sample, pair
+    from ablate.verification.parity.linears import computed, draw_sample, pair
 
-    sample = _sample((64, 512, 96), 3, torch.device("cpu"))
+    sample = draw_sample((64, 512, 96), 3, torch.device("cpu"))
     for preset in ("nvfp4", "mxfp8", "fp8_current"):
         differ = []
         for twin in twins(ENDS).values():
             plain, other = (next(pair(sample, to_nearest(PRESETS[preset]().products))) for _ in range(2))
-            other.whole_graph = Otherwise(other, twin)
-            for a, b in zip(
-                _computed(plain, sample).values(), _computed(other, sample).values(), strict=True
-            ):
+            other.whole_graph = TwinProducts(other, twin)
+            for a, b in zip(computed(plain, sample).values(), computed(other, sample).values(), strict=True):
                 differ.append(float((a != b).double().mean()))
                 assert torch.allclose(a.double(), b.double(), rtol=2**-7, atol=1e-5 * float(a.abs().max()))
         assert max(differ) < 0.01

@@ -4,6 +4,7 @@ import json
 from contextlib import closing
 
 import pytest
+from support.cases import every
 from support.experiments import ledger, problems, statuses, sweep, tiny
 
 from ablate.cli.recipe import resolve
@@ -35,8 +36,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("run", [Run(20, 7), Run(20, 7, 15), Run(1), Run(3)])
+@every(start=STARTS, run=[Run(20, 7), Run(20, 7, 15), Run(1), Run(3)])
 def test_a_phase_that_never_begins_is_one_that_no_step_sees_and_what_is_said_to_be_right_is(start, run):
     phase = Phase(start=start)
     why = never_begins(phase, run)
@@ -180,9 +180,9 @@ def test_a_sweep_goes_on_after_values_that_were_refused(tmp_path):
     )  # of 4 steps
     assert sweep(experiment, tmp_path)[0].status == "done"
     with closing(ledger(tmp_path)) as book:
-        drawn = {point["role"]: 0 for point in book.points()}
+        drawn = {point.role: 0 for point in book.points()}
         for point in book.points():
-            drawn[point["role"]] += 1
-            assert (point["role"] == "refused") == (json.loads(point["knobs"])["cooldown"] < 0.25)
+            drawn[point.role] += 1
+            assert (point.role == "refused") == (json.loads(point.knobs)["cooldown"] < 0.25)
     assert set(drawn) == {"refused", "searched"}
     assert set(statuses(tmp_path).values()) == {"done"}

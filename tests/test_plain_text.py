@@ -59,7 +59,7 @@ def state(tmp_path_factory) -> Path:
     arms = {name: {"workload.x": float(number)} for number, name in enumerate(NASTY)}
     outcome, _ = sweep(tiny(folder, "nasty", **IDLE, question=QUESTION, ablate=None, arms=arms), folder)
     assert outcome.status == "done"
-    assert {arm["name"] for arm in ledger(folder, "nasty").arms()} >= set(NASTY)
+    assert {arm.name for arm in ledger(folder, "nasty").arms()} >= set(NASTY)
     return folder
 
 
@@ -186,3 +186,7 @@ def test_json_keeps_names_as_they_are(state):
     with redirect_stdout(out):
         done = here("leaderboard", "--json", "--state", state)
     assert {entry["arm"] for entry in json.loads(done.stdout)} >= set(NASTY)
+
+
+def test_characters_without_a_meaning_are_shown_as_escapes():
+    assert printable("a\U0010ffff\ue000b") == r"a\U0010ffff\ue000b"

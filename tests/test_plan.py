@@ -97,9 +97,9 @@ def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_o
         }
         reached = sum(matrices[f"{layer.name}.weight"] for layer in found.layers)
         assert found.covered == pytest.approx(reached / sum(matrices.values()))
-        assert found.left == left
+        assert found.largest_uncovered == left
     tied = outlined(QWEN | {"tie_word_embeddings": True}, 64)
-    assert (tied.covered, tied.left) == (1, None)
+    assert (tied.covered, tied.largest_uncovered) == (1, None)
 
 
 def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_path):

@@ -5,8 +5,9 @@ import math
 import shutil
 
 import pytest
-from support.experiments import ablate, ledger, sweep, tiny, write
-from test_search import trials
+from support.commands import here
+from support.experiments import ledger, sweep, tiny, write
+from support.studies import trials
 
 from ablate.errors import InputError
 from ablate.execution.projections import Projections
@@ -215,16 +216,16 @@ def test_a_search_starts_from_the_arms_of_an_earlier_sweep(first, tmp_path):
     assert (outcome.status, outcome.ran) == ("done", 2)  # the baseline is the earlier one's
     book = ledger(tmp_path, "first")
     known = [
-        (f"first/{m['name']}", json.loads(m["knobs"]), [book.last_values(m["trial"])["val/loss"]])
+        (f"first/{m.name}", json.loads(m.knobs), [book.last_values(m.trial)["val/loss"]])
         for m in book.members()
-        if m["name"] != "bf16"
+        if m.name != "bf16"
     ]
     book.close()
     found = trials(tmp_path, "second")
     assert [(t.user_attrs["warm"], t.params, t.values) for t in found[:4]] == known
     assert [("warm" in t.user_attrs, t.state.name) for t in found[4:]] == [(False, "COMPLETE")] * 2
     book = ledger(tmp_path, "second")
-    assert [arm["optuna"] for arm in book.arms()] == [None, 0, 1]
+    assert [arm.optuna for arm in book.arms()] == [None, 0, 1]
     book.close()
 
 
@@ -255,20 +256,15 @@ def test_the_study_is_drawn_again_when_the_earlier_sweep_is_gone(first, tmp_path
 )
 def test_only_arms_within_the_space_are_taken_and_the_others_counted(knobs, count, first, tmp_path):
     experiment = second(first, tmp_path, shape={"layers": 2}, ablate=knobs)
-    projections = Projections(
-        experiment,
-        Ledger(tmp_path / "sweeps" / "second" / "ledger.db"),
-        tmp_path,
-        tmp_path / "sweeps" / "second",
-        None,
-        True,
-    )
+    folder = tmp_path / "sweeps" / "second"
+    book = Ledger(folder / "ledger.db")
+    projections = Projections(experiment, book, tmp_path, folder, None, True)
     assert len(projections.study.study.trials) == count
     assert (
         projections.warmed
         == f"the sampler knows {count} arms of earlier sweeps; {5 - count} others lie outside of this space"
     )
-    projections._ledger.close()
+    book.close()
 
 
 def test_earlier_arms_are_taken_once_and_again_when_other_sweeps_are_named(first, tmp_path):
@@ -296,7 +292,7 @@ def test_an_unknown_earlier_sweep_is_refused_before_anything_runs(first, tmp_pat
 
 def test_an_unknown_earlier_sweep_ends_the_command_with_one_sentence(tmp_path):
     path = write(tmp_path, **SEARCH | {"search": {"trials": 2, "warm": ["gone"]}})
-    done = ablate(
+    done = here(
         "sweep",
         path,
         "--state",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from support.cases import every
 from support.commands import here
 from support.experiments import environment
 
@@ -32,9 +33,11 @@ VERBS = {
     "ablate bench linear": "test_bench.py",
     "ablate bench start": "test_bench.py",
     "ablate bench step": "test_bench.py",
+    "ablate check": "workloads/test_python.py",
     "ablate data prepare": "test_data_command.py",
     "ablate data show": "test_data_command.py",
     "ablate doctor": "test_doctor.py",
+    "ablate init": "workloads/test_python.py",
     "ablate knobs": "test_docs.py",
     "ablate leaderboard": "test_leaderboard.py",
     "ablate place": "test_place.py",
@@ -131,7 +134,7 @@ def test_commands_are_found_in_the_documents():
     )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@every(command=COMMANDS)
 def test_a_printed_command_exists_and_is_in_the_table(command):
     words = words_of(command)
     if words is not None:
@@ -157,7 +160,7 @@ def test_a_command_that_does_not_exist_is_seen(words):
         parse(words.split())
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@every(verb=VERBS)
 def test_the_table_names_a_test_that_runs_the_verb(verb):
     assert parse(verb.split()[1:]) == verb
     text = (ROOT / "tests" / VERBS[verb]).read_text(encoding="utf-8")
@@ -247,7 +250,7 @@ def test_what_the_peers_need_of_this_project_can_be_imported():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("folder", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@every(folder=SCRIPTS)
 def test_no_script_hides_a_module_of_the_standard_library(folder):
     names = {path.stem for path in folder.glob("*.py")} | {
         path.name for path in folder.iterdir() if (path / "__init__.py").is_file()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.cases import every
 from support.experiments import environment
 
 from ablate.cli.report_server import calls_us, own_names
@@ -116,9 +117,8 @@ def test_rays_sockets_fit_below_any_temporary_folder(length):
     assert (folder == Path(given)) == (length <= 36)
 
 
-@pytest.mark.parametrize(
-    ("header", "ours"),
-    [
+@every(
+    header__ours=[
         ("localhost:8000", True),
         ("LOCALHOST.", True),
         ("127.0.0.1:8000", True),
@@ -133,7 +133,7 @@ def test_rays_sockets_fit_below_any_temporary_folder(length):
         ("[::1].evil.example", False),
         ("", False),
         (None, False),
-    ],
+    ]
 )
 def test_a_server_answers_to_its_own_names_alone(header, ours):
     assert calls_us(header, own_names("lab.example", "proxy.example, other.example")) is ours

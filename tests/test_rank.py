@@ -13,7 +13,7 @@ import psutil
 import pytest
 from support.experiments import TOO_LARGE, events_of, gone, shards, shut, tiny, until
 from support.gates import Gate
-from test_supervisor import HOLD, steps
+from support.trial_requests import SUPERVISE, steps
 
 from ablate.execution import rank_process
 from ablate.execution.messages import GangPart, Message, TrialRequest
@@ -47,7 +47,9 @@ def supervisor() -> Iterator[Supervisor]:
 def ranks_of(supervisor: Supervisor) -> dict[int, psutil.Process]:
     """The processes of a trial's ranks."""
     return dict(
-        enumerate(sorted(psutil.Process(supervisor._trial).children(), key=lambda process: process.pid))
+        enumerate(
+            sorted(psutil.Process(supervisor.trial_process).children(), key=lambda process: process.pid)
+        )
     )
 
 
@@ -65,7 +67,7 @@ def run(
 
 def listening(supervisor: Supervisor) -> set[str]:
     """The addresses at which what computes a trial lets others in."""
-    family = psutil.Process(supervisor._child.pid).children(recursive=True)
+    family = psutil.Process(supervisor.child.pid).children(recursive=True)
     return {
         found.laddr.ip
         for process in family
@@ -165,7 +167,7 @@ def test_supervisors_on_two_nodes_compute_one_trial_and_either_ends_it(superviso
 
 def test_a_rank_whose_peer_on_another_node_is_gone_ends_while_the_pool_still_waits_for_it():
     """Or its actor would be ended instead, and the gang's next attempt would find no warm process."""
-    assert 2 * rank_process._PEER_SECONDS < running_trial._GANG_END_SECONDS
+    assert 2 * rank_process.PEER_SECONDS < running_trial.GANG_END_SECONDS
 
 
 def test_the_base_of_a_fine_tuning_is_trained_by_one_rank(supervisor, tmp_path, cache):
@@ -216,7 +218,9 @@ def test_a_rank_without_memory_is_told_as_that(supervisor, tmp_path):
 
 def test_no_rank_outlives_its_supervisor(tmp_path):
     asked = request(tmp_path, shape={"steps": 100_000, "eval_every": 100_000})
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, asked.line()], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE, asked.line()], stdout=subprocess.PIPE, text=True
+    )
     while "'step': 3" not in holder.stdout.readline():
         pass
     family = psutil.Process(holder.pid).children(recursive=True)

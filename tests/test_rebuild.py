@@ -8,9 +8,9 @@ import sqlite3
 
 import pytest
 from support.commands import INLINE, here
-from support.experiments import ablate, ledger, statuses, sweep, tiny, values, write
-from test_control import middle
-from test_tracking import runs
+from support.experiments import statuses, sweep, tiny, values, write
+from support.ledgers import ledger_content, overwrite_middle
+from support.mlflow_runs import runs
 
 from ablate.execution.search import points
 from ablate.execution.sweep_control import damage
@@ -18,7 +18,7 @@ from ablate.files import lock
 
 HARMS = {
     "text": lambda content: b"not a database" * 1000,
-    "pages": middle,
+    "pages": overwrite_middle,
     "half": lambda content: content[: len(content) // 2],
 }
 
@@ -30,28 +30,11 @@ def harm(state, how, name: str = "tiny"):
     return path
 
 
-def content(state, name: str = "tiny") -> dict:
-    """All that a ledger says of its sweep, without what numbers and dates it."""
-    book = ledger(state, name)
-    found = {
-        "facts": {
-            key: book.fact(key) for key in ("name", "question", "metric", "metrics", "experiment.yaml")
-        },
-        "arms": [(arm["name"], arm["knobs"], arm["optuna"]) for arm in book.arms()],
-        "members": [
-            tuple(m[key] for key in ("arm", "name", "seed", "id", "status", "spec")) for m in book.members()
-        ],
-        "records": {m["id"]: list(book.records(m["trial"])) for m in book.members()},
-    }
-    book.close()
-    return found
-
-
 @pytest.mark.parametrize("how", HARMS)
 def test_a_damaged_ledger_is_refused_and_then_made_again_as_it_was(how, tmp_path):
     path, state = write(tmp_path), tmp_path / "state"
     sweep(tiny(tmp_path), state)
-    before = content(state)
+    before = ledger_content(state)
     book = harm(state, how)
     kept = book.read_bytes()
     refused = here("sweep", path, "--state", state, *INLINE)
@@ -61,9 +44,9 @@ def test_a_damaged_ledger_is_refused_and_then_made_again_as_it_was(how, tmp_path
     assert f"`ablate rebuild {path}` makes it again" in line
     assert book.read_bytes() == kept
 
-    done = ablate("rebuild", path, "--state", state)
+    done = here("rebuild", path, "--state", state)
     assert done.returncode == 0, done.stderr
-    assert content(state) == before
+    assert ledger_content(state) == before
     records = sum(len(records) for records in before["records"].values())
     assert f"Recovered: 3 arms, 6 trials (6 done) with {records:,} records." in done.stdout
     assert [
@@ -109,13 +92,13 @@ SEARCH = {
 def test_a_search_gets_its_points_back_from_the_studys_journal(tmp_path):
     path, state = write(tmp_path, **SEARCH), tmp_path / "state"
     outcome, _ = sweep(tiny(tmp_path, **SEARCH), state)
-    before = content(state)
+    before = ledger_content(state)
     assert len([arm for arm in before["arms"] if arm[2] is not None]) == 4
     harm(state, "text")
     done = here("rebuild", path, "--state", state)
     assert done.returncode == 0, done.stderr
     assert "4 points of the search" in done.stdout
-    assert content(state) == before
+    assert ledger_content(state) == before
     again, _ = sweep(tiny(tmp_path, **SEARCH), state)
     assert (outcome.ran > 0, again.ran) == (True, 0)
 
@@ -141,15 +124,15 @@ def test_a_rebuilt_search_has_its_pruned_arms_and_its_confirmed_winner_at_once(p
     keys = PRUNED | {"search": PRUNED["search"] | {"pruner": pruner}, "seeds": seeds}
     experiment, state = tiny(tmp_path, shape={"steps": 6, "eval_every": 2}, **keys), tmp_path / "state"
     sweep(experiment, state)
-    before = content(state)
+    before = ledger_content(state)
     statuses = [status for *_, status, _ in before["members"]]
     assert "pruned" in statuses
     assert any(name.startswith("confirm: ") for name, *_ in before["arms"])
     done = here("rebuild", tmp_path / "tiny.yaml", "--state", state, "--force")
     assert (done.returncode, done.stderr) == (0, "")
-    assert content(state) == before
+    assert ledger_content(state) == before
     assert sweep(experiment, state)[0].ran == 0
-    assert content(state) == before
+    assert ledger_content(state) == before
 
 
 def test_points_are_read_from_a_journal_that_is_torn_and_none_from_what_is_none(tmp_path):
@@ -169,13 +152,13 @@ def test_points_are_read_from_a_journal_that_is_torn_and_none_from_what_is_none(
 def test_a_sound_ledger_is_left_alone(tmp_path):
     path, state = write(tmp_path, seeds=1), tmp_path / "state"
     sweep(tiny(tmp_path, seeds=1), state)
-    book, before = state / "sweeps/tiny/ledger.db", content(state)
+    book, before = state / "sweeps/tiny/ledger.db", ledger_content(state)
     kept = book.read_bytes()
     done = here("rebuild", path, "--state", state)
     assert (done.returncode, book.read_bytes()) == (2, kept)
     assert done.stderr.startswith(f"{book}: not damaged")
     assert here("rebuild", path, "--state", state, "--force").returncode == 0
-    assert content(state) == before
+    assert ledger_content(state) == before
     assert kept in [aside.read_bytes() for aside in book.parent.glob("ledger.db.damaged-*")]
 
 
@@ -204,7 +187,7 @@ def once(tmp_path_factory):
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_cell_that_is_not_what_was_written_is_named_refused_and_made_again(cell, once, tmp_path):
     folder = shutil.copytree(once, tmp_path / "copy")
-    path, state, before = folder / "tiny.yaml", folder / "state", content(folder / "state")
+    path, state, before = folder / "tiny.yaml", folder / "state", ledger_content(folder / "state")
     book = state / "sweeps" / "tiny" / "ledger.db"
     with contextlib.closing(sqlite3.connect(book)) as db:
         db.execute(CELLS[cell])
@@ -217,7 +200,7 @@ def test_a_cell_that_is_not_what_was_written_is_named_refused_and_made_again(cel
     assert str(book) in reported.stderr
     assert not (state / "reports").exists()
     assert here("rebuild", path, "--state", state).returncode == 0
-    assert content(state) == before
+    assert ledger_content(state) == before
     assert here("status", "--verify", "--state", state).returncode == 0
 
 

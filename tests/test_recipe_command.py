@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from support.cases import every
+from support.commands import here
 from support.experiments import ablate
 
 from ablate.cli.recipe import differences, layers_of, placements, resolve, rest
@@ -38,7 +40,7 @@ def test_every_preset_is_shown_and_its_json_is_itself(name, capsys):
 
 
 def test_knobs_are_turned_before_it_is_shown():
-    done = ablate(
+    done = here(
         "recipe",
         "show",
         "nvfp4",
@@ -70,7 +72,7 @@ def test_a_mistake_is_told_in_one_sentence(preset, turned, words):
 
 
 def test_a_mistake_ends_with_status_2_and_no_traceback():
-    done = ablate("recipe", "show", "nvfp5")
+    done = here("recipe", "show", "nvfp5")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
@@ -137,7 +139,7 @@ def test_a_model_that_is_not_there_is_refused(tmp_path):
 
 
 def test_diff_names_the_path_and_both_values_of_what_differs():
-    done = ablate("recipe", "diff", "nvfp4", "quartet2")
+    done = here("recipe", "diff", "nvfp4", "quartet2")
     lines = {line.split()[0]: line.rstrip() for line in done.stdout.splitlines()[1:]}
     assert lines["fprop.w.block"].split() == ["fprop.w.block", "16x16", "1x16"]
     assert lines["dgrad.hadamard"].split(maxsplit=2) == ["dgrad.hadamard", "off", "size 128, signs per_step"]
@@ -145,7 +147,7 @@ def test_diff_names_the_path_and_both_values_of_what_differs():
 
 
 def test_what_is_the_same_is_said_to_be():
-    assert "are the same recipe" in ablate("recipe", "diff", "nvfp4", "nvfp4").stdout
+    assert "are the same recipe" in here("recipe", "diff", "nvfp4", "nvfp4").stdout
 
 
 def value_at(tree: dict, path: str):
@@ -154,7 +156,7 @@ def value_at(tree: dict, path: str):
     return tree
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@every(name=PRESETS)
 def test_the_differences_from_nvfp4_are_all_of_them(name):
     """Walking them from one recipe gives the other."""
     one, other = PRESETS["nvfp4"]().model_dump(mode="json"), PRESETS[name]().model_dump(mode="json")

@@ -45,9 +45,9 @@ def rows(table) -> set:
 def expected(ledger: Ledger) -> set:
     """What the ledger's own reader tells, one record after the other."""
     return {
-        (member["name"], member["seed"], step, name, None if math.isnan(value) else value)
+        (member.name, member.seed, step, name, None if math.isnan(value) else value)
         for member in ledger.members()
-        for step, name, value, _ in ledger.records(member["trial"])
+        for step, name, value, _ in ledger.records(member.trial)
     }
 
 
@@ -81,7 +81,7 @@ def test_a_shared_trial_has_its_rows_once_for_each_member(book):
 
 
 def test_what_is_remembered_is_what_the_ledger_says(book, monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
     running = add(book, 2, 2, "a/2", 7.0, status="running")
     before = frame(book)
     (part,) = (tmp_path / "sweeps" / "x" / "records").glob("*.parquet")
@@ -99,7 +99,7 @@ def test_what_is_remembered_is_what_the_ledger_says(book, monkeypatch, tmp_path)
 
 
 def test_what_was_forgotten_is_read_anew(book, monkeypatch):
-    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
     frame(book)
     book.forget(1)
     book.record(1, [{"step": 5, "time": 0.0, "metrics": {"val/loss": 4.5}}])
@@ -130,7 +130,7 @@ def test_a_workload_without_tokens_has_none():
 def test_a_rebuilt_ledger_that_numbers_trials_and_metrics_anew_gives_every_arm_its_own_curves(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
     ledger = tmp_path / "sweeps" / "tiny" / "ledger.db"
 
     def read() -> tuple[list[tuple], set, set]:
@@ -155,7 +155,7 @@ def test_a_rebuilt_ledger_that_numbers_trials_and_metrics_anew_gives_every_arm_i
 
 def test_what_one_numbering_remembered_is_read_by_another(book, monkeypatch, tmp_path):
     """A ledger that was restored from a copy may number what came after it differently."""
-    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
     frame(book)
     other = Ledger(tmp_path / "other" / "x" / "ledger.db")
     add(other, other.add_arm("b", {}, None, None), 7, "b/7", 9.0)
@@ -172,7 +172,7 @@ def test_what_one_numbering_remembered_is_read_by_another(book, monkeypatch, tmp
 
 
 def test_records_that_two_readers_remembered_at_once_are_read_once(book, monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
     frame(book)
     (part,) = (tmp_path / "sweeps" / "x" / "records").glob("*.parquet")
     digest = part.stem.rpartition("-")[2]
@@ -182,7 +182,7 @@ def test_records_that_two_readers_remembered_at_once_are_read_once(book, monkeyp
 
 
 def test_remembered_records_that_were_damaged_are_read_from_the_ledger_again(book, monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
     whole = rows(frame(book))
     for place in (0.1, 0.5, 0.9):
         (part,) = (tmp_path / "sweeps" / "x" / "records").glob("*.parquet")

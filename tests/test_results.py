@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rich.console import Console
+from support.cases import every
 from support.experiments import sweep, tiny
 
 from ablate.cli.live_view import replication_table, summary_table
@@ -250,7 +251,7 @@ CLAIMS = {
 }
 
 
-@pytest.mark.parametrize("case", CLAIMS)
+@every(case=CLAIMS)
 def test_a_published_difference_is_judged_by_its_direction_and_its_size_is_said_beside_it(book, case):
     arm, value, verdict = CLAIMS[case]
     (line,) = replications(
@@ -627,7 +628,7 @@ def test_only_an_arm_whose_interval_is_too_wide_is_grown(grown):
 @pytest.mark.parametrize("arm", [1, 2])
 def test_an_arm_is_not_grown_past_a_seed_without_a_pair(arm, status, grown):
     """Of the arm or of its baseline: one that is not over is waited for, and no further seed makes up for one that failed or diverged."""
-    trial = next(member["trial"] for member in grown.members() if (member["arm"], member["seed"]) == (arm, 1))
+    trial = next(member.trial for member in grown.members() if (member.arm, member.seed) == (arm, 1))
     grown.settle(trial, status)
     assert undecided(grown) == []
     grown.settle(trial, "done")
@@ -788,9 +789,9 @@ def test_the_winner_has_the_best_mean_of_the_arms_whose_seeds_are_all_done(studi
     assert winner(studied) == order[0]
     assert winner(studied, Metric(direction="maximize")) == order[-1]
     assert winner(studied, infeasible={order[0]}) == order[1]
-    first = next(member for member in studied.members() if member["name"] == order[0])
+    first = next(member for member in studied.members() if member.name == order[0])
     for status in ("failed", "diverged", "pending"):
-        studied.settle(first["trial"], status)
+        studied.settle(first.trial, status)
         assert winner(studied) == order[1]
     assert winner(studied, infeasible=means) is None
 
@@ -800,9 +801,7 @@ def test_a_winner_is_not_one_whose_worst_seed_is_missing(grown):
     grown.describe(search="tpe")
     grown.db.execute("UPDATE arms SET optuna = arm WHERE baseline NOTNULL")
     assert winner(grown) == "same"
-    trial = next(
-        member["trial"] for member in grown.members() if (member["name"], member["seed"]) == ("wide", 1)
-    )
+    trial = next(member.trial for member in grown.members() if (member.name, member.seed) == ("wide", 1))
     grown.settle(trial, "failed")
     assert summaries(grown)[1].mean < 3.05
     assert winner(grown) == "same"
@@ -826,11 +825,11 @@ def test_a_search_whose_best_arm_is_its_baseline_has_no_winner(studied):
 
 def test_fresh_seeds_are_those_that_no_proposed_arm_was_ever_run_on(studied):
     assert fresh_seeds(studied, 3) == (2, 3, 4)
-    arm = next(arm for arm in studied.arms() if arm["optuna"] is not None)
-    studied.add_member(arm["arm"], 3, "another", "{}")
+    arm = next(arm for arm in studied.arms() if arm.optuna is not None)
+    studied.add_member(arm.arm, 3, "another", "{}")
     studied.unwant()  # the file named that seed once, and the sampler was told what came of it
     assert fresh_seeds(studied, 3) == (2, 4, 5)
-    studied.add_member(arm["baseline"], 2, "baseline", "{}")
+    studied.add_member(arm.baseline, 2, "baseline", "{}")
     assert fresh_seeds(studied, 3) == (2, 4, 5)  # a baseline's seeds chose nothing
 
 
@@ -838,14 +837,14 @@ def test_a_winner_run_again_has_a_line_with_the_gap_of_the_fresh_seeds_alone(stu
     """The trials are real: an experiment of the winner alone runs them, and the ledger adopts them as the controller does."""
     folder, experiment = searched
     name, seeds = winner(studied), fresh_seeds(studied, 3)
-    row = next(arm for arm in studied.arms() if arm["name"] == name)
-    arm, baseline = experiment.propose(json.loads(row["knobs"]))
+    row = next(arm for arm in studied.arms() if arm.name == name)
+    arm, baseline = experiment.propose(json.loads(row.knobs))
     again = tiny(folder, name="again", ablate=None, arms={"winner": dict(arm.knobs)}, seeds=list(seeds))
     assert sweep(again, folder)[0].status == "done"
-    number = studied.add_arm(CONFIRM + name, arm.knobs, row["baseline"], None)
+    number = studied.add_arm(CONFIRM + name, arm.knobs, row.baseline, None)
     for seed in seeds:
         adopted(studied, folder, experiment, arm, number, seed)
-        adopted(studied, folder, experiment, baseline, row["baseline"], seed)
+        adopted(studied, folder, experiment, baseline, row.baseline, seed)
 
     arms = {arm.name: arm for arm in summaries(studied)}
     confirmed, before = arms[CONFIRM + name], arms[name]

@@ -4,11 +4,12 @@ import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.commands import here
 from support.experiments import ledger, statuses, sweep, tiny, values, write
-from test_search import trials
+from support.studies import trials
 
 from ablate.cli.leaderboard import collect
 from ablate.execution.tracking import runs
@@ -55,9 +56,9 @@ def test_everything_that_compares_arms_does_it_with_the_baseline_that_the_file_n
     assert (entry.arm, entry.against, entry.gap) == ("far", "ref", arms["far"].gap.mean)
     book = ledger(tmp_path)
     in_mlflow = {
-        compared["seed"]: metrics["gap/absolute"]
+        compared.seed: metrics["gap/absolute"]
         for member in book.members()
-        if member["name"] == "far"
+        if member.name == "far"
         for compared, *_, metrics in runs.gaps(book, member, "val/loss")
     }
     book.close()
@@ -79,11 +80,11 @@ def searching(state, trials: int, seed: int = 0, **keys):
 def rows(state) -> list[tuple]:
     """(number, x, role, number of the point that it repeats) of every point that the ledger has."""
     book = ledger(state)
-    found = {point["arm"]: point for point in book.points()}
+    found = {point.arm: point for point in book.points()}
     book.close()
-    numbers = {None: None} | {arm: point["optuna"] for arm, point in found.items()}
+    numbers = {None: None} | {arm: point.optuna for arm, point in found.items()}
     return [
-        (point["optuna"], json.loads(point["knobs"])["workload.x"], point["role"], numbers[point["repeats"]])
+        (point.optuna, json.loads(point.knobs)["workload.x"], point.role, numbers[point.repeats])
         for point in found.values()
     ]
 
@@ -223,7 +224,7 @@ def test_pruned_arms_are_said_to_be_pruned_and_nothing_of_them_is_missing(tmp_pa
     )
     sweep(experiment, tmp_path)
     with closing(ledger(tmp_path)) as book:
-        pruned = {member["name"] for member in book.members() if member["status"] == "pruned"}
+        pruned = {member.name for member in book.members() if member.status == "pruned"}
         assert pruned
         arms = {arm.name: arm for arm in summaries(book)}
         assert {name for name, arm in arms.items() if arm.pruned} == pruned
@@ -259,7 +260,7 @@ def test_a_ledger_of_an_earlier_version_goes_on(tmp_path):
     assert any(first is not None for *_, first in points)
     with closing(as_earlier(tmp_path, tmp_path / "earlier.db")) as earlier:
         assert len(earlier.arms()) == len(earlier.points()) + len(
-            [arm for arm in earlier.arms() if arm["optuna"] is None]
+            [arm for arm in earlier.arms() if arm.optuna is None]
         )
     for old in path.parent.glob("ledger.db*"):
         old.unlink()
@@ -282,5 +283,5 @@ def test_a_ledger_of_an_earlier_version_goes_on(tmp_path):
 def test_a_role_that_the_ledger_has_counts_and_a_name_only_where_it_has_none(
     role, name, optuna, searches, expected
 ):
-    row = {"role": role, "name": name, "optuna": optuna, "baseline": None}
+    row = SimpleNamespace(role=role, name=name, optuna=optuna, baseline=None)
     assert role_of(row, searches, 0) == expected

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.experiments import Children, events_of, ledger, statuses, sweep, tiny, values
 from support.gates import Gate
+from support.studies import trials
 
 from ablate.errors import InputError
 from ablate.execution import controller, sweep_control
@@ -40,8 +41,8 @@ def records(state: Path, name: str = "tiny") -> dict:
     """Everything recorded that two runs of one trial have in common, by arm and seed."""
     book = ledger(state, name)
     found = {
-        (m["name"], m["seed"]): {
-            (step, key): value for step, key, value, _ in book.records(m["trial"]) if not key.startswith(OWN)
+        (m.name, m.seed): {
+            (step, key): value for step, key, value, _ in book.records(m.trial) if not key.startswith(OWN)
         }
         for m in book.members()
     }
@@ -309,7 +310,7 @@ def test_an_order_to_a_controller_that_is_no_more_is_not_obeyed_by_the_next(tmp_
 
 
 def test_a_disk_that_is_nearly_full_starts_nothing_and_says_how_much_to_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(controller, "_SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(controller, "SPARE_BYTES", 1 << 60)
     outcome, _ = sweep(tiny(tmp_path, seeds=1), tmp_path)
     assert (outcome.status, outcome.ran) == ("disk", 0)
     assert "free 11529" in outcome.why
@@ -340,7 +341,7 @@ def fill(path: Path) -> None:
 def test_a_disk_that_runs_full_in_the_middle_of_a_sweep_loses_nothing(
     connect, small_disk, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(controller, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(controller, "SPARE_BYTES", 0)
     experiment = tiny(tmp_path, seeds=2, telemetry={"log": 1, "every": 1})
     ballast = small_disk / "ballast"
     running = Controller(experiment, small_disk, "cpu", connect, None)
@@ -399,8 +400,6 @@ def test_an_arm_that_is_decided_gets_no_more_seeds(tmp_path):
 
 
 def test_an_arm_that_grew_is_one_point_of_the_study_with_the_mean_of_all_its_seeds(tmp_path):
-    from test_search import trials
-
     grows = tiny(
         tmp_path, seeds={"start": 2, "most": 4, "step": 1}, metric={"name": "val/loss", "min_effect": 1e-9}
     )
@@ -420,8 +419,6 @@ SPREAD = {"ablate": {"workload.lr": {"choice": [3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e
 
 @pytest.mark.parametrize("connect", [Inline, pytest.param(Children, marks=pytest.mark.slow)])
 def test_an_arm_that_its_pruner_gives_up_stops_at_its_rung_with_all_its_seeds(connect, tmp_path):
-    from test_search import trials
-
     search = {"trials": 8, "sampler": "random", "seed": 1, "pruner": "median", "rungs": [3]}
     if connect is Inline:
         experiment = tiny(

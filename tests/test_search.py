@@ -13,6 +13,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from support.experiments import Children, content, ledger, sweep, tiny, write
+from support.studies import outcomes, trials
 
 from ablate.execution.search import ENDED, PRUNERS, SAMPLERS, Study
 from ablate.execution.study_points import Point
@@ -28,19 +29,6 @@ MIXED = {
 }
 
 
-def trials(state, name: str = "tiny") -> list[optuna.trial.FrozenTrial]:
-    """What any Optuna reader, the dashboard for one, sees in the journal."""
-    backend = JournalFileBackend(str(state / "sweeps" / name / "optuna.log"))
-    return optuna.load_study(study_name=name, storage=JournalStorage(backend)).get_trials()
-
-
-def told(state, name: str = "tiny") -> list[tuple]:
-    return [
-        (t.number, t.state.name, t.value, t.intermediate_values, t.user_attrs["arm"])
-        for t in trials(state, name)
-    ]
-
-
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     """A grid of two arms and a baseline, run inline without MLflow; leave it as it is."""
@@ -52,7 +40,7 @@ def swept(tmp_path_factory):
 def test_the_study_has_one_trial_an_arm_with_the_mean_over_seeds(swept):
     book = ledger(swept)
     records = {
-        (m["name"], m["seed"]): {s: v for s, n, v, _ in book.records(m["trial"]) if n == "val/loss"}
+        (m.name, m.seed): {s: v for s, n, v, _ in book.records(m.trial) if n == "val/loss"}
         for m in book.members()
     }
     for number, (trial, arm) in enumerate(zip(trials(swept), ["rht=true", "rht=false"], strict=True)):
@@ -62,8 +50,8 @@ def test_the_study_has_one_trial_an_arm_with_the_mean_over_seeds(swept):
         assert trial.value == pytest.approx(mean[4], rel=1e-12)
         assert trial.intermediate_values == pytest.approx(mean, rel=1e-12)
         assert trial.user_attrs["seeds"] == [0, 1]
-        assert trial.user_attrs["trials"] == [m["id"] for m in book.members() if m["name"] == arm]
-    assert {row["name"]: row["optuna"] for row in book.arms()} == {
+        assert trial.user_attrs["trials"] == [m.id for m in book.members() if m.name == arm]
+    assert {row.name: row.optuna for row in book.arms()} == {
         "bf16": None,
         "rht=true": 0,
         "rht=false": 1,
@@ -85,7 +73,7 @@ def test_a_deleted_journal_is_drawn_again_as_it_was(swept, tmp_path):
     (tmp_path / "sweeps" / "tiny" / "optuna.log").unlink()
     outcome, _ = sweep(experiment, tmp_path)
     assert outcome.ran == 0
-    assert told(tmp_path) == told(swept)
+    assert outcomes(tmp_path) == outcomes(swept)
 
 
 def test_a_torn_last_line_and_a_stale_lock_are_repaired(swept, tmp_path):
@@ -98,7 +86,7 @@ def test_a_torn_last_line_and_a_stale_lock_are_repaired(swept, tmp_path):
     assert not list(journal.parent.glob("optuna.log.lock*"))
     assert all(json.loads(line) for line in journal.read_bytes().splitlines())
     assert journal.read_bytes().startswith(before)
-    assert told(tmp_path) == told(swept)
+    assert outcomes(tmp_path) == outcomes(swept)
 
 
 def test_an_arm_that_was_never_told_is_told_by_the_next_run(swept, tmp_path):
@@ -107,7 +95,7 @@ def test_an_arm_that_was_never_told_is_told_by_the_next_run(swept, tmp_path):
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])  # the driver died while it told the last arm
     sweep(experiment, tmp_path)
-    assert told(tmp_path) == told(swept)
+    assert outcomes(tmp_path) == outcomes(swept)
 
 
 @pytest.mark.parametrize("kept", [1, 4, 9, 15])
@@ -119,7 +107,7 @@ def test_a_line_that_the_power_took_and_what_came_after_it_are_drawn_again(kept,
     journal.write_bytes(b"".join([*lines[:kept], b"\0" * len(lines[kept]), *lines[kept + 1 :]]))
     sweep(experiment, tmp_path)
     assert journal.read_bytes().startswith(b"".join(lines[:kept]))
-    assert told(tmp_path) == told(swept)
+    assert outcomes(tmp_path) == outcomes(swept)
 
 
 def test_what_a_dashboard_wrote_stays(swept, tmp_path):
@@ -218,12 +206,10 @@ def test_a_search_goes_on_after_its_budget_and_asks_for_no_more_than_its_trials(
     assert [(trial.number, trial.state) for trial in found] == [(n, TrialState.COMPLETE) for n in range(5)]
     assert len({trial.params["cooldown"] for trial in found}) == 5
     book = ledger(tmp_path)
-    assert [row["optuna"] for row in book.arms()] == [None, 0, 1, 2, 3, 4]
-    assert {m["status"] for m in book.members()} == {"done"}
+    assert [row.optuna for row in book.arms()] == [None, 0, 1, 2, 3, 4]
+    assert {m.status for m in book.members()} == {"done"}
     by_arm = {
-        t.number: [
-            book.last_values(m["trial"])["val/loss"] for m in book.members() if m["optuna"] == t.number
-        ]
+        t.number: [book.last_values(m.trial)["val/loss"] for m in book.members() if m.optuna == t.number]
         for t in found
     }
     book.close()
@@ -242,7 +228,7 @@ def test_a_searched_arm_that_is_its_own_baseline_is_one_arm(tmp_path):
     outcome, _ = sweep(tiny(tmp_path, search={"trials": 3}, **keys), tmp_path)
     assert outcome.ran == 6
     book = ledger(tmp_path)
-    assert [(row["optuna"], row["baseline"]) for row in book.arms()] == [(0, None), (1, None), (2, None)]
+    assert [(row.optuna, row.baseline) for row in book.arms()] == [(0, None), (1, None), (2, None)]
     book.close()
 
 
@@ -619,7 +605,9 @@ def test_what_was_given_up_survives_a_deleted_journal_and_so_does_what_is_given_
     first = steps_of(experiment)[0]
     study.report(number, first, 3.5)
     points.append(Point("running", knobs, None, reports={first: 3.5}))
-    study._storage.set_trial_user_attr(study._trial(number), "arm", "running")
+    optuna_study = study.study
+    (asked,) = [trial for trial in optuna_study.get_trials(deepcopy=False) if trial.number == number]
+    optuna_study._storage.set_trial_user_attr(asked._trial_id, "arm", "running")
     copy = tmp_path / "copy.log"
     copy.write_bytes(journal.read_bytes())
     assert_redrawn(experiment, journal, points)

@@ -6,14 +6,15 @@ import math
 import pytest
 import torch
 from pydantic import ValidationError
+from support.cases import every
 from support.experiments import SHAPE, shards
 
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import SLOTS, QEma, Run, Weights
 from ablate.training.checkpoints import Checkpoints
-from ablate.training.guard import Cause, Change, Verdict, Watch
+from ablate.training.guard import Cause, Change, GuardDecision, Watch
 from ablate.training.hyperparameters import Fallback, Guard
-from ablate.training.loop import Prepared, Telemetry, train
+from ablate.training.loop import PreparedRun, Telemetry, train
 from ablate.training.metric_names import parse
 from ablate.training.workloads.gpt import Gpt
 
@@ -35,7 +36,7 @@ def spoiled(workload: Gpt, bad: dict[int, float], checkpoints=None, recipe=NVFP4
         return found * bad.get(run.engine.clock.step, 1.0) if training else found
 
     return run, train(
-        Prepared(run.model, run.engine, run.batch, run.validation, loss), workload, OFTEN, checkpoints
+        PreparedRun(run.model, run.engine, run.batch, run.validation, loss), workload, OFTEN, checkpoints
     )
 
 
@@ -60,9 +61,9 @@ def test_a_verdict_has_the_quantity_its_value_and_what_it_is_compared_with():
     found = [verdict for pair in series if (verdict := watch.judge(*pair)).cause]
     first, second = (Change(0.5**n, 2.0 * 0.1**n, "bf16", ("wgrad.*",), ("blocks.0.*",)) for n in (1, 2))
     assert found == [
-        Verdict("skip", Cause("gradient norm", 5.0, 1.0, 4), 1, first),
-        Verdict("skip", Cause("loss", 4.0, 2.0, 4), 2, second),
-        Verdict("stop", Cause("gradient norm", math.inf), 2),
+        GuardDecision("skip", Cause("gradient norm", 5.0, 1.0, 4), 1, first),
+        GuardDecision("skip", Cause("loss", 4.0, 2.0, 4), 2, second),
+        GuardDecision("stop", Cause("gradient norm", math.inf), 2),
     ]
     assert [verdict.cause.ratio for verdict in found] == [5.0, 2.0, None]
 
@@ -70,18 +71,18 @@ def test_a_verdict_has_the_quantity_its_value_and_what_it_is_compared_with():
 @pytest.mark.parametrize(
     ("verdict", "sentence"),
     [
-        (Verdict("step"), ""),
-        (Verdict("stop", Cause("loss", math.nan)), "the loss is not finite"),
+        (GuardDecision("step"), ""),
+        (GuardDecision("stop", Cause("loss", math.nan)), "the loss is not finite"),
         (
-            Verdict("stop", Cause("gradient norm", math.inf), 20),
+            GuardDecision("stop", Cause("gradient norm", math.inf), 20),
             "the gradient is not finite, after 20 interventions (guard.limit)",
         ),
         (
-            Verdict("skip", Cause("loss", 4.0, 2.0, 32), 1, Change()),
+            GuardDecision("skip", Cause("loss", 4.0, 2.0, 32), 1, Change()),
             "loss 4 is 2 times the median of 32 steps; step skipped",
         ),
         (
-            Verdict(
+            GuardDecision(
                 "skip",
                 Cause("loss", math.inf),
                 2,
@@ -193,7 +194,7 @@ def test_falling_back_to_bf16_everywhere_is_bf16(tmp_path):
     assert all(layer.products.plain for layer in run.engine.layers.values())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every(preset=PRESETS)
 def test_every_recipe_can_fall_back_in_its_forward_slots(preset, tmp_path):
     """Where a backward operand starts from a forward copy that is gone, it starts from the original."""
     guard = Guard(policy="fallback", fallback=Fallback(precision="bf16", slots=("fprop.*",)))

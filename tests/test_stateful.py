@@ -175,13 +175,13 @@ class Sweeps(RuleBasedStateMachine):
         assert outcome.status == "done"
         book = ledger(self.state, name)
         members = book.members()
-        assert {(row["name"], row["seed"]) for row in members} == {
+        assert {(row.name, row.seed) for row in members} == {
             (arm.name, s) for arm in experiment.arms for s in experiment.seeds
         }
         for row in members:
-            assert row["status"] == "done"
-            assert kept((step, key, value) for step, key, value, _ in book.records(row["trial"])) == alone(
-                row["spec"]
+            assert row.status == "done"
+            assert kept((step, key, value) for step, key, value, _ in book.records(row.trial)) == alone(
+                row.spec
             )
         finished = book.db.execute(
             "SELECT count(*) FROM attempts WHERE outcome = 'done' GROUP BY trial"

@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 from support.commands import INLINE, here
 from support.experiments import TOO_LARGE, Children, end, environment, start, sweep, tiny, until, write
-from test_commands import modules
-from test_control import middle
+from support.ledgers import overwrite_middle
+from support.processes import modules
 
 from ablate.cli import status as verb
 from ablate.cli.status import read
@@ -206,7 +206,7 @@ def test_what_a_killed_controller_left_is_not_said_to_run(running):
 def test_a_damaged_ledger_is_said_and_hides_no_other_sweep(swept, tmp_path):
     for name, content in (
         ("text", b"nothing" * 2000),
-        ("pages", middle((swept / "sweeps/tiny/ledger.db").read_bytes())),
+        ("pages", overwrite_middle((swept / "sweeps/tiny/ledger.db").read_bytes())),
     ):
         (tmp_path / "sweeps" / name).mkdir(parents=True)
         (tmp_path / "sweeps" / name / "ledger.db").write_bytes(content)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from support.commands import INLINE, here
 from support.experiments import end, environment, ledger, start, statuses, sweep, tiny, until, values, write
-from test_store import HOLD
+from support.processes import HOLD_LOCK, ready_process
 
 from ablate.execution.sweep_control import take
 from ablate.experiment.load import load
@@ -29,15 +29,6 @@ with lock(folder / "lock"):
 """
 
 
-def process(code: str, *words) -> subprocess.Popen:
-    """Python code in a process of its own that said it is ready."""
-    found = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, text=True, env=environment()
-    )
-    assert found.stdout.readline()
-    return found
-
-
 @pytest.fixture(scope="module")
 def state(tmp_path_factory):
     """The state folder of a sweep of which 2 of 6 trials are done; orders to it are taken or taken back."""
@@ -49,7 +40,7 @@ def state(tmp_path_factory):
 @pytest.fixture
 def taker(state):
     """A process that holds the sweep and takes its orders, as a controller does."""
-    found = process(TAKE, state / "sweeps" / "tiny")
+    found = ready_process(TAKE, state / "sweeps" / "tiny")
     yield found
     end(found)
 
@@ -128,7 +119,7 @@ def test_fewer_than_one_worker_is_refused(state):
 
 
 def test_an_order_that_nobody_lived_to_take_is_taken_back(state):
-    holder = process(HOLD, state / "sweeps" / "tiny" / "lock")
+    holder = ready_process(HOLD_LOCK, state / "sweeps" / "tiny" / "lock")
     command = [sys.executable, "-m", "ablate", "stop", "tiny", "--state", str(state)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     stopping = subprocess.Popen(command, text=True, env=environment(), **pipes)
@@ -159,7 +150,7 @@ def running_member(state, name: str) -> str:
     """The id of an arm's trial, once that runs."""
     until(lambda: found(state).get((name, 0)) == "running")
     book = ledger(state)
-    (trial,) = [member["id"] for member in book.members() if member["name"] == name]
+    (trial,) = [member.id for member in book.members() if member.name == name]
     book.close()
     return trial
 
@@ -208,7 +199,7 @@ def test_a_trial_an_arm_and_a_sweep_that_are_stopped_let_the_others_go_on_and_go
 def seen(state, trial: str) -> int:
     """How many values of a trial the ledger has."""
     book = ledger(state)
-    (number,) = [member["trial"] for member in book.members() if member["id"] == trial]
+    (number,) = [member.trial for member in book.members() if member.id == trial]
     records = len(list(book.records(number)))
     book.close()
     return records

@@ -14,18 +14,13 @@ from pathlib import Path
 
 import pytest
 from support.experiments import until
+from support.processes import HOLD_LOCK
 
 from ablate.files import Busy, Damaged, lock, write
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_integrity import tally
 from ablate.results.trial_store import Store, Tally, line
 
-HOLD = """
-import sys, time; from pathlib import Path; from ablate.files import lock
-with lock(Path(sys.argv[1])):
-    print(1, flush=True)
-    time.sleep(60)
-"""
 COMMIT = """
 import sys; from pathlib import Path; from ablate.results.trial_store import Store
 store, n = Store(Path(sys.argv[1])), 0
@@ -44,7 +39,9 @@ def store(tmp_path) -> Store:
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the lock `tmp_path/lock`."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(tmp_path / "lock")], stdout=subprocess.PIPE
+    )
     assert process.stdout.readline()
     yield process
     process.kill()

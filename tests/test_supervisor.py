@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from support.experiments import TOO_LARGE, environment, events_of, gone, shut, tiny, until
+from support.experiments import TOO_LARGE, environment, events_of, gone, shut, until
 from support.gates import customised
+from support.trial_requests import SUPERVISE, request, steps
 
 from ablate.execution import supervisor as supervisors
-from ablate.execution.messages import Ended, Events, Exited, Message, TrialRequest, parse_line
+from ablate.execution.messages import Ended, Events, Exited, TrialRequest, parse_line
 from ablate.execution.supervisor import Supervisor, run_inline
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
@@ -25,19 +26,6 @@ from ablate.training.workloads.idle import Idle
 
 pytestmark = pytest.mark.slow
 LONG = {"steps": 100_000, "eval_every": 100_000}
-HOLD = """
-import sys
-from ablate.execution.messages import TrialRequest
-from ablate.execution.supervisor import Supervisor
-for message in Supervisor().run(TrialRequest.parse(sys.argv[1])): print(message, flush=True)
-"""
-
-
-def request(folder, root=None, attempt=1, seed=0, **shape) -> TrialRequest:
-    """A request for one trial of a tiny experiment; `root` is the state folder."""
-    experiment = tiny(folder, shape=shape)
-    spec = experiment.spec(experiment.arms[1], seed, "cpu")
-    return TrialRequest(spec.id, spec.wire, str(root or folder), attempt, {"every": 2, "log": 1})
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +36,9 @@ def supervisor():
     shut(found)
 
 
-def steps(messages: list[Message]) -> list[int]:
-    return [event["step"] for event in events_of(messages)]
-
-
 def trial_process(supervisor: Supervisor) -> psutil.Process:
     """The forked process that computes the trial."""
-    return until(lambda: next(iter(psutil.Process(supervisor._child.pid).children()), None))
+    return until(lambda: next(iter(psutil.Process(supervisor.child.pid).children()), None))
 
 
 def test_a_trial_tells_every_event_and_then_that_it_is_done(supervisor, tmp_path):
@@ -103,13 +87,13 @@ def test_a_warm_process_killed_in_the_middle_of_a_trial_is_a_failure_and_the_nex
 ):
     messages = supervisor.run(request(tmp_path, **LONG))
     next(messages)
-    trial, child = trial_process(supervisor), supervisor._child
+    trial, child = trial_process(supervisor), supervisor.child
     child.kill()
     last = list(messages)[-1]
     assert (last.status, last.reason) == ("failed", "its process died")
     until(lambda: gone([trial]))
     assert list(supervisor.run(request(tmp_path, seed=1)))[-1].status == "done"
-    assert supervisor._child.pid != child.pid
+    assert supervisor.child.pid != child.pid
     child.stdin.close()
     child.stdout.close()
 
@@ -142,7 +126,7 @@ def test_a_trial_told_to_stop_ends_at_once(supervisor, tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
     """Children that do not end with their pipe are not waited for."""
-    monkeypatch.setattr(supervisors, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(supervisors, "GRACE_SECONDS", 0.2)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -153,7 +137,7 @@ def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path):
         "import os, time; os.read(0, 1); os.close(1); time.sleep(60)",
     ]  # as the kernel does: pipes first
     supervisor = Supervisor()
-    supervisor._child = subprocess.Popen(dying, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    supervisor.child = subprocess.Popen(dying, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     ends = [list(supervisor.run(request(tmp_path)))[-1] for _ in range(2)]
     shut(supervisor)
     assert [end.status for end in ends] == ["failed", "done"]
@@ -163,8 +147,8 @@ def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path):
 def test_a_child_that_died_since_it_was_last_heard_costs_no_attempt(tmp_path):
     deaf = [sys.executable, "-c", "import os, time; os.close(0); print('ready', flush=True); time.sleep(60)"]
     supervisor = Supervisor()
-    supervisor._child = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-    supervisor._child.stdout.readline()
+    supervisor.child = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    supervisor.child.stdout.readline()
     assert list(supervisor.run(request(tmp_path)))[-1].status == "done"
     shut(supervisor)
 
@@ -217,7 +201,7 @@ def test_two_processes_asked_for_one_trial_run_it_once_and_both_hear_all_of_it(s
 @pytest.mark.parametrize("idle", [True, False], ids=["idle", "in a trial"])
 def test_when_the_supervisors_process_is_killed_its_children_end(idle, tmp_path):
     shape = {} if idle else LONG
-    command = [sys.executable, "-c", HOLD + "\ninput()", request(tmp_path, **shape).line()]
+    command = [sys.executable, "-c", SUPERVISE + "\ninput()", request(tmp_path, **shape).line()]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     wanted = b"Ended(" if idle else b"Events("
     assert any(wanted in line for line in holder.stdout)
@@ -253,7 +237,7 @@ def test_closing_ends_the_child_and_the_trial_in_it(tmp_path):
     supervisor = Supervisor()
     messages = supervisor.run(request(tmp_path, **LONG))
     next(messages)
-    child = supervisor._child
+    child = supervisor.child
     family = [trial_process(supervisor), psutil.Process(child.pid)]
     supervisor.close()
     until(lambda: gone(family))
@@ -300,7 +284,7 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
         "bufsize": 0,
     }
     with pipes["stderr"]:
-        supervisor._child = subprocess.Popen(
+        supervisor.child = subprocess.Popen(
             [sys.executable, "-c", IMPORTING], env=os.environ | paths, **pipes
         )
     spec = TrialSpec(
@@ -316,7 +300,7 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
         asked = TrialRequest(wanted.id, wanted.wire, str(tmp_path), 1, {}, imports=("slow_to_import",))
         messages = list(supervisor.run(asked))
         assert (messages[-1].status, steps(messages)) == ("done", [1, 2])
-    assert (tmp_path / "importers").read_text().splitlines() == [str(supervisor._child.pid)]
+    assert (tmp_path / "importers").read_text().splitlines() == [str(supervisor.child.pid)]
     assert (tmp_path / "said").read_text().splitlines() == ["what it prints is no event", "1", "1", "1"]
     shut(supervisor)
 
@@ -341,7 +325,7 @@ def test_the_spec_is_parsed_once_in_the_process_that_computes_the_trial(tmp_path
     assert [list(supervisor.run(one))[-1].status for one in asked] == ["done", "done"]
     parsed = [line.split() for line in (tmp_path / "parsed").read_text().splitlines()]
     assert [int(size) for _, size in parsed] == [len(one.spec) for one in asked]
-    assert len({process for process, _ in parsed} | {str(supervisor._child.pid)}) == 3
+    assert len({process for process, _ in parsed} | {str(supervisor.child.pid)}) == 3
     shut(supervisor)
 
 
@@ -359,7 +343,7 @@ def test_a_line_that_is_no_request_is_refused_and_the_next_is_served(tmp_path):
 def test_a_module_that_is_missing_is_told_by_the_trial_and_keeps_the_worker_alive(tmp_path):
     supervisor = Supervisor()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
-    supervisor._child = subprocess.Popen([sys.executable, "-c", IMPORTING], **pipes)
+    supervisor.child = subprocess.Popen([sys.executable, "-c", IMPORTING], **pipes)
     spec = TrialSpec(
         workload="idle",
         config=Idle(steps=2),

@@ -12,9 +12,8 @@ import pytest
 from support.commands import INLINE, here
 from support.experiments import ablate, end, environment, ledger, start, sweep, tiny, until, write
 from support.gates import Gate
-from test_stop import process
-from test_store import HOLD
-from test_tracking import histories, runs
+from support.mlflow_runs import histories, runs
+from support.processes import HOLD_LOCK, ready_process
 
 from ablate.execution import controller
 from ablate.execution.tracking import shown
@@ -85,9 +84,9 @@ def recorded(state, name: str) -> dict[str, Counter]:
     """What the ledger has for MLflow, by run: every metric with its step, value and time."""
     book = ledger(state, name)
     found = {
-        f"{m['name']} seed={m['seed']}": Counter(
+        f"{m.name} seed={m.seed}": Counter(
             (text, step, value, int(moment * 1000))
-            for step, text, value, moment in book.records(m["trial"])
+            for step, text, value, moment in book.records(m.trial)
             if shown(text, ())
         )
         for m in book.members()
@@ -137,7 +136,7 @@ def client(store):
 def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_none_twice(
     tmp_path, port, empty, monkeypatch
 ):
-    monkeypatch.setattr(controller, "_MLFLOW_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 1.0)
     url = f"http://127.0.0.1:{port}"
     outcome, news = sweep(tiny(tmp_path, seeds=1), tmp_path, url)
     assert (outcome.status, outcome.ran) == ("done", 3)
@@ -285,7 +284,7 @@ def test_an_experiment_that_was_deleted_in_its_pages_is_restored(tmp_path, clien
 
 def test_what_runs_ships_by_itself(tmp_path):
     sweep(tiny(tmp_path, workload=IDLE, seeds=1), tmp_path)
-    holder = process(HOLD, tmp_path / "sweeps" / "tiny" / "lock")
+    holder = ready_process(HOLD_LOCK, tmp_path / "sweeps" / "tiny" / "lock")
     try:
         named, every = (here("sync", *words, "--state", tmp_path) for words in (("tiny",), ()))
     finally:

@@ -6,8 +6,9 @@ import sqlite3
 from collections import Counter
 
 import pytest
-from support.experiments import Children, ledger, statuses, sweep, tiny, until
-from test_controller import WILD
+from support.experiments import WILD, Children, ledger, statuses, sweep, tiny, until
+from support.mlflow_runs import histories, runs
+from support.studies import outcomes, trials
 
 from ablate.execution import controller
 from ablate.execution.controller import Controller
@@ -43,20 +44,6 @@ def drawn(store, tmp_path_factory):
     assert outcome.status == "done"
     assert not any("MLflow" in line for line in news)
     return folder
-
-
-def runs(client, sweep: str, kind: str = "trial") -> list:
-    experiment = client.get_experiment_by_name(sweep)
-    return client.search_runs([experiment.experiment_id], f"tags.`ablate.kind` = '{kind}'", max_results=1000)
-
-
-def histories(client, run) -> Counter:
-    keys = run.data.metrics
-    return Counter(
-        (m.key, m.step, m.value, m.timestamp)
-        for key in keys
-        for m in client.get_metric_history(run.info.run_id, key)
-    )
 
 
 def flat(path: str, value) -> dict[str, str]:
@@ -150,11 +137,11 @@ def test_the_metric_histories_are_the_ledgers_records(client, drawn):
         (run,) = [
             run
             for run in runs(client, "drawn")
-            if run.data.tags["ablate.member"] == f"{member['arm']}/{member['seed']}"
+            if run.data.tags["ablate.member"] == f"{member.arm}/{member.seed}"
         ]
         expected = Counter(
             (name, step, value, int(moment * 1000))
-            for step, name, value, moment in book.records(member["trial"])
+            for step, name, value, moment in book.records(member.trial)
             if not name.startswith("quant/")
             or (name.count("/") == 2 and name.endswith(("/sqnr_db", "/zero_frac")))
         )
@@ -198,12 +185,10 @@ def test_the_gap_is_said_by_whichever_of_the_two_is_drawn_last(late, client, sto
     name = f"late-{late.partition('=')[0]}"
     sweep(tiny(tmp_path, name, seeds=1), tmp_path)
     book = Ledger(tmp_path / "sweeps" / name / "ledger.db")
-    trials = {member["name"]: member["trial"] for member in book.members()}
+    trials = {member.name: member.trial for member in book.members()}
     book.settle(trials[late], "pending")
     mirror = Mirror(store, book, tmp_path, tmp_path / "sweeps" / name, name, busy=True)
-    until(
-        lambda: mirror.collect_news() is not None and sum(member["closed"] for member in book.members()) == 2
-    )
+    until(lambda: mirror.collect_news() is not None and sum(member.closed for member in book.members()) == 2)
     assert {run.data.tags["ablate.arm"] for run in runs(client, name) if "gap/nats" in run.data.metrics} == {
         "rht=false"
     } - {"rht=false" if late == "bf16" else ""}
@@ -264,20 +249,18 @@ def test_a_run_has_few_top_level_metrics(client, drawn):
 
 def test_tags_link_the_trial_and_the_point_in_the_study(client, drawn):
     book = ledger(drawn, "drawn")
-    members = {f"{m['name']} seed={m['seed']}": m for m in book.members()}
+    members = {f"{m.name} seed={m.seed}": m for m in book.members()}
     book.close()
     for run in runs(client, "drawn"):
         member, tags = members[run.info.run_name], run.data.tags
-        assert member["mlflow"] == run.info.run_id
+        assert member.mlflow == run.info.run_id
         assert (tags["ablate.trial"], tags["ablate.arm"], tags["ablate.status"]) == (
-            member["id"],
-            member["name"],
+            member.id,
+            member.name,
             "done",
         )
-        assert tags.get("ablate.optuna_trial") == (
-            None if member["optuna"] is None else str(member["optuna"])
-        )
-        assert tags["ablate.baseline"] == str(member["name"] == "bf16").lower()
+        assert tags.get("ablate.optuna_trial") == (None if member.optuna is None else str(member.optuna))
+        assert tags["ablate.baseline"] == str(member.name == "bf16").lower()
 
 
 def test_the_spec_and_the_result_are_artifacts(client, drawn, tmp_path):
@@ -311,8 +294,6 @@ def test_what_a_trial_left_goes_with_every_run_of_it_and_with_no_other(client, s
 
 
 def test_the_study_links_the_runs(client, drawn):
-    from test_search import trials
-
     ids = {run.info.run_id: run for run in runs(client, "drawn")}
     for trial in trials(drawn, "drawn"):
         linked = [ids[run].info.run_name for run in trial.user_attrs["mlflow_runs"]]
@@ -348,8 +329,6 @@ def test_what_a_dead_driver_could_not_note_is_not_drawn_twice(lost, client, stor
 
 
 def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(store, tmp_path):
-    from test_search import told
-
     from ablate.execution.projections import Projections
     from ablate.execution.tracking import Shipped
 
@@ -377,12 +356,14 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
     book.db.set_trace_callback(statements.append)
     projections.refresh()
     assert len(statements) < 5
-    projections._mirror._projector.news.put(Shipped(book.arm("arm 7"), 0, "a run", -1, False))
+    projections.mirror.projector.news.put(Shipped(book.arm("arm 7"), 0, "a run", -1, False))
     projections.refresh()
     book.db.set_trace_callback(None)
-    assert [number for number, state, *_ in told(tmp_path, "waiting") if state != "RUNNING"] == [7]
+    assert [number for number, state, *_ in outcomes(tmp_path, "waiting") if state != "RUNNING"] == [7]
     projections.finish("KILLED", 0.5)  # seconds for a thread that will not get done
-    assert {state for _, state, *_ in told(tmp_path, "waiting")} == {"FAIL"}  # nothing was recorded of them
+    assert {state for _, state, *_ in outcomes(tmp_path, "waiting")} == {
+        "FAIL"
+    }  # nothing was recorded of them
     book.close()
 
 
@@ -451,8 +432,7 @@ def test_an_interrupted_run_is_killed_and_then_goes_on(client, store, tmp_path):
     ] * 4
     book = ledger(tmp_path, "stopped")
     losses = {
-        m["name"]: {(s, v) for s, n, v, _ in book.records(m["trial"]) if n == "train/loss"}
-        for m in book.members()
+        m.name: {(s, v) for s, n, v, _ in book.records(m.trial) if n == "train/loss"} for m in book.members()
     }
     book.close()
     for run in runs(client, "stopped"):
@@ -477,7 +457,7 @@ def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(
     client, store, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patched:
-        patched.setattr(controller, "_MLFLOW_GRACE_SECONDS", 2.0)
+        patched.setattr(controller, "MLFLOW_GRACE_SECONDS", 2.0)
         outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, "http://127.0.0.1:9")
     assert (outcome.status, outcome.ran) == ("done", 3)
     assert set(statuses(tmp_path, "dead").values()) == {"done"}

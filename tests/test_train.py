@@ -8,88 +8,39 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from support.cases import every
+from support.gpt_runs import NVFP4, SELDOM, column, converted, facts, gpt, losses, train
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ablate.engines.emulated import convert
-from ablate.engines.emulated_layer import DTYPES
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.recipe import OsciReset, Phase, QEma, QRamping, Run, Weights
 from ablate.training.data import open_corpus
 from ablate.training.data.batches import training_batch
-from ablate.training.distributed import Part, world
+from ablate.training.distributed import RankPart, world
 from ablate.training.hyperparameters import Training
-from ablate.training.loop import Meter, Prepared, Record, Telemetry, evaluate
+from ablate.training.loop import Meter, PreparedRun, Record, Telemetry, evaluate
 from ablate.training.loop import train as loop
-from ablate.training.models.transformer import Transformer, initialise
+from ablate.training.models.transformer import Transformer
 from ablate.training.workloads.gpt import Gpt
 
-NVFP4 = PRESETS["nvfp4"]()
 OFTEN = Telemetry(every=1, shadow=1, log=1)
-PLACES = ("throughput/", "memory/")
-SELDOM = Telemetry(every=1_000_000, shadow=1_000_000, log=1)
-
-
-def gpt(shards, **fields) -> Gpt:
-    tiny = {
-        "layers": 2,
-        "width": 32,
-        "heads": 2,
-        "context": 16,
-        "batch": 2,
-        "steps": 5,
-        "eval_tokens": 64,
-        "eval_every": 2,
-        "lr": 1e-2,
-    }
-    return Gpt(data=shards, **(tiny | fields))
-
-
-def train(
-    workload: Gpt, recipe: Recipe = NVFP4, seed: int = 0, telemetry: Telemetry = SELDOM
-) -> list[Record]:
-    return list(workload.records(recipe, seed, "emulated", "cpu", telemetry))
-
-
-def converted(workload: Gpt, recipe: Recipe, clock: Clock):
-    """A model as the workload builds it, and its engine."""
-    with torch.device("meta"):
-        model = Transformer(workload, 64, DTYPES[recipe.dtype])
-    return model, convert(initialise(model, clock.seed, torch.device("cpu")), recipe, clock)
 
 
 def looped(workload: Gpt, recipe: Recipe, batch, clock: Clock | None = None) -> list[Record]:
     """The bare loop over batches of one's own; validation on one of them."""
     model, engine = converted(workload, recipe, clock or Clock(0))
     validation = [training_batch(open_corpus(workload.data), 1, 0, 0, 2, 16)]
-    return list(loop(Prepared(model, engine, batch, validation), workload, SELDOM))
+    return list(loop(PreparedRun(model, engine, batch, validation), workload, SELDOM))
 
 
-def facts(records: list[Record]) -> str:
-    """What the numbers say: everything but speed and memory, as text, so that nan equals nan."""
-    return repr(
-        [
-            (step, {k: v for k, v in sorted(m.items()) if not k.startswith(PLACES)}, events)
-            for step, m, events in records
-        ]
-    )
-
-
-def column(records: list[Record], name: str) -> dict[int, float]:
-    return {step: metrics[name] for step, metrics, _ in records if name in metrics}
-
-
-def losses(records: list[Record]) -> dict[int, float]:
-    return column(records, "train/loss")
-
-
-@pytest.mark.parametrize("preset", PRESETS)
+@every(preset=PRESETS)
 def test_another_seed_gives_other_losses(preset, shards):
     workload = gpt(shards, steps=2)  # the first loss is log(vocab) under any seed
     assert losses(train(workload, PRESETS[preset](), 1)) != losses(train(workload, PRESETS[preset](), 2))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every(preset=PRESETS)
 def test_telemetry_changes_no_bit_of_the_training(preset, shards):
     loud, silent = (train(gpt(shards), PRESETS[preset](), telemetry=t) for t in (OFTEN, SELDOM))
     for name in ("train/loss", "grad/norm", "val/loss", "val/loss_bf16", "nan/activation"):
@@ -211,7 +162,7 @@ def waiting(
     def batch(step, micro_batch):
         return training_batch(corpus, 0, step, micro_batch, 2, 16)
 
-    list(loop(Prepared(model, engine, batch, [batch(0, 0)]), workload, telemetry))
+    list(loop(PreparedRun(model, engine, batch, [batch(0, 0)]), workload, telemetry))
     return high, measured
 
 
@@ -324,7 +275,7 @@ def test_initial_weights_depend_on_the_seed_alone(shards):
     assert not torch.equal(weights(NVFP4, 4)["embedding.weight"], first["embedding.weight"])
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every(preset=PRESETS)
 def test_every_recipe_sees_the_same_tokens_in_the_same_order(preset, shards):
     """A step that compares its gradient asks for its own micro-batches twice, and for no others."""
     seen, recipe = [], PRESETS[preset]()
@@ -345,14 +296,14 @@ def test_every_recipe_sees_the_same_tokens_in_the_same_order(preset, shards):
     assert len(seen) == len(expected) + evaluations
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every(preset=PRESETS)
 def test_the_first_loss_is_log_vocab_and_training_lowers_it(preset, shards):
     result = losses(train(gpt(shards, steps=6), PRESETS[preset]()))
     assert result[1] == pytest.approx(math.log(64), abs=1e-5)  # the head starts at zero; log-softmax in fp32
     assert result[6] < result[1] - 0.05
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every(preset=PRESETS)
 def test_a_diverging_run_ends_with_the_step_where_it_did(preset, shards):
     records = train(gpt(shards, lr=1e38, warmup=0.0, clip=None), PRESETS[preset]())
     first = records[-1].metrics["nan/first_step"]
@@ -435,8 +386,8 @@ def test_evaluation_leaves_no_gradient_and_no_other_weights(shards):
     engine.at(0, Run(1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batch = training_batch(corpus, 0, 0, 0, 2, 16)
-    part = Part(world(), gpt(shards), engine, list(model.parameters()))
-    evaluate(Prepared(model, engine, lambda step, micro_batch: batch, [batch]), NVFP4, part)
+    part = RankPart(world(), gpt(shards), engine, list(model.parameters()))
+    evaluate(PreparedRun(model, engine, lambda step, micro_batch: batch, [batch]), NVFP4, part)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -465,17 +416,13 @@ def test_cosine_is_half_way_down_in_the_middle_and_ends_at_its_final_rate():
     assert config.lr_at(9) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("decay", ["wsd", "cosine", "none"])
-@pytest.mark.parametrize("steps", [1, 2, 7, 300])
-@pytest.mark.parametrize("warmup", [0.0, 0.05, 1.0])
-@pytest.mark.parametrize("fraction", [0.2, 1.0])
+@every(decay=["wsd", "cosine", "none"], steps=[1, 2, 7, 300], warmup=[0.0, 0.05, 1.0], fraction=[0.2, 1.0])
 def test_the_rate_never_leaves_zero_to_its_peak(decay, steps, warmup, fraction):
     config = Training(steps=steps, lr=0.5, decay=decay, warmup=warmup, decay_fraction=fraction)
     assert all(0 <= config.lr_at(step) <= 0.5 * (1 + 1e-12) for step in range(steps))
 
 
-@pytest.mark.parametrize("decay", ["wsd", "cosine", "none"])
-@pytest.mark.parametrize("fraction", [0.0, 0.2, 0.35, 0.7, 1.0])
+@every(decay=["wsd", "cosine", "none"], fraction=[0.0, 0.2, 0.35, 0.7, 1.0])
 def test_decay_starts_at_the_first_step_that_is_slower_than_the_one_before(decay, fraction):
     for steps, warmup in itertools.product((1, 2, 7, 10, 30, 300), (0.0, 0.05, 0.33, 1.0)):
         config = Training(steps=steps, lr=0.5, decay=decay, warmup=warmup, decay_fraction=fraction)
@@ -628,3 +575,8 @@ def test_a_field_that_came_later_leaves_older_trials_their_identity(shards):
         "deterministic": True,
     }.items():
         assert gpt(shards, **{name: value}).identity() != plain.identity()
+
+
+def test_a_decay_too_short_for_a_step_leaves_the_rate_as_it_is():
+    config = Training(steps=4, lr=0.5, warmup=0.0, decay_fraction=1e-320)
+    assert [config.lr_at(step) for step in range(4)] == [0.5] * 4

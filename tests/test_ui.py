@@ -14,6 +14,7 @@ import psutil
 import pytest
 from support.commands import here
 from support.experiments import end, gone, start, sweep, tiny, until
+from support.processes import addresses
 
 from ablate.cli.report_server import index
 
@@ -38,17 +39,6 @@ def state(tmp_path_factory):
     (folder / "reports" / "second").mkdir(parents=True)
     (folder / "reports" / "second" / "gap.png").write_bytes(b"png")
     return folder
-
-
-def addresses(process: subprocess.Popen) -> dict[str, str]:
-    """What it prints until the three are there."""
-    found: dict[str, str] = {}
-    for line in process.stdout:
-        row = re.match(r"(MLflow|Optuna|Reports)\s+(http\S+|not running)\s+(.*)", line)
-        found |= {row[1]: row[2]} if row else {}
-        if "Ctrl-C ends all three" in line:
-            return found
-    raise AssertionError("it ended")
 
 
 def family(process: subprocess.Popen) -> list[psutil.Process]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 from support.experiments import events_of, until, words_of
-from test_supervisor import request
+from support.trial_requests import request
 
 from ablate.execution.messages import Ended
 from ablate.execution.supervisor import Supervisor, run_inline
@@ -40,7 +40,7 @@ def pool():
     """Two slots of a local Ray, for one trial at a time, for all tests of this file: what one does must not harm the next."""
     found = Pool(None, 2, 0)
     found.wanted = 1
-    assert (found.slots, len(found._idle)) == (1, 1), (
+    assert (found.slots, len(found.idle)) == (1, 1), (
         "a worker waits for each trial that there is, not for each that there is room for"
     )
     yield found

@@ -4,6 +4,7 @@ import json
 import textwrap
 
 import pytest
+from support.cases import every
 from support.experiments import SHAPE, problems, tiny, write
 
 from ablate.recipes import KNOBS
@@ -65,7 +66,7 @@ def test_a_short_name_is_its_full_path_wherever_knobs_are_named(place, tmp_path)
     assert resolved(tiny(tmp_path, **keys)) == resolved(tiny(tmp_path, **full(keys)))
 
 
-@pytest.mark.parametrize("knob", OF_GPT)
+@every(knob=OF_GPT)
 def test_every_short_name_is_the_field_of_its_name(knob, tmp_path):
     keys = {"ablate": {knob: [VALUES[knob]], "rht": [True]}}
     experiment = tiny(tmp_path, **keys)
@@ -131,10 +132,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("against", [None, "bf16", ["lr"], {"lr": 0.01}, 3])
-@pytest.mark.parametrize(
-    "keys",
-    [
+@every(
+    against=[None, "bf16", ["lr"], {"lr": 0.01}, 3],
+    keys=[
         {"ablate": ["lr"]},
         {"ablate": {"lr": 1}},
         {"arms": {"a": ["lr"]}},

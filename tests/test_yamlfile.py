@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from support.cases import every
 
 from ablate.errors import InputError, Problem, nearest
 from ablate.experiment.yaml_document import parse, read
@@ -14,9 +15,8 @@ def complaints(text: str) -> list[Problem | str]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    {
+@every(
+    text__value={
         **{
             "on": "on",
             "yes": "yes",
@@ -29,7 +29,7 @@ def complaints(text: str) -> list[Problem | str]:
             "": None,
         },
         **{"012": 12, "0o17": 15, "'1'": "1", "2020-01-01": "2020-01-01", ".5": 0.5, "12:30": "12:30"},
-    }.items(),
+    }.items()
 )
 def test_scalars_are_read_as_yaml_1_2(text, value):
     found = parse(f"a: {text}", "x").value["a"]
@@ -57,8 +57,8 @@ def test_a_problem_with_an_absent_key_points_at_the_nearest_thing_that_is_there(
 
 
 def test_a_duplicate_key_is_named_where_it_stands_the_second_time():
-    assert [str(p) for p in complaints("a: 1\nb: 2\na: 3\n")] == ["x.yaml:3:1: a: stands twice"]
-    assert [str(p) for p in complaints("a:\n  b: 1\n  b: 1\n")] == ["x.yaml:3:3: b: stands twice"]
+    assert [str(p) for p in complaints("a: 1\nb: 2\na: 3\n")] == ["x.yaml:3:1: a: is given twice"]
+    assert [str(p) for p in complaints("a:\n  b: 1\n  b: 1\n")] == ["x.yaml:3:3: b: is given twice"]
 
 
 def test_an_alias_bomb_is_refused_before_it_unfolds():
@@ -146,9 +146,8 @@ def test_the_nearest_word_comes_first():
     assert nearest("x", []) == "there is nothing to choose from"
 
 
-@pytest.mark.parametrize(
-    ("text", "column"),
-    [
+@every(
+    text__column=[
         *(
             ("a: !!set {x, y}", 4),
             ("a: !!binary abc", 4),
@@ -173,7 +172,7 @@ def test_the_nearest_word_comes_first():
             ("{? [b] : 2}", 4),
         ),
         *(("a: &a {b: *a}", 11), ("a: &a [1]\nb: {<<: *a}", 9)),
-    ],
+    ]
 )
 def test_what_is_no_plain_value_is_refused_at_its_place(text, column):
     problems = complaints(text)

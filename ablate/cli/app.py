@@ -8,8 +8,10 @@ from rich.text import Text
 
 from ablate import __version__
 from ablate.cli import bench, data, recipe
+from ablate.cli.check import check
 from ablate.cli.common import Device, Mlflow, Profile, State, console, run
 from ablate.cli.doctor import doctor
+from ablate.cli.init import init
 from ablate.cli.leaderboard import leaderboard
 from ablate.cli.plan import plan
 from ablate.cli.rebuild import rebuild
@@ -34,6 +36,8 @@ app = typer.Typer(
 _SWEEPS, _FILES, _MACHINE = "Sweeps", "Recipes and files", "This machine"
 for command in (sweep, plan, report, status, ui, leaderboard, stop, workers, sync, rebuild):
     app.command(rich_help_panel=_SWEEPS)(command)
+app.command(rich_help_panel=_FILES)(init)
+app.command(rich_help_panel=_FILES)(check)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=_FILES)
 app.add_typer(data.app, name="data", rich_help_panel=_FILES)
 app.command(rich_help_panel=_MACHINE)(doctor)

@@ -9,17 +9,16 @@ import sys
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
 
 from ablate.cli.bench_workloads import back_ends, forked, in_both_modes, operations, stepper, with_build
 from ablate.cli.common import console, print_starting
-from ablate.engines.hardware import this_machine
+from ablate.engines.hardware import Refusal, this_machine
 from ablate.errors import InputError, nearest
-from ablate.numerics.choices import DTYPES
-from ablate.recipes import PRESETS
+from ablate.recipes import PRESETS, Recipe
 from ablate.verification import linear_layers, timing
 
 app = typer.Typer(help="Time quantisers, layers and training steps on this machine.", no_args_is_help=True)
@@ -31,7 +30,7 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(metavar="[PRESET]...", help="Presets besides bf16; default: fp32 and nvfp4."),
 ]
-Line = dict[str, Any]
+Line = linear_layers.Line
 
 FORMS = {
     "ms": "{:.3g}",
@@ -72,7 +71,7 @@ def kernels(
     sizes = [_size(text, 2) for text in shapes or ["1024x1024"]]
     _check(png)
     timing.one_thread()
-    found = []
+    lines = []
     for (rows, columns), dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):
         x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
         work = {
@@ -90,9 +89,9 @@ def kernels(
                 "Melem/s": x.numel() / spent / 1e6,
                 "of memcpy": seconds["copy"] / spent,
             }
-            found.append({"operation": name, **about, "back end": back_end, **speed})
-    _draw(png, "bars", found, "Melem/s", "operation", "back end")
-    _show(found, as_json)
+            lines.append({"operation": name, **about, "back end": back_end, **speed})
+    _draw(png, "bars", lines, "Melem/s", "operation", "back end")
+    _show(lines, as_json)
 
 
 @app.command()
@@ -113,7 +112,7 @@ def step(
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
-    """Time a training step of a gpt in each preset: tokens per second, shares of the time, and peak memory.
+    """Time a training step of a gpt in each preset: tokens per second, time by operation, and peak memory.
 
     Quantised presets are timed twice: with products in bf16_out, the default, and with all products in
     fp32_out.
@@ -131,19 +130,20 @@ def step(
             f"{name}, compiled": stepper(recipe, layers, width, tokens, device, True)
             for name, recipe in whole.items()
         }
-    seconds = timing.medians(steppers, rounds)
+    seconds = timing.medians({name: run.step for name, run in steppers.items()}, rounds)
     if trace:
         trace.mkdir(parents=True, exist_ok=True)
-    found = []
-    for name, call in steppers.items():
-        shares = timing.profile(call, trace and trace / f"{name.replace(', ', '-')}.json")
-        line = {"preset": name, "step ms": 1000 * seconds[name], "tokens/s": tokens / seconds[name]}
+    lines: list[Line] = []
+    for name, run in steppers.items():
+        file = trace and trace / f"{name.replace(', ', '-')}.json"
+        shares = timing.profile(run.step, file, run.layers)
+        line: Line = {"preset": name, "step ms": 1000 * seconds[name], "tokens/s": tokens / seconds[name]}
         line |= {f"of {base}": seconds[name] / seconds[base] for base in ("bf16", "fp32") if base in seconds}
         line |= {"peak MiB": shares.pop("peak") / 2**20, **shares}
-        energy = timing.joules(call)
-        found.append(line if energy is None else line | {"joules": energy})
-    _draw(png, "shares", found, "step ms", "preset", (*timing.GROUPS, "rest"))
-    _show(found, as_json)
+        energy = timing.joules(run.step)
+        lines.append(line if energy is None else line | {"joules": energy})
+    _draw(png, "shares", lines, "step ms", "preset", (*timing.GROUPS, "rest"))
+    _show(lines, as_json)
 
 
 @app.command()
@@ -173,7 +173,7 @@ def linear(
         typer.Option(help="Engine to time; auto: Transformer Engine if preset and machine allow it."),
     ] = "auto",
     weights: Annotated[
-        Literal[tuple(DTYPES)],
+        Literal["bf16", "fp32"],
         typer.Option(help="Type of the weights; fp32, as in training, is cast to bf16 in every pass."),
     ] = "fp32",
     wide: Annotated[
@@ -187,61 +187,61 @@ def linear(
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
-    """Time forward and backward of a linear layer in each preset: speed, and share of the peak of the
-    hardware.
+    """Time forward and backward of a linear layer in each preset: speed, and fraction of the hardware's peak.
 
-    Default shapes: 2048 tokens through square layers of 1024 and 2048, and the wide half of an MLP of 4096.
-    The peak is that of the multiplied format in NVIDIA's datasheet, dense; on CPUs and other GPUs, the
-    measured speed of torch's bf16 product.
+    Default shapes: 2048 tokens through square layers of width 1024 and 2048, and 512 tokens through a layer
+    from 4096 to 14336. The peak is the dense one of each product's format in NVIDIA's datasheet; on CPUs and
+    other GPUs, the measured speed of torch's bf16 product.
     """
     names = _presets(presets or ["nvfp4", "mxfp8", "fp8_current"])
     print_starting("importing torch, then timing layers", quiet=as_json)
-    device = _device(device)
-    sizes = _layers(shapes, models, tokens, device)
+    target = _device(device)
+    sizes = _layers(shapes, models, tokens, target)
     _check(png)
     recipes = in_both_modes(names) if wide else {name: PRESETS[name]() for name in names}
-    chosen = _engines(engine, recipes, sizes, device)
+    chosen = _engines(engine, recipes, sizes, target)
     timing.one_thread()
-    stick, found = linear_layers.yardstick(device), []
+    stick, lines = linear_layers.yardstick(target), []
     clock, least, unit = (
-        (timing.Events(), 0.02, ("TFLOP/s", 1e12))
-        if device == "cuda"
-        else (timing.Wall(), 0.0, ("GFLOP/s", 1e9))
+        (timing.CudaStopwatch(), 0.02, ("TFLOP/s", 1e12))
+        if target == "cuda"
+        else (timing.WallStopwatch(), 0.0, ("GFLOP/s", 1e9))
     )
     beside = {}
     if not stick.peaks:
         side = linear_layers.side(
-            device,
-            lambda side: sum(timing.stretches({None: linear_layers.matmul(side, device)}, 1, clock)[None]),
+            target,
+            lambda side: sum(timing.stretches({None: linear_layers.matmul(side, target)}, 1, clock)[None]),
         )
-        stick = stick._replace(said=linear_layers.measured_yardstick(side, device))
-        beside = {None: linear_layers.matmul(side, device)}
+        stick = stick._replace(description=linear_layers.measured_yardstick(side, target))
+        beside = {None: linear_layers.matmul(side, target)}
     for shape in sizes:
         seconds = timing.stretches(
-            linear_layers.passes(chosen, shape, device, weights) | beside, rounds, clock, least
+            linear_layers.passes(chosen, shape, target, weights) | beside, rounds, clock, least
         )
         peaks = stick.peaks or linear_layers.measured(2 * side**3 / seconds[None][0])
         for name, (recipe, by) in chosen.items():
-            told = linear_layers.line(shape, name, recipe, by, seconds[name], peaks, unit)
-            found.append(told | {"of bf16": sum(seconds[name]) / sum(seconds["bf16"])})
-    _draw(png, "speeds", found, unit[0], f"Lines: {stick.said}.")
+            line = linear_layers.line(shape, name, recipe, by, seconds[name], peaks, unit)
+            lines.append(line | {"of bf16": sum(seconds[name]) / sum(seconds["bf16"])})
+    _draw(png, "speeds", lines, unit[0], f"Lines: {stick.description}.")
     if as_json:
         about = {
-            "machine": linear_layers.machine(device),
+            "machine": linear_layers.machine(target),
             "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
             "weights": weights,
         }
-        print(json.dumps(about | {"of peak": stick.said, "lines": found}, indent=1))
+        print(json.dumps(about | {"of peak": stick.description, "lines": lines}, indent=1))
         return
     hidden = {"multiplies", "forward peak", "backward peak"} | (
         {"size"} if all(one.name == one.size for one in sizes) else set()
     )
     _show(
-        [{name: value for name, value in told.items() if name not in hidden} for told in found], as_json=False
+        [{name: value for name, value in line.items() if name not in hidden} for line in lines], as_json=False
     )
-    tops = [told["forward peak"] for told in found if told["preset"] == "bf16"]
+    bf16 = [line["forward peak"] for line in lines if line["preset"] == "bf16"]
+    tops = [peak for peak in bf16 if isinstance(peak, float)]
     figure = f": {min(tops):,.0f} to {max(tops):,.0f} {unit[0]}" if not stick.peaks else ""
-    console().print(f"Of peak: a share of {stick.said}{figure}.", soft_wrap=True, markup=False)
+    console().print(f"Of peak: a share of {stick.description}{figure}.", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -323,8 +323,8 @@ def _layers(
     if wrong:
         raise InputError(wrong)
     texts = shapes if shapes or models else ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"]
-    found = [linear_layers.Shape(text, *_size(text, 3)) for text in texts or ()]
-    return found + [
+    given = [linear_layers.Shape(text, *_size(text, 3)) for text in texts or ()]
+    return given + [
         shape
         for name in models or ()
         for shape in linear_layers.shapes_of(name, tokens or linear_layers.TOKENS[device])
@@ -332,8 +332,8 @@ def _layers(
 
 
 def _engines(
-    asked: str, recipes: dict[str, Any], shapes: list[linear_layers.Shape], device: str
-) -> dict[str, tuple[Any, str]]:
+    asked: str, recipes: dict[str, Recipe], shapes: list[linear_layers.Shape], device: str
+) -> dict[str, tuple[Recipe, str]]:
     """Return each recipe with its engine. InputError if the given engine cannot run one; `auto` prints why it
     uses the emulator.
     """
@@ -343,15 +343,15 @@ def _engines(
         if asked != "emulated"
         else {}
     )
-    told: dict[Any, list[str]] = {}
+    refusals: dict[Refusal, list[str]] = {}
     for name, reason in reasons.items():
         if reason:
-            told.setdefault(reason, []).append(name)
-    if asked == linear_layers.NATIVE and told:
+            refusals.setdefault(reason, []).append(name)
+    if asked == linear_layers.NATIVE and refusals:
         raise InputError(
-            [f"--engine {asked}: {', '.join(names)}: {reason}" for reason, names in told.items()]
+            [f"--engine {asked}: {', '.join(names)}: {reason}" for reason, names in refusals.items()]
         )
-    for reason, names in told.items():
+    for reason, names in refusals.items():
         print(f"{', '.join(names)}: emulated, since {reason.why}", file=sys.stderr)
     native = {name for name in recipes if name in reasons and not reasons[name]}
     by = {name: linear_layers.NATIVE if name in native else linear_layers.EMULATED for name in recipes}
@@ -385,26 +385,26 @@ def _check(png: Path | None) -> None:
         raise InputError([f"--png {png}: must name a file in an existing folder"])
 
 
-def _draw(png: Path | None, how: str, found: list[Line], *axes: Any) -> None:
+def _draw(png: Path | None, how: str, lines: list[Line], *axes: str | tuple[str, ...]) -> None:
     if png:
         from ablate.results import figures
 
-        getattr(figures, how)(found, *axes).write(png)
+        getattr(figures, how)(lines, *axes).write(png)
 
 
-def _show(found: list[Line], as_json: bool) -> None:
+def _show(lines: list[Line], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(lines, indent=1))
         return
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in found[0]:
+    for name in lines[0]:
         table.add_column(name, justify="right" if name in FORMS else "left")
-    for line in found:
+    for line in lines:
         table.add_row(*(_written(name, value) for name, value in line.items()))
     console().print(table)
 
 
-def _written(name: str, value: Any) -> str:
+def _written(name: str, value: object) -> str:
     if value is None:
         return "-"
     return FORMS[name].format(value) if name in FORMS else str(value)

@@ -2,14 +2,22 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from ctypes import CDLL
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ablate.recipes import PRESETS
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ablate.engines.emulated_layer import EmulatedLinear
+
+from ablate.recipes import PRESETS, Recipe
 
 
-def operations(x: Any) -> dict[str, Callable[[Any], Any]]:
+def operations(x: "Tensor") -> dict[str, Callable[["Tensor"], object]]:
+    """Return the quantisers to time, by name. `x` decides on the amax given and on rotations."""
     import torch
 
     from ablate.numerics.philox import Clock
@@ -19,7 +27,7 @@ def operations(x: Any) -> dict[str, Callable[[Any], Any]]:
     nearest, square, rotation = Quant(), Quant(block="16x16"), Hadamard()
     given = Quant(outer=Outer(statistic=f"static:{x.abs().max().item()}"))
     drawn = partial(quantize, quant=Quant(rounding="stochastic"), clock=Clock(0))
-    found = {
+    quantisers: dict[str, Callable[[Tensor], object]] = {
         "rows, nearest": lambda x: quantize(x, nearest),
         "rows, nearest, amax given": lambda x: quantize(x, given),
         "rows, stochastic": lambda x: drawn(x),
@@ -28,14 +36,14 @@ def operations(x: Any) -> dict[str, Callable[[Any], Any]]:
         "16x16, nearest": lambda x: quantize(x, square),
     }
     if x.dtype == torch.bfloat16:  # only bf16 is rotated
-        found |= {
+        quantisers |= {
             "columns, rotated, nearest": lambda x: quantize(x.t(), nearest, rotation=rotation),
             "columns, rotated, stochastic": lambda x: drawn(x.t(), rotation=rotation),
         }
-    return found
+    return quantisers
 
 
-def back_ends(every: bool) -> dict[str, Any]:
+def back_ends(every: bool) -> dict[str, CDLL | None]:
     """Return compiled builds by name: the one in use, with `every` the others that can run, and None for the
     reference.
     """
@@ -49,17 +57,15 @@ def back_ends(every: bool) -> dict[str, Any]:
     }
 
 
-def with_build(build: Any, call: Callable[[], Any]) -> None:
+def with_build(build: CDLL | None, call: Callable[[], object]) -> None:
+    """Call a function that quantises with this build; None for the reference."""
     from ablate.numerics.kernels import cpu
 
-    before, cpu.build = cpu.build, lambda: build
-    try:
+    with cpu.using(build):
         call()
-    finally:
-        cpu.build = before
 
 
-def in_both_modes(names: list[str]) -> dict[str, Any]:
+def in_both_modes(names: list[str]) -> dict[str, Recipe]:
     """Return the recipes of the presets, and those that quantise also with all products in fp32_out."""
     recipes = {name: PRESETS[name]() for name in names}
     return recipes | {
@@ -67,7 +73,7 @@ def in_both_modes(names: list[str]) -> dict[str, Any]:
     }
 
 
-def fp32_out(recipe: Any) -> Any:
+def fp32_out(recipe: Recipe) -> Recipe:
     """Return the recipe with all products in fp32_out."""
     names = {"fprop": "gemm", "dgrad": "gemm", "wgrad": "dw"}
     wide = {"gemm": "fp32_out", "dw": "fp32"}
@@ -76,23 +82,42 @@ def fp32_out(recipe: Any) -> Any:
     )
 
 
+@dataclass(frozen=True)
+class Stepper:
+    """Training run of a gpt, without telemetry and evaluation."""
+
+    step: Callable[[], object]
+    """Function that runs one training step per call."""
+    layers: "Collection[EmulatedLinear]"
+    """Quantised layers of the model."""
+
+
 def stepper(
-    recipe: Any, layers: int, width: int, tokens: int, device: str, compile: bool = False
-) -> Callable[[], Any]:
-    """Return a function that runs one training step per call, without telemetry and evaluation."""
-    from ablate.training.loop import Telemetry
+    recipe: Recipe, layers: int, width: int, tokens: int, device: str, compile: bool = False
+) -> Stepper:
+    """Return a training run of a gpt with this recipe."""
+    from ablate.training.loop import Record, Telemetry
     from ablate.training.workloads.gpt import Gpt
 
     never = 10**6
-    shape = {"layers": layers, "width": width, "heads": width // 64, "context": 128, "batch": tokens // 128}
-    config = Gpt(**shape, steps=never, eval_every=never, warmup=0, decay="none", compile=compile)
-    steps: Iterator[Any] = config.train(
-        config.prepare(recipe, 0, device), Telemetry(every=never, log=1, shadow=never)
+    config = Gpt(
+        layers=layers,
+        width=width,
+        heads=width // 64,
+        context=128,
+        batch=tokens // 128,
+        steps=never,
+        eval_every=never,
+        warmup=0,
+        decay="none",
+        compile=compile,
     )
-    return partial(next, steps)
+    run = config.prepare(recipe, 0, device)
+    steps: Iterator[Record] = config.train(run, Telemetry(every=never, log=1, shadow=never))
+    return Stepper(partial(next, steps), tuple(run.engine.layers.values()))
 
 
-def forked(call: Callable[[], Any]) -> float:
+def forked(call: Callable[[], object]) -> float:
     """Return the seconds from the fork of a child to the end of `call` in it."""
     read, write = os.pipe()
     began = time.perf_counter()

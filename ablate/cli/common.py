@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import FrameType
+from typing import IO, Annotated, Literal
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -58,7 +59,7 @@ Sweeps = Annotated[
         metavar="[X]...", help="Sweeps, by name or by YAML file; default: all in the state folder."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def run(command: Callable[[], None]) -> None:
@@ -86,7 +87,7 @@ def raise_on_sigterm() -> Iterator[None]:
     clean-up.
     """
 
-    def end(number: int, frame: Any) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 
@@ -105,7 +106,7 @@ def interruption(error: KeyboardInterrupt) -> tuple[int, str]:
     return (TERMINATED, "Ended by SIGTERM") if isinstance(error, Terminated) else (INTERRUPTED, "Interrupted")
 
 
-def run_program(command: Callable[..., Any]) -> None:
+def run_program(command: Callable[..., None]) -> None:
     """Run one command as a program, such as `python -m ablate.sweep`.
 
     A crash prints no local variables, since they may hold a password.
@@ -138,8 +139,22 @@ class Screen(Console):
     Text.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, **options)
+    def __init__(
+        self,
+        file: IO[str] | None = None,
+        width: int | None = None,
+        force_terminal: bool | None = None,
+        color_system: Literal["auto", "standard", "256", "truecolor", "windows"] | None = "auto",
+    ) -> None:
+        super().__init__(
+            file=file,
+            width=width,
+            force_terminal=force_terminal,
+            color_system=color_system,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Yield the segments to print, with control characters within text as escapes.

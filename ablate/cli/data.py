@@ -3,7 +3,7 @@ torch.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ from ablate.training.data import jobs, open_corpus, open_images, prepared, shard
 from ablate.training.data.documents import named
 from ablate.training.data.tokenisers import FILE, checked, open_tokeniser
 
-app = typer.Typer(help="Prepare text for training, or look at data.", no_args_is_help=True)
+app = typer.Typer(help="Prepare text for training, or describe a data source.", no_args_is_help=True)
 
 _HUB = "hub:"
 _FIRST_TOKENS = 60
@@ -71,7 +71,6 @@ def prepare(
     ] = None,
 ) -> None:
     """Tokenise text into shards, and print the YAML that refers to them."""
-    options = {"tokenizer": tokenizer, "shard_tokens": shard_tokens, "tokens": tokens}
     with _input_errors(), _output_folder(out):
         checked(tokenizer)
         if inputs[0].startswith(_HUB):
@@ -79,18 +78,28 @@ def prepare(
                 raise ValueError(
                     f"{inputs[0]}: a dataset must be the only input; give no other INPUT and no --val"
                 )
-            source = {
-                "config": config,
-                "split": split,
-                "val_split": None,
-                "revision": revision,
-                "column": column,
-            }
             job = jobs.of_dataset(
-                inputs[0].removeprefix(_HUB), **source, val_fraction=val_fraction, **options
+                inputs[0].removeprefix(_HUB),
+                config=config,
+                split=split,
+                val_split=None,
+                revision=revision,
+                column=column,
+                val_fraction=val_fraction,
+                tokenizer=tokenizer,
+                shard_tokens=shard_tokens,
+                tokens=tokens,
             )
         else:
-            job = jobs.of_files(inputs, val, column, val_fraction, **options)
+            job = jobs.of_files(
+                inputs,
+                val,
+                column,
+                val_fraction,
+                tokenizer=tokenizer,
+                shard_tokens=shard_tokens,
+                tokens=tokens,
+            )
         with _progress() as progress:
             about = prepared.prepare(out, job.watched(progress))
     screen = console()
@@ -148,7 +157,7 @@ def _shard(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _bytes(source: str) -> Iterator[tuple[str, str]]:
-    corpus = open_corpus(source)
+    corpus = open_corpus("prose" if source == "prose" else "stdlib")
     yield "train", f"{len(corpus.train):,} tokens"
     yield "val", f"{len(corpus.val):,} tokens"
     yield "tokenizer", f"bytes, {corpus.vocab} tokens"
@@ -157,7 +166,7 @@ def _bytes(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _images(source: str) -> Iterator[tuple[str, str]]:
-    images = open_images(source)
+    images = open_images("photos" if source == "photos" else "digits")
     channels, height, width = images.shape
     yield (
         "train",
@@ -169,7 +178,7 @@ def _images(source: str) -> Iterator[tuple[str, str]]:
     yield "fingerprint", images.fingerprint
 
 
-def _table(rows: Iterator[tuple[str, str]]) -> Table:
+def _table(rows: Iterable[tuple[str, str]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     for name, value in rows:
         table.add_row(Text(name, "bold"), Text(value, overflow="fold"))

@@ -8,13 +8,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +27,7 @@ from ablate.numerics.spec import VERSION
 
 if TYPE_CHECKING:
     from ablate.verification.check_result import Check, Row
-    from ablate.verification.parity import Comparison
+    from ablate.verification.parity import ParityDocument, ParityRun
 
 _WIDEST = 132
 _STYLES = {True: ("ok", "green"), False: ("OFF", "bold red"), None: ("-", "dim")}
@@ -53,8 +54,8 @@ def doctor(
 ) -> None:
     """Show what this machine can run, and check its numerics.
 
-    The numerics are compared with published figures, ties, known answers, and every public implementation
-    that is installed. With --engine transformer_engine, compare its kernels with the emulator; --fast skips
+    The numerics are compared with published figures, known answers, and every public implementation that is
+    installed. With --engine transformer_engine, compare its kernels with the emulator; --fast skips
     the training runs. Exit status: 0 all checks agree, 1 one does not, 2 bad input, or the comparison is
     impossible here.
     """
@@ -69,9 +70,9 @@ def doctor(
     rows: list[tuple[str, Row]] = []
     screen = Console(quiet=True) if as_json else console()
     with nullcontext() if as_json or not screen.is_terminal else screen.status("[dim]torch ...[/]") as status:
-        for group, found in _groups(fast, status):
-            screen.print(Text(group, "bold"), _table(found, screen.width, header=not rows), "")
-            rows += ((group, row) for row in found)
+        for group, group_rows in _groups(fast, status):
+            screen.print(Text(group, "bold"), _table(group_rows, screen.width, header=not rows), "")
+            rows += ((group, row) for row in group_rows)
     seconds = time.monotonic() - started
     if as_json:
         print(json.dumps(_document(rows, fast, seconds), indent=1))
@@ -105,11 +106,11 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
     if reason := parity.obstacle():
         raise InputError([f"--engine {engine} cannot be compared here: {reason}"])
     machine = this_machine()
-    comparison = parity.Comparison(machine, parity.bench_of(machine), fast)
+    comparison = parity.ParityRun(machine, parity.bench_of(machine), fast)
     screen = Console(quiet=True) if as_json else console()
     with nullcontext() if as_json or not screen.is_terminal else screen.status("[dim]torch ...[/]") as status:
-        for number, (group, found) in enumerate(comparison.groups(status)):
-            screen.print(Text(group, "bold"), _table(found, screen.width, header=not number), "")
+        for number, (group, group_rows) in enumerate(comparison.groups(status.update if status else None)):
+            screen.print(Text(group, "bold"), _table(group_rows, screen.width, header=not number), "")
     document = comparison.document()
     written = _written(comparison, document, record)
     kept = (
@@ -123,7 +124,7 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
     raise typer.Exit(DONE if comparison.agrees else FAILED)
 
 
-def _kept(document: dict[str, Any], machine: Machine) -> str:
+def _kept(document: "ParityDocument", machine: Machine) -> str:
     """Keep the result for `engine: auto`, and return the end of a sentence about that."""
     try:
         return f"; kept for `engine: auto` in {parity_record.keep(document, machine)}"
@@ -131,7 +132,7 @@ def _kept(document: dict[str, Any], machine: Machine) -> str:
         return f"; not kept for `engine: auto`: {error}"
 
 
-def _written(comparison: "Comparison", document: dict[str, Any], record: Path | None) -> list[Path]:
+def _written(comparison: "ParityRun", document: "ParityDocument", record: Path | None) -> list[Path]:
     """Write the document and a figure of its losses, and return their paths."""
     parts = (document["environment"].get("gpu", "no-gpu"), document["compared"]["transformer_engine"])
     path = record or Path(
@@ -145,7 +146,7 @@ def _written(comparison: "Comparison", document: dict[str, Any], record: Path | 
 # --- this machine's numerics ----------------------------------------------------------------------
 
 
-def _groups(fast: bool, status: Any) -> Iterator[tuple[str, list["Row"]]]:
+def _groups(fast: bool, status: Status | None) -> Iterator[tuple[str, list["Row"]]]:
     """Yield each heading with its rows once they are complete; `status`, if any, shows the current check."""
     import torch
 
@@ -155,14 +156,14 @@ def _groups(fast: bool, status: Any) -> Iterator[tuple[str, list["Row"]]]:
     torch.set_num_threads(1)
     checks = [check for check in CHECKS if check.only != ("full" if fast else "fast")]
     for group in dict.fromkeys(check.group for check in checks):
-        found: list[Row] = []
+        group_rows: list[Row] = []
         for check in checks:
             if check.group == group:
                 if status:
                     status.update(_progress(check, checks))
-                found += check.rows()
-        if found:
-            yield group, found
+                group_rows += check.rows()
+        if group_rows:
+            yield group, group_rows
 
 
 def _progress(check: "Check", checks: list["Check"]) -> str:
@@ -206,7 +207,7 @@ def _verdict(rows: list["Row"], fast: bool) -> Text:
     )
 
 
-def _document(rows: list[tuple[str, "Row"]], fast: bool, seconds: float) -> dict[str, Any]:
+def _document(rows: list[tuple[str, "Row"]], fast: bool, seconds: float) -> dict[str, object]:
     return {
         "numerics": VERSION,
         "fast": fast,
@@ -220,7 +221,6 @@ def _document(rows: list[tuple[str, "Row"]], fast: bool, seconds: float) -> dict
 
 COMMAND = (sys.executable, "-m", "ablate.doctor", "--fast", "--json", "--lifeline")
 _TIMEOUT_SECONDS = 300.0
-"""Time limit of the checks. They are slow on a busy machine, but one that hangs must not stop a sweep."""
 
 
 class Unfit(Exception):
@@ -232,25 +232,39 @@ class Unfit(Exception):
 class Checkup:
     """The quick checks, in a child process, in parallel with the start of a sweep. It ends with this process,
     or at `close`.
+
+    Args:
+        command: Command of the checks.
+        timeout: Time limit in seconds. The checks are slow on a busy machine, but a check that hangs must not
+            stop a sweep.
     """
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen | None = None
+    def __init__(self, command: Sequence[str] = COMMAND, timeout: float = _TIMEOUT_SECONDS) -> None:
+        self._command, self._timeout = command, timeout
+        self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         """Start the process, unless that was done."""
         if self._process is None:
             self._output, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes them
-            pipes = {"stdin": subprocess.PIPE, "stdout": self._output, "stderr": self._errors}
-            self._process = subprocess.Popen(COMMAND, start_new_session=True, **pipes)
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=self._output,
+                stderr=self._errors,
+                text=True,
+                start_new_session=True,
+            )
 
     def passed(self) -> None:
         """Wait until the checks end; Unfit if one is off or they exceed the time limit."""
+        if self._process is None:
+            raise RuntimeError("the checks have not been started")
         try:
-            status = self._process.wait(_TIMEOUT_SECONDS)
+            status = self._process.wait(self._timeout)
         except subprocess.TimeoutExpired:
             raise Unfit(
-                _complaint([f"the quick checks did not end within {duration(_TIMEOUT_SECONDS)}"])
+                _complaint([f"the quick checks did not end within {duration(self._timeout)}"])
             ) from None
         if status != DONE:
             raise Unfit(_complaint(_problems(_text(self._output)) or [_failure(status, _text(self._errors))]))
@@ -260,8 +274,10 @@ class Checkup:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            for file in (self._process.stdin, self._output, self._errors):
-                file.close()
+            if self._process.stdin:
+                self._process.stdin.close()
+            self._output.close()
+            self._errors.close()
 
 
 def _text(file: IO[str]) -> str:

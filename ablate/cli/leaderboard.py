@@ -16,13 +16,13 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import Json, Profile, State, console, duration
+from ablate.cli.common import JsonOption, Profile, State, console, duration
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import folders, refusal
@@ -30,6 +30,7 @@ from ablate.experiment.yaml_document import display
 from ablate.recipes import PRESETS, Recipe
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_integrity import flaw
+from ablate.results.ledger_rows import Member
 from ablate.results.ledger_schema import has_table
 from ablate.results.plain_text import footnotes, markdown_cell
 from ablate.training.workloads import WORKLOADS
@@ -44,6 +45,10 @@ _MOST_WORDS, _LONGEST_WORD = 6, 40
 """Maximum number and length of the fields that a title lists after name and size of a workload."""
 _SIZES = ("layers", "width", "steps")
 """Fields that give the size of a workload."""
+
+
+Fields = dict[str, object]
+"""Object of a trial spec, of a task or of a recipe."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Entry:
     """The gap with its interval, as text."""
 
     @property
-    def sort_key(self) -> tuple[Any, ...]:
+    def sort_key(self) -> tuple[str, str, str, bool, float, str, str]:
         """Sort key: workload, task, metric, then the gap, best first; entries without a gap come last."""
         sign = 1 if self.minimize else -1
         return (
@@ -91,7 +96,7 @@ def leaderboard(
         str | None, typer.Option(help="List only workloads whose name contains this text: gpt, 4x128, ...")
     ] = None,
     metric: Annotated[str | None, typer.Option(help="List only sweeps that compare by this metric.")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
     state: State = None,
     profile: Profile = None,
@@ -101,38 +106,39 @@ def leaderboard(
     Baselines themselves are not listed.
     """
     settings = find_settings(profile, state=state)
-    known = folders(settings.state, None)
-    if not known:
+    sweeps = folders(settings.state, None)
+    if not sweeps:
         raise InputError(
             [f"{settings.state}: no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment"]
         )
-    found, unreadable = collect(known)
+    entries, unreadable = collect(sweeps)
     for line in unreadable:
         print(line, file=sys.stderr)
     chosen = [
-        entry for entry in found if (workload or "") in entry.workload and metric in (None, entry.metric)
+        entry for entry in entries if (workload or "") in entry.workload and metric in (None, entry.metric)
     ]
     if as_json:
         print(json.dumps([_document(entry) for entry in chosen], indent=1))
     elif not chosen:
-        raise InputError([_nothing(found, workload, metric)])
+        raise InputError([_nothing(entries, workload, metric)])
     elif markdown:
         print("\n".join(_markdown(chosen)))
     else:
         _print(chosen)
 
 
-def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
+def collect(sweeps: list[Path]) -> tuple[list[Entry], list[str]]:
     """Return all arms that have a baseline, sorted, and one line for each ledger that cannot be read."""
-    found, unreadable = [], []
-    tasks: dict[str, dict[str, Any]] = {}
-    for folder in known:
+    entries: list[Entry] = []
+    unreadable: list[str] = []
+    tasks: dict[str, Fields] = {}
+    for folder in sweeps:
         try:
             with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
                 if has_table(ledger.db, "members") and (why := flaw(ledger)):
                     unreadable.append(f"left out: {refusal(folder, why, f'{folder.name}.yaml')}")
                 else:
-                    found += _entries(ledger, tasks)
+                    entries += _entries(ledger, tasks)
         except sqlite3.OperationalError as error:
             unreadable.append(f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({error})")
         except sqlite3.DatabaseError as error:
@@ -142,12 +148,12 @@ def collect(known: list[Path]) -> tuple[list[Entry], list[str]]:
                 f"{folder / 'ledger.db'}: left out: no ledger of a sweep "
                 f"({type(error).__name__}: {_line(error)})"
             )
-    titles = _titles({entry.task: (entry.workload, tasks[entry.task]) for entry in found})
-    found = [replace(entry, workload=titles[entry.task]) for entry in found]
-    return sorted(found, key=lambda entry: entry.sort_key), unreadable
+    titles = _titles({entry.task: (entry.workload, tasks[entry.task]) for entry in entries})
+    entries = [replace(entry, workload=titles[entry.task]) for entry in entries]
+    return sorted(entries, key=lambda entry: entry.sort_key), unreadable
 
 
-def _document(entry: Entry) -> dict[str, Any]:
+def _document(entry: Entry) -> dict[str, object]:
     """Return an entry as JSON has it."""
     from ablate.results.verdict_text import verdict_document
 
@@ -160,20 +166,22 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _entries(ledger: Ledger, tasks: dict[str, dict[str, Any]]) -> Iterator[Entry]:
+def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
     """Yield the compared arms of a sweep; add the fields of their tasks to `tasks`."""
     from ablate.results.number_text import interval  # SciPy: `ablate plan` does without
     from ablate.results.summary import metric_of, summaries
 
     metric, commit, name = metric_of(ledger), _commit(ledger), ledger.name
-    members: dict[str, list[Any]] = {}
+    members: dict[str, list[Member]] = {}
     for member in ledger.members():
-        members.setdefault(member["name"], []).append(member)
+        members.setdefault(member.name, []).append(member)
     seconds = {trial.trial: trial.seconds or 0.0 for trial in ledger.wanted_trials()}
     for arm in summaries(ledger):
-        if arm.gap is None or not members.get(arm.name) or not members.get(arm.baseline):
+        if arm.gap is None or arm.baseline is None:
             continue
-        spec = json.loads(members[arm.baseline][0]["spec"])
+        if not members.get(arm.name) or not members.get(arm.baseline):
+            continue
+        spec = json.loads(members[arm.baseline][0].spec)
         recipe, facts = _recipe(json.dumps(spec["recipe"])), _facts(spec, arm.baseline)
         content = {key: value for key, value in facts.items() if key != "data"} | {
             "against": recipe
@@ -193,7 +201,7 @@ def _entries(ledger: Ledger, tasks: dict[str, dict[str, Any]]) -> Iterator[Entry
             high=_finite(arm.gap.high),
             verdict=arm.verdict,
             seeds=arm.gap.pairs,
-            seconds=math.fsum(seconds[member["trial"]] for member in members[arm.name]),
+            seconds=math.fsum(seconds[member.trial] for member in members[arm.name]),
             commit=commit,
             sweep=name,
             shown=interval(arm.gap),
@@ -211,12 +219,23 @@ def _commit(ledger: Ledger) -> str:
     return commit[:_DIGITS] + ("+" if commit and ledger.fact("uncommitted.diff") else "")
 
 
-def _workload(spec: Mapping[str, Any]) -> str:
+def _config(spec: Fields) -> tuple[str, Fields]:
+    """Return name and fields of the workload of a trial spec."""
+    workload = spec["workload"]
+    if not isinstance(workload, dict):
+        raise ValueError(f"workload: {workload!r} is no object")
+    ((name, config),) = workload.items()
+    if not isinstance(config, dict):
+        raise ValueError(f"workload.{name}: {config!r} is no object")
+    return name, config
+
+
+def _workload(spec: Fields) -> str:
     """Return name and, if it has one, size of a workload: `gpt 4x128, 300 steps`."""
-    ((name, config),) = spec["workload"].items()
+    name, config = _config(spec)
     model = config.get("model")
     if model and "steps" in config:
-        model_name = model if isinstance(model, str) else model.get("model_type", "model")
+        model_name = model.get("model_type", "model") if isinstance(model, dict) else model
         return f"{name} {model_name}, {config['steps']} steps"
     if not all(key in config for key in _SIZES):
         return name
@@ -224,11 +243,11 @@ def _workload(spec: Mapping[str, Any]) -> str:
     return f"{name} {layers}x{width}, {steps} steps"
 
 
-def _facts(spec: Mapping[str, Any], against: str) -> dict[str, Any]:
+def _facts(spec: Fields, against: str) -> Fields:
     """Return the fields that determine a baseline, except its seed, by path; its recipe by name of preset or
     arm.
     """
-    ((name, config),) = spec["workload"].items()
+    name, config = _config(spec)
     fields = {key: value for key, value in _identity(name, json.dumps(config)).items() if key != "data"}
     recipe = _recipe(json.dumps(spec["recipe"]))
     preset = next((preset for preset, content in _presets().items() if content == recipe), against)
@@ -238,22 +257,22 @@ def _facts(spec: Mapping[str, Any], against: str) -> dict[str, Any]:
     return dict(_flat(fields)) | about | versions
 
 
-def _source(data: Any) -> str:
+def _source(data: object) -> object:
     """Return the name of a data source, or the name of its first file or folder."""
-    return data if isinstance(data, str) or not data else Path(str(next(iter(data.values())))).name
+    return Path(str(next(iter(data.values())))).name if isinstance(data, dict) and data else data
 
 
 @cache
-def _identity(workload: str, config: str) -> dict[str, Any]:
+def _identity(workload: str, config: str) -> Fields:
     """Return the fields of a workload that change a number; all fields if this version cannot parse it."""
     try:
-        return WORKLOADS[workload].model_validate_json(config).identity()
+        return dict(WORKLOADS[workload].model_validate_json(config).identity())
     except (KeyError, ValueError):
         return json.loads(config)
 
 
 @cache
-def _recipe(content: str) -> dict[str, Any]:
+def _recipe(content: str) -> Fields:
     """Return a recipe with all fields of this version; unchanged if this version cannot parse it."""
     try:
         return Recipe.model_validate_json(content).model_dump(mode="json")
@@ -262,11 +281,11 @@ def _recipe(content: str) -> dict[str, Any]:
 
 
 @cache
-def _presets() -> dict[str, dict[str, Any]]:
+def _presets() -> dict[str, Fields]:
     return {name: make().model_dump(mode="json") for name, make in PRESETS.items()}
 
 
-def _flat(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(content: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     for key, value in content.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{path}{key}.")
@@ -274,7 +293,7 @@ def _flat(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             yield f"{path}{key}", value
 
 
-def _titles(tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
+def _titles(tasks: Mapping[str, tuple[str, Fields]]) -> dict[str, str]:
     """Return a unique title for each task: name and size, then the fields that distinguish it from tasks of
     the same size.
     """
@@ -283,9 +302,9 @@ def _titles(tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str
         alike.setdefault(size, []).append(task)
     titles = {}
     for size, group in alike.items():
-        for task, said in zip(group, _differences([tasks[task][1] for task in group]), strict=True):
-            shown = said[:_MOST_WORDS] + (
-                [f"and {len(said) - _MOST_WORDS} more fields"] if said[_MOST_WORDS:] else []
+        for task, fields in zip(group, _differences([tasks[task][1] for task in group]), strict=True):
+            shown = fields[:_MOST_WORDS] + (
+                [f"and {len(fields) - _MOST_WORDS} more fields"] if fields[_MOST_WORDS:] else []
             )
             titles[task] = ", ".join((size, *shown))
     counts = [*titles.values()]
@@ -294,30 +313,29 @@ def _titles(tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str
     }
 
 
-def _differences(group: list[Mapping[str, Any]]) -> Iterator[list[str]]:
+def _differences(group: list[Fields]) -> Iterator[list[str]]:
     """Yield, for each task of a group, the fields in which tasks of the group differ."""
-    keys = dict.fromkeys(key for facts in group for key in facts)
-    values = {key: {_word(facts.get(key)) for facts in group} for key in keys}
-    keys = [key for key in keys if len(values[key]) > 1]
+    values = {key: {_word(facts.get(key)) for facts in group} for facts in group for key in facts}
+    keys = [key for key, texts in values.items() if len(texts) > 1]
     if "data" in keys and len(values["data"]) == len(values["data content"]):
         keys.remove("data content")  # the names already distinguish them
     for facts in group:
         yield [f"{key} {_word(facts[key])}" if key in facts else f"{key} default" for key in keys]
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     text = value if isinstance(value, str) else display(value)
     return text if len(text) <= _LONGEST_WORD else f"{text[:_LONGEST_WORD]}..."
 
 
-def _nothing(found: list[Entry], workload: str | None, metric: str | None) -> str:
-    if not found:
+def _nothing(entries: list[Entry], workload: str | None, metric: str | None) -> str:
+    if not entries:
         return "no arm has been compared with a baseline yet"
-    asked = " and ".join(
+    filters = " and ".join(
         f"{key} {value!r}" for key, value in (("workload", workload), ("metric", metric)) if value
     )
-    there = sorted({f"{entry.workload} by {entry.metric}" for entry in found})
-    return f"no arm was compared for {asked}; there are {'; '.join(there)}"
+    available = sorted({f"{entry.workload} by {entry.metric}" for entry in entries})
+    return f"no arm was compared for {filters}; there are {'; '.join(available)}"
 
 
 # Drawing

@@ -81,8 +81,8 @@ def _live(progress: Progress) -> Group:
             loss,
             str(running.attempt),
         )
-    left = f", about {duration(progress.seconds_left)} left" if progress.running else ""
-    done = f"{progress.done} of {progress.total} trials done{left}"
+    time_left = f", about {duration(progress.seconds_left)} left" if progress.running else ""
+    done = f"{progress.done} of {progress.total} trials done{time_left}"
     status = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, progress.total), completed=progress.done, width=40)
     status.add_row(bar, Text.assemble(done, (f"  {progress.mlflow}" if progress.mlflow else "", "yellow")))

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TypeVar
 
 import psutil
 
@@ -25,6 +25,8 @@ _PORTS_TRIED = 100
 _START_SECONDS = 90.0
 _POLL_SECONDS = 0.1
 _IN_USE = "address already in use"
+
+Server = TypeVar("Server")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def candidate_ports(name: str, given: int | None) -> Iterable[int]:
     return range(first, min(first + (1 if given else _PORTS_TRIED), 65536))
 
 
-def bind_first_free(name: str, given: int | None, bind: Callable[[int], Any]) -> Any:
+def bind_first_free(name: str, given: int | None, bind: Callable[[int], Server]) -> Server:
     """Return the server that `bind` creates on the first free port; InputError if there is none."""
     for port in candidate_ports(name, given):
         with suppress(OSError):
@@ -106,16 +108,20 @@ class MlflowServer:
         variables = {
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
             "MLFLOW_DISABLE_TELEMETRY": "true",
-            "MLFLOW_BACKEND_STORE_URI": self._uri,
+            "MLFLOW_BACKEND_STORE_URI": self._uri or "",
         }
-        output = {"stdout": self._log, "stderr": subprocess.STDOUT}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=os.environ | variables, start_new_session=True, **output
+            command,
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | variables,
+            start_new_session=True,
         )
 
     @property
     def _remote(self) -> bool:
-        return bool(self._uri) and self._uri.startswith(("http://", "https://"))
+        return (self._uri or "").startswith(("http://", "https://"))
 
     def _missing_store(self, settings: Settings) -> str | None:
         """Return the reason why there is nothing to serve, or None."""
@@ -132,15 +138,21 @@ class MlflowServer:
             self._problem = self._wait()
         if self._problem is not None:
             return Served("MLflow", None, self._problem)
-        address = redact(self._uri) if self._remote else f"http://{HOST}:{self._port}"
+        address = redact(self._uri) if self._uri and self._remote else f"http://{HOST}:{self._port}"
         hint = "runs of the arms, best first; select some, then Compare"
         return Served("MLflow", page(address, experiment) if experiment else address, hint)
+
+    @property
+    def _server(self) -> "subprocess.Popen[bytes]":
+        if self._process is None:
+            raise RuntimeError("MLflow's server has not been started")
+        return self._process
 
     def _wait(self) -> str | None:
         """Wait until the server answers; return the reason if it does not."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
+            if self._server.poll() is not None:
                 if _IN_USE not in self._output():
                     return f"its server ended at once: {self._error_line()}"
                 self._restart()
@@ -149,9 +161,13 @@ class MlflowServer:
             time.sleep(_POLL_SECONDS)
         return f"its server does not answer: {self._error_line()}"
 
+    def _close_input(self) -> None:
+        if self._server.stdin:
+            self._server.stdin.close()
+
     def _restart(self) -> None:
         """Start again on the next port, since another process bound this one first."""
-        self._process.stdin.close()
+        self._close_input()
         self._log.seek(0)
         self._log.truncate()
         self._launch()
@@ -162,7 +178,7 @@ class MlflowServer:
             suppress(OSError, psutil.Error),
             urllib.request.urlopen(f"http://{HOST}:{self._port}/health", timeout=2) as answer,
         ):
-            processes = psutil.Process(self._process.pid).children(recursive=True)
+            processes = psutil.Process(self._server.pid).children(recursive=True)
             ports = {
                 connection.laddr.port
                 for process in processes
@@ -185,6 +201,6 @@ class MlflowServer:
     def close(self) -> None:
         """End the server by closing its standard input, and wait until it is gone."""
         if self._process:
-            self._process.stdin.close()
+            self._close_input()
             self._process.wait()
         self._log.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -19,10 +19,10 @@ from ablate.cli.common import Device, Profile, State, console, duration
 from ablate.cli.recipe import placements
 from ablate.cli.settings import Settings, find_settings
 from ablate.errors import one_line
-from ablate.execution.estimate import Load, Pace, time_left, unproposed
+from ablate.execution.estimate import Load, TimeModel, time_left, unproposed
 from ablate.execution.shared_prefixes import Family, note
 from ablate.experiment.arms import Arm, KnobError
-from ablate.experiment.edits import redefined, redefinition
+from ablate.experiment.edits import PlannedTrial, redefined, redefinition
 from ablate.experiment.load import Experiment, load
 from ablate.experiment.roles import role_of
 from ablate.experiment.search_space import conditions
@@ -30,8 +30,10 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import display
 from ablate.recipes.recipe import Layers
 from ablate.results.ledger import Ledger
+from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
 from ablate.training.workloads.finetune import Finetune
+from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.text import outlined
 
 _START_SECONDS = {"ray": 8.0, "inline": 6.0}
@@ -91,7 +93,7 @@ def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
     """Forecast a run of the experiment, from the trial store and the ledger of the sweep alone."""
     store, result = Store(state), Forecast()
     recorded = _recorded(experiment, state / "sweeps" / experiment.name / "ledger.db", store, device)
-    pace, family = Pace(experiment, store, device), Family(note=note(experiment.telemetry))
+    pace, family = TimeModel(experiment, store, device), Family(note=note(experiment.telemetry))
     todo: dict[str, float] = {}
     finished = set(recorded.finished)
     for position, (arm, seeds) in enumerate(recorded.arms):
@@ -107,7 +109,7 @@ def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
         if position < len(experiment.arms):
             result.rows.append((arm, specs, sum(spec.id in done for spec in specs)))
     named = {
-        (arm.name, spec.seed): {"id": spec.id, "spec": spec.wire}
+        (arm.name, spec.seed): PlannedTrial(spec.id, spec.wire)
         for arm, specs, _ in result.rows
         for spec in specs
     }
@@ -143,7 +145,7 @@ class _Recorded:
 
     arms: list[tuple[Arm, tuple[int, ...]]]
     """Arms with their seeds, those of the file first."""
-    members: dict[tuple[str, int], Any] = field(default_factory=dict)
+    members: dict[tuple[str, int], Member] = field(default_factory=dict)
     """Members of the ledger, by name of arm and seed."""
     proposed: int = 0
     """Number of points that the search has proposed."""
@@ -171,12 +173,12 @@ def _add_ledger(
     """Add the points that a search proposed, seeds beyond those of the file, and pruned trials."""
     rows = ledger.members()
     unchanged = ledger.fact("experiment.yaml") == experiment.text
-    recorded.members = {(row["name"], row["seed"]): row for row in rows}
+    recorded.members = {(row.name, row.seed): row for row in rows}
     recorded.ended = unchanged and ledger.fact("ended") == "done"
-    recorded.pruned = {row["id"] for row in rows if row["status"] == "pruned"}
-    members: dict[str, list[Any]] = {}
+    recorded.pruned = {row.id for row in rows if row.status == "pruned"}
+    members: dict[str, list[Member]] = {}
     for row in rows:
-        members.setdefault(row["name"], []).append(row)
+        members.setdefault(row.name, []).append(row)
     if experiment.growth:
         recorded.arms = [(arm, _seeds(own, members.get(arm.name, []))) for arm, own in recorded.arms]
     if not experiment.search:
@@ -186,25 +188,23 @@ def _add_ledger(
     named = {arm.name for arm in experiment.arms}
     for arm in ledger.arms():
         recorded.confirmed |= role_of(arm, True, 1) == "confirmed"
-        first = experiment.seeds if arm["name"] in named else ()
-        own = [row for row in members.get(arm["name"], []) if row["seed"] not in first]
+        first = experiment.seeds if arm.name in named else ()
+        own = [row for row in members.get(arm.name, []) if row.seed not in first]
         if unchanged and all(_finished(row, wanted, store, recorded.pruned) for row in own):
-            recorded.finished |= {row["id"] for row in own}
+            recorded.finished |= {row.id for row in own}
         elif own:
             with suppress(KnobError):  # the file was edited
-                recorded.arms.append((experiment.base.arm(json.loads(arm["knobs"])), _seeds((), own)))
+                recorded.arms.append((experiment.base.arm(json.loads(arm.knobs)), _seeds((), own)))
 
 
-def _seeds(first: tuple[int, ...], rows: list[Any]) -> tuple[int, ...]:
+def _seeds(first: tuple[int, ...], rows: list[Member]) -> tuple[int, ...]:
     """Return the union of these seeds and those of the members."""
-    return tuple(sorted({*first, *(row["seed"] for row in rows)}))
+    return tuple(sorted({*first, *(row.seed for row in rows)}))
 
 
-def _finished(row: Any, wanted: dict[str, str], store: Store, pruned: set[str]) -> bool:
+def _finished(row: Member, wanted: dict[str, str], store: Store, pruned: set[str]) -> bool:
     """Return True if the member's trial is finished or pruned, on the wanted engine and class of device."""
-    return wanted.items() <= json.loads(row["spec"]).items() and (
-        row["id"] in pruned or store.finished(row["id"])
-    )
+    return wanted.items() <= json.loads(row.spec).items() and (row.id in pruned or store.finished(row.id))
 
 
 def show(experiment: Experiment, settings: Settings) -> None:
@@ -296,7 +296,7 @@ def _idle_knobs(experiment: Experiment) -> Iterator[str]:
     """Yield a note for each set of knobs without any effect: arms that differ only in them are equal."""
     idle: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for arms in (experiment.arms, *_extremes(experiment)):
-        computed: dict[Any, Arm] = {}
+        computed: dict[tuple[object, object], Arm] = {}
         for arm in arms:
             if isinstance(arm.config, Finetune) and arm.config.lora:
                 twin = computed.setdefault((arm.content[0], arm.config.computed(arm.recipe)), arm)
@@ -333,17 +333,16 @@ def _uncovered(experiment: Experiment) -> Iterator[str]:
         (experiment.base.config, *(arm.config for arm in experiment.arms if not arm.recipe.plain))
     )
     models = {
-        (config.model, config.data): config
+        (config.model, config.data): outlined(config.model, config.corpus)
         for config in configs
-        if getattr(config, "model", None) is not None
+        if isinstance(config, Gpt | Finetune) and config.model is not None
     }
-    for config in models.values():
-        outline = outlined(config.model, config.corpus)
+    for outline in models.values():
         if outline.covered < _LEAST_COVERED:
             yield (
                 f"workload.model: {outline.covered:.0%} of its matrix weights, without embeddings, "
-                f"are in layers that a recipe quantises; the largest of the others, {outline.left}, "
-                "is not an nn.Linear in a block and stays in high precision."
+                "are in layers that a recipe quantises; the largest of the others, "
+                f"{outline.largest_uncovered}, is not an nn.Linear in a block and stays in high precision."
             )
 
 

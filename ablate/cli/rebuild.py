@@ -9,7 +9,7 @@ import re
 import sqlite3
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -19,13 +19,15 @@ from ablate.errors import InputError
 from ablate.execution.controller import Controller
 from ablate.execution.sweep_control import damage, put_aside
 from ablate.experiment.load import Experiment, load
-from ablate.files import Busy, lock
+from ablate.files import Busy, Json, lock
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_progress import record_count
 from ablate.results.ledger_rows import FINISHED
 from ablate.results.trial_store import Store
 from ablate.results.verify import verify
 
+Points = list[dict[str, Json]]
+"""Knobs of the points that a search proposed, by number."""
 _IDENTITY = re.compile(rb"id([0-9a-f]{32})")
 """Pattern of the sweep's identity in the bytes of the ledger. It is stored nowhere else, and MLflow's runs
 are found by it.
@@ -56,7 +58,8 @@ def rebuild(
 
 def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str, force: bool) -> None:
     path, screen = folder / "ledger.db", console()
-    why, retired = damage(path), []
+    why = damage(path)
+    retired: list[str] = []
     if path.exists() and not why:
         why, retired = _compare(path, state)
     for line in retired:
@@ -84,9 +87,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     ledger = Ledger(path)
     ledger.describe(**facts)
     # MLflow may have records of unfinished trials that only the old ledger had.
-    ledger.discard(
-        sorted({(member["id"], "") for member in ledger.members() if member["status"] not in FINISHED})
-    )
+    ledger.discard(sorted({(member.id, "") for member in ledger.members() if member.status not in FINISHED}))
     for line in (*news, *_recovered(ledger, experiment, points), *_lost(facts, experiment, points)):
         screen.print(line, soft_wrap=True, markup=False)
     ledger.close()
@@ -98,7 +99,8 @@ def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:
 
     Return how the ledger differs, or None, and one sentence for each folder that was moved.
     """
-    ledger, store, retired = Ledger(path, readonly=True), Store(state), []
+    ledger, store = Ledger(path, readonly=True), Store(state)
+    retired: list[str] = []
     try:
         mismatches = verify(ledger, store).mismatches
     except sqlite3.DatabaseError as error:
@@ -115,11 +117,11 @@ def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:
     return difference, retired
 
 
-def _nothing_runs() -> Any:
+def _nothing_runs() -> NoReturn:
     raise AssertionError("a rebuild runs nothing")
 
 
-def _points(experiment: Experiment, journal: Path) -> tuple[list[dict[str, Any]], dict[int, int]]:
+def _points(experiment: Experiment, journal: Path) -> tuple[Points, dict[int, int]]:
     """Return the points that a search proposed, and the steps at which points were pruned, from its study."""
     if not experiment.search:
         return [], {}
@@ -137,8 +139,8 @@ def _identity(kept: Path) -> dict[str, str]:
     return {"id": match[1].decode()} if match else {}
 
 
-def _recovered(ledger: Ledger, experiment: Experiment, points: list[dict[str, Any]]) -> list[str]:
-    trials = {member["trial"]: member["status"] for member in ledger.members()}
+def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[str]:
+    trials = {member.trial: member.status for member in ledger.members()}
     counts = Counter(trials.values())
     records = record_count(ledger)
     finished = (
@@ -158,7 +160,7 @@ def _recovered(ledger: Ledger, experiment: Experiment, points: list[dict[str, An
     ]
 
 
-def _lost(facts: dict[str, str], experiment: Experiment, points: list[dict[str, Any]]) -> list[str]:
+def _lost(facts: dict[str, str], experiment: Experiment, points: Points) -> list[str]:
     lost = ["failed trials and their reasons (they run again)", "members of earlier versions of the file"]
     if experiment.search and not points:
         lost.append(

@@ -2,8 +2,8 @@
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -11,16 +11,17 @@ from rich.text import Text
 
 from ablate.cli.common import console
 from ablate.errors import InputError, nearest
-from ablate.experiment.arms import Base, KnobError
+from ablate.experiment.arms import KnobError, StartingPoint
 from ablate.experiment.yaml_document import scalar
+from ablate.files import Json
 from ablate.numerics.choices import CANDIDATES, GEMM_OUTPUTS
 from ablate.numerics.spec import Quant
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import Layer, select
-from ablate.recipes.recipe import Product, Products, Wgrad
+from ablate.recipes.recipe import Dgrad, Fprop, Products, Wgrad
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
-app = typer.Typer(help="Look at recipes: one as a table, or two beside each other.", no_args_is_help=True)
+app = typer.Typer(help="Print a recipe as a table, or the differences between two.", no_args_is_help=True)
 
 HEADER = ("operand", "element", "block", "block scale", "outer scale", "rounding", "and")
 EQUATIONS = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
@@ -51,7 +52,7 @@ def show(
         print(recipe.model_dump_json(indent=2))
         return
     screen = console()
-    screen.print(Text(preset, style="bold"), Text(inspect.getdoc(PRESETS[preset])), "", sep="\n")
+    screen.print(Text(preset, style="bold"), Text(inspect.getdoc(PRESETS[preset]) or ""), "", sep="\n")
     rows = {slot: (slot, *_cells(recipe.slot(slot), recipe.dtype)) for slot in SLOTS}
     widths = [
         max(len(cells[column]) for cells in (HEADER, *rows.values()) if column < len(cells))
@@ -77,14 +78,15 @@ def diff(
     second: Annotated[str, typer.Argument(help="Name of another preset.")],
 ) -> None:
     """Print the differences between two presets, by path."""
-    changes = list(differences(*(resolve(name, []).model_dump(mode="json") for name in (first, second))))
+    one, other = (resolve(name, []).model_dump(mode="json") for name in (first, second))
+    changes = list(differences(one, other))
     screen = console()
     if not changes:
         screen.print(f"{first} and {second} are the same recipe.")
         return
     table = _table("recipe.", first, second)
-    for path, one, other in changes:
-        table.add_row(path, Text(one), Text(other))
+    for path, *values in changes:
+        table.add_row(path, *map(Text, values))
     screen.print(table)
 
 
@@ -93,19 +95,19 @@ def resolve(preset: str, turned: list[str]) -> Recipe:
     if preset not in PRESETS:
         raise InputError([f"{preset}: no such preset; {nearest(preset, PRESETS)}"])
     pairs = [text.partition("=") for text in turned]
-    known = f"knobs are {', '.join(KNOBS)}, or recipe.<path>"
-    unfinished = [f"--set {knob}: write knob=value; {known}" for knob, equals, _ in pairs if not equals]
+    hint = f"knobs are {', '.join(KNOBS)}, or recipe.<path>"
+    unfinished = [f"--set {knob}: write knob=value; {hint}" for knob, equals, _ in pairs if not equals]
     if unfinished:
         raise InputError(unfinished)
     outside = [
-        f"--set {knob}: a recipe has no workload and is one preset; {known}"
+        f"--set {knob}: a recipe has no workload and is one preset; {hint}"
         for knob, *_ in pairs
         if knob == "recipe" or knob in WORKLOAD_KNOBS or knob.startswith("workload.")
     ]
     if outside:
         raise InputError(outside)
     try:
-        return Base("gpt", {}, preset).recipe({knob: scalar(value) for knob, _, value in pairs})
+        return StartingPoint("gpt", {}, preset).recipe({knob: scalar(value) for knob, _, value in pairs})
     except KnobError as error:
         raise InputError([f"--set {knob}: {why}" for knob, why in error.reasons]) from None
 
@@ -188,7 +190,7 @@ def extras(quant: Quant) -> Iterator[str]:
         yield quant.estimator if isinstance(quant.estimator, str) else f"DGE k={quant.estimator.k:g}"
 
 
-def outline(product: Product) -> str:
+def outline(product: Fprop | Dgrad | Wgrad) -> str:
     """Return a description of the rotation and the output type of a product."""
     hadamard = product.hadamard
     turned = (
@@ -241,7 +243,9 @@ def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
         )
 
 
-def differences(one: dict[str, Any], other: dict[str, Any], path: str = "") -> Iterator[tuple[str, str, str]]:
+def differences(
+    one: Mapping[str, Json], other: Mapping[str, Json], path: str = ""
+) -> Iterator[tuple[str, str, str]]:
     """Yield (path, value, other value) for each difference of two dumps; a disabled part is one line."""
     for key in one:
         here, a, b = f"{path}{key}", one[key], other[key]
@@ -251,7 +255,7 @@ def differences(one: dict[str, Any], other: dict[str, Any], path: str = "") -> I
             yield here, _word(a), _word(b)
 
 
-def _word(value: Any) -> str:
+def _word(value: Json) -> str:
     """Return a short text for a value: `off`, `size 128, signs per_step`; of a quantiser, its main fields."""
     if value is None:
         return "off"

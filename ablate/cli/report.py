@@ -223,14 +223,14 @@ def is_current(state: Path, name: str) -> bool:
 
 def _stamp(ledger: Ledger) -> str:
     """Return a hash of the state of a sweep: its experiment file and the status of each run."""
-    runs = [(member["name"], member["seed"], member["id"], member["status"]) for member in ledger.members()]
+    runs = [(member.name, member.seed, member.id, member.status) for member in ledger.members()]
     content = [ledger.fact("experiment.yaml"), runs]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def _default_notebooks(ledger: Ledger) -> list[str]:
     """Return the notebooks that fit the question of a sweep."""
-    specs = [json.loads(member["spec"]) for member in ledger.members()[:1]]
+    specs = [json.loads(member.spec) for member in ledger.members()[:1]]
     if any("tensors" in spec.get("workload", {}) for spec in specs):
         return ["tensors"]
     return ["search" if ledger.fact("search") else "ablation", "training_health"]
@@ -238,7 +238,7 @@ def _default_notebooks(ledger: Ledger) -> list[str]:
 
 def _about(ledger: Ledger, name: str, verified: str) -> str:
     """Return the line above the title: experiment, number of runs, verification and date."""
-    statuses = [member["status"] for member in ledger.members()]
+    statuses = [member.status for member in ledger.members()]
     unfinished = sum(status not in ("done", "diverged") for status in statuses)
     partial = f", {unfinished} of them not finished" if unfinished else ""
     runs = f"ablate, experiment {name}: {len(statuses)} runs{partial}"
@@ -468,9 +468,9 @@ def _print(page: Path) -> None:
     if browser is None:
         return
     with tempfile.TemporaryDirectory(prefix="ablate-browser-") as profile:
-        words = ["--headless", "--disable-gpu", "--no-pdf-header-footer", f"--user-data-dir={profile}"]
-        words += ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
-        command = [browser, *words, f"--print-to-pdf={page.with_suffix('.pdf')}", page.resolve().as_uri()]
+        options = ["--headless", "--disable-gpu", "--no-pdf-header-footer", f"--user-data-dir={profile}"]
+        options += ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
+        command = [browser, *options, f"--print-to-pdf={page.with_suffix('.pdf')}", page.resolve().as_uri()]
         try:
             subprocess.run(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120, check=False

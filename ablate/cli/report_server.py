@@ -8,12 +8,13 @@ import json
 import re
 import socket
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import closing
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from socketserver import BaseServer
 from urllib.parse import quote
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from ablate.execution.sweep_control import changed, folders
 from ablate.results.ledger import Ledger
@@ -51,12 +52,10 @@ _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/?#@\s]+))(?::\d+)?")
 _FOREIGN = b"The host name in the address is not allowed: `ablate ui --allowed-hosts NAME` adds a name.\n"
 
 
-def guarded_application(
-    application: Callable[..., Iterable[bytes]], names: frozenset[str]
-) -> Callable[..., Iterable[bytes]]:
+def guarded_application(application: WSGIApplication, names: frozenset[str]) -> WSGIApplication:
     """Wrap a WSGI application so that requests under other host names get status 403."""
 
-    def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    def guarded(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if calls_us(environ.get("HTTP_HOST"), names):
             return application(environ, start)
         start("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
@@ -71,9 +70,16 @@ def guarded_application(
 class ReportHandler(SimpleHTTPRequestHandler):
     """Request handler for the `reports/` folder, with a list of all sweeps as its index page."""
 
-    def __init__(self, state: Path, names: frozenset[str], *args: Any) -> None:
+    def __init__(
+        self,
+        state: Path,
+        names: frozenset[str],
+        request: socket.socket,
+        client_address: tuple[str, int],
+        server: BaseServer,
+    ) -> None:
         self._state, self._names = state, names
-        super().__init__(*args, directory=str(state / "reports"))
+        super().__init__(request, client_address, server, directory=str(state / "reports"))
 
     def do_GET(self) -> None:
         """Send a file of a report, or the list of all sweeps."""
@@ -105,7 +111,7 @@ class ReportHandler(SimpleHTTPRequestHandler):
         self.wfile.write(_FOREIGN)
         return False
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
 
 

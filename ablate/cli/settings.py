@@ -102,7 +102,7 @@ class Settings:
         return variables | ({PROFILE: self.profile} if self.profile else {})
 
 
-def find_settings(profile: str | None = None, **flags: Any) -> Settings:
+def find_settings(profile: str | None = None, **flags: object) -> Settings:
     """Resolve the settings.
 
     Args:
@@ -114,7 +114,8 @@ def find_settings(profile: str | None = None, **flags: Any) -> Settings:
     """
     name = profile or os.environ.get(PROFILE) or None
     file, table = _profile(name)
-    values, origins = {}, {}
+    values: dict[str, Any] = {}  # as KEYS checked them, or as typer parsed them
+    origins: dict[str, str] = {}
     for key in KEYS:
         origin = f"profile {name or 'default'} of {file}"
         values[key], origins[key] = _resolve(key, flags.get(key), table, origin)
@@ -129,7 +130,7 @@ def find_settings(profile: str | None = None, **flags: Any) -> Settings:
     return Settings(**values, profile=name, origins=origins)
 
 
-def _resolve(key: str, flag: Any, table: Mapping[str, Any], origin: str) -> tuple[Any, str]:
+def _resolve(key: str, flag: object, table: Mapping[str, object], origin: str) -> tuple[object, str]:
     """Return a value and its origin; `origin` describes the profile that `table` is."""
     variable = ENVIRONMENT.get(key, "")
     if flag is not None:
@@ -141,7 +142,7 @@ def _resolve(key: str, flag: Any, table: Mapping[str, Any], origin: str) -> tupl
     return _DEFAULTS.get(key), "default"
 
 
-def _profile(name: str | None) -> tuple[Path, dict[str, Any]]:
+def _profile(name: str | None) -> tuple[Path, dict[str, object]]:
     """Return the profile file that applies and its table of this name; an InputError lists all mistakes of
     the file.
     """
@@ -159,7 +160,7 @@ def _profile(name: str | None) -> tuple[Path, dict[str, Any]]:
     return file, profiles.get(name or "default", {})
 
 
-def _read(file: Path) -> dict[str, dict[str, Any]]:
+def _read(file: Path) -> dict[str, dict[str, object]]:
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -182,7 +183,7 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
 # Validators of the values in the file: each returns a description of the mistake, or None
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     if not isinstance(value, str) or not value:
         return "must be text"
     if any(not _NAME.fullmatch(password) for password in passwords(value)):
@@ -190,28 +191,28 @@ def _text(value: Any) -> str | None:
     return None
 
 
-def _workers(value: Any) -> str | None:
+def _workers(value: object) -> str | None:
     return None if type(value) is int and value > 0 else f"{value!r}: must be a whole number from 1"
 
 
-def _price(value: Any) -> str | None:
-    valid = type(value) in (int, float) and 0 < value < float("inf")
+def _price(value: object) -> str | None:
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
     return None if valid else f"{value!r}: must be a number above 0"
 
 
-def _priority(value: Any) -> str | None:
+def _priority(value: object) -> str | None:
     return None if type(value) is int else f"{value!r}: must be a whole number; higher runs first"
 
 
-def _boolean(value: Any) -> str | None:
+def _boolean(value: object) -> str | None:
     return None if isinstance(value, bool) else f"{value!r}: must be true or false"
 
 
-def _one_of(*choices: str) -> Callable[[Any], str | None]:
+def _one_of(*choices: str) -> Callable[[object], str | None]:
     return lambda value: None if value in choices else f"{value!r}: must be one of {', '.join(choices)}"
 
 
-KEYS: dict[str, Callable[[Any], str | None]] = {
+KEYS: dict[str, Callable[[object], str | None]] = {
     "state": _text,
     "ray": _text,
     "mlflow": _text,
@@ -225,7 +226,7 @@ KEYS: dict[str, Callable[[Any], str | None]] = {
 }
 
 
-def _expand(value: Any, location: str) -> Any:
+def _expand(value: object, location: str) -> object:
     """Replace $NAME and ${NAME} in a text by their values in the environment."""
     if not isinstance(value, str):
         return value

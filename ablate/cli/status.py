@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, Json, Profile, State, Sweeps, console, duration
+from ablate.cli.common import DONE, FAILED, JsonOption, Profile, State, Sweeps, console, duration
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import changed, damage, folders, holder, refusal
@@ -25,6 +25,7 @@ from ablate.execution.tracking import behind
 from ablate.files import Holder
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_progress import Attempt, last_attempt, pace, running_attempts
+from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
 from ablate.results.verify import Mismatch, Verified, verify
 from ablate.training.workloads import WORKLOADS
@@ -36,7 +37,7 @@ _MOST_RUNNING = 64
 
 
 @dataclass(frozen=True)
-class RunningTrial:
+class RunningTrialStatus:
     """A running trial and its progress."""
 
     arm: str
@@ -75,7 +76,7 @@ class Status:
     """Process that runs the sweep; None: no process does."""
     trials: dict[str, int] = field(default_factory=dict)
     """Number of trials by status."""
-    running: list[RunningTrial] = field(default_factory=list)
+    running: list[RunningTrialStatus] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     seconds_left: float | None = None
     mlflow_behind: int | None = None
@@ -106,7 +107,7 @@ def status(
             help="Compare every record with the files of its trial instead; exit status 1 if one differs.",
         ),
     ] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
     state: State = None,
     profile: Profile = None,
 ) -> None:
@@ -183,7 +184,7 @@ def _all(sweeps: Iterable[Path], state: Path) -> list[Status]:
 def read(folder: Path, store: Store) -> Status:
     """Return the status of one sweep, from its ledger and its lock."""
     process = holder(folder)
-    controller = process and str(process)
+    controller = str(process) if process else None
     try:
         ledger = Ledger(folder / "ledger.db", readonly=True)
         try:
@@ -200,15 +201,15 @@ def read(folder: Path, store: Store) -> Status:
 
 def _read(folder: Path, ledger: Ledger, store: Store, controller: str | None) -> Status:
     now = time.time()
-    members = {member["trial"]: member for member in reversed(ledger.members())}
+    members = {member.trial: member for member in reversed(ledger.members())}
     attempts = running_attempts(ledger) if controller else {}
     running = [
         _running_trial(ledger, store, member, attempts[trial], now)
         for trial, member in members.items()
         if trial in attempts
     ]
-    failed = [member for member in members.values() if member["status"] in ("failed", "oom", "stopped")]
-    counts = Counter(member["status"] for member in members.values())
+    failed = [member for member in members.values() if member.status in ("failed", "oom", "stopped")]
+    counts = Counter(member.status for member in members.values())
     return Status(
         name=folder.name,
         question=ledger.fact("question") or "",
@@ -222,17 +223,19 @@ def _read(folder: Path, ledger: Ledger, store: Store, controller: str | None) ->
     )
 
 
-def _running_trial(ledger: Ledger, store: Store, member: Any, attempt: Attempt, now: float) -> RunningTrial:
-    ((workload, config),) = json.loads(member["spec"])["workload"].items()
+def _running_trial(
+    ledger: Ledger, store: Store, member: Member, attempt: Attempt, now: float
+) -> RunningTrialStatus:
+    ((workload, config),) = json.loads(member.spec)["workload"].items()
     steps = WORKLOADS[workload].model_validate_json(json.dumps(config)).steps
-    speed = pace(ledger, member["trial"], attempt.started)
-    last = ledger.last_record(member["trial"], "throughput/tokens_per_s")
-    lock = store.folder(member["id"]) / "lock"
+    speed = pace(ledger, member.trial, attempt.started)
+    last = ledger.last_record(member.trial, "throughput/tokens_per_s")
+    lock = store.folder(member.id) / "lock"
     process = Holder.parse(lock.read_text()) if lock.exists() else None
-    return RunningTrial(
-        arm=member["name"],
-        seed=member["seed"],
-        trial=member["id"],
+    return RunningTrialStatus(
+        arm=member.name,
+        seed=member.seed,
+        trial=member.id,
         attempt=attempt.attempt,
         where=process.process if process else "",
         step=speed.step,
@@ -244,17 +247,17 @@ def _running_trial(ledger: Ledger, store: Store, member: Any, attempt: Attempt, 
     )
 
 
-def _failure(ledger: Ledger, store: Store, member: Any) -> Failure:
-    attempt = last_attempt(ledger, member["trial"])
-    reason = member["reason"] or ""
+def _failure(ledger: Ledger, store: Store, member: Member) -> Failure:
+    attempt = last_attempt(ledger, member.trial)
+    reason = member.reason or ""
     log = (
-        store.log_tail(member["id"], attempt or 1, _LOG_LINES + 1).splitlines()
-        if member["status"] != "stopped"
+        store.log_tail(member.id, attempt or 1, _LOG_LINES + 1).splitlines()
+        if member.status != "stopped"
         else []
     )
     # Most reasons repeat the last line of the log.
     shown = log[:-1] if log and log[-1] == reason else log[-_LOG_LINES:]
-    return Failure(member["name"], member["seed"], member["id"], member["status"], reason, shown)
+    return Failure(member.name, member.seed, member.id, member.status, reason, shown)
 
 
 def _seconds_left(ledger: Ledger, now: float) -> float | None:
@@ -284,16 +287,16 @@ def _page(sweeps: list[Status], named: bool, state: Path) -> Group:
         return Group(Text(f"No sweep has been run in {state}."))
     detailed = [sweep for sweep in sweeps if named or sweep.controller or len(sweeps) == 1]
     rest = [sweep for sweep in sweeps if sweep not in detailed]
-    parts: list[Any] = [part for sweep in detailed for part in (*_sweep(sweep), "")]
+    parts: list[RenderableType] = [part for sweep in detailed for part in (*_sweep(sweep), "")]
     unreadable = [
         Text.assemble((f"{sweep.name}  ", "bold"), (sweep.trouble, "red")) for sweep in rest if sweep.trouble
     ]
     readable = [sweep for sweep in rest if not sweep.trouble]
     parts += [_others(readable), ""] if readable else []
-    return Group(*(parts + unreadable if unreadable else parts[:-1]))
+    return Group(*([*parts, *unreadable] if unreadable else parts[:-1]))
 
 
-def _sweep(sweep: Status) -> list[Any]:
+def _sweep(sweep: Status) -> list[RenderableType]:
     """Return all lines and tables about one sweep."""
     head = Text.assemble((sweep.name, "bold"), "  ", (sweep.question, "dim"))
     if sweep.trouble:
@@ -304,7 +307,7 @@ def _sweep(sweep: Status) -> list[Any]:
         Text(f"{sweep.over} of {sweep.total} trials"),
         _counts(sweep),
     )
-    parts = [head, _state(sweep), bar]
+    parts: list[RenderableType] = [head, _state(sweep), bar]
     parts += ["", _running_table(sweep.running)] if sweep.running else []
     parts += ["", *_failure_lines(sweep.failures)] if sweep.failures else []
     return parts
@@ -318,10 +321,10 @@ def _state(sweep: Status) -> Text:
     elif sweep.over < sweep.total:
         text = Text.assemble(
             ("○ ", "yellow"),
-            f"not running; last change {duration(sweep.quiet_s)} ago; the same command continues it",
+            f"not running; last change {duration(sweep.quiet_s or 0.0)} ago; the same command continues it",
         )
     else:
-        text = Text.assemble(("○ ", "dim"), f"ended; last change {duration(sweep.quiet_s)} ago")
+        text = Text.assemble(("○ ", "dim"), f"ended; last change {duration(sweep.quiet_s or 0.0)} ago")
     if sweep.mlflow_behind:
         hint = "" if sweep.controller else f"; `ablate sync {sweep.name}` sends them"
         text.append(f"; MLflow {sweep.mlflow_behind:,} records behind{hint}", "yellow")
@@ -340,7 +343,7 @@ def _counts(sweep: Status) -> Text:
     )
 
 
-def _running_table(trials: list[RunningTrial]) -> Table:
+def _running_table(trials: list[RunningTrialStatus]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("running", "seed", "try", "step", "", "steps/s", "tokens/s", "left", "last record", "where"):
         table.add_column(
@@ -402,6 +405,6 @@ def _others(rest: list[Status]) -> Table:
             f"{sweep.over}/{sweep.total}",
             _counts(sweep),
             mlflow,
-            f"{duration(sweep.quiet_s)} ago",
+            f"{duration(sweep.quiet_s or 0.0)} ago",
         )
     return table

@@ -4,15 +4,16 @@ first.
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ablate.cli.common import Profile, State, console
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest
-from ablate.execution.sweep_control import folders, give, holder
+from ablate.execution.sweep_control import Order, folders, give, holder
 from ablate.results.ledger import Ledger
+from ablate.results.ledger_rows import Member
 
 _ACCEPT_SECONDS = 15.0
 """Time to wait for the controller to accept an order. It checks a few times a second, except while it starts
@@ -38,11 +39,12 @@ def stop(
         raise InputError(["--arm and --trial: both were given; give one of them"])
     folder = _running_sweep(sweep, state, profile)
     members = _members(folder)
+    order: Order
     if arm is not None:
         order, effect = {"stop": "arm", "name": arm}, _arm_effect(arm, members)
     elif trial is not None:
         member = _find_trial(trial, members)
-        order, effect = {"stop": "trial", "id": member["id"]}, _stop_effect(f"Trial {member['id']}", [member])
+        order, effect = {"stop": "trial", "id": member.id}, _stop_effect(f"Trial {member.id}", [member])
     else:
         order = {"stop": "sweep"}
         effect = f"{_stop_effect('The sweep', members)} Its command then ends with status 130."
@@ -73,25 +75,25 @@ def _running_sweep(sweep: str, state: Path | None, profile: str | None) -> Path:
     return folder
 
 
-def _members(folder: Path) -> list[Any]:
+def _members(folder: Path) -> list[Member]:
     ledger = Ledger(folder / "ledger.db", readonly=True)
     members = ledger.members()
     ledger.close()
     return members
 
 
-def _arm_effect(name: str, members: list[Any]) -> str:
+def _arm_effect(name: str, members: list[Member]) -> str:
     """Describe what stopping an arm does; InputError if there is no such arm, or nothing to stop."""
-    selected = [member for member in members if member["name"] == name]
+    selected = [member for member in members if member.name == name]
     if not selected:
-        hint = nearest(name, dict.fromkeys(member["name"] for member in members))
+        hint = nearest(name, dict.fromkeys(member.name for member in members))
         raise InputError([f"--arm {name}: no such arm; {hint}"])
     return _stop_effect(f"Arm {name}", selected)
 
 
-def _find_trial(prefix: str, members: list[Any]) -> Any:
+def _find_trial(prefix: str, members: list[Member]) -> Member:
     """Return the member whose trial id begins with `prefix`; InputError unless there is exactly one."""
-    trials = {member["id"]: member for member in members}
+    trials = {member.id: member for member in members}
     matches = [trial for trial in trials if trial.startswith(prefix)]
     if not matches:
         raise InputError([f"--trial {prefix}: no such trial; {nearest(prefix, trials)}"])
@@ -103,9 +105,9 @@ def _find_trial(prefix: str, members: list[Any]) -> Any:
     return trials[matches[0]]
 
 
-def _stop_effect(subject: str, members: list[Any]) -> str:
+def _stop_effect(subject: str, members: list[Member]) -> str:
     """Describe what stopping these members does; InputError if none of them runs or waits."""
-    status = {member["id"]: member["status"] for member in members}
+    status = {member.id: member.status for member in members}
     runs, waits = (sum(each == wanted for each in status.values()) for wanted in ("running", "pending"))
     if not runs and not waits:
         states = ", ".join(sorted(set(status.values())))
@@ -119,7 +121,7 @@ def _trials(number: int, state: str) -> str:
     return f"{number} {state} trial{'' if number == 1 else 's'}"
 
 
-def _send(folder: Path, order: dict[str, Any], effect: str) -> None:
+def _send(folder: Path, order: Order, effect: str) -> None:
     """Write the order, print its effect, and wait until the controller accepts it; withdraw it if the
     controller has ended.
     """

@@ -1,6 +1,7 @@
 """`ablate sweep X.yaml`: run the trials of an experiment that are missing, and answer its question."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -38,14 +39,18 @@ from ablate.cli.settings import Settings, find_settings, writable
 from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
 from ablate.execution.notify import Hook
-from ablate.execution.progress import Outcome, RunOptions
+from ablate.execution.progress import Executor, Outcome, Progress, RunOptions
 from ablate.execution.sweep_control import check, holder
 from ablate.execution.tracking import check_login
 from ablate.experiment.load import Experiment, load
 from ablate.experiment.schema import Resources
-from ablate.files import Busy, lock
+from ablate.files import Busy, Json, lock
 from ablate.results.databases import network_file_system
 from ablate.results.unmet_phases import never_began
+
+if TYPE_CHECKING:
+    from ablate.cli.doctor import Checkup
+    from ablate.results.summary import ArmSummary
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
 _FLOORS = {
@@ -136,6 +141,12 @@ def sweep(
             envvar="ABLATE_REPORT", show_envvar=False, help="Write the report at the end. (ABLATE_REPORT)"
         ),
     ] = True,
+    check_command: Annotated[
+        str | None,
+        typer.Option(
+            "--check-command", hidden=True, help="Command that checks the numerics; default: `ablate doctor`."
+        ),
+    ] = None,
 ) -> None:
     """Run an experiment: compute missing trials, reuse finished ones, and answer its question.
 
@@ -177,7 +188,9 @@ def sweep(
                 f"reading finished trials; if some are missing, torch, a check of the numerics{ray}"
             )
             raise typer.Exit(
-                SweepRun(experiment, settings, hook, report).run(options, [notes] if notes else [])
+                SweepRun(experiment, settings, hook, report, check_command).run(
+                    options, [notes] if notes else []
+                )
             )
     except Busy as busy:
         raise _sweep_busy(file, str(busy)) from None
@@ -195,8 +208,16 @@ def _sweep_busy(file: Path, holder: str) -> InputError:
 class SweepRun:
     """One run of a sweep in this process: prints progress and answer, and sends notifications."""
 
-    def __init__(self, experiment: Experiment, settings: Settings, hook: Hook | None, report: bool) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        settings: Settings,
+        hook: Hook | None,
+        report: bool,
+        check_command: str | None,
+    ) -> None:
         self.experiment, self.settings, self.hook, self.report = experiment, settings, hook, report
+        self.check_command = check_command
         self.screen = console()
         self.started = time.time()
         self.failed = 0
@@ -230,8 +251,9 @@ class SweepRun:
         from ablate.cli.live_view import View
         from ablate.execution.workers import ClusterError, ClusterLost
 
-        checkup = Checkup()
-        settings, outcome = self.settings, None
+        checkup = Checkup(shlex.split(self.check_command)) if self.check_command else Checkup()
+        settings = self.settings
+        outcome: Outcome | None = None
         controller = Controller(
             self.experiment,
             settings.state,
@@ -262,6 +284,8 @@ class SweepRun:
         except Unfit as error:
             print(error, file=sys.stderr)
             return "failed"
+        if outcome is None:
+            raise RuntimeError("the controller ended without an outcome")
         reused = f", {outcome.reused} already done" if outcome.reused else ""
         failed = f", {outcome.failed} failed" if outcome.failed else ""
         self.screen.print(f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}")
@@ -291,7 +315,7 @@ class SweepRun:
         for line in ([str(index)] if index.exists() else []) + [f"{program('ablate')} ui {name}{option}"]:
             self.screen.print(f"  {line}", soft_wrap=True, markup=False)
 
-    def _notify_failure(self, progress: Any) -> None:
+    def _notify_failure(self, progress: Progress) -> None:
         """Send a notification of the first failure, and print errors of the notification hook."""
         if progress.failed and not self.failed:
             self._notify("trial failed", "running")
@@ -306,7 +330,7 @@ class SweepRun:
             )
 
 
-def _connect(settings: Settings, resources: Resources, checkup: Any) -> Any:
+def _connect(settings: Settings, resources: Resources, checkup: "Checkup") -> Executor:
     """Start the executor, when the first trial has to run, and return it once the check of the numerics has
     passed.
     """
@@ -320,7 +344,9 @@ def _connect(settings: Settings, resources: Resources, checkup: Any) -> Any:
             f"Executor inline computes each trial on one rank instead of {ranks}: results differ "
             "only by the order of additions."
         )
-    pool = Inline() if inline else Pool(settings.ray, settings.workers, gpus, settings.priority, ranks)
+    pool: Executor = (
+        Inline() if inline else Pool(settings.ray, settings.workers, gpus, settings.priority, ranks)
+    )
     try:
         checkup.passed()
     except BaseException:
@@ -331,12 +357,12 @@ def _connect(settings: Settings, resources: Resources, checkup: Any) -> Any:
 
 def _message(
     experiment: Experiment, settings: Settings, event: str, status: str, seconds: float
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """Return the content of a notification; `text` is the summary that a chat shows."""
     from ablate.results.markdown_summary import summary_markdown
     from ablate.results.summary import open_ledger
 
-    content = {
+    content: dict[str, Json] = {
         "event": event,
         "sweep": experiment.name,
         "question": experiment.question,
@@ -347,12 +373,10 @@ def _message(
         ledger = open_ledger(settings.state, experiment.name)
     except FileNotFoundError:
         return content | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {status}"}
-    trials = {member["id"]: member for member in ledger.members()}
-    counts = Counter(member["status"] for member in trials.values())
+    trials = {member.id: member for member in ledger.members()}
+    counts = Counter(member.status for member in trials.values())
     failures = [
-        f"{m['name']} seed={m['seed']}: {m['reason']}"
-        for m in trials.values()
-        if m["status"] in ("failed", "oom")
+        f"{m.name} seed={m.seed}: {m.reason}" for m in trials.values() if m.status in ("failed", "oom")
     ]
     table = summary_markdown(ledger)
     ledger.close()
@@ -360,7 +384,7 @@ def _message(
     text = (
         f"{experiment.name}: {event if status == 'running' else status} after {duration(seconds)}: {listed}"
     )
-    return content | {"counts": dict(counts), "failures": failures, "table": table, "text": text}
+    return content | {"counts": dict(counts), "failures": [*failures], "table": table, "text": text}
 
 
 # One run in a process that outlives the terminal
@@ -371,8 +395,8 @@ def _detach(file: Path, folder: Path, settings: Settings, options: RunOptions, r
 
     If the process ends before that, print its output and return its exit status.
     """
-    if process := holder(folder):
-        raise _sweep_busy(file, str(process))
+    if running := holder(folder):
+        raise _sweep_busy(file, str(running))
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "console.txt"
     with log.open("w") as output:
@@ -455,13 +479,13 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
             screen.print(table, "")
     if experiment.published:
         screen.print(replication_table(replications(ledger, experiment.published)), "")
-    screen.print(_reading(experiment, arms), emulated(ledger))
+    screen.print(how_to_read(experiment, arms), emulated(ledger))
     for line in never_began(ledger):
         screen.print(Text(line.replace("**", "")))
     ledger.close()
 
 
-def _reading(experiment: Experiment, arms: list) -> str:
+def how_to_read(experiment: Experiment, arms: "list[ArmSummary]") -> str:
     """Return a few sentences that explain the table."""
     from ablate.results.table_notes import reading
 

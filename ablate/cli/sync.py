@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -27,6 +27,9 @@ from ablate.files import Busy, lock
 from ablate.results.databases import path_of
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import FINISHED
+
+if TYPE_CHECKING:
+    from ablate.execution.projections import Mirror
 
 _LOOK_SECONDS = 0.25
 
@@ -130,27 +133,30 @@ def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, scree
     """Send the records of one sweep, whose lock is held; return True if MLflow then has all of them."""
     from ablate.execution.projections import Mirror  # pandas
 
+    address = settings.mlflow
+    if address is None:
+        raise InputError(["sync needs an MLflow: omit `--mlflow none`, or give an address"])
     ledger = Ledger(folder / "ledger.db")
     try:
         if rebuild:
             ledger.forget_mlflow()
-        mirror = Mirror(settings.mlflow, ledger, settings.state, folder, folder.name, busy=True)
+        mirror = Mirror(address, ledger, settings.state, folder, folder.name, busy=True)
         before = behind(ledger)
         missing = _wait_for(mirror, ledger, folder.name, timeout, screen)
         trouble = mirror.trouble
         unsent = mirror.finish(_run_status(ledger), 0.0 if missing else timeout)
         if missing or unsent:
-            why = redact(trouble or mirror.trouble or "no answer", settings.mlflow)
-            result = f"{missing:,} of {before:,} records are missing in {redact(settings.mlflow)}: {why}"
+            why = redact(trouble or mirror.trouble or "no answer", address)
+            result = f"{missing:,} of {before:,} records are missing in {redact(address)}: {why}"
         else:
-            result = f"{before:,} records sent, none is missing in {redact(settings.mlflow)}"
+            result = f"{before:,} records sent, none is missing in {redact(address)}"
         screen.print(f"{folder.name}: {result}", soft_wrap=True, markup=False)
         return not (missing or unsent)
     finally:
         ledger.close()
 
 
-def _wait_for(mirror: Any, ledger: Ledger, name: str, timeout: float, screen: Console) -> int:
+def _wait_for(mirror: "Mirror", ledger: Ledger, name: str, timeout: float, screen: Console) -> int:
     """Wait until MLflow has all records, or none arrives for `timeout` seconds; return the number missing."""
     missing = first = behind(ledger)
     columns = (
@@ -175,13 +181,13 @@ def _wait_for(mirror: Any, ledger: Ledger, name: str, timeout: float, screen: Co
 def _unclosed(ledger: Ledger) -> int:
     """Return the number of members that have ended and whose MLflow run is still open."""
     return sum(
-        not member["closed"] and member["status"] not in ("pending", "running") for member in ledger.members()
+        not member.closed and member.status not in ("pending", "running") for member in ledger.members()
     )
 
 
 def _run_status(ledger: Ledger) -> str:
     """Return the status of the sweep's MLflow run, from the ledger."""
-    statuses = {member["status"] for member in ledger.members()}
+    statuses = {member.status for member in ledger.members()}
     if statuses <= {*FINISHED, "pruned"}:
         return "FINISHED"
     return "FAILED" if statuses & {"failed", "oom"} else "KILLED"

@@ -14,8 +14,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from socketserver import ThreadingMixIn
-from typing import Annotated, Any
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Annotated
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import typer
@@ -143,16 +143,16 @@ def _start(
     ]
 
 
-def _serve(server: Any, stack: ExitStack) -> None:
+def _serve(server: TCPServer, stack: ExitStack) -> None:
     """Serve from a thread until the stack unwinds."""
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stack.callback(server.server_close)
     stack.callback(server.shutdown)
 
 
-def _address(server: Any) -> str:
+def _address(server: TCPServer) -> str:
     host, port = server.server_address[:2]
-    return f"http://{host}:{port}/"
+    return f"http://{host!s}:{port}/"
 
 
 # WSGI
@@ -163,7 +163,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
 
 
 class _QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
 
 

@@ -5,6 +5,7 @@ step and probe when it runs, so that a change of those triggers no recompilation
 """
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from weakref import WeakValueDictionary
@@ -13,57 +14,83 @@ import torch
 from torch import Tensor, library, nn
 
 from ablate.engines.emulated import Engine
-from ablate.engines.emulated_layer import EmulatedLinear, backward, forward
+from ablate.engines.emulated_layer import EmulatedLinear, NotInForce, backward, forward
 from ablate.numerics.product import linear
 
 _LAYERS: WeakValueDictionary[int, EmulatedLinear] = WeakValueDictionary()
 
 
 @library.custom_op("ablate::linear", mutates_args=())
-def _linear(x: Tensor, w: Tensor, layer: int) -> Tensor:
+def _linear(x: Tensor, w: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Return y and the micro-batch of the call, int64 on the CPU, which the backward pass draws by."""
     module = _LAYERS[layer]
     module.require_step()
+    micro_batch = torch.tensor(module.clock.micro_batch, device="cpu")
     if needed := module.products.backward_needs:
         raise RuntimeError(
             f"compile: true keeps x and w alone for the backward pass, and this recipe needs {needed};"
             " leave it out"
         )
     if module.products.plain:
-        return linear(x.to(module.dtype), w.to(module.dtype)).to(x.dtype)
-    return forward(module, module.products, x, w)[0]
+        return linear(x.to(module.dtype), w.to(module.dtype)).to(x.dtype), micro_batch
+    return forward(module, module.products, x, w)[0], micro_batch
 
 
 @_linear.register_fake
-def _(x: Tensor, w: Tensor, layer: int) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[0])
+def _(x: Tensor, w: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], w.shape[0]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @library.custom_op("ablate::linear_backward", mutates_args=())
-def _linear_backward(dy: Tensor, x: Tensor, w: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+def _linear_backward(
+    dy: Tensor, x: Tensor, w: Tensor, micro_batch: Tensor, layer: int
+) -> tuple[Tensor, Tensor]:
     module = _LAYERS[layer]
+    if isinstance(module.products, NotInForce):
+        raise RuntimeError(
+            f"{module.name}: the step whose forward pass this is has ended;"
+            " call backward inside it too, since compiled layers read the recipe when they run"
+        )
     if module.products.plain:
         high = dy.to(module.dtype)
         dx, dw = linear(high, w.to(module.dtype).t()), linear(high.t(), x.to(module.dtype).t())
     else:
-        dx, dw = backward(module, module.products, (x.to(torch.bfloat16), w, None, None), dy, (True, True))
-    return dx.to(x.dtype), dw.to(w.dtype)
+        with module.clock.within(int(micro_batch)):  # a later forward pass may have begun another one
+            dx, dw = backward(
+                module, module.products, (x.to(torch.bfloat16), w, None, None), dy, (True, True)
+            )
+    # Contiguous as announced below, even if x and w are not: inductor's code relies on the strides.
+    return dx.to(x.dtype).contiguous(), dw.to(w.dtype).contiguous()
 
 
 @_linear_backward.register_fake
-def _(dy: Tensor, x: Tensor, w: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(w)
+def _(dy: Tensor, x: Tensor, w: Tensor, micro_batch: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), w.new_empty(w.shape)
 
 
-def _save(ctx, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+def _save(ctx, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
     x, w, ctx.layer = inputs
-    ctx.save_for_backward(x, w)
+    ctx.save_for_backward(x, w, output[1])
 
 
-def _differentiate(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+def _differentiate(ctx, dy: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
     return *_linear_backward(dy.contiguous(), *ctx.saved_tensors, ctx.layer), None
 
 
 _linear.register_autograd(_differentiate, setup_context=_save)
+
+
+def operator(layer: EmulatedLinear) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the operator of one layer: y [tokens, out] from x [tokens, in] and w [out, in]."""
+    # The smallest free number, the same in every trial: it is part of the graph, by which torch caches.
+    number = next(n for n in count() if n not in _LAYERS)
+    _LAYERS[number] = layer
+    return partial(_output, number)
+
+
+def _output(number: int, x: Tensor, w: Tensor) -> Tensor:
+    """Return y alone."""
+    return torch.ops.ablate.linear(x, w, number)[0]
 
 
 def compile_model(model: nn.Module, engine: Engine) -> None:
@@ -83,8 +110,5 @@ def compile_model(model: nn.Module, engine: Engine) -> None:
             "compile: true needs a C++ compiler on the worker: install g++ or clang++, or leave it out"
         )
     for layer in engine.layers.values():
-        # The smallest free number, the same in every trial: it is part of the graph, by which torch caches.
-        number = next(n for n in count() if n not in _LAYERS)
-        _LAYERS[number] = layer
-        layer.whole_graph = partial(torch.ops.ablate.linear, layer=number)
+        layer.whole_graph = operator(layer)
     model.compile(dynamic=False, fullgraph=True)

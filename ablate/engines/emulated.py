@@ -29,16 +29,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from ablate.engines.emulated_layer import DTYPES, HIGH, UNSET, EmulatedLinear, Probe
+from ablate.engines.emulated_layer import DTYPES, HIGH, UNSET, EmulatedLinear, NotInForce, Probe
 from ablate.engines.ranks import Divided, Sharded
-from ablate.engines.weights import WeightRules
+from ablate.engines.weights import RulesState, WeightRules
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand
 from ablate.recipes.layers import LISTS, Layer, Match, block_name, block_of, located, select
@@ -46,6 +46,27 @@ from ablate.recipes.recipe import Products, Recipe, Run, Trigger
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+Output = TypeVar("Output")
+BlockOf = Callable[[str], str | None]
+"""Returns the name of the block that a module lies in, given the module's name; None for none."""
+
+
+class LayerState(TypedDict):
+    """State of one layer: its count of non-finite operands, and its amax histories (step to amax) by slot."""
+
+    nonfinite: int
+    histories: dict[str, dict[int, Tensor | float]]
+
+
+class EngineState(TypedDict):
+    """State of an engine in a checkpoint."""
+
+    layers: dict[str, LayerState]
+    tripped: list[str]
+    fp4: tuple[int, int]
+    weights: RulesState | None
 
 
 class Engine:
@@ -57,12 +78,13 @@ class Engine:
         model: a model whose layers are `EmulatedLinear` already.
         recipe: products, layer rules, schedule and weight rules.
         clock: the clock that the layers draw by; the training loop advances it.
+        block: returns the name of the block that a module lies in, None for none.
 
     Raises:
         ValueError: a rule selects no layer, or a layer's names are quantised differently.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, clock: Clock) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, clock: Clock, block: BlockOf = block_name) -> None:
         self.recipe, self.clock = recipe, clock
         self.names = _names(model, EmulatedLinear)
         """All names of each layer, keyed by the first: a layer that is registered twice has two."""
@@ -72,7 +94,7 @@ class Engine:
         self.weights = WeightRules(recipe.weights, model, self.layers)
         every = {name for names in self.names.values() for name in names}
         self.placed = described(
-            model, (name for name, _ in model.named_modules(remove_duplicate=False) if name in every)
+            model, (name for name, _ in model.named_modules(remove_duplicate=False) if name in every), block
         )
         """Every name of every layer, in the model's order, with its block and the classes that contain it."""
         self._refuse_idle_rules()
@@ -89,12 +111,13 @@ class Engine:
             if self.placed and (reason := select(rule.match, self.placed).reason):
                 raise ValueError(f"layers.rules.{number}.match: {reason}")
 
-    def at(self, step: int, run: Run) -> Recipe:
+    def at(self, step: int, run: Run, *, counted: bool = True) -> Recipe:
         """Put the recipe of one step in force in every layer.
 
         Args:
             step: optimizer step, from 0.
             run: length of the run, which the schedule's fractions refer to.
+            counted: add the step's products to `fp4_share`.
 
         Returns:
             The recipe as it is at that step, with the phases of its schedule applied.
@@ -102,12 +125,21 @@ class Engine:
         recipe = self.recipe.at(step, run, self.tripped)
         for name, layer in self.layers.items():
             layer.products = self._in_force(recipe, name)
-        for name, layer in self.layers.items():
+        for name, layer in self.layers.items() if counted else ():
             fp4, products = layer.products.fp4(layer.weight.requires_grad)
             size = layer.weight.numel() * len(self.names[name])
             self._fp4 += fp4 * size
             self._work += products * size
         return recipe
+
+    def end(self, remedy: str) -> None:
+        """Leave the step in force: until the next `at`, a call of a layer raises an error.
+
+        Args:
+            remedy: end of the error's sentence.
+        """
+        for layer in self.layers.values():
+            layer.products = NotInForce(remedy=remedy)
 
     def fall_back(self, layers: Sequence[str], safer: Callable[[Products], Products]) -> None:
         """Use safer products in some layers from the next step on.
@@ -139,14 +171,14 @@ class Engine:
         """
         return self._fp4 / self._work if self._work else 0.0
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> EngineState:
         """Return the state that later steps depend on, apart from parameters and optimizer, for a checkpoint.
 
         Returns:
             Nested dicts and lists of tensors, numbers and strings: amax histories, tripped triggers, counts
             and the state of the weight rules.
         """
-        layers = {
+        layers: dict[str, LayerState] = {
             name: {
                 "nonfinite": int(layer.nonfinite),
                 "histories": {slot: dict(h.amax) for slot, h in layer.histories.items()},
@@ -160,7 +192,7 @@ class Engine:
             "weights": self.weights.state(),
         }
 
-    def restore(self, state: dict[str, Any], step: int) -> None:
+    def restore(self, state: EngineState, step: int) -> None:
         """Load a state that `state` returned after `step` steps."""
         for name, saved in state["layers"].items():
             layer = self.layers[name]
@@ -253,6 +285,32 @@ class Engine:
             layer.probe = probe
 
     @contextmanager
+    def unrecorded(self, *, unless_completed: bool = False):
+        """Restore amax histories and counts at the end of this context.
+
+        Args:
+            unless_completed: restore them only if the context ends in an exception.
+        """
+        counts = {name: layer.nonfinite for name, layer in self.layers.items()}
+        work = self._fp4, self._work
+        histories = [
+            (history, dict(history.amax))
+            for layer in self.layers.values()
+            for history in layer.histories.values()
+        ]
+        completed = False
+        try:
+            yield
+            completed = True
+        finally:
+            if not (completed and unless_completed):
+                self._fp4, self._work = work
+                for name, layer in self.layers.items():
+                    layer.nonfinite = counts[name]
+                for history, amax in histories:
+                    history.amax = amax
+
+    @contextmanager
     def again(self):
         """Inside this context, recompute activations: operands are neither counted nor given to the probe."""
         before = {name: (layer.probe, layer.nonfinite) for name, layer in self.layers.items()}
@@ -264,12 +322,12 @@ class Engine:
                 layer.probe, layer.nonfinite = before[name]
 
 
-def described(model: nn.Module, names: Iterable[str]) -> tuple[Layer, ...]:
+def described(model: nn.Module, names: Iterable[str], block: BlockOf = block_name) -> tuple[Layer, ...]:
     """Return name, block and surrounding classes of the layers of these names, which layer rules match.
 
-    ValueError for a layer in no numbered block.
+    ValueError for a layer that `block` finds in no block.
     """
-    return located({name: _classes(model, name) for name in names})
+    return located({name: _classes(model, name) for name in names}, block)
 
 
 def _classes(model: nn.Module, name: str) -> set[str]:
@@ -279,7 +337,13 @@ def _classes(model: nn.Module, name: str) -> set[str]:
     return {type(module).__name__ for module in around} | {"Linear"}
 
 
-def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> Engine:
+def convert(
+    model: nn.Module,
+    recipe: Recipe,
+    clock: Clock,
+    block: BlockOf = block_name,
+    wanted: Callable[[str, nn.Module], bool] = lambda name, linear: True,
+) -> Engine:
     """Replace every nn.Linear inside a transformer block, in place, and return the engine that drives them.
 
     Parameter names, values, state dicts and hooks stay as they are. Linears outside the blocks (the output
@@ -290,6 +354,8 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> Engine:
         model: any model whose blocks are numbered (`blocks.0`, `model.layers.0`, ...); changed in place.
         recipe: the recipe to apply. `recipe.dtype` is the dtype of the products that it does not quantise.
         clock: seed, step and micro-batch of all random draws; advance it as training advances.
+        block: returns the name of the block that a module lies in, None for none; by default, its name tells.
+        wanted: returns False for a layer, given its name and itself, that is to be left alone.
 
     Returns:
         The engine. Call `Engine.at` before each step.
@@ -298,16 +364,20 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> Engine:
         ValueError: a layer cannot be replaced (see `quantisable`), nothing of the model would be replaced, or
             the recipe does not fit the model's layers.
     """
-    replaced(model, lambda linear, name: EmulatedLinear(linear, name, clock, DTYPES[recipe.dtype]))
-    return Engine(model, recipe, clock)
+    first = [name for name in quantisable(model, block) if wanted(name, model.get_submodule(name))]
+    replaced(model, first, lambda linear, name: EmulatedLinear(linear, name, clock, DTYPES[recipe.dtype]))
+    return Engine(model, recipe, clock, block)
 
 
-def replaced(model: nn.Module, make: Callable[[nn.Linear, str], EmulatedLinear]) -> None:
-    """Replace each quantisable layer, under all its names, by `make(layer, first name)`."""
-    first = quantisable(model)
+def replaced(
+    model: nn.Module, first: Sequence[str], make: Callable[[nn.Linear, str], EmulatedLinear]
+) -> None:
+    """Replace layers, given by their first names, under all their names, by `make(layer, first name)`."""
     if not first:
         raise ValueError(_why_nothing(model))
-    if unknown := _unknown_lists(model):
+    if unknown := [
+        listed for listed in _unknown_lists(model) if not any(n.startswith(listed) for n in first)
+    ]:
         warnings.warn(f"not quantised: {_nearest(unknown)}", stacklevel=3)
     names = _names(model, nn.Linear)
     for name in first:
@@ -326,8 +396,8 @@ def _names(model: nn.Module, kind: type[nn.Module]) -> dict[str, list[str]]:
     return {names[0]: names for names in by_module.values()}
 
 
-def quantisable(model: nn.Module) -> list[str]:
-    """Return the names of the layers that `convert` replaces: every nn.Linear in a numbered block.
+def quantisable(model: nn.Module, block: BlockOf = block_name) -> list[str]:
+    """Return the names of the layers that `convert` replaces: every nn.Linear in a block.
 
     Subclasses of nn.Linear, such as the routers of experts, are not among them. A layer that has several
     names is listed by its first.
@@ -338,7 +408,7 @@ def quantisable(model: nn.Module) -> list[str]:
     """
     result = []
     for name, names in _names(model, nn.Linear).items():
-        inside = [alias for alias in names if block_of(alias) >= 0]
+        inside = [alias for alias in names if block(alias) is not None]
         module = model.get_submodule(name)
         if not inside or isinstance(module, EmulatedLinear):
             continue
@@ -413,7 +483,7 @@ def recompute(model: nn.Module, engine: Engine) -> None:
         block.forward = partial(_recomputed, block.forward, engine)
 
 
-def _recomputed(forward: Callable[..., Any], engine: Engine, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(forward: Callable[..., Output], engine: Engine, *args: object, **kwargs: object) -> Output:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(

@@ -40,13 +40,13 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ablate.engines.ranks import Divided, Sharded, whole
+from ablate.engines.ranks import Divided, DrawArguments, Sharded, whole
 from ablate.numerics import choices
 from ablate.numerics.estimators import slope
 from ablate.numerics.hadamard import rotate
@@ -61,11 +61,52 @@ from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products
 _GEMM_DTYPES = {word: choices.DTYPES[dtype] for word, (dtype, _) in choices.GEMM_OUTPUTS.items()}
 DTYPES = {word: getattr(torch, name) for word, name in (choices.DTYPES | _GEMM_DTYPES).items()}
 HIGH = Products()
-UNSET = Products()
-"""In force in a converted layer until the engine's first step; distinguished from `HIGH` by identity."""
+
+
+class NotInForce(Products):
+    """Products of a converted layer outside of every step: a call of the layer raises an error.
+
+    Without it, such a call would compute in high precision, and nothing would say so.
+    """
+
+    remedy: str = "call engine.at(step, run) before the model, or use engine.high_precision()"
+    """End of the error's sentence."""
+
+
+UNSET = NotInForce()
+"""In force in a converted layer until the engine's first step."""
 
 Probe = Callable[[str, str, Operand], None]
 """Called with (layer, slot, operand) for every quantised operand while telemetry is on."""
+
+
+Casts = dict[str, tuple[tuple[object, ...], list[Operand]]]
+"""Operands of a weight by slot, each with what they depend on: format, rotation, `Source` of weight."""
+
+
+class Source:
+    """Content of a weight at one moment: equal for the same memory in the same version.
+
+    A version alone would not do: another tensor in the weight's place (torch.func.functional_call,
+    `load_state_dict(assign=True)`, `p.data = ...`) often has the same one. The alias keeps the memory, so
+    that a later tensor cannot take its address. Not seen is a change in place through `.data`, which torch
+    does not count.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.detach()
+        # An inference tensor counts no versions, so it equals none.
+        self.version = object() if weight.is_inference() else weight._version
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Source)
+            and self.version == other.version
+            and self.weight.data_ptr() == other.weight.data_ptr()
+            and self.weight.shape == other.weight.shape
+            and self.weight.stride() == other.weight.stride()
+            and self.weight.dtype == other.weight.dtype
+        )
 
 
 class EmulatedLinear(nn.Linear):
@@ -80,7 +121,7 @@ class EmulatedLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self._adopt(linear)
+        _move(linear, self, vars(linear).keys())
         self.name, self.clock, self.dtype = name, clock, dtype
         self.products = HIGH
         self.probe: Probe | None = None
@@ -91,34 +132,61 @@ class EmulatedLinear(nn.Linear):
         self.histories = {slot: History() for slot in SLOTS}
         self.target: Tensor | None = None
         """Values that decide the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
-        self.casts: dict[str, tuple[tuple, list[Operand]]] | None = None
+        self.casts: Casts | None = None
         """Cache of the weight's operands by slot, valid while no parameter changes; None: no cache."""
         self.divided: Divided | None = None
         """Division of the tokens among ranks; None if this rank has all of them."""
         self.sharded: Sharded | None = None
         """Division of the weight among ranks; None if this rank has all of it."""
+        self.called: Callable[[EmulatedLinear], None] | None = None
+        """Called with the layer at the begin of each of its forward passes."""
+        self.compiled: Callable[[Tensor, Tensor], Tensor] | None = None
+        """Operator that stands for this layer in code that torch.compile traces; None: it is not traced."""
+        self.quantize = quantize
+        """Quantiser; a profiler replaces it by one that records its name."""
         self._sites = {slot: site(name, slot) for slot in SLOTS}
         # One site for both operands of a product: their rotations must cancel in it.
         self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}
 
-    def _adopt(self, linear: nn.Linear) -> None:
-        """Take over the parameters, the mode, the attributes and the hooks of the layer that is replaced.
+    def plain(self) -> nn.Linear:
+        """Return an nn.Linear with this layer's parameters, hooks and attributes: what it replaced."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        own = vars(EmulatedLinear(linear, "", self.clock, self.dtype)).keys() - vars(linear).keys()
+        _move(self, linear, vars(self).keys() - own - {"_leader", "_own_histories"})
+        return linear
 
-        The dictionaries of hooks are the same objects, so that existing handles still remove their hooks.
-        """
-        vars(self).update(vars(linear))
-        self._parameters, self._buffers = dict(linear._parameters), dict(linear._buffers)
-        for hook in self._load_state_dict_pre_hooks.values():
-            if hook.with_module:  # torch keeps a weak reference to the old module, which is soon deleted
-                hook.module = weakref.ref(self)
+    def __deepcopy__(self, memo: dict[int, object]) -> "EmulatedLinear":
+        """Return a layer with copied parameters that follows the steps of this one."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        shared = {"clock", "probe", "called", "_sites", "_turns"}
+        copied.__dict__.update(
+            {
+                name: value if name in shared else deepcopy(value, memo)
+                for name, value in vars(self).items()
+                if name not in ("_leader", "_own_histories", "whole_graph", "compiled", "casts")
+            }
+        )
+        copied.whole_graph = copied.compiled = copied.casts = None
+        copied.__dict__["_own_histories"] = copied.histories
+        copied.__dict__["_leader"] = vars(self).get("_leader", self)  # no submodule of the copy
+        return copied
 
     def require_step(self) -> None:
-        """Raise RuntimeError if the engine has put no step of its recipe in force yet."""
-        if self.products is UNSET:
+        """Raise RuntimeError if no step of the recipe is in force; report the call to `called`."""
+        if "_leader" in vars(self):
+            leader = vars(self)["_leader"]
+            self.products, self.target = leader.products, leader.target
+            # An evaluation adds no amax; a call in a step would add one to the training's history.
+            evaluating = self.clock.stream == "evaluation"
+            self.histories = leader.histories if evaluating else vars(self)["_own_histories"]
+        if isinstance(self.products, NotInForce):
             raise RuntimeError(
                 f"{self.name}: no step of the recipe is in force, so nothing would be quantised;"
-                " call engine.at(step, run) before the model, or use engine.high_precision()"
+                f" {self.products.remedy}"
             )
+        if self.called is not None:
+            self.called(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x w^T + bias, [..., in] to [..., out], in the dtype of `x`; autocast is disabled inside.
@@ -128,9 +196,10 @@ class EmulatedLinear(nn.Linear):
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x)
-        if self.whole_graph is None:
+        whole_graph = self.compiled if torch.compiler.is_compiling() and self.compiled else self.whole_graph
+        if whole_graph is None:
             self.require_step()
-        if self.whole_graph is None and self.products.plain:
+        if whole_graph is None and self.products.plain:
             bias = None if self.bias is None else self.bias.to(self.dtype)
             weight = (
                 self.sharded.whole(self.weight, self.dtype) if self.sharded else self.weight.to(self.dtype)
@@ -140,11 +209,7 @@ class EmulatedLinear(nn.Linear):
             x.reshape(-1, self.in_features),
             self.weight.to_local() if self.sharded else self.weight,
         )
-        y = (
-            self.whole_graph(rows, weight)
-            if self.whole_graph
-            else _Products.apply(rows, weight, self, self.products)
-        )
+        y = whole_graph(rows, weight) if whole_graph else _Products.apply(rows, weight, self, self.products)
         y = y if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -204,7 +269,7 @@ class EmulatedLinear(nn.Linear):
         slot: str,
         quant: Quant | None,
         rotation: Hadamard | None,
-        weight: Callable[[], Tensor],
+        weight: Tensor,
         keep: bool = False,
     ) -> list[Operand]:
         """Return the weight as the operand `slot`, from the cache `casts` if possible.
@@ -216,12 +281,18 @@ class EmulatedLinear(nn.Linear):
             slot: `fprop.w` or `dgrad.w`.
             quant: format of the operand; None leaves it in bf16.
             rotation: the product's Hadamard rotation, if any.
-            weight: returns the weight, bf16 [rows, contraction]; of a sharded one, this rank's rows.
+            weight: the weight of this call [out, in], in any dtype; of a sharded one, this rank's rows. It
+                may be another tensor than `self.weight`: a functional call brings its own.
             keep: as in `operand`.
         """
         inspected = keep or self.probe is not None
+
+        def oriented() -> Tensor:
+            w = weight.detach().to(torch.bfloat16)
+            return w if slot == "fprop.w" else w.t()
+
         if self.sharded:
-            part = weight()
+            part = oriented()
             packed = (
                 None if inspected else self.sharded.operand(part, slot, quant, rotation, self.draws_at(slot))
             )
@@ -230,26 +301,38 @@ class EmulatedLinear(nn.Linear):
                 if packed
                 else self.operand(self.sharded.numbers(part, slot), slot, quant, rotation, keep)
             )
-        inspected = inspected or self.casts is None
-        if quant is None or inspected or self._target(slot, quant) is not None or not lasts(quant, rotation):
-            return self.operand(weight(), slot, quant, rotation, keep)
-        spec, parts = self.casts.get(slot, (None, []))
-        if spec == (quant, rotation):
+        casts = self.casts
+        if (
+            quant is None
+            or inspected
+            or casts is None
+            or self._target(slot, quant) is not None
+            or not lasts(quant, rotation)
+        ):
+            return self.operand(oriented(), slot, quant, rotation, keep)
+        source = Source(weight)
+        spec, parts = casts.get(slot, (None, []))
+        wanted = (quant, rotation, source)
+        if spec == wanted:
             self._count(parts)
             return parts
-        parts = self._transposed(slot, quant, rotation) or self.operand(weight(), slot, quant, rotation)
-        self.casts[slot] = (quant, rotation), parts
+        parts = self._transposed(casts, slot, quant, rotation, source) or self.operand(
+            oriented(), slot, quant, rotation
+        )
+        casts[slot] = wanted, parts
         return parts
 
-    def _transposed(self, slot: str, quant: Quant, rotation: Hadamard | None) -> list[Operand] | None:
+    def _transposed(
+        self, casts: Casts, slot: str, quant: Quant, rotation: Hadamard | None, source: "Source"
+    ) -> list[Operand] | None:
         """Return dgrad's weight as fprop's transposed, which is the same for unrotated blocks of 16x16."""
-        spec, parts = self.casts.get("fprop.w", (None, []))
+        spec, parts = casts.get("fprop.w", (None, []))
         square = quant.block == "16x16" and rotation is None and quant.transform is None
         if (
             slot != "dgrad.w"
             or not square
-            or spec != (quant, None)
-            or parts[0].values.shape != self.weight.shape
+            or spec != (quant, None, source)
+            or parts[0].values.shape != source.weight.shape
         ):
             return None
         self._count(parts)
@@ -267,7 +350,7 @@ class EmulatedLinear(nn.Linear):
     ) -> Operand:
         if how is None:
             return Operand(self.rotated(x, slot, rotation))
-        result = quantize(
+        result = self.quantize(
             x,
             how,
             rotation=rotation,
@@ -282,7 +365,7 @@ class EmulatedLinear(nn.Linear):
             self.probe(self.name, slot, result)
         return result
 
-    def draws_at(self, slot: str) -> dict[str, Any]:
+    def draws_at(self, slot: str) -> DrawArguments:
         """Return the clock and sites that determine an operand's random bits, as keywords of `quantize`."""
         return {"clock": self.clock, "where": self._sites[slot], "product": self._turns[slot]}
 
@@ -346,6 +429,18 @@ class EmulatedLinear(nn.Linear):
             self.clock, self.probe, self.nonfinite = before
 
 
+def _move(source: nn.Linear, target: nn.Linear, names: Iterable[str]) -> None:
+    """Give `target` the attributes of `source` with these names: parameters, mode, hooks and a user's own.
+
+    The dictionaries of hooks are the same objects, so that existing handles still remove their hooks.
+    """
+    target.__dict__.update({name: vars(source)[name] for name in names})
+    target._parameters, target._buffers = dict(source._parameters), dict(source._buffers)
+    for hook in target._load_state_dict_pre_hooks.values():
+        if hook.with_module:  # torch keeps a weak reference to the old module, which is soon deleted
+            hook.module = weakref.ref(target)
+
+
 class _Products(torch.autograd.Function):
     """The autograd function of one call: fprop in its forward pass, dgrad and wgrad in its backward pass.
 
@@ -358,12 +453,16 @@ class _Products(torch.autograd.Function):
         y, kept = forward(layer, products, x, w)
         ctx.save_for_backward(*kept)
         ctx.layer, ctx.products, ctx.dtypes = layer, products, (x.dtype, w.dtype)
+        ctx.micro_batch = layer.clock.micro_batch
         return y
 
     @staticmethod
     @first_order
     def backward(ctx, dy: Tensor):
-        dx, dw = backward(ctx.layer, ctx.products, ctx.saved_tensors, dy, ctx.needs_input_grad[:2])
+        # A later forward pass may have begun another micro-batch; and a backward pass called inside of
+        # autocast runs under it, which would round fp32 products to bf16.
+        with ctx.layer.clock.within(ctx.micro_batch), torch.autocast(dy.device.type, enabled=False):
+            dx, dw = backward(ctx.layer, ctx.products, ctx.saved_tensors, dy, ctx.needs_input_grad[:2])
         dtypes = ctx.dtypes
         return None if dx is None else dx.to(dtypes[0]), None if dw is None else dw.to(dtypes[1]), None, None
 
@@ -394,9 +493,7 @@ def forward(layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor) -> 
     }
     operands = {
         "fprop.x": layer.operand(xb, "fprop.x", spec.x, spec.hadamard, keep["x"]),
-        "fprop.w": layer.weight_operand(
-            "fprop.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16), keep["w"]
-        ),
+        "fprop.w": layer.weight_operand("fprop.w", spec.w, spec.hadamard, w, keep["w"]),
     }
     sources = {"fprop.x": xb, "fprop.w": w}
     for slot, copied in FORWARD_COPY.items():
@@ -428,6 +525,8 @@ def backward(
         sharded layer, dw is this rank's rows of the sum over ranks.
     """
     x, w, x_slope, w_slope = kept
+    assert x is not None
+    assert w is not None
     dy = dy.to(torch.bfloat16)
     dx = dw = None
     g, gt = layer.gradients(dy, products, *needs)
@@ -436,14 +535,14 @@ def backward(
         if _from_forward(products, "dgrad.w"):
             wt = layer.operand(w.t(), "dgrad.w", spec.w, spec.hadamard)
         else:
-            wt = layer.weight_operand("dgrad.w", spec.w, spec.hadamard, lambda: w.to(torch.bfloat16).t())
+            wt = layer.weight_operand("dgrad.w", spec.w, spec.hadamard, w)
         dx = _through(split_product(g, wt, DTYPES[spec.gemm]), x_slope, layer, "fprop.x", products)
     if needs[1]:
-        spec = products.wgrad
-        xt = layer.operand(x.t(), "wgrad.x", spec.x, spec.hadamard)
-        total = split_product(gt, xt, torch.float32 if layer.divided else DTYPES[spec.dw])
+        wgrad = products.wgrad
+        xt = layer.operand(x.t(), "wgrad.x", wgrad.x, wgrad.hadamard)
+        total = split_product(gt, xt, torch.float32 if layer.divided else DTYPES[wgrad.dw])
         dw = _through(
-            layer.divided.total(total, DTYPES[spec.dw]) if layer.divided else total,
+            layer.divided.total(total, DTYPES[wgrad.dw]) if layer.divided else total,
             w_slope,
             layer,
             "fprop.w",

@@ -7,12 +7,12 @@ Engine, torch, cuBLAS, driver, numerics or the comparison itself.
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ablate.cache import key_of, root
 from ablate.engines.hardware import PARTS, Machine, driver, installed
-from ablate.files import write
+from ablate.files import Json, write
 from ablate.numerics.spec import VERSION
 
 PROTOCOL = 2
@@ -25,7 +25,7 @@ _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")
 AGREES, OFF = "agrees", "off"
 
 
-def subject(machine: Machine) -> dict[str, Any]:
+def subject(machine: Machine) -> dict[str, Json]:
     """Return all that a comparison on this machine depends on."""
     return {
         "capability": ".".join(map(str, machine.capability)) if machine.capability else None,
@@ -45,7 +45,7 @@ def record_path(machine: Machine) -> Path:
     return root() / "parity" / f"{key_of(subject(machine))}.json"
 
 
-def keep(document: dict[str, Any], machine: Machine) -> Path:
+def keep(document: Mapping[str, object], machine: Machine) -> Path:
     """Write the record of a complete comparison, which `agreed` reads. OSError if it cannot be written."""
     path = record_path(machine)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,14 @@
 """Communication of a linear layer whose tokens or weight are divided among ranks."""
 
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ablate.numerics.partition import Partition, gather
+from ablate.numerics.philox import Clock
 from ablate.numerics.product import first_order
 from ablate.numerics.quantize import Operand, draws
 from ablate.numerics.spec import Hadamard, Quant
@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def in_parts(tensor: Any) -> bool:
+class DrawArguments(TypedDict):
+    """Arguments of `quantize` that determine the random bits of an operand."""
+
+    clock: Clock
+    where: int
+    product: int
+
+
+def in_parts(tensor: object) -> bool:
     """Return True for a tensor that is divided among ranks, a DTensor.
 
     DTensor's module takes a second to import; if nothing has imported it, there is no DTensor.
@@ -102,7 +110,7 @@ class Sharded:
         slot: str,
         quant: Quant | None,
         rotation: Hadamard | None,
-        draws_at: Mapping[str, Any],
+        draws_at: DrawArguments,
     ) -> Operand | None:
         """Return the weight as an operand, gathered as codes and block scales. Collective.
 
@@ -111,13 +119,13 @@ class Sharded:
             slot: `fprop.w` or `dgrad.w`.
             quant: format of the operand, if any.
             rotation: the product's Hadamard rotation, if any.
-            draws_at: the arguments `clock`, `where` and `product` of `quantize`.
+            draws_at: clock and draw sites of the operand.
 
         Returns:
             The operand; None if it cannot be gathered so (see `packs`), on all ranks alike.
         """
         partition = self.shares[slot]
-        if not packs(quant, rotation, part, partition):
+        if quant is None or not packs(quant, rotation, part, partition):
             return None
         packed = store_one(part, quant, rotation=rotation, partition=partition, **draws_at)
         packed = gather_packed(packed, partition)
@@ -178,4 +186,4 @@ def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, partitio
         refuse(quant)
     except ValueError:
         return False
-    return partition.misfit(*part.shape, quant, rotation) is None
+    return partition.misfit(part.shape[0], part.shape[1], quant, rotation) is None

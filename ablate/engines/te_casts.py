@@ -4,13 +4,12 @@ It reads TE's private storage (2.20.2), to compare TE with the emulator. The eng
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ablate.engines.te_mapping import Format
-from ablate.engines.transformer_engine import quantiser
+from ablate.engines.te_mapping import CopyFormat
+from ablate.engines.transformer_engine import TeObject, quantiser
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.stored import unpack
 
@@ -28,7 +27,7 @@ class Cast:
     """fp32 [1], or [rows]; None if the format has none."""
 
 
-def casts(x: Tensor, copy: Format) -> tuple[Cast, ...]:
+def casts(x: Tensor, copy: CopyFormat) -> tuple[Cast, ...]:
     """Quantise a tensor by TE's quantiser of a format, and read the result back.
 
     Args:
@@ -42,10 +41,10 @@ def casts(x: Tensor, copy: Format) -> tuple[Cast, ...]:
     maker = quantiser(copy)
     maker.set_usage(rowwise=True, columnwise=not copy.rows)
     made = maker(x)
-    return {"nvfp4": _nvfp4, "mxfp8": _mxfp8, "fp8": _fp8}[copy.family](made, x.shape, copy)
+    return {"nvfp4": nvfp4_casts, "mxfp8": mxfp8_casts, "fp8": fp8_casts}[copy.family](made, x.shape, copy)
 
 
-def _nvfp4(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
+def nvfp4_casts(made: TeObject, shape: tuple[int, int], copy: CopyFormat) -> tuple[Cast, ...]:
     """Read NVFP4: two codes a byte, the columnwise copy transposed, scales padded to tiles of 128x4."""
     rows, columns = shape
     layouts = (("rowwise", rows, columns), ("columnwise", columns, rows))
@@ -57,7 +56,7 @@ def _nvfp4(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
     return tuple(result)
 
 
-def _mxfp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
+def mxfp8_casts(made: TeObject, shape: tuple[int, int], copy: CopyFormat) -> tuple[Cast, ...]:
     """Read MXFP8: the columnwise copy not transposed, its scales [rows / 32, columns]; both padded."""
     rows, columns = shape
     row = made._rowwise_data.view(_dtype(copy.element)), made._rowwise_scale_inv[:rows, : columns // 32]
@@ -70,7 +69,7 @@ def _mxfp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
     )
 
 
-def _fp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
+def fp8_casts(made: TeObject, shape: tuple[int, int], copy: CopyFormat) -> tuple[Cast, ...]:
     """Read FP8: one set of codes, and its transpose on a GPU that multiplies no other layout (Hopper)."""
     codes, turned = made._data, made._transpose
     scale = made._scale_inv.view(1, 1)
@@ -79,4 +78,4 @@ def _fp8(made: Any, shape: tuple[int, int], copy: Format) -> tuple[Cast, ...]:
 
 
 def _dtype(element: str) -> torch.dtype:
-    return getattr(torch, ELEMENTS[element].dtype)
+    return getattr(torch, ELEMENTS[element].dtype or "")  # every element that TE has is a type of torch

@@ -35,7 +35,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ablate.numerics.spec import BlockScale, Quant, argument, tag
+from ablate.numerics.spec import BlockScale, Outer, Quant, argument, tag
 from ablate.recipes.recipe import DIRECTIONS, FORWARD_COPY, Product, Products, Recipe
 
 Family = Literal["high", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
@@ -52,7 +52,7 @@ MULTIPLE = 32
 
 
 @dataclass(frozen=True)
-class Format:
+class CopyFormat:
     """One copy of a tensor, as the arguments of the TE quantiser that makes it."""
 
     family: Family = "high"
@@ -76,8 +76,8 @@ class Format:
 class Copies:
     """The two copies of a tensor; see TENSORS for the products that they are operands of."""
 
-    row: Format
-    column: Format
+    row: CopyFormat
+    column: CopyFormat
     requantised: bool = False
     """True if the columnwise copy is made from the quantised rowwise copy."""
 
@@ -124,8 +124,8 @@ def te_recipe(products: Products) -> Description:
     if products.plain:
         return None
     copies = {
-        tensor: Copies(*(_format(products, slot) for slot in slots), _requantised(products, slots))
-        for tensor, slots in TENSORS.items()
+        tensor: Copies(_format(products, row), _format(products, column), _requantised(products, column))
+        for tensor, (row, column) in TENSORS.items()
     }
     custom = Custom(**copies)
     return _builtin(custom) or custom
@@ -223,7 +223,7 @@ def _quant_refusals(slot: str, quant: Quant) -> Iterator[str]:
 def _nvfp4_refusals(slot: str, quant: Quant) -> Iterator[str]:
     if quant.block not in ("1x16", "16x16"):
         yield f"block {quant.block}: Transformer Engine's E2M1 has blocks of 1x16 or 16x16, with E4M3 scales"
-    elif quant.scale != BlockScale():
+    elif quant.scale is not None and quant.scale != BlockScale():
         yield (
             "scale: Transformer Engine's E2M1 has E4M3 block scales, rounded to nearest,"
             f" not {quant.scale.format} by {quant.scale.rounding}"
@@ -233,7 +233,7 @@ def _nvfp4_refusals(slot: str, quant: Quant) -> Iterator[str]:
     if quant.block == "16x16" and not slot.endswith(".w"):
         yield "block 16x16: Transformer Engine has square blocks for weights alone; use 1x16"
     if quant.outer is not None:
-        yield from _outer_refusals(slot, quant)
+        yield from _outer_refusals(slot, quant.outer, quant.select is not None)
     if quant.rounding not in ("nearest", "stochastic"):
         yield f"rounding {quant.rounding}: Transformer Engine rounds to nearest or stochastically"
     if quant.rounding == "stochastic" and quant.bits != 8:
@@ -249,29 +249,26 @@ def _nvfp4_refusals(slot: str, quant: Quant) -> Iterator[str]:
         yield "select: Transformer Engine never applies Four Over Six to gradients"
 
 
-def _outer_refusals(slot: str, quant: Quant) -> Iterator[str]:
-    if tag(quant.outer.statistic) == "percentile":
+def _outer_refusals(slot: str, outer: Outer, selects: bool) -> Iterator[str]:
+    if tag(outer.statistic) == "percentile":
         yield (
-            f"outer.statistic {quant.outer.statistic}: Transformer Engine scales by the largest magnitude;"
+            f"outer.statistic {outer.statistic}: Transformer Engine scales by the largest magnitude;"
             " the nearest is amax"
         )
-    elif quant.outer.statistic != "amax":
+    elif outer.statistic != "amax":
         yield (
-            f"outer.statistic {quant.outer.statistic}: Transformer Engine takes an E2M1 tensor's own amax;"
+            f"outer.statistic {outer.statistic}: Transformer Engine takes an E2M1 tensor's own amax;"
             " the nearest is amax"
         )
-    if quant.outer.granularity == "block:128":
+    if outer.granularity == "block:128":
         yield "outer.granularity block:128: Transformer Engine has one fp32 scale a tensor; use tensor"
-    if quant.outer.granularity == "row" and slot != "fprop.x":
+    if outer.granularity == "row" and slot != "fprop.x":
         yield (
             "outer.granularity row: Transformer Engine scales only the forward pass's activations by rows;"
             " use tensor here"
         )
-    if quant.outer.bound not in ((448, 256) if quant.select else (448,)):
-        yield (
-            f"outer.bound {quant.outer.bound:g}: Transformer Engine has 448,"
-            " and 256 if it selects among scales"
-        )
+    if outer.bound != 448 and not (selects and outer.bound == 256):
+        yield (f"outer.bound {outer.bound:g}: Transformer Engine has 448, and 256 if it selects among scales")
 
 
 def _mxfp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
@@ -281,7 +278,7 @@ def _mxfp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
             f"block {quant.block}: Transformer Engine's {quant.element} has blocks of 1x32"
             " (weights: 32x32 too), or one scale a tensor"
         )
-    if quant.scale.format != "e8m0" or quant.scale.rounding != "ceil":
+    if quant.scale is None or quant.scale.format != "e8m0" or quant.scale.rounding != "ceil":
         yield "scale: MXFP8 has e8m0 block scales, which Transformer Engine rounds by ceil"
     if quant.outer is not None:
         yield "outer: MXFP8 has no scale beside its blocks'; write null"
@@ -289,7 +286,8 @@ def _mxfp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
 
 
 def _fp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
-    if quant.outer.granularity != "tensor" or tag(quant.outer.statistic) not in ("amax", "delayed"):
+    outer = quant.outer
+    if outer is None or outer.granularity != "tensor" or tag(outer.statistic) not in ("amax", "delayed"):
         yield (
             "outer: Transformer Engine's FP8 has one scale a tensor,"
             " from its present amax (amax) or from earlier steps (delayed:n)"
@@ -304,8 +302,8 @@ def _eight_bit_roundings(quant: Quant) -> Iterator[str]:
 
 def _product_refusals(name: str, product: Product) -> Iterator[str]:
     x, w = (getattr(product, operand) for operand in product.operands)
-    if getattr(product, "gemm", "bf16_out") != "bf16_out":
-        yield f".gemm {product.gemm}: Transformer Engine's layer returns bf16; write bf16_out"
+    if (gemm := getattr(product, "gemm", "bf16_out")) != "bf16_out":
+        yield f".gemm {gemm}: Transformer Engine's layer returns bf16; write bf16_out"
     if getattr(product, "dw", "bf16") != "bf16":
         yield (
             ".dw fp32: not yet on this engine, whose weight gradients leave the product in bf16"
@@ -343,43 +341,45 @@ def _together(products: Products) -> Iterator[str]:
         if all(quant is not None and quant.element == "e5m2" for quant in operands):
             yield f"{name}: tensor cores multiply no e5m2 with e5m2; let one operand be e4m3"
     for slots in TENSORS.values():
-        quants = [products.slot(slot) for slot in slots]
-        if all(_family(quant) == "fp8" for quant in quants) and quants[0].element != quants[1].element:
+        row, column = (products.slot(slot) for slot in slots)
+        families_of_both = {_family(row), _family(column)}
+        if row and column and families_of_both == {"fp8"} and row.element != column.element:
             yield (
-                f"{slots[1]}.element {quants[1].element}: with one scale a tensor"
+                f"{slots[1]}.element {column.element}: with one scale a tensor"
                 f" Transformer Engine has one copy, and {slots[0]} differs"
             )
-        if "fp8_delayed" in map(_family, quants) and quants[0] != quants[1]:
+        if "fp8_delayed" in families_of_both and row != column:
             yield (
                 f"{slots[1]}: with delayed scaling both copies of a tensor share one amax history;"
                 f" quantise it and {slots[0]} alike"
             )
 
 
-def _requantised(products: Products, slots: tuple[str, str]) -> bool:
-    quant = products.slot(slots[1])
-    return slots[1] in FORWARD_COPY and quant is not None and quant.source == "forward"
+def _requantised(products: Products, slot: str) -> bool:
+    quant = products.slot(slot)
+    return slot in FORWARD_COPY and quant is not None and quant.source == "forward"
 
 
-def _format(products: Products, slot: str) -> Format:
+def _format(products: Products, slot: str) -> CopyFormat:
     quant = products.slot(slot)
     if quant is None:
-        return Format()
+        return CopyFormat()
     family, rotation = _family(quant), getattr(products, slot.partition(".")[0]).hadamard
+    outer = quant.outer or Outer()  # MXFP8 has none, and nothing of it is read below
     if family == "nvfp4":
-        return Format(
+        return CopyFormat(
             family,
             quant.element,
             stochastic=quant.rounding == "stochastic",
             square=quant.block == "16x16",
             rotated=rotation is not None,
             signs=rotation is None or rotation.signs == "fixed",
-            rows=quant.outer.granularity == "row",
+            rows=outer.granularity == "row",
             chosen=quant.select.criterion.upper() if quant.select else "",
-            bound=int(quant.outer.bound),
+            bound=int(outer.bound),
         )
-    history = int(argument(quant.outer.statistic)) if family == "fp8_delayed" else 0
-    return Format(family, quant.element, square=quant.block == "32x32", history=history)
+    history = int(argument(outer.statistic) or 0) if family == "fp8_delayed" else 0
+    return CopyFormat(family, quant.element, square=quant.block == "32x32", history=history)
 
 
 # --- TE's own recipe classes ----------------------------------------------------------------------
@@ -452,7 +452,7 @@ def _nvfp4_options(custom: Custom) -> tuple | None:
         (False, True): "weights",
         (False, False): "none",
     }
-    four_over_six = next(iter(chosen), Format(chosen="MAE", bound=256))
+    four_over_six = next(iter(chosen), CopyFormat(chosen="MAE", bound=256))
     return (
         ("disable_rht", not x.column.rotated),
         ("disable_stochastic_rounding", not g.row.stochastic),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ from ablate.engines.te_mapping import (
     TE_ELEMENTS,
     TENSORS,
     Builtin,
+    CopyFormat,
     Custom,
     Description,
-    Format,
     families,
     recipe_refusals,
     te_recipe,
@@ -39,6 +39,9 @@ from ablate.numerics.quantize import Operand
 from ablate.numerics.scaling import encode_scale
 from ablate.numerics.spec import Outer, Quant
 from ablate.recipes.recipe import Products, Recipe, Run
+
+TeObject: TypeAlias = Any
+"""Object of Transformer Engine, which has no type annotations: a recipe, a quantiser, a quantised tensor."""
 
 
 class Draws:
@@ -74,13 +77,13 @@ class DelayedScale:
     def __init__(self, history: History, clock: Clock, device: torch.device) -> None:
         self.history, self.clock, self.device = history, clock, device
 
-    def quantiser(self, copy: Format) -> Any:
+    def quantiser(self, copy: CopyFormat) -> TeObject:
         """Return TE's quantiser by a given scale, set before each cast; the cast's amax joins the history."""
         scale, amax = torch.ones((), device=self.device), torch.zeros(1, device=self.device)
         made = library().te.Float8Quantizer(scale, amax, _dtype(copy))
         cast = made.quantize_impl
 
-        def with_history(x: Tensor) -> Any:
+        def with_history(x: Tensor) -> TeObject:
             self._set_scale(made.scale, x, copy)
             made.amax.zero_()  # the kernel takes the maximum of this and the new amax
             result = cast(x)
@@ -91,7 +94,7 @@ class DelayedScale:
         made.quantize_impl = with_history
         return made
 
-    def _set_scale(self, scale: Tensor, x: Tensor, copy: Format) -> None:
+    def _set_scale(self, scale: Tensor, x: Tensor, copy: CopyFormat) -> None:
         """Set `scale` from the largest amax of the history; from that of `x` if there is none above zero."""
         quant = Quant(element=copy.element, block=None, scale=None, outer=Outer(bound=1.0))
         past = max(map(float, self.history.before(self.clock, copy.history)), default=0.0)
@@ -101,7 +104,7 @@ class DelayedScale:
             scale.copy_(encode_scale(x.detach().abs().amax().float(), quant))
 
 
-class _Once(torch.autograd.Function):
+class Once(torch.autograd.Function):
     """Identity on both inputs of a product that raises for a second derivative, which TE does not compute."""
 
     @staticmethod
@@ -126,7 +129,7 @@ class NativeLinear(EmulatedLinear):
         super().__init__(linear, name, clock, dtype)
         self.draws = draws
         self._mapped: tuple[Products, Description] = (self.products, None)
-        self._layers: dict[Description, tuple[nn.Module, Any]] = {}
+        self.built: dict[Description, tuple[nn.Module, TeObject]] = {}
         for row, column in TENSORS.values():
             self.histories[column] = self.histories[row]  # TE makes both copies by one cast
 
@@ -147,20 +150,20 @@ class NativeLinear(EmulatedLinear):
             )
         self.draws.at(rows.device)
         with torch.autocast(rows.device.type, enabled=False):
-            y = self._product(description, *_Once.apply(rows, self.weight.to(torch.bfloat16)))
+            y = self._product(description, *Once.apply(rows, self.weight.to(torch.bfloat16)))
         self.nonfinite = self.nonfinite + ~y.detach().isfinite().all()
         y = y.to(x.dtype) if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _product(self, description: Description, x: Tensor, w: Tensor) -> Tensor:
+    def _product(self, description: Builtin | Custom, x: Tensor, w: Tensor) -> Tensor:
         """Return x w^T under a TE recipe, differentiable in both; RuntimeError if TE has used another."""
         te = library()
-        if description not in self._layers:
+        if description not in self.built:
             layer = te.Linear(
                 self.in_features, self.out_features, bias=False, params_dtype=torch.bfloat16, device="meta"
             )
-            self._layers[description] = layer, self._recipe(description)
-        layer, recipe = self._layers[description]
+            self.built[description] = layer, self._recipe(description)
+        layer, recipe = self.built[description]
         with te.autocast(enabled=True, recipe=recipe):
             y = torch.func.functional_call(layer, {"weight": w}, (x,))
         applied = layer.fp8 and all(
@@ -171,9 +174,9 @@ class NativeLinear(EmulatedLinear):
             raise RuntimeError(f"{self.name}: Transformer Engine did not apply the recipe in force, {recipe}")
         return y
 
-    def _recipe(self, description: Builtin | Custom) -> Any:
+    def _recipe(self, description: Builtin | Custom) -> TeObject:
         """Return TE's recipe object: shared by all layers, or this layer's own if it has amax histories."""
-        if "fp8_delayed" not in formats(description):
+        if not isinstance(description, Custom) or "fp8_delayed" not in formats(description):
             return build(description)
         delayed = {
             tensor: DelayedScale(self.histories[slots[0]], self.clock, self.weight.device)
@@ -185,14 +188,14 @@ class NativeLinear(EmulatedLinear):
 class NativeEngine(Engine):
     """An engine of `NativeLinear` layers. It calls no probe: TE does not show quantised operands."""
 
-    def at(self, step: int, run: Run) -> Recipe:
+    def at(self, step: int, run: Run, *, counted: bool = True) -> Recipe:
         """Put the recipe of one step in force in every layer; see `Engine.at`."""
         pending = [amaxes for amaxes in self.histories(step - 1) if isinstance(amaxes[step - 1], Tensor)]
         if pending:  # one transfer for all amaxes, so that later no scale waits for the GPU
             values = torch.stack([amaxes[step - 1] for amaxes in pending]).tolist()
             for amaxes, amax in zip(pending, values, strict=True):
                 amaxes[step - 1] = amax
-        return super().at(step, run)
+        return super().at(step, run, counted=counted)
 
     def weight_casts(self) -> dict[str, tuple[Tensor, Operand]]:
         """Return an empty dict: TE does not show its casts."""
@@ -223,14 +226,17 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
             f"engine transformer_engine: {stray} is set and changes numbers whatever the recipe is; unset it"
         )
     draws = Draws(clock)
-    for name in quantisable(model):
+    layers = quantisable(model)
+    for name in layers:
         linear = model.get_submodule(name)
         if not recipe.plain and (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE):
             raise ValueError(
                 f"{name}: {linear.in_features} to {linear.out_features} features,"
                 f" and Transformer Engine takes multiples of {MULTIPLE}; use engine: emulated"
             )
-    replaced(model, lambda linear, name: NativeLinear(linear, name, clock, DTYPES[recipe.dtype], draws))
+    replaced(
+        model, layers, lambda linear, name: NativeLinear(linear, name, clock, DTYPES[recipe.dtype], draws)
+    )
     return NativeEngine(model, recipe, clock)
 
 
@@ -247,7 +253,7 @@ def library() -> SimpleNamespace:
 
 
 @lru_cache(maxsize=256)
-def build(description: Builtin | Custom) -> Any:
+def build(description: Builtin | Custom) -> TeObject:
     """Return TE's recipe object, the same for the same description: layers compare recipes by identity."""
     recipes = library().recipes
     if isinstance(description, Custom):
@@ -264,7 +270,9 @@ def formats(description: Builtin | Custom) -> set[str]:
     return {copy.family for copies in tensors for copy in (copies.row, copies.column)}
 
 
-def factory(custom: Custom, delayed: Mapping[str, DelayedScale] | None = None) -> Callable[[Any], Any]:
+def factory(
+    custom: Custom, delayed: Mapping[str, DelayedScale] | None = None
+) -> Callable[[TeObject], TeObject]:
     """Return the function that TE calls for the quantiser of each tensor of a layer.
 
     Outputs of the layer get a quantiser that leaves them as they are.
@@ -274,11 +282,12 @@ def factory(custom: Custom, delayed: Mapping[str, DelayedScale] | None = None) -
         delayed: scales by tensor, for those with delayed scaling.
     """
 
-    def for_role(role: Any) -> Any:
+    def for_role(role: TeObject) -> TeObject:
         copies = getattr(custom, role.tensor_type, None) if role is not None and role.tensor_type else None
         if copies is None:
-            return quantiser(Format())
+            return quantiser(CopyFormat())
         if copies.row.family == "fp8_delayed":
+            assert delayed is not None
             return delayed[role.tensor_type].quantiser(copies.row)
         if not copies.requantised and copies.row == replace(copies.column, rotated=False, signs=True):
             return quantiser(copies.column)  # TE rotates the columnwise copy alone
@@ -291,7 +300,7 @@ def factory(custom: Custom, delayed: Mapping[str, DelayedScale] | None = None) -
     return for_role
 
 
-def quantiser(copy: Format) -> Any:
+def quantiser(copy: CopyFormat) -> TeObject:
     """Return TE's quantiser of one format, for both copies; it is called with a tensor."""
     te = library().te
     match copy.family:
@@ -317,5 +326,5 @@ def quantiser(copy: Format) -> Any:
     return te.IdentityQuantizer()
 
 
-def _dtype(copy: Format) -> Any:
+def _dtype(copy: CopyFormat) -> TeObject:
     return getattr(library().te.DType, TE_ELEMENTS[copy.element])

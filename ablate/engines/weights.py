@@ -6,7 +6,7 @@ Near the end of a run many weights lie at a rounding threshold and flip between 
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ablate.recipes.recipe import OsciReset, Products, QEma, QRamping, Run, Weights
 
 
-class Layer(Protocol):
+class QuantisedLayer(Protocol):
     """The interface of a quantised layer that the rules use."""
 
     weight: nn.Parameter
@@ -24,14 +24,31 @@ class Layer(Protocol):
     def quantised_weight(self) -> Tensor: ...
 
 
+class RuleState(TypedDict, total=False):
+    """State of one rule: fp32 tensors by layer. Each rule has some of the fields."""
+
+    travels: dict[str, dict[str, Tensor]]
+    means: dict[str, Tensor]
+    waits: dict[str, Tensor]
+    sums: dict[str, Tensor]
+    counts: dict[str, Tensor]
+
+
+class RulesState(TypedDict):
+    """State of all rules: the layers that they act on, and the state of each rule."""
+
+    names: list[str]
+    rules: list[RuleState]
+
+
 class Travel:
     """Distances that each weight and its quantised value have moved: sums of |dw| and |dQ(w)| over steps."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: QuantisedLayer) -> None:
         self.w, self.q = layer.weight.detach().clone(), layer.quantised_weight()
         self.w_way, self.q_way = torch.zeros_like(self.w), torch.zeros_like(self.q)
 
-    def add(self, layer: Layer) -> None:
+    def add(self, layer: QuantisedLayer) -> None:
         """Add the step that the layer's weight has just made."""
         w, q = layer.weight.detach().clone(), layer.quantised_weight()
         self.w_way += (w - self.w).abs()
@@ -53,30 +70,38 @@ class Travel:
 class Resetting:
     """OsciReset: set weights whose quantised value moved much farther than they did to that value."""
 
-    def __init__(self, spec: OsciReset, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, spec: OsciReset, layers: Mapping[str, QuantisedLayer]) -> None:
         self.spec, self.layers = spec, layers
         self.travels: dict[str, Travel] = {}
 
     def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
         if step >= Fraction(repr(self.spec.start)) * run.steps and step % self.spec.period == 0:
-            self.travels = {name: Travel(layer) for name, layer in self.layers.items()}
+            self.travels |= {name: Travel(layer) for name, layer in _updated(optimizer, self.layers).items()}
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
         window_ends = step % self.spec.period == self.spec.window - 1
-        for name, travel in self.travels.items():
-            layer = self.layers[name]
+        for name, layer in _updated(optimizer, self.layers).items():
+            if (travel := self.travels.get(name)) is None:
+                continue
             travel.add(layer)
             if window_ends:
                 layer.weight.copy_(torch.where(travel.ratio() >= self.spec.threshold, travel.q, layer.weight))
-        if window_ends:
-            self.travels = {}
+                del self.travels[name]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> RuleState:
         return {"travels": _travelled(self.travels)}
 
-    def restore(self, state: dict[str, Any], step: int) -> None:
+    def restore(self, state: RuleState, step: int) -> None:
         self.travels = {name: Travel.from_state(travel) for name, travel in state["travels"].items()}
+
+
+def _updated(
+    optimizer: torch.optim.Optimizer, layers: Mapping[str, QuantisedLayer]
+) -> dict[str, QuantisedLayer]:
+    """Return the layers whose weights this optimizer updates: a model may have several optimizers."""
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {name: layer for name, layer in layers.items() if id(layer.weight) in mine}
 
 
 def _travelled(travels: dict[str, Travel]) -> dict[str, dict[str, Tensor]]:
@@ -86,7 +111,7 @@ def _travelled(travels: dict[str, Travel]) -> dict[str, dict[str, Tensor]]:
 class Averaging:
     """Q-EMA: round a weight to the neighbour that its moving average is closer to."""
 
-    def __init__(self, spec: QEma, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, spec: QEma, layers: Mapping[str, QuantisedLayer]) -> None:
         self.spec, self.layers = spec, layers
         self.means = {name: layer.weight.detach().clone() for name, layer in layers.items()}
 
@@ -94,15 +119,15 @@ class Averaging:
         pass
 
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
-        for name, layer in self.layers.items():
+        for name, layer in _updated(optimizer, self.layers).items():
             self.means[name].lerp_(layer.weight.detach(), 1 - self.spec.decay)
             if step + 1 >= self.spec.start:
                 layer.target = self.means[name]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> RuleState:
         return {"means": self.means}
 
-    def restore(self, state: dict[str, Any], step: int) -> None:
+    def restore(self, state: RuleState, step: int) -> None:
         self.means = state["means"]
         for name, layer in self.layers.items():
             layer.target = self.means[name] if step >= self.spec.start else None
@@ -115,7 +140,7 @@ class Ramping:
     here the run's own steps are measured.
     """
 
-    def __init__(self, spec: QRamping, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, spec: QRamping, layers: Mapping[str, QuantisedLayer]) -> None:
         self.spec, self.layers = spec, layers
         self.travels: dict[str, Travel] = {}
         self.waits = {
@@ -127,9 +152,13 @@ class Ramping:
 
     @torch.no_grad()
     def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        updated = _updated(optimizer, self.layers)
         if step % self.spec.period == 0:
-            self.travels = {name: Travel(layer) for name, layer in self.layers.items()}
-        for name, layer in self.layers.items():
+            self.travels |= {name: Travel(layer) for name, layer in updated.items()}
+        self.kept = {}
+        for name, layer in updated.items():
+            if layer.weight.grad is None:  # the optimizer leaves such a weight as it is
+                continue
             self.sums[name] += layer.weight.grad
             self.counts[name] += 1  # not the wait, which `_measure` may have changed since the last update
             layer.weight.grad = self.sums[name] / self.counts[name]
@@ -143,12 +172,13 @@ class Ramping:
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
         decays = {
-            id(p): 1 - group["lr"] * group["weight_decay"]
+            # Adam's own weight decay is a part of the gradient, which waits with the rest.
+            id(p): 1 - group["lr"] * group["weight_decay"] if _decouples(optimizer, group) else 1.0
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        for name, layer in self.layers.items():
-            count, (w, *moments) = self.counts[name], self.kept[name]
+        for name, (w, *moments) in self.kept.items():
+            layer, count = self.layers[name], self.counts[name]
             due = (step + 1) % self.waits[name] == 0
             decayed = w * decays[id(layer.weight)]
             layer.weight.copy_(torch.where(due, decayed + count * (layer.weight - decayed), decayed))
@@ -157,9 +187,9 @@ class Ramping:
                 state[key].copy_(torch.where(due, state[key], old))
             for collected in (self.sums[name], count):
                 collected.masked_fill_(due, 0)
-        self._measure(step)
+        self._measure(step, _updated(optimizer, self.layers))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> RuleState:
         return {
             "travels": _travelled(self.travels),
             "waits": self.waits,
@@ -167,26 +197,36 @@ class Ramping:
             "counts": self.counts,
         }
 
-    def restore(self, state: dict[str, Any], step: int) -> None:
+    def restore(self, state: RuleState, step: int) -> None:
         self.travels = {name: Travel.from_state(travel) for name, travel in state["travels"].items()}
         self.waits, self.sums, self.counts = state["waits"], state["sums"], state["counts"]
 
-    def _measure(self, step: int) -> None:
+    def _measure(self, step: int, updated: Mapping[str, QuantisedLayer]) -> None:
         window_ends = step % self.spec.period == self.spec.window - 1
-        for name, travel in self.travels.items():
-            travel.add(self.layers[name])
+        for name in updated.keys() & self.travels.keys():
+            travel = self.travels[name]
+            travel.add(updated[name])
             if window_ends:
                 slower = torch.floor(travel.ratio() / self.spec.threshold) * self.spec.slowdown + 1
                 self.waits[name] = slower.clamp(max=self.spec.slowest)
-        if window_ends:
-            self.travels = {}
+                del self.travels[name]
 
 
-def _moved(state: Any, device: torch.device) -> Any:
-    """Return nested dictionaries with their tensors moved to a device."""
+def _decouples(optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> bool:
+    """Return True if the optimizer subtracts its weight decay from the weights, as AdamW does."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+Nested = TypeVar("Nested")
+
+
+def _moved(state: Nested, device: torch.device) -> Nested:
+    """Return nested dictionaries with copies of their tensors on a device; rules change theirs in place."""
     if isinstance(state, Tensor):
-        return state.to(device)
-    return {key: _moved(value, device) for key, value in state.items()} if isinstance(state, dict) else state
+        return state.to(device, copy=True)
+    if not isinstance(state, dict):
+        return state
+    return type(state)((key, _moved(value, device)) for key, value in state.items())
 
 
 class WeightRules:
@@ -194,11 +234,11 @@ class WeightRules:
 
     Args:
         spec: the recipe's weight rules.
-        model: the model, all of whose trainable parameters `master: bf16` rounds.
+        model: the model, whose trainable parameters `master: bf16` rounds after their optimizer's step.
         layers: the quantised layers by name.
     """
 
-    def __init__(self, spec: Weights, model: nn.Module, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, spec: Weights, model: nn.Module, layers: Mapping[str, QuantisedLayer]) -> None:
         self.spec, self.model, self.layers = spec, model, layers
         self.rules: list[Resetting | Averaging | Ramping] | None = None
         self.names: list[str] = []
@@ -208,19 +248,20 @@ class WeightRules:
         if self.rules is None:  # begin here: the layers' products are set from the first step on
             quantised = (name for name, layer in self.layers.items() if layer.products.fprop.w is not None)
             self._begin([name for name in quantised if self.layers[name].weight.requires_grad])
-        for rule in self.rules:
+        for rule in self.rules or ():
             rule.before(optimizer, step, run)
 
     def _begin(self, quantised: list[str]) -> None:
         layers = {name: self.layers[name] for name in quantised}
-        wanted = (
-            (Resetting, self.spec.osci_reset),
-            (Averaging, self.spec.q_ema),
-            (Ramping, self.spec.q_ramping),
-        )
-        self.names, self.rules = quantised, [rule(spec, layers) for rule, spec in wanted if spec]
+        self.names, self.rules = quantised, []
+        if self.spec.osci_reset:
+            self.rules.append(Resetting(self.spec.osci_reset, layers))
+        if self.spec.q_ema:
+            self.rules.append(Averaging(self.spec.q_ema, layers))
+        if self.spec.q_ramping:
+            self.rules.append(Ramping(self.spec.q_ramping, layers))
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> RulesState | None:
         """Return the layers that rules act on and the state of each rule; None before the first step."""
         return (
             None
@@ -228,21 +269,25 @@ class WeightRules:
             else {"names": self.names, "rules": [rule.state() for rule in self.rules]}
         )
 
-    def restore(self, state: dict[str, Any] | None, step: int) -> None:
+    def restore(self, state: RulesState | None, step: int) -> None:
         """Load a state that `state` returned after `step` steps."""
         if state is None:
+            self.rules = None
+            for layer in self.layers.values():
+                layer.target = None
             return
         self._begin(state["names"])
         device = next(self.model.parameters()).device
-        for rule, saved in zip(self.rules, state["rules"], strict=True):
+        for rule, saved in zip(self.rules or (), state["rules"], strict=True):
             rule.restore(_moved(saved, device), step)
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
         """Apply the rules that follow an optimizer step."""
-        for rule in self.rules:
+        for rule in self.rules or ():
             rule.after(optimizer, step, run)
         if self.spec.master == "bf16":
+            updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for parameter in self.model.parameters():  # listed now: adapters are added after the conversion
-                if parameter.requires_grad:
+                if parameter.requires_grad and id(parameter) in updated:
                     parameter.copy_(parameter.to(torch.bfloat16))

@@ -19,15 +19,15 @@ import math
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ablate.errors import one_line
 from ablate.execution import sweep_control
-from ablate.execution.messages import Ended, Event, Events, Message, Notice, TrialRequest, Waiting
+from ablate.execution.messages import Ended, Event, Events, Message, Notice, Result, TrialRequest, Waiting
 from ablate.execution.progress import Executor, Outcome, Progress, Running, RunOptions, Status
 from ablate.execution.scheduler import Scheduler
 from ablate.execution.study_points import GivenUp
@@ -35,15 +35,18 @@ from ablate.execution.sweep_facts import describe
 from ablate.execution.trial_queue import Work
 from ablate.experiment.arms import KnobError
 from ablate.experiment.load import Experiment
-from ablate.files import full
+from ablate.files import Json, full
 from ablate.results.ledger import Ledger
 from ablate.results.trial_store import Store
 from ablate.training.metric_names import ENDINGS
 
+if TYPE_CHECKING:
+    from ablate.execution.projections import Projections
+
 _WAIT_SECONDS = 0.2
-_MLFLOW_GRACE_SECONDS = 30.0
+MLFLOW_GRACE_SECONDS = 30.0
 _INTERRUPT_GRACE_SECONDS = 10.0
-_SPARE_BYTES = 512 << 20
+SPARE_BYTES = 512 << 20
 """Minimum free disk space for starting a trial, beside space for one checkpoint per slot."""
 
 
@@ -68,9 +71,9 @@ class Controller:
         self._started = time.time()
         fresh = self._started if options.fresh else None
         self.scheduler = Scheduler(experiment, self.ledger, self.store, device, options.fork, fresh)
-        self.projections: Any = None
+        self._projections: Projections | None = None
         self._running: dict[str, Running] = {}
-        self._news: list[str] = []
+        self.news: list[str] = []
         self._ran, self._confirmed = 0, False
         self._extended: tuple[int, int, int] | None = None
         """Trials run, points proposed and trials in flight when `_extend` last looked."""
@@ -83,7 +86,7 @@ class Controller:
 
     # The run
 
-    def run(self) -> Iterator[Progress | Outcome]:
+    def run(self) -> Generator[Progress | Outcome, None, None]:
         """Run the missing trials. After Ctrl-C, or if the generator is closed, the next run resumes
         everything.
 
@@ -101,7 +104,11 @@ class Controller:
             self._want()
             yield self._progress()
             self._extend()
-            self.projections = self._project()
+            from ablate.execution.projections import Projections  # imports Optuna: after the first line
+
+            self._projections = Projections(
+                self.experiment, self.ledger, self.state, self.folder, self._mlflow, busy=self._work_left()
+            )
             if self.projections.warmed:
                 self._say(self.projections.warmed)
             if self._work_left():
@@ -112,7 +119,7 @@ class Controller:
                 self.scheduler.queue.tidy()
             self.ledger.describe(ended=status)
             ending = {"failed": "FAILED", "stopped": "KILLED"}.get(status, "FINISHED")
-            if behind := self.projections.finish(ending, _MLFLOW_GRACE_SECONDS):
+            if behind := self.projections.finish(ending, MLFLOW_GRACE_SECONDS):
                 self._say(behind)
             yield self._progress()
             yield self._outcome(status)
@@ -129,7 +136,7 @@ class Controller:
                 self._interrupted()
             self.ledger.close()
 
-    def adopt(self, points: Sequence[Mapping[str, Any]] = (), given_up: Mapping[int, int] = {}) -> list[str]:
+    def adopt(self, points: Sequence[Mapping[str, Json]] = (), given_up: Mapping[int, int] = {}) -> list[str]:
         """Reuse the results in the trial folders without running anything, and close the ledger.
 
         Args:
@@ -147,13 +154,20 @@ class Controller:
         """
         self._want(points)
         for point in self.ledger.points():
-            if point["optuna"] in given_up:
-                self.scheduler.give_up(point["arm"], given_up[point["optuna"]])
+            if point.optuna is not None and point.optuna in given_up:
+                self.scheduler.give_up(point.arm, given_up[point.optuna])
         self._extend()
         self.ledger.close()
-        return self._news + self.scheduler.news
+        return self.news + self.scheduler.news
 
-    def _want(self, points: Sequence[Mapping[str, Any]] = ()) -> None:
+    @property
+    def projections(self) -> "Projections":
+        """Projections of this run's ledger. RuntimeError before `run` has made them."""
+        if self._projections is None:
+            raise RuntimeError("the controller has no projections before it runs")
+        return self._projections
+
+    def _want(self, points: Sequence[Mapping[str, Json]] = ()) -> None:
         requeued = self.ledger.requeue(time.time())
         describe(self.ledger, self.experiment)
         sweep_control.take(self.folder)  # discard orders to an earlier controller
@@ -161,13 +175,6 @@ class Controller:
             self._say(line)
         if requeued:
             self._say(f"{requeued} trials were left unfinished and go on")
-
-    def _project(self) -> Any:
-        from ablate.execution.projections import Projections  # imports Optuna: after the first line
-
-        return Projections(
-            self.experiment, self.ledger, self.state, self.folder, self._mlflow, busy=self._work_left()
-        )
 
     def _loop(self, executor: Executor) -> Iterator[Progress]:
         # A study made again shows every point as running until it is refreshed, and would ask for more.
@@ -203,7 +210,7 @@ class Controller:
             return
         self._extended, search = now, self.experiment.search
         if self.experiment.growth:
-            self._news += self.scheduler.grow()
+            self.news += self.scheduler.grow()
         elif (
             search
             and search.confirm
@@ -212,7 +219,7 @@ class Controller:
             and self.scheduler.asks_left <= 0
         ):
             self._confirmed = True
-            self._news += self.scheduler.confirm()
+            self.news += self.scheduler.confirm()
 
     def _work_left(self) -> bool:
         return (
@@ -269,7 +276,7 @@ class Controller:
     def _may_start(self, executor: Executor) -> bool:
         if self._halt or self._spent():
             return False
-        need = _SPARE_BYTES + self.store.largest_checkpoint() * executor.slots
+        need = SPARE_BYTES + self.store.largest_checkpoint() * executor.slots
         if shutil.disk_usage(self.state).free >= need or self.store.collect(need):
             return True
         free = shutil.disk_usage(self.state).free
@@ -316,7 +323,7 @@ class Controller:
             sharded=self._layout.sharded,
             imports=work.spec.config.imports,
         )
-        estimate = work.part * self.scheduler.queue.clock.pace.seconds(work.load)
+        estimate = work.part * self.scheduler.queue.countdown.pace.seconds(work.load)
         self._running[work.spec.id] = Running(
             one_line(work.arm.name),
             work.seed,
@@ -413,11 +420,11 @@ class Controller:
             self._give_up(running, outcome, reason, end.log if outcome == "oom" else "")
 
     def _finished(
-        self, trial_id: str, running: Running, outcome: str, reason: str | None, result: dict[str, Any]
+        self, trial_id: str, running: Running, outcome: str, reason: str | None, result: Result
     ) -> None:
         self._ran += 1
         if outcome == "done" and running.steps > running.begun:
-            self.scheduler.queue.clock.pace.learn(
+            self.scheduler.queue.countdown.pace.learn(
                 running.work.load, result["seconds"] * running.steps / (running.steps - running.begun)
             )
         self.scheduler.settle(running.trial, outcome, reason, result["seconds"])
@@ -472,26 +479,26 @@ class Controller:
         for running in self._running.values():
             self.ledger.end_attempt(running.trial, running.attempt, now, "interrupted")
             self.scheduler.settle(running.trial, "pending")
-        if self.projections:
-            self.projections.finish("KILLED", _INTERRUPT_GRACE_SECONDS)
+        if self._projections:
+            self._projections.finish("KILLED", _INTERRUPT_GRACE_SECONDS)
 
     # Reporting
 
     def _say(self, line: str) -> None:
-        self._news.append(line)
+        self.news.append(line)
 
     def _progress(self) -> Progress:
         count = self.scheduler.count
         total = count.total()
-        news, self._news, self.scheduler.news = (*self._news, *self.scheduler.news), [], []
-        trouble = self.projections.trouble if self.projections else None
+        news, self.news, self.scheduler.news = (*self.news, *self.scheduler.news), [], []
+        trouble = self._projections.trouble if self._projections else None
         done, running = total - count["pending"] - count["running"], tuple(self._running.values())
         queue, asks = self.scheduler.queue, self.scheduler.asks_left
         seconds_left = queue.seconds_left(running, self._slots, asks, self._confirmed)
         return Progress(done, total, self._failures(), running, news, trouble, seconds_left)
 
 
-def _ordered(order: Mapping[str, Any], work: Work) -> bool:
+def _ordered(order: sweep_control.Order, work: Work) -> bool:
     """Return True if an order to stop an arm or a trial applies to this work."""
     return work.arm.name == order["name"] if order["stop"] == "arm" else work.spec.id == order["id"]
 

@@ -1,10 +1,10 @@
 """Estimate how long trials take: the only source of the times in `plan`, in the live view and in `status`.
 
 A workload's `cost` counts products and elements for an average processor core. It knows neither this machine
-nor the kernels that a recipe needs, so it may be off by a factor of 10. `Pace` corrects it by measurement:
-the seconds of finished trials in the state folder over the cost of the same trials, from those most like the
-trial in question. Of a trial that went on from a state that another one left, only the steps that it computed
-itself count. `time_left` turns seconds of trials into a time until the end.
+nor the kernels that a recipe needs, so it may be off by a factor of 10. `TimeModel` corrects it by
+measurement: the seconds of finished trials in the state folder over the cost of the same trials, from those
+most like the trial in question. Of a trial that went on from a state that another one left, only the steps
+that it computed itself count. `time_left` turns seconds of trials into a time until the end.
 
 Trials of other workloads, engines, classes of device or data say nothing and are not read.
 """
@@ -12,7 +12,7 @@ Trials of other workloads, engines, classes of device or data say nothing and ar
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.load import Experiment
 from ablate.experiment.search_space import Dimension, conditions, size
-from ablate.numerics.spec import Spec
+from ablate.files import Json
 from ablate.recipes import Recipe
 from ablate.results.ledger import Ledger
 from ablate.results.trial_store import Store
@@ -64,8 +64,8 @@ class Load:
         return cls.made((experiment.base.workload, experiment.engine, device), arm.config, arm.recipe)
 
     @classmethod
-    def made(cls, kind: tuple[str, str, str], config: Spec, recipe: Recipe) -> "Load":
-        """Return the load of a workload's configuration under a recipe."""
+    def made(cls, kind: tuple[str, str, str], config: Any, recipe: Recipe) -> "Load":
+        """Return the load of a workload's configuration, of a class in WORKLOADS, under a recipe."""
         return cls(kind, recipe.model_dump_json(), recipe.plain, config.cost(not recipe.plain), config.steps)
 
     def distance(self, other: "Load") -> float:
@@ -84,7 +84,7 @@ class Load:
         )
 
 
-class Pace:
+class TimeModel:
     """Estimated seconds of a trial, by its load, from trials that were measured."""
 
     def __init__(self, experiment: Experiment, store: Store, device: str) -> None:
@@ -157,7 +157,7 @@ class Timed(Protocol):
     steps: int
 
 
-class Clock:
+class Countdown:
     """Remaining time of one run of a sweep.
 
     It is computed at most once a second and counts down in between. The ledger fact `left` has it too, so
@@ -165,9 +165,9 @@ class Clock:
     """
 
     def __init__(self, experiment: Experiment, ledger: Ledger, store: Store, device: str) -> None:
-        self.pace = Pace(experiment, store, device)
+        self.pace = TimeModel(experiment, store, device)
         self._experiment, self._ledger, self._device = experiment, ledger, device
-        self._waiting: Counter[Load] = Counter()
+        self._waiting: dict[Load, float] = defaultdict(float)
         """Waiting trials by load, each counted by the share of its steps that it computes."""
         self._at, self._seconds = -math.inf, 0.0
 
@@ -209,9 +209,9 @@ class Clock:
 # Measured trials
 
 
-def _results(root: Path, kind: tuple[str, str, str], config: Spec) -> Iterator[tuple[Load, float]]:
+def _results(root: Path, kind: tuple[str, str, str], config: Any) -> Iterator[tuple[Load, float]]:
     """Yield load and seconds of the newest finished trials of this kind, newest first; seconds as if it
-    computed all steps.
+    computed all steps. `config`: the experiment's workload, of a class in WORKLOADS.
     """
     ours, data = config.model_dump(mode="json"), config.fingerprint()
     for folder in _newest(root / "trials"):
@@ -301,7 +301,7 @@ def _typical(experiment: Experiment) -> tuple[Arm, Arm]:
         return experiment.base.arm({}), experiment.base.arm({"recipe": "bf16"})
 
 
-def _middle(dimension: Dimension) -> Any:
+def _middle(dimension: Dimension) -> Json:
     if dimension.kind == "choice":
         return dimension.choices[len(dimension.choices) // 2]
     middle = (

@@ -16,10 +16,11 @@ is no JSON is a `TornLine`: a process that is killed leaves half a line behind.
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from ablate.files import Json
 from ablate.results.trial_store import as_event
 
 PATIENCE_SECONDS = 60.0
@@ -28,6 +29,13 @@ _EXITED = b'{"kind": "exited"'
 
 Event = Annotated[dict[str, Any], AfterValidator(as_event)]
 """Record of a trial at one step: {step, time, metrics}, and optionally {events, alarms, resumed, again}."""
+Result = dict[str, Any]
+"""Result of a finished trial, the content of its result.json: {id, status, reason, attempt, steps, seconds,
+started, environment, facts, ranks, records}."""
+TelemetrySettings = dict[str, int | float]
+"""Arguments of `Telemetry`: steps between measurements, and `checkpoint`, seconds between checkpoints."""
+
+_T = TypeVar("_T")
 
 
 class MalformedMessage(ValueError):
@@ -65,8 +73,7 @@ class TrialRequest:
     root: str
     """The state folder."""
     attempt: int
-    telemetry: dict[str, Any]
-    """Arguments of `Telemetry`, and `checkpoint`: seconds between checkpoints."""
+    telemetry: TelemetrySettings
     fork: tuple[tuple[int, str], ...] = ()
     """Shared prefixes: step, and name of the shared checkpoint at that step."""
     patience: float = PATIENCE_SECONDS
@@ -144,7 +151,8 @@ class Heartbeat:
 class Forked:
     """A trial resumes from the checkpoint of another; sent by a worker without the state folder."""
 
-    trunk: dict[str, Any]
+    trunk: dict[str, Json]
+    """Content of the file that refers to the other trial's records."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,7 @@ class Ended:
 
     status: Literal["done", "diverged", "oom", "failed"]
     reason: str | None = None
-    result: dict[str, Any] | None = None
+    result: Result | None = None
     log: str = ""
     """End of the attempt's log, if it has no result."""
     disk_full: bool = False
@@ -176,7 +184,7 @@ _REQUEST: TypeAdapter[TrialRequest] = TypeAdapter(TrialRequest)
 _PIPE_MESSAGE: TypeAdapter[PipeMessage] = TypeAdapter(Annotated[PipeMessage, Field(discriminator="kind")])
 
 
-def message_of(recorded: dict[str, Any] | Waiting) -> Events | Waiting:
+def message_of(recorded: Event | Waiting) -> Events | Waiting:
     """Return an event or a Waiting that `trial_runner.run` yielded as a message."""
     return recorded if isinstance(recorded, Waiting) else Events((recorded,))
 
@@ -201,7 +209,7 @@ def holds_exit(chunk: bytes) -> bool:
     return _EXITED in chunk
 
 
-def _validated(adapter: TypeAdapter[Any], line: bytes, name: str) -> Any:
+def _validated(adapter: TypeAdapter[_T], line: bytes, name: str) -> _T:
     try:
         return adapter.validate_json(line)
     except ValidationError as error:

@@ -12,12 +12,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from collections.abc import Mapping
 
 from ablate.errors import InputError, passwords, redact
+from ablate.files import Json
 
-_POST_SECONDS = 10.0
-_COMMAND_SECONDS = 60.0
+POST_SECONDS = 10.0
+COMMAND_SECONDS = 60.0
 
 
 class Hook:
@@ -33,7 +34,7 @@ class Hook:
         else:
             self._words = _words(address)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, message: Mapping[str, Json]) -> None:
         """Send the message without waiting for the result."""
         thread = threading.Thread(
             target=self._send, args=(json.dumps(message).encode(),), name="notify", daemon=True
@@ -48,7 +49,7 @@ class Hook:
 
     def close(self) -> list[str]:
         """Wait until all messages were sent or failed; return the failures, a line each."""
-        deadline = time.monotonic() + (2 * _POST_SECONDS if self._url else _COMMAND_SECONDS + 1)
+        deadline = time.monotonic() + (2 * POST_SECONDS if self._url else COMMAND_SECONDS + 1)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return self.troubles()
@@ -68,7 +69,7 @@ class Hook:
     def _post(self, message: bytes) -> str | None:
         request = urllib.request.Request(self._address, message, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=_POST_SECONDS):
+            with urllib.request.urlopen(request, timeout=POST_SECONDS):
                 return None
         except urllib.error.HTTPError as error:
             with error:
@@ -76,7 +77,7 @@ class Hook:
 
     def _call(self, message: bytes) -> str | None:
         done = subprocess.run(
-            self._words, input=message, capture_output=True, timeout=_COMMAND_SECONDS, check=False
+            self._words, input=message, capture_output=True, timeout=COMMAND_SECONDS, check=False
         )
         last = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
         return (

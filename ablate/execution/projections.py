@@ -9,17 +9,22 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ablate.errors import redact
 from ablate.execution.search import REPEATS, Study
 from ablate.execution.study_points import GivenUp, Point, outcome, over, reports, warm
 from ablate.experiment.load import Experiment
+from ablate.files import Json
 from ablate.results.databases import path_of
 from ablate.results.ledger import Ledger
+from ablate.results.ledger_rows import ArmRow, Member
 from ablate.results.markdown_summary import summary_markdown
 from ablate.results.summary import gap
 from ablate.results.verdict_text import verdict_text
+
+if TYPE_CHECKING:
+    from ablate.execution.tracking import Projector
 
 
 class Mirror:
@@ -30,7 +35,7 @@ class Mirror:
     def __init__(self, uri: str, ledger: Ledger, state: Path, folder: Path, name: str, busy: bool) -> None:
         """Start the MLflow thread if trials will run (`busy`), or if records were not shipped yet."""
         self._ledger, self._target = ledger, (uri, state, folder / "ledger.db", name)
-        self._projector: Any = None
+        self.projector: Projector | None = None
         self._forget_deleted(uri)
         if busy or ledger.unshipped():
             self._start()
@@ -48,36 +53,38 @@ class Mirror:
             "mlflow_parent",
         )
         facts = {key: self._ledger.fact(key) or "" for key in names} | {"sweep_id": self._ledger.identity()}
-        self._projector = Projector(*self._target, facts)
+        self.projector = Projector(*self._target, facts)
 
     @property
     def trouble(self) -> str | None:
         """Reason for MLflow's delay; None while there is none."""
-        return self._projector.trouble if self._projector else None
+        return self.projector.trouble if self.projector else None
 
     @property
     def lag(self) -> str | None:
         """Size and reason of MLflow's delay, as a sentence; None while there is none."""
-        return f"MLflow {self._projector.behind:,} records behind ({self.trouble})" if self.trouble else None
+        if self.projector is None or not self.projector.trouble:
+            return None
+        return f"MLflow {self.projector.behind:,} records behind ({self.projector.trouble})"
 
     def collect_news(self) -> set[int]:
         """Record in the ledger what was shipped since the last call; return the arms that it concerns."""
         arms: set[int] = set()
-        if self._projector is None:
+        if self.projector is None:
             return arms
-        while not self._projector.news.empty():
-            news = self._projector.news.get()
+        while not self.projector.news.empty():
+            news = self.projector.news.get()
             self._ledger.shipped(news.arm, news.seed, news.run, news.step, news.closed)
             arms.add(news.arm)
-        if self._projector.discarded:
-            self._ledger.discarded(gone=tuple(self._projector.discarded))
-            self._projector.discarded = ()
-        if self._projector.forgotten:  # the database was deleted, and another sweep has made a new one since
+        if self.projector.discarded:
+            self._ledger.discarded(gone=tuple(self.projector.discarded))
+            self.projector.discarded = ()
+        if self.projector.forgotten:  # the database was deleted, and another sweep has made a new one since
             self._ledger.forget_mlflow()
             self._start()
-        if self._projector.parent and not self._ledger.fact("mlflow_parent"):
+        if self.projector.parent and not self._ledger.fact("mlflow_parent"):
             self._ledger.describe(
-                mlflow_parent=self._projector.parent, mlflow_experiment=self._projector.experiment
+                mlflow_parent=self.projector.parent, mlflow_experiment=self.projector.experiment or ""
             )
         return arms
 
@@ -96,7 +103,7 @@ class Mirror:
         """Ship the rest and close the parent run, waiting at most `seconds`; return a sentence about missing
         records, or None.
         """
-        if self._projector is None or self._projector.finish(status, summary_markdown(self._ledger), seconds):
+        if self.projector is None or self.projector.finish(status, summary_markdown(self._ledger), seconds):
             self.collect_news()
             return None
         from ablate.execution.tracking import behind
@@ -115,8 +122,9 @@ class Mirror:
         digest = hashlib.sha256(uri.encode()).hexdigest()
         path = path_of(uri)
         gone = path is not None and not path.exists()
-        for part in ("-wal", "-shm") if gone else ():  # SQLite would apply an old log to the new file
-            path.with_name(path.name + part).unlink(missing_ok=True)
+        if path is not None and gone:
+            for part in ("-wal", "-shm"):  # SQLite would apply an old log to the new file
+                path.with_name(path.name + part).unlink(missing_ok=True)
         if gone or self._ledger.fact("mlflow") != digest:
             self._ledger.forget_mlflow()
             self._ledger.describe(mlflow=digest)
@@ -135,7 +143,7 @@ class Projections:
         busy: bool,
     ) -> None:
         self._experiment, self._ledger = experiment, ledger
-        self._mirror = Mirror(mlflow, ledger, state, folder, experiment.name, busy) if mlflow else None
+        self.mirror = Mirror(mlflow, ledger, state, folder, experiment.name, busy) if mlflow else None
         self._journal = folder / "optuna.log"
         self._warm, outside = warm(ledger, state, experiment)
         others = f"; {outside} others lie outside of this space" if outside else ""
@@ -151,7 +159,7 @@ class Projections:
         arms = self._ledger.points()
         self.study = Study(self._journal, self._experiment, [self._point(arm) for arm in arms], self._warm)
         running = set(self.study.running())
-        self._due = {arm["arm"] for arm in arms if arm["optuna"] in running}
+        self._due = {arm.arm for arm in arms if arm.optuna in running}
         """Arms that may be over: one of their trials ended."""
         self._waiting: dict[int, int] = {}
         """Finished arms that wait for their runs in MLflow, keyed by point; checked when MLflow has news of
@@ -165,7 +173,7 @@ class Projections:
     @property
     def trouble(self) -> str | None:
         """Size and reason of MLflow's delay, as a sentence; None while there is none."""
-        return self._mirror.lag if self._mirror else None
+        return self.mirror.lag if self.mirror else None
 
     def settled(self, trial: int) -> None:
         """Mark the arms that need this finished trial, and the arms that wait for such an arm as their
@@ -187,36 +195,38 @@ class Projections:
         An arm's MLflow runs are facts of its point, so it waits for them, unless MLflow is delayed or `final`
         is True.
         """
-        updated = self._mirror.collect_news() if self._mirror else set()
+        updated = self.mirror.collect_news() if self.mirror else set()
         if self._experiment.growth:  # an arm's mean is not settled before the last look
             if not final:
                 return
             self._open_study()
-        patient = self._mirror and not (final or self.trouble)
+        patient = self.mirror and not (final or self.trouble)
         waited = {point for point, arm in self._waiting.items() if arm in updated or not patient}
         candidates = self._due | waited | (self._late if final else set())
         self._due.clear()
         self._late -= candidates
         for arm in candidates:
             point = self._ledger.point(arm)
-            subject = point["repeats"] or arm
+            subject = point.repeats or arm
             members = self._ledger.members(subject)
-            if not members or not over(members):
+            if point.optuna is None or not members or not over(members):
                 continue
-            if patient and not all(member["mlflow"] for member in members):
+            if patient and not all(member.mlflow for member in members):
                 self._waiting[arm] = subject
                 continue
             self._waiting.pop(arm, None)
-            if not (final or self._experiment.search or self._comparable(members[0])):
+            baseline = members[0].baseline
+            waits = not (final or self._experiment.search or baseline is None)
+            if waits and not over(self._ledger.members(baseline)):
                 self._late.add(arm)
                 continue
-            self._settle_point(point["optuna"], members)
+            self._settle_point(point.optuna, members)
 
     def finish(self, status: str, seconds: float) -> str | None:
         """Bring both projections up to date, waiting at most `seconds`; return a sentence about missing
         records, or None.
         """
-        behind = self._mirror.finish(status, seconds) if self._mirror else None
+        behind = self.mirror.finish(status, seconds) if self.mirror else None
         self.refresh(final=True)
         return behind
 
@@ -224,25 +234,28 @@ class Projections:
         """Report to the pruner the values of all arms that need this trial. Return the decisions to end an
         arm, by its number.
         """
-        given_up = {}
-        for arm in self._ledger.arms_of(trial) if self._experiment.prunes else ():
+        given_up: dict[int, GivenUp] = {}
+        search = self._experiment.search
+        if search is None or search.pruner is None:
+            return given_up
+        for arm in self._ledger.arms_of(trial):
             members = self._ledger.members(arm)
-            if not members:  # a point that repeats an arm, which the pruner has judged
+            number = members[0].optuna if members else None
+            if number is None:  # a point that repeats an arm, which the pruner has judged
                 continue
-            number = members[0]["optuna"]
             for step, value in reports(self._ledger, members, self._experiment).items():
                 self.study.report(number, step, value)
-            step = self.study.given_up_at(number)
-            if step is not None:
-                given_up[arm] = GivenUp(self._experiment.search.pruner, step)
+            last = self.study.given_up_at(number)
+            if last is not None:
+                given_up[arm] = GivenUp(search.pruner, last)
         return given_up
 
-    def _point(self, arm: Any) -> Point:
-        members = self._ledger.members(arm["repeats"] or arm["arm"])
-        shown = {} if arm["repeats"] else reports(self._ledger, members, self._experiment)
+    def _point(self, arm: ArmRow) -> Point:
+        members = self._ledger.members(arm.repeats or arm.arm)
+        shown = {} if arm.repeats else reports(self._ledger, members, self._experiment)
         unfinished = Point(
-            arm["name"],
-            json.loads(arm["knobs"]),
+            arm.name,
+            json.loads(arm.knobs),
             None,
             refused=not members,
             pruned=_pruned(members),
@@ -258,43 +271,41 @@ class Projections:
             compared=self._compared(members[0]),
         )
 
-    def _comparable(self, member: Any) -> bool:
-        """Return True if an arm's baseline is over, or if it has none."""
-        return member["baseline"] is None or over(self._ledger.members(member["baseline"]))
-
-    def _settle_point(self, number: int, members: list[Any]) -> None:
-        facts = {
-            "arm": members[0]["name"],
-            "seeds": [member["seed"] for member in members],
-            "trials": [member["id"] for member in members],
-            "mlflow_runs": [member["mlflow"] for member in members],
+    def _settle_point(self, number: int, members: list[Member]) -> None:
+        runs = [member.mlflow for member in members]
+        facts: dict[str, Json] = {
+            "arm": members[0].name,
+            "seeds": [member.seed for member in members],
+            "trials": [member.id for member in members],
+            "mlflow_runs": [*runs],
         }
-        facts |= {REPEATS: members[0]["optuna"]} if number != members[0]["optuna"] else {}
-        facts |= self._compared(members[0]) | self._pages(facts["mlflow_runs"])
+        facts |= {REPEATS: members[0].optuna} if number != members[0].optuna else {}
+        facts |= self._compared(members[0])
+        if self.mirror and (pages := self.mirror.pages(runs)):
+            facts["mlflow"] = [*pages]
         if _pruned(members):
             self.study.tell(number, (), {}, facts, pruned=True)
             return
         result = outcome(self._ledger, members, self._experiment)
-        by_seed = {
-            f"{metric.name} by seed": values
+        by_seed: dict[str, Json] = {
+            f"{metric.name} by seed": [*values]
             for metric, values in zip(self._experiment.objectives, result.by_seed, strict=True)
         }
         self.study.tell(number, result.values, result.means, facts | by_seed, result.violations)
 
-    def _compared(self, member: Any) -> dict[str, Any]:
+    def _compared(self, member: Member) -> dict[str, Json]:
         """Return an arm's gap and verdict so far; an arm of a search may be settled before its baseline is
         over.
         """
-        estimate = gap(self._ledger, member["arm"])
+        estimate = gap(self._ledger, member.arm)
         if estimate is None or not estimate[0].pairs:
             return {}
-        interval = {"interval": [estimate[0].low, estimate[0].high]} if estimate[0].has_interval else {}
-        return {"gap": estimate[0].mean, **interval, "verdict": verdict_text(estimate[1])}
+        difference, verdict = estimate
+        interval: dict[str, Json] = (
+            {"interval": [difference.low, difference.high]} if difference.has_interval else {}
+        )
+        return {"gap": difference.mean, **interval, "verdict": verdict_text(verdict)}
 
-    def _pages(self, runs: Iterable[str | None]) -> dict[str, Any]:
-        pages = self._mirror.pages(runs) if self._mirror else []
-        return {"mlflow": pages} if pages else {}
 
-
-def _pruned(members: list[Any]) -> bool:
-    return any(member["status"] == "pruned" for member in members)
+def _pruned(members: list[Member]) -> bool:
+    return any(member.status == "pruned" for member in members)

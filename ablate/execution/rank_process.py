@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from ablate.execution.messages import GangPart, RankDied, TrialRequest, message_of, send
+from ablate.execution.messages import GangPart, RankDied, TelemetrySettings, TrialRequest, message_of, send
+from ablate.execution.process_guard import exit_with_parent
 from ablate.execution.trial_runner import exit_status, run, within_memory
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.results.trial_store import Store
@@ -32,10 +32,9 @@ _LOOPBACK = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 A TCPStore of torch has no password and listens on all interfaces."""
 if sys.platform == "linux":
     _LOOPBACK |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
-_POLL_SECONDS = 0.5
 _PEER_LOST = ("gloo/transport", "NCCL")
 """Parts of the error message of a rank whose peer is gone."""
-_PEER_SECONDS = 5.0
+PEER_SECONDS = 5.0
 """Time that a rank waits to be ended after it lost a peer. In a gang it ends well before the pool stops
 waiting."""
 _END_SECONDS = 5
@@ -58,7 +57,7 @@ def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each rank prints its own error
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "start_method": "fork",
         "max_restarts": 0,
         "run_id": request.id,
@@ -76,14 +75,14 @@ def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
     return None
 
 
-def _one_node(ranks: int, meeting: str) -> dict[str, Any]:
+def _one_node(ranks: int, meeting: str) -> dict[str, object]:
     """Return the launcher's settings for ranks on this machine alone, which exchange addresses by a file."""
     os.environ.update(_LOOPBACK | os.environ)
     rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": meeting, "rdzv_configs": {"store_type": "file"}}
     return rendezvous | {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": ranks}
 
 
-def _gang(gang: GangPart) -> dict[str, Any]:
+def _gang(gang: GangPart) -> dict[str, object]:
     """Return the launcher's settings for this node's part of a gang."""
     rendezvous = {
         "rdzv_endpoint": f"{gang.address}:{gang.port}",
@@ -102,7 +101,7 @@ def _run_rank(request: TrialRequest, pipe: BinaryIO, meeting: str | None) -> Non
     # The fork has inherited the launcher's handlers.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    exit_with_parent()
     status = exit_status(lambda: _compute(request, int(os.environ["RANK"]), pipe, meeting))
     if status:
         os._exit(status)
@@ -113,7 +112,7 @@ def _compute(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | No
         _train(request, rank, pipe, meeting)
     except RuntimeError as error:
         if any(part in str(error) for part in _PEER_LOST):
-            time.sleep(_PEER_SECONDS)  # the rank that ended first has the reason; the launcher ends this one
+            time.sleep(PEER_SECONDS)  # the rank that ended first has the reason; the launcher ends this one
         raise
 
 
@@ -137,17 +136,11 @@ def _train(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None
     world.leave()
 
 
-def _follow(spec: TrialSpec, telemetry: dict[str, Any]) -> None:
+def _follow(spec: TrialSpec, telemetry: TelemetrySettings) -> None:
     """Do this rank's part of every step. Its records are dropped: rank 0 has the same."""
     from ablate.training.loop import Telemetry
 
-    records = spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry))
+    settings = Telemetry.model_validate(telemetry)
+    records = spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, settings)
     for _ in within_memory(({"step": record.step} for record in records), spec.device):
         pass
-
-
-def _end_with(parent: int) -> None:
-    """End when the launcher ends, even if it was killed."""
-    while os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
-    os._exit(1)

@@ -16,13 +16,14 @@ writer, so the two cannot differ.
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 from ablate.errors import InputError
 from ablate.execution.estimate import Load
+from ablate.execution.messages import Result
 from ablate.execution.study_points import GivenUp, infeasible, inside
 from ablate.execution.trial_queue import TrialQueue, Work
 from ablate.experiment.arms import Arm, KnobError, label
@@ -30,10 +31,10 @@ from ablate.experiment.edits import edits, versions_alone
 from ablate.experiment.load import Experiment
 from ablate.experiment.roles import CONFIRM, Role, role_of
 from ablate.experiment.trial_spec import TrialSpec
-from ablate.files import Busy, Damaged
+from ablate.files import Busy, Damaged, Json
 from ablate.results.ledger import DATA, Ledger
 from ablate.results.ledger_integrity import strays, tally
-from ablate.results.ledger_rows import FINISHED
+from ablate.results.ledger_rows import FINISHED, Member
 from ablate.results.trial_store import Store
 from ablate.results.verify import doubted
 from ablate.training.data.facts import KINDS, facts
@@ -64,7 +65,7 @@ class Scheduler:
         self.queue = TrialQueue(experiment, ledger, store, device, fork)
         self._fresh = fresh
         self._status: dict[int, str] = {}
-        self._data: set[Any] = set()
+        self._data: set[str] = set()
         """Fingerprints of the data sources whose facts the ledger has."""
         self.count: Counter[str] = Counter()
         """Number of requested trials, by status."""
@@ -72,7 +73,7 @@ class Scheduler:
         """Number of points that the search has proposed, including repetitions of earlier ones."""
         self._distinct: set[str] = set()
         """Distinct proposed points inside the current space, as JSON."""
-        self._first: dict[Any, int] = {}
+        self._first: dict[Hashable, int] = {}
         """First arm at a point, keyed by the arm's content, or by its knobs if it cannot run."""
         self.news: list[str] = []
         """Lines about damaged files and their repair that were not shown yet."""
@@ -83,7 +84,7 @@ class Scheduler:
 
     # Members
 
-    def everything(self, accept: bool = False, points: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    def everything(self, accept: bool = False, points: Sequence[Mapping[str, Json]] = ()) -> list[str]:
         """Request all members that the experiment names now.
 
         Members that only an earlier version of the file named stay in the ledger, outside of the answer.
@@ -98,8 +99,8 @@ class Scheduler:
         Raises:
             InputError: if finished trials were computed by other versions of the code and `accept` is False.
         """
-        before = {(member["name"], member["seed"]): member for member in self.ledger.members()}
-        proposed = [json.loads(point["knobs"]) for point in self.ledger.points()] or points
+        before = {(member.name, member.seed): member for member in self.ledger.members()}
+        proposed = [json.loads(point.knobs) for point in self.ledger.points()] or points
         with self.ledger.transaction():
             self.ledger.unwant()
             numbers = itertools.count()
@@ -115,8 +116,8 @@ class Scheduler:
             self._look_again()
             if not accept:
                 self._refuse_other_versions(before)
-        new = {(member["name"], member["seed"]): member for member in self.ledger.members()}
-        gone = {point["name"] for point in self.ledger.points() if point["repeats"]}  # once arms of their own
+        new = {(member.name, member.seed): member for member in self.ledger.members()}
+        gone = {point.name for point in self.ledger.points() if point.repeats}  # once arms of their own
         gone |= {
             name
             for (name, _), row in before.items()
@@ -215,7 +216,7 @@ class Scheduler:
         growth, lines = self.experiment.growth, []
         arms = {arm.name: arm for arm in self.experiment.arms}
         while growth and not self.queue:  # after reused results an arm may still be undecided
-            counts = Counter(member["name"] for member in self.ledger.members())
+            counts = Counter(member.name for member in self.ledger.members())
             wanted = [
                 (arms[name], arms[base], growth.more(counts[name])) for name, base in undecided(self.ledger)
             ]
@@ -232,19 +233,22 @@ class Scheduler:
         """Request the winner of a search and its baseline on fresh seeds, which took no part in choosing it.
 
         Returns:
-            One line that names the winner, or says that no arm qualifies.
+            One line that names the winner, or says that no arm qualifies; nothing if the experiment asks for
+            no confirmation.
         """
         from ablate.results.next_runs import fresh_seeds, winner
 
         search = self.experiment.search
+        if search is None or search.confirm is None:
+            return []
         name = winner(self.ledger, infeasible=infeasible(self.ledger, self.experiment))
         if name is None:
             return [
                 "no arm of the search is better than its baseline and keeps the constraints:"
                 " there is nothing to confirm"
             ]
-        chosen = next(row for row in self.ledger.arms() if row["name"] == name)
-        arm, baseline = self.experiment.propose(json.loads(chosen["knobs"]))
+        chosen = next(row for row in self.ledger.arms() if row.name == name)
+        arm, baseline = self.experiment.propose(json.loads(chosen.knobs))
         seeds = fresh_seeds(self.ledger, search.confirm)
         self.want(baseline, seeds=seeds)
         self.want(replace(arm, name=CONFIRM + name), seeds=seeds, role="confirmed")
@@ -253,9 +257,9 @@ class Scheduler:
     def _more(self, arm: Arm, seeds: Iterable[int]) -> None:
         """Request more seeds of an arm that has members already; its number in the study stays."""
         number = self.ledger.arm(arm.name)
-        self.want(arm, next(row["optuna"] for row in self.ledger.arms() if row["arm"] == number), seeds)
+        self.want(arm, next(row.optuna for row in self.ledger.arms() if row.arm == number), seeds)
 
-    def propose(self, knobs: Mapping[str, Any], number: int) -> int:
+    def propose(self, knobs: Mapping[str, Json], number: int) -> int:
         """Request a proposed arm and its baseline.
 
         Args:
@@ -320,7 +324,7 @@ class Scheduler:
         self.reused.add(trial_id)
         return True
 
-    def _take_over(self, trial: int, trial_id: str, result: Mapping[str, Any]) -> None:
+    def _take_over(self, trial: int, trial_id: str, result: Result) -> None:
         """Bring the ledger up to date with a trial's folder. Damaged if the folder contradicts itself.
 
         Files compared earlier are read again only if their sizes or times have changed.
@@ -348,35 +352,33 @@ class Scheduler:
             reused = row.reused if finished else True
             self.settle(trial, result["status"], result["reason"], result["seconds"], reused)
 
-    def _agrees(self, trial: int, result: Mapping[str, Any]) -> bool:
+    def _agrees(self, trial: int, result: Result) -> bool:
         """Return True if the ledger's records of a trial match the digest in its result and the ledger's own
         seal.
 
         Results of earlier versions have no digest. Records without a seal get one if they agree.
         """
         digest, kept = self._digest(trial), self.ledger.records_seal(trial)
-        agrees = (
-            digest is not None
-            and digest == result.get("records", {}).get("sha256", digest)
-            and kept in (None, digest)
-        )
-        if agrees and kept is None:
+        if digest is None or digest != result.get("records", {}).get("sha256", digest):
+            return False
+        if kept is None:
             self.ledger.seal_records(trial, digest)
-        return agrees
+        return kept in (None, digest)
 
     def _digest(self, trial: int) -> str | None:
         """Return the digest of a trial's records in the ledger, None if one cannot be read."""
         try:
-            return tally(self.ledger, trial).sealed()["sha256"]
+            digest = tally(self.ledger, trial).sealed()["sha256"]
         except ValueError:
             return None
+        return digest if isinstance(digest, str) else None
 
     def _seal(self, trial: int) -> None:
         """Store the digest of a trial's records in the ledger, unless it has one already."""
         if self.ledger.records_seal(trial) is None and (digest := self._digest(trial)):
             self.ledger.seal_records(trial, digest)
 
-    def confirm_records(self, trial: int, trial_id: str, result: Mapping[str, Any]) -> str | None:
+    def confirm_records(self, trial: int, trial_id: str, result: Result) -> str | None:
         """Compare the records received from a trial that has just finished with its result.
 
         Args:
@@ -407,7 +409,7 @@ class Scheduler:
             return
         self.news.append(f"{error}. The folder is kept as {aside}, and the trial runs again")
 
-    def _retire(self, trial: int, trial_id: str) -> Any:
+    def _retire(self, trial: int, trial_id: str) -> Path | None:
         aside = self.store.retire(trial_id)
         self._retired.add(trial_id)
         self.ledger.forget(trial)
@@ -434,22 +436,22 @@ class Scheduler:
         baseline = next(arm for arm in self.experiment.arms if arm.name == name)
         return self.ledger.add_arm(name, baseline.knobs, None, None)
 
-    def _refuse_other_versions(self, before: Mapping[tuple[str, int], Any]) -> None:
+    def _refuse_other_versions(self, before: Mapping[tuple[str, int], Member]) -> None:
         """Raise InputError if part of this sweep was computed by other versions of the code: its arms could
         not be compared.
         """
         outdated: Counter[str] = Counter()
         changes = set()
         for member in self.ledger.members():
-            old = before.get((member["name"], member["seed"]))
-            if old is None or old["id"] == member["id"] or old["status"] not in FINISHED:
+            old = before.get((member.name, member.seed))
+            if old is None or old.id == member.id or old.status not in FINISHED:
                 continue
-            then, now = json.loads(old["spec"]), json.loads(member["spec"])
+            then, now = json.loads(old.spec), json.loads(member.spec)
             if differing := versions_alone(then, now):
                 changes |= {
                     f"{key.replace('_', ' ')} {then.get(key)}, now {now.get(key)}" for key in differing
                 }
-                outdated[old["id"]] += 1
+                outdated[old.id] += 1
         if outdated:
             pending = self.count["pending"]
             raise InputError(
@@ -494,7 +496,8 @@ class Scheduler:
 
         Needed if the ledger was lost after the pruner had ended the arm at `step`.
         """
-        own, reason = self.ledger.own_trials(arm), GivenUp(self.experiment.search.pruner, step).reason
+        search, own = self.experiment.search, self.ledger.own_trials(arm)
+        reason = GivenUp(search.pruner if search else None, step).reason
         for work in self.queue.drop(lambda work: work.trial in own):
             self.ledger.record(work.trial, self.store.events(work.spec.id, strict=False))
             self.settle(work.trial, "pruned", reason)

@@ -88,11 +88,9 @@ class Family:
         runs = {(self.resumed.get(name, 0), alike[name]) for name in before if name in alike}
         parts = set(alike.values()) - {spec.config.steps}
         left_by_runs = (step for step in parts if any(first < step <= last for first, last in runs))
-        start = max((*left_by_runs, *(step for step in parts if self._is_left(spec, step, left))), default=0)
+        left_before = (step for step in parts if left and self._name(spec, step) in left)
+        start = max((*left_by_runs, *left_before), default=0)
         return spec.config.steps - max(start, self.resumed.get(spec.id, 0))
-
-    def _is_left(self, spec: TrialSpec, step: int, left: Collection[str]) -> bool:
-        return bool(left) and self._name(spec, step) in left
 
     def _name(self, spec: TrialSpec, step: int) -> str:
         return f"{spec.history(step)}{self._note}"

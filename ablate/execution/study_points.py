@@ -9,14 +9,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
-from ablate.experiment.schema import Constraint, Metric
+from ablate.experiment.schema import Constraint, Metric, Search
 from ablate.experiment.search_space import Dimension
+from ablate.files import Json
 from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import OVER
+from ablate.results.ledger_rows import OVER, Member
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Point:
     """State of one arm in the ledger, as a point of the study, in the study's order."""
 
     name: str
-    knobs: Mapping[str, Any]
+    knobs: Mapping[str, Json]
     values: tuple[float, ...] | None
     """Mean of each objective over the seeds, NaN if a seed failed; None until the arm is over."""
     refused: bool = False
@@ -35,12 +36,12 @@ class Point:
     """Values reported to its pruner, by rung, or by the seed's position among the seeds."""
     violations: tuple[float, ...] = ()
     """Amount by which it breaks each constraint, at most 0 if it keeps it; empty until it is over."""
-    compared: Mapping[str, Any] = field(default_factory=dict)
+    compared: Mapping[str, Json] = field(default_factory=dict)
     """Gap to its baseline and the verdict, once both are over."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ArmResult:
     """Joint result of the members of one arm, all of which are over."""
 
     values: tuple[float, ...]
@@ -51,16 +52,16 @@ class Outcome:
     violations: tuple[float, ...]
 
 
-def over(members: Iterable[Any]) -> bool:
+def over(members: Iterable[Member]) -> bool:
     """Return True if none of the members runs or waits."""
-    return all(member["status"] in OVER for member in members)
+    return all(member.status in OVER for member in members)
 
 
-def outcome(ledger: Ledger, members: Sequence[Any], experiment: Experiment) -> Outcome:
+def outcome(ledger: Ledger, members: Sequence[Member], experiment: Experiment) -> ArmResult:
     """Compute the result of an arm. A member that diverged or ran out of memory counts as infinitely bad, a
     failed one as NaN.
     """
-    finals = [ledger.last_values(member["trial"]) for member in members]
+    finals = [ledger.last_values(member.trial) for member in members]
     by_seed = tuple(
         [_final(member, last, metric) for member, last in zip(members, finals, strict=True)]
         for metric in experiment.objectives
@@ -68,9 +69,9 @@ def outcome(ledger: Ledger, members: Sequence[Any], experiment: Experiment) -> O
     broken = sum(_broke_off(member) for member in members)
     kept = [violations(experiment.constraints, last) for last in finals]
     worst = tuple(max(column) for column in zip(*kept, strict=True))
-    series = [ledger.series(member["trial"], experiment.metric.name) for member in members]
+    series = [ledger.series(member.trial, experiment.metric.name) for member in members]
     shared = set.intersection(*(set(steps) for steps in series))
-    return Outcome(
+    return ArmResult(
         values=tuple(math.fsum(values) / len(values) for values in by_seed),
         by_seed=by_seed,
         means={step: math.fsum(steps[step] for steps in series) / len(series) for step in sorted(shared)},
@@ -82,15 +83,15 @@ def _worst(metric: Metric) -> float:
     return math.inf if metric.direction == "minimize" else -math.inf
 
 
-def _final(member: Any, last: Mapping[str, float], metric: Metric) -> float:
+def _final(member: Member, last: Mapping[str, float], metric: Metric) -> float:
     if _broke_off(member):
         return _worst(metric)
-    return last.get(metric.name, math.nan) if member["status"] == "done" else math.nan
+    return last.get(metric.name, math.nan) if member.status == "done" else math.nan
 
 
-def _broke_off(member: Any) -> bool:
+def _broke_off(member: Member) -> bool:
     """Return True if the recipe itself ended the trial: it diverged, or needed more memory than there is."""
-    return member["status"] in ("diverged", "oom")
+    return member.status in ("diverged", "oom")
 
 
 def violations(constraints: Iterable[Constraint], finals: Mapping[str, float]) -> list[float]:
@@ -100,28 +101,35 @@ def violations(constraints: Iterable[Constraint], finals: Mapping[str, float]) -
     """
     broken = []
     for constraint in constraints:
-        value = finals.get(constraint.metric, math.nan)
-        excess = value - constraint.at_most if constraint.at_least is None else constraint.at_least - value
+        value, excess = finals.get(constraint.metric, math.nan), math.nan
+        if constraint.at_most is not None:
+            excess = value - constraint.at_most
+        elif constraint.at_least is not None:
+            excess = constraint.at_least - value
         broken.append(math.inf if math.isnan(excess) else excess)
     return broken
 
 
-def reports(ledger: Ledger, members: Iterable[Any], experiment: Experiment) -> dict[int, float]:
+def reports(ledger: Ledger, members: Iterable[Member], experiment: Experiment) -> dict[int, float]:
     """Return the values reported to an arm's pruner so far, in order.
 
     These are its first seed's metric at the rungs, or each seed's last value once that seed is over. For an
     arm that was given up: the reports until then, whatever it recorded before it stopped.
     """
-    if not experiment.prunes:
+    search = experiment.search
+    if search is None or search.pruner is None:
         return {}
     members = list(members)
-    last = min((_given_up_at(member) for member in members if member["status"] == "pruned"), default=math.inf)
-    return {step: value for step, value in _shown(ledger, members, experiment).items() if step <= last}
+    decisions = [GivenUp.parse(member.reason) for member in members if member.status == "pruned"]
+    last = min((decision.step for decision in decisions if decision), default=math.inf)
+    return {
+        step: value for step, value in _reported(ledger, members, experiment, search).items() if step <= last
+    }
 
 
 def infeasible(ledger: Ledger, experiment: Experiment) -> set[str]:
     """Return the names of a search's finished arms that break a constraint."""
-    arms = {arm["name"]: ledger.members(arm["arm"]) for arm in ledger.arms() if arm["optuna"] is not None}
+    arms = {arm.name: ledger.members(arm.arm) for arm in ledger.arms() if arm.optuna is not None}
     ended = {name: members for name, members in arms.items() if members and over(members)}
     return {
         name
@@ -136,7 +144,8 @@ class GivenUp:
     trial's reason, as JSON.
     """
 
-    pruner: str
+    pruner: str | None
+    """Name of the pruner; None if the experiment file names none any more."""
     step: int
     """Training step of the rung, or the seed's position among the seeds."""
 
@@ -161,24 +170,21 @@ class GivenUp:
         return f"given up by {self.pruner} at {self.step}"
 
 
-def _given_up_at(member: Any) -> float:
-    decision = GivenUp.parse(member["reason"])
-    return decision.step if decision else math.inf
-
-
-def _shown(ledger: Ledger, members: Iterable[Any], experiment: Experiment) -> dict[int, float]:
-    search, metric = experiment.search, experiment.metric
-    by_seed = {member["seed"]: member for member in members}
+def _reported(
+    ledger: Ledger, members: Iterable[Member], experiment: Experiment, search: Search
+) -> dict[int, float]:
+    metric = experiment.metric
+    by_seed = {member.seed: member for member in members}
     if search.pruner == "wilcoxon":
         places = ((place, by_seed[seed]) for place, seed in enumerate(experiment.seeds) if seed in by_seed)
         ended = {
-            place: _final(member, ledger.last_values(member["trial"]), metric)
+            place: _final(member, ledger.last_values(member.trial), metric)
             for place, member in places
             if over([member])
         }
         return {place: value for place, value in ended.items() if not math.isnan(value)}
     first = by_seed.get(experiment.seeds[0])
-    series = ledger.series(first["trial"], metric.name) if first else {}
+    series = ledger.series(first.trial, metric.name) if first else {}
     return {
         rung: _worst(metric) if math.isnan(series[rung]) else series[rung]
         for rung in search.rungs
@@ -219,7 +225,16 @@ def warm(ledger: Ledger, state: Path, experiment: Experiment) -> tuple[list[Poin
     return points, len(kept["arms"]) - len(points)
 
 
-def _arms(state: Path, name: str, experiment: Experiment) -> list[dict[str, Any]]:
+class _WarmArm(TypedDict):
+    """Finished arm of an earlier sweep, as the ledger keeps it."""
+
+    name: str
+    knobs: Mapping[str, Json]
+    values: Sequence[float]
+    violations: Sequence[float]
+
+
+def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
     """Return every arm of an earlier sweep that is over and has all objectives."""
     sweeps = {path.parent.name: path for path in (state / "sweeps").glob("*/ledger.db")}
     if name not in sweeps:
@@ -229,32 +244,31 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[dict[str, Any]
         )
     book = Ledger(sweeps[name], readonly=True)
     try:
-        found = []
+        arms: list[_WarmArm] = []
         for arm in book.arms():
-            members = book.members(arm["arm"])
+            members = book.members(arm.arm)
             if members and over(members):
-                its = outcome(book, members, experiment)
-                knobs = json.loads(arm["knobs"])
-                found.append(
+                result = outcome(book, members, experiment)
+                arms.append(
                     {
-                        "name": f"{name}/{arm['name']}",
-                        "knobs": knobs,
-                        "values": its.values,
-                        "violations": its.violations,
+                        "name": f"{name}/{arm.name}",
+                        "knobs": json.loads(arm.knobs),
+                        "values": result.values,
+                        "violations": result.violations,
                     }
                 )
-        return [arm for arm in found if not any(map(math.isnan, arm["values"]))]
+        return [warm_arm for warm_arm in arms if not any(map(math.isnan, warm_arm["values"]))]
     finally:
         book.close()
 
 
-def inside(knobs: Mapping[str, Any], space: Mapping[str, Dimension]) -> dict[str, Any] | None:
+def inside(knobs: Mapping[str, Json], space: Mapping[str, Dimension]) -> dict[str, Json] | None:
     """Return the knobs as a point of the space, or None if they are not one."""
     applying = {knob for knob, dimension in space.items() if dimension.applies(knobs)}
     if knobs.keys() != applying or not all(space[knob].holds(value) for knob, value in knobs.items()):
         return None
+    point = {knob: knobs[knob] for knob in space if knob in applying}
     return {
-        knob: float(knobs[knob]) if space[knob].kind == "uniform" else knobs[knob]
-        for knob in space
-        if knob in applying
+        knob: float(value) if isinstance(value, int) and space[knob].kind == "uniform" else value
+        for knob, value in point.items()
     }

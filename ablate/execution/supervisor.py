@@ -16,7 +16,8 @@ Events arrive in batches of 0.2 s. A Heartbeat comes every 5 s of silence, a Wai
 runs the same trial. The last message is always an Ended. Its status is read from the committed result first,
 then from the exit status of the process, and its reason from the last line of the log.
 
-A trial is hung after a silence longer than `Watch.limit`, which follows the pace of the trial's own steps.
+A trial is hung after a silence longer than `SilenceTimer.limit`, which follows the pace of the trial's own
+steps.
 Its processes then write their stacks into the log and are killed.
 
 Refused: a second trial at the same time, and a child that sends a malformed message: the child is ended and
@@ -58,13 +59,14 @@ from ablate.execution.trial_runner import NO_SPACE, OUT_OF_MEMORY, OutOfMemory, 
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Damaged
 from ablate.results.trial_store import Store
+from ablate.training.out_of_memory import kernel_kills
 
 COMMAND = (sys.executable, "-m", "ablate.execution.trial_process")
 """Command of the warm process, which reads requests and prints the messages of their trials."""
 HEARTBEAT_SECONDS = 5.0
 """Time between heartbeats while a trial is silent."""
 _BATCH_SECONDS = 0.2
-_GRACE_SECONDS = 8.0
+GRACE_SECONDS = 8.0
 """Time for the child to end after its standard input is closed. A process guard gives its command 5 s of
 them."""
 _FIRST_FACTOR = 10
@@ -74,8 +76,8 @@ _STEPS, _GAPS = 20, 3
 longer."""
 
 
-class Watch:
-    """Clock of a trial's silence, and the limit after which the trial counts as hung."""
+class SilenceTimer:
+    """Timer of a trial's silence, and the limit after which the trial counts as hung."""
 
     def __init__(self, patience: float) -> None:
         """`patience`: least limit in seconds."""
@@ -118,8 +120,8 @@ class Supervisor:
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         """`command`: starts the warm process, at the first trial or at `warm`."""
         self._command = command
-        self._child: subprocess.Popen[bytes] | None = None
-        self._trial: int | None = None
+        self.child: subprocess.Popen[bytes] | None = None
+        self.trial_process: int | None = None
         """Process id of the running trial."""
         self._one_rank = True
         """True if that process computes the trial; False if its children, the ranks, do."""
@@ -136,31 +138,31 @@ class Supervisor:
         try:
             yield from self._run(request)
         except MalformedMessage as error:  # no later message of this child can be relied on
-            self._trial = None
+            self.trial_process = None
             self._bury()
             yield Ended("failed", str(error))
 
     def _run(self, request: TrialRequest) -> Iterator[Message]:
         self._one_rank = request.ranks == 1
-        child, killed = self._send(request), _kernel_kills()
-        watch, hung, died = Watch(request.patience), None, None
+        child, killed = self._send(request), kernel_kills()
+        watch, hung, died = SilenceTimer(request.patience), None, None
         expects_events = not (request.gang and request.gang.node)  # rank 0, on node 0, sends a gang's events
         assert child.stdout
         for received, over in _batches(child.stdout.fileno()):
             exited = next((message for message in received if isinstance(message, Exited)), None)
             for message in received:
                 if isinstance(message, Started):
-                    self._trial = message.pid
+                    self.trial_process = message.pid
                 elif isinstance(message, RankDied):
                     died = message
             for message in _forwarded(received):
                 watch.note(message)
                 yield message
             if exited or over:
-                self._trial = None
+                self.trial_process = None
                 if over:
                     self._bury()
-                yield _end(request, exited, hung, _kernel_kills() > killed, died)
+                yield end_of_attempt(request, exited, hung, kernel_kills() > killed, died)
                 return
             if expects_events and not hung and watch.silence > watch.limit:
                 hung = f"no step for {watch.silence:.0f} s; its stack is in its log; ended"
@@ -172,10 +174,11 @@ class Supervisor:
         """Return ids of the processes that compute the trial: its own, or those of its ranks, whose end it
         reports.
         """
-        if self._one_rank or self._trial is None:
-            return [self._trial] if self._trial else []
+        if self._one_rank or self.trial_process is None:
+            return [self.trial_process] if self.trial_process else []
         with suppress(psutil.NoSuchProcess):
-            return [rank.pid for rank in psutil.Process(self._trial).children()] or [self._trial]
+            ranks = psutil.Process(self.trial_process).children()
+            return [rank.pid for rank in ranks] or [self.trial_process]
         return []
 
     def _send(self, request: TrialRequest) -> subprocess.Popen[bytes]:
@@ -196,14 +199,14 @@ class Supervisor:
 
         It is dying, but `poll` may not report that for a while, and the next request would be sent to it.
         """
-        child, self._child = self._child, None
+        child, self.child = self.child, None
         assert child
         assert child.stdin
         assert child.stdout
         child.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             # a process guard ends its command first, and must not be killed before
-            child.wait(_GRACE_SECONDS)
+            child.wait(GRACE_SECONDS)
         child.kill()
         child.wait()
         child.stdout.close()
@@ -213,12 +216,12 @@ class Supervisor:
 
         It ends when its standard input closes, at the latest with this process.
         """
-        if self._child is None or self._child.poll() is not None:
+        if self.child is None or self.child.poll() is not None:
             pipe = subprocess.PIPE
-            self._child = subprocess.Popen(
+            self.child = subprocess.Popen(
                 self._command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True
             )
-        return self._child
+        return self.child
 
     def warm(self) -> None:
         """Start the child now, so that the first trial need not wait for its imports."""
@@ -234,7 +237,7 @@ class Supervisor:
 
     def close(self) -> None:
         """End the child, and the trial in it."""
-        if self._child is not None:
+        if self.child is not None:
             self._bury()
 
 
@@ -299,18 +302,7 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _kernel_kills() -> int:
-    """Return the number of processes that Linux has killed since boot for lack of memory; 0 if it is not
-    known.
-    """
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-
-
-def _end(
+def end_of_attempt(
     request: TrialRequest,
     exited: Exited | None,
     hung: str | None,
@@ -362,4 +354,4 @@ def run_inline(request: TrialRequest) -> Generator[Message, None, None]:
     except OutOfMemory as error:
         yield Ended("oom", str(error))
     else:
-        yield _end(request, Exited(0), None, False)
+        yield end_of_attempt(request, Exited(0), None, False)

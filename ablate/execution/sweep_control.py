@@ -15,13 +15,25 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
 
 from ablate.errors import InputError, nearest
 from ablate.files import Holder, write
 from ablate.results.databases import open_readonly, quick_check
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_integrity import flaw
+
+
+class Order(TypedDict, total=False):
+    """Order to a sweep's controller; either `stop` or `workers` is given."""
+
+    stop: Literal["sweep", "arm", "trial"]
+    name: str
+    """Name of the arm to stop."""
+    id: str
+    """Id of the trial to stop."""
+    workers: int
+    """Number of trials that may run at once from now on."""
 
 
 def folders(state: Path, words: Iterable[str] | None) -> list[Path]:
@@ -144,7 +156,7 @@ def refusal(folder: Path, found: str, file: str) -> str:
 # Orders
 
 
-def give(folder: Path, order: dict[str, Any]) -> Path:
+def give(folder: Path, order: Order) -> Path:
     """Write an order for the sweep's controller, and return its file, which the controller removes when it
     takes the order.
 
@@ -157,13 +169,13 @@ def give(folder: Path, order: dict[str, Any]) -> Path:
     return path
 
 
-def take(folder: Path) -> list[dict[str, Any]]:
+def take(folder: Path) -> list[Order]:
     """Return the orders since the last call, in order of arrival, and remove them. Only the controller calls
     this.
 
     A controller that starts takes the orders to its predecessor and discards them.
     """
-    taken = []
+    taken: list[Order] = []
     with suppress(FileNotFoundError):
         for path in sorted(path for path in (folder / "orders").iterdir() if path.suffix == ".json"):
             with suppress(ValueError):  # somebody else's file; orders come in whole

@@ -35,13 +35,12 @@ from typing import BinaryIO
 
 from ablate import provenance
 from ablate.execution.messages import Exited, MalformedMessage, Started, TrialRequest, message_of, send
+from ablate.execution.process_guard import exit_with_parent
 from ablate.execution.rank_process import IMPORTS, SHARDING, launch
 from ablate.execution.trial_runner import NO_SPACE, exit_status, run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import full
 from ablate.results.trial_store import Store
-
-_POLL_SECONDS = 0.5
 
 
 def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
@@ -167,7 +166,7 @@ def _run_fork(request: TrialRequest, parse: Callable[[str], TrialSpec]) -> None:
     """Run the trial in the forked child and exit: its messages go to standard output, what it prints to its
     log.
     """
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    exit_with_parent(_supervisor_gone)
     status = 1
     try:
         path = Store(Path(request.root)).log(request.id, request.attempt)
@@ -194,13 +193,6 @@ def _run(request: TrialRequest, parse: Callable[[str], TrialSpec], pipe: BinaryI
         parse(request.spec), Store(Path(request.root)), request.attempt, request.telemetry, request.fork
     ):
         send(pipe, message_of(recorded))
-
-
-def _end_with(parent: int) -> None:
-    """Exit when the warm process ends, or when the supervisor closes standard input."""
-    while os.getppid() == parent and not _supervisor_gone(_POLL_SECONDS):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

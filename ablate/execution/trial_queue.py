@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ablate.execution.estimate import Clock, Load, Timed
+from ablate.execution.estimate import Countdown, Load, Timed
 from ablate.execution.shared_prefixes import Family, note, wanted_elsewhere
 from ablate.experiment.arms import Arm
 from ablate.experiment.load import Experiment
@@ -40,7 +40,7 @@ class TrialQueue:
 
     def __init__(self, experiment: Experiment, ledger: Ledger, store: Store, device: str, fork: bool) -> None:
         """Start empty. `fork`: run a prefix that several trials share only once."""
-        self.clock = Clock(experiment, ledger, store, device)
+        self.countdown = Countdown(experiment, ledger, store, device)
         self.family = Family(note=note(experiment.telemetry))
         self._ledger, self._store, self._fork = ledger, store, fork
         self._shared: set[str] = set()
@@ -76,7 +76,7 @@ class TrialQueue:
             item = heapq.heappop(self._ranked)
             if self._ready(item[1], coming):
                 chosen = item[1]
-                self.clock.count(chosen.load, -chosen.part)
+                self.countdown.count(chosen.load, -chosen.part)
             else:
                 postponed.append(item)
         for item in postponed:
@@ -90,13 +90,13 @@ class TrialQueue:
         self._ranked = [item for item in self._ranked if not matches(item[1])]
         heapq.heapify(self._ranked)
         for work in dropped:
-            self.clock.count(work.load, -work.part)
+            self.countdown.count(work.load, -work.part)
         return dropped
 
     def seconds_left(self, running: Iterable[Timed], slots: int, asks: int, confirmed: bool) -> float:
         """Return the seconds until every trial that waits, runs or may still be proposed is over."""
         self._rank_arrived()
-        return self.clock.left(running, slots, asks, confirmed)
+        return self.countdown.left(running, slots, asks, confirmed)
 
     def fork_points(self, spec: TrialSpec) -> list[tuple[int, str]]:
         """Return step and name of each state that this trial shares with others, furthest first.
@@ -125,7 +125,7 @@ class TrialQueue:
                 part = self.family.computed(work.spec, self._begun) / work.spec.config.steps
                 work = replace(work, part=part)
                 self._begun.append(work.spec.id)
-            self.clock.count(work.load, work.part)
+            self.countdown.count(work.load, work.part)
             heapq.heappush(self._ranked, (self._rank(work), work))
         if self._arrived:
             self._arrived = []

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ablate import provenance
-from ablate.execution.messages import Waiting
+from ablate.execution.messages import Event, Result, TelemetrySettings, Waiting
 from ablate.experiment.trial_spec import TrialSpec
-from ablate.files import Busy, Damaged, full, write
+from ablate.files import Busy, Damaged, Json, full, write
 from ablate.results.trial_store import Store, Tally, line
 from ablate.training.alarms import alerts
 from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED
@@ -56,7 +56,7 @@ def exit_status(work: Callable[[], None]) -> int:
     return 0
 
 
-class Journal:
+class EventsFile:
     """Events file of one attempt, with number and digest of all records of the trial, those of earlier
     attempts included.
 
@@ -69,12 +69,12 @@ class Journal:
         self.store, self.trial = store, trial
         self._file = (store.folder(trial) / f"events-{attempt}.jsonl").open("wb")
         self._tally = Tally()
-        self._ahead: deque[dict[str, Any]] = deque()
+        self._ahead: deque[Event] = deque()
         """Records of earlier attempts, beyond the last record of this one."""
-        self._written: list[dict[str, Any]] = []
+        self._written: list[Event] = []
         """Records that are written and not yet returned."""
 
-    def begin(self, start: int) -> list[dict[str, Any]]:
+    def begin(self, start: int) -> list[Event]:
         """Return the records up to step `start`, from which this attempt resumes, of earlier attempts and
         trunks.
         """
@@ -93,7 +93,7 @@ class Journal:
             self._tally.add(event)
         return before
 
-    def add(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+    def add(self, event: Event) -> list[Event]:
         """Write an event, after the records of earlier attempts up to its step; return all records written
         since the last call.
         """
@@ -114,7 +114,7 @@ class Journal:
         self._write(event)
         return self._take_written()
 
-    def reach(self, step: int) -> dict[str, Any]:
+    def reach(self, step: int) -> dict[str, Json]:
         """Flush all records up to a step to disk, before a checkpoint is written; return their number and
         digest.
         """
@@ -122,12 +122,12 @@ class Journal:
         os.fsync(self._file.fileno())
         return self._tally.sealed()
 
-    def finish(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def finish(self) -> tuple[list[Event], dict[str, Json]]:
         """Return the remaining records, and number and digest of all."""
         self._catch_up(sys.maxsize)
         return self._take_written(), self._tally.sealed()
 
-    def recorded(self, trial: str, step: int) -> dict[str, Any] | None:
+    def recorded(self, trial: str, step: int) -> dict[str, Json] | None:
         """Return number and digest of a trial's records up to a step; None if they are damaged."""
         try:
             return Tally(self.store.events(trial, step, strict=False)).sealed()
@@ -142,13 +142,13 @@ class Journal:
         while self._ahead and self._ahead[0]["step"] <= step:
             self._write(self._ahead.popleft())
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, event: Event) -> None:
         self._tally.add(event)
         self._file.write(line(event, self.trial))
         self._file.flush()
         self._written.append(event)
 
-    def _take_written(self) -> list[dict[str, Any]]:
+    def _take_written(self) -> list[Event]:
         written, self._written = self._written, []
         return written
 
@@ -157,19 +157,19 @@ def run(
     spec: TrialSpec,
     store: Store,
     attempt: int,
-    telemetry: dict[str, Any],
+    telemetry: TelemetrySettings,
     fork: Iterable[tuple[int, str]] = (),
     ranks: int = 1,
-) -> Iterator[dict[str, Any] | Waiting]:
+) -> Iterator[Event | Waiting]:
     """Run a trial from its furthest checkpoint, or replay it if it is finished; end when its result is
     committed.
 
     A non-finite loss is a result (`diverged`). Of a trial with several ranks, rank 0 alone calls this.
 
     Args: spec: the trial. store: trial store, where its folder is. attempt: number of this attempt; a later
-        attempt supersedes it. telemetry: arguments of `Telemetry`, and `checkpoint`: seconds between
-        checkpoints. fork: (step, name) of each shared checkpoint: the trial resumes from the furthest that
-        exists, and writes the others. ranks: processes that compute the trial.
+        attempt supersedes it. telemetry: arguments of `Telemetry`. fork: (step, name) of each shared
+        checkpoint: the trial resumes from the furthest that exists, and writes the others. ranks: processes
+        that compute the trial.
 
     Yields: Events {step, time, metrics}, and a Waiting once while another process runs the same trial. Events
         recorded before the step to resume from come first, with `again`; the first after it has `resumed`,
@@ -200,7 +200,7 @@ def run(
             )
 
 
-def _replayed(spec: TrialSpec, store: Store) -> list[dict[str, Any]] | None:
+def _replayed(spec: TrialSpec, store: Store) -> list[Event] | None:
     """Return the events of a finished trial; None if it is not finished or its files are damaged, which the
     log notes.
     """
@@ -216,11 +216,11 @@ def _run(
     spec: TrialSpec,
     store: Store,
     attempt: int,
-    telemetry: dict[str, Any],
+    telemetry: TelemetrySettings,
     shared: dict[int, Path],
     held: Callable[[], bool],
     ranks: int,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Event]:
     folder = store.folder(spec.id)
     for torn in (
         *folder.glob("*.json.*"),
@@ -229,8 +229,8 @@ def _run(
         torn.unlink()
     write(folder / "spec.json", spec.content)
     started, facts = time.time(), spec.config.summary()  # before hours are spent: it reads the data
-    event: dict[str, Any] = {}
-    with closing(Journal(store, spec.id, attempt)) as journal:
+    event: Event = {}
+    with closing(EventsFile(store, spec.id, attempt)) as journal:
         from ablate.training.checkpoints import Checkpoints  # torch: only where a trial runs
 
         checkpoints = Checkpoints(
@@ -257,7 +257,7 @@ def _refuse_superseded(held: Callable[[], bool], spec: TrialSpec, attempt: int) 
         raise Superseded(f"attempt {attempt} of trial {spec.id} was superseded by a later one, and ends")
 
 
-def within_memory(events: Iterator[dict[str, Any]], device: str) -> Iterator[dict[str, Any]]:
+def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:
     """Yield the events; raise OutOfMemory for the errors of torch and Python when memory is out."""
     step = 0
     try:
@@ -280,15 +280,13 @@ def within_memory(events: Iterator[dict[str, Any]], device: str) -> Iterator[dic
         raise OutOfMemory(f"out of memory after step {step}, {used:.1f} GB in use: {first}{_LESS}") from error
 
 
-def _events(
-    spec: TrialSpec, telemetry: dict[str, Any], checkpoints: "Checkpoints"
-) -> Iterator[dict[str, Any]]:
+def _events(spec: TrialSpec, telemetry: TelemetrySettings, checkpoints: "Checkpoints") -> Iterator[Event]:
     from ablate.training.loop import Telemetry
     from ablate.training.metrics import ALARMS
 
     marked = False
     for record in spec.config.records(
-        spec.recipe, spec.seed, spec.engine, spec.device, Telemetry(**telemetry), checkpoints
+        spec.recipe, spec.seed, spec.engine, spec.device, Telemetry.model_validate(telemetry), checkpoints
     ):
         event = {"step": record.step, "time": time.time(), "metrics": record.metrics}
         if record.verdict:
@@ -300,7 +298,7 @@ def _events(
         yield event
 
 
-def _result(spec: TrialSpec, attempt: int, started: float, last: dict[str, Any]) -> dict[str, Any]:
+def _result(spec: TrialSpec, attempt: int, started: float, last: Event) -> Result:
     diverged = _divergence(last)
     return {
         "id": spec.id,
@@ -314,7 +312,7 @@ def _result(spec: TrialSpec, attempt: int, started: float, last: dict[str, Any])
     }
 
 
-def _divergence(last: dict[str, Any]) -> str | None:
+def _divergence(last: Event) -> str | None:
     """Return why the trial diverged; None if it did not."""
     if FIRST_NONFINITE in last["metrics"]:
         return f"non-finite loss or gradient at step {last['step']}"

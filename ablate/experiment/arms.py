@@ -11,25 +11,31 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
+from pydantic_core import ErrorDetails
 
 from ablate.errors import nearest
 from ablate.experiment.phases import length, never_begins, shortest_cooldown
 from ablate.experiment.yaml_document import display
+from ablate.files import Json
 from ablate.numerics.spec import NEAR, Spec
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.layers import select
 from ablate.recipes.recipe import Layers
 from ablate.training.data import located
 from ablate.training.hyperparameters import Training
-from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads import WORKLOADS, Workload
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 _LONGEST_VALUE = 40
 _WORD, _RESERVED = re.compile(r"(?!-?\d+(\.\d+)?$)[\w.:-]+"), ("true", "false", "null")
 """Strings that need no quotes."""
+
+Knobs = Mapping[str, Json]
+"""Values by knob: by short names or full paths."""
+Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,8 @@ class Arm:
     baseline's name."""
 
     name: str
-    knobs: Mapping[str, Any]
-    config: Spec
+    knobs: Knobs
+    config: Workload
     recipe: Recipe
     baseline: str | None = None
 
@@ -61,24 +67,26 @@ class KnobError(ValueError):
 
 
 @dataclass(frozen=True)
-class Base:
+class StartingPoint:
     """Starting point of every arm: a workload by name with the values given for it, and a preset."""
 
     workload: str
-    values: Mapping[str, Any]
+    values: Mapping[str, Json]
     preset: str
     folder: Path | None = None
     """Folder to which paths of data and models are relative: the experiment file's; None: the working
     directory."""
+    own: Recipe | None = None
+    """Recipe that `preset` names if it is no preset's name: of a file, or written in the experiment."""
     strays: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     """Relative paths that were found in the working directory instead."""
 
     @cached_property
-    def config(self) -> Spec:
+    def config(self) -> Workload:
         """Workload as the file gives it, without any knob."""
         return self.arm({"recipe": "bf16"}).config
 
-    def arm(self, knobs: Mapping[str, Any], name: str | None = None, *, at_end: bool = False) -> Arm:
+    def arm(self, knobs: Knobs, name: str | None = None, *, at_end: bool = False) -> Arm:
         """Build the arm with these knobs set. KnobError with every reason if that is not possible.
 
         `at_end`: the values are ends of ranges, not proposals; a phase that never begins with them is then
@@ -92,26 +100,33 @@ class Base:
             paths.reasons += _contradictions(config, recipe, paths)
             if not at_end and not paths.reasons:
                 paths.reasons += _never_begun(config, recipe, start, paths)
-        if paths.reasons:
+        if config is None or recipe is None or paths.reasons:
             raise KnobError(paths.reasons)
-        name = name if name is not None else label(knobs) or knobs.get("recipe", self.preset)
+        name = name if name is not None else label(knobs) or self._preset(knobs)
         return Arm(name, dict(knobs), config, recipe)
 
-    def recipe(self, knobs: Mapping[str, Any]) -> Recipe:
+    def recipe(self, knobs: Knobs) -> Recipe:
         """Build the preset with these knobs set, without a workload. KnobError with every reason if that is
         not possible."""
         _, recipe, paths = self._turned(knobs)
-        if paths.reasons:
+        if recipe is None or paths.reasons:
             raise KnobError(paths.reasons)
         return recipe
 
-    def _turned(self, knobs: Mapping[str, Any]) -> tuple[Recipe, Recipe | None, "_Paths"]:
+    def _preset(self, knobs: Knobs) -> str:
+        return str(knobs.get("recipe", self.preset))
+
+    def _turned(self, knobs: Knobs) -> tuple[Recipe, Recipe | None, "_Paths"]:
         """Return the preset without and with the knobs set (None, with the reasons in the paths, if not
         possible)."""
-        preset = knobs.get("recipe", self.preset)
-        if not isinstance(preset, str) or preset not in PRESETS:
-            raise KnobError([("recipe", f"no such preset; {nearest(str(preset), PRESETS)}")])
-        start = PRESETS[preset]()
+        preset = self._preset(knobs)
+        if self.own is not None and preset == self.preset:
+            start = self.own
+        elif preset in PRESETS:
+            start = PRESETS[preset]()
+        else:
+            names = [*PRESETS, *([self.preset] if self.own else [])]
+            raise KnobError([("recipe", f"no such preset; {nearest(preset, names)}")])
         paths = _Paths([], Turn(start, {knob: value for knob, value in knobs.items() if knob in KNOBS}))
         for knob, value in knobs.items():
             paths.add(knob, value)
@@ -123,10 +138,10 @@ class _Paths:
 
     def __init__(self, reasons: list[tuple[str | None, str]], turn: Turn) -> None:
         self.reasons, self.turn = reasons, turn
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Json] = {}
         self.knobs: dict[str, str] = {}
 
-    def add(self, knob: str, value: Any) -> None:
+    def add(self, knob: str, value: Json) -> None:
         for path, content in self._expand(knob, value):
             rivals = (
                 k
@@ -139,7 +154,7 @@ class _Paths:
             else:
                 self.values[path], self.knobs[path] = content, knob
 
-    def _expand(self, knob: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def _expand(self, knob: str, value: Json) -> Iterator[tuple[str, Json]]:
         if knob == "recipe":
             return
         if knob in KNOBS:
@@ -157,7 +172,7 @@ class _Paths:
             names = [*KNOBS, *WORKLOAD_KNOBS, "recipe", "recipe.<path>", "workload.<field>"]
             self.reasons.append((knob, f"no such knob; {nearest(knob, names)}"))
 
-    def apply(self, root: str, content: dict[str, Any], model: type[BaseModel]) -> Any:
+    def apply(self, root: str, content: dict[str, Json], model: type[Model]) -> Model | None:
         """Return `model` from `content` with all paths under `root` set; None, with the reasons noted, if
         that fails."""
         before = len(self.reasons)
@@ -181,7 +196,7 @@ class _Paths:
         return next((knob for other, knob in self.knobs.items() if f"{path}.".startswith(f"{other}.")), None)
 
 
-def assign(content: dict[str, Any], parts: list[str], value: Any, model: type[BaseModel]) -> str | None:
+def assign(content: dict[str, Json], parts: list[str], value: Json, model: type[BaseModel]) -> str | None:
     """Set one path of nested dictionaries shaped like `model`. Return the reason if it cannot be set, else
     None."""
     for depth, part in enumerate(parts):
@@ -190,27 +205,50 @@ def assign(content: dict[str, Any], parts: list[str], value: Any, model: type[Ba
         if depth == len(parts) - 1:
             content[part] = value
             return None
-        children = _models(model.model_fields[part].annotation).values()
+        annotation = model.model_fields[part].annotation
+        children = _models(annotation).values()
+        if get_origin(annotation) is dict:
+            config = content.setdefault(part, {})
+            return _assign_key(config if isinstance(config, dict) else {}, parts[depth + 1 :], value, part)
         if not children:
             return f"{part} has no parts; set {'.'.join(parts[: depth + 1])} itself"
         if content.get(part) is None and part in content:
             return (
                 f"{'.'.join(parts[: depth + 1])} is off (null) in this arm, so it has no {parts[depth + 1]}"
             )
-        content = content.setdefault(part, {})
-        if not isinstance(content, dict):
+        child = content.setdefault(part, {})
+        if not isinstance(child, dict):
             return (
-                f"{'.'.join(parts[: depth + 1])} is {display(content)} in this arm, "
+                f"{'.'.join(parts[: depth + 1])} is {display(child)} in this arm, "
                 f"which has no {parts[depth + 1]}"
             )
+        content = child
         wanted = {*content, parts[depth + 1]}
         model = next((child for child in children if wanted <= set(child.model_fields)), next(iter(children)))
     return None
 
 
-def _models(annotation: Any) -> dict[str, type[BaseModel]]:
-    """Return the models of a field by their tag, which is part of the place of an error; by "" the first
-    without a tag."""
+def _assign_key(content: dict[str, Json], keys: list[str], value: Json, where: str) -> str | None:
+    """Set one value of a user's own configuration. Only a key that it has can be turned: another would be a
+    misspelt one, which the user's code ignores."""
+    for depth, key in enumerate(keys):
+        if key not in content:
+            return (
+                f"{where} has no {key}, so it cannot be turned; {nearest(key, content)}, or add it to {where}"
+            )
+        if depth == len(keys) - 1:
+            content[key] = value
+            return None
+        inner = content[key]
+        if not isinstance(inner, dict):
+            return f"{where}.{key} is {display(inner)}, which has no {keys[depth + 1]}"
+        content, where = inner, f"{where}.{key}"
+    return None
+
+
+def _models(annotation: object) -> dict[str, type[BaseModel]]:
+    """Return the models of a field by tag, which is part of an error's location; the first one without a tag
+    by ""."""
     models: dict[str, type[BaseModel]] = {}
     for candidate in (annotation, *get_args(annotation)):
         tag = next((word.tag for word in getattr(candidate, "__metadata__", ()) if isinstance(word, Tag)), "")
@@ -220,7 +258,7 @@ def _models(annotation: Any) -> dict[str, type[BaseModel]]:
     return models
 
 
-def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
+def _contradictions(config: Workload, recipe: Recipe, paths: _Paths) -> Iterator[tuple[str | None, str]]:
     problems = list(config.problems())
     for name, why in problems:
         yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
@@ -229,8 +267,8 @@ def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tup
     ruled = paths.knob_of("recipe.layers.rules") or "recipe.layers.rules"
     layers = config.linear_layers if recipe.layers != Layers() else ()
     for number, rule in enumerate(recipe.layers.rules):
-        if layers and (why := select(rule.match, layers).reason):
-            yield ruled, f"{number}.match: {why}"
+        if layers and (unmatched := select(rule.match, layers).reason):
+            yield ruled, f"{number}.match: {unmatched}"
     if isinstance(config, Training):
         for name, why in config.contradictions(recipe):
             yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
@@ -248,13 +286,13 @@ def _contradictions(config: Spec, recipe: Recipe, paths: _Paths) -> Iterator[tup
         knob = counted if any(placement.decider == "skipped" for placement in placements) else ruled
         yield (
             knob,
-            f"keeps all {len(layers)} layers in {config.blocks} blocks in high precision: nothing is quantised, "
-            "as in preset bf16",
+            f"keeps all {len(layers)} layers in {config.blocks} blocks in high precision: "
+            "nothing is quantised, as in preset bf16",
         )
 
 
 def _never_begun(
-    config: Spec, recipe: Recipe, preset: Recipe, paths: _Paths
+    config: Workload, recipe: Recipe, preset: Recipe, paths: _Paths
 ) -> Iterator[tuple[str | None, str]]:
     """Yield the knob and the reason for each phase that no step reaches, except for phases of the preset
     itself."""
@@ -268,7 +306,7 @@ def _never_begun(
             yield knob or "recipe.schedule", why
 
 
-def reason(problem: Mapping[str, Any], model: type[BaseModel] | None = None) -> str:
+def reason(problem: ErrorDetails, model: type[BaseModel] | None = None) -> str:
     """Return one of pydantic's errors as a reason, with the nearest key or value if there is one."""
     if problem["type"] == "extra_forbidden":
         *parents, word = problem["loc"]
@@ -293,17 +331,20 @@ def _keys(model: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
-def label(knobs: Mapping[str, Any]) -> str:
+def label(knobs: Knobs) -> str:
     """Return an arm's name, made of its knobs: `rht=true lr=0.001`; a preset by its own name alone."""
 
-    def part(knob: str, value: Any) -> str:
-        is_preset = knob == "recipe" and isinstance(value, str)
-        return value if is_preset else f"{knob.removeprefix('workload.')}={_short(value)}"
+    def part(knob: str, value: Json) -> str:
+        return (
+            value
+            if knob == "recipe" and isinstance(value, str)
+            else f"{knob.removeprefix('workload.')}={_short(value)}"
+        )
 
     return " ".join(itertools.starmap(part, knobs.items()))
 
 
-def _short(value: Any) -> str:
+def _short(value: Json) -> str:
     """Return a value as YAML writes it. A long one is cut and ends in digits of its hash, so that names stay
     distinct."""
     text = (

@@ -1,16 +1,14 @@
-"""The baseline of each arm: the preset, the knobs or the arm that a file names under `against`.
+"""Baseline of each arm: the preset, the knobs or the arm that a file names under `against`.
 
 A preset or knobs are applied at each arm's own workload values: with `against: bf16`, the arm with `lr: 1e-3`
 is compared with bf16 at `lr: 1e-3`. A file may therefore have several baselines. An arm that is named as the
 baseline keeps its own values and is the baseline of all other arms.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ablate.errors import nearest
-from ablate.experiment.arms import Arm, Base, KnobError
+from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint
 from ablate.experiment.expand import build_arm
 from ablate.experiment.schema import ExperimentFile
 from ablate.experiment.yaml_document import Document
@@ -22,7 +20,7 @@ class Against:
     """Baseline that a file names: knobs, applied at each arm's own workload values, or one arm, for all
     others."""
 
-    knobs: Mapping[str, Any]
+    knobs: Knobs
     arm: Arm | None = None
     """The arm that was named, which keeps its own workload values."""
 
@@ -32,7 +30,7 @@ class Against:
         return any(f"{knob}.".startswith(f"{own}.") or f"{own}.".startswith(f"{knob}.") for own in self.knobs)
 
 
-def read_against(file: ExperimentFile, base: Base, arms: list[Arm], document: Document) -> Against:
+def read_against(file: ExperimentFile, base: StartingPoint, arms: list[Arm], document: Document) -> Against:
     """Read the baseline: a preset, an arm by its name, or knobs. Exactly an arm's knobs name that arm.
 
     A preset's name under `against` means the preset. An arm of the same name must therefore have the preset's
@@ -47,9 +45,15 @@ def read_against(file: ExperimentFile, base: Base, arms: list[Arm], document: Do
         document.problem(("against",), "must be a preset, an arm's name, or knobs as {knob: value}", value)
     elif value in PRESETS:
         if value in arms_by_name and arms_by_name[value].recipe != PRESETS[value]():
-            why = f"this arm is named after preset {value} but has another recipe, so `against: {value}` is ambiguous"
-            right = "rename the arm to something that is no preset's name; if it is the baseline, write the new name"
-            document.problem(("arms", value), f"{why}; {right} under against")
+            why = (
+                f"this arm is named after preset {value} but has another recipe, "
+                f"so `against: {value}` is ambiguous"
+            )
+            right = (
+                "rename the arm to something that is no preset's name; "
+                "if it is the baseline, write the new name under against"
+            )
+            document.problem(("arms", value), f"{why}; {right}")
         return Against({"recipe": value})
     else:
         if value in arms_by_name:
@@ -61,7 +65,7 @@ def read_against(file: ExperimentFile, base: Base, arms: list[Arm], document: Do
     return Against({})
 
 
-def baseline_of(base: Base, against: Against, knobs: Mapping[str, Any]) -> Arm:
+def baseline_of(base: StartingPoint, against: Against, knobs: Knobs) -> Arm:
     """Return the baseline of an arm with these knobs. KnobError if it cannot be built.
 
     It is the arm that the file names, or the baseline's knobs at the arm's workload values, except for values
@@ -83,12 +87,12 @@ def compared(arm: Arm, baseline: Arm) -> Arm:
 
 
 def with_baselines(
-    file: ExperimentFile, base: Base, arms: list[Arm], against: Against, document: Document
+    file: ExperimentFile, base: StartingPoint, arms: list[Arm], against: Against, document: Document
 ) -> tuple[list[Arm], list[Arm]]:
     """Return the baselines that are not among the arms, and the arms, each with the name of its own
     baseline."""
     if file.search:
-        varies = any(knob.startswith("workload.") and not against.pins(knob) for knob in file.ablate)
+        varies = any(knob.startswith("workload.") and not against.pins(knob) for knob in file.ablate or ())
         baseline = None if varies else _noted_baseline(base, against, {}, "the search", document)
         document.check()
         return ([baseline] if baseline else []), []
@@ -112,7 +116,7 @@ def with_baselines(
 
 
 def _noted_baseline(
-    base: Base, against: Against, knobs: Mapping[str, Any], owner: str, document: Document
+    base: StartingPoint, against: Against, knobs: Knobs, owner: str, document: Document
 ) -> Arm | None:
     """Return `baseline_of`; None, with the problem noted, if it cannot be built."""
     try:

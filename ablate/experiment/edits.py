@@ -6,7 +6,8 @@ each now stands for other trials. `redefined` therefore compares the trials them
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 _VERSIONS = {"numerics_version", "workload_version"}
 _CONTENTS = ("workload", "data", "recipe")
@@ -14,8 +15,26 @@ _CONTENTS = ("workload", "data", "recipe")
 _MOST_NAMED = 8
 """Largest number of arms that a sentence names."""
 
-Members = Mapping[tuple[str, int], Mapping[str, Any]]
-"""Trials by arm's name and seed: at least `id` and `spec`, the spec as JSON."""
+
+class Identified(Protocol):
+    """A trial with its id and its resolved spec: a row of a ledger, or a `PlannedTrial`."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def spec(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class PlannedTrial:
+    """A trial that a file asks for: its id, and its resolved spec as JSON."""
+
+    id: str
+    spec: str
+
+
+Members = Mapping[tuple[str, int], Identified]
+"""Trials by arm's name and seed."""
 
 
 def versions_alone(then: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
@@ -28,8 +47,8 @@ def redefined(before: Members, now: Members) -> list[str]:
     """Return the names of arms whose workload, recipe or data differ from before at any seed."""
     names: dict[str, None] = {}
     for (name, seed), member in now.items():
-        if name not in names and (old := before.get((name, seed))) and old["id"] != member["id"]:
-            then, later = json.loads(old["spec"]), json.loads(member["spec"])
+        if name not in names and (old := before.get((name, seed))) and old.id != member.id:
+            then, later = json.loads(old.spec), json.loads(member.spec)
             if any(then.get(key) != later.get(key) for key in _CONTENTS):
                 names[name] = None
     return list(names)
@@ -39,7 +58,8 @@ def redefinition(names: Collection[str]) -> str:
     """Return a sentence on arms whose contents changed since the sweep last ran."""
     listed = f"{', '.join(list(names)[:_MOST_NAMED])}{' and others' if len(names) > _MOST_NAMED else ''}"
     arms = f"{_counted(len(names), 'arm')} with the same name but other contents than before"
-    return f"the file or its data changed: {arms}: {listed}; earlier results are kept, but not shown under the name"
+    kept = "earlier results are kept, but not shown under the name"
+    return f"the file or its data changed: {arms}: {listed}; {kept}"
 
 
 def edits(before: Members, now: Members, without: Collection[str] = (), seeds: bool = True) -> list[str]:
@@ -52,6 +72,7 @@ def edits(before: Members, now: Members, without: Collection[str] = (), seeds: b
     if not before:
         return []
     earlier = {name for name, _ in before} - set(without)
+    changes: dict[str, tuple[set[str] | set[int], set[str] | set[int]]]
     changes = {"arm": ({name for name, _ in now}, earlier)}
     if seeds:
         changes["seed"] = ({seed for _, seed in now}, {seed for _, seed in before})

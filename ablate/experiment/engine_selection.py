@@ -1,13 +1,14 @@
-"""Which engine computes an experiment: decided before anything runs, from its arms and this machine, by words
-and numbers alone."""
+"""Selection of the engine that computes an experiment, before anything runs: from its arms and a description
+of this machine. Nothing is computed, and torch is not imported.
+
+`choose` selects for all arms at once, `misfit` checks one arm that a search proposed later."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ablate.engines import AUTO, ENGINES, parity_record
 from ablate.engines.hardware import EMULATE, NAMES, Machine, Refusal, refusal, stray_switch, this_machine
-from ablate.engines.te_mapping import MULTIPLE, families, recipe_refusals, refusals, variants
+from ablate.engines.te_mapping import MULTIPLE, Family, families, recipe_refusals, refusals, variants
 from ablate.errors import nearest
 from ablate.experiment.arms import Arm
 from ablate.recipes.recipe import Products
@@ -22,15 +23,15 @@ UNPROVEN = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine of all trials of an experiment, since arms are compared on one; and why `auto` does not take
-    the GPU's."""
+    """Engine of all trials of an experiment (arms are compared on one engine), and the reason why `auto` did
+    not select Transformer Engine; empty if there is none."""
 
     engine: str
     why: str = ""
 
 
 def check(asked: str) -> None:
-    """ValueError where there is no engine of this name."""
+    """Check the name of an engine. ValueError, with the nearest name, if there is no such engine."""
     if asked not in (AUTO, *ENGINES):
         raise ValueError(f"no such engine; {nearest(asked, [AUTO, *ENGINES])}")
 
@@ -43,13 +44,25 @@ def choose(
     layout: Layout = Layout(),  # noqa: B008 - frozen
     machine: Machine | None = None,
 ) -> Choice:
-    """The engine that `asked` means for these arms on this class of device (None: what is here), so laid out
-    over ranks. The arms of a search are not known yet: those at the ends of its knobs stand for them, and
-    `misfit` tells of each that it draws.
+    """Return the engine for these arms.
 
-    `auto` is the emulator, and says why, unless Transformer Engine can compute all arms and its kernels have
-    been found to agree with the emulator: on such a GPU, in these versions, in all that the arms need.
-    ValueError, in a sentence, where Transformer Engine was asked for and cannot.
+    `auto` selects the emulator, with the reason, unless Transformer Engine can compute all arms and a
+    comparison found that its kernels agree with the emulator: on such a GPU, in these versions, for every
+    family of kernels that the arms need.
+
+    Args:
+        asked: name of an engine, or `auto`.
+        arms: the arms. Those of a search are not known yet: the arms at the ends of its knobs stand for them,
+            and `misfit` checks each arm that it proposes.
+        device: class of device (`cpu` or `cuda`); None: that of this machine.
+        layout: ranks that compute a trial.
+        machine: description of the machine; None: this machine.
+
+    Returns:
+        The engine, and the reason why `auto` did not select Transformer Engine.
+
+    Raises:
+        ValueError: Transformer Engine was requested and cannot compute the arms; with the reason.
     """
     if asked not in (AUTO, NATIVE):
         return Choice(asked)
@@ -65,38 +78,39 @@ def choose(
 
 
 def _doubt(arms: list[Arm], machine: Machine) -> str | None:
-    """Why TE's kernels are not trusted with these arms unasked; None where a comparison on such a machine
-    found that they agree."""
+    """Return the reason why `auto` does not select TE's kernels for these arms; None if a comparison on such
+    a machine found that they agree with the emulator."""
     agreed, needed = parity_record.agreed(machine), _families(arms)
     if needed <= agreed:
         return None
     missing = " and ".join(NAMES[family] for family in sorted(needed - agreed))
     return (
-        f"the comparison that is kept here does not vouch for {missing} in Transformer Engine; see `{parity_record.COMMAND}`"
+        f"the comparison that is kept here does not cover {missing} in Transformer Engine; "
+        f"see `{parity_record.COMMAND}`"
         if agreed
         else UNPROVEN
     )
 
 
-def _families(arms: list[Arm]) -> set[str]:
+def _families(arms: list[Arm]) -> set[Family]:
     return families(
         products for arm in arms for products in (*variants(arm.recipe), *_fallen_back(arm))
     ) & set(NAMES)
 
 
 def _fallen_back(arm: Arm) -> Iterator[Products]:
-    """What a guard may make of the recipe's products."""
+    """Yield the products that a guard may replace the recipe's products by."""
     if isinstance(arm.config, Training) and arm.config.guard.policy == "fallback":
         yield from map(arm.config.guard.fallback.safer, variants(arm.recipe))
 
 
 def misfit(engine: str, arm: Arm, layout: Layout) -> str | None:
-    """Why an engine that computes a search cannot compute this arm of it."""
+    """Return the reason why the engine of a search cannot compute this arm of it; None if it can."""
     return next(_arm_refusals(arm, layout), None) if engine == NATIVE else None
 
 
 def _refusals(arms: list[Arm], device: str | None, layout: Layout, machine: Machine) -> Iterator[Refusal]:
-    """Why these arms cannot run on Transformer Engine here."""
+    """Yield each reason why these arms cannot run on Transformer Engine here."""
     if device == "cpu":
         yield Refusal("this sweep runs on CPUs (device cpu), and Transformer Engine on GPUs", EMULATE)
     if reason := refusal(machine, ()):
@@ -122,10 +136,13 @@ def _arm_refusals(arm: Arm, layout: Layout) -> Iterator[str]:
         yield from layout.misfits(arm.config, arm.recipe, NATIVE)
 
 
-def _workload_refusals(config: Any, plain: bool) -> Iterator[str]:
-    """What of a workload this engine does not do, beginning with the field."""
+def _workload_refusals(config: object, plain: bool) -> Iterator[str]:
+    """Yield each setting of a workload that Transformer Engine does not support, beginning with the field."""
     if not isinstance(config, Training):
-        yield f"workload {type(config).__name__.lower()}: not yet on Transformer Engine, which shows no operand"
+        yield (
+            f"workload {type(config).__name__.lower()}: not yet on Transformer Engine, "
+            "which does not expose its operands"
+        )
         return
     if config.compile:
         yield "workload.compile true: not yet on Transformer Engine; leave it out"

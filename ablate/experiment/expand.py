@@ -7,25 +7,25 @@ Each mistake is noted in the document, at the value that causes it, so that one 
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from ablate.experiment.arms import Arm, Base, KnobError
+from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import MOST_ARMS, ExperimentFile
 from ablate.experiment.search_space import Dimension, conditions, grid, values_at
-from ablate.experiment.yaml_document import Document
+from ablate.experiment.yaml_document import Document, Path_
 from ablate.numerics.spec import Spec
 from ablate.recipes import Recipe
 
 
 def arms_and_ends(
-    file: ExperimentFile, base: Base, knobs: Mapping[str, Dimension], document: Document
+    file: ExperimentFile, base: StartingPoint, knobs: Mapping[str, Dimension], document: Document
 ) -> tuple[list[Arm], list[Arm]]:
     """Return the arms of a grid or of a list, and the arms at the ends of a search's ranges.
 
     One of the two lists is empty: the arms of a search are not known yet. The arms at its ends stand for
     them, so that mistakes show before the search starts.
     """
+    points: list[tuple[str | None, Knobs, dict[str, Path_]]]
     if file.arms is not None:
         _refuse_names(file.arms, document)
         points = [
@@ -40,7 +40,8 @@ def arms_and_ends(
         if least > MOST_ARMS or len(indices) > MOST_ARMS:
             document.problem(
                 ("ablate",),
-                f"makes more than {MOST_ARMS} arms, the largest number in a grid; add `search` to sample them",
+                f"makes more than {MOST_ARMS} arms, the largest number in a grid; "
+                "add `search` to sample them",
             )
             return [], []
         points = [
@@ -58,17 +59,18 @@ def arms_and_ends(
             path = ("ablate",) if name is None else ("arms", name)
             document.problem(
                 path,
-                f"arm {arm.name!r} is the same as {twin.name!r}: a duplicate arm would be run and counted twice",
+                f"arm {arm.name!r} is the same as {twin.name!r}: "
+                "a duplicate arm would be run and counted twice",
             )
         arms.append(arm)
     return arms, []
 
 
 def build_arm(
-    base: Base,
-    knobs: Mapping[str, Any],
+    base: StartingPoint,
+    knobs: Knobs,
     name: str | None,
-    positions: Mapping[str, tuple],
+    positions: Mapping[str, Path_],
     document: Document,
     at_end: bool = False,
 ) -> Arm | None:
@@ -80,16 +82,17 @@ def build_arm(
         name: the arm's name; None: one made from its knobs.
         positions: path in the file of each knob's value.
         document: file in which problems are noted.
-        at_end: the values are ends of ranges, not proposals (see `Base.arm`).
+        at_end: the values are ends of ranges, not proposals (see `StartingPoint.arm`).
     """
     try:
         return base.arm(knobs, name, at_end=at_end)
     except KnobError as error:
         for knob, why in error.reasons:
-            shown = (knobs[knob],) if knob in knobs else ()
-            document.problem(
-                positions.get(knob, ("ablate",) if name is None else ("arms", name)), why, *shown
-            )
+            path: Path_ = ("ablate",) if name is None else ("arms", name)
+            if knob is not None and knob in knobs:
+                document.problem(positions.get(knob, path), why, knobs[knob])
+            else:
+                document.problem(path, why)
         return None
 
 
@@ -108,7 +111,7 @@ def _refuse_names(names: Iterable[str], document: Document) -> None:
             document.problem(("arms", name), f"{why}; leave it out: {right!r}")
 
 
-def _ends(base: Base, knobs: Mapping[str, Dimension], document: Document) -> list[Arm]:
+def _ends(base: StartingPoint, knobs: Mapping[str, Dimension], document: Document) -> list[Arm]:
     """Return arms with one knob at each of its choices or ends, and other knobs only as its conditions need
     them."""
     arms = (

@@ -17,20 +17,21 @@ recipes that the requested engine cannot compute, and grids with too many arms. 
 becomes a note instead (`Experiment.notes`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from ablate.errors import InputError, nearest
-from ablate.experiment.arms import Arm, Base, KnobError, reason
+from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint, reason
 from ablate.experiment.baseline import Against, baseline_of, compared, read_against, with_baselines
 from ablate.experiment.engine_selection import Choice, check, choose, misfit
 from ablate.experiment.expand import arms_and_ends
 from ablate.experiment.phases import unreached
+from ablate.experiment.recipe_source import SUFFIXES, parse, recipe_name
+from ablate.experiment.recipe_source import load as recipe_of
 from ablate.experiment.schema import (
     MOST_TRIALS,
     Budget,
@@ -47,7 +48,8 @@ from ablate.experiment.search_checks import check_search
 from ablate.experiment.search_space import Dimension, refuse_twins, size, space, spell_out
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import Document, read
-from ablate.recipes import PRESETS
+from ablate.files import Json
+from ablate.recipes import PRESETS, Recipe
 from ablate.training.workloads import WORKLOADS
 
 _LONGEST_NAME = 200
@@ -67,7 +69,7 @@ class Experiment:
     file: str
     text: str
     question: str
-    base: Base
+    base: StartingPoint
     space: Mapping[str, Dimension]
     arms: tuple[Arm, ...]
     """Arms known from the start, baselines first: all arms of a grid, only the baseline of a search."""
@@ -116,7 +118,7 @@ class Experiment:
         for a grid."""
         return size(self.space, self.search.trials) if self.search else 0
 
-    def propose(self, knobs: Mapping[str, Any]) -> tuple[Arm, Arm]:
+    def propose(self, knobs: Knobs) -> tuple[Arm, Arm]:
         """Build the arm that a sampler proposed, and its baseline.
 
         Args:
@@ -170,8 +172,8 @@ def load(path: Path, device: str | None = None) -> Experiment:
 
     Args:
         path: the YAML file. Its name without the suffix is the name of the sweep.
-        device: class of device that trials will run on (`cpu` or `cuda`), on which `engine: auto` depends; None: that of
-            this machine.
+        device: class of device that trials will run on (`cpu` or `cuda`), on which `engine: auto` depends;
+            None: that of this machine.
 
     Returns:
         The experiment. Every arm that it names can be built and computed by its engine.
@@ -190,6 +192,7 @@ def load(path: Path, device: str | None = None) -> Experiment:
     knobs = space(file, document)
     if base is None:
         document.check()
+    assert base is not None, "without a base, a problem has been noted"
     arms, ends = arms_and_ends(file, base, knobs, document)
     against = read_against(file, base, arms, document)
     _check_constraints(file, base, document)
@@ -227,12 +230,16 @@ def load(path: Path, device: str | None = None) -> Experiment:
         patience=file.patience,
         budget=file.budget,
         telemetry=file.telemetry,
-        notes=tuple(_notes(file, knobs, (*every_arm, *ends), document)),
+        notes=tuple(_notes(file, base, knobs, (*every_arm, *ends), document)),
     )
 
 
 def _notes(
-    file: ExperimentFile, knobs: Mapping[str, Dimension], arms: Iterable[Arm], document: Document
+    file: ExperimentFile,
+    base: StartingPoint,
+    knobs: Mapping[str, Dimension],
+    arms: Iterable[Arm],
+    document: Document,
 ) -> Iterator[str]:
     """Yield a remark on each thing that is odd in the file but can run."""
     if file.search and (points := size(knobs, file.search.trials)) < file.search.trials:
@@ -243,31 +250,32 @@ def _notes(
         (arm for arm in arms if file.arms and arm.name == file.against and arm.name in PRESETS), None
     )
     if named and any(arm.baseline not in (None, named.name) for arm in arms):
-        why = f"the baseline of arms with other workload values is preset {named.name} at their values, not this arm"
+        why = f"the baseline of arms with other workload values is preset {named.name} at their values"
         right = "to compare with this arm, give it a name that is no preset's"
-        yield document.remark(("arms", named.name), f"{why}; {right}")
-    for name, why in unreached(arms, file.recipe):
+        yield document.remark(("arms", named.name), f"{why}, not this arm; {right}")
+    for name, why in unreached(arms, base.preset):
         yield document.remark(("arms", name) if file.arms else ("ablate",), why)
 
 
 def _surface(document: Document) -> ExperimentFile:
     """Return the file's top level. Wrong keys are noted and left out, so that other mistakes show too."""
-    content = {"schema": 1, "question": "-"} | document.value
+    defaults: dict[str, Json] = {"schema": 1, "question": "-"}
+    content = defaults | document.value
     try:
         return ExperimentFile.model_validate(document.value)
     except ValidationError as error:
         for problem in error.errors():
             missing = problem["type"] == "missing"
-            why = _MISPLACED.get(problem["loc"][-1]) if problem["loc"][1:] == () else None
+            why = _MISPLACED.get(str(problem["loc"][-1])) if problem["loc"][1:] == () else None
             document.problem(
                 problem["loc"],
                 why or reason(problem, ExperimentFile),
                 *(() if missing else (problem["input"],)),
             )
-            content.pop(problem["loc"][0], None)
+            content.pop(str(problem["loc"][0]), None)
     if "workload" not in content:
         document.check()
-    return ExperimentFile.model_validate({"schema": 1, "question": "-"} | content)
+    return ExperimentFile.model_validate(defaults | content)
 
 
 def _check_engine(file: ExperimentFile, document: Document) -> None:
@@ -277,16 +285,14 @@ def _check_engine(file: ExperimentFile, document: Document) -> None:
         document.problem(("engine",), str(error), file.engine)
 
 
-def _engine(
-    file: ExperimentFile, arms: tuple[Arm, ...], device: str | None, document: Document
-) -> Choice | None:
+def _engine(file: ExperimentFile, arms: tuple[Arm, ...], device: str | None, document: Document) -> Choice:
     """Return the engine of all arms. InputError if the requested engine cannot compute them."""
     try:
         return choose(file.engine, arms, device, layout=file.resources.most)
     except ValueError as error:
         document.problem(("engine",), str(error), file.engine)
         document.check()
-        return None
+        raise
 
 
 def _refuse_misfits(file: ExperimentFile, arms: tuple[Arm, ...], choice: Choice, document: Document) -> None:
@@ -298,9 +304,8 @@ def _refuse_misfits(file: ExperimentFile, arms: tuple[Arm, ...], choice: Choice,
     document.check()
 
 
-def _base(file: ExperimentFile, document: Document) -> Base | None:
-    if file.recipe not in PRESETS:
-        document.problem(("recipe",), f"no such preset; {nearest(file.recipe, PRESETS)}", file.recipe)
+def _base(file: ExperimentFile, document: Document) -> StartingPoint | None:
+    preset, own = _recipe(file, document)
     if len(file.workload) != 1:
         document.problem(
             ("workload",), f"names {len(file.workload)} workloads; give one of {', '.join(WORKLOADS)}"
@@ -310,23 +315,54 @@ def _base(file: ExperimentFile, document: Document) -> Base | None:
     if name not in WORKLOADS:
         document.problem(("workload", name), f"no such workload; {nearest(name, WORKLOADS)}")
         return None
-    base = Base(
+    base = StartingPoint(
         name,
         values or {},
-        file.recipe if file.recipe in PRESETS else "nvfp4",
+        preset,
         Path(document.file).parent.resolve(),
+        own,
     )
     try:
         base.arm({"recipe": "bf16"})
     except KnobError as error:
+        wrong = set()
         for path, why in error.reasons:
-            parts = path.split(".")[1:]
+            parts = (path or "").split(".")[1:]
             document.problem(("workload", name, *parts), why, *_value(values, parts))
-        return replace(base, values={})  # so that other mistakes show too
+            wrong |= set(parts[:1])
+        return _without(base, wrong)  # so that other mistakes show too
     return base
 
 
-def _value(content: Any, parts: list[str]) -> tuple[Any, ...]:
+def _without(base: StartingPoint, wrong: Collection[str]) -> StartingPoint | None:
+    """Return the base without some values of its workload; None if it cannot run without them."""
+    rest = replace(base, values={field: value for field, value in base.values.items() if field not in wrong})
+    try:
+        rest.arm({"recipe": "bf16"})
+    except KnobError:
+        return None
+    return rest
+
+
+def _recipe(file: ExperimentFile, document: Document) -> tuple[str, Recipe | None]:
+    """Return the name of the recipe that the arms begin from, and the recipe itself if it is no preset."""
+    source = file.recipe
+    if isinstance(source, str) and source in PRESETS:
+        return source, None
+    try:
+        if isinstance(source, dict):
+            return recipe_name(source), parse(source, "recipe")
+        if Path(source).suffix in SUFFIXES:
+            return Path(source).stem, recipe_of(Path(document.file).parent / Path(source).expanduser())
+        document.problem(
+            ("recipe",), f"no such preset; {nearest(source, PRESETS)}; a recipe file ends in .yaml", source
+        )
+    except (ValueError, InputError) as error:
+        document.problem(("recipe",), str(error), *(() if isinstance(source, dict) else (source,)))
+    return "nvfp4", None
+
+
+def _value(content: Json, parts: list[str]) -> tuple[Json, ...]:
     for part in parts:
         if not isinstance(content, dict) or part not in content:
             return ()
@@ -346,7 +382,7 @@ def _seeds(file: ExperimentFile, document: Document) -> tuple[tuple[int, ...], G
     return file.seeds.first, file.seeds
 
 
-def _metrics(file: ExperimentFile, base: Base | None, document: Document) -> tuple[Metric, ...]:
+def _metrics(file: ExperimentFile, base: StartingPoint | None, document: Document) -> tuple[Metric, ...]:
     """Return the file's metrics, one or a list. Metrics that the workload does not measure are noted."""
     if not isinstance(file.metric, list):
         return (_metric(file.metric, ("metric",), base, document),)
@@ -361,7 +397,9 @@ def _metrics(file: ExperimentFile, base: Base | None, document: Document) -> tup
     return metrics or (Metric(),)
 
 
-def _metric(value: Any, path: tuple[str | int, ...], base: Base | None, document: Document) -> Metric:
+def _metric(
+    value: Json, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
+) -> Metric:
     try:
         metric = Metric.model_validate(value)
     except ValidationError as error:
@@ -372,12 +410,17 @@ def _metric(value: Any, path: tuple[str | int, ...], base: Base | None, document
     return metric
 
 
-def _refuse_unknown(name: str, path: tuple[str | int, ...], base: Base | None, document: Document) -> None:
-    if base is not None and name not in (metrics := WORKLOADS[base.workload].METRICS):
+def _refuse_unknown(
+    name: str, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
+) -> None:
+    metrics = WORKLOADS[base.workload].METRICS if base is not None else None
+    if base is not None and metrics is not None and name not in metrics:
         document.problem(path, f"no such metric of {base.workload}; {nearest(name, sorted(metrics))}", name)
 
 
-def _refuse_unmeasured(file: ExperimentFile, base: Base, arms: list[str], document: Document) -> None:
+def _refuse_unmeasured(
+    file: ExperimentFile, base: StartingPoint, arms: list[str], document: Document
+) -> None:
     """Refuse published figures of arms or metrics that this experiment does not have."""
     for index, figure in enumerate(file.published):
         _refuse_unknown(figure.metric, ("published", index, "metric"), base, document)
@@ -388,13 +431,15 @@ def _refuse_unmeasured(file: ExperimentFile, base: Base, arms: list[str], docume
     document.check()
 
 
-def _check_constraints(file: ExperimentFile, base: Base, document: Document) -> None:
+def _check_constraints(file: ExperimentFile, base: StartingPoint, document: Document) -> None:
     """Note constraints on a metric that the workload does not measure, duplicates, and constraints without a
     search."""
     for index, constraint in enumerate(file.constraints):
         _refuse_unknown(constraint.metric, ("constraints", index, "metric"), base, document)
     refuse_twins(
-        ("constraints",), [constraint.words.rpartition(" ")[0] for constraint in file.constraints], document
+        ("constraints",),
+        [constraint.description.rpartition(" ")[0] for constraint in file.constraints],
+        document,
     )
     if file.constraints and file.search is None:
         document.problem(

@@ -1,12 +1,27 @@
 """Phases of a schedule that no step of a run reaches, known before the run by its length."""
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
+from ablate.files import Json
 from ablate.numerics.spec import tag
 from ablate.recipes import PRESETS
-from ablate.recipes.recipe import Phase, Run
+from ablate.recipes.recipe import Phase, Recipe, Run
+from ablate.training.workloads import Workload
+
+
+class ResolvedArm(Protocol):
+    """Fields of an arm that `unreached` reads. (`arms` imports this file, so `Arm` is not available here.)"""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def knobs(self) -> Mapping[str, Json]: ...
+    @property
+    def config(self) -> Workload: ...
+    @property
+    def recipe(self) -> Recipe: ...
 
 
 def never_begins(phase: Phase, run: Run) -> str | None:
@@ -17,7 +32,8 @@ def never_begins(phase: Phase, run: Run) -> str | None:
         if every <= last:
             return None
         right = f"measure it every {last} steps or more often" if last else "give the run two steps or more"
-        return f"{phase.start} is measured first after step {every} of {run.steps}, so the phase never begins; {right}"
+        first = f"{phase.start} is measured first after step {every} of {run.steps}"
+        return f"{first}, so the phase never begins; {right}"
     if phase.active(last, run):
         return None
     if tag(phase.start) == "decay":
@@ -32,12 +48,12 @@ def never_begins(phase: Phase, run: Run) -> str | None:
     return f"{phase.start} is not reached in the {run.steps} steps of this run; {right}"
 
 
-def length(config: Any) -> Run:
+def length(config: Workload) -> Run:
     """Return the length of a workload's runs, on which schedules depend."""
     return Run(config.steps, config.tokens_per_step, getattr(config, "decay_start", None))
 
 
-def unreached(arms: Iterable[Any], preset: str) -> Iterator[tuple[str, str]]:
+def unreached(arms: Iterable[ResolvedArm], preset: str) -> Iterator[tuple[str, str]]:
     """Yield (arm, reason) for phases of presets (`preset` unless an arm names one) that never begin, each
     once.
 
@@ -46,9 +62,10 @@ def unreached(arms: Iterable[Any], preset: str) -> Iterator[tuple[str, str]]:
     """
     shown = set()
     for arm in arms:
-        name = arm.knobs.get("recipe", preset)
-        for phase in PRESETS[name]().schedule:
-            why = never_begins(phase, length(arm.config)) if phase in arm.recipe.schedule else None
+        name = str(arm.knobs.get("recipe", preset))
+        for phase in PRESETS[name]().schedule if name in PRESETS else ():
+            inherited = phase in arm.recipe.schedule
+            why = never_begins(phase, length(arm.config)) if inherited else None
             if why and (name, why) not in shown:
                 shown.add((name, why))
                 yield arm.name, f"the phase of preset {name} in arm {arm.name!r}: {why}"

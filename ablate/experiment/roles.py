@@ -1,8 +1,7 @@
 """Role of an arm in its sweep: the list of roles, and the rule for ledgers of earlier versions, which stored
 none."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 Role = Literal["baseline", "listed", "searched", "refused", "confirmed"]
 """Added as a baseline, listed in the file, proposed by a sampler, proposed but impossible, or rerun of a
@@ -13,16 +12,29 @@ CONFIRM = "confirm: "
 role."""
 
 
-def role_of(row: Mapping[str, Any], searches: bool, members: int) -> Role:
+class Recorded(Protocol):
+    """Fields of an arm in a ledger that its role follows from. Rows of arms and of members have them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def role(self) -> Role | None: ...
+    @property
+    def optuna(self) -> int | None: ...
+    @property
+    def baseline(self) -> int | None: ...
+
+
+def role_of(row: Recorded, searches: bool, members: int) -> Role:
     """Return the role of an arm in a ledger, from its row or from that of one of its members.
 
     A row without a role was written by an earlier version, which marked the rerun of a winner by the prefix
     alone. `searches`: the sweep is a search; `members`: number of the arm's members.
     """
-    if row["role"]:
-        return row["role"]
+    if row.role:
+        return row.role
     if not searches:
         return "listed"
-    if row["optuna"] is not None:
-        return "searched" if members or row["baseline"] is not None else "refused"
-    return "confirmed" if row["name"].startswith(CONFIRM) else "baseline"
+    if row.optuna is not None:
+        return "searched" if members or row.baseline is not None else "refused"
+    return "confirmed" if row.name.startswith(CONFIRM) else "baseline"

@@ -1,25 +1,24 @@
-"""Check a search as a whole: whether its sampler, pruner, rungs, constraints and warm start suit its
-objectives, seeds and arms.
+"""Check a search as a whole: its sampler, pruner, rungs, constraints and warm start against its objectives,
+seeds and arms.
 
-The single values were checked before, as the file was read (`schema`). Nothing is raised: what is wrong is
-noted in the document.
+`schema` has checked the single values before. Problems are noted in the document, none is raised.
 """
 
 import itertools
 import math
 
-from ablate.experiment.arms import Arm, Base
+from ablate.experiment.arms import Arm, StartingPoint
 from ablate.experiment.schema import FEWEST_SEEDS, SEVERAL, ExperimentFile, Metric, Search
 from ablate.experiment.search_space import refuse_twins
 from ablate.experiment.yaml_document import Document
-from ablate.numerics.spec import Spec
+from ablate.training.workloads import Workload
 
 _SHOWN = 6
 
 
 def check_search(
     file: ExperimentFile,
-    base: Base,
+    base: StartingPoint,
     ends: list[Arm],
     seeds: int,
     metrics: tuple[Metric, ...],
@@ -28,7 +27,14 @@ def check_search(
 ) -> None:
     """Note what is wrong with the search of the sweep `name`, if the file has one.
 
-    `ends` are arms at the ends of each knob; `seeds` is the number of seeds of an arm.
+    Args:
+        file: the file.
+        base: starting point of every arm.
+        ends: arms at the ends of each knob.
+        seeds: number of seeds of an arm.
+        metrics: metrics by which arms are compared, the main one first.
+        name: name of the sweep.
+        document: file in which problems are noted.
     """
     search = file.search
     if search is None:
@@ -50,7 +56,7 @@ def check_search(
     refuse_twins(("search", "warm"), list(search.warm), document)
     if name in search.warm:
         document.problem(
-            ("search", "warm"), f"names {name}, this sweep itself, which goes on from its own arms anyway"
+            ("search", "warm"), f"names {name}, this sweep itself, which always starts with its own arms"
         )
 
 
@@ -59,8 +65,9 @@ def _check_several(search: Search, objectives: int, document: Document) -> None:
         why = f"takes one objective, and metric lists {objectives}; {', '.join(SEVERAL)} take several"
         document.problem(("search", "sampler"), why, search.sampler)
     if search.pruner:
-        why = f"judges by one objective, and metric lists {objectives}: leave the pruner out, or give one metric"
-        document.problem(("search", "pruner"), why, search.pruner)
+        why = f"judges by one objective, and metric lists {objectives}"
+        right = "leave the pruner out, or give one metric"
+        document.problem(("search", "pruner"), f"{why}: {right}", search.pruner)
 
 
 def _check_wilcoxon(search: Search, seeds: int, document: Document) -> None:
@@ -70,15 +77,19 @@ def _check_wilcoxon(search: Search, seeds: int, document: Document) -> None:
             "has no effect: wilcoxon judges an arm as each of its seeds ends, not at steps",
         )
     if seeds < FEWEST_SEEDS:
-        why = f"cannot spare a seed of {seeds}: its test needs 4 pairs to tell arms apart; give {FEWEST_SEEDS} seeds or more"
-        document.problem(("search", "pruner"), why, search.pruner)
+        why = (
+            f"cannot stop an arm before the last of {seeds} seeds: its test needs 4 pairs to tell arms apart"
+        )
+        right = f"give {FEWEST_SEEDS} seeds or more"
+        document.problem(("search", "pruner"), f"{why}; {right}", search.pruner)
     if search.warm:
-        why = "compares seed by seed with the best arm, which an earlier sweep's has not; use median, asha or hyperband, or leave warm out"
-        document.problem(("search", "pruner"), why, search.pruner)
+        why = "compares arms seed by seed, and the arms of an earlier sweep have no values by seed"
+        right = "use median, asha or hyperband, or leave warm out"
+        document.problem(("search", "pruner"), f"{why}; {right}", search.pruner)
 
 
-def _check_rungs(search: Search, metric: str, configs: list[Spec], document: Document) -> None:
-    """A pruner's rungs must be steps at which every arm has the metric, and grow as its rule says."""
+def _check_rungs(search: Search, metric: str, configs: list[Workload], document: Document) -> None:
+    """Note rungs at which not every arm has the metric, and rungs that do not grow as the pruner needs."""
     rungs, path = search.rungs, ("search", "rungs")
     valid = _common([config.recorded(metric) for config in configs])
     listed = ", ".join(map(str, valid[:_SHOWN])) + (f", ... {valid[-1]}" if len(valid) > _SHOWN else "")
@@ -91,7 +102,7 @@ def _check_rungs(search: Search, metric: str, configs: list[Spec], document: Doc
     elif not rungs:
         document.problem(
             ("search", "pruner"),
-            f"needs rungs, the steps at which arms are judged: of {listed}",
+            f"needs rungs, the steps at which arms are judged; valid are {listed}",
             search.pruner,
         )
     for index, rung in enumerate(rungs):
@@ -108,12 +119,12 @@ def _check_rungs(search: Search, metric: str, configs: list[Spec], document: Doc
             list(rungs),
         )
     elif search.pruner in ("asha", "hyperband") and not _geometric(rungs):
-        why = f"{search.pruner} keeps one arm in n at each rung, which comes after n times as many steps: such as 50, 100, 200"
-        document.problem(path, why, list(rungs))
+        why = f"{search.pruner} keeps one arm in n at each rung, which comes after n times as many steps"
+        document.problem(path, f"{why}: such as 50, 100, 200", list(rungs))
 
 
 def _common(steps: list[range]) -> range:
-    """The steps that all have. Each is a range of multiples of its first, or empty."""
+    """Return the steps that all ranges contain. Each is a range of multiples of its first step, or empty."""
     if not all(steps):
         return range(0)
     every = math.lcm(*(one.start for one in steps))
@@ -121,6 +132,6 @@ def _common(steps: list[range]) -> range:
 
 
 def _geometric(rungs: tuple[int, ...]) -> bool:
-    """Whether each rung is the same whole number of times the one before."""
+    """Return True if each rung is the same integer multiple of the one before."""
     factor = rungs[1] // rungs[0] if rungs[1:] else 2
     return all(later == factor * earlier for earlier, later in itertools.pairwise(rungs))

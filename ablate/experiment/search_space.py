@@ -1,79 +1,77 @@
-"""The knobs that an experiment turns: each one's values or range, and the condition under which it exists. No
-meaning of any knob here."""
+"""Search space of an experiment: the knobs under `ablate`, each with its values or range and the condition
+under which it exists. Nothing here depends on the meaning of a knob."""
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ablate.errors import nearest
 from ablate.experiment.schema import ExperimentFile
 from ablate.experiment.yaml_document import Document, display
+from ablate.files import Json
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
-_KINDS = ("uniform", "int", "choice")
+Kind = Literal["uniform", "int", "choice"]
+_KINDS: tuple[Kind, ...] = ("uniform", "int", "choice")
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """One knob's range or choices."""
+    """Range or choices of one knob."""
 
-    kind: Literal["choice", "uniform", "int"]
-    choices: tuple[Any, ...] = ()
+    kind: Kind
+    choices: tuple[Json, ...] = ()
     low: float = 0
     high: float = 0
     log: bool = False
-    when: Mapping[str, Any] = field(default_factory=dict)
-    """Values of other knobs without which this one does not exist."""
+    when: Mapping[str, Json] = field(default_factory=dict)
+    """Values of other knobs without which this knob does not exist."""
 
-    def ends(self) -> tuple[Any, ...]:
-        """Values to try, to see whether the range makes sense: every choice, or both ends; of real numbers a
-        value between too."""
+    def ends(self) -> tuple[Json, ...]:
+        """Return the values with which a range is checked: every choice, or both ends; for real numbers also
+        a value between them."""
         if self.kind == "choice":
             return self.choices
         middle = () if self.kind == "int" else (self.low + (self.high - self.low) / math.pi,)
         return (self.low, self.high, *middle)
 
-    def holds(self, value: Any) -> bool:
-        """Whether a value is one of the choices, or lies in the range."""
+    def holds(self, value: Json) -> bool:
+        """Return True if a value is one of the choices, or lies in the range."""
         if self.kind == "choice":
             return any(alike(value, choice) for choice in self.choices)
         types = (int,) if self.kind == "int" else (int, float)
-        return type(value) in types and self.low <= value <= self.high
+        return isinstance(value, int | float) and type(value) in types and self.low <= value <= self.high
 
-    def applies(self, knobs: Mapping[str, Any]) -> bool:
-        """Whether the knob exists beside these values of the others."""
+    def applies(self, knobs: Mapping[str, Json]) -> bool:
+        """Return True if the knob exists beside these values of the others."""
         return all(knob in knobs and alike(knobs[knob], value) for knob, value in self.when.items())
 
 
-def alike(a: Any, b: Any) -> bool:
-    """Whether two values from a file are the same: true is not 1."""
+def alike(a: Json, b: Json) -> bool:
+    """Return True if two values from a file are the same: true is not 1."""
     return type(a) is type(b) and a == b
 
 
 def spell_out(document: Document) -> None:
-    """Give short names of workload fields their full paths wherever a file names knobs: `lr` is `workload.lr`
-    from then on.
+    """Replace short names of workload fields by full paths wherever a file names knobs: `lr` by
+    `workload.lr`.
 
     A short name beside its own full path is noted as a problem.
     """
     _spell_out(("ablate",), document)
-    ablated, arms = document.value.get("ablate"), document.value.get("arms")
-    for knob in ablated if isinstance(ablated, dict) else ():
-        if isinstance(ablated[knob], dict):
-            _spell_out(("ablate", knob, "when"), document)
-    for name in arms if isinstance(arms, dict) else ():
+    for knob in document.mapping(("ablate",)):
+        _spell_out(("ablate", knob, "when"), document)
+    for name in document.mapping(("arms",)):
         _spell_out(("arms", name), document)
     _spell_out(("against",), document)
 
 
 def _spell_out(path: tuple[str, ...], document: Document) -> None:
-    """Do so for the mapping at `path`, if there is one."""
-    content = document.value
-    for part in path:
-        content = content.get(part)
-    for knob in [knob for knob in content if knob in WORKLOAD_KNOBS] if isinstance(content, dict) else ():
+    """Spell out the keys of the mapping at `path`, if there is one."""
+    content = document.mapping(path)
+    for knob in [knob for knob in content if knob in WORKLOAD_KNOBS]:
         full = f"workload.{knob}"
         if full in content:
             document.problem((*path, knob), f"is short for {full}, which is given too; keep one of them")
@@ -81,10 +79,10 @@ def _spell_out(path: tuple[str, ...], document: Document) -> None:
 
 
 def space(file: ExperimentFile, document: Document) -> dict[str, Dimension]:
-    """The knobs of `ablate`, those that others depend on first; every mistake is noted."""
+    """Return the knobs of `ablate`, each after the knobs that it depends on; every mistake is noted."""
     if (file.ablate is None) == (file.arms is None):
         if file.ablate is None and any(document.value.get(key) is not None for key in ("ablate", "arms")):
-            return {}  # what is wrong with it was noted
+            return {}  # its problem has been noted
         document.problem((), "give either `ablate` (knobs and their values) or `arms` (arms by name)")
         return {}
     if file.search and file.arms is not None:
@@ -93,13 +91,13 @@ def space(file: ExperimentFile, document: Document) -> dict[str, Dimension]:
         document.problem(("ablate",), "is empty: name at least one knob, such as rht: [true, false]")
     if file.arms is not None and not file.arms:
         document.problem(("arms",), "is empty: name at least one arm")
-    found = {knob: _dimension(knob, values, file, document) for knob, values in (file.ablate or {}).items()}
-    return _in_order({knob: _conditional(knob, found, document) for knob in found}, document)
+    knobs = {knob: _dimension(knob, values, file, document) for knob, values in (file.ablate or {}).items()}
+    return _in_order({knob: _conditional(knob, knobs, document) for knob in knobs}, document)
 
 
 def grid(knobs: Mapping[str, Dimension]) -> Iterator[dict[str, int]]:
-    """Every point of a grid, as the index of each knob's choice. A knob that does not exist there is left
-    out."""
+    """Yield every point of a grid, as the index of each knob's choice. A knob that does not exist there is
+    left out."""
     points: Iterator[dict[str, int]] = iter([{}])
     for knob in knobs:
         points = _extended(points, knob, knobs)
@@ -122,19 +120,20 @@ def size(knobs: Mapping[str, Dimension], most: int) -> int:
         return most
     whole = {knob: dimension for knob, dimension in knobs.items() if dimension.kind == "int"}
     listed = {
-        knob: replace(one, choices=range(int(one.low), int(one.high) + 1)) for knob, one in whole.items()
+        knob: replace(one, choices=tuple(range(int(one.low), int(one.high) + 1)))
+        for knob, one in whole.items()
     }
     return sum(1 for _ in itertools.islice(grid({**knobs, **listed}), most))
 
 
-def values_at(point: Mapping[str, int], knobs: Mapping[str, Dimension]) -> dict[str, Any]:
-    """The values of a grid's point."""
+def values_at(point: Mapping[str, int], knobs: Mapping[str, Dimension]) -> dict[str, Json]:
+    """Return the values of a grid's point."""
     return {knob: knobs[knob].choices[index] for knob, index in point.items()}
 
 
-def conditions(knob: str, knobs: Mapping[str, Dimension]) -> dict[str, Any]:
-    """What the other knobs must be for this one to exist: its own conditions and those of the knobs it
-    depends on."""
+def conditions(knob: str, knobs: Mapping[str, Dimension]) -> dict[str, Json]:
+    """Return the values of other knobs that this knob needs: its own conditions and those of the knobs that
+    it depends on."""
     inherited = [conditions(other, knobs) for other in knobs[knob].when]
     return {other: value for each in inherited for other, value in each.items()} | dict(knobs[knob].when)
 
@@ -142,7 +141,7 @@ def conditions(knob: str, knobs: Mapping[str, Dimension]) -> dict[str, Any]:
 # One knob
 
 
-def _dimension(knob: str, values: Any, file: ExperimentFile, document: Document) -> Dimension:
+def _dimension(knob: str, values: Json, file: ExperimentFile, document: Document) -> Dimension:
     path = ("ablate", knob)
     if isinstance(values, list):
         if not values:
@@ -159,24 +158,24 @@ def _dimension(knob: str, values: Any, file: ExperimentFile, document: Document)
     return replace(_range(path, values, document), when=_when(path, values, document))
 
 
-def refuse_twins(path: tuple[str, ...], values: list[Any], document: Document) -> None:
-    """Note every value of a list that stands in it already."""
+def refuse_twins(path: tuple[str, ...], values: Sequence[Json], document: Document) -> None:
+    """Note every repeated value of a list."""
     seen = set()
     for index, value in enumerate(values):
         key = (type(value), _hashable(value))
         if key in seen:
-            document.problem((*path, index), "stands twice", value)
+            document.problem((*path, index), "is given twice", value)
         seen.add(key)
 
 
-def _hashable(value: Any) -> Any:
-    """A value that is equal to another's where the two values are."""
+def _hashable(value: Json) -> Hashable:
+    """Return a hashable copy of a value. Copies are equal if and only if the values are."""
     if isinstance(value, dict):
         return frozenset((key, _hashable(part)) for key, part in value.items())
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-def _range(path: tuple[str, ...], values: dict[str, Any], document: Document) -> Dimension:
+def _range(path: tuple[str, ...], values: dict[str, Json], document: Document) -> Dimension:
     kinds = [kind for kind in _KINDS if kind in values]
     for key in values:
         if key not in (*_KINDS, "log", "when"):
@@ -195,24 +194,35 @@ def _range(path: tuple[str, ...], values: dict[str, Any], document: Document) ->
             return Dimension("choice")
         refuse_twins((*path, kind), content, document)
         return Dimension("choice", choices=tuple(content))
-    types = (int,) if kind == "int" else (int, float)
-    numbers = isinstance(content, list) and len(content) == 2 and all(type(x) in types for x in content)
-    if not numbers or not all(map(math.isfinite, content)) or content[0] >= content[1]:
+    low, high = _bounds(content, (int,) if kind == "int" else (int, float))
+    if not low < high:
         document.problem((*path, kind), "must be [low, high] with low < high", content)
         return Dimension("choice")
-    if type(log) is not bool or (log and content[0] <= 0):
-        document.problem((*path, "log"), "must be true or false, and true only where low > 0", log)
-    return Dimension(kind, low=content[0], high=content[1], log=log is True)
+    if type(log) is not bool or (log and low <= 0):
+        document.problem((*path, "log"), "must be true or false, and true only if low > 0", log)
+    return Dimension(kind, low=low, high=high, log=log is True)
 
 
-def _when(path: tuple[str, ...], values: dict[str, Any], document: Document) -> dict[str, Any]:
-    found = values.get("when", {})
-    if isinstance(found, dict) and (found or "when" not in values):
-        return found
+def _bounds(content: Json, types: tuple[type, ...]) -> tuple[float, float]:
+    """Return the two finite numbers of a range, of one of the types; (0, 0) if there are no such numbers."""
+    numbers = [
+        number
+        for number in (content if isinstance(content, list) else ())
+        if isinstance(number, int | float) and type(number) in types and math.isfinite(number)
+    ]
+    if not isinstance(content, list) or len(content) != 2 or len(numbers) != 2:
+        return 0, 0
+    return numbers[0], numbers[1]
+
+
+def _when(path: tuple[str, ...], values: dict[str, Json], document: Document) -> dict[str, Json]:
+    when = values.get("when", {})
+    if isinstance(when, dict) and (when or "when" not in values):
+        return when
     document.problem(
         (*path, "when"),
         "must name the other knobs' values that this one exists with, such as {rht: true}",
-        found,
+        when,
     )
     return {}
 
@@ -221,7 +231,7 @@ def _when(path: tuple[str, ...], values: dict[str, Any], document: Document) -> 
 
 
 def _conditional(knob: str, knobs: Mapping[str, Dimension], document: Document) -> Dimension:
-    """The knob with those of its conditions that make sense; the others are noted."""
+    """Return the knob with its valid conditions; the others are noted."""
     kept = {}
     for other, value in knobs[knob].when.items():
         wrong = _wrong(knob, other, value, knobs)
@@ -232,7 +242,7 @@ def _conditional(knob: str, knobs: Mapping[str, Dimension], document: Document) 
     return replace(knobs[knob], when=kept)
 
 
-def _wrong(knob: str, other: str, value: Any, knobs: Mapping[str, Dimension]) -> str | None:
+def _wrong(knob: str, other: str, value: Json, knobs: Mapping[str, Dimension]) -> str | None:
     if other == knob:
         return "is the knob itself; name another"
     if other not in knobs:
@@ -245,7 +255,7 @@ def _wrong(knob: str, other: str, value: Any, knobs: Mapping[str, Dimension]) ->
 
 
 def _in_order(knobs: dict[str, Dimension], document: Document) -> dict[str, Dimension]:
-    """The knobs in the file's order, but each behind those that it depends on."""
+    """Return the knobs in the file's order, but each after those that it depends on."""
     ordered: dict[str, Dimension] = {}
     while len(ordered) < len(knobs):
         ready = next(
@@ -255,7 +265,7 @@ def _in_order(knobs: dict[str, Dimension], document: Document) -> dict[str, Dime
         if ready is None:
             circle = [knob for knob in knobs if knob not in ordered]
             document.problem(
-                ("ablate", circle[0], "when"), f"is circular: {', '.join(circle)} wait for each other"
+                ("ablate", circle[0], "when"), f"is circular: {', '.join(circle)} depend on each other"
             )
             return ordered
         ordered[ready] = knobs[ready]
@@ -268,6 +278,6 @@ def _in_order(knobs: dict[str, Dimension], document: Document) -> dict[str, Dime
 
 
 def _possible(knob: str, knobs: Mapping[str, Dimension]) -> bool:
-    """Whether there is a point at which the knob exists."""
-    wanted = conditions(knob, knobs)
-    return all(knobs[other].applies(wanted) for other in wanted)
+    """Return True if there is a point at which the knob exists."""
+    needed = conditions(knob, knobs)
+    return all(knobs[other].applies(needed) for other in needed)

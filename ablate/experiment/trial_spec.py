@@ -1,5 +1,5 @@
-"""A trial as its specification: one workload, one recipe, one seed, one engine. Its id is the hash of exactly
-that."""
+"""Specification of a trial: one workload, one recipe, one seed, one engine. Its id is the hash of exactly
+these: trials with the same id have the same numbers, and are run once."""
 
 import hashlib
 import json
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
+from ablate.files import Json
 from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Spec
 from ablate.recipes import Recipe
@@ -19,15 +20,16 @@ from ablate.training.workloads import WORKLOADS
 
 
 class TrialSpec(Spec):
-    """Everything that determines a trial's numbers, resolved: defaults included, the data by its fingerprint,
-    versions by hand.
+    """Everything that determines a trial's numbers, resolved: with defaults, the fingerprint of the data, and
+    the versions of numerics and workload, which are raised by hand.
 
-    Commit, library versions and hardware are recorded with the result but are not identity; nor is telemetry.
+    Commit, library versions and hardware are recorded with the result but are not part of the identity;
+    neither is telemetry.
     """
 
     workload: str
     if TYPE_CHECKING:
-        config: Any  # of a class in WORKLOADS; what all of them must have is tests/workloads/test_contract.py
+        config: Any  # an instance of a class in WORKLOADS; tests/workloads/test_contract.py checks each class
     else:
         config: Spec
     recipe: Recipe
@@ -37,8 +39,8 @@ class TrialSpec(Spec):
 
     @cached_property
     def id(self) -> str:
-        """16 hex digits of the hash of what determines the trial: `content` without the places where its data
-        lies."""
+        """16 hex digits of the SHA-256 of everything that determines the trial: `content` without the paths
+        of its data."""
         content = self._content(self.config.identity(), self.recipe.canonical())
         return hashlib.sha256(
             json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -46,30 +48,30 @@ class TrialSpec(Spec):
 
     @cached_property
     def segments(self) -> tuple[tuple[int, str], ...]:
-        """The first step of each recipe that is in force in turn, and that recipe as JSON; none where the
-        workload cannot be forked.
+        """Recipes in the order in which they apply: the first step of each, and the recipe as JSON; empty if
+        the workload cannot be forked.
 
-        What is measured starts a phase at no step known before, so such a schedule is part of its recipe from
-        the beginning.
+        The first step of a measured phase is not known before the run, so a schedule with such phases is part
+        of the recipe from step 0.
         """
         if not isinstance(self.config, Training):
             return ()
         run = Run(self.config.steps, self.config.tokens_per_step, self.config.decay_start)
-        told = {"schedule"} if not self.recipe.triggers else set()
+        excluded = {"schedule"} if not self.recipe.triggers else set()
         starts = {
             bisect_left(range(run.steps), True, key=partial(phase.active, run=run))
             for phase in self.recipe.schedule
         }
-        found: list[tuple[int, str]] = []
+        segments: list[tuple[int, str]] = []
         for start in sorted({0} | {start for start in starts if start < run.steps}):
-            recipe = to_json(self.recipe.at(start, run).canonical(told)).decode()
-            if not found or found[-1][1] != recipe:
-                found.append((start, recipe))
-        return tuple(found)
+            recipe = to_json(self.recipe.at(start, run).canonical(excluded)).decode()
+            if not segments or segments[-1][1] != recipe:
+                segments.append((start, recipe))
+        return tuple(segments)
 
     def history(self, step: int) -> str:
-        """16 hex digits of the hash of everything that determined the state after `step` steps: what a
-        checkpoint there is named by."""
+        """Return the name of a checkpoint after `step` steps: 16 hex digits of the SHA-256 of everything that
+        determined the state."""
         points = [point for point in self.segments if point[0] < step]
         version = numerics.version((json.loads(recipe) for _, recipe in points), self.device)
         content = self._content(self.config.identity(), {}) | {
@@ -82,7 +84,8 @@ class TrialSpec(Spec):
         ).hexdigest()[:16]
 
     def alike(self, other: "TrialSpec") -> int:
-        """Steps after which the two are still in the same state, where they begin alike."""
+        """Return the number of steps for which two trials that start in the same state stay in the same
+        state."""
         starts = sorted({start for start, _ in (*self.segments, *other.segments)})
         return next(
             (start for start in starts if self._recipe_at(start) != other._recipe_at(start)),
@@ -94,18 +97,17 @@ class TrialSpec(Spec):
 
     @cached_property
     def wire(self) -> str:
-        """The whole spec as JSON, with its id: what crosses to a worker, and what the trial's folder
-        keeps."""
+        """Whole spec as JSON, with its id: as it is sent to a worker and stored in the trial's folder."""
         return json.dumps(self.content, sort_keys=True)
 
     @property
-    def content(self) -> dict[str, Any]:
-        """The whole spec as JSON data, with its id."""
+    def content(self) -> dict[str, Json]:
+        """Whole spec as JSON data, with its id."""
         return {"id": self.id} | self._content(
             self.config.model_dump(mode="json"), self.recipe.model_dump(mode="json")
         )
 
-    def _content(self, config: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    def _content(self, config: dict[str, Json], recipe: dict[str, Json]) -> dict[str, Json]:
         return {
             "workload": {self.workload: config},
             "workload_version": self.config.VERSION,
@@ -119,11 +121,16 @@ class TrialSpec(Spec):
 
     @classmethod
     def parse(cls, wire: str, loads: Callable[[str], Any] = json.loads) -> "TrialSpec":
-        """Return the spec that `wire` describes. ValueError where it was written by other versions, or for
-        other data.
+        """Return the spec that `wire` describes.
 
-        `loads` reads JSON, and is called once: what it returns has lists for tuples, so types are not checked
-        strictly here. The id is.
+        JSON has lists in place of tuples, so types are not checked strictly; the id is compared instead.
+
+        Args:
+            wire: `TrialSpec.wire` of the spec.
+            loads: reader of JSON; called once.
+
+        Raises:
+            ValueError: `wire` was written by other versions of the code, or for other data.
         """
         content = loads(wire)
         ((name, config),) = content["workload"].items()
@@ -135,6 +142,7 @@ class TrialSpec(Spec):
         )
         if spec.id != content["id"]:
             raise ValueError(
-                "this process resolves the trial differently: other versions of the code, or other data, than the planner's"
+                "this process resolves the trial differently: "
+                "its code or its data differ from those of the process that planned it"
             )
         return spec

@@ -9,10 +9,9 @@ files or terminals cannot hold. Every refusal has its line and column.
 
 import io
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
@@ -29,6 +28,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from ablate.errors import InputError, Problem, nearest, one_line
+from ablate.files import Json
 
 _LARGEST_FILE = 1 << 20
 _DEEPEST = 64
@@ -54,7 +54,7 @@ class Document:
     """Parsed file: its plain value, and the position of every key and item by its path."""
 
     file: str
-    value: Any
+    value: dict[str, Json]
     text: str
     positions: dict[Path_, tuple[int, int]] = field(default_factory=dict)
     problems: dict[Problem, None] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Document:
     written: dict[Path_, str] = field(default_factory=dict)
     """Keys as written in the file, by the paths of those that were renamed in `value`."""
 
-    def problem(self, path: Iterable[str | int], reason: str, value: Any = _UNSHOWN) -> None:
+    def problem(self, path: Iterable[str | int], reason: str, value: object = _UNSHOWN) -> None:
         """Note that the value at `path` is wrong: `field: value: reason`, at the nearest known position.
 
         InputError at the largest number of problems.
@@ -70,22 +70,27 @@ class Document:
         remark = self._at(tuple(path), reason, value)
         self.note(remark.line, remark.column, remark.message)
 
-    def rename(self, path: Path_, key: str, new: str) -> None:
+    def mapping(self, path: Sequence[str]) -> dict[str, Json]:
+        """Return the mapping at `path` in `value`; an empty one if there is none."""
+        content: Json = self.value
+        for part in path:
+            content = content.get(part) if isinstance(content, dict) else None
+        return content if isinstance(content, dict) else {}
+
+    def rename(self, path: tuple[str, ...], key: str, new: str) -> None:
         """Rename a key of the mapping at `path` in `value`. Paths use the new name from now on, messages the
         written one."""
-        content = self.value
-        for part in path:
-            content = content[part]
+        content = self.mapping(path)
         items = [(new if name == key else name, value) for name, value in content.items()]
         content.clear()
         content.update(items)
         self.written[*path, new] = key
 
-    def remark(self, path: Iterable[str | int], reason: str, value: Any = _UNSHOWN) -> str:
+    def remark(self, path: Iterable[str | int], reason: str, value: object = _UNSHOWN) -> str:
         """Return a remark on something that is not wrong, in the form of a problem. Nothing is noted."""
         return str(self._at(tuple(path), reason, value))
 
-    def _at(self, path: Path_, reason: str, value: Any) -> Problem:
+    def _at(self, path: Path_, reason: str, value: object) -> Problem:
         """Return a problem at the nearest known position of `path`."""
         path = tuple(self.written.get(path[: depth + 1], part) for depth, part in enumerate(path))
         nearest_path = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self.positions)
@@ -118,7 +123,7 @@ class Document:
         raise InputError(problems)
 
 
-def scalar(text: str) -> Any:
+def scalar(text: str) -> Json:
     """Return the value that a YAML file would hold; the text itself if it is no YAML."""
     try:
         return YAML(typ="safe", pure=True).load(text)
@@ -126,7 +131,7 @@ def scalar(text: str) -> Any:
         return text
 
 
-def display(value: Any) -> str:
+def display(value: object) -> str:
     """Return a value as YAML writes it, at most 60 characters of it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -151,7 +156,7 @@ def read(path: Path) -> Document:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line, column = _place(content[: error.start].decode("utf-8-sig", "replace"))
+        line, column = _line_and_column(content[: error.start].decode("utf-8-sig", "replace"))
         what = f"byte {content[error.start]:#04x} is not UTF-8, the encoding of experiment files"
         raise InputError([Problem(name, line, column, what)]) from None
     return parse(text, name)
@@ -161,7 +166,7 @@ def parse(text: str, name: str) -> Document:
     """Parse YAML text. InputError, with file, line and column, if it is none or is refused."""
     yaml = YAML(typ="rt", pure=True)
     last: Event | None = None
-    document = Document(name, None, text, {(): (1, 1)})
+    document = Document(name, {}, text, {(): (1, 1)})
     try:
         for event in _sound(yaml, text, document):
             last = event
@@ -174,7 +179,7 @@ def parse(text: str, name: str) -> Document:
         raise InputError([Problem(name, mark.line + 1, mark.column + 1, one_line(what))]) from None
     except ReaderError as error:
         what = f"character {error.character:#06x} is not allowed in YAML"
-        raise InputError([Problem(name, *_place(text[: error.position]), what)]) from None
+        raise InputError([Problem(name, *_line_and_column(text[: error.position]), what)]) from None
     except Exception as error:  # the library has more classes than it documents, and defects of its own
         line, column = (last.end_mark.line + 1, last.end_mark.column + 1) if last else (1, 1)
         what = one_line((str(error) or type(error).__name__).splitlines()[0])
@@ -192,12 +197,12 @@ def parse(text: str, name: str) -> Document:
                 )
             ]
         )
-    document.value = _plain(yaml, node, (), document)
+    document.value = _plain_mapping(yaml, node, (), document)
     document.check()
     return document
 
 
-def _place(before: str) -> tuple[int, int]:
+def _line_and_column(before: str) -> tuple[int, int]:
     """Return line and column of the end of a text."""
     return before.count("\n") + 1, len(before) - before.rfind("\n")
 
@@ -228,38 +233,45 @@ def _sound(yaml: YAML, text: str, document: Document) -> Iterator[Event]:
             )
 
 
-def _plain(yaml: YAML, node: Node, path: Path_, document: Document) -> Any:
+def _plain(yaml: YAML, node: Node, path: Path_, document: Document) -> Json:
     """Return a node as dict, list, str, int, float, bool or None. Record positions, and note duplicate
     keys."""
     if isinstance(node, SequenceNode):
         for index, item in enumerate(node.value):
             document.positions[*path, index] = (item.start_mark.line + 1, item.start_mark.column + 1)
         return [_plain(yaml, item, (*path, index), document) for index, item in enumerate(node.value)]
-    if isinstance(node, MappingNode):
-        result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            line, column = key_node.start_mark.line + 1, key_node.start_mark.column + 1
-            if not isinstance(key_node, ScalarNode):
-                document.note(line, column, "a key must be a string; this one is a list or a mapping")
-                continue
-            key = key_node.value
-            document.positions.setdefault((*path, key), (line, column))
-            if key in result:
-                document.note(line, column, f"{key}: stands twice")
-            if wrong := _unusable(key):
-                document.note(line, column, f"{key}: {wrong}")
-            result[key] = _plain(yaml, value_node, (*path, key), document)
-        return result
-    return _scalar(yaml, node, document)
+    return (
+        _plain_mapping(yaml, node, path, document)
+        if isinstance(node, MappingNode)
+        else _scalar(yaml, node, document)
+    )
 
 
-def _scalar(yaml: YAML, node: ScalarNode, document: Document) -> Any:
+def _plain_mapping(yaml: YAML, node: MappingNode, path: Path_, document: Document) -> dict[str, Json]:
+    """Return a mapping as `_plain` does."""
+    result: dict[str, Json] = {}
+    for key_node, value_node in node.value:
+        line, column = key_node.start_mark.line + 1, key_node.start_mark.column + 1
+        if not isinstance(key_node, ScalarNode):
+            document.note(line, column, "a key must be a string; this one is a list or a mapping")
+            continue
+        key = key_node.value
+        document.positions.setdefault((*path, key), (line, column))
+        if key in result:
+            document.note(line, column, f"{key}: is given twice")
+        if wrong := _unusable(key):
+            document.note(line, column, f"{key}: {wrong}")
+        result[key] = _plain(yaml, value_node, (*path, key), document)
+    return result
+
+
+def _scalar(yaml: YAML, node: Node, document: Document) -> Json:
     line, column = node.start_mark.line + 1, node.start_mark.column + 1
     try:
         value = yaml.constructor.construct_object(node, deep=True)
     except Exception as error:  # of whatever class: `!!bool x` is a KeyError
-        kind = str(node.tag).rpartition(":")[2]
-        why = "has too many digits" if "digits" in str(error) else f"is no {kind}"
+        name = str(node.tag).rpartition(":")[2]
+        why = "has too many digits" if "digits" in str(error) else f"is no {name}"
         document.note(line, column, f"{display(node.value)}: {why}")
         return None
     if isinstance(value, str) or not (
@@ -280,7 +292,7 @@ def _scalar(yaml: YAML, node: ScalarNode, document: Document) -> Any:
     return value
 
 
-def _unusable(value: Any) -> str | None:
+def _unusable(value: object) -> str | None:
     """Return the reason to refuse a value that YAML allows; None if it is accepted."""
     if isinstance(value, str):
         if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):

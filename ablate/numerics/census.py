@@ -49,7 +49,7 @@ def last_step(quant: Quant) -> float:
     A value less than half of it above the largest is rounded rather than clipped.
     """
     grid = ELEMENTS[quant.element]
-    return grid.step(torch.tensor([grid.max])).item()
+    return grid.step(torch.tensor([grid.max], dtype=torch.float32)).item()
 
 
 def census(operand: Operand) -> Census:
@@ -58,31 +58,47 @@ def census(operand: Operand) -> Census:
 
 
 def _compiled(operand: Operand) -> Census:
-    scale = encode_scale(operand.amax, operand.quant)
-    sums, blocks, block_power, means = cpu.census(
-        operand.source,
+    quant, amax, block_scale, source = operand.quant, operand.amax, operand.block_scale, operand.source
+    assert quant is not None
+    assert amax is not None
+    assert block_scale is not None
+    assert source is not None
+    scale = encode_scale(amax, quant)
+    sums, counts, blocks, block_power, means = cpu.census(
+        source,
         operand.values,
-        operand.block_scale,
-        operand.amax,
+        block_scale,
+        amax,
         1.0 / scale,
-        1.0 / torch.tensor(operand.divisor),
+        1.0 / torch.tensor(operand.divisor, dtype=torch.float32),
     )
-    scales = element_scales(operand.block_scale, scale)
-    rows, columns = operand.quant.tile
+    scales = element_scales(block_scale, scale)
+    rows, columns = quant.tile
     return Census(
-        elements=operand.source.numel(),
-        mean_power=means.square().sum().item() * operand.source.shape[0],
+        elements=source.numel(),
+        power=sums["power"],
+        error=sums["error"],
+        inner=sums["inner"],
+        quantised_power=sums["quantised_power"],
+        fourth=sums["fourth"],
+        mean_power=means.square().sum().item() * source.shape[0],
+        zeros=counts["zeros"],
+        saturated=counts["saturated"],
+        clipped=counts["clipped"],
         blocks=blocks,
         block_scaled=blocks * scales.view(blocks.shape),
         block_power=block_power,
         block_elements=rows * columns,
-        **sums,
     )
 
 
 def _reference(operand: Operand) -> Census:
-    x, q, y = operand.source.double(), operand.dequantize().double(), operand.scaled.abs()
-    top = ELEMENTS[operand.quant.element].max
+    quant, source, scaled = operand.quant, operand.source, operand.scaled
+    assert quant is not None
+    assert source is not None
+    assert scaled is not None
+    x, q, y = source.double(), operand.dequantize().double(), scaled.abs()
+    top = ELEMENTS[quant.element].max
     blocks = _blocks(operand, x)
     return Census(
         elements=x.numel(),
@@ -94,7 +110,7 @@ def _reference(operand: Operand) -> Census:
         mean_power=x.mean(dim=0).square().sum().item() * x.shape[0],
         zeros=((q == 0) & (x != 0)).sum().item(),
         saturated=(y > top).sum().item(),
-        clipped=(y > top + last_step(operand.quant) / 2).sum().item(),
+        clipped=(y > top + last_step(quant) / 2).sum().item(),
         blocks=blocks.abs().amax(dim=(1, 3)),
         block_scaled=_blocks(operand, y).amax(dim=(1, 3)),
         block_power=blocks.square().sum(dim=(1, 3)),
@@ -104,6 +120,6 @@ def _reference(operand: Operand) -> Census:
 
 def _blocks(operand: Operand, x: Tensor) -> Tensor:
     """Return `x` as tiles; groups of 16 elements if the operand has no blocks."""
-    rows, columns = operand.quant.tile if operand.quant.block else (1, 16)
+    rows, columns = operand.quant.tile if operand.quant and operand.quant.block else (1, 16)
     padded = pad(x, rows, columns)
     return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.quantize import Operand
+from ablate.numerics.spec import Dge, Quant
 
 _ROUNDED = 1 + 2.0**-20
 """Tolerance: the largest element of a row may lie a few ulps above the grid, because its scale was
@@ -13,7 +14,8 @@ rounded."""
 
 def clip_mask(operand: Operand) -> Tensor:
     """Return 1 for scaled elements inside the grid, 0 for saturated ones, fp32 (arXiv 2505.14669)."""
-    return (operand.scaled.abs() < ELEMENTS[operand.quant.element].max).to(torch.float32)
+    quant, scaled = _kept(operand)
+    return (scaled.abs() < ELEMENTS[quant.element].max).to(torch.float32)
 
 
 def dge(operand: Operand) -> Tensor:
@@ -22,17 +24,30 @@ def dge(operand: Operand) -> Tensor:
     Source: arXiv 2501.17116, eq. 8. t in [0, 1) is the position of the scaled element between its two
     neighbours. Beyond the grid, by more than the rounding of the scale explains, the slope is 0.
     """
-    estimator, element = operand.quant.estimator, ELEMENTS[operand.quant.element]
-    magnitude = operand.scaled.abs()
+    quant, scaled = _kept(operand)
+    estimator, element = quant.estimator, ELEMENTS[quant.element]
+    assert isinstance(estimator, Dge)
+    magnitude = scaled.abs()
     inside = magnitude.clamp(max=element.max)
     position = inside / element.step(inside)
     slope = (2 * (position - position.floor()) - 1).abs() ** (1 / estimator.k - 1) / estimator.k
     return torch.where(magnitude > element.max * _ROUNDED, 0.0, slope.clamp(max=estimator.clip))
 
 
+def _kept(operand: Operand) -> tuple[Quant, Tensor]:
+    """Return the quantiser and the scaled elements of an operand that was quantised with `keep`."""
+    assert operand.quant is not None
+    assert operand.scaled is not None
+    return operand.quant, operand.scaled
+
+
 def slope(operand: Operand) -> Tensor:
-    """Return the factor of every element of an operand that kept `scaled` and names an estimator."""
-    name = operand.quant.estimator
+    """Return the factor of every element of the gradient of a cast, fp32 like its scaled elements.
+
+    Args:
+        operand: Result of the cast, quantised with `keep`, whose quantiser names an estimator.
+    """
+    name = _kept(operand)[0].estimator
     return ESTIMATORS[name if isinstance(name, str) else type(name).__name__.lower()](operand)
 
 

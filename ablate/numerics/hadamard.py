@@ -32,12 +32,12 @@ TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Transformer Engine's fixed vector (reference_nvfp4.py, get_wgrad_sign_vector)."""
 
 
-def none(size: int, clock: Clock | None = None, where: int = 0) -> Tensor:
+def none(size: int, clock: Clock, where: int) -> Tensor:
     """Return ones: the Hadamard matrix without sign flips. fp32 [size]."""
-    return torch.ones(size)
+    return torch.ones(size, dtype=torch.float32)
 
 
-def fixed(size: int, clock: Clock | None = None, where: int = 0) -> Tensor:
+def fixed(size: int, clock: Clock, where: int) -> Tensor:
     """Return Transformer Engine's signs, repeated or cut to `size`. fp32 [size]."""
     return torch.tensor(TE_SIGNS, dtype=torch.float32).repeat(-(-size // 16))[:size]
 
@@ -45,7 +45,7 @@ def fixed(size: int, clock: Clock | None = None, where: int = 0) -> Tensor:
 def per_call(size: int, clock: Clock, where: int) -> Tensor:
     """Draw signs for this product of this layer, step and micro-batch. fp32 [size]."""
     bits = random_bits(clock, where, 1, -(-size // GROUP) * GROUP, 8, torch.device("cpu"))
-    return torch.where(bits[0, :size] < 128, 1.0, -1.0)
+    return torch.where(bits[0, :size] < 128, 1.0, -1.0).to(torch.float32)
 
 
 def per_step(size: int, clock: Clock, where: int) -> Tensor:
@@ -59,11 +59,12 @@ def per_layer(size: int, clock: Clock, where: int) -> Tensor:
 
 
 SIGNS = {function.__name__: function for function in (none, fixed, per_layer, per_step, per_call)}
+"""Rules for the signs of a rotation, each a function of its size, the clock and the draw site."""
 
 
 @cache
 def _constant_signs(spec: Hadamard, device: torch.device) -> Tensor:
-    return SIGNS[spec.signs](spec.size).to(device)
+    return SIGNS[spec.signs](spec.size, Clock(0), 0).to(device)  # these rules draw nothing
 
 
 def signs(spec: Hadamard, device: torch.device, clock: Clock | None = None, where: int = 0) -> Tensor:
@@ -77,12 +78,15 @@ def signs(spec: Hadamard, device: torch.device, clock: Clock | None = None, wher
 
     Returns:
         fp32 [size] of +1 and -1.
+
+    Raises:
+        ValueError: The signs are drawn, and there is no clock.
     """
-    return (
-        SIGNS[spec.signs](spec.size, clock, where).to(device)
-        if choices.SIGNS[spec.signs].drawn
-        else _constant_signs(spec, device)
-    )
+    if not choices.SIGNS[spec.signs].drawn:
+        return _constant_signs(spec, device)
+    if clock is None:
+        raise ValueError(f"signs {spec.signs} are drawn and take their random bits from a clock: pass clock")
+    return SIGNS[spec.signs](spec.size, clock, where).to(device)
 
 
 def rotate(

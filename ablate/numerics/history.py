@@ -51,11 +51,9 @@ class History:
 
 
 def _largest(past: list[Tensor | float]) -> Tensor:
-    return (
-        torch.stack(past).amax()
-        if isinstance(past[0], Tensor)
-        else torch.tensor(max(past), dtype=torch.float32)
-    )
+    tensors = [amax for amax in past if isinstance(amax, Tensor)]
+    alike = len(tensors) == len(past)
+    return torch.stack(tensors).amax() if alike else torch.tensor(max(past), dtype=torch.float32)
 
 
 def _or(amax: Tensor, other: Tensor) -> Tensor:

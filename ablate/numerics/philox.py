@@ -5,6 +5,8 @@ resumed run, a forked run, a recomputed activation, every device and every threa
 same bits, and evaluation advances no state. docs/numerics.md (section 5) lists the words of key and counter.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -31,6 +33,15 @@ class Clock:
     stream: str = "training"
     step: int = 0
     micro_batch: int = 0
+
+    @contextmanager
+    def within(self, micro_batch: int) -> Iterator[None]:
+        """Inside this context, it is this micro-batch."""
+        before, self.micro_batch = self.micro_batch, micro_batch
+        try:
+            yield
+        finally:
+            self.micro_batch = before
 
 
 def site(layer: str, slot: str) -> int:
@@ -98,7 +109,8 @@ def random_bits(
         counter[word] = value
     fields = {8: 4, 16: 2, 24: 1}[width]  # draws in one 32-bit word
     words = [philox(counter, philox_key(clock, purpose, call)) for call in range(4 // fields)]
-    bits = torch.empty(groups, 4 // fields, 4, fields, device=device)
+    # torch's default dtype may be another, and 24 bits fit no narrower one.
+    bits = torch.empty(groups, 4 // fields, 4, fields, dtype=torch.float32, device=device)
     for call, four in enumerate(words):
         for field in range(fields):
             bits[:, call, :, field] = (four.t() >> (32 // fields) * field).bitwise_and_((1 << width) - 1)

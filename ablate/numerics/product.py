@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ablate.numerics.quantize import Operand, pad
+
+Arguments = ParamSpec("Arguments")
+Gradients = TypeVar("Gradients")
 
 
 def alpha(a: Operand, b: Operand) -> Tensor | None:
@@ -47,16 +50,14 @@ def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
         return _scaled(_fp32(left, right), scale)
     if scale is None and left.dtype == right.dtype == out:
         return linear(left, right)
-    wide = scale is None or scale.numel() != 1 or left.dtype != out or right.dtype != out
-    if wide or left.is_cuda or not multiplies_bf16():
+    other = scale is None or scale.numel() != 1 or left.dtype != out or right.dtype != out
+    if scale is None or other or left.is_cuda or not multiplies_bf16():
         return _scaled(_fp32(left, right), scale).to(out)
     # torch.mm would round to bf16 before alpha (26 % of outputs off by one ulp); addmm applies alpha before
     # its one rounding.
     y, factor = left.new_empty(left.shape[0], right.shape[0]), scale.item()
-    if (
-        factor == 0
-    ):  # an operand is zero, such as the first gradient behind a zero head: torch takes 70 times as long
-        return y.zero_()
+    if factor == 0:  # an operand is zero, as is the first gradient behind a zero head: addmm takes 70 times
+        return y.zero_()  # as long for it
     return torch.addmm(y, left, right.t(), beta=0, alpha=factor)
 
 
@@ -86,7 +87,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_order(backward: Callable[Arguments, Gradients]) -> Callable[Arguments, Gradients]:
     """Make the backward pass of an autograd function raise RuntimeError under `create_graph=True`.
 
     Quantisation has no second derivative: autograd would return a gradient without a graph, or a wrong one.
@@ -94,20 +95,21 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(backward)
-    def checked(ctx: Any, *gradients: Tensor) -> Any:
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Gradients:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True asks for a second derivative, which a quantised product does not have;"
                 " compute that term inside engine.high_precision()"
             )
-        return backward(ctx, *gradients)
+        return backward(*args, **kwargs)
 
     return checked
 
 
 def _aligned(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     width = max(a.values.shape[1], b.values.shape[1])
-    return tuple(pad(o.values, 1, width) if width else o.values for o in (a, b))
+    left, right = (pad(operand.values, 1, width) if width else operand.values for operand in (a, b))
+    return left, right
 
 
 def _scaled(y: Tensor, scale: Tensor | None) -> Tensor:

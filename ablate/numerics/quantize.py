@@ -84,26 +84,27 @@ class Operand:
         """Element maximum times scale bound (6 * 448) times prescale; 1 without quantisation."""
         if self.quant is None:
             return 1.0
-        outer = 1.0 if self.amax is None else ELEMENTS[self.quant.element].max * self.quant.outer.bound
-        return outer * self.quant.range.prescale
+        if self.amax is None or self.quant.outer is None:
+            return self.quant.range.prescale
+        return ELEMENTS[self.quant.element].max * self.quant.outer.bound * self.quant.range.prescale
 
     def transposed(self) -> "Operand":
         """Return the operand of the transpose. Only valid for square blocks without padding."""
+        assert self.block_scale is not None
         return Operand(
             self.values.t(), self.quant, self.amax, self.block_scale.permute(2, 1, 0, 3), self.largest
         )
 
     def dequantize(self) -> Tensor:
         """Return value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
-        factor = 1.0 / torch.tensor(self.divisor)
-        scaled = self.quant is not None and self.block_scale is not None and not self.quant.wide
-        if scaled and cpu.can_decode(self.values, self.block_scale, self.amax):
+        factor = 1.0 / torch.tensor(self.divisor, dtype=torch.float32)
+        if self.quant is None:
+            return self.values.to(torch.float32)
+        if self.block_scale is None or self.quant.wide:
+            return self.values.to(torch.float32) * (factor if self.amax is None else self.amax * factor)
+        if cpu.can_decode(self.values, self.block_scale, self.amax):
             return cpu.decode(self.values, self.quant.tile, self.block_scale, self.amax, factor)
         values = self.values.to(torch.float32)
-        if self.quant is None:
-            return values
-        if self.block_scale is None or self.quant.wide:
-            return values * (factor if self.amax is None else self.amax * factor)
         rows, columns = values.shape
         tile_rows, tile_columns = self.quant.tile
         padded = pad(values, tile_rows, 1).contiguous()
@@ -173,12 +174,14 @@ def quantize(
     amax = reduced
     if amax is None and quant.outer is not None:
         amax = outer_statistic(x, tiles, amaxes, quant.outer, history, clock, partition)
-    scale = torch.ones((), device=x.device) if amax is None else encode_scale(amax, quant)
+    scale = (
+        torch.ones((), dtype=torch.float32, device=x.device) if amax is None else encode_scale(amax, quant)
+    )
     if quant.select:
         chosen = select(tiles, amaxes, scale, amax, quant)
     else:
         group = rotation.size if rotation else 0
-        draw = partial(_bits, clock, where, tiles, partition)
+        draw = partial(_bits, clock, where, tiles, partition)  # called only if `_refuse` has seen a clock
         chosen = _cast(tiles, target_tiles, amaxes, scale, quant, group, draw)
     return _operand(x, tiles, amaxes, amax, chosen, quant, bool(keep))
 
@@ -213,10 +216,11 @@ def quantize_both(
     copies = cuda.quantize_both(
         x, cuda.Form(first, None, where[0]), cuda.Form(second, flips, where[1]), clock
     )
-    both = zip(copies, (first, second), strict=True)
-    return tuple(
-        Operand(values, quant, amax, block_scale, amax) for (values, amax, block_scale), quant in both
+    one, other = (
+        Operand(values, quant, amax, block_scale, amax)
+        for (values, amax, block_scale), quant in zip(copies, (first, second), strict=True)
     )
+    return one, other
 
 
 def _compiled(
@@ -238,16 +242,13 @@ def _compiled(
     if not on_cpu and (keep or reduced is not None or not cuda.can_quantize(x, quant, rotation)):
         return None
     flips = rotation and signs(rotation, x.device, clock, product)
-    if on_cpu:
-        statistic = _statistic(quant.outer, history, clock) if reduced is None else reduced.item()
-        made = cpu.quantize(x, quant, flips, clock, where, keep, statistic)
-    else:
+    if not on_cpu:
         values, amax, block_scale = cuda.quantize(x, quant, flips, clock, where)
-        made = values, amax, block_scale, amax, None
-    if made is None:
-        return None
-    values, amax, block_scale, largest, source = made
-    return Operand(values, quant, amax, block_scale, largest, source)
+        return Operand(values, quant, amax, block_scale, amax)
+    assert quant.outer is not None  # every form of the kernels has one
+    statistic = _statistic(quant.outer, history, clock) if reduced is None else reduced.item()
+    made = cpu.quantize(x, quant, flips, clock, where, keep, statistic)
+    return made and Operand(made.values, quant, made.amax, made.block_scale, made.largest, made.source)
 
 
 def _statistic(
@@ -257,7 +258,7 @@ def _statistic(
     if outer.statistic == "amax":
         return None
     if tag(outer.statistic) == "static":
-        return float(argument(outer.statistic))
+        return float(argument(outer.statistic) or 0)
     return lambda x, largest: outer_statistic(x, None, largest, outer, history, clock)
 
 
@@ -295,7 +296,7 @@ def _refuse(
         raise ValueError(
             "rounding ms_eden corrects rotated groups of whole blocks: pass rotation to quantize"
         )
-    if partition is not None and (why := partition.misfit(*x.shape, quant, rotation)):
+    if partition is not None and (why := partition.misfit(x.shape[0], x.shape[1], quant, rotation)):
         raise ValueError(f"this part of a matrix cannot be quantised by itself: {why}")
 
 
@@ -331,13 +332,19 @@ def _cast(
 
 
 def _bits(
-    clock: Clock, where: int, tiles: Tensor, partition: Partition | None, elements: bool, width: int
+    clock: Clock | None,
+    where: int,
+    tiles: Tensor,
+    partition: Partition | None,
+    elements: bool,
+    width: int,
 ) -> Tensor:
     """Return random bits for every element, or for every block scale, shaped to broadcast against the tiles.
 
     For a part of a matrix they are drawn for the whole and cut, so that they do not depend on the number of
     parts.
     """
+    assert clock is not None
     row_tiles, rows, column_tiles, columns = tiles.shape
     high, wide = (row_tiles * rows, column_tiles * columns) if elements else (row_tiles, column_tiles)
     counts = [1, 1]
@@ -393,6 +400,7 @@ def ms_eden(
     Returns:
         Corrected scales, fp32 like `block_scale`, holding values of the scale format.
     """
+    assert quant.scale is not None
     y = torch.where(block_scale == 0, 0.0, scaled)
     rows, _, columns, length = y.shape
     grouped = (rows, columns * length // group, group)
@@ -425,16 +433,16 @@ def _operand(
     x: Tensor, tiles: Tensor, amaxes: Tensor, amax: Tensor | None, chosen: Candidate, quant: Quant, keep: bool
 ) -> Operand:
     values = chosen.codes if chosen.block_scale is None else chosen.codes * chosen.block_scale
-    if amax is not None and amax.ndim:
+    if amax is not None and amax.ndim and quant.outer is not None:
         if quant.outer.granularity == "block:128":
-            divisor = torch.tensor(ELEMENTS[quant.element].max * quant.outer.bound)
+            divisor = torch.tensor(ELEMENTS[quant.element].max * quant.outer.bound, dtype=torch.float32)
             values, amax = values * (amax * (1.0 / divisor)), None
         else:
             amax = amax.view(-1, 1)
     shape = (tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3])
     rows = slice(x.shape[0])
     values = values.to(torch.float32 if quant.wide else torch.bfloat16).view(shape)[rows]
-    largest = amaxes.amax() if amaxes.numel() else torch.zeros((), device=x.device)
+    largest = amaxes.amax() if amaxes.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
     operand = Operand(values, quant, amax, chosen.block_scale, largest)
     if not keep:
         return operand

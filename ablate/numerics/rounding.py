@@ -142,7 +142,7 @@ def toward(y: Tensor, target: Tensor, grid: Format) -> Tensor:
     """
     magnitude = y.abs()
     lower, upper = floor(magnitude, grid), ceil(magnitude, grid)
-    sign = torch.where(y < 0, -1.0, 1.0)
+    sign = torch.where(y < 0, -1.0, 1.0).to(y.dtype)
     return sign * torch.where(target * sign >= (lower + upper) / 2, upper, lower)
 
 

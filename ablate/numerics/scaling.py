@@ -85,12 +85,13 @@ def amax(
 
 
 def percentile(
-    x: Tensor, amaxes: Tensor, p: Fraction, history: History | None, clock: Clock | None
+    x: Tensor, amaxes: Tensor, p: Fraction | None, history: History | None, clock: Clock | None
 ) -> Tensor:
     """Return the order statistic k = ceil(p n) of the n magnitudes, without interpolation, fp32.
 
     Blocks whose largest magnitude is above it get the largest block scale, and their elements saturate.
     """
+    assert p is not None
     if amaxes.ndim == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu":
         return _counted(x, math.ceil(p * x.numel()))
     rows = x.reshape(1, -1) if amaxes.ndim == 1 else x
@@ -109,27 +110,40 @@ def _counted(x: Tensor, k: int) -> Tensor:
 
 
 def delayed(
-    x: Tensor, amaxes: Tensor, steps: Fraction, history: History | None, clock: Clock | None
+    x: Tensor, amaxes: Tensor, steps: Fraction | None, history: History | None, clock: Clock | None
 ) -> Tensor:
     """Return the largest amax of the last `steps` steps; of this call if there is none. fp32 scalar."""
     current = amaxes.amax()
-    return history.delayed(current, clock, int(steps)) if history is not None else current
+    if history is None:
+        return current
+    assert clock is not None
+    assert steps is not None
+    return history.delayed(current, clock, int(steps))
 
 
-def hold(x: Tensor, amaxes: Tensor, steps: Fraction, history: History | None, clock: Clock | None) -> Tensor:
+def hold(
+    x: Tensor, amaxes: Tensor, steps: Fraction | None, history: History | None, clock: Clock | None
+) -> Tensor:
     """Return the first amax of the current period of `steps` steps. fp32 scalar."""
     current = amaxes.amax()
-    return history.held(current, clock, int(steps)) if history is not None else current
+    if history is None:
+        return current
+    assert clock is not None
+    assert steps is not None
+    return history.held(current, clock, int(steps))
 
 
 def static(
-    x: Tensor, amaxes: Tensor, value: Fraction, history: History | None, clock: Clock | None
+    x: Tensor, amaxes: Tensor, value: Fraction | None, history: History | None, clock: Clock | None
 ) -> Tensor:
     """Return the given magnitude, fp32 scalar."""
+    assert value is not None
     return torch.tensor(float(value), dtype=torch.float32, device=x.device)
 
 
 STATISTICS = {function.__name__: function for function in (amax, percentile, delayed, hold, static)}
+"""Outer statistics, each a function of the tensor, the amaxes of its groups, the number behind the colon, the
+history and the clock."""
 
 
 def outer_statistic(
@@ -163,14 +177,15 @@ def outer_statistic(
     if outer.granularity == "row":
         grouped = amaxes.amax(dim=2, keepdim=True)
     elif outer.granularity == "block:128":
+        assert tiles is not None
         blocks = 128 // tiles.shape[3]
         rows, _, columns, _ = amaxes.shape
         whole = torch.nn.functional.pad(amaxes.view(rows, columns), (0, -columns % blocks)).view(
             rows, -1, blocks
         )
         grouped = whole.amax(dim=2).repeat_interleave(blocks, dim=1)[:, :columns].view(rows, 1, columns, 1)
-    divided = partition and (partition.axis == 1 or outer.granularity == "tensor")
-    if divided and outer.granularity != "block:128":
+    divided = partition is not None and (partition.axis == 1 or outer.granularity == "tensor")
+    if partition is not None and divided and outer.granularity != "block:128":
         if tag(outer.statistic) == "percentile":
             x = partition.gathered(x)
         else:
@@ -191,6 +206,7 @@ def encode_scale(amax: Tensor, quant: Quant) -> Tensor:
     Returns:
         fp32 like `amax`.
     """
+    assert quant.outer is not None
     # A tensor, not a Python number: torch computes `number / tensor` as number * reciprocal, which rounds
     # twice.
     top = torch.full_like(amax, ELEMENTS[quant.element].max * quant.outer.bound)
@@ -213,6 +229,7 @@ def block_scales(largest: Tensor, scale: Tensor, quant: Quant, bits: Tensor | No
     Returns:
         fp32 like `largest`, holding values of the scale format.
     """
+    assert quant.scale is not None
     top = quant.range.map_to or ELEMENTS[quant.element].max
     multiplier = scale * torch.full_like(scale, 1 / top)
     if quant.range.headroom != 1:
@@ -234,7 +251,7 @@ def round_scale(scale: Tensor, to: BlockScale, bits: Tensor | None = None) -> Te
     grid = SCALES[to.format]
     if not grid.zero:
         return _power_of_two(scale, to, grid, bits)
-    if grid.bits >= 16:
+    if grid.dtype is not None and grid.bits >= 16:
         rounded = scale.clamp(max=grid.max).to(getattr(torch, grid.dtype)).to(torch.float32)
     else:
         rounded = SCALE_ROUNDINGS[to.rounding](scale, grid, bits, 24)
@@ -248,7 +265,7 @@ def _power_of_two(scale: Tensor, to: BlockScale, grid: Format, bits: Tensor | No
 
     Small scales are multiplied by 2^40 first, since the smallest E8M0 values are subnormal in fp32.
     """
-    lift = torch.where(scale < 2.0**-60, 2.0**40, 1.0)
+    lift = torch.where(scale < 2.0**-60, scale.new_full((), 2.0**40), 1.0)
     rounded = SCALE_ROUNDINGS[to.rounding](scale.clamp(min=_SMALLEST) * lift, grid, bits, 24)
     return (rounded / lift).clamp(_SMALLEST, grid.max)
 

@@ -42,6 +42,7 @@ def select(tiles: Tensor, amaxes: Tensor, scale: Tensor, amax: Tensor | None, qu
     Returns:
         Candidate with block scales, scaled elements and codes of the chosen quantisation.
     """
+    assert quant.select is not None
     candidates = CANDIDATES[quant.select.among](tiles, amaxes, scale, quant)
     best = next(candidates)
     error = block_error(best, tiles, amax, quant)
@@ -63,6 +64,7 @@ def scales(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterat
 
     Its order of operations: (amax / 6) * S, and 1.5 times that.
     """
+    assert quant.scale is not None
     base = _base(amaxes, scale)
     for block_scale in (base, base * 1.5):
         yield _candidate(tiles, round_scale(block_scale, quant.scale), scale, ELEMENTS["e2m1"])
@@ -70,6 +72,7 @@ def scales(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterat
 
 def grids(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterator[Candidate]:
     """Yield IF4's two candidates: the E2M1 grid, or seven even steps up to 6, with the same block scale."""
+    assert quant.scale is not None
     block_scale = round_scale(_base(amaxes, scale), quant.scale)
     yield _candidate(tiles, block_scale, scale, ELEMENTS["e2m1"])
     scaled = tiles * element_scales(block_scale, scale)
@@ -81,6 +84,7 @@ def search(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterat
 
     Slow: this is a reference for comparisons, not a recipe.
     """
+    assert quant.scale is not None
     grid = SCALES[quant.scale.format]
     base = round_scale(_base(amaxes, scale), quant.scale)
     lower = upper = base
@@ -116,8 +120,9 @@ def block_error(candidate: Candidate, tiles: Tensor, amax: Tensor | None, quant:
     In Transformer Engine's order: values are q * s * amax / (6 * bound); errors are summed along a row one by
     one, then over 16 rows as a tree.
     """
+    assert quant.select is not None
     values = candidate.codes * candidate.block_scale
-    if amax is not None:
+    if amax is not None and quant.outer is not None:
         values = values * amax
         values = values / torch.full_like(values, ELEMENTS["e2m1"].max * quant.outer.bound)
     return CRITERIA[quant.select.criterion](values - tiles)

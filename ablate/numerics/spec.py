@@ -8,7 +8,7 @@ and an unrotated product has no Hadamard.
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -32,20 +32,22 @@ STATIC_ROTATED_VERSION = 4
 """Version of the recipes that rotate by 16 and give an amax (`outer.statistic: static:v`), on a CPU: up to
 version 3 the compiled quantiser ignored the given amax of rotated columns. The bits of no other recipe
 changed, so the ids of its trials stay."""
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+"""JSON data, as `ablate.files` has it: this package imports none of the others."""
 
 
-def version(recipes: Iterable[Any], device: str) -> int:
+def version(recipes: Iterable[Json], device: str) -> int:
     """Return the version of the numerics of some recipes (as JSON data) on a device class."""
     words = {word for recipe in recipes for word in _words(recipe)} if device == "cpu" else set()
     return STATIC_ROTATED_VERSION if words >= {"rotated", "static"} else VERSION
 
 
-def _words(data: Any) -> Iterator[str]:
+def _words(data: Json) -> Iterator[str]:
     """Yield `rotated` for each rotation by 16 in a recipe's data, `static` for each given amax."""
     if isinstance(data, dict):
         if isinstance(turn := data.get("hadamard"), dict) and turn.get("size") == 16:
             yield "rotated"
-        if isinstance(outer := data.get("outer"), dict) and outer["statistic"].startswith("static"):
+        if isinstance(outer := data.get("outer"), dict) and str(outer["statistic"]).startswith("static"):
             yield "static"
     for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
         yield from _words(value)
@@ -56,6 +58,26 @@ _CAST = tuple(name for name, scale in SCALES.items() if scale.bits >= 16)
 _FRACTIONAL = tuple(name for name, scale in SCALES.items() if scale.bits <= 8 and scale.mantissa)
 """One-byte scale formats finer than powers of two, for which block scales can be selected and corrected."""
 _BF16_BITS = SCALES["bf16"].significant
+if TYPE_CHECKING:  # a type checker does not compute the words
+    Element = str
+    ScaleFormat = str
+    ElementRounding = str
+    ScaleRounding = str
+    Candidates = str
+    Criterion = str
+    ChannelFormat = str
+    Block = str
+    SignRule = str
+else:
+    Element = Literal[tuple(ELEMENTS)]
+    ScaleFormat = Literal[tuple(SCALES)]
+    ElementRounding = Literal[tuple(word for word, how in ROUNDINGS.items() if how.of_elements)]
+    ScaleRounding = Literal[tuple(word for word, how in ROUNDINGS.items() if how.of_scales)]
+    Candidates = Literal[tuple(CANDIDATES)]
+    Criterion = Literal[CRITERIA]
+    ChannelFormat = Literal[tuple(CHANNELS)]
+    Block = Literal[BLOCKS]
+    SignRule = Literal[tuple(SIGNS)]
 NEAR = 0.7
 """Similarity (difflib) from which an error suggests a word."""
 
@@ -71,7 +93,7 @@ class Spec(BaseModel):
     """Fields added later. With its default such a field is not part of a trial's identity, so older results
     stay valid."""
 
-    def canonical(self, exclude: Collection[str] = ()) -> dict[str, Any]:
+    def canonical(self, exclude: Collection[str] = ()) -> dict[str, Json]:
         """Return the JSON data that identifies this description.
 
         That is its fields without `exclude` and, at every depth, without LATER fields that have their
@@ -82,7 +104,7 @@ class Spec(BaseModel):
         return data
 
 
-def _drop_later(spec: Spec, data: dict[str, Any]) -> None:
+def _drop_later(spec: Spec, data: dict[str, Json]) -> None:
     """Remove LATER fields that have their defaults from JSON data, at every depth."""
     for name in [*data]:
         value = getattr(spec, name)
@@ -91,14 +113,14 @@ def _drop_later(spec: Spec, data: dict[str, Any]) -> None:
         ):
             del data[name]
             continue
-        several = isinstance(value, tuple)
-        for part, content in zip(
-            value if several else (value,), data[name] if several else (data[name],), strict=True
-        ):
-            if isinstance(part, Spec) and isinstance(
-                content, dict
-            ):  # a layer rule may be written as one word
-                _drop_later(part, content)
+        content = data[name]
+        pairs = [(value, content)]
+        if isinstance(value, tuple) and isinstance(content, list):
+            pairs = list(zip(value, content, strict=True))
+        for part, plain in pairs:
+            # A layer rule may be written as one word.
+            if isinstance(part, Spec) and isinstance(plain, dict):
+                _drop_later(part, plain)
 
 
 def tag(tagged: str) -> str:
@@ -150,8 +172,8 @@ def _listed(words: Collection[str], between: str = "or") -> str:
 class BlockScale(Spec):
     """Scale that the elements of one block share."""
 
-    format: Literal[tuple(SCALES)] = "e4m3"
-    rounding: Literal[tuple(word for word, how in ROUNDINGS.items() if how.of_scales)] = "nearest"
+    format: ScaleFormat = "e4m3"
+    rounding: ScaleRounding = "nearest"
     """`floor` with `range.map_to` 4 is OCP's rule for MXFP4, `ceil` never saturates; stochastic draws 24 bits
     a block."""
     zero: Literal["zero", "one", "min_normal"] = "zero"
@@ -217,10 +239,10 @@ class Outer(Spec):
 class Select(Spec):
     """Choice, for each block, of the candidate with the smallest error."""
 
-    among: Literal[tuple(CANDIDATES)]
+    among: Candidates
     """`scales`: the largest magnitude mapped to 6 or to 4 (Four Over Six, arXiv 2512.02010); `grids`: E2M1 or
     INT4 (IF4); `search`: every scale code near the first guess, the best that a block scale can do."""
-    criterion: Literal[CRITERIA] = "mse"
+    criterion: Criterion = "mse"
 
 
 class Dge(Spec):
@@ -242,7 +264,7 @@ class Transform(Spec):
     """The leading components of a singular value decomposition, in the operand's own precision."""
     channels: float | None = Field(None, gt=0, lt=1)
     """The fraction of channels with the largest magnitude, in `channels_in` (TetraJet-v2's OutControl)."""
-    channels_in: Literal[tuple(CHANNELS)] = "mxfp8"
+    channels_in: ChannelFormat = "mxfp8"
     clamp: float | None = Field(None, gt=0, lt=1)
     """Clamp to this quantile of the magnitudes (OCC, arXiv 2501.17116)."""
     residual: bool = True
@@ -262,15 +284,15 @@ class Transform(Spec):
 class Quant(Spec):
     """Quantisation of one operand of one product. Blocks run along the contraction (the last dimension)."""
 
-    element: Literal[tuple(ELEMENTS)] = "e2m1"
+    element: Element = "e2m1"
     select: Select | None = None
-    block: Literal[BLOCKS] | None = "1x16"
+    block: Block | None = "1x16"
     """Rows and columns that share a block scale; null, with `scale` null, if there is only the outer
     scale."""
     scale: BlockScale | None = BlockScale()
     range: Range = Range()
     outer: Outer | None = Outer()
-    rounding: Literal[tuple(word for word, how in ROUNDINGS.items() if how.of_elements)] = "nearest"
+    rounding: ElementRounding = "nearest"
     """Ties go to the even code, or `away` from zero. `ms_eden` (Quartet II, arXiv 2601.22813): nearest, and
     block scales corrected, then rounded stochastically."""
     bits: Literal[8, 16, 24] = 8
@@ -381,7 +403,7 @@ class Hadamard(Spec):
     """Rotation of both operands of a product along the contraction; it cancels in the product."""
 
     size: Literal[4, 8, 16, 32, 64, 128] = 16
-    signs: Literal[tuple(SIGNS)] = "fixed"
+    signs: SignRule = "fixed"
     """`fixed`: Transformer Engine's one sign vector for all layers, steps and ranks, repeated to `size`. The
     others are drawn: once for each product of each layer, anew each optimizer step, or anew each
     micro-batch."""

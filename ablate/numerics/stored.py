@@ -7,6 +7,7 @@ E2M1, other block scales than E4M3, other outer scales than one amax for the ten
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from io import BytesIO
@@ -52,7 +53,7 @@ def pack(values: Tensor) -> Tensor:
         raise ValueError(
             f"pack puts two columns in a byte, and {values.shape[1]} is odd; pad the columns first"
         )
-    boundaries = torch.tensor(MAGNITUDES[1:], device=values.device)
+    boundaries = torch.tensor(MAGNITUDES[1:], dtype=torch.float32, device=values.device)
     magnitude = torch.bucketize(values.abs(), boundaries, right=True, out_int32=True).to(torch.uint8)
     codes = magnitude | (values.signbit().to(torch.uint8) << 3)
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
@@ -61,7 +62,9 @@ def pack(values: Tensor) -> Tensor:
 def unpack(codes: Tensor) -> Tensor:
     """Return the E2M1 values, fp32 [rows, 2 n], of codes, uint8 [rows, n]; code 8 is -0."""
     table = torch.tensor(
-        [sign * magnitude for sign in (1.0, -1.0) for magnitude in MAGNITUDES], device=codes.device
+        [sign * magnitude for sign in (1.0, -1.0) for magnitude in MAGNITUDES],
+        dtype=torch.float32,
+        device=codes.device,
     )
     nibbles = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
     return table[nibbles.to(torch.int32)]
@@ -168,8 +171,9 @@ class Packed:
         docs/numerics.md, section 3. Computed from the codes, so that -6 times a scale of zero is -0, as in
         hardware; `Operand.dequantize` returns 0 there.
         """
-        operand = self.operand()
-        decode = operand.block_scale[:, 0, :, 0] * operand.amax * (1.0 / torch.tensor(operand.divisor))
+        scales = self.scales.to(torch.float32)
+        divisor = Operand(self.codes, self.quant, self.amax).divisor
+        decode = scales * self.amax * (1.0 / torch.tensor(divisor, dtype=torch.float32))
         return unpack(self.codes) * _over_elements(decode, self.quant, self.rows)
 
     def row_scales(self) -> Tensor:
@@ -247,7 +251,7 @@ class Stored:
 
     def save(self, path: str | Path) -> None:
         """Write the tensor to `path` atomically: a reader sees the old file or the whole new one."""
-        document: dict[str, Any] = {
+        document: dict[str, object] = {
             "format": FORMAT,
             "version": VERSION,
             **_flat("row", self.row),
@@ -309,23 +313,51 @@ def store(
     )
 
 
-def store_one(x: Tensor, quant: Quant, *, rotation: Hadamard | None = None, **options: Any) -> Packed:
-    """Quantise one copy of x [rows, columns]; `options` are those of `quantize`.
+def store_one(
+    x: Tensor,
+    quant: Quant,
+    *,
+    rotation: Hadamard | None = None,
+    clock: Clock | None = None,
+    where: int = 0,
+    product: int = 0,
+    partition: Partition | None = None,
+) -> Packed:
+    """Quantise one copy of a tensor.
 
     The codes are those to which quantize rounded, also under a block scale of zero: Transformer Engine writes
-    +-6 there (smaller codes for subnormal inputs), which code times scale would lose. Raises the errors of
-    `quantize`, and ValueError for a quantiser that cannot be stored and for a NaN or an infinity that the
-    outer statistic would hide.
+    +-6 there (smaller codes for subnormal inputs), which code times scale would lose.
+
+    Args:
+        x: [rows, columns], bf16, fp16 or fp32.
+        quant: Quantiser.
+        rotation: Hadamard rotation along the columns.
+        clock: Seed, stream, step and micro-batch of everything that is drawn, as in `quantize`.
+        where: Draw site of the roundings.
+        product: Draw site of the signs of the rotation.
+        partition: Given if `x` is one part of a matrix, as in `quantize`; collective.
+
+    Raises:
+        TypeError: `x` has another dtype.
+        ValueError: The quantiser cannot be stored, the outer statistic would hide a NaN or an infinity, or
+            `quantize` refuses the arguments.
     """
     refuse(quant)
-    operand = quantize(x, quant, rotation=rotation, **options, keep=True)
-    if operand.amax.isfinite() and not operand.largest.isfinite():
+    operand = quantize(
+        x, quant, rotation=rotation, clock=clock, where=where, product=product, partition=partition, keep=True
+    )
+    amax, largest, block_scale, codes = operand.amax, operand.largest, operand.block_scale, operand.codes
+    assert amax is not None
+    assert largest is not None
+    assert block_scale is not None
+    assert codes is not None
+    if amax.isfinite() and not largest.isfinite():
+        statistic = quant.outer.statistic if quant.outer else "amax"
         raise ValueError(
-            f"x holds a NaN or an infinity, but {quant.outer.statistic} is finite: "
-            "stored, it would look like a number"
+            f"x holds a NaN or an infinity, but {statistic} is finite: stored, it would look like a number"
         )
-    scales = operand.block_scale[:, 0, :, 0].to(torch.float8_e4m3fn)
-    return Packed(pack(operand.codes), scales, operand.amax, x.shape[1], quant, rotation)
+    scales = block_scale[:, 0, :, 0].to(torch.float8_e4m3fn)
+    return Packed(pack(codes), scales, amax, x.shape[1], quant, rotation)
 
 
 def gather_packed(part: Packed, partition: Partition) -> Packed:
@@ -416,7 +448,7 @@ def _check_slice(what: str, start: int, stop: int, size: int, step: int) -> None
         )
 
 
-def _flat(name: str, packed: Packed | None) -> dict[str, Any]:
+def _flat(name: str, packed: Packed | None) -> dict[str, object]:
     """Return a copy as plain entries `row.codes`, `row.quant`, ...
 
     The tensors are copied, since torch.save writes the whole storage behind a view.
@@ -432,14 +464,21 @@ def _flat(name: str, packed: Packed | None) -> dict[str, Any]:
     return {f"{name}.{key}": value for key, value in plain.items()}
 
 
-def _unflat(name: str, document: dict[str, Any], device: torch.device | str) -> Packed:
-    plain = {field.name: document[f"{name}.{field.name}"] for field in fields(Packed)}
-    plain = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in plain.items()}
-    rotation = Hadamard.model_validate_json(plain["rotation"]) if plain["rotation"] else None
-    return Packed(**{**plain, "quant": Quant.model_validate_json(plain["quant"]), "rotation": rotation})
+def _unflat(name: str, document: Mapping[str, Any], device: torch.device | str) -> Packed:
+    codes, scales, amax, columns, quant, rotation = (
+        document[f"{name}.{field}"] for field in ("codes", "scales", "amax", "columns", "quant", "rotation")
+    )
+    return Packed(
+        codes=codes.to(device),
+        scales=scales.to(device),
+        amax=amax.to(device),
+        columns=columns,
+        quant=Quant.model_validate_json(quant),
+        rotation=Hadamard.model_validate_json(rotation) if rotation else None,
+    )
 
 
-def _digest(document: dict[str, Any]) -> str:
+def _digest(document: Mapping[str, object]) -> str:
     """Return a digest of every entry: torch does not notice a flipped byte."""
     digest = blake2b(digest_size=16)
     for key in sorted(document):

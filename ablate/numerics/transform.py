@@ -12,7 +12,9 @@ from ablate.numerics.choices import CHANNELS
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.spec import Quant, Transform
 
-CHANNEL_FORMATS = {word: fields and Quant.model_validate(fields) for word, fields in CHANNELS.items()}
+CHANNEL_FORMATS = {
+    word: Quant.model_validate(fields) if fields else None for word, fields in CHANNELS.items()
+}
 _ITERATIONS = 4
 """Steps of the subspace iteration, enough for a spectrum that is worth splitting off."""
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import Field, TypeAdapter
 
+from ablate.files import Json
 from ablate.numerics.choices import BLOCKS
 from ablate.numerics.spec import BlockScale, Hadamard, Quant, Select, Spec
 from ablate.recipes.presets import nvfp4
@@ -15,16 +16,27 @@ GRADIENTS = ("dgrad.g", "wgrad.g")
 WEIGHTS = ("fprop.w", "dgrad.w")
 WGRAD = ("wgrad.g", "wgrad.x")
 
+Value = TypeVar("Value")
+Paths = Mapping[str, Json]
+"""Full paths below `recipe.` with the values that a short knob sets there."""
+
 
 @dataclass(frozen=True)
 class Turn:
     """Context of a short knob: the recipe before any knob, and the other short knobs set with it."""
 
     recipe: Recipe
-    others: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Json] = field(default_factory=dict)
 
     def quantised(self, *slots: str) -> list[str]:
-        """Return the quantised ones of `slots` (default: all); ValueError if there are none."""
+        """Return the operands that the recipe quantises.
+
+        Args:
+            slots: Operands to choose from, of SLOTS; without any, all.
+
+        Raises:
+            ValueError: It quantises none of them.
+        """
         names = [name for name, _ in self.recipe.quantised() if name in slots or not slots]
         if not names:
             raise ValueError(
@@ -40,29 +52,35 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Knob:
+class Knob(Generic[Value]):
     """Short name: its values, an example, a help text, and the full paths that a value sets.
 
     `paths` raises ValueError if the recipe has nothing that the knob sets.
     """
 
     type: Any
+    """Type of the values, as pydantic takes it."""
     values: str
     """Values as tables show them."""
-    example: Any
+    example: Value
     help: str
-    paths: Callable[[Any, Turn], dict[str, Any]]
+    paths: Callable[[Value, Turn], Paths]
 
-    def check(self, value: Any) -> Any:
-        """Return the value, or raise pydantic's ValidationError."""
-        return TypeAdapter(self.type).validate_python(value, strict=True)
+    def check(self, value: object) -> Value:
+        """Return the value, checked strictly against the knob's type.
+
+        Raises:
+            pydantic.ValidationError: It is not one of the knob's values.
+        """
+        adapter: TypeAdapter[Value] = TypeAdapter(self.type)
+        return adapter.validate_python(value, strict=True)
 
     def shown(self) -> list[str]:
         """Return the paths that it sets in preset nvfp4."""
         return list(self.paths(self.example, Turn(nvfp4(), {"cooldown": 0.1}))) or ["schedule"]
 
 
-def _rht(on: bool, turn: Turn) -> dict[str, Any]:
+def _rht(on: bool, turn: Turn) -> Paths:
     others = turn.others
     turn.quantised(*WGRAD)
     return {
@@ -72,8 +90,8 @@ def _rht(on: bool, turn: Turn) -> dict[str, Any]:
     }
 
 
-def _of_rht(name: str) -> Callable[[Any, Turn], dict[str, Any]]:
-    def paths(value: Any, turn: Turn) -> dict[str, Any]:
+def _of_rht(name: str) -> Callable[[Json, Turn], Paths]:
+    def paths(value: Json, turn: Turn) -> Paths:
         if turn.others.get("rht") is False:
             raise ValueError("has no effect with rht false; name such arms one by one under arms")
         turn.quantised(*WGRAD)
@@ -82,43 +100,43 @@ def _of_rht(name: str) -> Callable[[Any, Turn], dict[str, Any]]:
     return paths
 
 
-def _sr(on: bool, turn: Turn) -> dict[str, Any]:
+def _sr(on: bool, turn: Turn) -> Paths:
     return dict.fromkeys(
         (f"{slot}.rounding" for slot in turn.quantised(*GRADIENTS)), "stochastic" if on else "nearest"
     )
 
 
-def _of_gradients(path: str) -> Callable[[Any, Turn], dict[str, Any]]:
+def _of_gradients(path: str) -> Callable[[Json, Turn], Paths]:
     return lambda value, turn: dict.fromkeys((f"{slot}.{path}" for slot in turn.quantised(*GRADIENTS)), value)
 
 
-def _weights_2d(on: bool, turn: Turn) -> dict[str, Any]:
-    def one(slot: str) -> str | None:
-        quant = turn.recipe.slot(slot)
-        return turn.others.get("block", quant.block if quant.tile[0] == 1 else "1x16")
+def _weights_2d(on: bool, turn: Turn) -> Paths:
+    slots = turn.quantised(*WEIGHTS)
+    quants = {slot: quant for slot, quant in turn.recipe.quantised() if slot in slots}
+    rows = {slot: quant.block if quant.tile[0] == 1 else "1x16" for slot, quant in quants.items()}
+    return {f"{slot}.block": "16x16" if on else turn.others.get("block", rows[slot]) for slot in quants}
 
-    return {f"{slot}.block": "16x16" if on else one(slot) for slot in turn.quantised(*WEIGHTS)}
 
-
-def _block(shape: str, turn: Turn) -> dict[str, Any]:
-    slots = [slot for slot in turn.quantised() if turn.recipe.slot(slot).tile[0] == 1]
+def _block(shape: str, turn: Turn) -> Paths:
+    turn.quantised()  # raises if there is nothing to set
+    slots = [slot for slot, quant in turn.recipe.quantised() if quant.tile[0] == 1]
     if "weights_2d" in turn.others:
         slots = [slot for slot in slots if slot not in WEIGHTS]
     return dict.fromkeys((f"{slot}.block" for slot in slots), shape)
 
 
-def _everywhere(path: str) -> Callable[[Any, Turn], dict[str, Any]]:
+def _everywhere(path: str) -> Callable[[Json, Turn], Paths]:
     return lambda value, turn: dict.fromkeys((f"{slot}.{path}" for slot in turn.quantised()), value)
 
 
-def _amax_percentile(p: float | None, turn: Turn) -> dict[str, Any]:
+def _amax_percentile(p: float | None, turn: Turn) -> Paths:
     return _everywhere("outer.statistic")("amax" if p is None else f"percentile:{p}", turn)
 
 
-def _four_over_six(criterion: str | None, turn: Turn) -> dict[str, Any]:
+def _four_over_six(criterion: str | None, turn: Turn) -> Paths:
     slots = [slot for slot in turn.quantised() if slot not in GRADIENTS]
-    select = {"among": "scales", "criterion": criterion} if criterion else None
-    bound = 256.0 if criterion else 448.0
+    select: Json = {"among": "scales", "criterion": criterion} if criterion else None
+    bound: Json = 256.0 if criterion else 448.0
     return {
         path: value
         for slot in slots
@@ -131,25 +149,25 @@ def _rest(fraction: float) -> str:
     return f"fraction:{text}"
 
 
-def _cooldown(fraction: float, turn: Turn) -> dict[str, Any]:
-    own = [phase.model_dump(mode="json") for phase in turn.anything().schedule]
-    last = {"start": _rest(fraction), "slots": turn.others.get("cooldown_slots", "all")}
+def _cooldown(fraction: float, turn: Turn) -> Paths:
+    own: list[Json] = [phase.model_dump(mode="json") for phase in turn.anything().schedule]
+    last: Json = {"start": _rest(fraction), "slots": turn.others.get("cooldown_slots", "all")}
     return {"schedule": [*own, last] if fraction else own}
 
 
-def _cooldown_slots(slots: str, turn: Turn) -> dict[str, Any]:
+def _cooldown_slots(slots: str, turn: Turn) -> Paths:
     if not turn.others.get("cooldown"):
         raise ValueError("has no effect without cooldown, the fraction of the run that it is about")
     return {}
 
 
-def _skip(end: str) -> Callable[[int, Turn], dict[str, Any]]:
+def _skip(end: str) -> Callable[[int, Turn], Paths]:
     return lambda count, turn: {f"layers.skip_{end}": count} if turn.anything() else {}
 
 
 def _choice(
-    words: Any, example: Any, text: str, paths: Callable[[Any, Turn], dict[str, Any]], none: bool = False
-) -> Knob:
+    words: Any, example: Value, text: str, paths: Callable[[Value, Turn], Paths], none: bool = False
+) -> Knob[Value]:
     """Return a knob that takes the words of a Literal type; with `none` also null."""
     shown = ", ".join(map(str, get_args(words)))
     return (
@@ -164,9 +182,12 @@ def _type(model: type[Spec], field: str) -> Any:
 
 
 _Count = Annotated[int, Field(ge=0)]
-_ROWS = Literal[tuple(block for block in BLOCKS if block.startswith("1x"))]
+if TYPE_CHECKING:  # a type checker does not compute the words
+    _Rows = str
+else:
+    _Rows = Literal[tuple(block for block in BLOCKS if block.startswith("1x"))]
 
-KNOBS = {
+KNOBS: dict[str, Knob[Any]] = {
     "rht": Knob(
         bool,
         "true, false",
@@ -205,7 +226,7 @@ KNOBS = {
         "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.",
         _weights_2d,
     ),
-    "block": _choice(_ROWS, "1x32", "Elements that share a scale; 16x16 weight tiles stay.", _block),
+    "block": _choice(_Rows, "1x32", "Elements that share a scale; 16x16 weight tiles stay.", _block),
     "element": _choice(
         _type(Quant, "element"),
         "int4",

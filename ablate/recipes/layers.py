@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
@@ -46,15 +46,23 @@ class Layer(NamedTuple):
     """Class names of the modules around it, and `Linear`."""
 
 
-def located(classes: Mapping[str, Iterable[str]]) -> tuple[Layer, ...]:
+def located(
+    classes: Mapping[str, Iterable[str]], block_of_layer: Callable[[str], str | None] | None = None
+) -> tuple[Layer, ...]:
     """Return the layers of a model, in its order, from the classes around each layer.
 
-    Raises ValueError for a layer that is in no numbered block.
+    Args:
+        classes: class names of the modules around each layer, keyed by the layer's name.
+        block_of_layer: returns the name of the block that a layer lies in, None for none; by default
+            `block_name`, which reads it from the layer's name.
+
+    Raises:
+        ValueError: a layer is in no block.
     """
     numbers: dict[str, int] = {}
     layers = []
     for name, around in classes.items():
-        block = block_name(name)
+        block = (block_of_layer or block_name)(name)
         if block is None:
             raise ValueError(f"{name} is in no numbered block")
         layers.append(Layer(name, numbers.setdefault(block, len(numbers)), frozenset(around)))
@@ -115,7 +123,7 @@ class Match(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _short_spelling(cls, data: Any) -> Any:
+    def _short_spelling(cls, data: object) -> object:
         if isinstance(data, str):
             return {"within": data.removeprefix(_CLASS)} if data.startswith(_CLASS) else {"name": data}
         if not isinstance(data, dict | cls):
@@ -150,8 +158,13 @@ class Match(Spec):
         return ", ".join(f"{field} {value}" for field, value in self.fields.items())
 
     def span(self, blocks: int) -> range:
-        """Return the numbers that the field `blocks` selects in a model of so many."""
+        """Return the numbers of the blocks that the field `blocks` selects; all without that field.
+
+        Args:
+            blocks: Number of blocks in the model.
+        """
         match = _BLOCKS.fullmatch(self.blocks or f"0-{blocks}")
+        assert match, "_canonical has checked the field"
         if match["start"]:
             return range(int(match["start"]), min(blocks, int(match["stop"]) + 1))
         count = (
@@ -183,12 +196,21 @@ class Selection(NamedTuple):
 
 
 def select(match: Match, layers: Sequence[Layer]) -> Selection:
-    """Return the layers of a model that `match` selects, in the model's order."""
+    """Return the layers of a model that a rule selects.
+
+    Args:
+        match: Fields of the rule, all of which must hold.
+        layers: All layers of the model.
+
+    Returns:
+        The selected layers in the model's order. If there are none, the first field that selects no layer by
+        itself and the values that would.
+    """
     span = match.span(blocks_in(layers))
     holds: dict[str, Callable[[Layer], bool]] = {
         "blocks": lambda layer: layer.block in span,
-        "name": lambda layer: fnmatchcase(layer.name, match.name),
-        "within": lambda layer: any(fnmatchcase(name, match.within) for name in layer.classes),
+        "name": lambda layer: fnmatchcase(layer.name, match.name or "*"),
+        "within": lambda layer: any(fnmatchcase(name, match.within or "*") for name in layer.classes),
     }
     selected = tuple(layer for layer in layers if all(holds[field](layer) for field in match.fields))
     if selected:

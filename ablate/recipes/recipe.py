@@ -24,7 +24,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -39,7 +39,14 @@ TOKEN_AXES = {"fprop.x": 0, "dgrad.g": 0, "wgrad.g": 1, "wgrad.x": 1}
 DIRECTIONS = {"all": ("fprop", "dgrad", "wgrad"), "forward": ("fprop",), "backward": ("dgrad", "wgrad")}
 FORWARD_COPY = {"dgrad.w": "fprop.w", "wgrad.x": "fprop.x"}
 """Backward operands that the forward pass has already quantised, with the forward slot."""
-GemmOutput = Literal[tuple(GEMM_OUTPUTS)]
+if TYPE_CHECKING:  # a type checker does not compute the words
+    GemmOutput = str
+    Dtype = str
+    Direction = str
+else:
+    GemmOutput = Literal[tuple(GEMM_OUTPUTS)]
+    Dtype = Literal[tuple(DTYPES)]
+    Direction = Literal[tuple(DIRECTIONS)]
 
 
 class Product(Spec):
@@ -61,7 +68,8 @@ class Product(Spec):
     @property
     def operands(self) -> tuple[str, str]:
         """Names of the two operands; the first has the rows of the output."""
-        return tuple(name for name in type(self).model_fields if len(name) == 1)
+        first, second = (name for name in type(self).model_fields if len(name) == 1)
+        return first, second
 
     def high_precision(self) -> "Product":
         """Return the product without quantisation or rotation."""
@@ -107,7 +115,7 @@ class Wgrad(Product):
 
     g: Quant | None = None
     x: Quant | None = None
-    dw: Literal[tuple(DTYPES)] = "bf16"
+    dw: Dtype = "bf16"
 
 
 class Products(Spec):
@@ -125,7 +133,10 @@ class Products(Spec):
     def fp4(self, trained: bool = True) -> tuple[int, int]:
         """Return the number of products that multiply FP4 operands, and the number of products.
 
-        Without a trained weight there is no wgrad. All products of a layer take the same number of FLOPs.
+        All products of a layer take the same number of FLOPs.
+
+        Args:
+            trained: The layer's weight is trained; without it there is no wgrad.
         """
         products = (self.fprop, self.dgrad, *([self.wgrad] if trained else []))
         return sum(product.fp4 for product in products), len(products)
@@ -140,25 +151,34 @@ class Products(Spec):
         return None
 
     def slot(self, name: str) -> Quant | None:
-        """Return the quantiser of the operand `name`, one of SLOTS."""
+        """Return the quantiser of an operand; None if it stays in bf16.
+
+        Args:
+            name: One of SLOTS.
+        """
         product, operand = name.split(".")
         return getattr(getattr(self, product), operand)
 
     def quantised(self) -> Iterator[tuple[str, Quant]]:
         """Return the quantised operands as pairs of slot and quantiser."""
-        return ((name, self.slot(name)) for name in SLOTS if self.slot(name) is not None)
+        return ((name, quant) for name in SLOTS if (quant := self.slot(name)) is not None)
 
     def high_precision(self, slots: str = "all") -> "Products":
-        """Return the products without quantisation in one of DIRECTIONS.
+        """Return the products with some of them in high precision.
 
         An operand whose forward copy disappears starts from the original.
+
+        Args:
+            slots: One of DIRECTIONS: the products that change.
         """
         return self.replaced(slots, Products())
 
     def replaced(self, slots: str, other: "Products") -> "Products":
-        """Return these products with those of `slots` (one of DIRECTIONS) taken from `other`.
+        """Return these products with some of them taken from `other`.
 
-        If a product of `other` is plain, the GEMM mode stays.
+        Args:
+            slots: One of DIRECTIONS: the products that change.
+            other: The products that they become. If one of them is plain, the GEMM's output type stays.
         """
         update = {}
         for name in DIRECTIONS["all"]:
@@ -169,9 +189,13 @@ class Products(Spec):
         return self.model_copy(update=update)._without_lost_copies()
 
     def with_slots(self, slots: Collection[str], other: "Products") -> "Products":
-        """Return these products with some of SLOTS as in `other`.
+        """Return these products with some operands quantised as in `other`.
 
         A product without quantised operands is not rotated.
+
+        Args:
+            slots: Some of SLOTS: the operands that change.
+            other: The products whose quantisers they get.
         """
         update = {}
         for name in DIRECTIONS["all"]:
@@ -253,19 +277,28 @@ class Layers(Spec):
     """The first rule that matches a layer decides, before the counts above."""
 
     def quantises(self, block: int, blocks: int) -> bool:
-        """Return True if the counts let block number `block` of `blocks` be quantised."""
+        """Return True if the counts allow a block to be quantised.
+
+        Args:
+            block: Number of the block, from 0.
+            blocks: Number of blocks in the model.
+        """
         last = max(self.skip_last, math.ceil(Fraction(repr(self.last_fraction)) * blocks))
         return self.skip_first <= block < blocks - last
 
     def deciders(self, layers: Sequence[Layer]) -> dict[str, Decider]:
-        """Return the decider of each layer by name: the first rule that selects it, else the counts."""
+        """Return the decider of each layer by name: the first rule that selects it, else the counts.
+
+        Args:
+            layers: All layers of a model.
+        """
         blocks = blocks_in(layers)
-        found: dict[str, Decider] = {
+        deciders: dict[str, Decider] = {
             layer.name: "own" if self.quantises(layer.block, blocks) else "skipped" for layer in layers
         }
         for number in reversed(range(len(self.rules))):
-            found |= {layer.name: number for layer in select(self.rules[number].match, layers).layers}
-        return found
+            deciders |= {layer.name: number for layer in select(self.rules[number].match, layers).layers}
+        return deciders
 
 
 class Run(NamedTuple):
@@ -307,7 +340,7 @@ class Phase(Spec):
     """Change of the products of `slots` from `start` to the end of the run. Never of the learning rate."""
 
     start: Annotated[str, AfterValidator(_when)]
-    slots: Literal[tuple(DIRECTIONS)] = "all"
+    slots: Direction = "all"
     use: Products | None = None
     """Products that the quantised layers then use; null: high precision."""
 
@@ -320,10 +353,16 @@ class Phase(Spec):
         )
 
     def active(self, step: int, run: Run, tripped: Collection[Trigger] = ()) -> bool:
-        """Return True if the phase is active in step `step` (from 0). Tripped triggers stay tripped."""
+        """Return True if the phase is active in a step.
+
+        Args:
+            step: Optimizer step, from 0.
+            run: Length of the run, its tokens per step and the start of its decay.
+            tripped: Measured conditions that have been met; they stay met.
+        """
         if self.trigger:
             return self.trigger in tripped
-        number = argument(self.start)
+        number = argument(self.start) or 0
         match tag(self.start):
             case "step":
                 return step >= number
@@ -387,7 +426,7 @@ class QRamping(Spec):
 class Weights(Spec):
     """Treatment of the master weights of quantised layers."""
 
-    master: Literal[tuple(DTYPES)] = "fp32"
+    master: Dtype = "fp32"
     """Type that the optimizer keeps all weights in; bf16 rounds to nearest after every step."""
     osci_reset: OsciReset | None = None
     q_ema: QEma | None = None
@@ -397,7 +436,7 @@ class Weights(Spec):
 class Recipe(Products):
     """Complete recipe. `dtype` is the type of activations and of unquantised operands."""
 
-    dtype: Literal[tuple(DTYPES)] = "bf16"
+    dtype: Dtype = "bf16"
     layers: Layers = Layers()
     weights: Weights = Weights()
     schedule: tuple[Phase, ...] = Field((), strict=False)
@@ -415,7 +454,8 @@ class Recipe(Products):
         for name in ("osci_reset", "q_ema", "q_ramping"):
             if getattr(self.weights, name) and self.fprop.w is None:
                 raise ValueError(f"weights.{name} acts on quantised weights, and fprop.w is not quantised")
-        if self.weights.q_ema and (self.fprop.w.rounding != "nearest" or self.fprop.w.select):
+        weight = self.fprop.w
+        if self.weights.q_ema and weight and (weight.rounding != "nearest" or weight.select):
             raise ValueError(
                 "weights.q_ema decides how fprop.w is rounded, so it must be rounded to nearest, "
                 "without select"
@@ -475,7 +515,14 @@ class Recipe(Products):
         return self.products if decider == "own" else None
 
     def placements(self, layers: Sequence[Layer]) -> tuple[Placement, ...]:
-        """Return the layers grouped by decider: rules, the recipe's own products, the counts."""
+        """Return the layers grouped by decider: rules, the recipe's own products, the counts.
+
+        Args:
+            layers: All layers of a model.
+
+        Returns:
+            Groups with at least one layer, each with its products, in that order.
+        """
         deciders = self.layers.deciders(layers)
         parts = (*range(len(self.layers.rules)), "own", "skipped")
         placed = ((part, tuple(layer for layer in layers if deciders[layer.name] == part)) for part in parts)

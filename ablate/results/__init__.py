@@ -1,5 +1,5 @@
-"""What a sweep recorded, and what it says.
+"""Results of a sweep: storage, statistics, and the parts of reports.
 
-`trial_store` and `ledger` keep it, `records` reads it back as one frame, `summary`, `paired_stats` and
-`attribution` compare arms, and `answer`, `page` and `figures` are what a report is made of.
+`trial_store` and `ledger` store results, and `records` reads them back as one frame. `summary`,
+`paired_stats` and `attribution` compare arms. `answer`, `page` and `figures` make the parts of a report.
 """

@@ -4,15 +4,15 @@ provenance."""
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ablate.experiment.schema import Metric
 from ablate.results.attribution import Effect, Grid, extra_tokens, interactions, main_effects, shares
 from ablate.results.contrasts import Contrast
 from ablate.results.inference import FEWEST_RANKED, wilcoxon
 from ablate.results.ledger import Ledger
+from ablate.results.ledger_rows import Intervention
 from ablate.results.number_text import interval, number, percents
-from ablate.results.page import Table
+from ablate.results.page import Cell, Table
 from ablate.results.paired_stats import MOST_SEEDS, Verdict, deviation_range, holm, paired_difference
 from ablate.results.published import agreement_notes, agreement_text, replications
 from ablate.results.records import frame
@@ -29,7 +29,11 @@ _AGREEMENTS = {"agrees": "better", "disagrees": "worse", "differs": "worse"}
 def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: Metric) -> Table:
     """Return the table of arms: mean, gap in the metric's unit, in percent and in tokens, corrected p, speed.
 
-    `total`: number of arms of the sweep, of which `arms` are shown.
+    Args:
+        ledger: Ledger of the sweep.
+        arms: Arms that are shown.
+        total: Number of arms of the sweep.
+        metric: Metric that is compared.
     """
     values = {arm.name: arm.values for arm in arms}
     tokens = _extra_tokens(ledger, arms, metric)
@@ -42,7 +46,7 @@ def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: M
                 metric.name: (number(arm.mean), arm.mean) if arm.values else "-",
                 "gap to baseline": "" if arm.gap is None else (interval(arm.gap), arm.gap.mean),
                 **_verdict_cells(arm.verdict),
-                "in percent": _percent(arm, values.get(arm.baseline)),
+                "in percent": _percent(arm, None if arm.baseline is None else values.get(arm.baseline)),
                 "tokens to match": tokens.get(arm.name, ""),
                 "p (Holm)": "" if arm.role == "searched" else _p_cell(arm.verdict.p),
                 "seeds": (pairs, len(arm.values)),
@@ -55,8 +59,7 @@ def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: M
     kind = arms[0].interval if arms else "interval"
     caption = (
         f"Gaps are arm minus baseline, paired by seed; ± is half a {kind}. in percent: the gap as a share of"
-        " the"
-        f" baseline's value at the same seed.{more} {emulated(ledger)}"
+        f" the baseline's value at the same seed.{more} {emulated(ledger)}"
     )
     return Table(
         f"effects-{metric.name.replace('/', '-')}",
@@ -67,7 +70,7 @@ def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: M
     )
 
 
-def _cell(value: float, text: str) -> Any:
+def _cell(value: float, text: str) -> Cell:
     """Return a cell that sorts by the value, empty for NaN."""
     return "" if math.isnan(value) else (text, value)
 
@@ -115,8 +118,7 @@ def contrasts_table(contrasts: Sequence[Contrast]) -> Table | None:
     ]
     caption = (
         "Two arms that differ in one knob, with all other knobs held. The effect is the value named first"
-        " minus the"
-        " other, paired by seed."
+        " minus the other, paired by seed."
     )
     verdicts = [contrast.verdict for contrast in contrasts]
     return Table(
@@ -135,14 +137,21 @@ def factors_table(
 ) -> Table | None:
     """Return the table of a grid's main effects and interactions, None for fewer than two knobs.
 
-    `judged`: main effects that have verdicts. `judge`: returns the verdicts on the interactions.
+    Args:
+        grid: Arms that are a product of knobs' levels.
+        judged: Main effects with their verdicts. Other main effects are shown without one.
+        judge: Function that returns the verdicts on interactions.
     """
     if grid is None or len(grid.levels) < 2:
         return None
     pairs = interactions(grid)
     stated = {(effect.knobs, effect.change) for effect, _ in judged}
     others = [effect for effect in main_effects(grid) if (effect.knobs, effect.change) not in stated]
-    lines = [*judged, *((effect, None) for effect in others), *zip(pairs, judge(pairs), strict=True)]
+    lines: list[tuple[Effect, Verdict | None]] = [
+        *judged,
+        *((effect, None) for effect in others),
+        *zip(pairs, judge(pairs), strict=True),
+    ]
     rows = [
         {
             "": "main effect" if len(effect.knobs) == 1 else "interaction",
@@ -150,7 +159,7 @@ def factors_table(
             "turned to": effect.change,
             "effect": (interval(effect.effect), effect.effect.mean),
             **(_verdict_cells(verdict) if verdict else {}),
-            "p (Holm)": _p_cell(verdict and verdict.p),
+            "p (Holm)": _p_cell(verdict.p if verdict else None),
         }
         for effect, verdict in lines
     ]
@@ -158,10 +167,8 @@ def factors_table(
     without = f" Seeds {seeds} are left out, because not every arm finished them." if seeds else ""
     caption = (
         "Main effect: the value named first minus the other, on average over the other knobs. Interaction:"
-        " how much"
-        " the effect of one knob depends on the other. p is corrected over all main effects, and separately"
-        " over all"
-        f" interactions.{without}"
+        " how much the effect of one knob depends on the other. p is corrected over all main effects, and"
+        f" separately over all interactions.{without}"
     )
     classes = [verdict.kind if verdict else "" for _, verdict in lines]
     notes = [verdict_notes(verdict) if verdict else [] for _, verdict in lines]
@@ -170,7 +177,7 @@ def factors_table(
 
 def components_table(grid: Grid | None) -> Table | None:
     """Return the table of leave-one-out differences and Shapley shares, None if the arms are no such grid."""
-    rows = [
+    rows: list[dict[str, Cell]] = [
         {
             "component": f"{share.knob} = {share.on}",
             "whole recipe minus without it": (interval(share.left_out), share.left_out.mean),
@@ -180,8 +187,7 @@ def components_table(grid: Grid | None) -> Table | None:
     ]
     caption = (
         "Shapley share: a component's mean contribution over every order in which the components could be"
-        " added; the"
-        " shares add up to the effect of the whole recipe. Intervals are not corrected."
+        " added; the shares add up to the effect of the whole recipe. Intervals are not corrected."
     )
     return Table("components", rows, caption) if rows else None
 
@@ -205,8 +211,7 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
     if any(row["seeds needed"] for row in rows):
         caption = (
             "Spread: standard deviation over seeds. Seeds needed: the total number for an 80 % chance of a"
-            " verdict; in"
-            " brackets, that number if the spread is at either end of its range."
+            " verdict; in brackets, that number if the spread is at either end of its range."
         )
     else:
         caption = "" if all(arm.margin for arm in arms if arm.gap) else NO_MIN_EFFECT
@@ -217,19 +222,21 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
     """Return the table of the same gaps by other tests: equivalence, and Wilcoxon's ranks if there are enough
     seeds.
 
-    Wilcoxon's p-values are corrected over all `arms`, also those that are not `shown`.
+    Args:
+        arms: Arms of the sweep. Wilcoxon's p-values are corrected over all of them.
+        shown: Arms of the table.
     """
     baselines = {arm.name: arm.values for arm in arms}
     compared = [
         arm for arm in shown if arm.gap is not None and arm.gap.pairs > 1 and arm.baseline in baselines
     ]
-    family = [
-        arm
+    family = {
+        arm.name: (arm.values, baselines[arm.baseline])
         for arm in arms
-        if arm.role != "searched" and arm.verdict.kind != "unjudged" and arm.gap.informative
-    ]
-    ranked = holm([_wilcoxon(arm.values, baselines[arm.baseline]) for arm in family])
-    by_name = {arm.name: p for arm, p in zip(family, ranked, strict=True)}
+        if arm.role != "searched" and arm.verdict.kind != "unjudged"
+        if arm.gap is not None and arm.gap.informative and arm.baseline is not None
+    }
+    by_name = dict(zip(family, holm([_wilcoxon(*pair) for pair in family.values()]), strict=True))
     rows = [
         {
             "arm": arm.name,
@@ -239,11 +246,10 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
         for arm in compared
     ]
     caption = "Equivalence: p of the hypothesis that the gap is min_effect or more, in either direction."
-    if any(arm.gap.pairs < FEWEST_RANKED for arm in compared):
+    if any(arm.gap and arm.gap.pairs < FEWEST_RANKED for arm in compared):
         caption += (
             f" Wilcoxon's signed-rank test needs {FEWEST_RANKED} pairs: with fewer, its two-sided p cannot"
-            " fall below"
-            " 5 %."
+            " fall below 5 %."
         )
     return Table("checks", rows, caption) if rows else None
 
@@ -251,17 +257,17 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
 def interventions_table(ledger: Ledger) -> Table | None:
     """Return the table of what guards did in each run: how often, from which step to which, and the first
     reason."""
-    runs: dict[tuple[str, int], list[Any]] = {}
+    runs: dict[tuple[str, int], list[Intervention]] = {}
     for event in ledger.events():
-        runs.setdefault((event["arm"], event["seed"]), []).append(event)
-    rows = [
+        runs.setdefault((event.arm, event.seed), []).append(event)
+    rows: list[dict[str, Cell]] = [
         {
             "arm": arm,
             "seed": str(seed),
             "interventions": (str(len(events)), len(events)),
-            "first step": (str(events[0]["step"]), events[0]["step"]),
-            "last step": (str(events[-1]["step"]), events[-1]["step"]),
-            "the first": events[0]["text"],
+            "first step": (str(events[0].step), events[0].step),
+            "last step": (str(events[-1].step), events[-1].step),
+            "the first": events[0].text,
         }
         for (arm, seed), events in runs.items()
     ]
@@ -287,8 +293,7 @@ def published_table(ledger: Ledger) -> Table | None:
     ]
     caption = (
         "A difference of two arms agrees if it has the published direction, judged by its interval. A model"
-        " of"
-        " another size need not show an effect of the same size."
+        " of another size need not show an effect of the same size."
     )
     caption = caption if any(line.figure.against for line in lines) else ""
     classes = ["diverged" if line.diverged else _AGREEMENTS.get(line.verdict.kind, "") for line in lines]
@@ -299,8 +304,8 @@ def published_table(ledger: Ledger) -> Table | None:
 def provenance_table(ledger: Ledger) -> Table:
     """Return the table of commit, versions, hardware, data and cost."""
     facts = json.loads(ledger.fact("provenance.json") or "{}")
-    trials = {member["id"]: member for member in ledger.members()}
-    data = sorted({json.loads(member["spec"]).get("data", "") for member in trials.values()})
+    trials = {member.id: member for member in ledger.members()}
+    data = sorted({json.loads(member.spec).get("data", "") for member in trials.values()})
     changed = len((ledger.fact("uncommitted.diff") or "").splitlines())
     commit = facts.pop("commit", None) or "none"
     spent, reused = ledger.spent()
@@ -312,13 +317,13 @@ def provenance_table(ledger: Ledger) -> Table:
         "trials": f"{len(trials)}, of which {reused} had been run by an earlier sweep",
         "cost": f"{spent / 3600:.2f} worker-hours",
     }
-    return Table("provenance", [{"what": what, "which": which} for what, which in rows.items() if which])
+    return Table("provenance", [{"what": what, "which": value} for what, value in rows.items() if value])
 
 
-def _verdict_cells(verdict: Verdict) -> dict[str, Any]:
+def _verdict_cells(verdict: Verdict) -> dict[str, Cell]:
     """Return the cells of a verdict: its word, and the seeds that it needs."""
     needed = verdict.needed
-    seeds = needed and (needed_text(needed), needed.count or MOST_SEEDS + 1)
+    seeds: Cell = None if needed is None else (needed_text(needed), needed.count or MOST_SEEDS + 1)
     return {"verdict": verdict_text(verdict, short=True), "seeds needed": seeds}
 
 
@@ -330,7 +335,7 @@ def _wilcoxon(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
         return math.nan
 
 
-def _percent(arm: ArmSummary, baseline: Mapping[int, float] | None) -> Any:
+def _percent(arm: ArmSummary, baseline: Mapping[int, float] | None) -> Cell:
     """Return the cell of the gap as a share of the baseline, seed by seed."""
     if arm.gap is None or not baseline or any(value == 0 for value in baseline.values()):
         return ""
@@ -343,7 +348,7 @@ def _percent(arm: ArmSummary, baseline: Mapping[int, float] | None) -> Any:
     return (percents(share), share.mean) if share.pairs else ""
 
 
-def _p_cell(value: float | None) -> Any:
+def _p_cell(value: float | None) -> Cell:
     """Return the cell of a p-value, empty for None and NaN."""
     if value is None or math.isnan(value):
         return ""

@@ -1,43 +1,48 @@
-"""What each knob contributes: main effects and interactions of a grid, leave-one-out, Shapley shares, what a
-gap costs in tokens, and which arms no other beats in every metric. All by seed first, so that each is a mean
-of paired numbers with an interval."""
+"""Contribution of each knob: main effects and interactions of a grid, leave-one-out differences and Shapley
+shares; the cost of a gap in tokens; and the arms that no other beats in every metric.
+
+Everything is computed by seed first, so each number is a mean of paired differences with an interval.
+"""
 
 import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from ablate.files import Json
 from ablate.results.contrasts import is_switch
 from ablate.results.intervals import Interval
 from ablate.results.paired_stats import Difference, paired_difference
 from ablate.results.summary import ArmSummary
 
 _MOST_COMPONENTS = 8
-"""Shapley shares look at every subset."""
+"""Largest number of components that Shapley shares are computed for: they need every subset."""
 
 Cell = tuple[int, ...]
-"""A point of a grid: for each knob, the place of its level."""
+"""A point of a grid: for each knob, the index of its level."""
 
 
 @dataclass(frozen=True)
 class Grid:
     """Arms that are a product of knobs' levels, with the seeds that all of them finished."""
 
-    levels: Mapping[str, tuple[Any, ...]]
-    """By knob, the reference first: false of true and false alone, else what the file lists first."""
+    levels: Mapping[str, tuple[Json, ...]]
+    """Values of each knob, the reference first: false for a switch, else the value that the file lists
+    first."""
     values: Mapping[Cell, Mapping[int, float]]
+    """Value of the metric by point and seed."""
     interval: Interval
     left_out: tuple[int, ...]
     """Seeds that some arm did not finish, or finished without a finite value."""
     margin: float | None = None
-    """The smallest effect that matters: the smallest over the arms, where it is a share of several
-    baselines."""
+    """Smallest effect that matters, in the metric's unit; the smallest over the arms if it is a share of
+    several baselines."""
     arms: tuple[ArmSummary, ...] = ()
+    """Summaries of the arms."""
 
     def cells(self, **held: int) -> list[Cell]:
-        """The points at which the named knobs are at these levels."""
+        """Return the points at which the named knobs have the levels with these indices."""
         names = list(self.levels)
         return [
             cell
@@ -46,25 +51,33 @@ class Grid:
         ]
 
     def mean(self, cells: Sequence[Cell]) -> dict[int, float]:
-        """By seed, the mean over these points."""
+        """Return the mean over these points, by seed."""
         seeds = next(iter(self.values.values()))
         return {seed: math.fsum(self.values[cell][seed] for cell in cells) / len(cells) for seed in seeds}
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What turning one knob does on average over the others, or how much more two do together than apart."""
+    """Main effect of one knob, on average over the others, or interaction of two knobs."""
 
     knobs: tuple[str, ...]
     change: str
     effect: Difference
     margin: float | None = None
-    """The smallest effect that matters, in the metric's unit."""
+    """Smallest effect that matters, in the metric's unit."""
 
 
 def grid(arms: Sequence[ArmSummary]) -> Grid | None:
-    """The arms that turn the same knobs, where they are a whole product of two levels or more each and share
-    a seed; None else."""
+    """Return the listed arms as a complete product of their knobs' levels.
+
+    Args:
+        arms: Arms of the sweep.
+
+    Returns:
+        The grid of the knobs with two levels or more. None if the arms set different knobs, if a combination
+        of
+            levels is missing, or if no seed is finished on all arms.
+    """
     compared = [arm for arm in arms if arm.baseline is not None and arm.role == "listed" and arm.knobs]
     if not compared or len({frozenset(arm.knobs) for arm in compared}) > 1:
         return None
@@ -72,8 +85,10 @@ def grid(arms: Sequence[ArmSummary]) -> Grid | None:
         knob: _levels([arm.knobs[knob] for arm in compared], is_switch(arms, knob))
         for knob in compared[0].knobs
     }
-    levels = {knob: found for knob, found in levels.items() if len(found) > 1}
-    points = {tuple(found.index(arm.knobs[knob]) for knob, found in levels.items()): arm for arm in compared}
+    levels = {knob: values for knob, values in levels.items() if len(values) > 1}
+    points = {
+        tuple(values.index(arm.knobs[knob]) for knob, values in levels.items()): arm for arm in compared
+    }
     if not levels or len(points) != len(compared) or len(points) != math.prod(map(len, levels.values())):
         return None
     seeds = set.intersection(*(set(arm.values) for arm in points.values()))
@@ -85,110 +100,120 @@ def grid(arms: Sequence[ArmSummary]) -> Grid | None:
     return Grid(levels, values, compared[0].interval, tuple(sorted(wanted - seeds)), margin, tuple(compared))
 
 
-def _levels(values: Sequence[Any], switch: bool) -> tuple[Any, ...]:
+def _levels(values: Sequence[Json], switch: bool) -> tuple[Json, ...]:
     """Return the distinct values in their order; those of a switch false first."""
-    known = {json.dumps(value): value for value in values}
-    return tuple(sorted(known.values())) if switch else tuple(known.values())
+    distinct = {json.dumps(value): value for value in values}.values()
+    return tuple(sorted(distinct, key=bool)) if switch else tuple(distinct)
 
 
 def main_effects(grid: Grid) -> list[Effect]:
-    """Each level of each knob instead of the knob's reference, on average over the other knobs."""
-    found = []
-    for place, (knob, levels) in enumerate(grid.levels.items()):
+    """Return the effect of each level of each knob against the knob's reference, averaged over other knobs.
+
+    Args:
+        grid: Arms that are a product of knobs' levels.
+    """
+    effects = []
+    for position, (knob, levels) in enumerate(grid.levels.items()):
         for level in range(1, len(levels)):
             cells = grid.cells(**{knob: level})
             effect = _difference(grid, cells, grid.cells(**{knob: 0}))
-            found.append(
-                Effect(
-                    (knob,),
-                    _change(levels, level),
-                    _of_runs(grid, effect, _unchanged(grid, cells, place)),
-                    grid.margin,
-                )
-            )
-    return found
+            effect = _of_runs(grid, effect, _unchanged(grid, cells, position))
+            effects.append(Effect((knob,), _change(levels, level), effect, grid.margin))
+    return effects
 
 
-def _unchanged(grid: Grid, cells: Sequence[Cell], place: int) -> bool:
-    """Return True if every run of these cells equals that at the reference of the knob at this place, seed by
-    seed."""
-    return all(grid.values[cell] == grid.values[_with(cell, place, 0)] for cell in cells)
+def _unchanged(grid: Grid, cells: Sequence[Cell], position: int) -> bool:
+    """Return True if every run of these cells equals the run at the reference of one knob, seed by seed."""
+    return all(grid.values[cell] == grid.values[_with(cell, position, 0)] for cell in cells)
 
 
 def _of_runs(grid: Grid, effect: Difference, unchanged: bool) -> Difference:
-    """The effect on averages, with what it takes from the runs: whether they are counts, and whether zeros
+    """Return an effect on averages with two facts about the runs: all values are counts, and zero differences
     mean equal runs."""
     whole = all(value.is_integer() for values in grid.values.values() for value in values.values())
     return replace(effect, whole=whole, runs_equal=unchanged)
 
 
 def interactions(grid: Grid) -> list[Effect]:
-    """For every two knobs, how much the effect of one depends on the other: the difference of its effects, on
-    average over the rest."""
-    found = []
-    for (at, (first, ones)), (place, (second, others)) in itertools.combinations(
+    """Return the interaction of every two knobs: the difference between the effects of one knob at two levels
+    of the other, averaged over the remaining knobs.
+
+    Args:
+        grid: Arms that are a product of knobs' levels.
+    """
+    effects = []
+    for (i, (first, ones)), (j, (second, others)) in itertools.combinations(
         enumerate(grid.levels.items()), 2
     ):
         for one, other in itertools.product(range(1, len(ones)), range(1, len(others))):
-            apart = [
+            both, neither, alone, rest = (
                 grid.mean(grid.cells(**{first: a, second: b}))
                 for a, b in ((one, other), (0, 0), (one, 0), (0, other))
-            ]
-            both, neither, alone, rest = apart
+            )
             by_seed = {seed: both[seed] + neither[seed] - alone[seed] - rest[seed] for seed in both}
             change = f"{_change(ones, one)}; {_change(others, other)}"
             firsts = [cell for b in (0, other) for cell in grid.cells(**{first: one, second: b})]
             seconds = [cell for a in (0, one) for cell in grid.cells(**{first: a, second: other})]
-            unchanged = _unchanged(grid, firsts, at) or _unchanged(grid, seconds, place)
+            unchanged = _unchanged(grid, firsts, i) or _unchanged(grid, seconds, j)
             by_seed = dict.fromkeys(by_seed, 0.0) if unchanged else by_seed  # without the sums' rounding
             effect = _of_runs(grid, _from_zero(by_seed, grid.interval), unchanged)
-            found.append(Effect((first, second), change, effect, grid.margin))
-    return found
+            effects.append(Effect((first, second), change, effect, grid.margin))
+    return effects
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one component of a recipe is worth."""
+    """Contribution of one component of a recipe."""
 
     knob: str
     on: str
+    """Value of the knob with the component, as JSON."""
     left_out: Difference
-    """The whole recipe minus the one without it."""
+    """Whole recipe minus the recipe without the component."""
     shapley: Difference
-    """Its mean contribution over every order in which the components could be added; these add up to the
-    whole recipe's."""
+    """Mean contribution over every order in which the components could be added. The shares of all components
+    add up to the effect of the whole recipe."""
 
 
 def shares(grid: Grid) -> list[Share]:
-    """Leave-one-out and Shapley shares, where every knob has two levels; on is true, or the level listed
-    second."""
+    """Return leave-one-out differences and Shapley shares of a grid's components.
+
+    A component is present at true, or at the level that the file lists second.
+
+    Args:
+        grid: Arms that are a product of knobs' levels.
+
+    Returns:
+        One share for each knob; empty unless there are 2 to 8 knobs, each with two levels.
+    """
     if (
         any(len(levels) != 2 for levels in grid.levels.values())
         or not 1 < len(grid.levels) <= _MOST_COMPONENTS
     ):
         return []
     whole = (1,) * len(grid.levels)
-    found = []
-    for place, (knob, levels) in enumerate(grid.levels.items()):
+    contributions = []
+    for position, (knob, levels) in enumerate(grid.levels.items()):
         shapley = dict.fromkeys(grid.mean([whole]), 0.0)
-        for cell in (cell for cell in grid.values if not cell[place]):
+        for cell in (cell for cell in grid.values if not cell[position]):
             weight = (
                 math.factorial(sum(cell))
                 * math.factorial(len(cell) - sum(cell) - 1)
                 / math.factorial(len(cell))
             )
-            for seed, value in grid.values[_with(cell, place, 1)].items():
+            for seed, value in grid.values[_with(cell, position, 1)].items():
                 shapley[seed] += weight * (value - grid.values[cell][seed])
-        left_out = _difference(grid, [whole], [_with(whole, place, 0)])
-        found.append(Share(knob, json.dumps(levels[1]), left_out, _from_zero(shapley, grid.interval)))
-    return found
+        left_out = _difference(grid, [whole], [_with(whole, position, 0)])
+        contributions.append(Share(knob, json.dumps(levels[1]), left_out, _from_zero(shapley, grid.interval)))
+    return contributions
 
 
-def _with(cell: Cell, place: int, level: int) -> Cell:
-    return (*cell[:place], level, *cell[place + 1 :])
+def _with(cell: Cell, position: int, level: int) -> Cell:
+    """Return the point at which one knob has another level."""
+    return (*cell[:position], level, *cell[position + 1 :])
 
 
-def _change(levels: Sequence[Any], level: int) -> str:
+def _change(levels: Sequence[Json], level: int) -> str:
     return f"{json.dumps(levels[level])} instead of {json.dumps(levels[0])}"
 
 
@@ -200,17 +225,25 @@ def _from_zero(by_seed: Mapping[int, float], interval: Interval) -> Difference:
     return paired_difference(by_seed, dict.fromkeys(by_seed, 0.0), interval)
 
 
-# What a gap costs
+# Cost of a gap, and fronts
 
 
 def extra_tokens(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
-    """The share of tokens more that the arm needs to be where the baseline ends; curves are losses by tokens
-    seen, in ascending order.
+    """Return the additional tokens that an arm needs to reach the loss at which its baseline ends, as a
+    share.
 
-    An arm that ends worse stands where the baseline stood after fewer tokens, T': T / T' - 1. One that ends
-    better was at the baseline's end after T'' of its own: T'' / T - 1, below 0. Between two evaluations the
-    loss is taken to fall with the logarithm of the tokens. NaN where the curves never meet. Learning rates
-    that decay at the end make it an upper bound: a shorter run would have decayed sooner.
+    The loss of an arm that ends worse at T tokens was reached by the baseline after fewer tokens T': the
+    share is T / T' - 1. An arm that ends better reached the baseline's last loss after T'' tokens: T'' / T -
+    1, which is negative. Between two evaluations the loss is assumed to fall with the logarithm of the
+    tokens. If the learning rate decays at the end, the share is an upper bound: a shorter run would have
+    decayed sooner.
+
+    Args:
+        arm: Loss by tokens seen, in ascending order.
+        baseline: The same of the baseline.
+
+    Returns:
+        The share, 0.1 for 10 % more tokens; NaN if the curves never reach the same loss.
     """
     if not arm or not baseline:
         return math.nan
@@ -223,7 +256,8 @@ def extra_tokens(arm: Mapping[int, float], baseline: Mapping[int, float]) -> flo
 
 
 def _reaches(curve: Mapping[int, float], loss: float) -> float:
-    """After how many tokens a curve is at this loss for the last time."""
+    """Return the number of tokens after which a curve has this loss for the last time; NaN if it never
+    has."""
     for (t0, y0), (t1, y1) in reversed(list(itertools.pairwise(sorted(curve.items())))):
         if y1 <= loss <= y0:
             return t1 if y0 == y1 else math.exp(math.log(t0) + (y0 - loss) / (y0 - y1) * math.log(t1 / t0))
@@ -231,8 +265,12 @@ def _reaches(curve: Mapping[int, float], loss: float) -> float:
 
 
 def front(points: Mapping[str, Sequence[float]], signs: Sequence[int]) -> list[str]:
-    """The names of the points that no other equals or beats in every coordinate; a sign is 1 where less is
-    better, -1 where more is."""
+    """Return the names of the points that no other equals or beats in every coordinate.
+
+    Args:
+        points: Coordinates by name. Points with a coordinate that is not finite are left out.
+        signs: 1 for a coordinate of which less is better, -1 for one of which more is.
+    """
     signed = {
         name: [sign * value for sign, value in zip(signs, point, strict=True)]
         for name, point in points.items()

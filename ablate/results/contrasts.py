@@ -3,8 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ablate.experiment.arms import label
 from ablate.experiment.schema import Metric
@@ -47,13 +46,13 @@ def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -
         return []
     pairs.sort()
     switches = {knob for knob in {knob for knob, _, _ in pairs} if is_switch(arms, knob)}
-    found = [_contrast(arms[first], arms[second], knob, knob in switches) for knob, first, second in pairs]
+    unjudged = [_contrast(arms[first], arms[second], knob, knob in switches) for knob, first, second in pairs]
     compared = [
-        (contrast["effect"], contrast["margin"], (arms[first], arms[second]))
-        for contrast, (_, first, second) in zip(found, pairs, strict=True)
+        (contrast.effect, contrast.margin, (arms[first], arms[second]))
+        for contrast, (_, first, second) in zip(unjudged, pairs, strict=True)
     ]
     verdicts = judge_learned(compared, metric)
-    return [Contrast(**contrast, verdict=verdict) for contrast, verdict in zip(found, verdicts, strict=True)]
+    return [replace(contrast, verdict=verdict) for contrast, verdict in zip(unjudged, verdicts, strict=True)]
 
 
 def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:
@@ -65,11 +64,11 @@ def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:
     about = {knob for knob in turned if not knob.startswith("workload.") and knob != "recipe"}
     for knob in sorted(about or turned):
         alike: dict[str, list[int]] = {}
-        for place, arm in enumerate(arms):
+        for index, arm in enumerate(arms):
             if knob in arm.knobs:
-                alike.setdefault(json.dumps(arm.knobs | {knob: None}, sort_keys=True), []).append(place)
+                alike.setdefault(json.dumps(arm.knobs | {knob: None}, sort_keys=True), []).append(index)
         for first, second in itertools.chain.from_iterable(
-            itertools.combinations(places, 2) for places in alike.values()
+            itertools.combinations(indices, 2) for indices in alike.values()
         ):
             one, other = arms[first], arms[second]
             if (
@@ -85,8 +84,8 @@ def is_switch(arms: Iterable[ArmSummary], knob: str) -> bool:
     return all(type(arm.knobs[knob]) is bool for arm in arms if arm.role == "listed" and knob in arm.knobs)
 
 
-def _contrast(first: ArmSummary, second: ArmSummary, knob: str, switch: bool) -> dict[str, Any]:
-    """Return the fields of the contrast of two arms in the ledger's order, without its verdict.
+def _contrast(first: ArmSummary, second: ArmSummary, knob: str, switch: bool) -> Contrast:
+    """Return the contrast of two arms in the ledger's order, without a verdict.
 
     `switch`: false is the reference, in whatever order the file lists the values.
     """
@@ -94,4 +93,4 @@ def _contrast(first: ArmSummary, second: ArmSummary, knob: str, switch: bool) ->
     effect = paired_difference(arm.values, reference.values, arm.interval)
     held = label({k: v for k, v in arm.knobs.items() if k != knob})
     change = f"{json.dumps(arm.knobs[knob])} instead of {json.dumps(reference.knobs[knob])}"
-    return {"knob": knob, "change": change, "held": held, "effect": effect, "margin": reference.margin}
+    return Contrast(knob, change, held, effect, reference.margin, Verdict("unjudged"))

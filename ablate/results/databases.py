@@ -58,9 +58,11 @@ _NETWORK = {
 def readonly_uri(path: Path) -> str:
     """Return the address by which SQLite opens a file for reading only.
 
-    In a folder that cannot be written SQLite opens no database in WAL mode. One that was closed is complete
-    without its log, and is opened as a file that does not change; sqlite3.OperationalError for one whose log
-    holds what the file does not.
+    In a folder that cannot be written, SQLite opens no database in WAL mode. A database that was closed is
+    complete without its log, and is opened as a file that does not change.
+
+    Raises:
+        sqlite3.OperationalError: The folder cannot be written, and the log has content that the file lacks.
     """
     address = f"file:{quote(str(path))}?mode=ro"
     if not path.exists() or os.access(path.parent, os.W_OK) or path.read_bytes()[18:19] != b"\x02":
@@ -74,13 +76,20 @@ def readonly_uri(path: Path) -> str:
 
 
 def open_readonly(path: Path, seconds: float = 60.0) -> sqlite3.Connection:
-    """Open a database for reading, waiting so long for a writer. sqlite3.Error if that cannot be done.
+    """Open a database for reading.
 
-    A process that was killed in a transaction leaves a rollback journal, which only a connection that may
-    write can undo: one is opened first. The journal of a process that lives is locked, and stays.
+    A process that was killed in a transaction leaves a rollback journal, which only a writing connection can
+    undo: one is opened first. The journal of a running process is locked, and stays.
+
+    Args:
+        path: File of the database.
+        seconds: Longest time to wait for a writer.
+
+    Raises:
+        sqlite3.Error: The file cannot be opened.
     """
     journal = path.with_name(f"{path.name}-journal")
-    with suppress(FileNotFoundError, sqlite3.Error):  # a writer that lives removes its journal at any moment
+    with suppress(FileNotFoundError, sqlite3.Error):  # a running writer removes its journal at any moment
         if journal.stat().st_size and path.exists():
             with closing(sqlite3.connect(path, timeout=seconds)) as db:
                 db.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -93,7 +102,7 @@ def tables(db: sqlite3.Connection) -> set[str]:
 
 
 def quick_check(db: sqlite3.Connection) -> str | None:
-    """Return the first thing that SQLite finds wrong with a database's pages, None where they are sound."""
+    """Return the first error that SQLite finds in a database's pages, None if there is none."""
     problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     return None if problem == "ok" else " ".join(problem.removeprefix("*** in database main ***").split())
 
@@ -111,29 +120,36 @@ def url(path: Path) -> str:
 
 def path_of(address: str | None) -> Path | None:
     """Return the file that `sqlite:///...` names, or None for the address of a server."""
-    prefix = next(
-        (prefix for prefix in (_SQLITE, _WITH_DRIVER) if address and address.startswith(prefix)), None
-    )
-    return None if prefix is None else Path(unquote(address.removeprefix(prefix).partition("?")[0]))
+    for prefix in (_SQLITE, _WITH_DRIVER):
+        if address and address.startswith(prefix):
+            return Path(unquote(address.removeprefix(prefix).partition("?")[0]))
+    return None
 
 
 def file_system(path: Path, mounts: str) -> str:
     """Return the type of the file system that holds a path, from the text of a mounts table; empty if the
     table has none."""
-    found, longest = "", -1
+    kind, longest = "", -1
     for line in mounts.splitlines():
         fields = line.split(" ")
         if len(fields) < 3:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[1])
         if len(point) >= longest and Path(path).is_relative_to(point):  # of equal ones the last is on top
-            found, longest = fields[2], len(point)
-    return found
+            kind, longest = fields[2], len(point)
+    return kind
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str | None:
-    """Return the type of the network file system that holds a path, or None for a local one. `mounts`
-    defaults to this machine's."""
+    """Return the type of the network file system that holds a path.
+
+    Args:
+        path: A file or a folder.
+        mounts: Text of a mounts table; default: this machine's.
+
+    Returns:
+        The type, such as `nfs4`; None for a local file system.
+    """
     if mounts is None:
         mounts = _MOUNTS.read_text(errors="surrogateescape") if _MOUNTS.exists() else ""
     kind = file_system(Path(path).resolve(), mounts)
@@ -146,6 +162,14 @@ def set_journal(db: sqlite3.Connection, path: Path, mounts: str | None = None) -
 
     A database that was written in WAL mode elsewhere is opened exclusively to be converted, since that needs
     no shared memory.
+
+    Args:
+        db: Connection to the database.
+        path: Its file.
+        mounts: Text of a mounts table; default: this machine's.
+
+    Raises:
+        sqlite3.OperationalError: The mode cannot be set, because another process has the database open.
     """
     if network_file_system(path, mounts) is None:
         db.execute("PRAGMA journal_mode = WAL")

@@ -43,32 +43,32 @@ def of_knobs(effects: Sequence[tuple[Effect, Verdict]], unit: str) -> Statements
 
 def of_arms(arms: Sequence[ArmSummary], unit: str) -> Statements:
     """Return a sentence on every arm against its baseline, except those that a search proposed."""
-    return [
-        (
-            f"{_of_winner(arm, unit) if arm.role == 'confirmed' else _of_arm(arm, unit)}{_seeds(arm.verdict)}",
-            arm.verdict,
-        )
-        for arm in arms
-        if arm.gap is not None and arm.gap.pairs > 1 and arm.role != "searched"
-    ]
+    statements = []
+    for arm in arms:
+        if arm.gap is not None and arm.gap.pairs > 1 and arm.role != "searched":
+            sentence = (_of_winner if arm.role == "confirmed" else _of_arm)(arm, arm.gap, unit)
+            statements.append((f"{sentence}{_seeds(arm.verdict)}", arm.verdict))
+    return statements
 
 
-def _of_arm(arm: ArmSummary, unit: str) -> str:
+def _of_arm(arm: ArmSummary, gap: Difference, unit: str) -> str:
+    """Return a sentence on an arm and its baseline."""
     relation = _RELATIONS[arm.verdict.kind]
-    return f"{arm.name} {relation} {arm.baseline}, {amount(arm.gap, unit)}{_remarks(arm)}"
+    return f"{arm.name} {relation} {arm.baseline}, {amount(gap, unit)}{_remarks(arm)}"
 
 
-def _of_winner(arm: ArmSummary, unit: str) -> str:
-    """Return a sentence on a search's winner rerun on fresh seeds. The search's success or failure comes
-    first."""
+def _of_winner(arm: ArmSummary, gap: Difference, unit: str) -> str:
+    """Return a sentence on a search's winner that was rerun on fresh seeds. It begins with the search's
+    success or failure."""
     kind, name = arm.verdict.kind, arm.name.removeprefix(CONFIRM)
     outcomes = {"better": "The search found an improvement", "worse": "The search found no improvement"}
     outcome = outcomes.get(kind, "The search's winner is not confirmed")
-    relation = f"{_RELATIONS[kind]} {arm.baseline} on {counted(arm.gap.pairs, 'fresh seed')}"
-    return f"{outcome}: its best arm, {name}, {relation}, {amount(arm.gap, unit)}{_remarks(arm)}"
+    relation = f"{_RELATIONS[kind]} {arm.baseline} on {counted(gap.pairs, 'fresh seed')}"
+    return f"{outcome}: its best arm, {name}, {relation}, {amount(gap, unit)}{_remarks(arm)}"
 
 
 def _remarks(arm: ArmSummary) -> str:
+    """Return remarks in parentheses on an arm that diverged on some seeds, or learned nothing."""
     diverged = f" (it {diverged_text(len(arm.diverged), arm.seeds)})" if arm.diverged else ""
     idle = "" if arm.learned else " (it learned nothing)"
     return diverged + (" (nothing was learned)" if arm.verdict.reason == "nothing_learned" else idle)
@@ -83,17 +83,15 @@ def of_best(searched: Sequence[ArmSummary], again: ArmSummary | None, metric: st
     gap = "" if best.gap is None or not best.gap.pairs else f", {amount(best.gap, unit)} from {best.baseline}"
     status = "exploratory until the arm is rerun on fresh seeds (search: {confirm: 5})"
     if again:
-        pairs = counted(again.gap.pairs, "pair")
+        pairs = counted(again.gap.pairs if again.gap else 0, "pair")
         status = (
             f"not confirmed, because its rerun on {counted(again.seeds, 'fresh seed')} has only {pairs} with"
-            " its"
-            " baseline"
+            " its baseline"
         )
     arms = counted(len(searched), "arm")
     return (
         f"The best of {arms} is {best.name}, {metric} {number(best.mean)}{gap}. The search chose it by this"
-        " number,"
-        f" so the result is {status}."
+        f" number, so the result is {status}."
     )
 
 

@@ -1,5 +1,7 @@
-"""A test of differences that are far from normal, which takes scipy.stats: a second to import, so no sweep
-waits for it."""
+"""Wilcoxon's signed-rank test, for differences that are far from normal.
+
+It needs scipy.stats, which takes a second to import, so sweeps do not import this file.
+"""
 
 from collections.abc import Mapping
 
@@ -13,13 +15,19 @@ FEWEST_RANKED = 6
 
 
 def wilcoxon(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
-    """p of Wilcoxon's signed-rank test, two-sided, for differences that are far from normal; ValueError where
-    it cannot decide."""
+    """Return the two-sided p-value of Wilcoxon's signed-rank test on paired differences.
+
+    Args:
+        arm: Value of the metric by seed.
+        baseline: The same of the other arm.
+
+    Raises:
+        ValueError: There are fewer than 6 pairs, so p cannot fall below 5 %.
+    """
     seeds = common(arm, baseline)
     if len(seeds) < FEWEST_RANKED:
         raise ValueError(
             f"Wilcoxon's test cannot decide with {len(seeds)} pairs: two-sided its p is at least"
-            f" {2 / 2 ** len(seeds):.3g}, above"
-            f" {ALPHA}; it takes {FEWEST_RANKED}"
+            f" {2 / 2 ** len(seeds):.3g}, above {ALPHA}; it takes {FEWEST_RANKED}"
         )
     return float(scipy_stats.wilcoxon([arm[seed] - baseline[seed] for seed in seeds], method="auto").pvalue)

@@ -11,12 +11,20 @@ from ablate.results.databases import readonly_uri
 
 _BUSY_MS = 60_000
 _NAN = "-1.7976931348623157e308"
-"""Stands for NULL on the way: a column that begins with NULLs would be taken for one of integers."""
+"""Number in place of NULL during the transfer: a column that begins with NULLs would be read as integers."""
 
 
 def record_table(path: Path, trials: Sequence[int], names: Sequence[int]) -> pa.Table:
-    """Return (trial, name, step, value) of these trials and metrics, by their numbers in the ledger at
-    `path`; a NULL is a NaN."""
+    """Return the records of these trials and metrics.
+
+    Args:
+        path: File of the ledger.
+        trials: Numbers of the trials in this ledger.
+        names: Numbers of the metrics' names in this ledger.
+
+    Returns:
+        Columns trial, name, step (integers) and value (double, NaN for NULL).
+    """
     inside = [
         f"{column} IN ({','.join(map(str, numbers))})"
         for column, numbers in (("trial", trials), ("name", names))
@@ -26,9 +34,8 @@ def record_table(path: Path, trials: Sequence[int], names: Sequence[int]) -> pa.
     )
     with dbapi.connect(readonly_uri(path)) as connection, connection.cursor() as cursor:
         cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": "65536"})
-        cursor.execute(
-            f"PRAGMA busy_timeout = {_BUSY_MS}"
-        )  # with a rollback journal a writer holds readers up
+        # With a rollback journal, a writer locks readers out.
+        cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
         cursor.execute(query)
         rows = cursor.fetch_arrow_table()
     values = rows["value"].cast(pa.float64())

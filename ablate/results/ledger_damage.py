@@ -1,7 +1,7 @@
-"""Damage to the values of a ledger, for the faults' tests: a connection of its own, as a bad disk or an edit
-by hand would have.
+"""Damage to the values of a ledger, for fault injection: as by a bad disk, or by an edit by hand.
 
-Nothing else writes a ledger past its writer, whose triggers seal what it writes (ledger_seals.py).
+It uses a connection of its own, without the triggers that seal what a writer writes (ledger_seals.py).
+Nothing else writes to a ledger this way.
 """
 
 import sqlite3
@@ -21,8 +21,8 @@ class StoredValue:
 
 
 def stored_values(path: Path) -> list[StoredValue]:
-    """Return all values that are no NaN, by trial, name and step, once all of them are in the ledger's file
-    itself."""
+    """Return all values except NaN, by trial, name and step, after moving the write-ahead log into the
+    file."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         rows = db.execute(
@@ -32,7 +32,7 @@ def stored_values(path: Path) -> list[StoredValue]:
 
 
 def overwrite(path: Path, row: StoredValue, value: float) -> None:
-    """Put another value in a row's place."""
+    """Replace the value of a row."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         key = (value, row.trial, row.name, row.step)
         db.execute("UPDATE records SET value = ? WHERE trial = ? AND name = ? AND step = ?", key)

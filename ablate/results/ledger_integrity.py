@@ -8,20 +8,22 @@ import json
 import math
 import sqlite3
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_schema import has_table, missing_columns
 from ablate.results.ledger_seals import difference, is_sealed
-from ablate.results.trial_store import Tally
+from ablate.results.trial_store import Event, Tally
 
 
 def tally(ledger: Ledger, trial: int) -> Tally:
-    """Return number and digest of a trial's records. ValueError where a cell does not hold what its column is
-    for."""
+    """Return number and digest of a trial's records.
+
+    Raises:
+        ValueError: A cell has a value of another type than its column, so its records cannot be read.
+    """
     result, cursor = Tally(), ledger.db.cursor()
     cursor.row_factory = None
     names = ledger.names()
@@ -29,8 +31,8 @@ def tally(ledger: Ledger, trial: int) -> Tally:
         "SELECT name, step, value, time FROM records WHERE trial = ? ORDER BY name, step", (trial,)
     )
     try:
-        for name, found in groupby(rows, key=itemgetter(0)):
-            result.column(names[name], ((step, value, moment) for _, step, value, moment in found))
+        for name, cells in groupby(rows, key=itemgetter(0)):
+            result.column(names[name], ((step, value, moment) for _, step, value, moment in cells))
     except (TypeError, KeyError, struct.error, sqlite3.OperationalError) as error:
         raise ValueError(f"a cell of its records cannot be read: {error}") from None
     if has_table(ledger.db, "events"):
@@ -38,9 +40,9 @@ def tally(ledger: Ledger, trial: int) -> Tally:
     return result
 
 
-def strays(ledger: Ledger, trial: int, events: Iterable[Mapping[str, Any]]) -> bool:
-    """Return True where a record of the trial is not among these events."""
-    there = {
+def strays(ledger: Ledger, trial: int, events: Iterable[Event]) -> bool:
+    """Return True if a record of the trial is not among these events."""
+    recorded = {
         (event["step"], name): (None if math.isnan(value) else value, event["time"])
         for event in events
         for name, value in event["metrics"].items()
@@ -48,15 +50,15 @@ def strays(ledger: Ledger, trial: int, events: Iterable[Mapping[str, Any]]) -> b
     rows = ledger.db.execute(
         "SELECT step, text, value, time FROM records LEFT JOIN names USING (name) WHERE trial = ?", (trial,)
     )
-    return any(there.get((step, name)) != (value, moment) for step, name, value, moment in rows)
+    return any(recorded.get((step, name)) != (value, moment) for step, name, value, moment in rows)
 
 
 def flaw(ledger: Ledger) -> str | None:
-    """Describe the first row that is not as it was written, by table and row; return None where all are.
-    Records: `tally`.
+    """Return a description of the first row that differs from what was written, by table and row; None if
+    there is none.
 
-    A ledger of an earlier version has no seals: only cells that cannot be read, or refer to nothing, are
-    noticed.
+    Records are not checked here, but by `tally`. In a ledger of an earlier version, which has no seals, only
+    cells are detected that cannot be read or that refer to a missing row.
     """
     try:
         if is_sealed(ledger.db):
@@ -68,9 +70,10 @@ def flaw(ledger: Ledger) -> str | None:
 
 
 def _unreadable(ledger: Ledger) -> str | None:
+    """Return a description of the first row that cannot be read, or refers to a missing row; None if none."""
     members = ledger.db.execute(
-        "SELECT members.arm, seed, knobs, spec FROM members LEFT JOIN arms USING (arm) LEFT JOIN trials"
-        " USING (trial) WHERE wanted"
+        "SELECT members.arm, seed, knobs, spec FROM members LEFT JOIN arms USING (arm) LEFT"
+        " JOIN trials USING (trial) WHERE wanted"
     )
     for arm, seed, knobs, spec in members:
         if knobs is None or spec is None:

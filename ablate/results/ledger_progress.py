@@ -1,8 +1,7 @@
-"""How far a ledger's trials are: attempts that run, the pace of one, records that a projection lacks.
+"""Progress of a ledger's trials: attempts that run, the speed of a trial, records that a projection lacks.
 
-Functions of an open ledger, as methods of `Ledger` are; each row comes back as a frozen dataclass. For
-commands that look at a sweep from outside (status, the faults' checks, MLflow's lag), which must ask as
-little of many trials as of few.
+Functions of an open ledger, for commands that look at a sweep from outside (status, the checks of fault
+injection, MLflow's delay). Their cost must not grow with the number of trials.
 """
 
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from ablate.results.ledger import Ledger
 
 _PACE_RECORDS = 10
-"""How many of a trial's last records its speed is taken from."""
+"""Number of last records that a trial's speed is computed from."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Pace:
-    """Last step that a trial recorded, when (seconds since 1970), and its steps per second; None while too
-    few are recorded."""
+    """Progress and speed of a trial."""
 
     step: int = 0
+    """Last step that was recorded."""
     moment: float = 0.0
+    """Time of that record: seconds since 1970."""
     steps_per_s: float | None = None
+    """Steps per second; None while there are too few records."""
 
 
 def running_attempts(ledger: Ledger) -> dict[int, Attempt]:
@@ -48,17 +49,26 @@ def running_attempts(ledger: Ledger) -> dict[int, Attempt]:
 
 def last_attempt(ledger: Ledger, trial: int) -> int | None:
     """Return the number of a trial's last attempt, None if it has none."""
-    return ledger.db.execute("SELECT max(attempt) FROM attempts WHERE trial = ?", (trial,)).fetchone()[0]
+    query = "SELECT max(attempt) FROM attempts WHERE trial = ?"
+    number: int | None = ledger.db.execute(query, (trial,)).fetchone()[0]
+    return number
 
 
 def outcomes(ledger: Ledger) -> dict[str, int]:
     """Return the number of attempts by outcome."""
-    return dict(map(tuple, ledger.db.execute("SELECT outcome, count(*) FROM attempts GROUP BY outcome")))
+    rows = ledger.db.execute("SELECT outcome, count(*) FROM attempts GROUP BY outcome")
+    return dict(rows)
 
 
 def pace(ledger: Ledger, trial: int, started: float) -> Pace:
-    """Return how far a trial is, and its speed over its last records since `started`."""
-    # One look into the index a name: a trial's records are ordered by name, then step.
+    """Return a trial's progress, and its speed over its last records.
+
+    Args:
+        ledger: Ledger of the sweep.
+        trial: Number of the trial.
+        started: Start of the attempt (seconds since 1970). Earlier records do not count for the speed.
+    """
+    # One index lookup for each name: a trial's records are ordered by name, then step.
     query = (
         "SELECT name, (SELECT max(step) FROM records WHERE trial = ? AND records.name = names.name) AS step"
         " FROM names"
@@ -79,17 +89,24 @@ def pace(ledger: Ledger, trial: int, started: float) -> Pace:
 
 def moments(ledger: Ledger) -> int:
     """Return the number of (trial, step) that have a record."""
-    return ledger.db.execute("SELECT count(*) FROM (SELECT DISTINCT trial, step FROM records)").fetchone()[0]
+    query = "SELECT count(*) FROM (SELECT DISTINCT trial, step FROM records)"
+    count: int = ledger.db.execute(query).fetchone()[0]
+    return count
 
 
 def record_count(ledger: Ledger) -> int:
     """Return the number of records."""
-    return ledger.db.execute("SELECT count(*) FROM records").fetchone()[0]
+    count: int = ledger.db.execute("SELECT count(*) FROM records").fetchone()[0]
+    return count
 
 
 def unshipped_records(ledger: Ledger, shown: Callable[[str], bool]) -> int:
-    """Return the number of records of metrics that are `shown` which the runs of wanted members in MLflow
-    lack."""
+    """Return the number of records that the runs of wanted members in MLflow lack.
+
+    Args:
+        ledger: Ledger of the sweep.
+        shown: Predicate on a metric's name: True if MLflow is sent the metric.
+    """
     names = [number for number, text in ledger.names().items() if shown(text)]
     members = ledger.db.execute("SELECT trial, shipped FROM members WHERE wanted AND NOT closed").fetchall()
     query = "SELECT count(*) FROM records WHERE trial = ? AND name = ? AND step > ?"

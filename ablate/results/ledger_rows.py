@@ -1,9 +1,13 @@
-"""What the ledger returns: a trial's row as a frozen object, and the statuses that it can have."""
+"""Rows of a ledger as frozen objects, each with one parser, and the statuses that a trial can have.
+
+SQLite returns tuples. The order of their columns is defined here alone: each query selects `ARM_COLUMNS`,
+`MEMBER_COLUMNS` or `TRIAL_COLUMNS`, which are the fields of the class in their order, and `of` parses a row.
+"""
 
 import sqlite3
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+
+from ablate.experiment.roles import Role
 
 FINISHED = ("done", "diverged")
 """Statuses of a trial that need never run again."""
@@ -13,24 +17,110 @@ OVER = (*FINISHED, "failed", "oom", "pruned", "stopped")
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A row of table `trials`: one workload, one recipe, one seed, one engine, whichever members it belongs
-    to."""
+class ArmRow:
+    """A row of table `arms`: one setting of the knobs, or one point of a search that repeats an arm."""
+
+    arm: int
+    """Number of the arm in this ledger."""
+    name: str
+    knobs: str
+    """Its settings: a JSON object."""
+    baseline: int | None
+    """Number of the arm that it is compared with, None for a baseline."""
+    optuna: int | None
+    """Its number in the study, None if it is not part of one."""
+    place: int | None
+    """Position among the wanted arms, None if it is not wanted."""
+    role: Role | None
+    """Its role in the sweep; None in a ledger of an earlier version."""
+    repeats: int | None
+    """Number of the arm whose trials it shares, if a search proposed the same point again."""
+    reason: str | None
+    """Reason why a refused arm cannot be run."""
+
+    @classmethod
+    def of(cls, row: sqlite3.Row) -> "ArmRow":
+        """Return the arm of a row with the columns `ARM_COLUMNS`."""
+        return cls(*row)
+
+
+@dataclass(frozen=True)
+class Member:
+    """An arm at a seed, with the trial that it refers to: tables `members`, `arms` and `trials` joined."""
+
+    arm: int
+    """Number of its arm."""
+    seed: int
+    trial: int
+    """Number of its trial."""
+    mlflow: str | None
+    """Id of its run in MLflow, None if there is none yet."""
+    shipped: int
+    """Last step that MLflow has been sent; -1 for none."""
+    name: str
+    """Name of its arm."""
+    knobs: str
+    """Settings of its arm: a JSON object."""
+    optuna: int | None
+    """Its arm's number in the study, None if it is not part of one."""
+    baseline: int | None
+    """Number of the arm that its arm is compared with, None for a baseline."""
+    role: Role | None
+    """Role of its arm; None in a ledger of an earlier version."""
+    against: str | None
+    """Name of the arm that its arm is compared with, None for a baseline."""
+    id: str
+    """Id of its trial: the hash of the spec."""
+    spec: str
+    """Resolved spec of its trial: a JSON object."""
+    status: str
+    """Status of its trial."""
+    reason: str | None
+    """Reason for the status of its trial."""
+    seconds: float | None
+    """Seconds that its trial took; None until it ends."""
+    closed: bool
+    """True if its run in MLflow is complete."""
+    reused: bool
+    """True if an earlier sweep ran its trial."""
+
+    @classmethod
+    def of(cls, row: sqlite3.Row) -> "Member":
+        """Return the member of a row with the columns `MEMBER_COLUMNS`."""
+        cells = list(row)
+        cells[-2:] = map(bool, cells[-2:])
+        return cls(*cells)
+
+    @property
+    def key(self) -> str:
+        """Key by which its run in MLflow is found again."""
+        return member_key(self.arm, self.seed)
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """A row of table `trials`: one workload, one recipe, one seed, one engine, shared by all members with
+    this spec."""
 
     trial: int
+    """Number of the trial in this ledger."""
     id: str
+    """Hash of the spec."""
     spec: str
-    """The resolved spec, as JSON."""
+    """The resolved spec: a JSON object."""
     status: str
     reason: str | None
     seconds: float | None
+    """Seconds that it took; None until it ends."""
     reused: bool
-    """An earlier sweep ran it."""
+    """True if an earlier sweep ran it."""
 
     @classmethod
-    def of(cls, row: sqlite3.Row) -> "Trial":
-        """Return the trial of a row that has these columns."""
-        return cls(*(row[field.name] for field in fields(cls)[:-1]), reused=bool(row["reused"]))
+    def of(cls, row: sqlite3.Row) -> "TrialRow":
+        """Return the trial of a row with the columns `TRIAL_COLUMNS`."""
+        cells = list(row)
+        cells[-1] = bool(cells[-1])
+        return cls(*cells)
 
     @property
     def finished(self) -> bool:
@@ -38,6 +128,39 @@ class Trial:
         return self.status in FINISHED
 
 
-def key_of(member: Mapping[str, Any]) -> str:
-    """Return the key by which a member's run in MLflow is found again."""
-    return f"{member['arm']}/{member['seed']}"
+@dataclass(frozen=True)
+class Intervention:
+    """A text on what a guard did in one member's run."""
+
+    arm: str
+    """Name of the arm."""
+    seed: int
+    step: int
+    text: str
+
+    @classmethod
+    def of(cls, row: sqlite3.Row) -> "Intervention":
+        """Return the intervention of a row with columns in the order of these fields."""
+        return cls(*row)
+
+
+ARM_COLUMNS = ", ".join(field.name for field in fields(ArmRow))
+"""Columns of a query for arms."""
+TRIAL_COLUMNS = ", ".join(field.name for field in fields(TrialRow))
+"""Columns of a query for trials."""
+_TABLES = {
+    "members": ("arm", "seed", "trial", "mlflow", "shipped", "closed"),
+    "arms": ("name", "knobs", "optuna", "baseline", "role"),
+    "trials": ("id", "spec", "status", "reason", "seconds", "reused"),
+}
+_TABLE_OF = {column: table for table, columns in _TABLES.items() for column in columns}
+MEMBER_COLUMNS = ", ".join(
+    "bases.name" if field.name == "against" else f"{_TABLE_OF[field.name]}.{field.name}"
+    for field in fields(Member)
+)
+"""Columns of a query for members, over tables named members, arms, trials and bases (the arms' baselines)."""
+
+
+def member_key(arm: int, seed: int) -> str:
+    """Return the key by which the MLflow run of an arm at a seed is found again."""
+    return f"{arm}/{seed}"

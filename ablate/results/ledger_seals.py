@@ -1,19 +1,19 @@
-"""Seals: a digest of each row of a ledger's small tables, kept by SQLite in the statement that writes the
-row.
+"""Seals: a digest of each row of a ledger's small tables, written in the same transaction as the row.
 
-A bad disk, a copy or an edit by hand can change, add or remove a row while SQLite still finds the file sound.
-The writer's connection therefore has temporary triggers: each row that it inserts, updates or deletes has its
-seal written or removed in the same transaction. Whoever writes without them leaves a row that differs from
-its seal, a row without a seal, or a seal without a row:
+A bad disk, a copy or an edit by hand can change, add or remove a row without damage that SQLite detects. The
+writer's connection therefore has temporary triggers: each row that it inserts, updates or deletes has its
+seal written or removed in the same transaction. A write without them leaves a row that differs from its seal,
+a row
+without a seal, or a seal without a row:
 
     writer = Ledger(path);                  writer.describe(metric="val/loss")         # row and seal
     other = sqlite3.connect(path);          other.execute("DELETE FROM sweep")         # seals remain
     difference(Ledger(path, readonly=True).db)   # -> ("sweep", "edition", "is gone")
 
-Records are too many for a seal each: a trial that does not run has one seal of all its records (part
-`records`). Columns that only say what MLflow has been sent (`members.mlflow`, `shipped`, `closed`) have none:
-`ablate sync --rebuild` sends everything again. A seal detects damage, not intent: whoever can write the file
-can write its seals.
+There are too many records for a seal each: a trial that does not run has one seal of all its records (part
+`records`). Columns on what MLflow has been sent (`members.mlflow`, `shipped`, `closed`) have none: `ablate
+sync --rebuild` sends everything again. A seal detects damage, not intent: anybody who can write the file can
+write its seals.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Table:
-    """The columns of a table that are sealed; the first `keys` of them name a row."""
+    """Sealed columns of a table. The first `keys` of them identify a row."""
 
     columns: tuple[str, ...]
     keys: int = 1
 
     def key(self, row: str = "") -> str:
-        """Return an SQL expression for a row's name: its key columns, joined by a slash."""
+        """Return an SQL expression for the key of a row: its key columns, joined by a slash."""
         return " || '/' || ".join(f"{row}{column}" for column in self.columns[: self.keys])
 
     @property
@@ -47,8 +47,8 @@ SEALED = {
     "attempts": _Table(("trial", "attempt", "started", "ended", "outcome", "reason"), keys=2),
     "names": _Table(("name", "text")),
 }
-"""Sealed columns by table. Other columns here make every seal of earlier ledgers wrong: give `row_seals`
-another name then."""
+"""Sealed columns by table. A change here makes every seal of earlier ledgers wrong: give `row_seals` another
+name then."""
 
 RECORDS = "records"
 """Part of the seals that each cover all records of one trial."""
@@ -59,13 +59,12 @@ def _row_digest(*cells: object) -> str:
 
 
 def install(db: sqlite3.Connection) -> None:
-    """Have a writer's connection seal what it writes, and seal all rows of a ledger that has no seals yet."""
+    """Add the triggers to a writer's connection, and seal all rows of a ledger that has no seals yet."""
     _define(db)
     if not is_sealed(db):
         db.execute("BEGIN IMMEDIATE")
         db.execute(
-            "CREATE TABLE IF NOT EXISTS row_seals (part TEXT, key TEXT, seal TEXT, PRIMARY KEY (part,"
-            " key))"
+            "CREATE TABLE IF NOT EXISTS row_seals (part TEXT, key TEXT, seal TEXT, PRIMARY KEY (part, key))"
             " WITHOUT ROWID"
         )
         for name, table in SEALED.items():
@@ -88,8 +87,8 @@ def install(db: sqlite3.Connection) -> None:
             ("DELETE", old),
         ):
             db.execute(
-                f"CREATE TEMP TRIGGER seal_{name}_{event.split()[0]} AFTER {event} ON main.{name} BEGIN"
-                f" {body} END"
+                f"CREATE TEMP TRIGGER seal_{name}_{event.split()[0]} AFTER {event} ON main.{name}"
+                f" BEGIN {body} END"
             )
 
 
@@ -103,10 +102,13 @@ def is_sealed(db: sqlite3.Connection) -> bool:
 
 
 def difference(db: sqlite3.Connection) -> tuple[str, str, str] | None:
-    """Return table, row and what became of it, for the first row that differs from its seal; None where none
-    does.
+    """Return the first row that differs from its seal, None if there is none. The ledger must have seals.
 
-    Raises sqlite3.OperationalError where a cell cannot be read at all. The ledger must have seals.
+    Returns:
+        Name of the table, key of the row, and the difference: `is gone`, for example.
+
+    Raises:
+        sqlite3.OperationalError: A cell cannot be read.
     """
     _define(db)
     for name, table in SEALED.items():
@@ -120,15 +122,14 @@ def difference(db: sqlite3.Connection) -> tuple[str, str, str] | None:
             return name, str(row[0]), "was not written by a sweep" if row[1] else "is not what was written"
         row = db.execute(
             f"SELECT key FROM row_seals WHERE part = ? AND key NOT IN (SELECT CAST({table.key()} AS TEXT)"
-            f" FROM {name}"
-            f" WHERE {table.key()} IS NOT NULL) LIMIT 1",
+            f" FROM {name} WHERE {table.key()} IS NOT NULL) LIMIT 1",
             (name,),
         ).fetchone()
         if row:
             return name, str(row[0]), "is gone"
     stray = (
-        "part NOT IN (SELECT value FROM json_each(?)) AND (part != ? OR key NOT IN (SELECT CAST(trial AS"
-        " TEXT) FROM trials))"
+        "part NOT IN (SELECT value FROM json_each(?)) AND (part != ?"
+        " OR key NOT IN (SELECT CAST(trial AS TEXT) FROM trials))"
     )
     row = db.execute(
         f"SELECT part, key FROM row_seals WHERE {stray} LIMIT 1", (json.dumps([*SEALED]), RECORDS)
@@ -144,8 +145,8 @@ def seal_records(db: sqlite3.Connection, trial: int, digest: str | None) -> None
 
 
 def records_seal(db: sqlite3.Connection, trial: int) -> str | None:
-    """Return the seal of a trial's records, None where it has none: it runs, or an earlier version wrote
-    it."""
+    """Return the seal of a trial's records; None if it has none, because it runs, or because an earlier
+    version wrote it."""
     if not is_sealed(db):
         return None
     row = db.execute(

@@ -1,4 +1,4 @@
-"""A sweep's question and table as Markdown: the description of its run in MLflow, and of its report there."""
+"""Question and table of arms of a sweep as Markdown, for the description of its run in MLflow."""
 
 from ablate.results.ledger import Ledger
 from ablate.results.number_text import interval, number
@@ -7,11 +7,15 @@ from ablate.results.summary import foremost, interval_of, metric_of, summaries
 from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
 
 _MOST_LINES = 40
-"""Of the description in MLflow, which holds 8,000 characters."""
+"""Largest number of arms in the description, which MLflow limits to 8,000 characters."""
 
 
 def summary_markdown(ledger: Ledger) -> str:
-    """The question and the table as Markdown: the description of the sweep's run in MLflow."""
+    """Return the question and the table of arms as Markdown.
+
+    Args:
+        ledger: Ledger of the sweep.
+    """
     metric = metric_of(ledger)
     lines = [
         f"**{ledger.fact('question')}**",

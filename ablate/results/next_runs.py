@@ -16,21 +16,31 @@ def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, s
     that is not over, and arms that failed or diverged on a seed, or whose baseline did: that seed is not
     missing at random, so the mean over the others is not the arm's. Also left out are arms with the same
     numbers as their baseline, and comparisons in which no arm learned.
+
+    Args:
+        ledger: Ledger of the sweep.
+        metric: Metric that is compared; default: the main one.
     """
     metric = metric or metric_of(ledger)
-    arms = summaries(ledger, metric)
-    grown = [
-        arm
-        for arm in arms
-        if arm.gap and 0 < arm.gap.pairs == arm.seeds and arm.verdict.reason != "nothing_learned"
+    return [
+        (arm.name, arm.baseline)
+        for arm in summaries(ledger, metric)
+        if arm.gap and arm.baseline is not None
+        if 0 < arm.gap.pairs == arm.seeds and arm.verdict.reason != "nothing_learned"
+        if not arm.verdict.decided
     ]
-    return [(arm.name, arm.baseline) for arm in grown if not arm.verdict.decided]
 
 
 def winner(ledger: Ledger, metric: Metric | None = None, infeasible: Collection[str] = ()) -> str | None:
     """Return the name of the searched arm with the best mean, all of whose seeds are done.
 
-    None if there is no such arm, or if it is its own baseline. Arms named in `infeasible` are not considered.
+    Args:
+        ledger: Ledger of the sweep.
+        metric: Metric that is compared; default: the main one.
+        infeasible: Names of arms that break a constraint. They are not considered.
+
+    Returns:
+        The name; None if there is no such arm, or if it is its own baseline.
     """
     metric = metric or metric_of(ledger)
     arms = [arm for arm in summaries(ledger, metric) if arm.role == "searched" and arm.name not in infeasible]
@@ -43,6 +53,10 @@ def fresh_seeds(ledger: Ledger, count: int) -> tuple[int, ...]:
     """Return the first `count` seeds on which no arm of the study was ever run.
 
     A winner rerun on them has an unbiased mean: they took no part in choosing it.
+
+    Args:
+        ledger: Ledger of the sweep.
+        count: Number of seeds.
     """
     used = set(ledger.studied_seeds())
     return tuple(itertools.islice((seed for seed in itertools.count() if seed not in used), count))

@@ -10,16 +10,16 @@ def number(value: float) -> str:
     return f"{value:z.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Return a count with its noun: `1 seed`, `2 seeds`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def interval(difference: Difference) -> str:
     """Return a difference with half its interval: `+0.0123 ±0.0023`.
 
-    Without an interval there is no ±; a sequence that bounds nothing yet has `±∞`. Small intervals get more
-    decimals, and a value that rounds to zero has no minus sign.
+    Without an interval there is no ±; a confidence sequence with too few pairs has `±∞`. Small intervals get
+    more decimals, and a value that rounds to zero has no minus sign.
     """
     if not difference.pairs:
         return "-"

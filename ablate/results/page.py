@@ -1,5 +1,7 @@
-"""What a report is made of: headings, sentences, tables and pictures, each as HTML and as Markdown. No
-numbers here."""
+"""Parts of a report: headings, sentences, tables and pictures, each as HTML and as Markdown.
+
+Nothing is computed here.
+"""
 
 import base64
 import csv
@@ -8,48 +10,54 @@ import itertools
 import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ablate.errors import printable
 from ablate.results.plain_text import csv_cell, footnotes, markdown_cell
 
 
 class Part(Protocol):
-    """A piece of a page."""
+    """Part of a page."""
 
     def html(self) -> str:
-        """As HTML that needs nothing from outside."""
+        """Return the part as HTML that loads no other files."""
 
     def markdown(self) -> str:
-        """As Markdown."""
+        """Return the part as Markdown."""
 
-    def save(self, folder: Path) -> None:
-        """Write the data behind it, and its pictures, into the folder."""
+    def save(self, folder: Path) -> object:
+        """Write its data and its pictures into the folder, which is created if it is missing."""
+
+
+Cell = str | tuple[str, float] | None
+"""Cell of a table: text, or text with the number to sort by. None and an empty text are empty cells."""
 
 
 VERDICT = "verdict"
-"""Column of a table that its rows' classes colour and that has the marks of their notes."""
+"""Name of the column that is coloured by the class of its row, and that has the marks of the row's notes."""
 _CLASSES = ("better", "worse", "equivalent", "undecided", "diverged", "baseline")
-"""Classes of rows that the style sheet knows."""
+"""Classes of rows in the style sheet."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraphs; `kind` is a CSS class: `verdict` is what a reader sees first."""
+    """Paragraphs of text."""
 
     text: str
+    """Paragraphs separated by empty lines, with `code` and **bold** as in Markdown."""
     kind: str = ""
+    """CSS class: `verdict` for the main result, `warning`, or empty."""
 
     def html(self) -> str:
-        """A paragraph for each that an empty line ends; `code` and **bold** as in Markdown."""
+        """Return one HTML paragraph for each paragraph."""
         mark = f' class="{self.kind}"' if self.kind else ""
         return "\n".join(f"<p{mark}>{_inline(part)}</p>" for part in self.text.split("\n\n"))
 
     def markdown(self) -> str:
-        """As it is."""
+        """Return the text; a verdict is bold."""
         return f"**{self.text}**" if self.kind == "verdict" else self.text
 
     def save(self, folder: Path) -> None:
@@ -58,17 +66,18 @@ class Text:
 
 @dataclass(frozen=True)
 class Code:
-    """A file's text, character by character."""
+    """Text of a file, shown literally."""
 
     text: str
     language: str = ""
+    """Language for syntax highlighting, such as `yaml`."""
 
     def html(self) -> str:
-        """Preformatted."""
+        """Return preformatted text."""
         return f'<pre class="file">{html.escape(self.text, quote=False)}</pre>'
 
     def markdown(self) -> str:
-        """Fenced by more backticks than any line of it begins with."""
+        """Return a code block. Its fence is longer than any run of backticks in the text."""
         longest = max((len(ticks) for ticks in re.findall("`+", self.text)), default=0)
         fence = "`" * max(3, longest + 1)
         return f"{fence}{self.language}\n{self.text.rstrip()}\n{fence}"
@@ -79,31 +88,33 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows by column name. A cell is text, or (text, number to sort by). Columns with numbers stand right;
-    clicking a head sorts."""
+    """Table whose rows can be sorted by clicking on a column's head. Columns with numbers are aligned
+    right."""
 
     name: str
-    rows: Sequence[Mapping[str, Any]]
+    """Stem of its CSV file's name."""
+    rows: Sequence[Mapping[str, Cell]]
+    """Cells of each row by column name."""
     caption: str = ""
     classes: Sequence[str] = ()
-    """A row's class, which colours its verdict; empty for none."""
+    """Class of each row, which colours its verdict; empty for none."""
     notes: Sequence[Sequence[str]] = ()
-    """Notes on each row: numbered under the table, their marks behind the row's verdict; a column of their
-    own in the CSV."""
+    """Notes on each row: numbered below the table, with their marks behind the row's verdict. The CSV file
+    has them in a column of their own."""
 
     @property
     def empty(self) -> bool:
-        """True where no row says anything but which row it is."""
+        """True if the table has no more than one column with content."""
         return len(self.columns) < 2
 
     @property
     def columns(self) -> list[str]:
-        """Names, those left out in which no row has anything."""
+        """Names of the columns in which any row has content."""
         names = dict.fromkeys(name for row in self.rows for name in row)
         return [name for name in names if any(_text(row.get(name)) not in ("", "-") for row in self.rows)]
 
     def html(self) -> str:
-        """A table whose rows can be sorted."""
+        """Return the table in a box that scrolls."""
         right = {name for name in self.columns if any(isinstance(row.get(name), tuple) for row in self.rows)}
         head = "".join(
             f'<th{_right(name, right)}><button type="button">{_inline(name)}</button></th>'
@@ -112,7 +123,7 @@ class Table:
         marks, notes = footnotes(self.notes)
         cells = [
             "".join(self._cell(row, name, right, mark) for name in self.columns)
-            for row, mark in itertools.zip_longest(self.rows, marks, fillvalue="")
+            for row, mark in zip(self.rows, marks or [""] * len(self.rows), strict=True)
         ]
         body = "\n".join(
             f"<tr{_class(name)}>{inside}</tr>" for name, inside in itertools.zip_longest(self.classes, cells)
@@ -120,46 +131,49 @@ class Table:
         caption = "<br>".join(_inline(line) for line in (*notes, self.caption) if line)
         caption = f"<caption>{caption}</caption>" if caption else ""
         return (
-            f'<div class="scroll"><table class="sortable" id="table-{self.name}">{caption}<thead><tr>{head}</tr></thead>'
-            f"\n<tbody>\n{body}\n</tbody></table></div>"
+            f'<div class="scroll"><table class="sortable" id="table-{self.name}">{caption}'
+            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
         )
 
-    def _cell(self, row: Mapping[str, Any], name: str, right: set[str], mark: str) -> str:
+    def _cell(self, row: Mapping[str, Cell], name: str, right: set[str], mark: str) -> str:
+        """Return one cell as HTML. `right`: columns that are aligned right."""
         value = row.get(name)
         key = f' data-sort="{value[1]!r}"' if isinstance(value, tuple) and math.isfinite(value[1]) else ""
         kind = _right(name, right) or (' class="verdict"' if name == VERDICT else "")
         return f"<td{kind}{key}>{_inline(_text(value) + (mark if name == VERDICT else ''))}</td>"
 
     def markdown(self) -> str:
-        """A pipe table."""
+        """Return a pipe table with its notes and its caption."""
         marks, notes = footnotes(self.notes)
         lines = [self.columns, ["---"] * len(self.columns)]
-        for row, mark in itertools.zip_longest(self.rows, marks, fillvalue=""):
+        for row, mark in zip(self.rows, marks or [""] * len(self.rows), strict=True):
             lines.append([_text(row.get(name)) + (mark if name == VERDICT else "") for name in self.columns])
         table = "\n".join(f"| {' | '.join(markdown_cell(cell) for cell in line)} |" for line in lines)
         return "\n\n".join(filter(None, [table, "  \n".join(notes), self.caption]))
 
     def save(self, folder: Path) -> None:
-        """The texts of the cells as CSV."""
+        """Write the texts of the cells as a CSV file."""
         folder.mkdir(parents=True, exist_ok=True)
         names = [*self.columns, *(["notes"] if any(self.notes) else [])]
         with (folder / f"{self.name}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow([csv_cell(name) for name in names])
-            for row, notes in itertools.zip_longest(self.rows, self.notes, fillvalue=()):
+            for row, notes in zip(self.rows, self.notes or [()] * len(self.rows), strict=True):
                 texts = [*(_text(row.get(name)) for name in self.columns), "; ".join(notes)]
                 writer.writerow([csv_cell(text) for text in texts[: len(names)]])
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """PNG files side by side, each under its title; `name` begins the names of their copies."""
+    """PNG files side by side, each below its title."""
 
     name: str
+    """Prefix of the names of their copies."""
     pictures: Sequence[tuple[str, Path]]
+    """Title and file of each picture."""
 
     def html(self) -> str:
-        """The files themselves, in the page."""
+        """Return the pictures, embedded as data."""
         figures = (
             f'<figure><figcaption>{_inline(title)}</figcaption><img alt="{html.escape(title)}"'
             f' src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></figure>'
@@ -168,33 +182,35 @@ class Gallery:
         return f'<div class="gallery">{"".join(figures)}</div>'
 
     def markdown(self) -> str:
-        """A pipe table of one row, with links to the copies, from the folder above."""
+        """Return a pipe table of one row, with links to the copies, relative to the folder above."""
         titles = [markdown_cell(title) for title, _ in self.pictures]
         links = [f"![](figures/{copy})" for copy in self._copies()]
         return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(links), links))
 
     def save(self, folder: Path) -> None:
-        """Copy them."""
+        """Copy the pictures."""
         folder.mkdir(parents=True, exist_ok=True)
         for copy, (_, path) in zip(self._copies(), self.pictures, strict=True):
             shutil.copyfile(path, folder / copy)
 
     def _copies(self) -> list[str]:
-        """File names, no two alike."""
+        """Return the file names of the copies. They are distinct."""
         slugs = (re.sub(r"[^\w.=]+", "-", title) for title, _ in self.pictures)
         return [f"{self.name}-{number}-{slug}.png" for number, slug in enumerate(slugs, 1)]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it; nothing where nothing does. `folded`: a reader opens it."""
+    """Heading with the parts below it; empty without parts."""
 
     title: str
+    """Text of the heading; empty for none."""
     parts: Sequence[Part]
     folded: bool = False
+    """True to hide the parts until a reader opens the section."""
 
     def html(self) -> str:
-        """The parts in order under an h2, or none."""
+        """Return the heading (h2) and the parts in order."""
         inside = "\n".join(part.html() for part in self.parts)
         if not self.parts:
             return ""
@@ -203,7 +219,7 @@ class Section:
         return f"<h2>{_inline(self.title)}</h2>\n{inside}" if self.title else inside
 
     def markdown(self) -> str:
-        """The same in Markdown."""
+        """Return the heading and the parts as Markdown."""
         if not self.parts:
             return ""
         return "\n\n".join(
@@ -211,25 +227,32 @@ class Section:
         )
 
     def save(self, folder: Path) -> None:
-        """What its parts save."""
+        """Save the parts."""
         for part in self.parts:
             part.save(folder)
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/html": self.html(), "text/markdown": self.markdown(), "text/plain": self.title}
 
 
-def section(title: str, *parts: Part | Iterable[Part] | None, folded: bool = False) -> Section:
-    """A section of those parts that there are; a table that says nothing is none."""
-    groups = [part if isinstance(part, list | tuple) else (part,) for part in parts]
-    return Section(title, [part for group in groups for part in group if _says(part)], folded)
+def section(title: str, *parts: Part | Sequence[Part | None] | None, folded: bool = False) -> Section:
+    """Return a section of a page.
+
+    Args:
+        title: Heading of the section.
+        parts: Parts, or lists of them. None and empty tables are left out.
+        folded: True to hide the parts until a reader opens the section.
+    """
+    shown: list[Part] = []
+    for group in parts:
+        for part in group if isinstance(group, Sequence) else (group,):
+            if part is not None and not (isinstance(part, Table) and part.empty):
+                shown.append(part)
+    return Section(title, shown, folded)
 
 
-def _says(part: Part | None) -> bool:
-    return part is not None and not (isinstance(part, Table) and part.empty)
-
-
-def _text(value: Any) -> str:
+def _text(value: Cell) -> str:
+    """Return the text of a cell."""
     if isinstance(value, tuple):
         return str(value[0])
     return "" if value is None else str(value)
@@ -244,6 +267,6 @@ def _class(name: str | None) -> str:
 
 
 def _inline(text: str) -> str:
-    """Escaped, with `code` and **bold**."""
+    """Return text escaped for HTML, with the Markdown of `code` and **bold** as tags."""
     escaped = html.escape(printable(text), quote=False)
     return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", escaped))

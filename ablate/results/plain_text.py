@@ -1,8 +1,8 @@
-"""Text of users in places where it could be more than text: terminals, tables, Markdown and spreadsheets.
+"""Text of users in terminals, tables, Markdown and spreadsheets, where some characters are commands.
 
 Names, questions, knob values, paths and messages of exceptions come from files that other people write. An
-escape character in them drives a terminal, a line break forges a line of a log, `=` at the start of a CSV
-cell is a formula. Rich's markup is turned off altogether by `cli.console`.
+escape character in them controls a terminal, a line break forges a line of a log, and `=` at the start of a
+CSV cell starts a formula. `cli.common.console` turns Rich's markup off.
 """
 
 import re
@@ -15,8 +15,14 @@ _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
 
 
 def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
-    """Number the notes on a table's rows, equal ones once. Return each row's marks (`¹ ³`), and the notes
-    behind their marks."""
+    """Number the notes on a table's rows. Equal notes have one number.
+
+    Args:
+        rows: Notes on each row.
+
+    Returns:
+        Marks of each row (`¹ ³`), and the notes, each behind its mark.
+    """
     numbers = {
         note: str(number).translate(_RAISED)
         for number, note in enumerate(dict.fromkeys(n for row in rows for n in row), 1)
@@ -27,8 +33,8 @@ def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
 
 
 def csv_cell(value: object) -> object:
-    """Return a cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe.
-    Numbers stay as they are."""
+    """Return a cell that no spreadsheet reads as a formula: text that begins like one gets an apostrophe
+    before it. Numbers stay as they are."""
     if not isinstance(value, str) or not _FORMULA.match(value):
         return value
     return f"'{value}"

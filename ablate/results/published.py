@@ -1,4 +1,4 @@
-"""Papers' figures and orderings beside what a sweep measured, each with a verdict on whether they agree."""
+"""Published figures and orderings beside a sweep's measurements, each with a verdict on their agreement."""
 
 import math
 from collections.abc import Iterable
@@ -14,51 +14,55 @@ from ablate.results.summary import ArmSummary, interval_of, mean_of, metrics_of,
 from ablate.results.verdict_text import NOT_JUDGED, REASONS, diverged_text
 
 Detail = Literal["negligible", "within", "smaller", "larger"]
-"""Size of what was measured: too small to matter, or beside the published size."""
+"""Size of the measured difference: too small to matter, or relative to the published size."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A verdict on a published figure: does the measured one agree with it? `agreement_text` turns it into
-    words."""
+    """Verdict on the agreement of a published figure with the measured one, as data. `agreement_text` turns
+    it into a sentence."""
 
     kind: Literal["agrees", "disagrees", "differs", "unresolved", "unjudged"]
-    """Of one arm's figure "agrees" or "differs"; of two arms' "agrees", "disagrees" or "unresolved"."""
+    """For a figure of one arm "agrees" or "differs"; for one of two arms "agrees", "disagrees" or
+    "unresolved"; "unjudged" for both."""
     reason: (
         Literal["not_measured", "one_pair", "few_values", "equal_counts", "nothing_learned", "no_share"]
         | None
     ) = None
-    """Set if and only if the kind is "unjudged"."""
+    """Reason why there is no verdict; set if and only if the kind is "unjudged"."""
     detail: Detail | None = None
+    """Size of the measured difference, for a figure of two arms."""
     tolerance: float | None = None
-    """Share of the published figure within which it agrees, if it is one arm's and not 0."""
+    """Largest difference that counts as agreement, as a share of the published figure, if that is of one arm
+    and not 0."""
     apart: float | None = None
-    """Distance from the published figure as a share of it, if it is one arm's and not 0."""
+    """Measured minus published figure as a share of the published one, if that is of one arm and not 0."""
 
 
 @dataclass(frozen=True)
 class Replication:
-    """A published figure beside the measured one."""
+    """Published figure beside the measured one."""
 
     figure: Published
     measured: Difference
-    """The mean over seeds with its interval: of the arm alone, of the arm minus the other, or of that as a
-    share of the other."""
+    """Mean over seeds with its interval: of the arm, of the arm minus the other, or of that difference as a
+    share of the other's value."""
     verdict: Agreement
     margin: float | None = None
-    """The smallest difference that matters, in the unit of `measured`."""
+    """Smallest difference that matters, in the unit of `measured`."""
     diverged: tuple[int, ...] = ()
+    """Seeds on which either arm diverged."""
     given: int = 0
-    """Seeds that either arm was given, and those on which one diverged."""
+    """Number of seeds that either arm was given."""
     learned: bool = True
-    """False if the loss of each of its arms is no better than that of a model that ignores its input: there
-    is nothing to compare."""
+    """False if the loss of each of its arms is no better than that of a model that ignores its input: nothing
+    can be compared."""
     unshared: bool = False
-    """True of a published share if the other arm's mean is 0, of which there is none."""
+    """True if a share was published, and the other arm's mean is 0, so there is no share of it."""
 
     @property
     def subject(self) -> str:
-        """The arm, or `arm minus other`."""
+        """Name of the arm, or `arm minus other`."""
         return (
             self.figure.arm
             if self.figure.against is None
@@ -67,14 +71,14 @@ class Replication:
 
     @property
     def metric(self) -> str:
-        """What is compared, and at which step."""
+        """Name of the metric that is compared, with the step if one was published."""
         return self.figure.metric + ("" if self.figure.step is None else f" at {self.figure.step}")
 
     @property
     def published(self) -> str:
-        """What the paper says: a number with its unit, or an ordering."""
+        """Published figure: a number with its unit, or an ordering."""
         if self.figure.amount is None:
-            return self.figure.value
+            return str(self.figure.value)
         return (
             f"{self.figure.amount:.4g}"
             if self.figure.against is None
@@ -83,7 +87,7 @@ class Replication:
 
     @property
     def found(self) -> str:
-        """What was measured, with its interval; `-` where nothing was."""
+        """Measured figure with its interval; `-` if nothing was measured."""
         if not self.measured.pairs:
             return "-"
         half = self.measured.high - self.measured.mean
@@ -93,7 +97,14 @@ class Replication:
 
 
 def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replication]:
-    """Every published figure beside what this sweep measured of it."""
+    """Return every published figure beside the sweep's measurement, with a verdict on their agreement.
+
+    Verdicts on differences of two arms are corrected by Holm over all of them.
+
+    Args:
+        ledger: Ledger of the sweep.
+        published: Published figures (see `summary.published_of`).
+    """
     metrics = {metric.name: metric for metric in metrics_of(ledger)}
     figures = list(published)
     metrics |= {
@@ -102,30 +113,30 @@ def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replica
     arms = {name: summaries(ledger, metrics[name]) for name in {figure.metric for figure in figures}}
     lines = [_replication(ledger, figure, metrics[figure.metric], arms[figure.metric]) for figure in figures]
     of_two = [line.figure.against is not None for line in lines]
-    judged = [two and line.learned and not line.unshared for line, two in zip(lines, of_two, strict=True)]
+    compared = [two and line.learned and not line.unshared for line, two in zip(lines, of_two, strict=True)]
     effects = holm(
-        [p_value(line.measured) if its else math.nan for line, its in zip(lines, judged, strict=True)]
+        [p_value(line.measured) if judged else math.nan for line, judged in zip(lines, compared, strict=True)]
     )
-    likenesses = holm(
+    equivalences = holm(
         [
-            equivalence(line.measured, line.margin) if its else math.nan
-            for line, its in zip(lines, judged, strict=True)
+            equivalence(line.measured, line.margin) if judged else math.nan
+            for line, judged in zip(lines, compared, strict=True)
         ]
     )
     return [
         replace(line, verdict=_same_way(line, p, same)) if two else line
-        for line, two, p, same in zip(lines, of_two, effects, likenesses, strict=True)
+        for line, two, p, same in zip(lines, of_two, effects, equivalences, strict=True)
     ]
 
 
 def _replication(
     ledger: Ledger, figure: Published, metric: Metric, arms: Iterable[ArmSummary]
 ) -> Replication:
-    """A figure beside what was measured; that of two arms has no verdict yet."""
-    values, how = _measured(ledger, figure, figure.arm), interval_of(ledger)
+    """Return a figure beside its measurement. That of two arms has no verdict yet."""
+    values, kind = _measured(ledger, figure, figure.arm), interval_of(ledger)
     learned = not nothing_learned([arm for arm in arms if arm.name in (figure.arm, figure.against)])
     if figure.against is None:
-        measured = paired_difference(values, dict.fromkeys(values, 0.0), how)
+        measured = paired_difference(values, dict.fromkeys(values, 0.0), kind)
         verdict = _alike(figure, measured) if learned else Agreement("unjudged", "nothing_learned")
         return Replication(figure, measured, verdict, learned=learned)
     other = _measured(ledger, figure, figure.against)
@@ -140,30 +151,30 @@ def _replication(
             if other.get(seed)
         }
         other, margin = dict.fromkeys(values, 0.0), margin and margin / abs(level) if level else None
-    measured = replace(paired_difference(values, other, how), whole=whole)
-    members = [member for member in ledger.members() if member["name"] in (figure.arm, figure.against)]
-    diverged = tuple(sorted({member["seed"] for member in members if member["status"] == "diverged"}))
-    given = len({member["seed"] for member in members})
+    measured = replace(paired_difference(values, other, kind), whole=whole)
+    members = [member for member in ledger.members() if member.name in (figure.arm, figure.against)]
+    diverged = tuple(sorted({member.seed for member in members if member.status == "diverged"}))
+    given = len({member.seed for member in members})
     return Replication(
         figure, measured, Agreement("unjudged", "not_measured"), margin, diverged, given, learned, unshared
     )
 
 
 def _measured(ledger: Ledger, figure: Published, arm: str) -> dict[int, float]:
-    """The figure's metric by seed in one arm, at its step."""
-    found = {}
+    """Return the figure's metric by seed for one arm, at the figure's step, or at the last."""
+    values = {}
     for member in ledger.members():
-        if member["name"] == arm and member["status"] == "done":
-            series = ledger.series(member["trial"], figure.metric)
+        if member.name == arm and member.status == "done":
+            series = ledger.series(member.trial, figure.metric)
             step = max(series, default=0) if figure.step is None else figure.step
             if math.isfinite(series.get(step, math.nan)):
-                found[member["seed"]] = series[step]
-    return found
+                values[member.seed] = series[step]
+    return values
 
 
 def _alike(figure: Published, measured: Difference) -> Agreement:
-    """Compare a figure of one arm with what was measured, within its tolerance."""
-    if not measured.pairs:
+    """Compare a figure of one arm with the measured value, within the figure's tolerance."""
+    if not measured.pairs or figure.amount is None:
         return Agreement("unjudged", "not_measured")
     tolerance = 0.02 if figure.tolerance is None else figure.tolerance
     apart = measured.mean - figure.amount
@@ -176,10 +187,15 @@ def _same_way(line: Replication, p: float, same: float) -> Agreement:
     """Compare a published difference with the measured one: the direction decides, after Holm's correction;
     the size is a detail.
 
-    `p` is of no effect, `same` of one that matters. A published difference is contradicted by one the other
-    way, and by one too small to matter; a published equality only by a difference that is resolved. Models of
-    other sizes need not share the size of an effect, so that alone is no disagreement. Equal counts are
-    neither, nor is anything if no arm learned.
+    A published difference is contradicted by a measured one with the other sign, and by one too small to
+    matter; a published equality only by a difference that is resolved. Models of other sizes may have effects
+    of another size, so a different size alone is no disagreement. There is no verdict on equal counts, or if
+    no arm learned.
+
+    Args:
+        line: Figure and measurement.
+        p: Corrected p-value of "no effect".
+        same: Corrected p-value of "an effect that matters".
     """
     figure, measured = line.figure, line.measured
     if not line.learned:
@@ -216,7 +232,7 @@ def _size(figure: Published, measured: Difference) -> Detail | None:
     return "smaller" if abs(measured.mean) < abs(figure.amount) else "larger"
 
 
-# In words
+# Text
 
 _KINDS = {"unresolved": "not resolved", "unjudged": NOT_JUDGED}
 _DETAILS = {
@@ -228,26 +244,26 @@ _DETAILS = {
 
 
 def agreement_text(line: Replication, short: bool = False) -> str:
-    """Return the verdict on a published figure in words: all of it in a line, or the word for a table's
-    column."""
+    """Return the verdict on a published figure as text: all of it in a line, or, if `short`, the word for a
+    table's column."""
     verdict = line.verdict
     word = "not measured" if verdict.reason == "not_measured" else _KINDS.get(verdict.kind, verdict.kind)
-    lost = diverged_text(len(line.diverged), line.given)
-    if lost and len(line.diverged) == line.given:
-        return "diverged" if short else lost
+    diverged = diverged_text(len(line.diverged), line.given)
+    if diverged and len(line.diverged) == line.given:
+        return "diverged" if short else diverged
     if short:
-        return f"diverged; {word}" if lost else word
+        return f"diverged; {word}" if diverged else word
     details = _details(line)
     text = f"{word} ({'; '.join(details)})" if details else word
-    return f"{lost}; on the others: {text}" if lost else text
+    return f"{diverged}; on the others: {text}" if diverged else text
 
 
 def agreement_notes(line: Replication) -> list[str]:
-    """Return what the short form leaves out: footnotes of a table."""
-    lost = diverged_text(len(line.diverged), line.given)
-    if lost and len(line.diverged) == line.given:
-        return [lost]
-    return ([f"{lost}: the verdict is on the others"] if lost else []) + _details(line)
+    """Return footnotes of a table: all that the short form leaves out."""
+    diverged = diverged_text(len(line.diverged), line.given)
+    if diverged and len(line.diverged) == line.given:
+        return [diverged]
+    return ([f"{diverged}: the verdict is on the others"] if diverged else []) + _details(line)
 
 
 def _details(line: Replication) -> list[str]:
@@ -255,7 +271,7 @@ def _details(line: Replication) -> list[str]:
     details = []
     if verdict.reason == "no_share":
         details.append(f"{figure.metric} of {figure.against} is 0, so the difference is no share of it")
-    elif verdict.reason in REASONS:
+    elif verdict.reason and verdict.reason in REASONS:
         count = line.measured.distinct if verdict.reason == "few_values" else line.measured.pairs
         details.append(REASONS[verdict.reason].format(count=count or line.measured.pairs))
     if verdict.detail:

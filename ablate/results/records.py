@@ -1,9 +1,9 @@
-"""Every record of an experiment, or of several, as one tidy frame: fast for ten million rows, and remembered
-beside the ledger.
+"""All records of one or several experiments as one tidy frame, with a cache beside the ledger.
 
-What a finished trial recorded never changes, so it is kept as Parquet in `records/`, a file for those that
-were new at a look; the ledger is asked for the rest alone. A file says which trial and which metric each of
-its numbers stands for, since a ledger that is rebuilt numbers them anew.
+The records of a finished trial never change, so they are cached as Parquet in `records/`, one file for all
+trials that were new at a call, and only the rest is read from the ledger: ten million rows take seconds. A
+file names the trials and metrics that its numbers stand for, since a ledger that is rebuilt numbers them
+anew.
 """
 
 import hashlib
@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,36 +19,42 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ablate.files import Json
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_arrow import record_table
-from ablate.results.ledger_rows import FINISHED
+from ablate.results.ledger_rows import FINISHED, Member
 from ablate.training.metric_names import parse
 from ablate.training.workloads import WORKLOADS
 
-_WORTH_KEEPING = 1_000_000
-"""Fewer rows than this are read from the ledger as fast as from a file."""
+WORTH_KEEPING = 1_000_000
+"""Smallest number of rows that is cached. Fewer are read from the ledger as fast as from a file."""
 _FIRST = ("sweep", "arm", "baseline", "seed", "trial", "status", "step", "tokens", "metric", "value")
 
 
 def frame(*ledgers: Ledger, metrics: Collection[str] | None = None) -> pd.DataFrame:
-    """Every record as one row: sweep, arm, baseline, seed, trial, status, step, tokens, metric, value, and a
-    column for each knob.
+    """Return every record as one row. A trial that several members share has its rows once for each of them.
 
-    `metrics` are those wanted, as patterns (`quant/*/sqnr_db`); None: all. What repeats is categorical: all
-    but step, tokens, value. A shared trial has its rows once for each member that it is of. `tokens`, those
-    trained on by then, is NaN where a workload has none; so is a knob that an arm does not turn, or turns to
-    null.
+    Args:
+        ledgers: Ledgers of one or several sweeps.
+        metrics: Names of metrics, or patterns such as `quant/*/sqnr_db`; None for all.
+
+    Returns:
+        Columns sweep, arm, baseline, seed, trial (its id), status, step, tokens (trained on so far; NaN if
+        the
+            workload counts none), metric, value, and one for each knob (NaN if an arm does not set it, or
+            sets it to null). All but step, tokens and value are categorical in the frame of one ledger.
     """
     frames = [_frame(ledger, metrics) for ledger in ledgers]
     return frames[0] if len(frames) == 1 else pd.concat(map(_plain, frames), ignore_index=True)
 
 
 def _plain(part: pd.DataFrame) -> pd.DataFrame:
-    """Without categories, which differ between sweeps."""
+    """Return a frame without categories, which differ between sweeps."""
     return part.astype(dict.fromkeys(part.select_dtypes("category"), object))
 
 
 def _frame(ledger: Ledger, metrics: Collection[str] | None) -> pd.DataFrame:
+    """Return the frame of one ledger."""
     members, names = ledger.members(), ledger.names()
     wanted = sorted(number for number, text in names.items() if metrics is None or parse(text).like(metrics))
     if not members or not wanted:
@@ -57,7 +62,7 @@ def _frame(ledger: Ledger, metrics: Collection[str] | None) -> pd.DataFrame:
     rows = _rows(ledger, metrics is None, wanted)
     trials = rows["trial"].to_numpy()
     starts, ends = (
-        np.searchsorted(trials, [member["trial"] for member in members], side) for side in ("left", "right")
+        np.searchsorted(trials, [member.trial for member in members], side) for side in ("left", "right")
     )
     member = np.repeat(np.arange(len(members)), ends - starts)
     order = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
@@ -74,96 +79,118 @@ def _frame(ledger: Ledger, metrics: Collection[str] | None) -> pd.DataFrame:
 
 
 def _repeated(fact: pd.Series, member: np.ndarray) -> pd.Categorical:
-    """A member's fact for each of its rows. A list cannot be a category: it is its JSON."""
+    """Return a member's fact for each of its rows. A list cannot be a category, so it becomes JSON."""
     plain = [json.dumps(value) if isinstance(value, list | dict) else value for value in fact]
     codes, categories = pd.factorize(pd.Series(plain, dtype=object))
     return pd.Categorical.from_codes(codes[member], categories)
 
 
-def _facts(ledger: Ledger, members: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What all records of a member share."""
-    names = {arm["arm"]: arm["name"] for arm in ledger.arms()}
+def _facts(ledger: Ledger, members: Sequence[Member]) -> list[dict[str, object]]:
+    """Return the columns that all records of a member share, for each member."""
+    names = {arm.arm: arm.name for arm in ledger.arms()}
     sweep = ledger.name
     return [
         {
             "sweep": sweep,
-            "arm": member["name"],
-            "baseline": names.get(member["baseline"]),
-            "seed": member["seed"],
-            "trial": member["id"],
-            "status": member["status"],
-            "tokens_per_step": tokens_per_step(json.loads(member["spec"])),
+            "arm": member.name,
+            "baseline": None if member.baseline is None else names.get(member.baseline),
+            "seed": member.seed,
+            "trial": member.id,
+            "status": member.status,
+            "tokens_per_step": tokens_per_step(json.loads(member.spec)),
         }
-        | json.loads(member["knobs"])
+        | json.loads(member.knobs)
         for member in members
     ]
 
 
-def tokens_per_step(spec: Mapping[str, Any]) -> int | None:
-    """Tokens that a step of a trial trains on, from its spec; None where its workload has none, or is none of
-    today's."""
-    ((workload, config),) = spec["workload"].items() if spec.get("workload") else (("", {}),)
-    known = WORKLOADS.get(workload)
+def tokens_per_step(spec: Mapping[str, Json]) -> int | None:
+    """Return the number of tokens that a step of a trial trains on.
+
+    Args:
+        spec: Resolved spec of the trial.
+
+    Returns:
+        The number; None if its workload counts no tokens, or is not one of this version.
+    """
+    chosen = spec.get("workload")
+    ((name, config),) = chosen.items() if isinstance(chosen, dict) and chosen else (("", {}),)
+    workload = WORKLOADS.get(name)
     try:
-        return (known.model_validate_json(json.dumps(config)).tokens_per_step or None) if known else None
+        return (
+            (workload.model_validate_json(json.dumps(config)).tokens_per_step or None) if workload else None
+        )
     except ValueError:  # pydantic's error is one: a spec of an older version
         return None
 
 
-# From the ledger, or remembered
+# Records from the ledger, or from the cache
 
 
 def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
-    """(trial, name, step, value) by trial, in the ledger's numbers; of what is remembered only what is still
-    true."""
+    """Return (trial, name, step, value) by trial, in the ledger's numbers, from the cache as far as it is
+    valid.
+
+    Args:
+        ledger: Ledger of the sweep.
+        everything: True if all metrics are read, so that the rows can be cached.
+        names: Numbers of the metrics' names.
+    """
     folder, edition = ledger.path.parent / "records", ledger.fact("edition")
-    wanted = {member["trial"]: member for member in ledger.members()}
-    texts, kept, known = ledger.names(), [], set()
+    wanted = {member.trial: member for member in ledger.members()}
+    texts, cached = ledger.names(), list[pa.Table]()
+    cached_trials: set[int] = set()  # trials whose rows are cached
     for part in sorted(folder.glob(f"{edition}-*.parquet")) if edition else ():
         if _digest(part) != part.stem.rpartition("-")[2]:
             with suppress(OSError):  # damaged: the ledger is read again
                 part.unlink()
             continue
-        there = pq.read_schema(part).metadata
-        trials = _numbers(there[b"trials"], {wanted[trial]["id"]: trial for trial in wanted.keys() - known})
-        metrics = _numbers(there[b"names"], {texts[number]: number for number in names})
+        written = pq.read_schema(part).metadata
+        trials = _numbers(
+            written[b"trials"], {wanted[trial].id: trial for trial in wanted.keys() - cached_trials}
+        )
+        metrics = _numbers(written[b"names"], {texts[number]: number for number in names})
         rows = pq.read_table(
             part, filters=pc.field("trial").isin(list(trials)) & pc.field("name").isin(list(metrics))
         )
-        for place, (column, numbers) in enumerate((("trial", trials), ("name", metrics))):
-            rows = rows.set_column(place, column, _renumbered(rows[column], numbers))
-        kept.append(rows)
-        known |= set(trials.values())
-    new = record_table(ledger.path, sorted(wanted.keys() - known), names)
-    if everything and edition and new.num_rows >= _WORTH_KEEPING:
+        for position, (column, numbers) in enumerate((("trial", trials), ("name", metrics))):
+            rows = rows.set_column(position, column, _renumbered(rows[column], numbers))
+        cached.append(rows)
+        cached_trials |= set(trials.values())
+    new = record_table(ledger.path, sorted(wanted.keys() - cached_trials), names)
+    if everything and edition and new.num_rows >= WORTH_KEEPING:
         finished = {
-            trial: row["id"]
+            trial: row.id
             for trial, row in wanted.items()
-            if row["status"] in FINISHED and trial not in known
+            if row.status in FINISHED and trial not in cached_trials
         }
         with suppress(OSError):  # a state folder that cannot be written is read again the next time
             _keep(folder, edition, new, finished, texts)
-    return pa.concat_tables([*kept, new]).sort_by(
+    return pa.concat_tables([*cached, new]).sort_by(
         [("trial", "ascending"), ("step", "ascending"), ("name", "ascending")]
     )
 
 
 def _numbers(written: bytes, now: Mapping[str, int]) -> dict[int, int]:
-    """The ledger's present number for each number in a file, keyed by the file's; without those that are not
-    wanted."""
+    """Return the ledger's present number for each number in a file.
+
+    Args:
+        written: JSON object of the file: text by number.
+        now: Present number by text. Other texts are left out.
+    """
     return {int(then): now[text] for then, text in json.loads(written).items() if text in now}
 
 
 def _renumbered(column: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.ChunkedArray:
-    places = pc.index_in(column, value_set=pa.array(list(numbers), pa.int64()))
-    return pc.take(pa.array(list(numbers.values()), pa.int64()), places)
+    """Return a column with each number replaced."""
+    positions = pc.index_in(column, value_set=pa.array(list(numbers), pa.int64()))
+    return pc.take(pa.array(list(numbers.values()), pa.int64()), positions)
 
 
 def _keep(
     folder: Path, edition: str, rows: pa.Table, trials: Mapping[int, str], names: Mapping[int, str]
 ) -> None:
-    """Remember the rows of these trials (number -> id); what was remembered of another edition of the ledger
-    goes."""
+    """Cache the rows of these trials (id by number), and delete the files of other editions of the ledger."""
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.parquet"):
         if not old.name.startswith(f"{edition}-"):

@@ -6,15 +6,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ablate.experiment.roles import Role, role_of
 from ablate.experiment.schema import Metric, Published
-from ablate.files import Damaged
+from ablate.files import Damaged, Json
 from ablate.results.intervals import Interval
 from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import OVER
-from ablate.results.paired_stats import Difference, Verdict, judge, paired_difference
+from ablate.results.ledger_rows import OVER, ArmRow, Member
+from ablate.results.paired_stats import Difference, Reason, Verdict, judge, paired_difference
 from ablate.results.trial_store import Store
 from ablate.training.metric_names import FIRST_NONFINITE, parse
 from ablate.training.workloads import context_free
@@ -31,7 +30,7 @@ class ArmSummary:
 
     name: str
     baseline: str | None
-    knobs: dict[str, Any]
+    knobs: dict[str, Json]
     values: dict[int, float]
     """Last value of the metric by seed; finished seeds with a finite value only."""
     given: tuple[int, ...]
@@ -118,7 +117,7 @@ def open_ledger(state: Path, sweep: str) -> Ledger:
 
 
 def metric_of(ledger: Ledger) -> Metric:
-    """Return the main metric of the sweep."""
+    """Return the main metric of the sweep: the first of `metrics_of`."""
     return Metric.model_validate_json(ledger.fact("metric") or "{}")
 
 
@@ -150,30 +149,52 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
         metric: Metric to compare by; default: the sweep's main one.
     """
     metric = metric or metric_of(ledger)
-    found = _summaries(ledger, metric)
+    arms = _summaries(ledger, metric)
     searched, others = (
-        [arm for arm in found if (arm.role == "searched") == of_search] for of_search in (True, False)
+        [arm for arm in arms if (arm.role == "searched") == of_search] for of_search in (True, False)
     )
-    judged = _judged(searched, found, metric) | _judged(others, found, metric)
+    judged = _judged(searched, arms, metric) | _judged(others, arms, metric)
     return [
-        replace(arm, verdict=_qualified(arm, its)) if (its := judged.get(arm.name)) else arm for arm in found
+        replace(arm, verdict=_qualified(arm, verdict)) if (verdict := judged.get(arm.name)) else arm
+        for arm in arms
     ]
 
 
 def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
     """Return one summary for each arm, without the verdicts on gaps."""
-    arms = {arm["arm"]: arm for arm in ledger.arms()}
+    arms = {arm.arm: arm for arm in ledger.arms()}
     always = {metric.name, LOSS, FIRST_NONFINITE}
     lasts = ledger.finals(lambda name: name.metric == _SQNR or str(name) in always)
     speeds = ledger.rates("throughput/tokens_per_s")
     peaks = ledger.largest("memory/rss") | ledger.largest("memory/peak_allocated")
-    members: dict[int, list[Any]] = {number: [] for number in arms}
+    members: dict[int, list[Member]] = {number: [] for number in arms}
     for member in ledger.members():
-        members[member["arm"]].append(member)
+        members[member.arm].append(member)
     values = {number: _values(group, lasts, metric.name) for number, group in members.items()}
-    how = metric, interval_of(ledger), bool(ledger.fact("search"))
-    found = [_summary(arms, number, members[number], lasts, speeds, peaks, values, *how) for number in arms]
-    return _with_references(found, ledger, members, metric)
+    searches = bool(ledger.fact("search"))
+    readings = _Readings(arms, lasts, speeds, peaks, values, metric, interval_of(ledger), searches)
+    without_references = [_summary(readings, number, members[number]) for number in arms]
+    return _with_references(without_references, ledger, members, metric)
+
+
+@dataclass(frozen=True)
+class _Readings:
+    """Part of a ledger that summaries of arms are computed from."""
+
+    arms: Mapping[int, ArmRow]
+    """Arms by number."""
+    lasts: Mapping[int, Mapping[str, float]]
+    """Last values by number of the trial, and by metric."""
+    speeds: Mapping[int, float]
+    """Tokens per second by number of the trial."""
+    peaks: Mapping[int, float]
+    """Peak memory in bytes by number of the trial."""
+    values: Mapping[int, dict[int, float]]
+    """Last values of the metric by number of the arm, and by seed."""
+    metric: Metric
+    interval: Interval
+    searches: bool
+    """True if the sweep is a search."""
 
 
 def nothing_learned(arms: Collection[ArmSummary]) -> bool:
@@ -205,18 +226,18 @@ def judge_learned(
     return [UNLEARNED if nothing_learned(arms) else next(verdicts) for _, _, arms in compared]
 
 
-def _context_free(store: Store, members: Iterable[Any], noted: Mapping[str, float]) -> float | None:
+def _context_free(store: Store, members: Iterable[Member], noted: Mapping[str, float]) -> float | None:
     """Return the loss of a model that ignores its input.
 
     It comes from the result of the arm's first finished run, or from the loss that `noted` has by arm.
     """
-    first = next((member for member in members if member["status"] == "done"), None)
+    first = next((member for member in members if member.status == "done"), None)
     if first is None:
         return None
-    found = None
-    with suppress(Damaged):  # `status --verify` says so
-        found = context_free(store.result(first["id"]))
-    return noted.get(first["name"]) if found is None else found
+    loss = None
+    with suppress(Damaged):  # `status --verify` reports it
+        loss = context_free(store.result(first.id))
+    return noted.get(first.name) if loss is None else loss
 
 
 def _judged(
@@ -224,10 +245,14 @@ def _judged(
 ) -> dict[str, Verdict]:
     """Return the verdicts on these arms by name. `everything`: the arms that include their baselines."""
     by_name = {arm.name: arm for arm in everything}
-    compared = [arm for arm in arms if arm.gap is not None and not arm.pruned]
+    compared = {
+        arm.name: (arm.gap, arm.margin, [arm, by_name[arm.baseline]])
+        for arm in arms
+        if arm.gap is not None and arm.baseline is not None and not arm.pruned
+    }
     plan = any(arm.role != "searched" for arm in arms)
-    pairs = [(arm.gap, arm.margin, [arm, by_name[arm.baseline]]) for arm in compared]
-    return dict(zip([arm.name for arm in compared], judge_learned(pairs, metric, plan, unseen), strict=True))
+    verdicts = judge_learned(list(compared.values()), metric, plan, unseen)
+    return dict(zip(compared, verdicts, strict=True))
 
 
 def _qualified(arm: ArmSummary, verdict: Verdict) -> Verdict:
@@ -236,18 +261,15 @@ def _qualified(arm: ArmSummary, verdict: Verdict) -> Verdict:
     A gap of an arm that a search chose by the same numbers is exploratory, and a verdict on an arm that
     diverged on some seeds is on the other seeds alone.
     """
+    pairs = arm.gap.pairs if arm.gap else 0
     return replace(
         verdict,
         exploratory=arm.role == "searched" and verdict.decided,
-        fresh_seeds=arm.gap.pairs if arm.role == "confirmed" and arm.gap.pairs > 1 else 0,
+        fresh_seeds=pairs if arm.role == "confirmed" and pairs > 1 else 0,
         reference=None if arm.learned or verdict.reason == "nothing_learned" else arm.context_free,
-        **_losses(arm.diverged, arm.seeds),
+        diverged=len(arm.diverged),
+        seeds=arm.seeds if arm.diverged else 0,
     )
-
-
-def _losses(diverged: Collection[int], seeds: int) -> dict[str, int]:
-    """Return the fields of a verdict on an arm that was given `seeds` seeds and diverged on these."""
-    return {"diverged": len(diverged), "seeds": seeds} if diverged else {}
 
 
 def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
@@ -266,20 +288,22 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
         Gap and verdict; None for a baseline, or while a run of the baseline is not over.
     """
     members = ledger.members(arm)
-    baseline = members[0]["baseline"] if members else None
-    others = [] if baseline is None else ledger.members(baseline)
-    if not others or any(member["status"] not in OVER for member in others):
+    baseline = members[0].baseline if members else None
+    if baseline is None:
+        return None
+    others = ledger.members(baseline)
+    if not others or any(member.status not in OVER for member in others):
         return None
     metric, rows, searches = (
         metric_of(ledger),
-        {row["arm"]: row for row in ledger.arms()},
+        {row.arm: row for row in ledger.arms()},
         bool(ledger.fact("search")),
     )
-    roles = {number: role_of(row, searches, 1) for number, row in rows.items() if row["baseline"] is not None}
+    roles = {number: role_of(row, searches, 1) for number, row in rows.items() if row.baseline is not None}
     family = [number for number, role in roles.items() if (role == "searched") == (roles[arm] == "searched")]
     if roles[arm] != "searched":
         arms = dict(zip(rows, _summaries(ledger, metric), strict=True))
-        open_ = {member["arm"] for member in ledger.members() if member["status"] not in OVER} - {arm}
+        open_ = {member.arm for member in ledger.members() if member.status not in OVER} - {arm}
         compared = [
             number
             for number in family
@@ -288,27 +312,26 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
         judged = _judged(
             [arms[number] for number in compared], arms.values(), metric, len(open_.intersection(family))
         )
-        its = arms[arm]
+        summary = arms[arm]
     else:
         groups = {arm: members, baseline: others}
         lasts = {
-            m["trial"]: {name: ledger.last_value(m["trial"], name) for name in (metric.name, LOSS)}
+            m.trial: {name: ledger.last_value(m.trial, name) for name in (metric.name, LOSS)}
             for m in (*members, *others)
         }
         values = {number: _values(group, lasts, metric.name) for number, group in groups.items()}
-        how = metric, interval_of(ledger), searches
-        its, base = _with_references(
-            [_summary(rows, number, group, lasts, {}, {}, values, *how) for number, group in groups.items()],
-            ledger,
-            groups,
-            metric,
-        )
-        judged = _judged([its], [its, base], metric, len(family) - 1)
-    return its.gap, _qualified(its, judged[its.name]) if its.name in judged else its.verdict
+        readings = _Readings(rows, lasts, {}, {}, values, metric, interval_of(ledger), searches)
+        pair = [_summary(readings, number, group) for number, group in groups.items()]
+        summary, base = _with_references(pair, ledger, groups, metric)
+        judged = _judged([summary], [summary, base], metric, len(family) - 1)
+    if summary.gap is None:
+        return None
+    verdict = judged.get(summary.name)
+    return summary.gap, _qualified(summary, verdict) if verdict else summary.verdict
 
 
 def _with_references(
-    arms: list[ArmSummary], ledger: Ledger, members: Mapping[int, list[Any]], metric: Metric
+    arms: list[ArmSummary], ledger: Ledger, members: Mapping[int, list[Member]], metric: Metric
 ) -> list[ArmSummary]:
     """Return the arms with the loss of a model that ignores its input, if the metric is one of validation or
     training."""
@@ -321,60 +344,64 @@ def _with_references(
     ]
 
 
-def _values(members: list[Any], lasts: dict[int, dict[str, float]], name: str) -> dict[int, float]:
-    found = {
-        member["seed"]: lasts[member["trial"]].get(name, math.nan)
-        for member in members
-        if member["status"] == "done"
+def _values(members: list[Member], lasts: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
+    """Return the last finite values of a metric by seed, of finished runs."""
+    values = {
+        member.seed: lasts[member.trial].get(name, math.nan) for member in members if member.status == "done"
     }
-    return {seed: value for seed, value in found.items() if math.isfinite(value)}
+    return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
 
-def _summary(
-    arms, number, members, lasts, speeds, peaks, values, metric: Metric, interval: Interval, searches: bool
-) -> ArmSummary:
-    arm = arms[number]
-    baseline = arm["baseline"]
-    gap = None if baseline is None else paired_difference(values[number], values[baseline], interval)
-    done = [member["trial"] for member in members if member["status"] == "done"]
+def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSummary:
+    """Return the summary of one arm, without the verdict on its gap."""
+    arm, values, lasts = readings.arms[number], readings.values[number], readings.lasts
+    reference = arm.baseline
+    compared = values if reference is None else readings.values[reference]
+    gap = None if reference is None else paired_difference(values, compared, readings.interval)
+    done = [member.trial for member in members if member.status == "done"]
     diverged, pruned = _seeds(members, "diverged"), _seeds(members, "pruned")
-    role = role_of(arm, searches, len(members))
-    margin = metric.margin(mean_of(list(values[number if baseline is None else baseline].values())))
-    unjudged = "refused" if role == "refused" else "pruned" if pruned else "baseline"
+    role = role_of(arm, readings.searches, len(members))
+    unjudged: Reason = "refused" if role == "refused" else "pruned" if pruned else "baseline"
+    lost = bool(diverged) and gap is not None
     return ArmSummary(
-        name=arm["name"],
-        baseline=None if baseline is None else arms[baseline]["name"],
-        knobs=json.loads(arm["knobs"]),
-        values=values[number],
-        given=tuple(member["seed"] for member in members),
+        name=arm.name,
+        baseline=None if reference is None else readings.arms[reference].name,
+        knobs=json.loads(arm.knobs),
+        values=values,
+        given=tuple(member.seed for member in members),
         gap=gap,
-        margin=margin,
-        interval=interval,
-        verdict=Verdict("unjudged", unjudged, **_losses(diverged if gap is not None else (), len(members))),
+        margin=readings.metric.margin(mean_of(list(compared.values()))),
+        interval=readings.interval,
+        verdict=Verdict(
+            "unjudged",
+            unjudged,
+            diverged=len(diverged) if lost else 0,
+            seeds=len(members) if lost else 0,
+        ),
         role=role,
         sqnr_db=mean_of([v for trial in done for k, v in lasts[trial].items() if parse(k).metric == _SQNR]),
-        tokens_per_s=_rate([speeds.get(trial, math.nan) for trial in done]),
-        memory=mean_of([peaks.get(trial, math.nan) for trial in done]),
-        nans=sum(FIRST_NONFINITE in lasts[member["trial"]] for member in members),
+        tokens_per_s=_rate([readings.speeds.get(trial, math.nan) for trial in done]),
+        memory=mean_of([readings.peaks.get(trial, math.nan) for trial in done]),
+        nans=sum(FIRST_NONFINITE in lasts[member.trial] for member in members),
         diverged=diverged,
         missing=tuple(
-            member["seed"] for member in members if member["status"] not in ("done", "diverged", "pruned")
+            member.seed for member in members if member.status not in ("done", "diverged", "pruned")
         ),
         pruned=pruned,
-        reason=arm["reason"] or "",
+        reason=arm.reason or "",
         loss=mean_of([loss for trial in done if math.isfinite(loss := lasts[trial].get(LOSS, math.nan))]),
     )
 
 
-def _seeds(members: list[Any], status: str) -> tuple[int, ...]:
-    return tuple(member["seed"] for member in members if member["status"] == status)
+def _seeds(members: list[Member], status: str) -> tuple[int, ...]:
+    return tuple(member.seed for member in members if member.status == status)
 
 
 def _rate(rates: list[float]) -> float:
     """Return the joint rate of trials that do equal work: all their work over all their time. NaN values are
     left out."""
-    known = [rate for rate in rates if rate > 0]
-    return len(known) / math.fsum(1 / rate for rate in known) if known else math.nan
+    measured = [rate for rate in rates if rate > 0]
+    return len(measured) / math.fsum(1 / rate for rate in measured) if measured else math.nan
 
 
 def mean_of(values: list[float]) -> float:
@@ -386,6 +413,11 @@ def foremost(arms: list[ArmSummary], metric: Metric, most: int) -> list[ArmSumma
     """Return at most about `most` arms, in their order, for a table that a person reads.
 
     Kept are a search's confirmed winner, the best arms by the metric, and the baselines of these.
+
+    Args:
+        arms: Arms of the sweep.
+        metric: Metric that they are compared by.
+        most: Largest number of arms, without the baselines.
     """
     if len(arms) <= most:
         return arms

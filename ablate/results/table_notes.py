@@ -1,5 +1,5 @@
-"""Sentences beside a table of arms: how to read it, which arms were not run to the end, and what was
-emulated."""
+"""Sentences beside a table of arms: an explanation, arms that were not run to the end, and a caution on
+emulated formats."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ _MOST_NAMED = 8
 
 def emulated(ledger: Ledger) -> str:
     """Return a sentence on speed and memory if the sweep emulated four-bit formats, else nothing."""
-    engines = {json.loads(member["spec"]).get("engine") for member in ledger.members()}
+    engines = {json.loads(member.spec).get("engine") for member in ledger.members()}
     note = "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
     return note if "emulated" in engines and ledger.rates("throughput/tokens_per_s") else ""
 
@@ -38,8 +38,7 @@ def reading(arms: Sequence[ArmSummary]) -> str:
     interval = arms[0].interval if arms else Interval()
     notes = [
         f"Gaps and effects are paired {over}; ± is half a {interval} of one comparison by itself; verdicts"
-        " are"
-        " corrected by Holm for the number of comparisons in their table."
+        " are corrected by Holm for the number of comparisons in their table."
     ]
     if interval.kind == "sequence":
         notes.append("The sequence is valid at every look, however often seeds are added.")
@@ -47,8 +46,7 @@ def reading(arms: Sequence[ArmSummary]) -> str:
     if any(arm.verdict.needed for arm in undecided):
         notes.append(
             "Seeds needed: the total number for an 80 % chance of a verdict; in brackets, that number if the"
-            " spread"
-            " of the paired gap is at either end of its 80 % range."
+            " spread of the paired gap is at either end of its 80 % range."
         )
     elif any(arm.margin is None for arm in undecided):
         notes.append(NO_MIN_EFFECT)
@@ -56,14 +54,12 @@ def reading(arms: Sequence[ArmSummary]) -> str:
     if "confirmed" in roles:
         notes.append(
             f"`{CONFIRM}` marks the search's best arm, rerun on seeds that took no part in choosing it; the"
-            " gaps of"
-            " all other searched arms are exploratory."
+            " gaps of all other searched arms are exploratory."
         )
     elif "searched" in roles:
         notes.append(
             "The search chose its best arm by these numbers, so that arm's gap looks better than it is:"
-            " rerun it on"
-            " fresh seeds before you rely on it."
+            " rerun it on fresh seeds before you rely on it."
         )
     return " ".join(notes)
 

@@ -30,14 +30,35 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
-from ablate.files import Damaged, lock, read_json, synced, write
+from ablate.files import Damaged, Json, lock, read_json, synced, write
 from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, read_footer
 
 _RECORD = struct.Struct("<qdd")
 _CRC = b', "crc": "'
-_OF_A_RESULT = {"status", "reason", "seconds", "started", "steps"}
+_RESULT_KEYS = {"status", "reason", "seconds", "started", "steps"}
+
+Event = dict[str, Any]
+"""Records of a trial at one step: `step`, `time` (seconds since 1970), `metrics` (value by name), and
+optionally `events` (texts on interventions) and `resumed` (step that the attempt resumed from)."""
+Result = dict[str, Any]
+"""Content of a finished trial's result.json: at least `status`, `reason`, `seconds`, `started` and
+`steps`."""
+
+
+class Trunk(TypedDict):
+    """Trial and step whose state an attempt started from."""
+
+    trial: str
+    step: int
+
+
+class _Hash(Protocol):
+    """Hash object of hashlib."""
+
+    def update(self, data: bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
 
 
 class Tally:
@@ -49,19 +70,22 @@ class Tally:
     stores them: doubles, with all NaNs equal and -0.0 as 0.0.
     """
 
-    def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, events: Iterable[Event] = ()) -> None:
         self.count = 0
-        self._columns: dict[str, Any] = {}
+        self._columns: dict[str, _Hash] = {}
         self._last: dict[str, int] = {}
         self._words: set[tuple[int, str]] = set()
         self._waiting: dict[str, list[tuple[int, float | None, float]]] = {}
-        """Rows that were counted one by one and are not in their column's digest yet."""
+        """Rows that were counted one by one and are not in the digest of their column yet."""
         for event in events:
             self.add(event)
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Count an event's records. If a metric comes twice at one step, the first counts. ValueError if
-        steps go back."""
+    def add(self, event: Event) -> None:
+        """Count an event's records. If a metric comes twice at one step, the first counts.
+
+        Raises:
+            ValueError: A metric's step is smaller than its last one.
+        """
         step, moment = event["step"], event["time"]
         for name, value in event["metrics"].items():
             last = self._last.get(name, -1)
@@ -87,7 +111,7 @@ class Tally:
         """Count texts on interventions, by step."""
         self._words.update(rows)
 
-    def sealed(self) -> dict[str, Any]:
+    def sealed(self) -> dict[str, Json]:
         """Return number and digest of all that was counted so far: `count`, `sha256`."""
         for name in list(self._waiting):
             self.column(name, self._waiting.pop(name))
@@ -95,17 +119,17 @@ class Tally:
         return {"count": self.count, "sha256": _digest([digests, sorted(self._words)])}
 
 
-def _digest(content: Any) -> str:
+def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def line(event: Mapping[str, Any], trial: str) -> bytes:
+def line(event: Event, trial: str) -> bytes:
     """Return an event as a line of an events file, with a checksum of the event and of its trial's id."""
     text = json.dumps(event).encode()
     return text[:-1] + _CRC + b'%08x"}\n' % _checksum(text, trial)
 
 
-def parsed(text: bytes, trial: str) -> dict[str, Any]:
+def parsed(text: bytes, trial: str) -> Event:
     """Return the event of a line of a trial's file. Lines of earlier versions have no checksum.
 
     Raises:
@@ -117,18 +141,18 @@ def parsed(text: bytes, trial: str) -> dict[str, Any]:
     return as_event(json.loads(body + b"}" if mark else text))
 
 
-def as_event(content: Any) -> dict[str, Any]:
+def as_event(content: object) -> Event:
     """Return `content` if it is an event: an integer `step`, a number `time`, a mapping `metrics`.
 
     Raises:
         ValueError: It is anything else.
     """
-    whole = (
-        isinstance(content, dict)
-        and isinstance(content.get("metrics"), dict)
-        and isinstance(content.get("step"), int)
-    )
-    if not whole or not isinstance(content.get("time"), int | float):
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("metrics"), dict)
+        or not isinstance(content.get("step"), int)
+        or not isinstance(content.get("time"), int | float)
+    ):
         raise ValueError("it is no event")
     return content
 
@@ -138,7 +162,11 @@ def _checksum(text: bytes, trial: str) -> int:
 
 
 class Store:
-    """Trial store of a state folder. `root`: the state folder."""
+    """Trial store of a state folder.
+
+    Args:
+        root: The state folder.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
@@ -147,7 +175,7 @@ class Store:
         """Return the folder of a trial. It is created when the trial first runs."""
         return self.root / "trials" / trial
 
-    def result(self, trial: str) -> dict[str, Any] | None:
+    def result(self, trial: str) -> Result | None:
         """Return the result of a finished trial, None for one that is not finished.
 
         `records` in it has number and digest of the trial's records; results of earlier versions lack it.
@@ -179,10 +207,14 @@ class Store:
         elsewhere."""
         return sorted(path for path in (self.folder(trial) / "artifacts").glob("*") if path.is_file())
 
-    def commit(self, trial: str, result: dict[str, Any]) -> None:
-        """Make `result` the trial's result, completely or not at all, also if the power fails.
+    def commit(self, trial: str, result: Result) -> None:
+        """Store the result of a finished trial, completely or not at all, also if the power fails.
 
         The trial's events files are synced to disk first.
+
+        Args:
+            trial: Id of the trial.
+            result: Its result, without a checksum.
         """
         for path in (*self._events_files(trial), self.folder(trial)):
             synced(path)
@@ -265,12 +297,18 @@ class Store:
     def _checkpoints(self) -> list[Path]:
         return [*(self.root / "checkpoints").glob("*.pt"), *(self.root / "checkpoints").glob("*.pt.damaged")]
 
-    def fork(self, trial: str, attempt: int, trunk: Mapping[str, Any]) -> None:
-        """Record that an attempt starts from the state of the trial `trunk["trial"]` after `trunk["step"]`
-        steps."""
+    def fork(self, trial: str, attempt: int, trunk: Mapping[str, Json]) -> None:
+        """Record that an attempt starts from the state of another trial.
+
+        Args:
+            trial: Id of the trial.
+            attempt: Number of the attempt.
+            trunk: Id of the other trial (`trial`), and the number of steps after which its state is used
+                (`step`).
+        """
         write(self.folder(trial) / f"trunk-{attempt}.json", trunk)
 
-    def events(self, trial: str, until: float = math.inf, strict: bool = True) -> Iterator[dict[str, Any]]:
+    def events(self, trial: str, until: float = math.inf, strict: bool = True) -> Iterator[Event]:
         """Yield the trial's events up to a step, by step, including those of its trunks.
 
         Of a record that several attempts made, the last counts. A last line torn by a crash is left out.
@@ -283,13 +321,13 @@ class Store:
         Raises:
             Damaged: A line is not what was written, and `strict` is set.
         """
-        layers: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
+        layers: dict[int, list[tuple[Path, Event]]] = {}
         self._lay(layers, trial, until, strict)
         for step in sorted(layers):
             yield from (event for _, event in layers[step])
 
     def _lay(
-        self, layers: dict[int, list[tuple[Path, dict[str, Any]]]], trial: str, until: float, strict: bool
+        self, layers: dict[int, list[tuple[Path, Event]]], trial: str, until: float, strict: bool
     ) -> None:
         """Collect the events of a trial and of its trunks in `layers`, by step.
 
@@ -304,7 +342,8 @@ class Store:
                 if event["step"] <= until:
                     _put(layers.setdefault(event["step"], []), path, event)
 
-    def _trunks(self, trial: str, strict: bool = True) -> Iterator[dict[str, Any]]:
+    def _trunks(self, trial: str, strict: bool = True) -> Iterator[Trunk]:
+        """Yield the trunks of a trial's attempts."""
         for path in sorted(self.folder(trial).glob("trunk-*.json"), key=_number):
             try:
                 trunk = read_json(path)
@@ -325,7 +364,7 @@ class Store:
         trunks."""
         return len(self._events_files(trial)) + len(list(self._trunks(trial, strict=False)))
 
-    def proven(self, trial: str, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def proven(self, trial: str, result: Result) -> list[Event]:
         """Return the events of a finished trial, after comparing them with the digest in its result.
 
         A result of an earlier version has no digest: only its last step is compared.
@@ -338,16 +377,16 @@ class Store:
             Damaged: The events are not those that the result was committed with.
         """
         folder = self.folder(trial)
-        if lacking := _OF_A_RESULT - result.keys():
+        if lacking := _RESULT_KEYS - result.keys():
             raise Damaged(folder / "result.json", f"damaged: it has no {', '.join(sorted(lacking))}")
         wanted = result.get("records")
         try:
             events = list(
                 self.events(trial, strict=not wanted)
             )  # a damaged line may be one that a later attempt made again
-            found = Tally(events).sealed()
-            if wanted and found != wanted:
-                list(self.events(trial))  # the line that is damaged, if one is
+            counted = Tally(events).sealed()
+            if wanted and counted != wanted:
+                list(self.events(trial))  # raises an error that names the damaged line, if there is one
         except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
             raise (
                 error
@@ -355,9 +394,9 @@ class Store:
                 else Damaged(folder, f"its events cannot be read: {error}")
             ) from None
         last = max((event["step"] for event in events), default=0)
-        if wanted and found != wanted:
+        if wanted and counted != wanted:
             raise Damaged(
-                folder, f"its events hold {_counted(found)}, and its result was made of {_counted(wanted)}"
+                folder, f"its events hold {_counted(counted)}, and its result was made of {_counted(wanted)}"
             )
         if not wanted and last != result["steps"]:
             raise Damaged(
@@ -367,22 +406,22 @@ class Store:
 
     def signature(self, trial: str) -> str:
         """Return a digest of size and time of the trial's files. It changes if any of them is written."""
-        seen: list[Any] = []
-        left = [trial]
+        files: list[tuple[str, str, int, int]] = []
+        waiting = [trial]
         done: set[str] = set()
-        while left:
-            folder = self.folder(name := left.pop())
+        while waiting:
+            folder = self.folder(name := waiting.pop())
             done.add(name)
             paths = [path for path in sorted(folder.glob("*")) if path.suffix in (".json", ".jsonl")]
-            seen += [
-                [name, path.name, (facts := path.stat()).st_size, facts.st_mtime_ns]
+            files += [
+                (name, path.name, (facts := path.stat()).st_size, facts.st_mtime_ns)
                 for path in paths
                 if path.name != "spec.json"
             ]
-            left += [
+            waiting += [
                 trunk["trial"] for trunk in self._trunks(name, strict=False) if trunk["trial"] not in done
             ]
-        return _digest(seen)
+        return _digest(files)
 
     def log(self, trial: str, attempt: int) -> Path:
         """Return the path of an attempt's log."""
@@ -412,7 +451,7 @@ class Store:
             yield held
 
 
-def _lines(path: Path, strict: bool) -> Iterator[dict[str, Any]]:
+def _lines(path: Path, strict: bool) -> Iterator[Event]:
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
@@ -424,14 +463,15 @@ def _lines(path: Path, strict: bool) -> Iterator[dict[str, Any]]:
                     raise Damaged(path, f"line {number} is damaged: {error}") from None
 
 
-def _put(layer: list[tuple[Path, dict[str, Any]]], path: Path, event: dict[str, Any]) -> None:
+def _put(layer: list[tuple[Path, Event]], path: Path, event: Event) -> None:
     """Add an event to those of its step.
 
     A later attempt's records replace earlier ones; of one attempt, the first record of a metric counts.
     """
-    kept, words = [], set(event.get("events", ()))
+    kept: list[tuple[Path, Event]] = []
+    texts = set(event.get("events", ()))
     for source, old in layer:
-        if source == path and old == event:  # the same line, by another way
+        if source == path and old == event:  # the same line, reached through another trunk
             return
         if source == path:
             event = event | {
@@ -445,12 +485,13 @@ def _put(layer: list[tuple[Path, dict[str, Any]]], path: Path, event: dict[str, 
                     name: value for name, value in old["metrics"].items() if name not in event["metrics"]
                 }
             }
-        if old["metrics"] or set(old.get("events", ())) - words:
+        if old["metrics"] or set(old.get("events", ())) - texts:
             kept.append((source, old))
     layer[:] = [*kept, (path, event)]
 
 
-def _counted(sealed: Mapping[str, Any]) -> str:
+def _counted(sealed: Mapping[str, Json]) -> str:
+    """Return number and digest of records as text."""
     return f"{sealed['count']:,} records of digest {str(sealed['sha256'])[:8]}"
 
 

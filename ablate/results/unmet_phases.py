@@ -1,4 +1,4 @@
-"""Phases of a schedule that wait for a measured condition, in runs that never met it."""
+"""Phases of a schedule that start at a measured condition, in sweeps whose runs never met it."""
 
 import json
 import math
@@ -9,25 +9,29 @@ from ablate.results.ledger import Ledger
 
 
 def never_began(ledger: Ledger) -> Iterator[str]:
-    """Yield a sentence for each phase that waits for a condition which no finished run of an arm has met."""
-    waited: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    """Yield a sentence for each phase whose condition no finished run of an arm has met.
+
+    Args:
+        ledger: Ledger of the sweep.
+    """
+    # Lowest value of the phase's metric in each run, by arm and start of the phase.
+    lowest: dict[tuple[str, str], list[float]] = {}
     met = set()
     for member in ledger.members():
-        spec = json.loads(member["spec"])
-        for written in (spec.get("recipe") or {}).get("schedule", ()) if member["status"] == "done" else ():
+        spec = json.loads(member.spec)
+        for written in (spec.get("recipe") or {}).get("schedule", ()) if member.status == "done" else ():
             phase = Phase(start=written["start"])
             if phase.trigger is None:
                 continue
             ((_, config),) = spec["workload"].items()
-            series = ledger.series(member["trial"], phase.trigger.metric).items()
-            looks = range(0, config["steps"], phase.trigger.every)
-            seen = [value for step, value in series if step in looks]
-            key = member["name"], phase.start
-            if any(value < phase.trigger.limit for value in seen):
+            series = ledger.series(member.trial, phase.trigger.metric).items()
+            checked_steps = range(0, config["steps"], phase.trigger.every)
+            checked = [value for step, value in series if step in checked_steps]
+            key = member.name, phase.start
+            if any(value < phase.trigger.limit for value in checked):
                 met.add(key)
-            waited.setdefault(key, []).append((member["seed"], min(seen, default=math.nan)))
-    for (arm, start), runs in waited.items():
+            lowest.setdefault(key, []).append(min(checked, default=math.nan))
+    for (arm, start), values in lowest.items():
         if (arm, start) not in met:
-            lowest = min(value for _, value in runs)
-            where = f"the lowest value measured in {len(runs)} runs is {lowest:.4g}"
-            yield f"**A phase never began:** {arm}, {start}: {where}."
+            reason = f"the lowest value measured in {len(values)} runs is {min(values):.4g}"
+            yield f"**A phase never began:** {arm}, {start}: {reason}."

@@ -10,8 +10,8 @@ line with all of this:
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
+from ablate.files import Json
 from ablate.results.paired_stats import FEWEST_DISTINCT, MOST_SEEDS, Needed, Verdict
 
 REASONS: Mapping[str, str] = {
@@ -31,24 +31,25 @@ NOT_JUDGED = "not judged"
 
 
 def verdict_text(verdict: Verdict, short: bool = False) -> str:
-    """Return a verdict as a line with all of it, or as the word for a table's column. Diverged seeds come
-    first."""
-    own = verdict.reason in _OWN_WORD
+    """Return a verdict as text. Diverged seeds come first.
+
+    Args:
+        verdict: The verdict.
+        short: True for the word of a table's column, False for a line with everything.
+    """
     if short:
-        word = REASONS[verdict.reason] if own else NOT_JUDGED if verdict.kind == "unjudged" else verdict.kind
-        return (
-            word
-            if not verdict.diverged
-            else "diverged"
-            if verdict.diverged == verdict.seeds
-            else f"diverged; {word}"
-        )
+        short_word = NOT_JUDGED if verdict.kind == "unjudged" else verdict.kind
+        if verdict.reason and verdict.reason in _OWN_WORD:
+            short_word = REASONS[verdict.reason]
+        if not verdict.diverged:
+            return short_word
+        return "diverged" if verdict.diverged == verdict.seeds else f"diverged; {short_word}"
     diverged = diverged_text(verdict.diverged, verdict.seeds)
     if diverged and verdict.diverged == verdict.seeds:
         return diverged
-    word = "the same numbers" if verdict.kind == "same" else verdict.kind
+    word: str = "the same numbers" if verdict.kind == "same" else verdict.kind
     notes = _qualifications(verdict)
-    if verdict.kind == "unjudged":
+    if verdict.kind == "unjudged" and verdict.reason:
         word = REASONS[verdict.reason].format(count=verdict.count)
     text = f"{word} ({'; '.join(notes)})" if notes else word
     text += f"; {needed_text(verdict.needed)} seeds in all" if verdict.needed else ""
@@ -89,8 +90,12 @@ def diverged_text(diverged: int, seeds: int) -> str:
 
 
 def needed_text(needed: Needed | None, ranged: bool = True) -> str:
-    """Return `8 (4 to 66)`: the seeds needed for a verdict, in all, with their range; empty if none are
-    named."""
+    """Return the total number of seeds that a verdict needs as text: `8 (4 to 66)`.
+
+    Args:
+        needed: The number with its range; None gives an empty text.
+        ranged: True to add the range.
+    """
     if needed is None:
         return ""
     beyond = f"over {MOST_SEEDS}"
@@ -99,7 +104,7 @@ def needed_text(needed: Needed | None, ranged: bool = True) -> str:
     return f"{needed.count} ({needed.low} to {needed.high or beyond})"
 
 
-def verdict_document(verdict: Verdict) -> dict[str, Any]:
+def verdict_document(verdict: Verdict) -> dict[str, Json]:
     """Return a verdict as JSON, with its text. A missing p-value is null."""
     needed = verdict.needed
     return {
@@ -111,7 +116,8 @@ def verdict_document(verdict: Verdict) -> dict[str, Any]:
         "exploratory": verdict.exploratory,
         "fresh_seeds": verdict.fresh_seeds,
         "diverged": verdict.diverged,
-        "seeds_needed": needed
-        and {"count": needed.count, "low": needed.low, "high": needed.high, "most_named": MOST_SEEDS},
+        "seeds_needed": None
+        if needed is None
+        else {"count": needed.count, "low": needed.low, "high": needed.high, "most_named": MOST_SEEDS},
         "text": verdict_text(verdict),
     }

@@ -1,5 +1,7 @@
-"""A recipe taken step by step on real tensors, for the notebook that teaches it: every figure is computed by
-the numerics that train."""
+"""Steps of a recipe on real tensors, for the notebook that explains them.
+
+All numbers are computed by the code that trains.
+"""
 
 import math
 from collections.abc import Mapping
@@ -14,10 +16,16 @@ from ablate.numerics.spec import Quant
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import Wgrad
 from ablate.results import figures
-from ablate.results.page import Part, Section, Table, Text, section
+from ablate.results.page import Cell, Part, Section, Table, Text, section
 from ablate.training.metrics import quantisation
-from ablate.training.workloads import WORKLOADS
-from ablate.training.workloads.tensors import capture, gemm_metric, layer_of, product_errors, products_of
+from ablate.training.workloads.tensors import (
+    Tensors,
+    capture,
+    gemm_metric,
+    layer_of,
+    product_errors,
+    products_of,
+)
 
 _LAYER = {
     "layer": "blocks.0.mlp.down",
@@ -32,40 +40,51 @@ _LAYER = {
     },
 }
 _DRAWS = 64
+"""Number of stochastic roundings whose mean is shown."""
 
 
 class Walkthrough:
-    """The steps of the notebook; pictures and tables are saved in `out` where that is given."""
+    """Steps of the notebook. Each returns a section of the page.
+
+    Args:
+        out: Folder for pictures and tables; None: nothing is saved.
+    """
 
     def __init__(self, out: str | Path | None = None) -> None:
         self.out = Path(out) if out else None
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """x [tokens, inputs], w [outputs, inputs] and dy [tokens, outputs] of one layer at the end of a short
-        bf16 run, in bf16."""
-        config = WORKLOADS["tensors"].model_validate(
-            {"x": "captured", "w": "captured", "g": "captured"} | _LAYER
-        )
-        seen = capture(config, 0, torch.device("cpu"))
-        return seen["x"], seen["w"], seen["g"]
+        """Return the tensors of one layer at the end of a short bf16 run, in bf16.
 
-    def show(self, *parts: Part) -> Section:
-        """Parts without a heading of their own: the notebook's text has it."""
-        found = section("", *parts)
+        Returns:
+            x [tokens, inputs], w [outputs, inputs] and dy [tokens, outputs].
+        """
+        config = Tensors.model_validate({"x": "captured", "w": "captured", "g": "captured"} | _LAYER)
+        captured = capture(config, 0, torch.device("cpu"))
+        return captured["x"], captured["w"], captured["g"]
+
+    def show(self, *parts: Part | None) -> Section:
+        """Return a section without a heading, which the notebook's text has, and save its files."""
+        shown = section("", *parts)
         if self.out:
-            found.save(self.out)
-        return found
+            shown.save(self.out)
+        return shown
 
     def table(self, name: str, **tensors: Tensor) -> Section:
-        """What the tensors are like: what makes them hard to cast."""
-        rows = []
-        for word, tensor in tensors.items():
+        """Return a table of the statistics that make tensors hard to cast: amax, root mean square, kurtosis.
+
+        Args:
+            name: Title of the table, which names its CSV file.
+            tensors: Tensors of any shape, by name.
+        """
+        rows: list[dict[str, Cell]] = []
+        for label, tensor in tensors.items():
             x = tensor.float()
             rms = x.square().mean().sqrt().item()
             crest = x.abs().max().item() / rms
             rows.append(
                 {
-                    "tensor": f"{word} {list(tensor.shape)}",
+                    "tensor": f"{label} {list(tensor.shape)}",
                     "root mean square": (f"{rms:.3g}", rms),
                     "amax": (f"{x.abs().max():.3g}", x.abs().max().item()),
                     "amax / rms": (f"{crest:.1f}", crest),
@@ -78,81 +97,107 @@ class Walkthrough:
         return self.show(Table(_stem(name), rows))
 
     def block(self, x: Tensor) -> Section:
-        """One block on its way: values, over the scale, on the grid, back."""
+        """Return a table of one block of 16 values at each step of a cast: values, scaled, rounded, scaled
+        back.
+
+        Args:
+            x: Tensor, [rows, columns]. The block with its largest value is shown.
+        """
         operand = quantize(x, Quant(), keep=True)
         row = int(x.abs().amax(1).argmax())
         start = int(x[row].abs().argmax()) // 16 * 16
         span = slice(start, start + 16)
         steps = {
             "x": x[row, span].float(),
-            "over the scale": operand.scaled[row, span],
-            "rounded to E2M1": operand.codes[row, span],
+            "over the scale": _kept(operand.scaled)[row, span],
+            "rounded to E2M1": _kept(operand.codes)[row, span],
             "back": operand.dequantize()[row, span],
         }
         rows = [
-            {"": word, **{str(place): f"{value:.3g}" for place, value in enumerate(values)}}
-            for word, values in steps.items()
+            {"": step, **{str(column): f"{value:.3g}" for column, value in enumerate(values)}}
+            for step, values in steps.items()
         ]
-        scale = operand.block_scale[row, 0, start // 16, 0].item()
-        said = (
+        scale = _kept(operand.block_scale)[row, 0, start // 16, 0].item()
+        caption = (
             f"Block {start // 16} of row {row}: block scale {scale:g} (E4M3), amax of the tensor"
-            f" {operand.amax.item():g} (fp32)."
+            f" {_kept(operand.amax).item():g} (fp32)."
         )
-        return self.show(Table("block", rows, said))
+        return self.show(Table("block", rows, caption))
 
-    def errors(self, what: str, quant: Quant, **tensors: Tensor) -> Section:
-        """The errors of a cast, as telemetry records them."""
-        return self.show(
-            Table(
-                _stem(what),
-                [self._errors(word, quantize(x, quant, keep=True)) for word, x in tensors.items()],
-                what,
-            )
-        )
+    def errors(self, title: str, quant: Quant, **tensors: Tensor) -> Section:
+        """Return a table of the errors of casts, as telemetry records them.
 
-    def _errors(self, word: str, operand: Operand) -> dict[str, object]:
-        found = quantisation(operand)
+        Args:
+            title: Caption of the table, which names its CSV file.
+            quant: Description of the cast.
+            tensors: Tensors that are cast, by name.
+        """
+        rows = [self._errors(label, quantize(x, quant, keep=True)) for label, x in tensors.items()]
+        return self.show(Table(_stem(title), rows, title))
+
+    def _errors(self, label: str, operand: Operand) -> dict[str, Cell]:
+        """Return the row of one cast in a table of errors."""
+        errors = quantisation(operand)
         return {
-            "cast": word,
-            "SQNR dB": (f"{found['sqnr_db']:.2f}", found["sqnr_db"]),
-            "became zero": (f"{found['zero_frac']:.1%}", found["zero_frac"]),
-            "<x, q> / <x, x>": (f"{found['magnitude']:.4f}", found["magnitude"]),
-            "median crest of a block": (f"{found['crest']:.2f}", found["crest"]),
+            "cast": label,
+            "SQNR dB": (f"{errors['sqnr_db']:.2f}", errors["sqnr_db"]),
+            "became zero": (f"{errors['zero_frac']:.1%}", errors["zero_frac"]),
+            "<x, q> / <x, x>": (f"{errors['magnitude']:.4f}", errors["magnitude"]),
+            "median crest of a block": (f"{errors['crest']:.2f}", errors["crest"]),
         }
 
     def rotation(self, x: Tensor, product: Wgrad) -> Section:
-        """An operand of wgrad before and after its rotation."""
+        """Return errors and histograms of an operand of wgrad with and without its rotation.
+
+        Args:
+            x: The operand, [tokens, features].
+            product: Description of wgrad.
+
+        Raises:
+            ValueError: The recipe does not quantise dy in wgrad.
+        """
+        if product.g is None:
+            raise ValueError("wgrad does not quantise dy: there is no cast to show")
         plain = product.g.model_copy(update={"rounding": "nearest"})
         casts = quantize(x, plain, keep=True), quantize(x, plain, rotation=product.hadamard, keep=True)
-        rows = [self._errors(word, cast) for word, cast in zip(("as it is", "rotated"), casts, strict=True)]
-        flat = [cast.scaled.flatten().numpy() for cast in casts]
+        rows = [self._errors(label, cast) for label, cast in zip(("as it is", "rotated"), casts, strict=True)]
+        flat = [_kept(cast.scaled).flatten().numpy() for cast in casts]
         return self.show(
             Table("rotation", rows, "The same cast, to nearest."), figures.rotation_histogram(*flat)
         )
 
     def rounding(self, x: Tensor) -> Section:
-        """One draw and the mean of many, by both roundings."""
+        """Return errors of one cast and of the mean of many, by rounding to nearest and stochastically.
+
+        Args:
+            x: Tensor that is cast.
+        """
         nearest, drawn = Quant(), Quant(rounding="stochastic")
         values, clock, total = x.float(), Clock(0), torch.zeros_like(x, dtype=torch.float64)
-        rows = []
+        rows: list[dict[str, Cell]] = []
         for draw in range(_DRAWS):
             clock.step = draw
-            one = quantize(x, drawn, clock=clock).dequantize()
-            total += one
+            rounded = quantize(x, drawn, clock=clock).dequantize()
+            total += rounded
             if draw == 0:
                 rows = [
                     _row("nearest, once", values, quantize(x, nearest).dequantize()),
-                    _row("stochastic, once", values, one),
+                    _row("stochastic, once", values, rounded),
                 ]
         rows.insert(1, _row(f"nearest, mean of {_DRAWS}", values, quantize(x, nearest).dequantize()))
         rows.append(_row(f"stochastic, mean of {_DRAWS}", values, (total / _DRAWS).float()))
         clock.step = 0
         kept = quantize(x, nearest, keep=True), quantize(x, drawn, clock=clock, keep=True)
-        flat = [z.flatten().numpy() for z in (kept[0].scaled, kept[0].codes, kept[1].codes)]
+        flat = [_kept(z).flatten().numpy() for z in (kept[0].scaled, kept[0].codes, kept[1].codes)]
         return self.show(Table("rounding", rows), figures.rounding_histogram(*flat))
 
     def tiles(self, w: Tensor) -> Section:
-        """w by rows and by columns, in blocks and in tiles: how far the two casts of one weight are apart."""
+        """Return errors of casts of a weight by rows, and their distance from casts by columns, for two block
+        shapes.
+
+        Args:
+            w: Weight, [outputs, inputs].
+        """
         rows = []
         for block in ("1x16", "16x16"):
             quant = Quant(block=block)
@@ -160,20 +205,27 @@ class Walkthrough:
                 quantize(w, quant).dequantize(),
                 quantize(w.t().contiguous(), quant).dequantize().t(),
             )
-            apart = ((across - down).square().sum() / w.float().square().sum()).item()
+            distance = ((across - down).square().sum() / w.float().square().sum()).item()
             rows.append(
                 _row(f"blocks of {block}", w.float(), across)
-                | {"the two casts apart, relative": (f"{apart:.2e}", apart)}
+                | {"the two casts apart, relative": (f"{distance:.2e}", distance)}
             )
         return self.show(Table("tiles", rows))
 
     def products(self, x: Tensor, w: Tensor, dy: Tensor, recipes: Mapping[str, Recipe]) -> Section:
-        """Each product under each recipe, against fp64."""
-        rows = []
+        """Return the errors of each product under each recipe, against fp64.
+
+        Args:
+            x: Input, [tokens, inputs].
+            w: Weight, [outputs, inputs].
+            dy: Gradient of the output, [tokens, outputs].
+            recipes: Recipes by name.
+        """
+        rows: list[dict[str, Cell]] = []
         for name, recipe in recipes.items():
-            found = product_errors(products_of(layer_of(recipe, w, Clock(0)), x, dy), x, w, dy)
+            errors = product_errors(products_of(layer_of(recipe, w, Clock(0)), x, dy), x, w, dy)
             decibels = {
-                product: found.get(gemm_metric(product, "sqnr_db"), math.nan)
+                product: errors.get(gemm_metric(product, "sqnr_db"), math.nan)
                 for product in ("fprop", "dgrad", "wgrad")
             }
             rows.append(
@@ -182,19 +234,28 @@ class Walkthrough:
                     **{f"{product}, SQNR dB": (f"{value:.2f}", value) for product, value in decibels.items()},
                 }
             )
-        said = "One draw; a recipe that is noisier once may be better on average: see the rounding above."
-        return self.show(Table("products", rows), Text(said))
+        note = "One draw; a recipe that is noisier once may be better on average: see the rounding above."
+        return self.show(Table("products", rows), Text(note))
 
 
-def _row(word: str, exact: Tensor, found: Tensor) -> dict[str, object]:
-    error = ((exact - found).square().sum() / exact.square().sum()).item()
-    bias = ((exact * found).sum() / exact.square().sum()).item() - 1
+def _kept(tensor: Tensor | None) -> Tensor:
+    """Return a tensor that `quantize` stores on request (`keep=True`)."""
+    if tensor is None:
+        raise ValueError("the operand was quantised without keep=True")
+    return tensor
+
+
+def _row(label: str, exact: Tensor, cast: Tensor) -> dict[str, Cell]:
+    """Return squared error and bias of a cast, relative to the exact values."""
+    error = ((exact - cast).square().sum() / exact.square().sum()).item()
+    bias = ((exact * cast).sum() / exact.square().sum()).item() - 1
     return {
-        "cast": word,
+        "cast": label,
         "relative squared error": (f"{error:.2e}", error),
         "bias along x": (f"{bias:+.1e}", bias),
     }
 
 
 def _stem(name: str) -> str:
+    """Return the stem of a file's name for a title."""
     return "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")

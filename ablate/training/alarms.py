@@ -41,16 +41,20 @@ class Alert:
     value: float
 
     def __str__(self) -> str:
-        place = " ".join(filter(None, (self.name.layer, self.name.slot)))
-        return self.alarm.message.format(self.value) + (f" in {place}" if place else "")
+        operand = " ".join(filter(None, (self.name.layer, self.name.slot)))
+        return self.alarm.message.format(self.value) + (f" in {operand}" if operand else "")
 
 
 def alerts(metrics: Mapping[str, float], alarms: Iterable[Alarm]) -> list[Alert]:
     """Return the alerts of one record, in the order of the alarms.
 
     Each alarm gives at most one alert per slot: that of the slot's worst layer.
+
+    Args:
+        metrics: the record's values by the text of their names.
+        alarms: the alarms, such as `metrics.ALARMS`.
     """
-    raised = []
+    raised: list[Alert] = []
     for alarm in alarms:
         worst: dict[str | None, Alert] = {}
         for text, value in metrics.items():

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, NotRequired, TypedDict
 
 from ablate.files import Damaged
 
@@ -23,8 +23,35 @@ CHECKPOINT_VERSION = 4
 """Version of the content of checkpoints; those of another version are not read."""
 
 
-def seal(file: BufferedRandom, about: Mapping[str, Any]) -> None:
-    """Append the footer to a checkpoint that was just written: `about`, its size and its SHA-256."""
+class Footer(TypedDict):
+    """Metadata of a checkpoint file, as its footer's JSON object holds them.
+
+    A footer of another version may lack keys: check `version` before any other key.
+    """
+
+    version: int
+    """`CHECKPOINT_VERSION` of the code that wrote the file."""
+    trial: str
+    """Id of the trial that wrote the file."""
+    step: int
+    """Number of optimizer steps that the state was saved after."""
+    records: Mapping[str, object] | None
+    """Number and digest of the trial's records up to that step; None if no records were kept."""
+    state: NotRequired[str]
+    """Name of the file, in a state that several trials share; the trial's own checkpoint has none."""
+    size: int
+    """Bytes of the file before the footer."""
+    sha256: str
+    """SHA-256 of those bytes, 64 hex digits."""
+
+
+def seal(file: BufferedRandom, about: Mapping[str, object]) -> None:
+    """Append the footer to a checkpoint that was just written.
+
+    Args:
+        file: the checkpoint, open for reading and writing; its content is complete.
+        about: the keys of `Footer` without `size` and `sha256`, which are computed here.
+    """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     text = json.dumps(
@@ -34,10 +61,12 @@ def seal(file: BufferedRandom, about: Mapping[str, Any]) -> None:
     file.write(text + _FOOTER.pack(len(text), zlib.crc32(text), _MAGIC))
 
 
-def unsealed(path: Path) -> dict[str, Any]:
+def unsealed(path: Path) -> Footer:
     """Return the footer of a checkpoint after verifying the file's bytes.
 
-    Damaged if the bytes are not those that were written, or if there is no footer.
+    Raises:
+        Damaged: The bytes are not those that were written, or there is no footer.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         about = read_footer(file, path)
@@ -51,10 +80,15 @@ def unsealed(path: Path) -> dict[str, Any]:
     return about
 
 
-def read_footer(file: BinaryIO, path: Path) -> dict[str, Any]:
+def read_footer(file: BinaryIO, path: Path) -> Footer:
     """Return the footer of a checkpoint without reading its content.
 
-    Damaged if there is no footer, or if the footer belongs to a file of another size.
+    Args:
+        file: the checkpoint, open for reading; its position changes.
+        path: its path, for the message of an error.
+
+    Raises:
+        Damaged: There is no footer, or the footer belongs to a file of another size.
     """
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - _FOOTER.size))
@@ -66,7 +100,7 @@ def read_footer(file: BinaryIO, path: Path) -> dict[str, Any]:
     text = file.read(length)
     if zlib.crc32(text) != crc:
         raise Damaged(path, "damaged: its footer is not what was written")
-    about = json.loads(text)
+    about: Footer = json.loads(text)
     if about["size"] + length + _FOOTER.size != end:
         raise Damaged(path, "damaged: its bytes are not those that were written")
     return about

@@ -10,15 +10,53 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ablate.engines.emulated import Engine
+from ablate.engines.emulated import Engine, EngineState
 from ablate.files import Damaged
-from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, seal, unsealed
+from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, Footer, seal, unsealed
 from ablate.training.distributed import gathered, placed, placed_optimizer, world
+from ablate.training.guard import GuardState
+from ablate.training.optimizers import OptimizerState
+
+
+class ModelState(TypedDict):
+    """State of a model and its optimizer after `step` steps.
+
+    Tensors are whole, and on the CPU if they were gathered from several ranks.
+    """
+
+    step: int
+    model: dict[str, Tensor]
+    """State dict of the model."""
+    optimizer: OptimizerState
+    engine: EngineState
+    """State of the engine, from `Engine.state`."""
+
+
+class MeterState(TypedDict):
+    """State of a `loop.Meter`: the steps of an interval so far."""
+
+    losses: list[float]
+    norms: list[float]
+    seconds: float
+    unmeasured: int
+    unmeasured_seconds: float
+    recorded: int
+
+
+class RunState(ModelState):
+    """Content of a checkpoint: everything that the steps after `step` depend on."""
+
+    meter: MeterState
+    guard: GuardState
+    spent: float
+    """Seconds spent in steps so far."""
+    trial: NotRequired[str]
+    """Id of the trial that wrote the file; present in a state that was read from one."""
 
 
 class Journal(Protocol):
@@ -32,6 +70,13 @@ class Checkpoints:
     """Checkpoint file of one trial, and the shared states that other trials pass through too.
 
     A file is written under a temporary name and then renamed, so it is either complete or absent.
+
+    Args:
+        path: the trial's own checkpoint, which may not exist yet; its folder exists.
+        trial: the trial's id.
+        seconds: seconds between two checkpoints of the trial; 0: one after every step.
+        shared: files of the states that other trials pass through too, keyed by step; any may not exist yet.
+        journal: the object that records the trial; None: checkpoints are not compared with records.
     """
 
     def __init__(
@@ -56,7 +101,9 @@ class Checkpoints:
         taken = next((state for step in further if (state := self._read(self.shared[step]))), None)
         if taken:
             os.utime(self.shared[taken["step"]])  # used now, so removed last
-        self.trunk = {"trial": taken["trial"], "step": taken["step"]} if taken else None
+        self.trunk: Mapping[str, str | int] | None = (
+            {"trial": taken["trial"], "step": taken["step"]} if taken else None
+        )
         """Trial that wrote the shared state from which this one continues, and its step; None without one."""
         self._state = taken or self._state
         self.start = self._state["step"] if self._state else 0
@@ -70,24 +117,38 @@ class Checkpoints:
         """
         return self.path.parent / "artifacts"
 
-    def take(self) -> dict[str, Any] | None:
-        """Return the furthest checkpoint; None if there is none, and at every later call."""
+    def take(self) -> RunState | None:
+        """Return the furthest checkpoint; None if there is none, and at every later call.
+
+        The state is large: this object keeps no reference to it.
+        """
         state, self._state = self._state, None
-        self.resumed = state and state["step"]
+        self.resumed = state["step"] if state else None
         return state
 
     def wanted(self, step: int) -> tuple[bool, bool]:
-        """Return two flags: shared state wanted after `step` steps, and own checkpoint wanted.
+        """Return two flags: shared state wanted, and own checkpoint wanted.
 
         A shared state is wanted if other trials pass through it and its file does not exist. The trial's own
         checkpoint is wanted if `seconds` have passed since the last one.
-        """
-        return step in self.shared and not self.shared[
-            step
-        ].exists(), time.monotonic() - self._last >= self.seconds
 
-    def leave(self, step: int, state: dict[str, Any], wanted: tuple[bool, bool]) -> None:
-        """Write the state after `step` steps to each file that `wanted` asks for."""
+        Args:
+            step: number of optimizer steps done.
+        """
+        shared = step in self.shared and not self.shared[step].exists()
+        return shared, time.monotonic() - self._last >= self.seconds
+
+    def leave(self, step: int, state: RunState, wanted: tuple[bool, bool]) -> None:
+        """Write a state to each file that is wanted.
+
+        Args:
+            step: number of optimizer steps that the state was reached after.
+            state: the state, with whole tensors.
+            wanted: the two flags of `wanted`.
+
+        Raises:
+            OSError: a file cannot be written; the files before it are complete.
+        """
         others, own = wanted
         about = {
             "version": CHECKPOINT_VERSION,
@@ -102,7 +163,7 @@ class Checkpoints:
             self._write(self.path, state, about)
             self._last = time.monotonic()
 
-    def _write(self, path: Path, state: dict[str, Any], about: dict[str, Any]) -> None:
+    def _write(self, path: Path, state: RunState, about: Mapping[str, object]) -> None:
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         with temporary.open("w+b") as file:
             torch.save({"trial": self.trial, **state}, file)
@@ -111,7 +172,7 @@ class Checkpoints:
             os.fsync(file.fileno())
         temporary.replace(path)
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
+    def _read(self, path: Path) -> RunState | None:
         """Return a checkpoint; None if there is none or if it cannot be used.
 
         A file that cannot be used is renamed, and a line on standard output, which is the trial's log, gives
@@ -120,7 +181,8 @@ class Checkpoints:
         try:
             about = unsealed(path)
             self._refuse(path, about)
-            return torch.load(path, map_location="cpu", weights_only=True)
+            state: RunState = torch.load(path, map_location="cpu", weights_only=True)
+            return state
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever a damaged file makes torch raise
@@ -132,7 +194,7 @@ class Checkpoints:
             print(f"{why}; the trial goes on without it. It is kept as {self._put_aside(path)}", flush=True)
             return None
 
-    def _refuse(self, path: Path, about: Mapping[str, Any]) -> None:
+    def _refuse(self, path: Path, about: Footer) -> None:
         """Raise Damaged if the file is intact but belongs to another version, trial, state or history."""
         if about["version"] != CHECKPOINT_VERSION or (path == self.path and about["trial"] != self.trial):
             raise Damaged(path, "of another version or trial")
@@ -154,26 +216,31 @@ class Checkpoints:
 
 
 class Standing(NamedTuple):
-    """Content of a checkpoint: the steps done, and everything that the next step depends on.
+    """Model, optimizer and engine of a run, whose state a checkpoint holds.
 
-    Tensors are whole, even if each rank keeps only a part of them. All ranks call both methods.
+    Tensors in a state are whole, even if each rank keeps only a part of them. All ranks call both methods.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     engine: Engine
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> ModelState:
         """Return the state after `step` steps; tensors are None on ranks other than 0 if they are sharded."""
-        parts = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "engine": self.engine.state(),
+        kept = world().rank == 0
+        return {
+            "step": step,
+            "model": gathered(self.model.state_dict(), kept),
+            "optimizer": gathered(self.optimizer.state_dict(), kept),
+            "engine": gathered(self.engine.state(), kept),
         }
-        return {"step": step, **gathered(parts, kept=world().rank == 0)}
 
-    def restore(self, state: dict[str, Any]) -> int:
-        """Restore the state of a checkpoint and return its step."""
+    def restore(self, state: ModelState) -> int:
+        """Restore the state of a checkpoint, on the devices of model and optimizer; return its step.
+
+        Args:
+            state: the state, with whole tensors, in any layout of ranks; all ranks pass the same one.
+        """
         self.model.load_state_dict(placed(state["model"], self.model.state_dict()))
         self.optimizer.load_state_dict(placed_optimizer(state["optimizer"], self.optimizer))
         self.engine.restore(state["engine"], state["step"])

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,10 @@ from ablate.engines.emulated import Engine
 from ablate.engines.ranks import Divided, in_parts, whole
 from ablate.recipes.recipe import Recipe
 from ablate.training.hyperparameters import Training
+from ablate.training.optimizers import OptimizerState
 from ablate.training.rank_layout import Layout
+
+T = TypeVar("T")
 
 _PATIENCE = timedelta(days=1)
 """Longest time that a rank waits for the others.
@@ -29,7 +32,15 @@ connections, so the others see that at once.
 
 
 class World:
-    """All ranks of the trial that this process works on; with one rank, every method is the identity."""
+    """All ranks of the trial that this process works on; with one rank, every method is the identity.
+
+    `broadcast`, `sums`, `listed` and `leave` are collective: all ranks call them, in the same order.
+
+    Args:
+        layout: number of ranks, and the way in which they keep the model.
+        rank: number of this rank, from 0.
+        device: `cpu` or `cuda`.
+    """
 
     def __init__(self, layout: Layout, rank: int, device: str) -> None:
         self.layout, self.rank, self.size = layout, rank, layout.ranks
@@ -38,23 +49,35 @@ class World:
         """True once the ranks are training."""
 
     def begin(self, config: Training, recipe: Recipe, engine: str) -> None:
-        """Start training on all ranks. ValueError if so many ranks cannot train this.
+        """Start training on all ranks.
 
         Rank 0 releases the other ranks, which wait in `begins`.
+
+        Args:
+            config: the workload.
+            recipe: the recipe of the trial.
+            engine: name of the engine that computes it.
+
+        Raises:
+            ValueError: so many ranks cannot train this; see `Layout.misfits`.
         """
         if self.size > 1 and (why := next(self.layout.misfits(config, recipe, engine), None)):
             raise ValueError(why)
         if self.size > 1 and self.rank == 0 and not self.begun:
-            self.told(True)
+            self.broadcast(True)
         self.begun = True
 
     def begins(self) -> bool:
         """Wait, on a rank other than 0, until rank 0 begins or ends; return True if it begins."""
-        self.begun = self.told(None)
+        self.begun = self.broadcast(False)
         return self.begun
 
-    def told(self, value: Any) -> Any:
-        """Return rank 0's value, on every rank."""
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value, on every rank.
+
+        Args:
+            value: a value that can be pickled; only that of rank 0 counts.
+        """
         if self.size == 1:
             return value
         box = [value]
@@ -72,7 +95,7 @@ class World:
         return total.tolist()
 
     def listed(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers, by rank; all ranks pass equally many."""
+        """Return every rank's numbers, by rank, in fp64; all ranks pass equally many."""
         if self.size == 1:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -84,7 +107,7 @@ class World:
         """Leave the process group; if rank 0 never began, let the waiting ranks end first."""
         if self.size > 1:
             if self.rank == 0 and not self.begun:
-                self.told(False)
+                self.broadcast(False)
             dist.barrier()  # a rank that ends first would close its connections to the others
             dist.destroy_process_group()
 
@@ -98,16 +121,34 @@ def world() -> World:
 
 
 def join(layout: Layout, rank: int, device: str, meeting: str | None = None) -> World:
-    """Join a process group as rank `rank` and return the world.
+    """Join a process group and return the world, which `world` returns from now on.
 
-    The ranks meet by the file `meeting`, or at the address that environment variables give. They communicate
-    by gloo, and on GPUs by NCCL as well.
+    The ranks communicate by gloo, and on GPUs by NCCL as well.
+
+    Args:
+        layout: number of ranks, and the way in which they keep the model.
+        rank: number of this rank, from 0.
+        device: `cpu` or `cuda`.
+        meeting: path of a file, absent at first, through which the ranks of one machine find each other;
+            None: they use the address that torch's environment variables give.
     """
     global _world
-    where = {"init_method": f"file://{meeting}", "rank": rank, "world_size": layout.ranks} if meeting else {}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=_PATIENCE, **where)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if meeting:
+        dist.init_process_group(
+            backend, f"file://{meeting}", timeout=_PATIENCE, rank=rank, world_size=layout.ranks
+        )
+    else:
+        dist.init_process_group(backend, timeout=_PATIENCE)
     _world = World(layout, rank, device)
     return _world
+
+
+def become(world: World) -> World:
+    """Make `world` the ranks of this process, which has joined their process group already, and return it."""
+    global _world
+    _world = world
+    return world
 
 
 @contextmanager
@@ -121,8 +162,15 @@ def alone() -> Iterator[None]:
         _world = before
 
 
-class Part:
-    """This rank's part of every step of one run."""
+class RankPart:
+    """This rank's part of every step of one run.
+
+    Args:
+        world: the ranks of the trial.
+        config: the workload; `accumulate` and `batch` determine the division.
+        engine: the engine of the run.
+        parameters: the trained parameters.
+    """
 
     def __init__(
         self, world: World, config: Training, engine: Engine, parameters: Sequence[nn.Parameter]
@@ -145,7 +193,11 @@ class Part:
         return self.engine.divided(self._divided) if self._divided else nullcontext()
 
     def of(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's sequences of a micro-batch."""
+        """Return this rank's sequences of a micro-batch.
+
+        Args:
+            batch: tensors of the whole micro-batch, each with the sequences as its first dimension.
+        """
         size = len(batch[0]) // self.splits
         return (
             [tensor[self.index * size : (self.index + 1) * size] for tensor in batch]
@@ -157,7 +209,11 @@ class Part:
         """Return the loss of the whole step.
 
         Leave the whole step's gradient in the parameters (sharded ones have it already), and make the amaxes
-        of the step, which later steps need, equal on all ranks.
+        of the step, which later steps need, equal on all ranks. Collective.
+
+        Args:
+            loss: this rank's part of the mean loss.
+            step: optimizer step.
         """
         if self.world.size == 1:
             return loss
@@ -168,15 +224,23 @@ class Part:
         return self.world.sums(loss)[0]
 
     def shares(self, count: int) -> list[int]:
-        """Return the numbers of the evaluation batches that this rank takes, of `count` batches.
+        """Return the numbers of the evaluation batches that this rank takes.
 
         Every rank takes equally many, so the last batch may be taken twice: the ranks of a sharded model must
         call it together.
+
+        Args:
+            count: number of batches of the evaluation.
         """
         return [min(first + self.world.rank, count - 1) for first in range(0, count, self.world.size)]
 
     def in_order(self, values: Sequence[float], count: int) -> list[float]:
-        """Return all ranks' values for the batches that `shares` assigned, in the order of the batches."""
+        """Return all ranks' values for the batches of an evaluation, in the order of the batches. Collective.
+
+        Args:
+            values: this rank's values, of the batches that `shares` assigned to it.
+            count: number of batches of the evaluation.
+        """
         lists = self.world.listed(values)
         return [lists[number % self.world.size][number // self.world.size] for number in range(count)]
 
@@ -185,7 +249,11 @@ def shard(model: nn.Module, engine: Engine) -> None:
     """Shard every parameter over the ranks, if the layout is sharded.
 
     The engine shards the weights of quantised layers, FSDP2 those of all others. Gradients are sums over the
-    ranks, since each rank's loss is divided by the number of all micro-batches.
+    ranks, since each rank's loss is divided by the number of all micro-batches. Collective.
+
+    Args:
+        model: the converted model, changed in place.
+        engine: the engine that converted it.
     """
     here = world()
     if not here.layout.sharded:
@@ -217,11 +285,17 @@ def _agree(histories: Sequence[dict[int, Tensor | float]], step: int) -> None:
     seen = torch.tensor([float(amaxes[step]) for amaxes in histories], dtype=torch.float32)
     dist.all_reduce(seen, dist.ReduceOp.MAX)
     for amaxes, largest in zip(histories, seen, strict=True):
-        amaxes[step] = largest.to(amaxes[step].device) if isinstance(amaxes[step], Tensor) else largest.item()
+        own = amaxes[step]
+        amaxes[step] = largest.to(own.device) if isinstance(own, Tensor) else largest.item()
 
 
 def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
-    """Scale the gradient, with all ranks' parts, to a norm of at most `limit`; return the norm before."""
+    """Scale the gradient, with all ranks' parts, and return its L2 norm before. Collective if sharded.
+
+    Args:
+        parameters: the trained parameters, whose `grad` is scaled in place.
+        limit: largest L2 norm of the gradient of all parameters together; infinity: no scaling.
+    """
     if not any(in_parts(p) for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, limit).item()
     mine = nn.utils.get_total_norm([p.grad.to_local() for p in parameters if p.grad is not None]).item()
@@ -233,11 +307,14 @@ def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
 # A checkpoint holds whole tensors, so that a run can continue on any number of ranks
 
 
-def gathered(state: Any, kept: bool) -> Any:
-    """Return nested dicts and lists with every sharded tensor whole, on the CPU.
+def gathered(state: object, kept: bool) -> Any:
+    """Return nested dicts and lists with every sharded tensor whole, on the CPU. Collective.
 
-    Tensors are gathered one after the other, since a sharded model may be larger than one GPU. All ranks call
-    this function; those that pass `kept` False get None for each sharded tensor.
+    Tensors are gathered one after the other, since a sharded model may be larger than one GPU.
+
+    Args:
+        state: nested dicts and lists of tensors and plain values, of one structure on all ranks.
+        kept: False on ranks that need no result: they get None for each sharded tensor.
     """
     if in_parts(state):
         full = whole(state)
@@ -248,20 +325,31 @@ def gathered(state: Any, kept: bool) -> Any:
 
 
 def placed(state: dict[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole tensors by name, each laid out like the tensor of the same name in `like`."""
+    """Return whole tensors by name, each laid out like the tensor of the same name in `like`.
+
+    Args:
+        state: state dict of a model, the same on all ranks; a rank keeps its part of each sharded tensor.
+        like: the present state dict of the model.
+    """
     return {name: _as(tensor, like.get(name)) for name, tensor in state.items()}
 
 
-def _as(tensor: Any, like: Any) -> Any:
-    if not in_parts(like) or not isinstance(tensor, Tensor) or tensor.shape != like.shape:
-        return tensor
+def _as(value: T, like: Tensor | None) -> T:
+    """Return a value laid out like a sharded tensor, if it is a tensor of the same shape."""
+    if like is None or not in_parts(like) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def placed_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's whole state with each parameter's moments laid out like the parameter."""
+def placed_optimizer(state: OptimizerState, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Return an optimizer's whole state with each parameter's moments laid out like the parameter.
+
+    Args:
+        state: state dict of an optimizer over the same parameters, the same on all ranks.
+        optimizer: the optimizer that will load it.
+    """
     if "parts" in state:  # the state of a `Joint` optimizer, which is never sharded
         return state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -23,7 +23,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from ablate.engines.emulated import Engine
 from ablate.training.hyperparameters import Training
@@ -77,7 +77,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardDecision:
     """Decision on one step: apply its update, skip it, or end the run."""
 
     kind: Literal["step", "skip", "stop"]
@@ -103,11 +103,26 @@ class Verdict:
         return f"{self.cause}; step skipped" + (f"; from here on {changed}" if changed else "")
 
 
-STEP = Verdict("step")
+STEP = GuardDecision("step")
+
+
+class GuardState(TypedDict):
+    """State of the guard in a checkpoint."""
+
+    losses: list[float]
+    """Losses in the running median, oldest first."""
+    norms: list[float]
+    skipped: int
+    fallbacks: int
 
 
 class Watch:
-    """Judge of every step before its update, and counter of interventions."""
+    """Judge of every step before its update, and counter of interventions.
+
+    Args:
+        config: `guard` and `clip` apply.
+        engine: the engine whose layers a fallback of the precision changes.
+    """
 
     def __init__(self, config: Training, engine: Engine) -> None:
         self._guard, self._clip, self._engine = config.guard, config.clip, engine
@@ -128,17 +143,22 @@ class Watch:
         """Return the largest gradient norm; infinity without clipping."""
         return math.inf if self._clip is None else self._clip * self._guard.fallback.clip**self.fallbacks
 
-    def judge(self, loss: float, norm: float) -> Verdict:
-        """Judge a step by its loss and gradient norm, and carry out the verdict's fallback, if any."""
+    def judge(self, loss: float, norm: float) -> GuardDecision:
+        """Judge a step before its update, and carry out the verdict's fallback, if any.
+
+        Args:
+            loss: mean loss of the step, in the unit of the workload.
+            norm: norm of its gradient before clipping.
+        """
         cause = self._cause(loss, norm)
         if cause is None:
             self._losses.append(loss)
             self._norms.append(norm)
             return STEP
         if self._guard.policy == "stop" or self.skipped == self._guard.limit:
-            return Verdict("stop", cause, self.skipped)
+            return GuardDecision("stop", cause, self.skipped)
         self.skipped += 1
-        return Verdict(
+        return GuardDecision(
             "skip", cause, self.skipped, self._fall_back() if self._guard.policy == "fallback" else None
         )
 
@@ -148,10 +168,11 @@ class Watch:
             return Cause("loss", loss)
         if not math.isfinite(norm):
             return Cause("gradient norm", norm)
-        for quantity, value, past, limit in (
+        compared: tuple[tuple[Literal["loss", "gradient norm"], float, deque[float], float | None], ...] = (
             ("loss", loss, self._losses, self._guard.loss),
             ("gradient norm", norm, self._norms, self._guard.norm),
-        ):
+        )
+        for quantity, value, past, limit in compared:
             if limit and len(past) == past.maxlen and value > limit * median(past):
                 return Cause(quantity, value, median(past), past.maxlen)
         return None
@@ -179,7 +200,7 @@ class Watch:
             {"guard/lr": self.lr} if self._guard.policy == "fallback" else {}
         )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> GuardState:
         """Return the state from which a later attempt continues."""
         return {
             "losses": list(self._losses),
@@ -188,7 +209,7 @@ class Watch:
             "fallbacks": self.fallbacks,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: GuardState) -> None:
         """Restore the state that `state` returned."""
         self._losses.extend(state["losses"])
         self._norms.extend(state["norms"])

@@ -11,7 +11,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ablate.numerics.choices import DTYPES
 from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer, blocks_in
 from ablate.recipes.presets import fp8_current
@@ -75,6 +74,9 @@ class Fallback(Spec):
 
         They are the same products if none of them is quantised, or if the fallback does not change the
         precision.
+
+        Args:
+            products: the products that the schedule and the layer rules put in force.
         """
         if self.precision is None or products.plain:
             return products
@@ -141,7 +143,7 @@ class Training(Spec):
     """Learning rate of the last step, as a fraction of the peak."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` applies to the matrices inside blocks, with AdamW's learning rate; AdamW trains the rest."""
-    optimizer_state: Literal[tuple(DTYPES)] = "fp32"
+    optimizer_state: Literal["bf16", "fp32"] = "fp32"
     """Type of the moments between steps; bf16 is emulated by rounding to nearest after every step."""
     weight_decay: float = Field(0.1, ge=0)
     """Weight decay, on matrices only."""
@@ -224,7 +226,11 @@ class Training(Spec):
         return False
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run with this recipe."""
+        """Yield (field, reason) for each field that cannot run with a recipe.
+
+        Args:
+            recipe: the recipe of an arm, with its layer rules and schedule.
+        """
         unused = [name for name, value in self.guard.fallback if value != getattr(Fallback(), name)]
         if unused and self.guard.policy != "fallback":
             yield (
@@ -240,7 +246,11 @@ class Training(Spec):
             yield "optimizer", "muon has not the moments that weights.q_ramping holds back; use adamw"
 
     def recorded(self, metric: str) -> range:
-        """Return the steps before the last at which every trial records the metric, with any telemetry."""
+        """Return the steps before the last at which every trial records a metric, with any telemetry.
+
+        Args:
+            metric: name of a metric of the workload.
+        """
         return range(0) if metric in FINAL else range(self.eval_every, self.steps, self.eval_every)
 
     @property
@@ -251,9 +261,9 @@ class Training(Spec):
             return None
         near = range(max(1, math.floor(start) - 2), self.steps)  # rounding may shift the step by one
         close, far = near[:_CLOSE], near[_CLOSE:]
-        found = next((step for step in close if self.lr_at(step) < self.lr_at(step - 1)), None)
-        if found is not None or not far:
-            return found
+        lower = next((step for step in close if self.lr_at(step) < self.lr_at(step - 1)), None)
+        if lower is not None or not far:
+            return lower
         level = self.lr_at(
             far[0] - 1
         )  # from here on the rate never rises, but it may stay equal for many steps
@@ -267,12 +277,18 @@ class Training(Spec):
         return max(warm, (1 - self.decay_fraction) * self.steps) if self.decay == "wsd" else warm
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of step `step`, counted from 0."""
+        """Return the learning rate of a step, without the factor of a guard's fallbacks.
+
+        Args:
+            step: optimizer step, from 0 to `steps` - 1.
+        """
         warm = self.warmup * self.steps
         if step < warm:
             return self.lr * (step + 1) / (warm + 1)
         start = self._decay_from()
         if start is None:
+            return self.lr
+        if start >= self.steps:  # a decay too short for a step
             return self.lr
         progress = max(0.0, (step + 1 - start) / (self.steps - start))
         shape = (1 + math.cos(math.pi * progress)) / 2 if self.decay == "cosine" else 1 - progress

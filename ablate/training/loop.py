@@ -23,7 +23,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from pydantic import Field
@@ -33,14 +33,16 @@ from ablate.engines.emulated import Engine
 from ablate.engines.ranks import whole
 from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe, Run
-from ablate.training.checkpoints import Checkpoints, Standing
+from ablate.training.checkpoints import Checkpoints, MeterState, RunState, Standing
 from ablate.training.data.batches import Batch
-from ablate.training.distributed import Part, clip, world
-from ablate.training.guard import Verdict, Watch
+from ablate.training.distributed import RankPart, clip, world
+from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
 from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED
 from ablate.training.metrics import SlotErrors, gradient_noise, memory, oscillation
 from ablate.training.optimizers import optimizer
+
+T = TypeVar("T")
 
 
 class Record(NamedTuple):
@@ -51,7 +53,7 @@ class Record(NamedTuple):
 
     step: int
     metrics: dict[str, float]
-    verdict: Verdict | None = None
+    verdict: GuardDecision | None = None
     """The guard's decision on this step, if it diverged."""
 
 
@@ -78,6 +80,9 @@ class Meter:
     events of the guard. They do not end at the steps that telemetry measures: the mean of a single step among
     means of ten would look like a spike. Measured steps are slower, since telemetry works inside them, so
     rates count only the other steps. In an interval without other steps, rates count the measured ones.
+
+    Args:
+        tokens_per_step: tokens (or image patches) that one optimizer step processes.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
@@ -86,13 +91,22 @@ class Meter:
 
     def reset(self) -> None:
         """Begin an interval."""
-        self.losses, self.norms, self.seconds = [], [], 0.0
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.seconds = 0.0
         self.unmeasured, self.unmeasured_seconds = 0, 0.0
         self.recorded = 0
         """Number of the interval's losses up to its last record of a measured step."""
 
     def add(self, loss: float, norm: float, seconds: float, measured: bool = False) -> None:
-        """Add a step; `measured` if telemetry worked inside it."""
+        """Add a step.
+
+        Args:
+            loss: mean loss of the step, in the unit of the workload.
+            norm: norm of the gradient before clipping.
+            seconds: wall-clock seconds of the step, without those that telemetry took.
+            measured: True if telemetry worked inside the step.
+        """
         self.losses.append(loss)
         self.norms.append(norm)
         self.seconds += seconds
@@ -105,20 +119,38 @@ class Meter:
         """Return True if the last step's loss and gradient norm were finite."""
         return math.isfinite(self.losses[-1]) and math.isfinite(self.norms[-1])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> MeterState:
         """Return the state from which a later attempt continues within an interval."""
-        return {name: value for name, value in vars(self).items() if name != "tokens_per_step"}
+        return {
+            "losses": self.losses,
+            "norms": self.norms,
+            "seconds": self.seconds,
+            "unmeasured": self.unmeasured,
+            "unmeasured_seconds": self.unmeasured_seconds,
+            "recorded": self.recorded,
+        }
+
+    def restore(self, state: MeterState) -> None:
+        """Restore the state that `state` returned."""
+        vars(self).update(state)
 
     def latest(self, step: int) -> dict[str, float]:
-        """Return the metrics of the last step alone, for a record within an interval."""
+        """Return the metrics of the last step alone, for a record within an interval.
+
+        Args:
+            step: number of optimizer steps done.
+        """
         self.recorded = len(self.losses)
         return {"grad/norm": self.norms[-1], "tokens": float(step * self.tokens_per_step)}
 
     def metrics(self, step: int, last: bool = False) -> dict[str, float]:
         """Return means over the interval, counts of its non-finite values, and its throughput.
 
-        In the last record of a run, train/loss is the mean since the previous record of any kind. It is a
-        result of the trial, and earlier versions, in which a measured step ended an interval, computed it so.
+        Args:
+            step: number of optimizer steps done.
+            last: True for the last record of a run. Its train/loss is the mean since the previous record of
+                any kind: it is a result of the trial, and earlier versions, in which a measured step ended an
+                interval, computed it so.
         """
         losses = self.losses[self.recorded if last and self.recorded < len(self.losses) else 0 :]
         mixed = self.unmeasured == 0
@@ -136,19 +168,23 @@ class Meter:
         }
 
 
-class Prepared(NamedTuple):
-    """Inputs of the training loop: a model with a recipe applied, and its data by (step, micro_batch)."""
+class PreparedRun(NamedTuple):
+    """Inputs of the training loop: a model with a recipe applied, and its data."""
 
     model: nn.Module
+    """The converted model, in training mode, on the device that it is trained on."""
     engine: Engine
+    """The engine that converted it."""
     batch: Callable[[int, int], Batch]
+    """Function of step and micro-batch, both from 0, that returns a batch on the model's device."""
     validation: Sequence[Batch]
+    """Batches of the evaluation, on the model's device."""
     loss: Callable[..., Tensor] | None = None
     """Function that returns the mean loss of a batch; None: the model returns it."""
 
 
 def train(
-    run: Prepared, config: Training, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+    run: PreparedRun, config: Training, telemetry: Telemetry, checkpoints: Checkpoints | None = None
 ) -> Iterator[Record]:
     """Train for `config.steps` steps, or until the time budget is spent, and yield records.
 
@@ -156,19 +192,33 @@ def train(
     checkpoint is written only after the caller took the records before it. The run ends early, after a record
     with `nan/first_step` or `guard/stopped`, if the guard stops it. All ranks of a trial call this function;
     only rank 0 has checkpoints, and only its records count.
+
+    Args:
+        run: model, engine and data; the model is trained in place.
+        config: length, learning rate, optimizer, guard and evaluation of the run.
+        telemetry: intervals between measurements.
+        checkpoints: the trial's checkpoint files; None: the run starts at step 0 and writes none.
+
+    Yields:
+        A record after each step that measured something.
+
+    Raises:
+        OSError: a checkpoint cannot be written.
     """
     if config.deterministic:
         os.environ.setdefault(
             "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
         )  # cuBLAS reads it before its first product
         torch.use_deterministic_algorithms(True)
-    loop, ranks = _Loop(run, config, telemetry), world()
-    first = loop.restore(ranks.told(checkpoints and checkpoints.take()))
+    loop, ranks = Loop(run, config, telemetry), world()
+    first = loop.restore(ranks.broadcast(checkpoints.take() if checkpoints else None))
     for step in range(first, config.steps):
-        if step > first and any(wanted := ranks.told(checkpoints.wanted(step) if checkpoints else ())):
-            state = loop.state(step)
-            if checkpoints:
-                checkpoints.leave(step, state, wanted)
+        if step > first:
+            wanted = ranks.broadcast(checkpoints.wanted(step) if checkpoints else (False, False))
+            if any(wanted):
+                state = loop.state(step)
+                if checkpoints:
+                    checkpoints.leave(step, state, wanted)
         record = loop.step(step)
         if record:
             yield record
@@ -176,15 +226,15 @@ def train(
             return
 
 
-class _Loop:
+class Loop:
     """State of one training run: its optimizer, its guard, and the measurements since the last record."""
 
-    def __init__(self, run: Prepared, config: Training, telemetry: Telemetry) -> None:
+    def __init__(self, run: PreparedRun, config: Training, telemetry: Telemetry) -> None:
         self.run, self.config, self.telemetry = run, config, telemetry
         self.loss = run.loss or run.model
         self.parameters = [p for p in run.model.parameters() if p.requires_grad]
         self.world = world()
-        self.part = Part(self.world, config, run.engine, self.parameters)
+        self.part = RankPart(self.world, config, run.engine, self.parameters)
         """This rank's part of every step."""
         self.device = next(run.model.parameters()).device
         self.optimizer = optimizer(run.model, config)
@@ -196,20 +246,24 @@ class _Loop:
         """Seconds spent in steps so far."""
         self.over = False
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> RunState:
         """Return everything that the steps after the first `step` steps depend on. All ranks call it."""
-        more = {"meter": self.meter.state(), "guard": self.watch.state(), "spent": self.spent}
-        state = self.standing.state(step) | more
+        state: RunState = {
+            **self.standing.state(step),
+            "meter": self.meter.state(),
+            "guard": self.watch.state(),
+            "spent": self.spent,
+        }
         layers = state["engine"]["layers"].values()
         for its, count in zip(layers, self.world.sums(*(its["nonfinite"] for its in layers)), strict=True):
             its["nonfinite"] = int(count)
         return state
 
-    def restore(self, state: dict[str, Any] | None) -> int:
+    def restore(self, state: RunState | None) -> int:
         """Restore what `state` returned, if anything, and return the first step to take."""
         if state is None:
             return 0
-        vars(self.meter).update(state["meter"])
+        self.meter.restore(state["meter"])
         self.watch.restore(state["guard"])
         self.spent = state["spent"]
         if self.world.rank:  # the checkpoint has the sum over all ranks: only rank 0 continues from it
@@ -225,21 +279,21 @@ class _Loop:
             step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine)
         )
         start = time.perf_counter()
-        loss, norm = self.world.told(self._gradient_of(step, look))
+        loss, norm = self.world.broadcast(self._gradient_of(step, look))
         verdict = self.watch.judge(loss, norm)
         if verdict.kind == "step":
             self._update(step, look)
         seconds = time.perf_counter() - start - look.seconds
         self.meter.add(loss, norm, seconds, look.errors or look.shadow)
         self.spent += seconds
-        engine.observe(self.world.told(look.metrics) if engine.recipe.triggers else look.metrics, step)
+        engine.observe(self.world.broadcast(look.metrics) if engine.recipe.triggers else look.metrics, step)
         return self._record(step + 1, recipe, look.metrics, verdict)
 
     def _record(
-        self, done: int, recipe: Recipe, metrics: dict[str, float], verdict: Verdict
+        self, done: int, recipe: Recipe, metrics: dict[str, float], verdict: GuardDecision
     ) -> Record | None:
         config, stopped, diverges = self.config, verdict.kind == "stop", verdict.cause is not None
-        budget = config.time_budget is not None and self.world.told(self.spent >= config.time_budget)
+        budget = config.time_budget is not None and self.world.broadcast(self.spent >= config.time_budget)
         self.over = stopped or budget or done == config.steps
         evaluates = not stopped and (self.over or done % config.eval_every == 0)
         finite = self.meter.finite
@@ -259,11 +313,11 @@ class _Loop:
 
     def _seen(self, done: int) -> dict[str, float]:
         """Return the engine's counts so far: non-finite activations, and bytes of gathered weights."""
-        found = {"nan/activation": self.world.sums(self.run.engine.nonfinite())[0]}
+        metrics = {"nan/activation": self.world.sums(self.run.engine.nonfinite())[0]}
         gathered, in_bf16 = self.run.engine.traffic()
         if in_bf16:
-            found |= {"comm/gather_bytes": gathered / done, "comm/gather_saved": 1 - gathered / in_bf16}
-        return found
+            metrics |= {"comm/gather_bytes": gathered / done, "comm/gather_saved": 1 - gathered / in_bf16}
+        return metrics
 
     def _gradient_of(self, step: int, look: "Look") -> tuple[float, float]:
         """Leave the step's clipped gradient in the parameters.
@@ -277,7 +331,7 @@ class _Loop:
         reference = _timed(look, lambda: self._shadow(step)) if look.shadow else None
         errors = SlotErrors() if look.errors else None
         engine.listen(errors)
-        total = self._gradient(step)
+        total = self.gradient(step)
         engine.listen(None)
         if reference:
             look.metrics |= _timed(look, lambda: gradient_noise(self._gradients(), reference))
@@ -295,7 +349,7 @@ class _Loop:
         if casts:
             look.metrics |= _timed(look, lambda: oscillation(casts, engine.weight_casts()))
 
-    def _gradient(self, step: int) -> float:
+    def gradient(self, step: int) -> float:
         """Leave the step's gradient in the parameters and return the mean loss."""
         self.optimizer.zero_grad()
         total, part = 0.0, self.part
@@ -312,7 +366,7 @@ class _Loop:
     def _shadow(self, step: int) -> list[Tensor]:
         """Return the gradient that the same step has without quantisation."""
         with self.run.engine.high_precision():
-            self._gradient(step)
+            self.gradient(step)
         return [gradient.clone() for gradient in self._gradients()]
 
     def _gradients(self) -> list[Tensor]:
@@ -337,7 +391,8 @@ class Look:
     seconds: float = 0.0
 
 
-def _timed(look: Look, work: Callable[[], Any]) -> Any:
+def _timed(look: Look, work: Callable[[], T]) -> T:
+    """Return what `work` returns, and add the seconds that it took to the telemetry's."""
     start = time.perf_counter()
     result = work()
     look.seconds += time.perf_counter() - start
@@ -345,11 +400,16 @@ def _timed(look: Look, work: Callable[[], Any]) -> Any:
 
 
 @torch.no_grad()
-def evaluate(run: Prepared, recipe: Recipe, part: Part) -> dict[str, float]:
+def evaluate(run: PreparedRun, recipe: Recipe, part: RankPart) -> dict[str, float]:
     """Return `val/loss` in the precision now in force, and `val/loss_bf16` with all layers in high precision.
 
     Both are in the unit of the loss. Ranks share out whole batches, so the values are the same on any number
-    of ranks.
+    of ranks. Collective.
+
+    Args:
+        run: model, engine and validation batches.
+        recipe: the recipe now in force; without quantisation, both values are the same.
+        part: this rank's part.
     """
     run.engine.clock.stream = "evaluation"
     run.model.eval()
@@ -361,7 +421,7 @@ def evaluate(run: Prepared, recipe: Recipe, part: Part) -> dict[str, float]:
     return {"val/loss": own, "val/loss_bf16": high}
 
 
-def _mean_loss(run: Prepared, part: Part) -> float:
+def _mean_loss(run: PreparedRun, part: RankPart) -> float:
     losses = []
     with run.engine.still_weights():
         for number in part.shares(len(run.validation)):

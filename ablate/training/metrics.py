@@ -20,7 +20,11 @@ from ablate.training.operand_metrics import OPERAND_METRICS
 
 
 def quantisation(operand: Operand) -> dict[str, float]:
-    """Return every metric of `OPERAND_METRICS` of an operand that kept its source; NaN for undefined ones."""
+    """Return every metric of `OPERAND_METRICS` of an operand; NaN for those that are undefined for it.
+
+    Args:
+        operand: a quantised operand that kept its source.
+    """
     seen = census(operand)
     return {name: metric.measure(operand, seen) for name, metric in OPERAND_METRICS.items()}
 
@@ -28,9 +32,15 @@ def quantisation(operand: Operand) -> dict[str, float]:
 def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float]:
     """Compare a gradient with the one that the same batch gives without quantisation.
 
-    Return `grad/cosine_to_bf16`, the cosine of the two, and `grad/noise_ratio`, the reference's norm over
-    that of the difference; {} if a norm is 0 or not finite. "FP4 All the Way" leaves FP4 when the noise ratio
-    falls below sqrt(3) (arXiv 2505.19115).
+    "FP4 All the Way" leaves FP4 when the noise ratio falls below sqrt(3) (arXiv 2505.19115).
+
+    Args:
+        gradient: gradients of all trained parameters, in any shapes.
+        reference: those without quantisation, in the same order and shapes.
+
+    Returns:
+        `grad/cosine_to_bf16`, the cosine of the two, and `grad/noise_ratio`, the reference's norm over that
+        of the difference, both computed in fp64; {} if a norm is 0 or not finite.
     """
 
     def inner(a: Iterable[Tensor], b: Iterable[Tensor]) -> float:
@@ -49,22 +59,33 @@ def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> d
     }
 
 
+def _codes(cast: Operand) -> Tensor:
+    if cast.codes is None:
+        raise ValueError("this cast of a weight has no codes: ask its quantiser to keep them")
+    return cast.codes
+
+
 Casts = Mapping[str, tuple[Tensor, Operand]]
-"""Weights and their quantised copies, by layer."""
+"""Weights, fp32 [out, in], and their quantised copies, by layer."""
 
 
 def oscillation(before: Casts, after: Casts) -> dict[str, float]:
     """Return the effect of one optimizer step on quantised weights.
 
-    `weights/flipped` is the share of elements whose code changed, `weights/oscillation` is sum |dQ(w)| over
-    sum |dw|, left out if no weight changed.
+    Args:
+        before: weights and their casts before the step; the casts have kept their codes.
+        after: those of the same layers after it.
+
+    Returns:
+        `weights/flipped`, the share of elements whose code changed, and `weights/oscillation`, sum |dQ(w)|
+        over sum |dw|, left out if no weight changed.
     """
     flipped = elements = 0
     way = quantised_way = 0.0
     for name, (w, cast) in before.items():
         new_w, new_cast = after[name]
-        flipped += (cast.codes != new_cast.codes).sum().item()
-        elements += cast.codes.numel()
+        flipped += (_codes(cast) != _codes(new_cast)).sum().item()
+        elements += _codes(cast).numel()
         way += (new_w - w).abs().sum(dtype=torch.float64).item()
         quantised_way += (new_cast.dequantize() - cast.dequantize()).abs().sum(dtype=torch.float64).item()
     return {"weights/flipped": flipped / elements} | (
@@ -86,7 +107,10 @@ ALARMS = (
 
 
 class SlotErrors:
-    """Collector of `quantisation` of every operand of a step: by layer, and averaged over layers per slot."""
+    """Collector of `quantisation` of every operand of a step: by layer, and averaged over layers per slot.
+
+    It is a probe: `Engine.listen` takes it, and each layer calls it with every operand that it quantises.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
@@ -99,7 +123,8 @@ class SlotErrors:
 
         Undefined values are left out of both.
         """
-        result, by_slot = {}, defaultdict(list)
+        result: dict[str, float] = {}
+        by_slot: defaultdict[str, list[float]] = defaultdict(list)
         for (slot, layer), values in self._seen.items():
             for name, value in values.items():
                 if not math.isnan(value):
@@ -109,7 +134,7 @@ class SlotErrors:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Return the bytes that the process holds, and on a GPU the peaks of the allocator."""
+    """Return the bytes that the process holds, and on a GPU the peaks of the allocator, all in bytes."""
     result = {"memory/rss": float(psutil.Process().memory_info().rss)}
     if device.type == "cuda":
         result["memory/peak_allocated"] = float(torch.cuda.max_memory_allocated(device))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ablate.numerics.census import Census
     from ablate.numerics.quantize import Operand
+    from ablate.numerics.spec import Quant
 
 
 def sqnr_db(operand: Operand, seen: Census) -> float:
@@ -53,12 +54,11 @@ def scale_clipped_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of block scales that should have been larger than their format allows."""
     if operand.block_scale is None:
         return 0.0
-    top = SCALES[operand.quant.scale.format].max
+    top = _largest_scale(operand)
     reach = top * _largest_element(operand) / operand.divisor
     reach *= 1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1)
-    too_large = _block_amaxes(operand, seen) > reach * (
-        1 + 2**-4
-    )  # half a step of E4M3 above the top rounds to it
+    amaxes = seen.blocks.view(operand.block_scale.shape)
+    too_large = amaxes > reach * (1 + 2**-4)  # half a step of E4M3 above the top rounds to it
     return _fraction((operand.block_scale == top) & too_large)
 
 
@@ -66,19 +66,18 @@ def scale_zero_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of nonzero blocks whose scale is zero."""
     if operand.block_scale is None:
         return 0.0
-    filled = _block_amaxes(operand, seen) > 0
+    filled = seen.blocks.view(operand.block_scale.shape) > 0
     share = _fraction(filled)
     return _fraction((operand.block_scale == 0) & filled) / share if share else 0.0
 
 
 def scale_saturated_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of block scales at their bound."""
-    scale, quant = operand.block_scale, operand.quant
-    if scale is None:
+    if operand.block_scale is None:
         return 0.0
-    return _fraction(
-        scale >= min(quant.outer.bound if quant.outer else math.inf, SCALES[quant.scale.format].max)
-    )
+    outer = _quant(operand).outer
+    bound = min(outer.bound if outer else math.inf, _largest_scale(operand))
+    return _fraction(operand.block_scale >= bound)
 
 
 def clipped_frac(operand: Operand, seen: Census) -> float:
@@ -124,14 +123,25 @@ def _fraction(mask: Tensor) -> float:
     return mask.count_nonzero().item() / mask.numel()
 
 
-def _block_amaxes(operand: Operand, seen: Census) -> Tensor:
-    return seen.blocks.view(operand.block_scale.shape)
+def _quant(operand: Operand) -> Quant:
+    if operand.quant is None:
+        raise ValueError("this operand is not quantised, so it has no quantisation error to measure")
+    return operand.quant
+
+
+def _largest_scale(operand: Operand) -> float:
+    """Return the largest value of the format of an operand's block scales."""
+    scale = _quant(operand).scale
+    if scale is None:
+        raise ValueError("this operand has no block scales")
+    return SCALES[scale.format].max
 
 
 def _largest_element(operand: Operand) -> float:
+    """Return the largest value of the format of an operand's elements."""
     from ablate.numerics.formats import ELEMENTS
 
-    return ELEMENTS[operand.quant.element].max
+    return ELEMENTS[_quant(operand).element].max
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Optimizers, from torch, over one model's trainable parameters, and the type of their state."""
+"""Optimizers, from torch, over one model's trainable parameters, and the type of their state.
+
+`OPTIMIZERS`, at the foot of this file, maps the values of `optimizer` to the functions that build them.
+"""
 
 from collections.abc import Callable, Iterable
 from inspect import unwrap
@@ -10,10 +13,13 @@ from torch import nn
 from ablate.recipes.layers import block_of
 from ablate.training.hyperparameters import Training
 
+OptimizerState = dict[str, Any]
+"""State dict of a torch optimizer, whose entries depend on its class."""
+
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def _eager(kind: type) -> type:
+def _eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return a torch optimizer class without the wrappers that keep torch.compile out.
 
     At the first call they import torch._dynamo, which takes as long as the rest of torch. Nothing here
@@ -26,11 +32,18 @@ def _eager(kind: type) -> type:
     return type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(unwrap(kind.step))})
 
 
-_AdamW, _Muon, _Optimizer = map(_eager, (torch.optim.AdamW, torch.optim.Muon, torch.optim.Optimizer))
+_AdamW, _Muon = _eager(torch.optim.AdamW), _eager(torch.optim.Muon)
+_Optimizer: Any = _eager(torch.optim.Optimizer)  # mypy accepts no base class that a function made
 
 
 def optimizer(model: nn.Module, config: Training) -> torch.optim.Optimizer:
-    """Return the optimizer that `config` names, over all trained parameters."""
+    """Return the optimizer that a configuration names, over all trained parameters.
+
+    Args:
+        model: its parameters with `requires_grad` are trained.
+        config: `optimizer`, `lr`, `weight_decay`, `beta1`, `beta2`, `momentum` and `optimizer_state` apply.
+            With `optimizer_state` bf16, the moments are rounded after every step.
+    """
     built = OPTIMIZERS[config.optimizer](model, config)
     if config.optimizer_state == "bf16":
         built.register_step_post_hook(_round_state)
@@ -52,10 +65,10 @@ def _adamw(parameters: Iterable[nn.Parameter], config: Training) -> torch.optim.
 
 
 def muon(model: nn.Module, config: Training) -> torch.optim.Optimizer:
-    """Return Muon on the matrices inside blocks, and AdamW on the rest (embeddings, head, norms).
+    """Return Muon on the matrices inside numbered blocks, and AdamW on the rest (embeddings, head, norms).
 
     The split is that of Muon's author. The update has AdamW's root mean square (`match_rms_adamw`, arXiv
-    2502.16982), so one learning rate serves both.
+    2502.16982), so one learning rate serves both. Biases and norms inside blocks have AdamW too.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if p.ndim == 2 and block_of(name) >= 0]
@@ -70,7 +83,11 @@ def muon(model: nn.Module, config: Training) -> torch.optim.Optimizer:
 
 
 class Joint(_Optimizer):
-    """Several optimizers, each over its own parameters, as one."""
+    """Several optimizers, each over its own parameters, as one.
+
+    Args:
+        parts: the optimizers; their parameters do not overlap.
+    """
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
@@ -80,31 +97,31 @@ class Joint(_Optimizer):
         ]  # the parts' own dicts: a learning rate set here applies to the parts
 
     @property
-    def state(self) -> dict[torch.Tensor, Any]:
-        """Return the state of every parameter, from all parts."""
+    def state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Return the moments by name of every parameter, from all parts."""
         return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: object) -> None:
         """Ignore the empty state that the base class sets; each part keeps its own."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Take one step with each part."""
+        """Take one step with each part. `closure`, a part of torch's signature, is ignored."""
         for part in self.parts:
             part.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[OptimizerState]]:
         """Return the states of all parts, in order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, list[OptimizerState]]) -> None:
         """Restore what `state_dict` returned."""
         for part, its in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(its)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-def _round_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _round_state(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Round the moments to the nearest bf16 values, kept in fp32."""
     for kept in optimizer.state.values():
         for moment in (kept[name] for name in _MOMENTS if name in kept):
@@ -112,3 +129,4 @@ def _round_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": muon}
+"""Functions of a model and its configuration, by the value of `optimizer`."""

@@ -9,7 +9,6 @@ of its identity. This file does not import torch, since plans use it.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ablate.numerics.spec import Quant, grain, tag
 from ablate.recipes.recipe import SLOTS, TOKEN_AXES, Products, Recipe
@@ -27,15 +26,29 @@ class Layout:
     sharded: bool = False
 
     def groups(self, accumulate: int) -> int:
-        """Return the number of groups of ranks that take micro-batches of their own."""
+        """Return the number of groups of ranks that take micro-batches of their own.
+
+        Args:
+            accumulate: micro-batches of an optimizer step.
+        """
         return math.gcd(accumulate, self.ranks)
 
     def splits(self, accumulate: int) -> int:
-        """Return the number of ranks that share one micro-batch's sequences and its operands' amaxes."""
+        """Return the number of ranks that share one micro-batch's sequences and its operands' amaxes.
+
+        Args:
+            accumulate: micro-batches of an optimizer step.
+        """
         return self.ranks // self.groups(accumulate)
 
     def misfits(self, config: Training, recipe: Recipe, engine: str) -> Iterator[str]:
-        """Yield each reason, as a sentence, for which so many ranks cannot train this."""
+        """Yield each reason, as a sentence, for which so many ranks cannot train this.
+
+        Args:
+            config: the workload.
+            recipe: the recipe of the trial.
+            engine: name of the engine that computes it.
+        """
         splits = self.splits(config.accumulate)
         if config.compile:
             yield f"workload.compile compiles for one rank; leave it out, or use 1 instead of {self.ranks}"
@@ -104,7 +117,7 @@ def _everything(recipe: Recipe) -> list[Products]:
     return [recipe.products, *(products for products in others if products is not None)]
 
 
-def _slot(recipe: Recipe, meant: Callable[[Quant, str], Any]) -> str | None:
+def _slot(recipe: Recipe, meant: Callable[[Quant, str], object]) -> str | None:
     """Return the first operand, as `recipe.fprop.x`, for whose quantiser `meant(quant, slot)` is true."""
     pairs = ((slot, products.slot(slot)) for products in _everything(recipe) for slot in SLOTS)
     return next((f"recipe.{slot}" for slot, quant in pairs if quant is not None and meant(quant, slot)), None)

@@ -1,8 +1,8 @@
-"""Invariants of a finished sweep, whatever happened on the way.
+"""Audit of a finished sweep after faults: compares ledger, files, MLflow and Optuna with an undisturbed run.
 
-Reads only, and believes no word of the code that wrote: files and tables are compared with an undisturbed
-run's, and MLflow is asked through its REST interface. Its SQL is its own for that reason: a wrong query of
-the ledger would hide what it got wrong.
+Read-only. It recomputes every invariant from files and tables, independently of the code that wrote them, and
+queries MLflow through its REST interface. It has its own SQL for the same reason: a wrong query of the ledger
+would hide its own mistakes.
 """
 
 import itertools
@@ -11,78 +11,84 @@ import math
 import sqlite3
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple, TypeVar
 from urllib.parse import urlencode
 
-from ablate.files import Damaged
+from ablate.files import Damaged, Json
 from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import FINISHED
+from ablate.results.ledger_rows import FINISHED, Member
 from ablate.results.trial_store import Store, parsed
 from ablate.training.metric_names import parse
 
 _PAGE = 25_000
 Records = dict[tuple[int, str], float]
+"""Value of each record, by step and metric."""
+Key = TypeVar("Key", str, tuple[str, int])
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A promise that was broken, and how often: something lost, something twice, something else that is
-    wrong.
-    """
+    """Broken promise: its kind, a description, and the number of occurrences."""
 
     kind: Literal["lost", "twice", "wrong"]
     what: str
     count: int = 1
+    silent: bool = False
+    """True if values differ from the undisturbed run without any report of damage."""
 
 
-def members(book: Ledger) -> dict[tuple[str, int], sqlite3.Row]:
-    """Members that the sweep asked for, by arm and seed."""
-    return {(row["name"], row["seed"]): row for row in book.members()}
+def members(book: Ledger) -> dict[tuple[str, int], Member]:
+    """Return the members of the sweep, by arm and seed."""
+    return {(row.name, row.seed): row for row in book.members()}
 
 
 def sweep(state: Path, folder: Path, reference: Path) -> Iterator[Finding]:
-    """A sweep's folder, and the trials of its state folder, against the folder of a run that nothing
-    disturbed.
+    """Compare a sweep with an undisturbed run: its members, their records, trial folders and attempts.
+
+    Args:
+        state: State folder of the audited sweep; it must contain the trials of this sweep only.
+        folder: Folder of the audited sweep, with its ledger.
+        reference: Folder of the same sweep run without faults.
     """
-    ours, theirs = (Ledger(place / "ledger.db", readonly=True) for place in (folder, reference))
-    found, wanted = members(ours), members(theirs)
-    yield from _sets("member", set(found), set(wanted))
-    for key in found.keys() & wanted.keys():
-        about = f"{key[0]} seed={key[1]}"
-        if found[key]["status"] != wanted[key]["status"]:
-            yield Finding("lost", f"{about} is {found[key]['status']}, not {wanted[key]['status']}")
-        yield from _records(about, _of(ours, found[key]["trial"]), _of(theirs, wanted[key]["trial"]))
-        yield from _files(about, Store(state), found[key]["id"], set(_of(theirs, wanted[key]["trial"])))
+    ours, theirs = (Ledger(path / "ledger.db", readonly=True) for path in (folder, reference))
+    present, wanted = members(ours), members(theirs)
+    yield from _sets("member", set(present), set(wanted))
+    for key in present.keys() & wanted.keys():
+        member = f"{key[0]} seed={key[1]}"
+        if present[key].status != wanted[key].status:
+            yield Finding("lost", f"{member} is {present[key].status}, not {wanted[key].status}")
+        yield from _records(member, _of(ours, present[key].trial), _of(theirs, wanted[key].trial))
+        yield from _files(member, Store(state), present[key].id, set(_of(theirs, wanted[key].trial)))
     yield from _sets(
         "trial folder",
         {path.name for path in (state / "trials").iterdir()},
-        {row["id"] for row in wanted.values()},
+        {row.id for row in wanted.values()},
     )
     yield from _attempts(ours)
     ours.close()
     theirs.close()
 
 
-def _sets(what: str, found: set, wanted: set) -> Iterator[Finding]:
-    yield from (Finding("lost", f"no {what} {item}") for item in sorted(wanted - found))
-    yield from (Finding("twice", f"a {what} that nobody wanted: {item}") for item in sorted(found - wanted))
+def _sets(what: str, present: set[Key], wanted: set[Key]) -> Iterator[Finding]:
+    yield from (Finding("lost", f"no {what} {item}") for item in sorted(wanted - present))
+    yield from (Finding("twice", f"a {what} that nobody wanted: {item}") for item in sorted(present - wanted))
 
 
 def _of(book: Ledger, trial: int) -> Records:
     return {(step, name): value for step, name, value, _ in book.records(trial)}
 
 
-def _records(about: str, ours: Records, theirs: Records) -> Iterator[Finding]:
+def _records(member: str, ours: Records, theirs: Records) -> Iterator[Finding]:
     if missing := sorted(theirs.keys() - ours.keys()):
-        yield Finding("lost", f"{about}: {len(missing)} records, the first {missing[0]}", len(missing))
+        yield Finding("lost", f"{member}: {len(missing)} records, the first {missing[0]}", len(missing))
     if extra := sorted(ours.keys() - theirs.keys()):
         yield Finding(
             "wrong",
-            f"{about}: {len(extra)} records that an undisturbed run has not, the first {extra[0]}",
+            f"{member}: {len(extra)} records that an undisturbed run has not, the first {extra[0]}",
             len(extra),
         )
     same = (key for key in sorted(ours.keys() & theirs.keys()) if not parse(key[1]).of_machine)
@@ -95,33 +101,34 @@ def _records(about: str, ours: Records, theirs: Records) -> Iterator[Finding]:
         first = f"{differ[0]}: {ours[differ[0]]!r}, not {theirs[differ[0]]!r}"
         yield Finding(
             "wrong",
-            f"{about}: {len(differ)} values differ from an undisturbed run's, the first {first}",
+            f"{member}: {len(differ)} values differ from an undisturbed run's, the first {first}",
             len(differ),
+            silent=True,
         )
 
 
-def _files(about: str, store: Store, trial: str, wanted: set[tuple[int, str]]) -> Iterator[Finding]:
-    """The trial's folder describes it wholly, without the ledger."""
+def _files(member: str, store: Store, trial: str, wanted: set[tuple[int, str]]) -> Iterator[Finding]:
+    """Check that the trial's folder alone contains its result and all `wanted` records (step, metric)."""
     try:
         if store.result(trial) is None:
-            yield Finding("lost", f"{about}: no result in its folder {trial}")
+            yield Finding("lost", f"{member}: no result in its folder {trial}")
     except Damaged as error:
-        yield Finding("lost", f"{about}: {error}")
-    there = {
+        yield Finding("lost", f"{member}: {error}")
+    present = {
         (event["step"], name) for event in store.events(trial, strict=False) for name in event["metrics"]
     }
-    if missing := sorted(wanted - there):
+    if missing := sorted(wanted - present):
         yield Finding(
             "lost",
-            f"{about}: {len(missing)} records in its folder {trial}, the first {missing[0]}",
+            f"{member}: {len(missing)} records in its folder {trial}, the first {missing[0]}",
             len(missing),
         )
     if (store.folder(trial) / "checkpoint.pt").exists():
-        yield Finding("wrong", f"{about}: a checkpoint is left in its folder {trial}")
+        yield Finding("wrong", f"{member}: a checkpoint is left in its folder {trial}")
 
 
 def _attempts(book: Ledger) -> Iterator[Finding]:
-    """Every attempt ended, and at most one of a trial's ended with its result."""
+    """Check that every attempt ended, and at most one per trial ended with a result."""
     rows: dict[str, list[sqlite3.Row]] = {}
     for row in book.db.execute(
         "SELECT id, attempts.* FROM attempts JOIN trials USING (trial) ORDER BY attempt"
@@ -142,54 +149,61 @@ def _attempts(book: Ledger) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Repeat:
-    """What an attempt did again of the one before it: steps, and the seconds that these had taken."""
+    """Steps of one attempt that the next attempt computed again, and the seconds that they had taken."""
 
     trial: str
     steps: int
     seconds: float
     slack: float
-    """The longest time between two records there: what may have been done and was not recorded."""
+    """Longest time between two records of the first attempt: work that may not have been recorded."""
 
 
 def repeats(state: Path) -> Iterator[Repeat]:
-    """What was computed again in all trial folders, from the records' own times."""
+    """Yield the repeated steps of all trial folders, computed from the times in their records."""
     for folder in sorted((state / "trials").iterdir()):
         files = sorted(folder.glob("events-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))
         attempts = [[*_events(path)] for path in files]
         attempts = [events for events in attempts if events]
         for before, after in itertools.pairwise(attempts):
-            resumed = after[0].get("resumed", 0)
-            again = [event for event in before if event["step"] > resumed]
+            resumed = after[0].resumed
+            again = [event for event in before if event.step > resumed]
             if again:
-                kept = max(
-                    (event["time"] for event in before if event["step"] <= resumed), default=again[0]["time"]
-                )
-                gaps = (later["time"] - earlier["time"] for earlier, later in itertools.pairwise(before))
+                kept = max((event.time for event in before if event.step <= resumed), default=again[0].time)
+                gaps = (later.time - earlier.time for earlier, later in itertools.pairwise(before))
                 yield Repeat(
-                    folder.name, again[-1]["step"] - resumed, again[-1]["time"] - kept, max(gaps, default=0.0)
+                    folder.name, again[-1].step - resumed, again[-1].time - kept, max(gaps, default=0.0)
                 )
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """An attempt's events, without lines that were corrupted."""
+class _Event(NamedTuple):
+    """Step and time of an event, and the step from which its attempt resumed."""
+
+    step: int
+    time: float
+    resumed: int
+
+
+def _events(path: Path) -> Iterator[_Event]:
+    """Yield the events of an attempt, without lines that are corrupted."""
     for line in path.read_bytes().split(b"\n")[:-1]:
         with suppress(ValueError):
-            yield parsed(line + b"\n", path.parent.name)
+            event = parsed(line + b"\n", path.parent.name)
+            yield _Event(event["step"], event["time"], event.get("resumed", 0))
 
 
-# The pictures
+# Optuna and MLflow
 
 
 def study(folder: Path) -> Iterator[Finding]:
-    """Optuna's study shows every arm once, told with the mean of its seeds."""
+    """Check that Optuna's study contains every arm once, with the mean over its seeds as value."""
     from ablate.execution.search import shown
 
     book = Ledger(folder / "ledger.db", readonly=True)
-    metric = json.loads(book.fact("metric"))["name"]
+    metric = json.loads(book.fact("metric") or "{}")["name"]
     finals: dict[int, list[float]] = {}
     for row in book.members():
-        if row["optuna"] is not None:
-            finals.setdefault(row["optuna"], []).append(book.last_values(row["trial"])[metric])
+        if row.optuna is not None:
+            finals.setdefault(row.optuna, []).append(book.last_values(row.trial)[metric])
     book.close()
     drawn = shown(folder / "optuna.log")
     if len(drawn) != len(finals):
@@ -205,105 +219,140 @@ def study(folder: Path) -> Iterator[Finding]:
             )
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """Run of MLflow."""
+
+    id: str
+    name: str
+    status: str
+    deleted: bool
+    tags: Mapping[str, str]
+    params: frozenset[str]
+    """Names of its parameters."""
+
+    @classmethod
+    def parse(cls, content: dict[str, Json]) -> "TrackedRun":
+        """Parse a run of the answer of `runs/search`."""
+        info, data = _object(content["info"]), _object(content["data"])
+        tags = [_object(tag) for tag in _list(data.get("tags"))]
+        return cls(
+            id=str(info["run_id"]),
+            name=str(info["run_name"]),
+            status=str(info["status"]),
+            deleted=info.get("lifecycle_stage") == "deleted",
+            tags={str(tag["key"]): str(tag["value"]) for tag in tags},
+            params=frozenset(str(_object(param)["key"]) for param in _list(data.get("params"))),
+        )
+
+
+def _object(value: Json) -> dict[str, Json]:
+    if not isinstance(value, dict):
+        raise ValueError(f"MLflow sent {value!r} instead of an object")
+    return value
+
+
+def _list(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else []
+
+
 class Tracker:
-    """An MLflow server, asked by REST."""
+    """Client of an MLflow server's REST interface."""
 
     def __init__(self, address: str) -> None:
         self.address = address
 
-    def ask(self, path: str, **query: Any) -> dict[str, Any]:
-        """GET."""
+    def ask(self, path: str, **query: str | int) -> dict[str, Json]:
+        """Return the JSON answer of a GET request below `api/2.0/mlflow/`."""
         with urllib.request.urlopen(
             f"{self.address}/api/2.0/mlflow/{path}?{urlencode(query)}", timeout=60
         ) as answer:
             return json.load(answer)
 
-    def search(self, experiment: str) -> list[dict[str, Any]]:
-        """All runs of an experiment, deleted ones too."""
+    def experiment(self, name: str) -> str:
+        """Return the id of an experiment."""
+        answer = self.ask("experiments/get-by-name", experiment_name=name)
+        return str(_object(answer["experiment"])["experiment_id"])
+
+    def search(self, experiment: str) -> list[TrackedRun]:
+        """Return all runs of an experiment, including deleted ones."""
         body = {"experiment_ids": [experiment], "max_results": 10_000, "run_view_type": "ALL"}
         data = json.dumps(body).encode()
         kind = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.address}/api/2.0/mlflow/runs/search", data, kind)
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer).get("runs", [])
+            return [TrackedRun.parse(run) for run in json.load(answer).get("runs", [])]
 
-    def history(self, run: str, key: str) -> Counter:
-        """(step, value, milliseconds) of a metric."""
-        points = self.ask("metrics/get-history", run_id=run, metric_key=key, max_results=_PAGE).get(
-            "metrics", []
-        )
+    def history(self, run: str, key: str) -> Counter[tuple[int, float, int]]:
+        """Return the points of a metric, (step, value, milliseconds), with their numbers."""
+        answer = self.ask("metrics/get-history", run_id=run, metric_key=key, max_results=_PAGE)
+        points = [_object(point) for point in _list(answer.get("metrics"))]
+        # MLflow sends 64-bit integers and NaN as text.
         return Counter(
-            (int(point.get("step", 0)), float(point["value"]), int(point["timestamp"])) for point in points
+            (int(str(point.get("step", 0))), float(str(point["value"])), int(str(point["timestamp"])))
+            for point in points
         )
 
     def files(self, run: str) -> set[str]:
-        """Names of a run's artifacts."""
-        return {file["path"] for file in self.ask("artifacts/list", run_id=run).get("files", [])}
+        """Return the names of a run's artifacts."""
+        answer = self.ask("artifacts/list", run_id=run)
+        return {str(_object(file)["path"]) for file in _list(answer.get("files"))}
 
 
 def mlflow(tracker: Tracker, folder: Path) -> Iterator[Finding]:
-    """One run a member and one for the sweep, all finished, whole, and with the ledger's records and times,
-    each once.
+    """Check MLflow's runs: one for each member and one for the sweep, all finished and complete.
+
+    Each record of the ledger must be there exactly once, with its time.
     """
-    experiment = tracker.ask("experiments/get-by-name", experiment_name=folder.name)["experiment"][
-        "experiment_id"
-    ]
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for run in tracker.search(experiment):
-        if run["info"].get("lifecycle_stage") == "deleted" and _tags(run).get("ablate.status") == "replaced":
-            continue  # of records that were put aside; another run shows those that came in their place
-        runs.setdefault(_tags(run).get("ablate.member", "the sweep"), []).append(run)
-        if run["info"]["status"] != "FINISHED":
-            yield Finding("wrong", f"MLflow: {run['info']['run_name']} is {run['info']['status']}")
+    runs: dict[str, list[TrackedRun]] = {}
+    for run in tracker.search(tracker.experiment(folder.name)):
+        if run.deleted and run.tags.get("ablate.status") == "replaced":
+            continue  # its records were discarded; another run has the records that replaced them
+        runs.setdefault(run.tags.get("ablate.member", "the sweep"), []).append(run)
+        if run.status != "FINISHED":
+            yield Finding("wrong", f"MLflow: {run.name} is {run.status}")
     book = Ledger(folder / "ledger.db", readonly=True)
-    wanted = {f"{row['arm']}/{row['seed']}": row for row in book.members()}
+    wanted = {row.key: row for row in book.members()}
     for member in sorted({*wanted, "the sweep", *runs}):
-        found = runs.get(member, [])
-        if len(found) != 1:
+        matching = runs.get(member, [])
+        if len(matching) != 1:
             yield Finding(
-                "twice" if found else "lost", f"MLflow: {len(found)} runs of {member}", max(1, len(found) - 1)
+                "twice" if matching else "lost",
+                f"MLflow: {len(matching)} runs of {member}",
+                max(1, len(matching) - 1),
             )
-        for run in found:
-            yield from _whole(
-                tracker, run, {"spec.json", "result.json"} if member in wanted else {"experiment.yaml"}
-            )
+        for run in matching:
+            files = {"spec.json", "result.json"} if member in wanted else {"experiment.yaml"}
+            yield from _check_complete(tracker, run, files)
             if member in wanted:
                 yield from _histories(tracker, run, book, wanted[member])
     book.close()
 
 
-def _tags(run: dict[str, Any]) -> dict[str, str]:
-    return {tag["key"]: tag["value"] for tag in run["data"].get("tags", [])}
+def _check_complete(tracker: Tracker, run: TrackedRun, files: set[str]) -> Iterator[Finding]:
+    if "spec.json" in files and not {"arm", "seed", "data", "recipe.schedule"} <= run.params:
+        yield Finding("lost", f"MLflow: {run.name} has {len(run.params)} params, and not all")
+    if missing := files - tracker.files(run.id):
+        yield Finding("lost", f"MLflow: {run.name} has no {sorted(missing)}", len(missing))
 
 
-def _whole(tracker: Tracker, run: dict[str, Any], files: set[str]) -> Iterator[Finding]:
-    about, params = (
-        f"MLflow: {run['info']['run_name']}",
-        {param["key"] for param in run["data"].get("params", [])},
-    )
-    if "spec.json" in files and not {"arm", "seed", "data", "recipe.schedule"} <= params:
-        yield Finding("lost", f"{about} has {len(params)} params, and not all")
-    if missing := files - tracker.files(run["info"]["run_id"]):
-        yield Finding("lost", f"{about} has no {sorted(missing)}", len(missing))
-
-
-def _histories(tracker: Tracker, run: dict[str, Any], book: Ledger, member: sqlite3.Row) -> Iterator[Finding]:
-    wanted: dict[str, Counter] = {}
-    for step, key, value, moment in book.records(member["trial"]):
+def _histories(tracker: Tracker, run: TrackedRun, book: Ledger, member: Member) -> Iterator[Finding]:
+    wanted: dict[str, Counter[tuple[int, float, int]]] = {}
+    for step, key, value, moment in book.records(member.trial):
         if parse(key).for_tracker:
             wanted.setdefault(key, Counter())[step, value, int(moment * 1000)] += 1
     for key, points in wanted.items():
-        drawn = tracker.history(run["info"]["run_id"], key)
-        about = f"MLflow: {run['info']['run_name']} {key}"
-        if missing := points - drawn:
+        logged = tracker.history(run.id, key)
+        subject = f"MLflow: {run.name} {key}"
+        if missing := points - logged:
             yield Finding(
                 "lost",
-                f"{about}: {missing.total()} of {points.total()} points, the first {min(missing)}",
+                f"{subject}: {missing.total()} of {points.total()} points, the first {min(missing)}",
                 missing.total(),
             )
-        if extra := drawn - points:
+        if extra := logged - points:
             yield Finding(
                 "twice",
-                f"{about}: {extra.total()} points that the ledger has not, the first {min(extra)}",
+                f"{subject}: {extra.total()} points that the ledger has not, the first {min(extra)}",
                 extra.total(),
             )

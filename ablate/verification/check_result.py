@@ -1,11 +1,13 @@
-"""Row of a check: what was looked at, measured and expected, with ways to compare the two."""
+"""Row of a check: subject, measured and expected value, and functions that compare the two."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -16,12 +18,15 @@ class Row:
     measured: str
     expected: str = ""
     ok: bool | None = None
-    """None where nothing in particular is expected: a fact, or something that is not installed."""
+    """None if there is no expected value: a fact about the machine, or a package that is not installed."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A function that yields rows, under a heading. `only` full or fast: left out of the other run."""
+    """Function that yields rows, with the heading `group` that they are printed under.
+
+    `only` restricts it to the full or to the fast run. `title` replaces the function's name.
+    """
 
     group: str
     run: Callable[[], Iterable[Row]]
@@ -30,24 +35,31 @@ class Check:
 
     @property
     def name(self) -> str:
-        """Its title, or the function's name in words."""
+        """The title, or else the function's name in words."""
         return self.title or getattr(self.run, "func", self.run).__name__.replace("_", " ")
 
     def rows(self) -> Iterator[Row]:
-        """Its rows. An exception is one too: what cannot be checked has not passed."""
+        """Yield the rows of the check. An exception becomes a row that failed."""
         try:
             yield from self.run()
         except Exception as error:
             yield Row(self.name, f"{type(error).__name__}: {error}", "no exception", False)
 
 
+def present(value: T | None) -> T:
+    """Return a value that a computation must have set; ValueError if it is None."""
+    if value is None:
+        raise ValueError("a value that this check needs was not computed")
+    return value
+
+
 def equal(what: str, measured: object, expected: object) -> Row:
-    """Both must print alike."""
+    """Return a row that passes if both values have the same text."""
     return Row(what, str(measured), str(expected), str(measured) == str(expected))
 
 
 def near(what: str, measured: float, expected: float, tolerance: float, cause: str = "") -> Row:
-    """Within a share `tolerance` of a figure, which `cause` explains."""
+    """Return a row that passes within the relative `tolerance`; `cause` is the reason for that tolerance."""
     limits = f"{expected:g} ± {100 * tolerance:g} %"
     return Row(
         what,
@@ -58,12 +70,12 @@ def near(what: str, measured: float, expected: float, tolerance: float, cause: s
 
 
 def below(what: str, measured: float, limit: float, cause: str) -> Row:
-    """At most the limit; NaN is not."""
+    """Return a row that passes at or below the limit; NaN fails. `cause` names the reason for the limit."""
     return Row(what, f"{measured:.2g}", f"at most {limit:.2g}, {cause}" if limit else "0", measured <= limit)
 
 
 def same(what: str, *pairs: tuple[Tensor, Tensor]) -> Row:
-    """Every element of each pair alike; NaN is like nothing."""
+    """Return a row that passes if all elements of each pair are equal; NaN equals nothing."""
     differ = sum(int((ours.double() != theirs.double()).sum()) for ours, theirs in pairs)
     return Row(
         what, f"{differ:,} of {sum(ours.numel() for ours, _ in pairs):,} differ", "0 differ", differ == 0
@@ -71,5 +83,5 @@ def same(what: str, *pairs: tuple[Tensor, Tensor]) -> Row:
 
 
 def normal(rows: int, columns: int, seed: int = 0) -> Tensor:
-    """Standard normal fp32 [rows, columns], the same in every run."""
+    """Return standard normal numbers, fp32 [rows, columns], the same in every run."""
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))

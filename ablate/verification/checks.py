@@ -1,10 +1,10 @@
-"""What `ablate doctor` checks: small functions that yield rows, in the order of CHECKS.
+"""Checks of `ablate doctor`: small functions that yield rows, in the order of CHECKS.
 
 They print nothing and repair nothing.
 
-Expectations come from elsewhere than the code they test: published figures, known answers, a definition
-written out in another way, NumPy or double precision. Whatever is random is drawn from a seed, so a row that
-is off stays off.
+Expected values are independent of the code under test: published figures, known answers, a second
+implementation of the definition, NumPy or double precision. All random data are drawn from a seed, so a row
+that fails keeps failing.
 """
 
 import math
@@ -32,7 +32,7 @@ from ablate.numerics.stored import MAGNITUDES, load, pack, store, unpack
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.recipe import Phase, Run
 from ablate.verification import machine, peers
-from ablate.verification.check_result import Check, Row, below, equal, near, normal, same
+from ablate.verification.check_result import Check, Row, below, equal, near, normal, present, same
 from ablate.verification.error_checks import ROOM, biased, figures, four_over_six, relative_error, unbiased
 
 # --- this machine ---------------------------------------------------------------------------------
@@ -44,12 +44,12 @@ def hardware() -> Iterator[Row]:
 
 
 def presets() -> Iterator[Row]:
-    """Every preset through a small layer, forward and backward, on the emulated engine."""
+    """Run every preset through a small layer, forward and backward, on the emulated engine."""
     bad = [name for name, preset in PRESETS.items() if not _runs(preset())]
-    found = f"{len(PRESETS) - len(bad)} of {len(PRESETS)} presets" + (
+    summary = f"{len(PRESETS) - len(bad)} of {len(PRESETS)} presets" + (
         f", not {', '.join(bad)}" if bad else ""
     )
-    yield Row("engine emulated runs", found, f"all {len(PRESETS)}", not bad)
+    yield Row("engine emulated runs", summary, f"all {len(PRESETS)}", not bad)
 
 
 def _runs(recipe: Recipe) -> bool:
@@ -67,7 +67,7 @@ def _runs(recipe: Recipe) -> bool:
 
 
 def ties() -> Iterator[Row]:
-    """Halfway points go to the even code, in both signs."""
+    """Check that halfway points are rounded to the even code, for both signs."""
     y, e2m1 = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]), ELEMENTS["e2m1"]
     for sign, what in ((1, "ties .25 .75 1.25 1.75 2.5 3.5 5"), (-1, "their negatives, negated")):
         yield equal(
@@ -83,7 +83,7 @@ def ties() -> Iterator[Row]:
 
 
 def grids() -> Iterator[Row]:
-    """Casts against a search through all codes, and against torch's own."""
+    """Compare casts with a search through all codes, and with torch's casts."""
     y = torch.arange(-8192, 8193) / 1024
     codes = torch.tensor(MAGNITUDES)
     distance = (y.abs().unsqueeze(1) - codes).abs() * 4096 + torch.arange(
@@ -99,8 +99,9 @@ def grids() -> Iterator[Row]:
 
 
 def draws() -> Iterator[Row]:
-    """Over all 256 values of 8 bits, the share that goes up is the position between the neighbours, cut to
-    1/256.
+    """Check stochastic rounding with all 256 values of 8 bits.
+
+    The fraction rounded up must equal the position between the two neighbours, truncated to 1/256.
     """
     position = torch.arange(1024).unsqueeze(1) / 1024
     bits = torch.arange(256.0).expand(1024, 256)
@@ -115,7 +116,7 @@ def draws() -> Iterator[Row]:
 
 
 def scaling() -> Iterator[Row]:
-    """Transformer Engine's order of operations, one fp32 rounding each, against NumPy."""
+    """Compare the scales with Transformer Engine's order of operations in NumPy, one fp32 rounding each."""
     g = torch.Generator().manual_seed(2)
     amax = (torch.randn(1 << 17, generator=g).abs() * 8).bfloat16().float().clamp(min=0.1)
     block = (amax * torch.rand(1 << 17, generator=g)).bfloat16().float()
@@ -133,42 +134,46 @@ def scaling() -> Iterator[Row]:
 
 
 def awkward() -> Iterator[Row]:
-    """Zero tensors, blocks too small for their scale, and scales below E4M3's normal range."""
+    """Check zero tensors, blocks too small for their scale, and scales below E4M3's normal range."""
     zero = quantize(torch.zeros(4, 32), Quant())
     yield same("a tensor of zeros stays zero", (zero.dequantize(), torch.zeros(4, 32)))
     x = torch.cat((torch.full((1, 16), 1e-6), torch.ones(1, 16)), dim=1)
     small = quantize(x, Quant(), keep=True)
-    found = (
-        f"code {small.codes[0, 0]:g}, decoded {small.dequantize()[0, 0]:g}, neighbour"
+    description = (
+        f"code {present(small.codes)[0, 0]:g}, decoded {small.dequantize()[0, 0]:g}, neighbour"
         f" {small.dequantize()[0, 16]:g}"
     )
-    yield equal("a block whose scale rounds to zero", found, "code 6, decoded 0, neighbour 1")
+    yield equal("a block whose scale rounds to zero", description, "code 6, decoded 0, neighbour 1")
     steps = torch.arange(1, 8.0)
     top = torch.cat((torch.tensor([2688.0]), steps * 6 / 512)).repeat_interleave(16).view(1, -1)
-    found = quantize(top, Quant()).block_scale.flatten()[1:] * 512
+    scales = present(quantize(top, Quant()).block_scale).flatten()[1:] * 512
     yield equal(
-        "subnormal block scales, times 2^9", " ".join(f"{v:g}" for v in found.tolist()), "1 2 3 4 5 6 7"
+        "subnormal block scales, times 2^9", " ".join(f"{v:g}" for v in scales.tolist()), "1 2 3 4 5 6 7"
     )
     yield equal(
-        "the largest block scale", f"{quantize(normal(64, 64), Quant()).block_scale.amax().item():g}", "448"
+        "the largest block scale",
+        f"{present(quantize(normal(64, 64), Quant()).block_scale).amax().item():g}",
+        "448",
     )
     order = torch.arange(1.0, 1001).view(10, 100).flip(1)
-    found = [
-        quantize(order, Quant(outer=Outer(statistic=f"percentile:{p}"))).amax.item()
+    percentiles = [
+        present(quantize(order, Quant(outer=Outer(statistic=f"percentile:{p}"))).amax).item()
         for p in (0.07, 0.9985, 1.0)
     ]
-    yield equal("percentiles .07, .9985, 1 of 1 ... 1000", " ".join(f"{v:g}" for v in found), "70 999 1000")
+    yield equal(
+        "percentiles .07, .9985, 1 of 1 ... 1000", " ".join(f"{v:g}" for v in percentiles), "70 999 1000"
+    )
 
 
 def nonfinite() -> Iterator[Row]:
-    """A NaN or an infinity is always seen, also where the statistic looks away."""
+    """Check that NaN and infinity are always detected, also when the statistic is a percentile."""
     for quant, name in ((Quant(), "amax"), (Quant(outer=Outer(statistic="percentile:0.5")), "median")):
         seen = 0
         for bad in (math.nan, math.inf, -math.inf):
             x = normal(32, 64)
             x[3, 5] = bad
-            seen += not quantize(x, quant).largest.isfinite()
-        clean = bool(quantize(normal(32, 64), quant).largest.isfinite())
+            seen += not present(quantize(x, quant).largest).isfinite()
+        clean = bool(present(quantize(normal(32, 64), quant).largest).isfinite())
         alarm = "no" if clean else "a"
         yield equal(
             f"NaN, Inf, -Inf under {name}",
@@ -178,10 +183,7 @@ def nonfinite() -> Iterator[Row]:
 
 
 def kernels() -> Iterator[Row]:
-    """Compare the compiled quantisers with the reference.
-
-    Keeping what telemetry needs is the reference's.
-    """
+    """Compare the compiled quantisers with the reference, which `keep=True` selects."""
     forms = {"nearest": Quant(), "stochastic": Quant(rounding="stochastic"), "16x16": Quant(block="16x16")}
     pairs = []
     for exponent in (0, -100, 100, -130):
@@ -212,21 +214,24 @@ def kernels() -> Iterator[Row]:
 
 
 def rotations() -> Iterator[Row]:
-    """R R^T = I, and H by its definition."""
+    """Check R R^T = I, and H against its definition."""
     r, c = np.indices((16, 16))
     parity = np.vectorize(lambda n: n.bit_count() & 1)(r & c)
     plain = rotate(torch.eye(16), Hadamard(signs="none"))
     yield same("H16[r, c] = (-1)^popcount(r & c)", (4 * plain, torch.from_numpy(1 - 2 * parity)))
-    for sizes, limit in (((4, 16, 64), 0.0), ((8, 32, 128), 1e-6)):
+    exact = (Hadamard(size=4), Hadamard(size=16), Hadamard(size=64))
+    inexact = (Hadamard(size=8), Hadamard(size=32), Hadamard(size=128))
+    for rotations, limit in ((exact, 0.0), (inexact, 1e-6)):
         worst = 0.0
-        for size in sizes:
-            turn = rotate(torch.eye(size), Hadamard(size=size)).double()
-            worst = max(worst, (turn @ turn.t() - torch.eye(size)).abs().max().item())
-        yield below(f"R Rᵀ - I for {', '.join(map(str, sizes))} points", worst, limit, "fp32")
+        for rotation in rotations:
+            turn = rotate(torch.eye(rotation.size), rotation).double()
+            worst = max(worst, (turn @ turn.t() - torch.eye(rotation.size)).abs().max().item())
+        sizes = ", ".join(str(rotation.size) for rotation in rotations)
+        yield below(f"R Rᵀ - I for {sizes} points", worst, limit, "fp32")
 
 
 def copies() -> Iterator[Row]:
-    """With 16x16 blocks a weight and its transpose are the same numbers; with 1x16 blocks they are not."""
+    """Check Q(W)^T = Q(W^T): true with 16x16 blocks, false with 1x16 blocks."""
     w = normal(512, 512).bfloat16()
     there, back = (quantize(z, Quant(block="16x16")).dequantize() for z in (w, w.t()))
     yield same("Q(W)ᵀ = Q(Wᵀ) with 16x16 blocks", (there.t(), back))
@@ -242,20 +247,20 @@ def _operands() -> tuple[Operand, Operand]:
 
 
 def products() -> Iterator[Row]:
-    """Operands exact in bf16, alpha outside the product, one rounding: against double precision."""
+    """Compare operands, alpha and the product, rounded once, with double precision."""
     a, b = _operands()
     exact = [
-        o.codes.view(o.values.shape[0], -1, 16).double() * _row_scales(o).unsqueeze(2).double()
+        present(o.codes).view(o.values.shape[0], -1, 16).double() * _row_scales(o).unsqueeze(2).double()
         for o in (a, b)
     ]
     yield same(
         "code x scale is exact in bf16",
         *((o.values, e.flatten(1)) for o, e in zip((a, b), exact, strict=True)),
     )
-    factor = a.amax.double().item() * b.amax.double().item() / (36 * 448**2)
+    factor = present(a.amax).double().item() * present(b.amax).double().item() / (36 * 448**2)
     yield below(
         "alpha = amax amax / (36 448²), error",
-        abs(alpha(a, b).double().item() / factor - 1),
+        abs(present(alpha(a, b)).double().item() / factor - 1),
         2.0**-23,
         "two roundings",
     )
@@ -267,7 +272,7 @@ def products() -> Iterator[Row]:
 
 
 def _row_scales(operand: Operand) -> Tensor:
-    return operand.block_scale[:, 0, :, 0].repeat_interleave(operand.quant.tile[0], 0)
+    return present(operand.block_scale)[:, 0, :, 0].repeat_interleave(present(operand.quant).tile[0], 0)
 
 
 # --- randomness -----------------------------------------------------------------------------------
@@ -285,14 +290,14 @@ KNOWN_ANSWERS = {
 
 
 def known_answers() -> Iterator[Row]:
-    """The generator itself."""
-    for name, (counter, key, answer) in KNOWN_ANSWERS.items():
-        words = philox(torch.tensor(counter, dtype=torch.int64).view(4, 1), key).flatten().tolist()
-        yield equal(f"Philox4x32-10, {name}", " ".join(f"{word:08x}" for word in words), answer)
+    """Compare the generator with the published vectors."""
+    for name, (counter, key, expected) in KNOWN_ANSWERS.items():
+        numbers = philox(torch.tensor(counter, dtype=torch.int64).view(4, 1), key).flatten().tolist()
+        yield equal(f"Philox4x32-10, {name}", " ".join(f"{word:08x}" for word in numbers), expected)
 
 
 def counters() -> Iterator[Row]:
-    """Bits depend on where and when, and on nothing else."""
+    """Check that random bits depend on seed, stream, step, micro-batch and site only."""
     here, cpu = Clock(1, step=5), torch.device("cpu")
     bits = partial(random_bits, rows=64, columns=256, width=8, device=cpu)
     first = bits(here, site("blocks.0.mlp.up", "wgrad.g"))
@@ -313,21 +318,23 @@ def counters() -> Iterator[Row]:
 
 
 def threads() -> Iterator[Row]:
-    """One thread and two draw the same bits, and round alike."""
-    before, x = torch.get_num_threads(), normal(512, 1024)
+    """Check that one thread and two threads draw the same bits and round alike."""
+    thread_count, x = torch.get_num_threads(), normal(512, 1024)
     quant = Quant(rounding="stochastic", range=ROOM)
     try:
-        found = []
+        results = []
         for number in (1, 2):
             torch.set_num_threads(number)
-            found.append(quantize(x, quant, rotation=Hadamard(signs="per_step"), clock=Clock(7)).dequantize())
+            results.append(
+                quantize(x, quant, rotation=Hadamard(signs="per_step"), clock=Clock(7)).dequantize()
+            )
     finally:
-        torch.set_num_threads(before)
-    yield same("stochastic, on 1 thread and on 2", tuple(found))
+        torch.set_num_threads(thread_count)
+    yield same("stochastic, on 1 thread and on 2", tuple(results))
 
 
 def gpu_bits() -> Iterator[Row]:
-    """A GPU computes the bits that the processor computes."""
+    """Check that a GPU computes the same bits as the processor."""
     if not torch.cuda.is_available():
         return
     x = normal(512, 1024).bfloat16()
@@ -342,7 +349,7 @@ def gpu_bits() -> Iterator[Row]:
         yield same(
             f"{name}: processor and GPU",
             (here.values, there.values.cpu()),
-            (here.block_scale, there.block_scale.cpu()),
+            (here.block_scale, present(there.block_scale).cpu()),
         )
 
 
@@ -350,11 +357,10 @@ def gpu_bits() -> Iterator[Row]:
 
 
 def schedules() -> Iterator[Row]:
-    """A phase starts in its step, not one sooner or later: what a recipe quantises there, and what it does
-    not.
-    """
+    """Check that a phase starts exactly at its step, by the products that are quantised in each step."""
     run = Run(steps=100, tokens_per_step=512, decay=80)
-    cooldown = KNOBS["cooldown"].paths(0.1, Turn(PRESETS["nvfp4"]()))["schedule"][0]["start"]
+    turned = KNOBS["cooldown"].paths(0.1, Turn(PRESETS["nvfp4"]()))
+    cooldown = Recipe.model_validate(PRESETS["nvfp4"]().model_dump() | dict(turned)).schedule[0].start
     starts = {
         "step:30": 30,
         "tokens:4096": 8,
@@ -366,12 +372,12 @@ def schedules() -> Iterator[Row]:
     for start, step in starts.items():
         recipe = PRESETS["nvfp4"]().model_copy(update={"schedule": (Phase(start=start),)})
         plain = [n for n in range(run.steps) if recipe.at(n, run).plain]
-        found = f"{min(plain, default='never')} to {max(plain, default='never')}, {len(plain)} steps"
-        yield equal(f"bf16 from {start} of 100 steps", found, f"{step} to 99, {100 - step} steps")
+        phase = f"{min(plain, default='never')} to {max(plain, default='never')}, {len(plain)} steps"
+        yield equal(f"bf16 from {start} of 100 steps", phase, f"{step} to 99, {100 - step} steps")
 
 
 def stored() -> Iterator[Row]:
-    """Four bits a code and back, and a file and back."""
+    """Check packing to four bits per code and unpacking, and saving and loading of a stored tensor."""
     every = torch.tensor([sign * m for sign in (1.0, -1.0) for m in MAGNITUDES]).view(1, 16)
     yield equal("the 16 codes, packed", bytes(pack(every)[0].tolist()).hex(" "), "10 32 54 76 98 ba dc fe")
     yield same("unpacked again", (unpack(pack(every)), every))
@@ -385,7 +391,7 @@ def stored() -> Iterator[Row]:
         tensor.save(Path(folder) / "tensor.pt")
         again = load(Path(folder) / "tensor.pt")
     pairs = [
-        (copy.operand().dequantize(), o.dequantize())
+        (present(copy).operand().dequantize(), o.dequantize())
         for t in (tensor, again)
         for copy, o in ((t.row, plain), (t.column, turned))
     ]
@@ -396,22 +402,22 @@ def stored() -> Iterator[Row]:
 # --- other people's code --------------------------------------------------------------------------
 
 ORACLE = {"transformer_engine": "2.20.2"}
-"""Whose numbers the numerics follow to the bit, and in which version; the quick run compares with no
-other."""
+"""Package, and its version, that the numerics follow bit for bit. The fast run compares with no other."""
 MOVED = (ImportError, AttributeError, KeyError, TypeError)
+"""Errors that mean that a package's interface has changed since this comparison was written."""
 
 
 def against(peer: str) -> Iterator[Row]:
-    """All that a public implementation computes as we do, where it is installed."""
+    """Compare with a public implementation, in everything that it computes alike, if it is installed."""
     if peers.version(peer) is None:
         yield Row(peer, "not installed", peers.INSTALL[peer])
         return
     try:
-        found = peers.compare(peer)
+        comparisons = peers.compare(peer)
     except MOVED as error:
         yield Row("compared", "nothing", f"its interface has moved: {type(error).__name__}: {error}")
         return
-    for comparison in found:
+    for comparison in comparisons:
         measured = f"{comparison.mismatches:,} of {comparison.elements:,} differ"
         expected = (
             f"at most {100 * comparison.allowed:g} %: {comparison.why}" if comparison.allowed else "0 differ"
@@ -420,15 +426,15 @@ def against(peer: str) -> Iterator[Row]:
 
 
 def against_oracle(peer: str) -> Iterator[Row]:
-    """The same, where it is installed in the version that the numerics follow."""
+    """Compare as `against` does, if the installed version is the one that the numerics follow."""
     if peers.version(peer) == ORACLE[peer]:
         yield from against(peer)
 
 
 def heading(peer: str) -> str:
-    """Its name and version."""
-    found = peers.version(peer)
-    return f"Against {peer} {found}" if found else "Public implementations that are not installed"
+    """Return the heading of a comparison: the name of the package and its version."""
+    installed = peers.version(peer)
+    return f"Against {peer} {installed}" if installed else "Public implementations that are not installed"
 
 
 MACHINE, ROUNDING, SCALING = "This machine", "Formats and rounding", "Two-level scaling"

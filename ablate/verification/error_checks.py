@@ -14,14 +14,14 @@ from torch import Tensor
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Hadamard, Outer, Quant, Range, Select
-from ablate.verification.check_result import Row, near, normal
+from ablate.verification.check_result import Row, near, normal, present
 from ablate.verification.peer_comparison import mx
 
 ROOM = Range(headroom=17 / 16)
 
 
 def four_over_six(criterion: str) -> Quant:
-    """With the bound that leaves the smaller scale room."""
+    """Return the Four Over Six quantiser; its bound of 256 leaves headroom for the smaller scale."""
     return Quant(select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0))
 
 
@@ -38,33 +38,33 @@ FIGURES = {
     "MS-EDEN, rotated by 128": (Quant(rounding="ms_eden", outer=Outer(bound=256.0)), 9.72, 0.02),
     "the best block scale, by search": (Quant(select=Select(among="search")), 6.60, 0.03),
 }
-"""A quantiser, its relative mean squared error in thousandths, and the tolerance at 4 million elements."""
+"""Quantiser, its relative mean squared error in thousandths, and the tolerance at 4 million elements."""
 
 
 def relative_error(x: Tensor, estimate: Tensor) -> float:
-    """Sum of squared errors over sum of squares, in thousandths."""
+    """Return the sum of squared errors over the sum of squares, in thousandths."""
     return 1000 * ((estimate - x).double().square().sum() / x.double().square().sum()).item()
 
 
 def figures(side: int, slack: float) -> Iterator[Row]:
-    """The error of each quantiser on `side` x `side` normal numbers; `slack` is added to the tolerance."""
+    """Measure the error of each quantiser on `side` x `side` normal numbers; `slack` widens the tolerance."""
     x = normal(side, side)
     for name, (quant, figure, tolerance) in FIGURES.items():
         turn = Hadamard(size=128, signs="per_step") if quant.rounding == "ms_eden" else None
         operand = quantize(x, quant, rotation=turn, clock=Clock(0), keep=turn is not None)
-        error = relative_error(x if turn is None else operand.source, operand.dequantize())
+        error = relative_error(x if turn is None else present(operand.source), operand.dequantize())
         yield near(name, error, figure, tolerance + slack)
     operand = quantize(x, Quant(), keep=True)
-    above = (operand.scaled.abs().view(-1, 16).amax(1) > 6).double().mean().item()
+    above = (present(operand.scaled).abs().view(-1, 16).amax(1) > 6).double().mean().item()
     yield near("blocks above 6 x scale, percent", 100 * above, 50.9, 0.01 + slack)
 
 
 MEANS = {1: 23.4, 4: 5.87, 16: 1.47, 64: 0.367, 256: 0.092}
-"""The error of the mean of N independent stochastic roundings with headroom: 1/N."""
+"""Error, in thousandths, of the mean of N independent stochastic roundings with headroom; it falls as 1/N."""
 
 
 def errors_of_means(quant: Quant, x: Tensor, most: int) -> dict[int, float]:
-    """The error of the mean of N draws, for the N of MEANS up to `most`."""
+    """Return the error of the mean of N draws, for the N of MEANS up to `most`."""
     total, errors = torch.zeros_like(x), {}
     for n in range(1, most + 1):
         total += quantize(x, quant, clock=Clock(1, step=n)).dequantize()
@@ -74,7 +74,7 @@ def errors_of_means(quant: Quant, x: Tensor, most: int) -> dict[int, float]:
 
 
 def unbiased(rows: int, most: int, tolerance: float) -> Iterator[Row]:
-    """Stochastic rounding with headroom errs by variance alone: the mean of N draws as 1/N."""
+    """Check that stochastic rounding with headroom is unbiased: errors of means of N draws fall as 1/N."""
     x = normal(rows, 1024)
     errors = errors_of_means(Quant(rounding="stochastic", bits=24, range=ROOM), x, most)
     for n, error in errors.items():
@@ -84,7 +84,7 @@ def unbiased(rows: int, most: int, tolerance: float) -> Iterator[Row]:
 
 
 def biased() -> Iterator[Row]:
-    """Causes that keep a mean from converging: bits that truncate, and blocks without headroom."""
+    """Measure two causes that keep a mean from converging: 8 random bits truncate, and no headroom clips."""
     x = normal(256, 1024)
     truncated = errors_of_means(Quant(rounding="stochastic", range=ROOM), x, 256)[256]
     yield near("mean of 256 draws, 8 bits", truncated, 0.092, 0.04, "truncation")

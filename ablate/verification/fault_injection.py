@@ -1,22 +1,22 @@
-"""Fault injection: a small real sweep under every fault that we know, at drawn moments.
+"""Fault injection: a small real sweep under every kind of fault, at random moments.
 
-The problem. A sweep promises that nothing is lost, done twice, or left behind, whatever dies. Unit tests kill
-one process at a moment that somebody thought of; real failures come at other moments and together.
+The problem. A sweep guarantees that nothing is lost, done twice, or left behind, whichever process dies. Unit
+tests kill one process at one chosen moment; real failures come at other moments, and several together.
 
 The idea. The same command, `ablate sweep`, is started again after each fault that ends it, until the sweep is
-done. Faults and their moments come from a seed. Then `audit` compares ledger, trial folders, MLflow and
-Optuna with a run that nothing disturbed:
+done. Faults and their moments are drawn from a seed. Then `audit` compares ledger, trial folders, MLflow and
+Optuna with an undisturbed run:
 
-    suite = Suite(folder, faults=20, seed=0, names=list(KINDS), tell=print)
+    suite = Suite(folder, faults=20, seed=0, names=list(KINDS), report=print)
     suite.run()
     #   3.1 s  round 0,  17 records  trial killed: "... retry 1 ..."; the next record 1.2 s later
-    suite.findings   # [] if every promise was kept
+    suite.findings   # [] if every guarantee held
 
 Files are corrupted too, several at a time, while the command is down or after the sweep has finished. Damage
 must be reported or repaired, and no value may silently differ from the undisturbed run.
 
-Refused: processes that the suite did not start are never touched. Its own carry a mark in their environment,
-and end here.
+Not done: processes that the suite did not start are never touched. Its own carry a mark in their environment,
+and all of them end with the suite.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -44,7 +44,7 @@ from ablate.verification.fault_plan import CHECKPOINT_SECONDS, PATIENCE_SECONDS,
 from ablate.verification.injections import CHECKPOINT, FAULTS, HARMS, MIGRATION, Fault
 from ablate.verification.services import (
     Server,
-    Sweep,
+    SweepCommand,
     mlflow,
     mlflow_databases,
     postgres,
@@ -56,12 +56,13 @@ from ablate.verification.services import (
 _GAP = (4, 24)
 """Records between one fault and the next."""
 _LATEST_SECONDS = 30.0
-"""A fault comes by then, whether records did or not."""
+"""Longest wait for a fault, even if the sweep writes no records."""
 _PAUSE = (0.5, 4.0)
-"""Seconds for which a server stays dead."""
+"""Shortest and longest time in seconds for which a server stays down."""
 _MOST_STARTS = 8
 """Most starts of one sweep without a fault that explains them."""
 _GONE_SECONDS = 40.0
+"""Time limit for the processes of a sweep to end with its command."""
 _HARMS_AT_ONCE = 3
 """Files that are corrupted before a killed command is started again."""
 _HARMS_AT_THE_END = 6
@@ -69,11 +70,13 @@ _HARMS_AT_THE_END = 6
 _REBUILD = "`ablate rebuild "
 _INTERRUPTED = 130
 
+Victims = list[Server] | list[psutil.Process]
+
 
 def _hit(victim: Server | psutil.Process, fault: Fault, pause: float) -> None:
     if isinstance(victim, Server):
         victim.kill(fault.signal, pause)
-    elif fault.signal == signal.SIGINT:  # as a terminal does: to all in its group
+    elif fault.signal == signal.SIGINT:  # a terminal sends it to the whole process group
         os.killpg(victim.pid, fault.signal)
     else:
         victim.send_signal(fault.signal)
@@ -82,57 +85,68 @@ def _hit(victim: Server | psutil.Process, fault: Fault, pause: float) -> None:
 # The suite
 
 
+FaultOutcome = Literal["survived", "found", "no difference", "broken"]
+"""Outcome of a fault. `found`: a corruption that a command or a log names; `no difference`: one that none
+names, and that changed no value."""
+
+
 @dataclass
-class Blow:
-    """A fault that was made: when, at how many records, and what came of it."""
+class InjectedFault:
+    """Fault that was injected: its time, the number of records then, and its effects."""
 
     kind: str
     round: int
     moment: float
+    """Seconds since the suite began."""
     records: int
-    came: list[str] = field(default_factory=list)
+    effects: list[str] = field(default_factory=list)
+    """Observed effects. For a corruption the first one names the file: `folder/file: description`."""
     until_next: float | None = None
     """Seconds to the next record."""
-    outcome: str = "survived"
+    outcome: FaultOutcome = "survived"
 
     def __str__(self) -> str:
         again = "" if self.until_next is None else f"the next record {self.until_next:.1f} s later"
-        came = "; ".join([*self.came, *([again] if again else [])])
-        return f"{self.moment:6.1f} s  round {self.round}, {self.records:3d} records  {self.kind}: {came}"
+        effects = "; ".join([*self.effects, *([again] if again else [])])
+        return f"{self.moment:6.1f} s  round {self.round}, {self.records:3d} records  {self.kind}: {effects}"
 
 
 class Suite:
-    """Sweeps under faults until so many were made; `blows`, `findings` and `repeats` say what happened.
+    """Run of sweeps under faults. Results: `injected`, `findings` and `repeats`.
 
-    `tell` hears a line for each.
+    Args:
+        folder: New folder for state folders, logs and servers.
+        faults: Number of faults to inject.
+        seed: Seed of the faults, their moments and their victims.
+        names: Kinds of faults, of KINDS.
+        report: Called with a line of text for each fault and each finding.
     """
 
     def __init__(
-        self, folder: Path, faults: int, seed: int, names: list[str], tell: Callable[[str], None]
+        self, folder: Path, faults: int, seed: int, names: list[str], report: Callable[[str], None]
     ) -> None:
-        self.folder, self.tell = folder, tell
-        self.blows: list[Blow] = []
+        self.folder, self.report = folder, report
+        self.injected: list[InjectedFault] = []
         self.findings: list[Finding] = []
         self.repeats: list[audit.Repeat] = []
         self.servers: dict[str, Server] = {}
         self._names, self._faults, self._seed = names, faults, seed
         self._harms: list[tuple[str, np.random.Generator]] = []
-        self._silent: list[tuple[Blow, int]] = []
-        """Corruptions of which it is not known yet what was said, and how long the command's output was
-        before."""
+        self._undecided: list[tuple[InjectedFault, int]] = []
+        """Corruptions whose outcome is not known yet, with the size of the command's output before them."""
         self._started = time.monotonic()
         self._stack = ExitStack()
 
     def run(self) -> None:
-        """Everything, from the servers' start to their end."""
+        """Start the servers, inject all faults, audit every round, and stop the servers."""
         with self._stack:
-            scratch = Path(
-                tempfile.mkdtemp(prefix="af")
-            )  # short: Ray's sockets lie below, and a socket's path has 107 characters
+            # Short, since Ray creates sockets in it, and a socket's path has at most 107 characters.
+            scratch = Path(tempfile.mkdtemp(prefix="af"))
             self._stack.callback(shutil.rmtree, scratch, ignore_errors=True)
             scratch.chmod(0o755)
             content = experiment(self.folder)
-            reference = self._begin(content, "undisturbed", "none", "inline")  # beside the first faults
+            # The reference runs in parallel with the first faults.
+            reference = self._begin(content, "undisturbed", "none", "inline")
             address = self._serve(scratch)
             cards = deck(self._names, np.random.default_rng(self._seed))
             plan = [
@@ -148,7 +162,7 @@ class Suite:
                     kills.popleft()
                 self._settle(number, sweep)
                 while self._corrupt(number, sweep, _HARMS_AT_THE_END):
-                    self._say_what_differs(number, sweep)
+                    self._verify(number, sweep)
                     sweep.start()
                     self._settle(number, sweep)
                     if kills:
@@ -156,58 +170,58 @@ class Suite:
                 self._audit(number, sweep, reference, address)
                 if not kills and not self._harms:
                     return
-                if not kills:  # checkpoints, of which a finished sweep has none
+                if not kills:  # a finished sweep has no checkpoints to corrupt
                     self._harms = [("bit flip in events", rng) for _, rng in self._harms]
 
     # Corruption
 
-    def _corrupt(self, number: int, sweep: Sweep, most: int) -> int:
-        """Corrupt so many files, while no command runs; returns how many.
+    def _corrupt(self, number: int, sweep: SweepCommand, most: int) -> int:
+        """Corrupt at most `most` files while no command runs; return their number.
 
-        Checkpoints come first, which only unfinished trials have.
+        Checkpoints come first, since only unfinished trials have one.
         """
         cards = sorted(self._harms, key=lambda card: card[0] != CHECKPOINT)
-        made = 0
+        count = 0
         for kind, rng in cards:
-            done = HARMS[kind].do(sweep.state, sweep.folder, rng) if made < most else None
-            if done is None:
+            description = HARMS[kind].do(sweep.state, sweep.folder, rng) if count < most else None
+            if description is None:
                 continue
-            made += 1
+            count += 1
             self._harms = [card for card in self._harms if card[1] is not rng]
-            blow = Blow(kind, number, time.monotonic() - self._started, 0, [done])
-            self.blows.append(blow)
-            self._silent.append((blow, sweep.log.stat().st_size))
-            self.tell(f"{len(self.blows):3d}/{self._faults}  {blow}")
-        return made
+            injection = InjectedFault(kind, number, time.monotonic() - self._started, 0, [description])
+            self.injected.append(injection)
+            self._undecided.append((injection, sweep.log.stat().st_size))
+            self.report(f"{len(self.injected):3d}/{self._faults}  {injection}")
+        return count
 
-    def _say_what_differs(self, number: int, sweep: Sweep) -> None:
-        """`ablate status --verify` names what was corrupted in a finished sweep; what it passes over must
-        differ in nothing.
-        """
-        status, said = sweep.command("status", sweep.folder.name, "--verify")
+    def _verify(self, number: int, sweep: SweepCommand) -> None:
+        """Mark the corruptions of a finished sweep that `ablate status --verify` names."""
+        status, output = sweep.command("status", sweep.folder.name, "--verify")
         if status not in (0, 1):
             self._broken(
-                number, Finding("wrong", f"status --verify ended with {status}: {said[-1] if said else ''}")
+                number,
+                Finding("wrong", f"status --verify ended with {status}: {output[-1] if output else ''}"),
             )
-        for blow, _ in self._silent:
-            if any(_subject(blow) in line for line in said):
-                blow.came.append("named by status --verify")
-                blow.outcome = "found"
+        for injection, _ in self._undecided:
+            if any(_subject(injection) in line for line in output):
+                injection.effects.append("named by status --verify")
+                injection.outcome = "found"
 
-    def _look_what_was_said(self, sweep: Sweep) -> None:
-        """Set each corruption's outcome by the command's output and the trials' logs."""
+    def _decide_outcomes(self, sweep: SweepCommand) -> None:
+        """Set the outcome of each corruption from the command's output and the trials' logs."""
         logs = "\n".join(path.read_text(errors="replace") for path in sweep.state.glob("*/*/log-*.txt"))
-        for blow, since in self._silent:
-            file = blow.came[0].partition(":")[0]
-            if any(_subject(blow) in line for line in sweep.told(since)) or f"{file}: " in logs:
-                blow.outcome = "found"
-            elif blow.outcome != "found":
-                blow.outcome = "no difference"
-        self._silent = []
+        for injection, since in self._undecided:
+            file = injection.effects[0].partition(":")[0]
+            if any(_subject(injection) in line for line in sweep.output_since(since)) or f"{file}: " in logs:
+                injection.outcome = "found"
+            elif injection.outcome != "found":
+                injection.outcome = "no difference"
+        self._undecided = []
 
     def _migration(self, number: int, rng: np.random.Generator) -> None:
-        """Kill the driver of a small sweep while MLflow makes its database; the same command, and `sync`,
-        must get done then.
+        """Kill the controller of a small sweep while MLflow creates its database.
+
+        The same command, then `ablate sync`, must finish afterwards.
         """
         content = json.dumps(
             {
@@ -223,13 +237,13 @@ class Suite:
             content, name, f"sqlite:///{(self.folder / name / 'mlflow.db').resolve()}", "inline"
         )
         self._wait(
-            lambda: mlflow_databases(sweep.state) or sweep.process.poll() is not None,
+            lambda: bool(mlflow_databases(sweep.state)) or sweep.process.poll() is not None,
             120,
             "MLflow makes no database",
         )
         time.sleep(rng.uniform(0, 1.5))
-        blow = Blow(MIGRATION, -1, time.monotonic() - self._started, sweep.records())
-        blow.came.append(
+        injection = InjectedFault(MIGRATION, -1, time.monotonic() - self._started, sweep.records())
+        injection.effects.append(
             f"{table_count(mlflow_databases(sweep.state))} tables by then"
             if sweep.process.poll() is None
             else "it was done before"
@@ -237,36 +251,36 @@ class Suite:
         with suppress(ProcessLookupError):
             os.killpg(sweep.process.pid, signal.SIGKILL)
         sweep.process.wait()
-        self.blows.append(blow)
+        self.injected.append(injection)
         for _ in range(2):
             sweep.start()
             self._wait(lambda: sweep.process.poll() is not None, 120, f"{name} does not get done")
             if sweep.done and not sweep.unshipped():
                 break
-        status, said = sweep.command("sync", name, "--mlflow", sweep.mlflow, "--timeout", "60")
+        status, output = sweep.command("sync", name, "--mlflow", sweep.mlflow, "--timeout", "60")
         if sweep.unshipped() or status:
-            blow.outcome = "broken"
-            why = said[-1] if said else sweep.last_line()
+            injection.outcome = "broken"
+            why = output[-1] if output else sweep.last_line()
             self._broken(
                 name,
                 Finding(
                     "lost",
-                    f"{blow.kind}: MLflow misses {sweep.unshipped()} members; sync ended with {status}:"
+                    f"{injection.kind}: MLflow misses {sweep.unshipped()} members; sync ended with {status}:"
                     f" {why}",
                 ),
             )
-        self.tell(f"{len(self.blows):3d}/{self._faults}  {blow}")
+        self.report(f"{len(self.injected):3d}/{self._faults}  {injection}")
 
-    def _begin(self, content: str, name: str, mlflow: str, executor: str, **environment: str) -> Sweep:
-        file = self.folder / f"{name}.yaml"  # a sweep's name is its file's, and no two in MLflow may be alike
+    def _begin(self, content: str, name: str, mlflow: str, executor: str, **environment: str) -> SweepCommand:
+        file = self.folder / f"{name}.yaml"  # its stem names the sweep, which must be unique in MLflow
         file.write_text(content)
-        sweep = Sweep(file, self.folder / name, mlflow, executor, environment)
+        sweep = SweepCommand(file, self.folder / name, mlflow, executor, environment)
         self._stack.callback(sweep.close)
         sweep.start()
         return sweep
 
     def _serve(self, scratch: Path) -> str:
-        """Start the servers; MLflow's address."""
+        """Start the servers; return MLflow's address."""
         store = url(scratch / "mlflow.db")
         if programs := postgres_programs():
             server, store = postgres(programs, scratch / "postgres", self.folder / "postgres.log")
@@ -275,7 +289,7 @@ class Suite:
             self._names = [
                 name for name in self._names if name not in FAULTS or FAULTS[name].role != "PostgreSQL"
             ]
-            self.tell(
+            self.report(
                 "no PostgreSQL here (its programs, and psycopg for Python): MLflow's store is SQLite, and is"
                 " not killed"
             )
@@ -289,34 +303,36 @@ class Suite:
         self._wait(server.ready, 120, f"{name} does not answer")
 
     def _wait(self, condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
-        """Wait, tending the servers.
+        """Wait for a condition, and restart servers that are down.
 
-        TimeoutError, with the folder that has the logs, where the condition never holds.
+        Raises:
+            TimeoutError: The condition did not hold in time. The message is `otherwise` and the folder of
+                logs.
         """
         deadline = time.monotonic() + seconds
         while not condition():
-            self._tend()
+            self._restart_servers()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{otherwise} within {seconds:.0f} s; see the logs in {self.folder}")
             time.sleep(0.05)
 
-    def _tend(self) -> None:
+    def _restart_servers(self) -> None:
         for server in self.servers.values():
-            server.tend()
+            server.restart_if_due()
 
-    def _broken(self, number: int | str, found: Finding) -> None:
+    def _broken(self, number: int | str, finding: Finding) -> None:
         folder = f"round-{number}" if isinstance(number, int) else number
-        found = replace(found, what=f"{folder}: {found.what}")
-        self.findings.append(found)
-        self.tell(f"BROKEN {found.kind}: {found.what}")
+        finding = replace(finding, what=f"{folder}: {finding.what}")
+        self.findings.append(finding)
+        self.report(f"BROKEN {finding.kind}: {finding.what}")
         with (self.folder / folder / "findings.txt").open("a") as file:
-            print(found.kind, found.count, found.what, file=file)
+            print(finding.kind, finding.count, finding.what, file=file)
 
     # One fault
 
-    def _strike(self, number: int, sweep: Sweep, kind: str, rng: np.random.Generator) -> bool:
-        """Make one fault at its moment and wait for its effect; return False if the sweep was done before."""
-        fault, goal, which, pause = (
+    def _strike(self, number: int, sweep: SweepCommand, kind: str, rng: np.random.Generator) -> bool:
+        """Inject one fault and wait for its effect; return False if the sweep was done before."""
+        fault, goal, choice, pause = (
             FAULTS[kind],
             sweep.records() + int(rng.integers(*_GAP)),
             rng.random(),
@@ -325,27 +341,28 @@ class Suite:
         victims = self._await(number, sweep, fault.role, goal)
         if not victims:
             return False
-        victim, told = victims[int(which * len(victims))], sweep.log.stat().st_size
-        blow = Blow(kind, number, time.monotonic() - self._started, sweep.records())
-        hears = not fault.ends and (fault.role == "trial" or bool(trials_in(victim)))
+        victim, log_size = victims[int(choice * len(victims))], sweep.log.stat().st_size
+        injection = InjectedFault(kind, number, time.monotonic() - self._started, sweep.records())
+        retried = not fault.ends and (fault.role == "trial" or bool(trials_in(victim)))
         try:
             _hit(victim, fault, pause)
-        except (psutil.NoSuchProcess, ProcessLookupError):  # it ended at that very moment
+        except (psutil.NoSuchProcess, ProcessLookupError):  # the process ended at that moment
             return self._strike(number, sweep, kind, rng)
-        self.blows.append(blow)
+        self.injected.append(injection)
         if fault.ends:
-            self._end(number, sweep, fault, blow, rng)
-        self._watch(sweep, blow, told, hears)
-        self.tell(f"{len(self.blows):3d}/{self._faults}  {blow}")
+            self._end(number, sweep, fault, injection, rng)
+        self._watch(sweep, injection, log_size, retried)
+        self.report(f"{len(self.injected):3d}/{self._faults}  {injection}")
         return True
 
-    def _await(self, number: int, sweep: Sweep, role: str, goal: int) -> list[Any]:
-        """Those with a role, once the sweep has so many records, or the time has come; none where the sweep
-        was done before.
+    def _await(self, number: int, sweep: SweepCommand, role: str, goal: int) -> Victims:
+        """Return the processes with a role, once the sweep has `goal` records or _LATEST_SECONDS have passed.
+
+        The list is empty if the sweep is done before that.
         """
         latest = time.monotonic() + _LATEST_SECONDS
         while not self._over(number, sweep):
-            self._tend()
+            self._restart_servers()
             if (sweep.records() >= goal or time.monotonic() > latest) and (
                 victims := self._victims(sweep, role)
             ):
@@ -353,16 +370,16 @@ class Suite:
             time.sleep(0.02)
         return []
 
-    def _victims(self, sweep: Sweep, role: str) -> list[Any]:
+    def _victims(self, sweep: SweepCommand, role: str) -> Victims:
         if role in self.servers:
             server = self.servers[role]
             return [server] if server.process.poll() is None and server.ready() else []
         return sweep.victims(role)
 
-    def _over(self, number: int, sweep: Sweep) -> bool:
+    def _over(self, number: int, sweep: SweepCommand) -> bool:
         """Return True if the sweep reports that it is done.
 
-        One that ended by itself otherwise is a broken promise, and started again.
+        A command that ended otherwise, without a fault, is a finding, and is started again.
         """
         status = sweep.process.poll()
         if status is None or sweep.done:
@@ -370,28 +387,35 @@ class Suite:
         if (
             status == 2
             and _REBUILD in sweep.last_line()
-            and any("ledger" in blow.kind for blow, _ in self._silent)
+            and any("ledger" in injection.kind for injection, _ in self._undecided)
         ):
-            status, said = sweep.command("rebuild", str(sweep.file), "--device", "cpu")
+            status, output = sweep.command("rebuild", str(sweep.file), "--device", "cpu")
             if status:
                 self._broken(
                     number,
-                    Finding("wrong", f"rebuild ended with status {status}: {said[-1] if said else ''}"),
+                    Finding("wrong", f"rebuild ended with status {status}: {output[-1] if output else ''}"),
                 )
             sweep.start()
             return False
         self._broken(
             number, Finding("wrong", f"the command ended by itself with status {status}: {sweep.last_line()}")
         )
-        if sweep.starts > _MOST_STARTS + len(self.blows):
+        if sweep.starts > _MOST_STARTS + len(self.injected):
             raise TimeoutError(f"the same command never gets done; see {sweep.log}")
         sweep.start()
         return False
 
-    def _end(self, number: int, sweep: Sweep, fault: Fault, blow: Blow, rng: np.random.Generator) -> None:
-        """The command ends by the fault, with the status that says so, and all its processes with it.
+    def _end(
+        self,
+        number: int,
+        sweep: SweepCommand,
+        fault: Fault,
+        injection: InjectedFault,
+        rng: np.random.Generator,
+    ) -> None:
+        """Wait for the command to end by the fault, check its exit status and that all its processes ended.
 
-        It is started again.
+        Corrupt some files while it is down, then start it again.
         """
         began = time.monotonic()
         with suppress(subprocess.TimeoutExpired):
@@ -400,42 +424,46 @@ class Suite:
         wanted = (
             -signal.SIGKILL if (fault.role, fault.signal) == ("controller", signal.SIGKILL) else _INTERRUPTED
         )
-        if status not in (wanted, 0):  # 0: it was done at that moment
+        if status not in (wanted, 0):  # 0: the sweep was done at that moment
             self._broken(
-                number, Finding("wrong", f"{blow.kind}: the command ended with status {status}, not {wanted}")
+                number,
+                Finding("wrong", f"{injection.kind}: the command ended with status {status}, not {wanted}"),
             )
-        left = sweep.gone(_GONE_SECONDS)
-        if left:
-            self._broken(number, Finding("wrong", f"{blow.kind}: {', '.join(left)} outlived it", len(left)))
-        blow.came.append(f"status {status}, all gone after {time.monotonic() - began:.1f} s")
+        survivors = sweep.await_end(_GONE_SECONDS)
+        if survivors:
+            self._broken(
+                number,
+                Finding("wrong", f"{injection.kind}: {', '.join(survivors)} outlived it", len(survivors)),
+            )
+        injection.effects.append(f"status {status}, all gone after {time.monotonic() - began:.1f} s")
         if fault.then:
             fault.then(sweep.folder, rng)
         self._corrupt(number, sweep, _HARMS_AT_ONCE)
         if not sweep.done:
             sweep.start()
 
-    def _watch(self, sweep: Sweep, blow: Blow, told: int, retried: bool) -> None:
-        """Wait for the next record, and after a hit on a trial for the line that reports its retry."""
+    def _watch(self, sweep: SweepCommand, injection: InjectedFault, log_size: int, retried: bool) -> None:
+        """Wait for the next record and, if a trial was hit, for the line that reports its retry."""
         began, before, line = time.monotonic(), sweep.records(), None
         deadline = began + _LATEST_SECONDS
         while (
             time.monotonic() < deadline
             and not sweep.done
-            and (blow.until_next is None or (retried and not line))
+            and (injection.until_next is None or (retried and not line))
         ):
-            self._tend()
-            if blow.until_next is None and sweep.records() > before:
-                blow.until_next = time.monotonic() - began
+            self._restart_servers()
+            if injection.until_next is None and sweep.records() > before:
+                injection.until_next = time.monotonic() - began
                 deadline = time.monotonic() + 2 * PATIENCE_SECONDS
-            line = next((text for text in sweep.told(told) if "; retry " in text), None)
+            line = next((text for text in sweep.output_since(log_size) if "; retry " in text), None)
             time.sleep(0.02)
         if line:
-            blow.came.append(f'"{line}"')
+            injection.effects.append(f'"{line}"')
 
     # The end of a round
 
-    def _settle(self, number: int, sweep: Sweep) -> None:
-        """Let the sweep get done, and MLflow with it: the same command, as often as it takes."""
+    def _settle(self, number: int, sweep: SweepCommand) -> None:
+        """Run the same command until the sweep is done and MLflow has all of its members."""
         self._wait(lambda: self._over(number, sweep), 300, "the sweep does not get done")
         for server in self.servers.values():
             self._wait(server.ready, 120, "a server does not answer")
@@ -446,10 +474,12 @@ class Suite:
             self._wait(lambda: self._over(number, sweep), 300, "the sweep does not get done")
         self._broken(number, Finding("lost", f"MLflow still misses {sweep.unshipped()} members"))
 
-    def _audit(self, number: int, sweep: Sweep, reference: Sweep, address: str) -> None:
-        if left := sweep.gone(_GONE_SECONDS):
-            self._broken(number, Finding("wrong", f"{', '.join(left)} outlived the sweep", len(left)))
-        self._look_what_was_said(sweep)
+    def _audit(self, number: int, sweep: SweepCommand, reference: SweepCommand, address: str) -> None:
+        if survivors := sweep.await_end(_GONE_SECONDS):
+            self._broken(
+                number, Finding("wrong", f"{', '.join(survivors)} outlived the sweep", len(survivors))
+            )
+        self._decide_outcomes(sweep)
         self._wait(lambda: reference.done, 300, "the undisturbed run does not end")
         checks = [
             audit.sweep(sweep.state, sweep.folder, reference.folder),
@@ -458,31 +488,29 @@ class Suite:
             self._attempts(number, sweep),
             self._again(number, sweep),
         ]
-        for found in itertools.chain(*checks):
-            self._broken(number, found)
+        for finding in itertools.chain(*checks):
+            self._broken(number, finding)
 
-    def _attempts(self, number: int, sweep: Sweep) -> Iterator[Finding]:
-        """No more attempts than faults explain: one trial for each that was hit, two for each end of the
-        command or of Ray.
-        """
-        mine = [FAULTS[blow.kind] for blow in self.blows if blow.round == number and blow.kind in FAULTS]
-        harmed = sum(blow.round == number and blow.kind in HARMS for blow in self.blows)
-        hit = harmed + sum(fault.role in ("worker", "child", "trial") for fault in mine)
+    def _attempts(self, number: int, sweep: SweepCommand) -> Iterator[Finding]:
+        """Check that faults explain all failed attempts: one per trial hit, two per end of the command."""
+        kinds = [injection.kind for injection in self.injected if injection.round == number]
+        mine = [FAULTS[kind] for kind in kinds if kind in FAULTS]
+        hit = sum(kind in HARMS for kind in kinds) + sum(
+            fault.role in ("worker", "child", "trial") for fault in mine
+        )
         ended = sum(fault.ends for fault in mine)
         counts = sweep.outcomes()
         if counts.get("failed", 0) > hit + 4 * sum(fault.role in ("raylet", "gcs_server") for fault in mine):
             yield Finding("wrong", f"{counts['failed']} attempts failed by {hit} faults")
-        if (left := counts.get("orphaned", 0) + counts.get("interrupted", 0)) > 2 * ended:
-            yield Finding("wrong", f"{left} attempts were left by {ended} ends of the command")
+        if (abandoned := counts.get("orphaned", 0) + counts.get("interrupted", 0)) > 2 * ended:
+            yield Finding("wrong", f"{abandoned} attempts were abandoned by {ended} ends of the command")
 
-    def _again(self, number: int, sweep: Sweep) -> Iterator[Finding]:
-        """A trial that goes on does again at most what one interval between checkpoints had done, and what
-        one record covers.
-        """
-        found = list(audit.repeats(sweep.state))
-        self.repeats += found
-        corrupted = any(blow.round == number and blow.kind in HARMS for blow in self.blows)
-        for repeat in () if corrupted else found:  # what was corrupted is done again from an earlier state
+    def _again(self, number: int, sweep: SweepCommand) -> Iterator[Finding]:
+        """Check that a resumed trial repeats at most one checkpoint interval and the work between records."""
+        repeats = list(audit.repeats(sweep.state))
+        self.repeats += repeats
+        corrupted = any(injection.round == number and injection.kind in HARMS for injection in self.injected)
+        for repeat in () if corrupted else repeats:  # corrupted trials go back further
             if repeat.seconds > CHECKPOINT_SECONDS + 3 * repeat.slack:
                 yield Finding(
                     "wrong",
@@ -490,6 +518,6 @@ class Suite:
                 )
 
 
-def _subject(blow: Blow) -> str:
-    """The trial, or the ledger, that a corruption was of, as what is said names it."""
-    return "ledger" if "ledger" in blow.kind else blow.came[0].partition("/")[0]
+def _subject(injection: InjectedFault) -> str:
+    """Return the name of the corrupted trial, or `ledger`, as output and logs spell it."""
+    return "ledger" if "ledger" in injection.kind else injection.effects[0].partition("/")[0]

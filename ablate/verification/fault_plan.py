@@ -1,4 +1,4 @@
-"""Plan of fault injection: the order in which kinds of faults come, and the small sweep that they disturb."""
+"""Plan of fault injection: the order of the kinds of faults, and the small sweep that receives them."""
 
 import json
 from collections.abc import Iterator
@@ -11,12 +11,13 @@ from ablate.verification.injections import FAULTS, HARMS, MIGRATION
 CHECKPOINT_SECONDS = 0.2
 """Seconds between checkpoints of the sweep's trials."""
 PATIENCE_SECONDS = 5
-"""Patience of the sweep: seconds of silence after which a trial may count as hung."""
+"""Patience of the sweep: seconds without a message after which a trial may count as hung."""
 
 
 def deck(names: list[str], rng: np.random.Generator) -> Iterator[str]:
-    """Kinds for ever: those that leave the command running twice as often, since they cost seconds less; no
-    kind is left out for long.
+    """Yield kinds of faults without end, in shuffled rounds that contain every kind.
+
+    Kinds that leave the command running come more often, since they cost less time.
     """
     cards = [name for name in names for _ in range(_weight(name))]
     while True:
@@ -28,8 +29,9 @@ def _weight(name: str) -> int:
 
 
 def experiment(folder: Path) -> str:
-    """A cooldown grid of two seeds, whose trials share their trunks, on a synthetic corpus: about ten seconds
-    of one core.
+    """Return the YAML of a cooldown grid with two seeds, whose trials share prefixes, and write its corpus.
+
+    The sweep takes about ten seconds of one core.
     """
     counter = np.arange(12_000, dtype=np.uint64)
     text = ((counter * 2654435761 % 2**32 >> 20) % 64).astype(np.uint16)

@@ -14,12 +14,20 @@ from ablate.verification.injections import KINDS
 
 
 def run(state: Path | None, count: int, seed: int, names: list[str], screen: Console) -> bool:
-    """Run the suite and print what happened; whether every promise was kept.
+    """Run the suite and print its faults and findings; return True if there are no findings.
 
-    InputError where the folder is not new.
+    Args:
+        state: New folder for the suite; None for a temporary one, removed if there are no findings.
+        count: Number of faults.
+        seed: Seed of the suite.
+        names: Kinds of faults, of KINDS.
+        screen: Console to print on.
+
+    Raises:
+        InputError: The folder is not empty.
     """
     if state and state.exists() and any(state.iterdir()):
-        raise InputError([f"--state {state}: there is something in it; name a new folder"])
+        raise InputError([f"--state {state}: the folder is not empty; name a new one"])
     folder = state or Path(tempfile.mkdtemp(prefix="ablate-faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     suite = Suite(
@@ -33,13 +41,13 @@ def run(state: Path | None, count: int, seed: int, names: list[str], screen: Con
     screen.print("", _table(suite), "")
     screen.print(f"seed {seed}", markup=False)
     totals = {
-        kind: sum(found.count for found in suite.findings if found.kind == kind)
+        kind: sum(finding.count for finding in suite.findings if finding.kind == kind)
         for kind in ("lost", "twice", "wrong")
     }
     wrong = f", other promises broken {totals['wrong']}" if totals["wrong"] else ""
-    silent = sum(found.count for found in suite.findings if "values differ" in found.what)
+    silent = sum(finding.count for finding in suite.findings if finding.silent)
     screen.print(
-        f"faults {len(suite.blows)}, silent differences {silent}, losses {totals['lost']}, duplicates"
+        f"faults {len(suite.injected)}, silent differences {silent}, losses {totals['lost']}, duplicates"
         f" {totals['twice']}{wrong}"
     )
     if suite.findings:
@@ -50,7 +58,7 @@ def run(state: Path | None, count: int, seed: int, names: list[str], screen: Con
 
 
 def _table(suite: Suite) -> Table:
-    """Return a table of the kinds of faults: how often each came, and the time to the next record."""
+    """Return a table of the kinds of faults: number, outcomes, and the time to the next record."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("fault")
     for name in (
@@ -63,11 +71,11 @@ def _table(suite: Suite) -> Table:
         "longest",
     ):
         table.add_column(name, justify="right")
-    for kind in sorted({blow.kind for blow in suite.blows}, key=KINDS.index):
-        mine = [blow for blow in suite.blows if blow.kind == kind]
-        waits = sorted(blow.until_next for blow in mine if blow.until_next is not None)
+    for kind in sorted({fault.kind for fault in suite.injected}, key=KINDS.index):
+        mine = [fault for fault in suite.injected if fault.kind == kind]
+        waits = sorted(fault.until_next for fault in mine if fault.until_next is not None)
         outcomes = [
-            sum(blow.outcome == name for blow in mine)
+            sum(fault.outcome == name for fault in mine)
             for name in ("survived", "found", "no difference", "broken")
         ]
         times = (f"{waits[len(waits) // 2]:.1f}", f"{waits[-1]:.1f}") if waits else ("-", "-")

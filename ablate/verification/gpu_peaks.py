@@ -1,8 +1,8 @@
-"""What known GPUs multiply at most, by format, and what share of that a measured time is. Torch-free.
+"""Peak speeds of GPUs by format, and the fraction of the peak that a measured time reaches. Imports no torch.
 
-Each entry names the document of NVIDIA's that prints it. Those were read through pages that cite them, which
-agree but for GB200 (some say 2,250, 4,500 and 9,000) and the FP4 of B300 (13,125 to 15,000): a figure of
-yours that matters deserves a look at the datasheet.
+Each entry names its NVIDIA document. The figures were taken from pages that cite these documents. The pages
+agree except for GB200 (some have 2,250, 4,500 and 9,000) and the FP4 of B300 (13,125 to 15,000). Check the
+datasheet before publishing a fraction of the peak.
 """
 
 import re
@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 Peaks = Mapping[str, float]
-"""FLOP/s by format (bf16, fp8, fp4): a format that is not there is not known, or not multiplied."""
+"""FLOP/s by format (bf16, fp8, fp4); a missing format is unknown, or not supported by the GPU."""
 
 
 class Gpu(NamedTuple):
-    """Dense peaks of one kind of GPU in TFLOP/s, accumulated in fp32; None: its tensor cores have not that
-    format.
-    """
+    """Dense peaks of one kind of GPU in TFLOP/s, accumulated in fp32; None for a format that it lacks."""
 
     pattern: str
     """Pattern for the end of the driver's name of the GPU."""
@@ -49,24 +47,24 @@ GPUS = (
     Gpu(r"L40", 181.05, 362, None, "L40 datasheet"),
     Gpu(r"A100[- ].*", 312, None, None, "A100 datasheet"),
 )
-"""NVIDIA prints twice as much for most of them, with structured sparsity, which a training product has not:
-halved here. The two GeForce cards add FP8 products in fp32 at half the rate of fp16, so theirs is the lower
-figure."""
+"""Known GPUs. NVIDIA's figures for most of them assume structured sparsity, which training does not use; they
+are halved here. The two GeForce cards accumulate FP8 products in fp32 at half the rate of fp16, so they have
+the lower figure."""
 
 
 def known(name: str) -> Gpu | None:
-    """The GPU of a driver's name, such as `NVIDIA H100 80GB HBM3`; None of one that is not in the table, and
-    of a slice of one (MIG).
+    """Return the GPU with a driver's name, such as `NVIDIA H100 80GB HBM3`.
+
+    None if it is not in the table, or is a slice of a GPU (MIG).
     """
     bare = name.removeprefix("NVIDIA ").removeprefix("GeForce ").strip()
     return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, bare) and "MIG" not in bare), None)
 
 
 def share(flops: Mapping[str, float], seconds: float, peaks: Peaks) -> float | None:
-    """What part of the peak a time is: the seconds that these FLOPs, by format, would take at their peaks,
-    over those that they took.
+    """Return the fraction of the peak: ideal seconds for these FLOPs, by format, over the measured seconds.
 
-    None where the peak of one of the formats is not known.
+    None if the peak of one of the formats is unknown.
     """
     if any(name not in peaks for name in flops):
         return None

@@ -1,5 +1,5 @@
-"""What the fault benchmark does to a sweep: signals to its processes, and corruption of its files (flipped
-bits, lost ends).
+"""Faults of the fault benchmark: signals to processes of a sweep, and corruption of its files (flipped bits,
+truncation, removal).
 """
 
 import math
@@ -19,32 +19,34 @@ from ablate.results.ledger_damage import overwrite, stored_values
 
 @dataclass(frozen=True)
 class Harm:
-    """Corruption of one file of a state folder: `do` returns what was done, None where there is no such file
-    yet.
+    """Corruption of one file of a state folder.
+
+    `do` takes the state folder, the sweep's folder and a generator. It returns a description, or None
+    if there is no such file yet.
     """
 
     do: Callable[[Path, Path, np.random.Generator], str | None]
 
 
 def _flip(path: Path, rng: np.random.Generator, low: int = 0, high: int | None = None) -> str:
-    """Flip one bit of a file, between two of its bytes."""
+    """Flip one random bit of a file, in the bytes from `low` up to `high`."""
     content = bytearray(path.read_bytes())
-    place, bit = int(rng.integers(low, min(high or len(content), len(content)))), int(rng.integers(8))
-    content[place] ^= 1 << bit
+    position, bit = int(rng.integers(low, min(high or len(content), len(content)))), int(rng.integers(8))
+    content[position] ^= 1 << bit
     path.write_bytes(content)
-    return f"{path.parent.name}/{path.name}: bit {bit} of byte {place} of {len(content)}"
+    return f"{path.parent.name}/{path.name}: bit {bit} of byte {position} of {len(content)}"
 
 
 def _shorten(path: Path, rng: np.random.Generator) -> str:
-    """Cut a file anywhere, at its beginning too."""
+    """Truncate a file to a random length, possibly 0."""
     size = path.stat().st_size
-    left = int(rng.integers(size))
-    os.truncate(path, left)
-    return f"{path.parent.name}/{path.name}: {left} of {size} bytes left"
+    length = int(rng.integers(size))
+    os.truncate(path, length)
+    return f"{path.parent.name}/{path.name}: {length} of {size} bytes left"
 
 
 def _to_one(pattern: str, how: Callable[[Path, np.random.Generator], str]) -> Callable[..., str | None]:
-    """Do something to one of the files of a state folder that a pattern names."""
+    """Return a function that applies `how` to a random non-empty file that matches a pattern."""
 
     def do(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
         paths = [path for path in sorted(state.glob(pattern)) if path.stat().st_size]
@@ -54,7 +56,7 @@ def _to_one(pattern: str, how: Callable[[Path, np.random.Generator], str]) -> Ca
 
 
 def _checkpoint(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
-    """Flip a bit of a checkpoint: a trial's own, or a shared one."""
+    """Flip a bit of a trial's checkpoint or of a shared one."""
     paths = [*sorted(state.glob("trials/*/checkpoint.pt")), *sorted(state.glob("checkpoints/*.pt"))]
     return _flip(paths[int(rng.integers(len(paths)))], rng) if paths else None
 
@@ -65,14 +67,12 @@ def _remove(path: Path, rng: np.random.Generator) -> str:
 
 
 def _value(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
-    """Flip a bit of one value in the ledger, which stays a sound SQLite file."""
+    """Flip a bit of one value in the ledger; the SQLite file stays valid."""
     path = folder / "ledger.db"
     with suppress(sqlite3.DatabaseError):
         if rows := stored_values(path):
-            row, bit = (
-                rows[int(rng.integers(len(rows)))],
-                int(rng.integers(63)),
-            )  # not the sign of a zero, which SQLite does not keep
+            # 63, not 64: SQLite does not store the sign of a zero.
+            row, bit = rows[int(rng.integers(len(rows)))], int(rng.integers(63))
             (number,) = struct.unpack("<Q", struct.pack("<d", row.value))
             (other,) = struct.unpack("<d", struct.pack("<Q", number ^ 1 << bit))
             overwrite(path, row, other)
@@ -84,7 +84,7 @@ def _value(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
 
 
 def _cell(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
-    """Flip a bit of the ledger's file, in or beside a value that is stored there."""
+    """Flip a bit of the ledger's file, in or next to a stored value."""
     path = folder / "ledger.db"
     with suppress(sqlite3.DatabaseError):
         rows = [
@@ -93,8 +93,8 @@ def _cell(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
             if math.isfinite(row.value) and not row.value.is_integer()
         ]
         content = path.read_bytes()
-        place = content.find(struct.pack(">d", rows[int(rng.integers(len(rows)))])) if rows else -1
-        return _flip(path, rng, place - 12, place + 16) if place > 0 else None
+        position = content.find(struct.pack(">d", rows[int(rng.integers(len(rows)))])) if rows else -1
+        return _flip(path, rng, position - 12, position + 16) if position > 0 else None
     return None
 
 
@@ -109,13 +109,14 @@ HARMS = {
     "bit flip of a ledger's value": Harm(_value),
     "bit flip in a ledger's cell": Harm(_cell),
 }
-"""Corruption, which needs no waiting."""
+"""Kinds of corruption."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal to one process with a role, and what is done to the sweep's folder once everything that it
-    ended is gone.
+    """Signal to one process with a role.
+
+    `then` changes the sweep's folder after all processes that the signal ended are gone.
     """
 
     role: str
@@ -126,7 +127,7 @@ class Fault:
 
 
 def tear(folder: Path, rng: np.random.Generator) -> None:
-    """Cut the journal inside its last line."""
+    """Truncate Optuna's journal inside its last line."""
     journal = folder / "optuna.log"
     if journal.exists():
         content = journal.read_bytes()
@@ -136,12 +137,12 @@ def tear(folder: Path, rng: np.random.Generator) -> None:
 
 
 def delete(folder: Path, rng: np.random.Generator) -> None:
-    """Delete the journal."""
+    """Delete Optuna's journal."""
     (folder / "optuna.log").unlink(missing_ok=True)
 
 
 def lock(folder: Path, rng: np.random.Generator) -> None:
-    """Leave the lock that Optuna takes around each write, as a process does that dies in one."""
+    """Create the lock file of Optuna's journal, which a process leaves behind if it dies during a write."""
     with suppress(FileExistsError):
         (folder / "optuna.log.lock").symlink_to(folder / "optuna.log")
 
@@ -165,5 +166,5 @@ FAULTS = {
 }
 
 MIGRATION = "killed in MLflow's migration"
-"""A driver of a sweep of its own, killed while MLflow makes its database in the state folder."""
+"""Controller of a separate sweep, killed while MLflow creates its database in the state folder."""
 KINDS = (*FAULTS, *HARMS, MIGRATION)

@@ -1,41 +1,44 @@
-"""One linear layer at the shapes of real models, forward and backward, by either engine: what `ablate bench
-linear` measures.
+"""Linear layers of `ablate bench linear`: shapes of real models, forward and backward, by either engine.
 
-It measures nothing itself: it says which engine computes a preset here, builds the layers, and makes lines of
-the seconds that they took.
+This file does not measure. It decides which engine computes a preset on this machine, builds the layers, and
+turns measured seconds into lines of the table.
 """
 
 import csv
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ablate import provenance
 from ablate.engines.hardware import Machine, Refusal, refusal
 from ablate.engines.te_mapping import MULTIPLE, families, recipe_refusals, variants
 from ablate.numerics.choices import DTYPES
 from ablate.recipes import Recipe
-from ablate.recipes.recipe import DIRECTIONS, Products
+from ablate.recipes.recipe import DIRECTIONS, Product, Products
 from ablate.verification.gpu_peaks import Peaks, known, share
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ablate.engines.emulated_layer import EmulatedLinear
+
 EMULATED, NATIVE, PLAIN = "emulated", "transformer_engine", "torch"
-"""Who computes a line; PLAIN: nothing is quantised, so that both engines call torch."""
+"""Engine of a line; PLAIN if nothing is quantised, so that both engines call torch."""
 GPU = "cuda"
-"""The class of device that Transformer Engine computes on."""
+"""Device class that Transformer Engine runs on."""
 YARDSTICK = {"cpu": 2048, "cuda": 8192}
-"""Largest side of the square bf16 product that stands for a peak that nobody has printed, by class of
-device."""
+"""Largest side of the square bf16 product that replaces an unpublished peak, by device class."""
 _SMALLEST_SIDE, _PRODUCT_SECONDS = 256, 0.25
-"""Smallest side on a CPU, and how long one product may take: a side is doubled while twice the side is
-expected to stay below."""
+"""Smallest side on a CPU, and time limit of one product: the side is doubled while the product of twice the
+side is expected to stay below the limit."""
 TOKENS = {"cpu": 512, "cuda": 8192}
-"""Of a model's layers, where none are given: what takes seconds on a CPU, and fills a GPU."""
+"""Default tokens of `--model`, by device class: seconds on a CPU, enough to fill a GPU."""
 _BACKWARD = ("dgrad", "wgrad")
 _SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 
 
-class Block(NamedTuple):
-    """A transformer block's widths, as the model's published configuration has them."""
+class BlockWidths(NamedTuple):
+    """Widths of a transformer block, from the model's published configuration."""
 
     width: int
     heads: int
@@ -45,21 +48,21 @@ class Block(NamedTuple):
 
 
 MODELS = {
-    "llama-8b": Block(4096, 32, 8, 14336),
-    "llama-70b": Block(8192, 64, 8, 28672),
-    "llama-405b": Block(16384, 128, 8, 53248),
-    "qwen3-0.6b": Block(1024, 16, 8, 3072),
-    "qwen3-1.7b": Block(2048, 16, 8, 6144),
-    "qwen3-4b": Block(2560, 32, 8, 9728),
-    "qwen3-8b": Block(4096, 32, 8, 12288),
-    "qwen3-14b": Block(5120, 40, 8, 17408),
-    "qwen3-32b": Block(5120, 64, 8, 25600),
+    "llama-8b": BlockWidths(4096, 32, 8, 14336),
+    "llama-70b": BlockWidths(8192, 64, 8, 28672),
+    "llama-405b": BlockWidths(16384, 128, 8, 53248),
+    "qwen3-0.6b": BlockWidths(1024, 16, 8, 3072),
+    "qwen3-1.7b": BlockWidths(2048, 16, 8, 6144),
+    "qwen3-4b": BlockWidths(2560, 32, 8, 9728),
+    "qwen3-8b": BlockWidths(4096, 32, 8, 12288),
+    "qwen3-14b": BlockWidths(5120, 40, 8, 17408),
+    "qwen3-32b": BlockWidths(5120, 64, 8, 25600),
 }
-"""Llama 3.1 and Qwen 3, the dense ones."""
+"""Dense models of Llama 3.1 and Qwen 3."""
 
 
 class Shape(NamedTuple):
-    """A layer's size, and what it is called."""
+    """Name and size of a layer: tokens, input features, output features."""
 
     name: str
     tokens: int
@@ -68,19 +71,17 @@ class Shape(NamedTuple):
 
     @property
     def size(self) -> str:
-        """As it is written on the command line."""
+        """Size as written on the command line: `TOKENSxINxOUT`."""
         return f"{self.tokens}x{self.inputs}x{self.outputs}"
 
     @property
     def flops(self) -> float:
-        """Of one of its three products, each of which multiplies and adds as often."""
+        """Floating-point operations of one of its three products; all three have the same number."""
         return 2.0 * self.tokens * self.inputs * self.outputs
 
 
 def shapes_of(model: str, tokens: int) -> list[Shape]:
-    """The four linear layers of a model's block, those that share an input as one: what a fused
-    implementation multiplies.
-    """
+    """Return the four linear layers of a model's block, with layers that share an input fused into one."""
     block = MODELS[model]
     keys = block.head * block.kv_heads
     out = block.head * block.heads
@@ -93,12 +94,13 @@ def shapes_of(model: str, tokens: int) -> list[Shape]:
     return [Shape(f"{model} {name}", tokens, *pair) for name, pair in widths.items()]
 
 
-# --- who computes ---------------------------------------------------------------------------------
+# --- choice of the engine -------------------------------------------------------------------------
 
 
 def refused(recipe: Recipe, shapes: Sequence[Shape], device: str, machine: Machine) -> Refusal | None:
-    """Return why Transformer Engine cannot compute layers of these shapes by a recipe here; None where it
-    can, or nothing is quantised.
+    """Return the reason why Transformer Engine cannot compute a recipe at these shapes on this machine.
+
+    None if it can, or if nothing is quantised.
     """
     other = "--engine emulated computes it on any device"
     if recipe.plain:
@@ -107,38 +109,39 @@ def refused(recipe: Recipe, shapes: Sequence[Shape], device: str, machine: Machi
         return Refusal(reason.why, reason.out if reason.out.startswith("pip") else other)
     if device != GPU:
         return Refusal(f"this runs on {device}, and Transformer Engine on GPUs", other)
-    if reason := next(recipe_refusals(recipe), None):
-        return Refusal(reason, other)
+    if why := next(recipe_refusals(recipe), None):
+        return Refusal(why, other)
     odd = next((shape for shape in shapes if any(extent % MULTIPLE for extent in shape[1:])), None)
     return odd and Refusal(f"{odd.size}: Transformer Engine takes multiples of {MULTIPLE}", other)
 
 
 def multiplied(products: Products, engine: str, dtype: str) -> dict[str, str]:
-    """The format in which each of the three products is multiplied: of the emulator that of the numbers it
-    holds, of TE the operands'.
+    """Return the format in which each of the three products is multiplied, by its name.
+
+    The emulator multiplies in its storage type, Transformer Engine in the format of the operands.
     """
     return {name: _format(getattr(products, name), engine, dtype) for name in DIRECTIONS["all"]}
 
 
-def _format(product: Any, engine: str, dtype: str) -> str:
+def _format(product: Product, engine: str, dtype: str) -> str:
     quants = [getattr(product, operand) for operand in product.operands]
     if engine == NATIVE and all(quants):
         return "fp4" if product.fp4 else "fp8"
     return "fp32" if dtype == "fp32" or any(quant and quant.wide for quant in quants) else "bf16"
 
 
-# --- what is measured -----------------------------------------------------------------------------
-
+# --- layers ---------------------------------------------------------------------------------------
 
 Passes = Callable[[Callable[[], None]], None]
-"""Computes a forward and a backward pass, and calls its argument before, between and after the two."""
+"""Forward and backward pass of a layer; it calls its argument before, between and after the two."""
 
 
 def passes(
     recipes: Mapping[str, tuple[Recipe, str]], shape: Shape, device: str, weights: str
 ) -> dict[str, Passes]:
-    """A layer of this shape for each recipe and the engine that computes it, all with the same fp32 or bf16
-    weight, x and dy.
+    """Return the passes of a layer of this shape for each recipe and engine, by name.
+
+    All layers have the same weight, of type `weights`, and the same bf16 input and gradient.
     """
     import torch
 
@@ -157,7 +160,7 @@ def passes(
     }
 
 
-def _layer(bare: Any, recipe: Recipe, engine: str) -> Any:
+def _layer(bare: "nn.Linear", recipe: Recipe, engine: str) -> "EmulatedLinear":
     from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
     from ablate.numerics.philox import Clock
 
@@ -165,14 +168,14 @@ def _layer(bare: Any, recipe: Recipe, engine: str) -> Any:
     if engine == NATIVE:
         from ablate.engines.transformer_engine import Draws, NativeLinear
 
-        layer = NativeLinear(bare, "linear", clock, DTYPES[recipe.dtype], Draws(clock))
+        layer: EmulatedLinear = NativeLinear(bare, "linear", clock, DTYPES[recipe.dtype], Draws(clock))
     else:
         layer = EmulatedLinear(bare, "linear", clock, DTYPES[recipe.dtype])
     layer.products = recipe.products
     return layer
 
 
-def _passes(layer: Any, x: Any, dy: Any) -> Passes:
+def _passes(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> Passes:
     def both(mark: Callable[[], None]) -> None:
         x.grad = layer.weight.grad = None
         mark()
@@ -185,11 +188,10 @@ def _passes(layer: Any, x: Any, dy: Any) -> Passes:
 
 
 def matmul(side: int, device: str) -> Passes:
-    """torch's own square product of bf16 operands, the yardstick where no peak is known, as a layer computes
-    it: a b^T.
+    """Return torch's square bf16 product a b^T, as a layer computes it: the yardstick if no peak is known.
 
-    Without bf16 instructions it goes by way of fp32 operands, as the layers do: oneDNN's bf16 product then
-    takes several times as long, and of a b, in the other layout, a hundred times.
+    Without bf16 instructions the operands are converted to fp32, as in the layers: oneDNN's bf16 product then
+    takes several times as long, and a hundred times in the layout a b.
     """
     import torch
 
@@ -209,31 +211,33 @@ def matmul(side: int, device: str) -> Passes:
 
 
 def side(device: str, seconds: Callable[[int], float]) -> int:
-    """The side of the yardstick's product: the largest that is short on this machine.
+    """Return the side of the yardstick's product: the largest that stays below the time limit.
 
-    `seconds` times the product of a side.
+    Args:
+        device: Device class.
+        seconds: Function that measures the product of a given side.
     """
-    found = YARDSTICK[device]
+    largest = YARDSTICK[device]
     if device == GPU:
-        return found
-    tried = min(_SMALLEST_SIDE, found)
-    while tried < found and 8 * seconds(tried) <= _PRODUCT_SECONDS:
-        tried *= 2
-    return tried
+        return largest
+    size = min(_SMALLEST_SIDE, largest)
+    while size < largest and 8 * seconds(size) <= _PRODUCT_SECONDS:
+        size *= 2
+    return size
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 
 class Yardstick(NamedTuple):
-    """Reference of a share: the peaks that NVIDIA prints for this GPU; else none, and one is measured."""
+    """Reference speed: NVIDIA's peaks for this GPU; empty if they are unknown and one must be measured."""
 
     peaks: Peaks
-    said: str
+    description: str
 
 
 def yardstick(device: str) -> Yardstick:
-    """The peaks of the device that is here; none, of a CPU and of a GPU that is not in the table."""
+    """Return the peaks of this device; none for a CPU, and for a GPU that is not in the table."""
     if device == GPU:
         import torch
 
@@ -244,7 +248,7 @@ def yardstick(device: str) -> Yardstick:
 
 
 def measured_yardstick(side: int, device: str) -> str:
-    """What a share is of where no peak is known: the product that is measured."""
+    """Return the description of the measured product, for a device without a known peak."""
     from ablate.numerics.product import multiplies_bf16
 
     by = (
@@ -256,8 +260,12 @@ def measured_yardstick(side: int, device: str) -> str:
 
 
 def measured(speed: float) -> Peaks:
-    """One speed in FLOP/s as the yardstick of every format."""
+    """Return peaks that have the same speed, in FLOP/s, for every format."""
     return dict.fromkeys(("bf16", "fp8", "fp4", "fp32"), speed)
+
+
+Line = dict[str, str | float | dict[str, str] | None]
+"""Line of the table: values by column."""
 
 
 def line(
@@ -265,56 +273,69 @@ def line(
     preset: str,
     recipe: Recipe,
     engine: str,
-    seconds: tuple[float, float],
+    seconds: Sequence[float],
     peaks: Peaks,
     unit: tuple[str, float],
-) -> dict[str, Any]:
-    """What a layer's seconds forward and backward mean; `unit`: a name and the FLOP/s that it is."""
+) -> Line:
+    """Return a line of the table, by column.
+
+    Args:
+        shape: Shape of the layer.
+        preset: Name of the recipe.
+        recipe: The recipe.
+        engine: Engine that computed it.
+        seconds: Measured seconds of the forward and the backward pass.
+        peaks: Reference speeds, FLOP/s by format.
+        unit: Name of the unit of speed, and its FLOP/s.
+    """
     formats = multiplied(recipe.products, engine, recipe.dtype)
-    found: dict[str, Any] = {"shape": shape.name, "size": shape.size, "preset": preset, "engine": engine}
+    columns: Line = {"shape": shape.name, "size": shape.size, "preset": preset, "engine": engine}
     parts = zip(("forward", "backward"), (("fprop",), _BACKWARD), seconds, strict=True)
-    told = [
+    directions = [
         (way, _sums(shape.flops, [formats[name] for name in names]), spent) for way, names, spent in parts
     ]
-    found |= {f"{way} ms": 1000 * spent for way, _, spent in told}
-    found |= {f"{way} {unit[0]}": sum(flops.values()) / spent / unit[1] for way, flops, spent in told}
-    found |= {f"{way} of peak": share(flops, spent, peaks) for way, flops, spent in told}
-    ideals = {way: share(flops, 1.0, peaks) for way, flops, _ in told}
-    tops = {
-        f"{way} peak": sum(flops.values()) / ideals[way] / unit[1] if ideals[way] else None
-        for way, flops, _ in told
-    }
-    return found | {"multiplies": formats} | tops
+    columns |= {f"{way} ms": 1000 * spent for way, _, spent in directions}
+    columns |= {f"{way} {unit[0]}": sum(flops.values()) / spent / unit[1] for way, flops, spent in directions}
+    columns |= {f"{way} of peak": share(flops, spent, peaks) for way, flops, spent in directions}
+    columns["multiplies"] = formats
+    for way, flops, _ in directions:
+        ideal = share(flops, 1.0, peaks)
+        columns[f"{way} peak"] = sum(flops.values()) / ideal / unit[1] if ideal else None
+    return columns
 
 
 def _sums(flops: float, formats: Sequence[str]) -> dict[str, float]:
     return {name: flops * formats.count(name) for name in dict.fromkeys(formats)}
 
 
-def machine(device: str) -> dict[str, Any]:
-    """What this ran on: processor, versions; of a GPU its name, capability, driver and, where nvidia-smi
-    tells, its clocks just now.
+def machine(device: str) -> dict[str, object]:
+    """Return the machine of a measurement: processor, versions, and for a GPU its name, capability and
+    driver.
+
+    Current clocks of the GPU are included if nvidia-smi is there.
     """
     import torch
 
-    found = {name: fact for name, fact in provenance.environment().items() if name != "host"}
-    found |= {"device": device, "threads": torch.get_num_threads()}
+    facts: dict[str, object] = {
+        name: fact for name, fact in provenance.environment().items() if name != "host"
+    }
+    facts |= {"device": device, "threads": torch.get_num_threads()}
     if device == GPU:
         gpu = torch.cuda.get_device_properties(0)
-        found |= {
+        facts |= {
             "gpu": gpu.name,
             "capability": f"{gpu.major}.{gpu.minor}",
             "gpu memory GiB": gpu.total_memory / 2**30,
         }
-        found |= {"cuda": torch.version.cuda} | dict(_smi(f"GPU-{gpu.uuid}"))
-    return found
+        facts |= {"cuda": torch.version.cuda} | dict(_smi(f"GPU-{gpu.uuid}"))
+    return facts
 
 
 def _smi(uuid: str) -> Iterator[tuple[str, str]]:
-    """Return what nvidia-smi reports of a GPU; empty without one."""
+    """Yield the properties _SMI of a GPU and their values; nothing without nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader", "-i", uuid]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return
-    yield from zip(_SMI, next(csv.reader(told.splitlines(), skipinitialspace=True), ()), strict=False)
+    yield from zip(_SMI, next(csv.reader(output.splitlines(), skipinitialspace=True), ()), strict=False)

@@ -1,6 +1,6 @@
-"""What this machine is, and what runs on it: facts of three words, (what, found, what that takes).
+"""Facts about this machine and the engines that run on it, each as (subject, value, requirement).
 
-It judges nothing, imports no engine.
+No fact is right or wrong, and no engine is imported.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,17 @@ from ablate.engines.hardware import refusal as refused
 Fact = tuple[str, str, str]
 
 NATIVE = "transformer_engine"
-"""The engine that calls hardware; its library is never imported here, since without its native part that
-raises."""
+"""Engine that uses FP4 hardware. Its library is not imported here, since that fails without a native part."""
 BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512", "avx_ne_convert": "AVX-NE"}
 
 
 def facts() -> Iterator[Fact]:
-    """Processor, memory, libraries, GPUs and engines."""
-    found = provenance.environment()
-    yield "processor", f"{found['cpu']}, {found['cores']} cores", ""
+    """Yield facts about processor, memory, libraries, GPUs and engines."""
+    environment = provenance.environment()
+    yield "processor", f"{environment['cpu']}, {environment['cores']} cores", ""
     memory = psutil.virtual_memory()
     yield "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free", ""
-    yield "python, torch", f"{found['python']}, {torch.__version__}", ""
+    yield "python, torch", f"{environment['python']}, {torch.__version__}", ""
     yield "bf16 on the processor", bf16(), "any; the numbers are the same"
     yield (
         "GPUs",
@@ -44,7 +43,7 @@ def facts() -> Iterator[Fact]:
 
 
 def bf16() -> str:
-    """Return how the processor multiplies bf16."""
+    """Return a description of the processor's bf16 products: native, or by fp32."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
@@ -53,7 +52,7 @@ def bf16() -> str:
 
 
 def gpu(number: int) -> Iterator[Fact]:
-    """One GPU: name, memory, and the formats that it multiplies."""
+    """Yield name, memory and supported formats of one GPU."""
     device = torch.cuda.get_device_properties(number)
     name = f"GPU {number}"
     yield name, f"{device.name}, SM {device.major}.{device.minor}, {device.total_memory / 2**30:.0f} GiB", ""
@@ -62,7 +61,7 @@ def gpu(number: int) -> Iterator[Fact]:
 
 
 def fp4(capability: tuple[int, int]) -> str:
-    """What a compute capability makes of NVFP4."""
+    """Return the NVFP4 support of a compute capability."""
     if capability in TRAINS_FP4:
         return "trains"
     if capability >= (10, 0):
@@ -71,7 +70,7 @@ def fp4(capability: tuple[int, int]) -> str:
 
 
 def library() -> str:
-    """Transformer Engine's version, and its native part's."""
+    """Return the versions of Transformer Engine and of its native part."""
     main = installed("transformer-engine")
     if main is None:
         return "not installed"
@@ -80,6 +79,6 @@ def library() -> str:
 
 
 def refusal(engine: str) -> str | None:
-    """Return why an engine trains no NVFP4 here; None if it does."""
+    """Return the reason why an engine cannot train NVFP4 on this machine; None if it can."""
     reason = refused(this_machine(), {"nvfp4"}) if engine == NATIVE else None
     return str(reason) if reason else None

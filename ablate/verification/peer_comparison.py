@@ -1,7 +1,7 @@
 """Comparison of the quantiser with another implementation on the same inputs, element by element.
 
-It makes the inputs, counts mismatches, and loads packages that refuse a plain import. `peers` has one
-function a package.
+This file creates the inputs, counts mismatches, and loads packages whose plain import fails. `peers` has one
+function per package.
 """
 
 import logging
@@ -21,22 +21,21 @@ from ablate.numerics.formats import ELEMENTS, Format
 from ablate.numerics.quantize import quantize
 from ablate.numerics.rounding import ROUNDINGS
 from ablate.numerics.spec import BlockScale, Hadamard, Quant, Range
+from ablate.verification.check_result import present
 
 Arrays = tuple[Tensor, ...]
 SHAPE = (64, 256)
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What one peer and the quantiser made of the same inputs, element by element; +0 equals -0, and NaN
-    nothing.
-    """
+class PeerComparison:
+    """Comparison of one peer and the quantiser on equal inputs; +0 equals -0, NaN equals nothing."""
 
     what: str
     elements: int
     mismatches: int
     allowed: float = 0.0
-    """The largest share of mismatches that `why` explains; 0 where every bit must agree."""
+    """Largest fraction of mismatches, explained by `why`; 0 if every bit must agree."""
     why: str = ""
     peer: str = ""
     version: str = ""
@@ -48,19 +47,19 @@ class Comparison:
 
 
 def version(peer: str) -> str | None:
-    """The installed version of a peer, None where it is not installed; imports nothing."""
+    """Return the installed version of a peer, or None; imports nothing."""
     try:
         return metadata.version(peer)
     except metadata.PackageNotFoundError:
         return None
 
 
-# --- the inputs -----------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 @cache
 def tensors() -> dict[str, Tensor]:
-    """The awkward bf16 tensors [64, 256] that every quantiser is given, always the same."""
+    """Return the fixed bf16 tensors [64, 256], by name, that every quantiser receives."""
     g = torch.Generator().manual_seed(20)
     normal = partial(torch.randn, SHAPE, generator=g)
     exponent = torch.randint(-14, 1, (SHAPE[0], 1), generator=g)
@@ -84,8 +83,9 @@ def tensors() -> dict[str, Tensor]:
 
 @cache
 def values(grid: Format) -> Tensor:
-    """fp32 [n] for a cast to `grid`: its own points, the halfway points, their fp32 neighbours, Gaussians,
-    tiny and huge values.
+    """Return inputs of a cast to `grid`, fp32 [n].
+
+    They are its points, the halfway points, their fp32 neighbours, Gaussians, tiny and huge values.
     """
     g = torch.Generator().manual_seed(21)
     steps = torch.arange(2**grid.mantissa) * 2.0 ** (grid.emin - grid.mantissa)
@@ -101,9 +101,16 @@ def values(grid: Format) -> Tensor:
 
 def on_tensors(
     what: str, ours: Callable, theirs: Callable, *, without: str = "", allowed: float = 0.0, why: str = ""
-) -> Comparison:
-    """Compare two functions of a tensor that return tuples of equal shapes, on all tensors but those named in
-    `without`.
+) -> PeerComparison:
+    """Compare two functions of a tensor that return tuples of tensors of equal shapes.
+
+    Args:
+        what: Subject of the comparison.
+        ours: The quantiser.
+        theirs: The peer.
+        without: Names of tensors to leave out, separated by spaces.
+        allowed: Largest fraction of mismatches.
+        why: Reason for these mismatches.
     """
     pairs = [(ours(x), theirs(x)) for name, x in tensors().items() if name not in without.split()]
     return count(
@@ -113,29 +120,31 @@ def on_tensors(
 
 def on_values(
     what: str, grid: Format, ours: Callable, theirs: Callable, *, signed: bool = True
-) -> Comparison:
+) -> PeerComparison:
     """Compare two casts to `grid`, value by value."""
     y = values(grid) if signed else values(grid).abs()
     return count(what, [(ours(y), theirs(y))])
 
 
-def count(what: str, pairs: list[tuple[Tensor, Tensor]], allowed: float = 0.0, why: str = "") -> Comparison:
-    """Compare pairs of tensors of equal shapes; a wrong shape raises ValueError."""
+def count(
+    what: str, pairs: list[tuple[Tensor, Tensor]], allowed: float = 0.0, why: str = ""
+) -> PeerComparison:
+    """Count the mismatches in pairs of tensors; ValueError if their shapes differ."""
     for mine, other in pairs:
         if mine.shape != other.shape:
             raise ValueError(f"{what}: ours is {list(mine.shape)}, theirs {list(other.shape)}")
     mismatches = sum(int((mine.double() != other.double()).sum()) for mine, other in pairs)
-    return Comparison(what, sum(mine.numel() for mine, _ in pairs), mismatches, allowed, why)
+    return PeerComparison(what, sum(mine.numel() for mine, _ in pairs), mismatches, allowed, why)
 
 
-# --- ours -----------------------------------------------------------------------------------------
+# --- the quantiser --------------------------------------------------------------------------------
 
 
 def mx(element: str, rounding: str) -> Quant:
-    """1x32 blocks with power-of-two scales, and no outer scale; by OCP's `floor`, or by `ceil`, which never
-    saturates.
+    """Return an MX quantiser: 1x32 blocks with power-of-two scales, and no outer scale.
 
-    OCP's floor rule maps the power of two at or below a block's amax to the element's largest power of two.
+    `rounding` is OCP's `floor`, or `ceil`, which never saturates. OCP's floor rule maps the power of two at
+    or below a block's amax to the element's largest power of two.
     """
     top = ELEMENTS[element].top_power if rounding == "floor" else None
     scale = BlockScale(format="e8m0", rounding=rounding)
@@ -143,26 +152,25 @@ def mx(element: str, rounding: str) -> Quant:
 
 
 def quantized(quant: Quant, x: Tensor, rotation: Hadamard | None = None) -> Arrays:
-    """Code times block scale [rows, columns], and the block scales [rows, blocks] of every row."""
+    """Return code times block scale [rows, columns], and the block scales [rows, blocks]."""
     operand = quantize(x, quant, rotation=rotation)
-    return operand.values, operand.block_scale[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
+    return operand.values, present(operand.block_scale)[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
 
 
 def cast(name: str) -> Callable[[Tensor], Tensor]:
-    """The cast to an element format, to nearest."""
+    """Return the cast to an element format, rounded to nearest."""
     return partial(ROUNDINGS["nearest"], grid=ELEMENTS[name])
 
 
-# --- loading what refuses to be imported ----------------------------------------------------------
+# --- packages whose import fails ------------------------------------------------------------------
 
 
 @contextmanager
 def shells(package: str, *subpackages: str) -> Iterator[None]:
-    """Within, a package and some of its subpackages are empty shells, whose modules import from their files
-    as ever.
+    """Replace a package and some of its subpackages by empty modules within the block.
 
-    For a library whose __init__ needs what is not there. sys.modules is put back as it was: a real import
-    still works later.
+    Their submodules can then be imported, for a library whose `__init__` needs something that is missing.
+    Afterwards sys.modules is restored, so that a real import still works.
     """
     kept = {name: sys.modules.pop(name) for name in _modules_of(package)}
     try:
@@ -180,15 +188,14 @@ def _modules_of(package: str) -> list[str]:
 
 
 def shell(name: str, **attributes: object) -> None:
+    """Put an empty module with these attributes into sys.modules."""
     sys.modules[name] = ModuleType(name)
     vars(sys.modules[name]).update(attributes)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within, nothing below an error is logged: torchao announces at import which GPU libraries it does not
-    find.
-    """
+    """Suppress log messages below errors: torchao logs missing GPU libraries when it is imported."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,10 +1,8 @@
 """Differential tests of the quantiser against the public implementations that are installed.
 
-It installs none.
-
-Every peer is optional and imported inside its own function. If a peer computes something else on purpose,
-that is not compared, or compared with the largest share of mismatches that the difference explains, and the
-reason.
+Every peer is optional and imported inside its own function; none is installed here. If a peer deliberately
+computes something else, this is left out, or compared with the largest fraction of mismatches that the
+difference explains, and the reason.
 """
 
 import importlib
@@ -23,7 +21,7 @@ from ablate.numerics.rounding import ROUNDINGS, SCALE_ROUNDINGS
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select
 from ablate.verification.peer_comparison import (
     Arrays,
-    Comparison,
+    PeerComparison,
     cast,
     count,
     mx,
@@ -38,13 +36,14 @@ from ablate.verification.peer_comparison import (
 )
 
 
-def compare(peer: str) -> list[Comparison]:
-    """Everything that one of PEERS computes as the quantiser does, compared.
+def compare(peer: str) -> list[PeerComparison]:
+    """Compare the quantiser with one of PEERS, in everything that both compute alike.
 
-    About a second; torchao's import is most of it.
+    It takes about a second, mostly for importing torchao.
 
-    Raises ModuleNotFoundError where it is not installed, and what the peer raises where its interface has
-    moved.
+    Raises:
+        ModuleNotFoundError: The peer is not installed.
+        Exception: Any error of the peer, if its interface has changed.
     """
     installed = version(peer)
     if installed is None:
@@ -66,10 +65,10 @@ class _Storage:
 
 @cache
 def te_reference() -> SimpleNamespace:
-    """Transformer Engine's modules `nvfp4`, `current_scaling` and `gemm`, and its Fp4Formats as `formats`,
-    for CPU tensors.
+    """Return Transformer Engine's reference modules: `nvfp4`, `current_scaling`, `gemm`, and `formats`
+    (Fp4Formats).
 
-    The wheel without extras has no native part and refuses a plain import; these modules need only three
+    The wheel without extras has no native part, so that a plain import fails. These modules need only three
     names of that part.
     """
     root = "transformer_engine.pytorch"
@@ -84,23 +83,23 @@ def te_reference() -> SimpleNamespace:
 
 
 def te_quantizer(tile: tuple[int, int] = (1, 16), rht: bool = False, **options):
-    """TE's reference quantiser for 1x16 or 16x16 tiles, with or without its column-wise random Hadamard
-    transform.
+    """Return TE's reference quantiser for 1x16 or 16x16 tiles.
 
-    `options` are TE's own: row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max, nvfp4_4over6_err_mode.
+    `rht` turns on its column-wise random Hadamard transform. `options` are TE's own: row_scaled_nvfp4,
+    nvfp4_use_4over6, nvfp4_e4m3_max, nvfp4_4over6_err_mode.
     """
     te = te_reference()
     return te.nvfp4.NVFP4QuantizerRef(dtype=te.formats.E2M1, quant_tile_shape=tile, with_rht=rht, **options)
 
 
 def te_values(codes: Tensor, scales: Tensor) -> Tensor:
-    """Packed codes and block scales as code times scale, fp32 [rows, columns]."""
+    """Return code times scale, fp32 [rows, columns], of packed codes and block scales."""
     decoded = te_reference().nvfp4.cast_from_fp4x2(codes, torch.float32)
     return decoded * scales.to(torch.float32).repeat_interleave(decoded.shape[1] // scales.shape[1], dim=1)
 
 
-def transformer_engine() -> Iterator[Comparison]:
-    """The reference behind NVIDIA's own kernel tests: what the emulator calls NVFP4 must equal it."""
+def transformer_engine() -> Iterator[PeerComparison]:
+    """Compare with the reference of NVIDIA's own kernel tests; NVFP4 must be equal bit for bit."""
     for block in ("1x16", "16x16"):
         yield _te_copies(f"NVFP4 {block}", Quant(block=block))
     yield _te_copies("NVFP4 1x16, transpose rotated by 16", Quant(), Hadamard())
@@ -117,7 +116,7 @@ def transformer_engine() -> Iterator[Comparison]:
             block=block, select=Select(among="scales", criterion=criterion), outer=Outer(bound=float(bound))
         )
         options = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": bound, "nvfp4_4over6_err_mode": criterion}
-        yield _te_copies(f"Four Over Six {block} {criterion}, bound {bound}", quant, **options)
+        yield _te_copies(f"Four Over Six {block} {criterion}, bound {bound}", quant, None, **options)
     yield on_tensors("MXFP4 1x32, ceil", partial(quantized, mx("e2m1", "ceil")), _te_mxfp4)
     eight_bits = {name: dtype for name, dtype in HARDWARE.items() if ELEMENTS[name].bits == 8}
     for (
@@ -128,8 +127,8 @@ def transformer_engine() -> Iterator[Comparison]:
         yield on_tensors(what, partial(_current, element), partial(_te_current, dtype), without="subnormal")
 
 
-def _te_copies(what: str, quant: Quant, rotation: Hadamard | None = None, **options) -> Comparison:
-    """Values and block scales of a tensor and of its (rotated) transpose."""
+def _te_copies(what: str, quant: Quant, rotation: Hadamard | None = None, **options) -> PeerComparison:
+    """Compare values and block scales of a tensor and of its (rotated) transpose."""
 
     def ours(x: Tensor) -> Arrays:
         return *quantized(quant, x), *quantized(quant, x.t(), rotation)
@@ -138,13 +137,13 @@ def _te_copies(what: str, quant: Quant, rotation: Hadamard | None = None, **opti
         q = te_quantizer(quant.tile, rht=rotation is not None, **options).quantize(x)
         return te_values(q.data, q.scale), q.scale, te_values(q.data_t, q.scale_t), q.scale_t
 
-    # It rotates by a product in bf16, which flushes subnormals on a CPU with bf16 instructions; here nothing
-    # is flushed.
+    # TE rotates by a product in bf16, which flushes subnormals on a CPU with bf16 instructions; the quantiser
+    # never flushes.
     return on_tensors(f"{what}, both copies", ours, theirs, without="subnormal" if rotation else "")
 
 
 def _te_mxfp4(x: Tensor) -> Arrays:
-    # Its quantize() fails for power-of-two scales, on a global amax that they do not have.
+    # TE's quantize() fails for power-of-two scales, since they have no global amax.
     reference = te_reference().nvfp4.NVFP4QuantizerRef._quantize_blockwise_reference
     codes, scales = reference(x, None, 32, 1, pow_2_scales=True, eps=0.0)
     return te_values(codes, scales), scales
@@ -159,14 +158,14 @@ def _current(element: str, x: Tensor) -> Arrays:
 
 
 HARDWARE = {name: getattr(torch, element.dtype) for name, element in ELEMENTS.items() if element.dtype}
-"""The elements that torch has a type for."""
+"""Element formats that torch has a type for."""
 
 
 # --- torchao --------------------------------------------------------------------------------------
 
 
-def torchao() -> Iterator[Comparison]:
-    """PyTorch's own MX formats, scales by floor and by ceil, and its E2M1 cast.
+def torchao() -> Iterator[PeerComparison]:
+    """Compare with PyTorch's MX formats, scales by floor and by ceil, its E2M1 cast, and its NVFP4.
 
     Its NVFP4 divides in another order.
     """
@@ -188,7 +187,7 @@ def torchao() -> Iterator[Comparison]:
 
     for element, dtype in HARDWARE.items():
         for rule, mode in {"floor": Mode.FLOOR, "ceil": Mode.RCEIL}.items():
-            # It stores 2^-127 as the smallest scale, but divides by 2^-126 (floor) or by 1 (ceil).
+            # torchao stores 2^-127 as the smallest scale, but divides by 2^-126 (floor) or by 1 (ceil).
             what, ours = f"MX {element} 1x32, {rule}", partial(quantized, mx(element, rule))
             yield on_tensors(what, ours, partial(theirs, dtype, mode), without="subnormal")
 
@@ -215,10 +214,8 @@ def torchao() -> Iterator[Comparison]:
 # --- gfloat ---------------------------------------------------------------------------------------
 
 
-def gfloat() -> Iterator[Comparison]:
-    """Graphcore's formats, from their definition in double precision: grids, roundings, stochastic bits, and
-    OCP's rule for MX.
-    """
+def gfloat() -> Iterator[PeerComparison]:
+    """Compare with Graphcore's definitions in double precision: grids, roundings, OCP's rule for MX."""
     import gfloat as gf
     from gfloat import RoundMode, formats
 
@@ -235,8 +232,8 @@ def gfloat() -> Iterator[Comparison]:
     def theirs(info: gf.FormatInfo, mode: RoundMode, y: Tensor, **bits) -> Tensor:
         return torch.from_numpy(gf.round_ndarray(info, y.double().numpy(), mode, sat=True, **bits))
 
-    def stochastic(name: str, width: int) -> Comparison:
-        """Ours goes up if 2^width f >= bits + 1: gfloat's fastest mode, given the complement of the bits."""
+    def stochastic(name: str, width: int) -> PeerComparison:
+        """Compare stochastic casts: rounding up if 2^width f >= bits + 1 is gfloat's mode with ~bits."""
         grid = ELEMENTS[name]
         bits = torch.randint(
             0, 1 << width, values(grid).shape, generator=torch.Generator().manual_seed(width)
@@ -286,10 +283,8 @@ def gfloat() -> Iterator[Comparison]:
 # --- ml_dtypes ------------------------------------------------------------------------------------
 
 
-def ml_dtypes() -> Iterator[Comparison]:
-    """JAX's and TensorFlow's number types: their grids and casts, and with them the scaling of NVFP4 over
-    again in NumPy.
-    """
+def ml_dtypes() -> Iterator[PeerComparison]:
+    """Compare with the number types of JAX and TensorFlow: grids, casts, and NVFP4 in NumPy with them."""
     import ml_dtypes as md
 
     types = {"e2m1": md.float4_e2m1fn, "e4m3": md.float8_e4m3fn, "e5m2": md.float8_e5m2}
@@ -314,7 +309,7 @@ def ml_dtypes() -> Iterator[Comparison]:
 
 
 def _numpy_nvfp4(cast: Callable, rows: int, x: Tensor) -> Arrays:
-    """Two-level scaling in Transformer Engine's order, one fp32 rounding a step."""
+    """Quantise with two-level scaling in Transformer Engine's order, one fp32 rounding per step."""
     one, top = np.float32(1), np.finfo(np.float32).max
     tiles = x.float().numpy().reshape(x.shape[0] // rows, rows, x.shape[1] // 16, 16)
     amax = np.abs(tiles).max()
@@ -331,10 +326,10 @@ def _numpy_nvfp4(cast: Callable, rows: int, x: Tensor) -> Arrays:
 # --- fouroversix ----------------------------------------------------------------------------------
 
 
-def fouroversix() -> Iterator[Comparison]:
-    """The PyTorch reference of Four Over Six's authors, who also ship IF4, NVINT4 and MXFP4 by ceil.
+def fouroversix() -> Iterator[PeerComparison]:
+    """Compare with the PyTorch reference of Four Over Six, which also has IF4, NVINT4 and MXFP4 by ceil.
 
-    It divides by zero in a zero MXFP4 block, and its outer scale overflows for subnormal tensors: both are
+    It divides by zero in a zero MXFP4 block, and its outer scale overflows for subnormal tensors; both are
     left out.
     """
     with shells("fouroversix", "quantize", "quantize.pytorch"):
@@ -364,16 +359,14 @@ def fouroversix() -> Iterator[Comparison]:
         quant = Quant(
             block=block, select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0)
         )
-        what, explained = (
-            f"Four Over Six {block} {criterion}, bound 256",
-            {} if rule == "abs_max" else {"allowed": 0.001, "why": why},
-        )
+        exact = rule == "abs_max"
         yield on_tensors(
-            what,
+            f"Four Over Six {block} {criterion}, bound 256",
             partial(quantized, quant),
             partial(theirs, "nvfp4", rule, block),
             without="subnormal",
-            **explained,
+            allowed=0.0 if exact else 0.001,
+            why="" if exact else why,
         )
     why = (
         "its sums of errors run in another order, and it multiplies by fp32(7/6) where we divide by"
@@ -425,4 +418,4 @@ PEERS = {
     "torchao": torchao,
     "fouroversix": fouroversix,
 }
-"""By the name that each is installed and imported under."""
+"""Comparisons by the name under which each package is installed and imported."""

@@ -1,7 +1,8 @@
-"""Processes that are killed and started again: PostgreSQL, MLflow over it, and the sweep's command with all
-that comes of it.
+"""Processes that are killed and started again: PostgreSQL, MLflow, and a sweep's command with its
+descendants.
 
-In folders of their own, on 127.0.0.1. Nothing that was not started here is touched.
+They use folders of their own, and listen on 127.0.0.1 only. Processes that were not started here are never
+touched.
 """
 
 import os
@@ -17,7 +18,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import psutil
 
@@ -26,15 +27,15 @@ from ablate.results.ledger import Ledger
 from ablate.results.ledger_progress import moments, outcomes
 
 _MARK = "ABLATE_FAULT_SUITE"
-"""In the environment of everything that comes of a sweep's command: how its processes are told from all
-others."""
+"""Environment variable that identifies the descendants of a sweep's command."""
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Ray's own, two a node: where the head died before them they ask it for 60 s more, doing nothing, and end
-then."""
+"""Ray's two agents per node. If the head died first, they poll it for 60 s, then end by themselves."""
+
+T = TypeVar("T")
 
 
 class Server:
-    """A process that is killed and started again: in a session of its own, listening on 127.0.0.1."""
+    """Server process, in a session of its own, that can be killed and started again."""
 
     def __init__(
         self,
@@ -44,55 +45,64 @@ class Server:
         user: str | None = None,
         **environment: str,
     ) -> None:
-        self._command, self._log, self.ready, self._user = command, log, ready, user
+        self._command, self.log, self.ready, self._user = command, log, ready, user
         self._environment = os.environ | environment
-        self.process: subprocess.Popen | None = None
+        self.process = self._started()
+        """The process, which is usable when `ready` returns True."""
         self.due: float | None = None
-        """Time to start it again, while it is dead."""
-        self.start()
+        """Time, on the monotonic clock, at which to start it again; None while it should run."""
 
-    def start(self) -> None:
-        """Start it; it is usable once `ready`."""
-        self.due = None
-        with self._log.open("a") as log:
-            out = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            out |= {"env": self._environment, "user": self._user, "cwd": "/"}
-            self.process = subprocess.Popen(self._command, start_new_session=True, **out)
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                user=self._user,
+                cwd="/",
+                start_new_session=True,
+            )
 
-    def tend(self) -> None:
-        """Start it again where that is due, or where it gave up, as PostgreSQL does while what it left behind
-        still ends.
+    def restart_if_due(self) -> None:
+        """Start the process again if it ended and its pause is over.
+
+        PostgreSQL may need several starts: it exits while processes of the killed server are still ending.
         """
         if self.process.poll() is not None and time.monotonic() >= (self.due or 0):
-            self.start()
+            self.process, self.due = self._started(), None
 
     def kill(self, how: signal.Signals, pause: float) -> None:
-        """End it, and all that it started, and start it again after a pause."""
-        family = [*psutil.Process(self.process.pid).children(recursive=True), self.process]
-        for process in family if how == signal.SIGKILL else (self.process,):
-            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        """Send a signal, SIGKILL to descendants too; `restart_if_due` starts it after the pause."""
+        descendants = psutil.Process(self.process.pid).children(recursive=True)
+        for process in descendants if how == signal.SIGKILL else ():
+            with suppress(psutil.NoSuchProcess):
                 process.send_signal(how)
+        with suppress(ProcessLookupError):
+            self.process.send_signal(how)
         self.process.wait(30)
         self.due = time.monotonic() + pause
 
     def close(self) -> None:
-        """End it for good."""
+        """End the process."""
         if self.process.poll() is None:
             self.kill(signal.SIGKILL, 0)
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port of 127.0.0.1 that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def postgres_programs() -> Path | None:
-    """The folder of PostgreSQL's programs, None where there are none or Python cannot speak to it."""
+    """Return the folder of PostgreSQL's programs; None if they, or psycopg, are not installed."""
     from importlib.util import find_spec
 
-    folders = [path.resolve().parent for path in (shutil.which("initdb"),) if path for path in (Path(path),)]
+    initdb = shutil.which("initdb")
+    folders = [Path(initdb).resolve().parent] if initdb else []
     folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     return next((f for f in folders if (f / "postgres").exists()), None) if find_spec("psycopg") else None
 
@@ -106,19 +116,29 @@ def postgres(
     port: int = 0,
     more: Sequence[str] = (),
 ) -> tuple[Server, str]:
-    """A PostgreSQL in a folder of its own, and its address, without the password; with one, nobody comes in
-    without it.
+    """Start a PostgreSQL server; return it and its address, without the password.
 
-    It refuses to run as root, and is then run as `postgres` or `nobody`. `more`: words of its command.
+    PostgreSQL does not run as root: then it is started as `postgres` or `nobody`.
+
+    Args:
+        programs: Folder of `initdb` and `postgres`.
+        folder: New folder for its data and its socket.
+        log: File for its output.
+        database: Database in the address.
+        password: Password that connections need; None lets all local connections in.
+        port: Port; 0 for a free one.
+        more: Further arguments of its command.
     """
     user, port = _other_user(), port or free_port()
     folder.mkdir(mode=0o700)
     secret = folder / "password"
     secret.write_text(password or "")
-    for path in (folder, secret) if user else ():
-        shutil.chown(path, user)
-    how = ["-A", "scram-sha-256", "--pwfile", secret] if password else ["-A", "trust"]
-    make = [programs / "initdb", "-D", folder / "data", *how, "-U", "ablate", "-E", "UTF8", "--no-sync"]
+    if user:
+        shutil.chown(folder, user)
+        shutil.chown(secret, user)
+    authentication = ["-A", "scram-sha-256", "--pwfile", str(secret)] if password else ["-A", "trust"]
+    make = [str(programs / "initdb"), "-D", str(folder / "data"), *authentication]
+    make += ["-U", "ablate", "-E", "UTF8", "--no-sync"]
     with log.open("a") as out:
         subprocess.run(make, user=user, cwd="/", stdout=out, stderr=out, check=True)
     secret.unlink()
@@ -135,7 +155,7 @@ def postgres(
         "-F",
         *more,
     ]
-    probe = [programs / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
+    probe = [str(programs / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(port)]
     server = Server(
         [*map(str, command)], log, lambda: subprocess.run(probe, check=False).returncode == 0, user
     )
@@ -145,12 +165,12 @@ def postgres(
 def _other_user() -> str | None:
     import pwd
 
-    known = {entry.pw_name for entry in pwd.getpwall()}
-    return None if os.getuid() else next(name for name in ("postgres", "nobody") if name in known)
+    users = {entry.pw_name for entry in pwd.getpwall()}
+    return None if os.getuid() else next(name for name in ("postgres", "nobody") if name in users)
 
 
 def mlflow(store: str, folder: Path, log: Path) -> tuple[Server, str]:
-    """An MLflow server over a store, and its address."""
+    """Start an MLflow server with a store and a new folder for artifacts; return it and its address."""
     folder.mkdir()
     port = free_port()
     address = f"http://127.0.0.1:{port}"
@@ -179,8 +199,8 @@ def _answers(address: str) -> bool:
         return False
 
 
-class Sweep:
-    """The sweep's command, started as often as it takes, and every process that came of it."""
+class SweepCommand:
+    """Command of a sweep that can be started again, with all of its descendants."""
 
     def __init__(
         self, file: Path, state: Path, mlflow: str, executor: str, environment: dict[str, str]
@@ -188,7 +208,7 @@ class Sweep:
         self.folder, self.file, self.mlflow = state / "sweeps" / file.stem, file, mlflow
         self.state, self.log, self._mark = state, state / "output.txt", uuid.uuid4().hex
         state.mkdir(parents=True)
-        words = [
+        options = [
             "--state",
             str(state),
             "--mlflow",
@@ -205,25 +225,36 @@ class Sweep:
             "-m",
             "ablate.sweep",
             str(file),
-            *words,
+            *options,
             *(("--no-fork",) if executor == "inline" else ()),
         ]
         kept = {key: value for key, value in os.environ.items() if not key.startswith("ABLATE_")}
         self._environment = kept | {"ABLATE_REPORT": "false"} | environment | {_MARK: self._mark}
         self.starts = 0
-        self.process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process that was started last; RuntimeError before the first start."""
+        if self._process is None:
+            raise RuntimeError(f"the command of {self.file} has not been started")
+        return self._process
 
     def start(self) -> None:
-        """The same command, once more."""
+        """Start the command, again if it ended."""
         self.starts += 1
         with self.log.open("a") as log:
-            out = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self.process = subprocess.Popen(
-                self._command, env=self._environment, start_new_session=True, **out
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
             )
 
     def command(self, *words: str) -> tuple[int, list[str]]:
-        """Another command of ours on this state folder; returns its status and the lines that it printed."""
+        """Run another `ablate` command on this state folder; return its exit status and its lines."""
         command = [sys.executable, "-m", "ablate", *words, "--state", str(self.state)]
         done = subprocess.run(
             command,
@@ -242,40 +273,40 @@ class Sweep:
         """True if the command reports that the sweep is done."""
         return self.process.poll() == 0
 
-    def told(self, since: int) -> list[str]:
-        """Whole lines that the command printed after so many bytes."""
+    def output_since(self, since: int) -> list[str]:
+        """Return the complete lines that the command printed after its first `since` bytes."""
         with self.log.open("rb") as log:
             log.seek(since)
             return log.read().decode(errors="replace").split("\n")[:-1]
 
     def last_line(self) -> str:
-        """The last line that the command printed."""
-        return next((line for line in reversed(self.told(0)) if line.strip()), "nothing was printed")
+        """Return the last line that the command printed."""
+        return next((line for line in reversed(self.output_since(0)) if line.strip()), "nothing was printed")
 
     def family(self) -> list[psutil.Process]:
-        """Every process that lives and came of this sweep, known by the mark in its environment."""
+        """Return the running descendants of this command, by the mark in their environment."""
         return [process for process in psutil.process_iter() if _marked(process, self._mark)]
 
     def victims(self, role: str) -> list[psutil.Process]:
-        """Its processes with a role."""
+        """Return its processes with a role: controller, worker, trial, child, or a process name."""
         if role == "controller":
             return [psutil.Process(self.process.pid)] if self.process.poll() is None else []
         return [process for process in self.family() if _role(process) == role]
 
     def records(self) -> int:
-        """Return the number of moments that its ledger has records of."""
+        """Return the number of recorded moments in its ledger."""
         return self._ask(moments, 0)
 
     def unshipped(self) -> int:
-        """Members that MLflow does not show wholly."""
+        """Return the number of members that are not completely in MLflow."""
         return self._ask(Ledger.unshipped, 0)
 
     def outcomes(self) -> dict[str, int]:
         """Return the number of attempts by outcome."""
         return self._ask(outcomes, {})
 
-    def _ask(self, question: Callable[[Ledger], Any], otherwise: Any) -> Any:
-        with suppress(sqlite3.DatabaseError):  # there is none yet, no table in it, or it was damaged
+    def _ask(self, question: Callable[[Ledger], T], otherwise: T) -> T:
+        with suppress(sqlite3.DatabaseError):  # no ledger yet, no tables yet, or a damaged file
             book = Ledger(self.folder / "ledger.db", readonly=True)
             try:
                 return question(book)
@@ -283,33 +314,33 @@ class Sweep:
                 book.close()
         return otherwise
 
-    def gone(self, seconds: float) -> list[str]:
-        """Wait until all its processes are; those that are not, in words, ended here.
+    def await_end(self, seconds: float) -> list[str]:
+        """Wait until all its processes have ended; kill those that have not, and return their descriptions.
 
-        Ray's agents are left to themselves.
+        Ray's agents are not waited for.
         """
         deadline = time.monotonic() + seconds
         while (
-            left := [one for one in self.family() if _role(one) not in _AGENTS]
+            survivors := [process for process in self.family() if _role(process) not in _AGENTS]
         ) and time.monotonic() < deadline:
             time.sleep(0.05)
-        told = []
-        for process in left:
+        descriptions = []
+        for process in survivors:
             with suppress(psutil.NoSuchProcess):
-                told.append(
+                descriptions.append(
                     f"{process.name()} ({process.status()}, {_role(process) or process.name()}:"
                     f" {' '.join(process.cmdline()[:4])})"
                 )
                 process.kill()
-        return told
+        return descriptions
 
     def close(self) -> None:
-        """End what is left of it."""
+        """Kill all of its processes."""
         for process in self.family():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        if self.process:
-            self.process.wait()
+        if self._process:
+            self._process.wait()
 
 
 def _marked(process: psutil.Process, mark: str) -> bool:
@@ -329,8 +360,8 @@ def _role(process: psutil.Process) -> str | None:
     return None
 
 
-def trials_in(victim: Any) -> list[psutil.Process]:
-    """The trials that end with a process."""
+def trials_in(victim: Server | psutil.Process) -> list[psutil.Process]:
+    """Return the trials that end with a process."""
     with suppress(psutil.Error):
         if isinstance(victim, psutil.Process):
             return [process for process in victim.children(recursive=True) if _role(process) == "trial"]
@@ -338,12 +369,12 @@ def trials_in(victim: Any) -> list[psutil.Process]:
 
 
 def mlflow_databases(state: Path) -> list[Path]:
-    """Return MLflow's database in a state folder, finished or not."""
+    """Return the files of MLflow's database in a state folder, complete or not."""
     return [path for path in state.glob("mlflow*.db*") if path.stat().st_size]
 
 
 def table_count(paths: list[Path]) -> int:
-    """Return the number of tables of MLflow's database, as far as it can be read."""
+    """Return the number of tables of MLflow's database; 0 if it cannot be read."""
     for path in paths:
         with (
             suppress(sqlite3.DatabaseError),

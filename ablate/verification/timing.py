@@ -1,19 +1,21 @@
-"""How long things take, fairly: interleaved rounds, medians; and what one call spends its time and memory on.
-
-For `ablate bench`.
-"""
+"""Measurements of `ablate bench`: medians over interleaved rounds, and profiles of time and memory."""
 
 import itertools
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-Work = dict[str, Callable[[], Any]]
+if TYPE_CHECKING:
+    import torch
+
+    from ablate.engines.emulated_layer import EmulatedLinear
+
+Key = TypeVar("Key", bound=Hashable)
 
 GROUPS = {
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::"),
@@ -21,13 +23,13 @@ GROUPS = {
     "attention": ("aten::_scaled_dot_product",),
     "optimizer": ("aten::_fused_adamw_",),
 }
-"""Groups of a step's operations, by the beginnings of the profiler's names; all else is `rest`."""
+"""Groups of a step's operations, by prefixes of the profiler's names; all others are `rest`."""
 
 _ENERGY = Path("/sys/class/powercap/intel-rapl:0")
 
 
 def one_thread() -> None:
-    """As a trial runs; and without the profiler's remarks."""
+    """Configure this process as a trial, with one thread and without the profiler's log messages."""
     os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     import torch
 
@@ -37,22 +39,26 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def medians(work: Work, rounds: int, least: float = 0.0) -> dict[str, float]:
-    """Seconds of each, in turn within each round, after one that does not count; short ones are repeated for
-    `least` seconds.
+def medians(calls: Mapping[Key, Callable[[], object]], rounds: int, least: float = 0.0) -> dict[Key, float]:
+    """Return the median seconds of each call.
 
-    So slow drifts of the machine meet all alike, and what is short runs with its data in cache, as in
-    training.
+    Every round runs all calls in turn, so that slow drifts of the machine affect all of them alike. The first
+    round does not count. Short calls are repeated, and then run with their data in cache, as in training.
+
+    Args:
+        calls: Functions to measure, by name.
+        rounds: Number of rounds that count.
+        least: Seconds for which a call is repeated in each round.
     """
-    repeats = {name: 1 + int(least / seconds(call, 2)) if least else 1 for name, call in work.items()}
+    repeats = {name: 1 + int(least / seconds(call, 2)) if least else 1 for name, call in calls.items()}
     measured = [
-        {name: seconds(call, repeats[name]) for name, call in work.items()} for _ in range(rounds + 1)
+        {name: seconds(call, repeats[name]) for name, call in calls.items()} for _ in range(rounds + 1)
     ]
-    return {name: statistics.median(line[name] for line in measured[1:]) for name in work}
+    return {name: statistics.median(spent[name] for spent in measured[1:]) for name in calls}
 
 
-def seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Mean seconds of a call."""
+def seconds(call: Callable[[], object], repeats: int) -> float:
+    """Return the mean seconds of a call."""
     import torch
 
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
@@ -64,43 +70,47 @@ def seconds(call: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-class Clock(Protocol):
-    """Moments on a device: taken while it may still be computing, read afterwards."""
+Mark = TypeVar("Mark")
+"""Time stamp of one kind of stopwatch."""
+
+
+class Stopwatch(Protocol[Mark]):
+    """Time stamps on a device; they may be taken while it still computes, and are read afterwards."""
 
     def begin(self) -> None:
-        """Before a call: what must not be found in a cache, or waited for, is put out of the way."""
+        """Prepare the device for a call that is measured."""
 
-    def mark(self) -> Any:
-        """Now, in the order of what the device is given to do."""
+    def mark(self) -> Mark:
+        """Return a time stamp, ordered after all work submitted to the device so far."""
 
-    def stretches(self, marks: list[Any]) -> list[float]:
-        """Seconds between one mark and the next."""
+    def stretches(self, marks: list[Mark]) -> list[float]:
+        """Return the seconds between each mark and the next."""
 
 
-class Wall:
-    """The clock on the wall, for a processor that computes when it is called."""
+class WallStopwatch:
+    """Stopwatch for a processor, which computes synchronously: the wall clock."""
 
     def begin(self) -> None:
-        """Nothing: caches stay warm, as between a training step's layers."""
+        """Do nothing: caches stay warm, as between the layers of a training step."""
 
     def mark(self) -> float:
-        """Seconds since some moment."""
+        """Return the time of a monotonic clock in seconds."""
         return time.perf_counter()
 
     def stretches(self, marks: list[float]) -> list[float]:
-        """Their differences."""
+        """Return the seconds between each mark and the next."""
         return [after - before for before, after in itertools.pairwise(marks)]
 
 
-class Events:
-    """CUDA's events.
+class CudaStopwatch:
+    """Stopwatch for a GPU: CUDA events.
 
-    Before each call the L2 cache is overwritten, and the GPU kept busy while the host gives it all there is
-    to do, so that launches do not count: a training step's are hidden so.
+    Before each call the L2 cache is overwritten, and the GPU is kept busy while the host launches the
+    kernels, so that launches are not measured. In a training step they overlap with kernels in the same way.
     """
 
     AHEAD = 4_000_000
-    """Cycles that the GPU idles: about 2 ms, more than the launches of a layer's two passes take."""
+    """Cycles for which the GPU is kept busy: about 2 ms, longer than the launches of a layer's two passes."""
 
     def __init__(self) -> None:
         import torch
@@ -109,61 +119,71 @@ class Events:
         self._cache = torch.empty(size, dtype=torch.int8, device="cuda")
 
     def begin(self) -> None:
-        """Empty the L2 cache, then idle."""
+        """Overwrite the L2 cache, then keep the GPU busy."""
         import torch
 
         self._cache.zero_()
         torch.cuda._sleep(self.AHEAD)
 
-    def mark(self) -> Any:
-        """An event on the current stream."""
+    def mark(self) -> "torch.cuda.Event":
+        """Record an event on the current stream."""
         import torch
 
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def stretches(self, marks: list[Any]) -> list[float]:
-        """Seconds between events, once the last has come to pass."""
+    def stretches(self, marks: "list[torch.cuda.Event]") -> list[float]:
+        """Wait for the last event; return the seconds between each event and the next."""
         marks[-1].synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
 
 
 def stretches(
-    work: Mapping[Any, Callable[[Callable[[], None]], None]], rounds: int, clock: Clock, least: float = 0.0
-) -> dict[Any, list[float]]:
-    """Median seconds of each stretch of each call, which calls its argument at the ends of its stretches; in
-    turn within each round.
+    calls: Mapping[Key, Callable[[Callable[[], None]], None]],
+    rounds: int,
+    stopwatch: Stopwatch[Mark],
+    least: float = 0.0,
+) -> dict[Key, list[float]]:
+    """Return the median seconds of each stretch of each call.
 
-    The first calls do not count. In a round short ones are repeated for `least` seconds, a hundred times at
-    most.
+    Every round runs all calls in turn. The first run of a call, which compiles and allocates, does not count.
+
+    Args:
+        calls: Functions to measure, by name. A function calls its argument at the start and at the end of
+            each stretch.
+        rounds: Number of rounds.
+        stopwatch: Clock of the device.
+        least: Seconds for which a short call is repeated in each round, at most 100 times.
     """
-    for call in work.values():  # compiles, allocates
-        _stretches(call, clock)
+    for call in calls.values():
+        _stretches(call, stopwatch)
     repeats = {
-        name: min(100, math.ceil(least / sum(_stretches(call, clock)))) if least else 1
-        for name, call in work.items()
+        name: min(100, math.ceil(least / sum(_stretches(call, stopwatch)))) if least else 1
+        for name, call in calls.items()
     }
-    seen: dict[Any, list[list[float]]] = {name: [] for name in work}
+    measured: dict[Key, list[list[float]]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, call in work.items():
-            seen[name] += (_stretches(call, clock) for _ in range(repeats[name]))
+        for name, call in calls.items():
+            measured[name] += (_stretches(call, stopwatch) for _ in range(repeats[name]))
     return {
         name: [statistics.median(column) for column in zip(*lines, strict=True)]
-        for name, lines in seen.items()
+        for name, lines in measured.items()
     }
 
 
-def _stretches(call: Callable[[Callable[[], None]], None], clock: Clock) -> list[float]:
-    marks: list[Any] = []
-    clock.begin()
-    call(lambda: marks.append(clock.mark()))
-    return clock.stretches(marks)
+def _stretches(call: Callable[[Callable[[], None]], None], stopwatch: Stopwatch[Mark]) -> list[float]:
+    marks: list[Mark] = []
+    stopwatch.begin()
+    call(lambda: marks.append(stopwatch.mark()))
+    return stopwatch.stretches(marks)
 
 
-def joules(call: Callable[[], Any]) -> float | None:
-    """Return the energy of a call in joules by the processor package's counter; None without one (Intel's
-    RAPL, readable by root alone).
+def joules(call: Callable[[], object]) -> float | None:
+    """Return the energy of a call in joules, from the processor's counter (Intel RAPL, readable by root
+    only).
+
+    None without such a counter.
     """
     counter = _ENERGY / "energy_uj"
     if not os.access(counter, os.R_OK):
@@ -174,33 +194,42 @@ def joules(call: Callable[[], Any]) -> float | None:
     return (int(counter.read_text()) - before) % wrap / 1e6
 
 
-def profile(call: Callable[[], Any], trace: Path | None = None) -> dict[str, float]:
-    """Of one call: the share of its time in each of GROUPS and the `rest`, and the peak of its tensors' bytes
-    above those before it.
+def profile(
+    call: Callable[[], object], trace: Path | None = None, layers: "Iterable[EmulatedLinear]" = ()
+) -> dict[str, float]:
+    """Return the fraction of a call's time in each of GROUPS and the `rest`, and the `peak` of its memory.
 
-    `trace`: where to write what chrome://tracing and Perfetto show.
+    The peak is in bytes of tensors, above those that existed before the call.
+
+    Args:
+        call: Function to profile.
+        trace: File to write a trace to, for chrome://tracing or Perfetto.
+        layers: Layers whose quantisers are counted as such.
     """
     import torch.profiler
 
-    with _named_quantisers(), torch.profiler.profile(activities=_activities(), profile_memory=True) as seen:
+    with (
+        _named_quantisers(layers),
+        torch.profiler.profile(activities=_activities(), profile_memory=True) as profiler,
+    ):
         call()
     if trace:
-        seen.export_chrome_trace(str(trace))
+        profiler.export_chrome_trace(str(trace))
     spent = dict.fromkeys((*GROUPS, "rest"), 0.0)
-    for event in seen.key_averages():
+    for event in profiler.key_averages():
         group = next((name for name, heads in GROUPS.items() if event.key.startswith(heads)), "rest")
         spent[group] += event.self_cpu_time_total if group != "quantisers" else event.cpu_time_total
     inner = spent["quantisers"] - sum(
-        e.self_cpu_time_total for e in seen.key_averages() if e.key.startswith("quantise")
+        e.self_cpu_time_total for e in profiler.key_averages() if e.key.startswith("quantise")
     )
     spent["rest"] = max(0.0, spent["rest"] - inner)
     whole = sum(spent.values())
     return {name: value / whole for name, value in spent.items()} | {
-        "peak": float(max(_levels(seen), default=0))
+        "peak": float(max(_levels(profiler), default=0))
     }
 
 
-def _activities() -> list[Any]:
+def _activities() -> "list[torch.profiler.ProfilerActivity]":
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -208,29 +237,30 @@ def _activities() -> list[Any]:
 
 
 @contextmanager
-def _named_quantisers() -> Iterator[None]:
-    """Quantisers under a name that the profiler shows: what runs in them is no operator of torch's."""
+def _named_quantisers(layers: "Iterable[EmulatedLinear]") -> Iterator[None]:
+    """Record the quantisers of these layers under a name: compiled ones are no operators of torch."""
     import torch
 
-    from ablate.engines import emulated_layer
+    from ablate.numerics.quantize import quantize
 
-    before = emulated_layer.quantize
-
-    def named(*given: Any, **options: Any) -> Any:
+    def named(*args: Any, **options: Any) -> Any:  # the arguments of quantize
         with torch.profiler.record_function("quantise"):
-            return before(*given, **options)
+            return quantize(*args, **options)
 
-    emulated_layer.quantize = named
+    layers = list(layers)
+    for layer in layers:
+        layer.quantize = named
     try:
         yield
     finally:
-        emulated_layer.quantize = before
+        for layer in layers:
+            layer.quantize = quantize
 
 
-def _levels(seen: Any) -> Iterator[int]:
-    """Bytes of tensors above those at the start, after each allocation."""
+def _levels(profiler: "torch.profiler.profile") -> Iterator[int]:
+    """Yield the bytes of tensors above those at the start, after each allocation."""
     level = 0
-    for event in sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
         if event.name() == "[memory]":
             level += event.nbytes()
             yield level

@@ -1,6 +1,6 @@
-"""The rows of platform_costs.py, a function each, which yields figures with their goals.
+"""The rows of platform_costs.py: one function each, which yields figures with their goals.
 
-Trials are idle or tiny: what is left is bookkeeping.
+Trials are idle or tiny, so that the time of a sweep is that of its bookkeeping.
 """
 
 import json
@@ -28,7 +28,7 @@ EVERY_STEP = {"log": 1, "every": 1000, "shadow": 1000}
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure, and what it should be."""
+    """One measured figure and its goal."""
 
     row: str
     what: str
@@ -36,23 +36,23 @@ class Figure:
     unit: str
     goal: str = ""
     met: bool | None = None
-    """None where nothing is asked of it: it stands beside."""
+    """True if the figure reaches its goal; None for a figure without one, which is there for comparison."""
 
 
 def main(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ROW]...", help="Rows to measure; all, where none is named."),
+        typer.Argument(metavar="[ROW]...", help="Rows to measure; default: all."),
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, too.")
     ] = None,
     scale: Annotated[
         float,
-        typer.Option(min=0.01, max=1, help="A share of the trials, for trying; the goals are those of 1."),
+        typer.Option(min=0.01, max=1, help="Share of the trials to run, for a quick try; goals are for 1."),
     ] = 1.0,
 ) -> None:
-    """Measure what the platform costs. Exit status 1 where a goal is missed."""
+    """Measure the cost of the platform. Exit status 1 if a goal is missed."""
     for name in names or ():
         if name not in ROWS:
             raise InputError([f"{name}: no such row; {nearest(name, ROWS)}"])
@@ -78,7 +78,7 @@ def main(
 
 
 def show(figures: list[Figure]) -> None:
-    """The table."""
+    """Print the table of all figures."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("row", "figure", "measured", "goal", ""):
         table.add_column(name, justify="right" if name == "measured" else "left")
@@ -89,12 +89,12 @@ def show(figures: list[Figure]) -> None:
 
 
 def at_most(row: str, what: str, measured: float, limit: float, unit: str) -> Figure:
-    """A figure whose goal is an upper limit."""
+    """Return a figure whose goal is an upper limit."""
     return Figure(row, what, measured, unit, f"at most {limit:g}", measured <= limit)
 
 
 def least(row: str, what: str, measured: float, limit: float, unit: str) -> Figure:
-    """A figure whose goal is a lower limit."""
+    """Return a figure whose goal is a lower limit."""
     return Figure(row, what, measured, unit, f"at least {limit:g}", measured >= limit)
 
 
@@ -102,7 +102,10 @@ def least(row: str, what: str, measured: float, limit: float, unit: str) -> Figu
 
 
 def cost(folder: Path, scale: float) -> Iterator[Figure]:
-    """Share of the machine that one trial of 20 records takes: seconds x workers / trials. Every MLflow database is there before."""
+    """Measure the share of the machine that one trial of 20 records takes: seconds x workers / trials.
+
+    Every MLflow database exists before, since making one takes seconds.
+    """
     for trials in (max(8, round(60 * scale)), max(8, round(200 * scale))):
         ours = _ours(folder / f"ours-{trials}", trials)
         yield at_most(
@@ -121,8 +124,8 @@ def cost(folder: Path, scale: float) -> Iterator[Figure]:
         yield Figure("cost", f"{trials} trials: the whole command, a trial", ours["whole"], "ms")
         theirs = []
         for how in ("reuse", "default"):
-            found = script("ray_tune", store(folder / f"tune-{how}-{trials}"), trials, WORKERS, how)
-            theirs.append(1000 * found["trials_s"] * WORKERS / trials)
+            answer = script("ray_tune", store(folder / f"tune-{how}-{trials}"), trials, WORKERS, how)
+            theirs.append(1000 * answer["trials_s"] * WORKERS / trials)
             yield Figure(
                 "cost",
                 f"{trials} trials: Ray Tune ({how}), from its first trial's start to its last one's end",
@@ -132,10 +135,10 @@ def cost(folder: Path, scale: float) -> Iterator[Figure]:
             yield Figure(
                 "cost",
                 f"{trials} trials: Ray Tune ({how}), fit()",
-                1000 * found["fit_s"] * WORKERS / trials,
+                1000 * answer["fit_s"] * WORKERS / trials,
                 "ms",
             )
-            yield Figure("cost", f"{trials} trials: Ray Tune ({how}), starting Ray", found["start_s"], "s")
+            yield Figure("cost", f"{trials} trials: Ray Tune ({how}), starting Ray", answer["start_s"], "s")
         plain = 1000 * script("plain_optuna", store(folder / f"plain-{trials}"), trials)["trials_s"] / trials
         yield Figure("cost", f"{trials} trials: plain Optuna and MLflow in one process", plain, "ms")
         yield least(
@@ -155,7 +158,7 @@ def cost(folder: Path, scale: float) -> Iterator[Figure]:
 
 
 def _ours(state: Path, trials: int, recipe: str = "bf16") -> dict[str, float]:
-    """Milliseconds a trial: until MLflow's last write, until the last trial's end, and of the whole command."""
+    """Return milliseconds per trial: until MLflow's last write, until the last trial ends, of the command."""
     file = search(store(state), "cost", trials, recipe)
     seconds = sweep(file, "--state", state, "--workers", WORKERS)
     ((ran, first, last),) = ledger(
@@ -172,7 +175,7 @@ def _ours(state: Path, trials: int, recipe: str = "bf16") -> dict[str, float]:
 
 
 def first_step(folder: Path, scale: float) -> Iterator[Figure]:
-    """From the command to the first training step of a tiny gpt, a fresh state folder each time."""
+    """Measure from the command to the first training step of a tiny gpt, each time in a new state folder."""
     seconds = []
     for number in range(3):
         state = folder / str(number)
@@ -197,7 +200,7 @@ def first_step(folder: Path, scale: float) -> Iterator[Figure]:
 
 
 def _first_records(state: Path) -> dict[str, float]:
-    """The moment of each trial's first record, by its id."""
+    """Return the time of each trial's first record in seconds since the epoch, by the trial's id."""
     return {
         path.parent.name: json.loads(path.read_text().splitlines()[0])["time"]
         for path in state.glob("trials/*/events-1.jsonl")
@@ -205,7 +208,7 @@ def _first_records(state: Path) -> dict[str, float]:
 
 
 def next_trial(folder: Path, scale: float) -> Iterator[Figure]:
-    """From a trial's start on a warm worker to its first step, of trials that have nothing to set up."""
+    """Measure from a trial's start on a warm worker to its first step, for trials with nothing to set up."""
     state = folder / "next"
     sweep(
         search(state, "next", max(12, round(60 * scale))),
@@ -236,14 +239,14 @@ def next_trial(folder: Path, scale: float) -> Iterator[Figure]:
 
 
 def resume(folder: Path, scale: float) -> Iterator[Figure]:
-    """A finished sweep of 1,000 trials, run again: to its table."""
+    """Measure the time to the table of a finished sweep of 1,000 trials that is run again."""
     arms = max(10, round(199 * scale))
     file = grid(folder, "finished", arms, 5)
-    words = (file, "--state", folder, "--executor", "inline")
+    arguments = (file, "--state", folder, "--executor", "inline")
     say("  making the sweep ...")
-    sweep(*words)
+    sweep(*arguments)
     trials, before = 5 * (arms + 1), _processor_seconds()
-    seconds = statistics.median(sweep(*words) for _ in range(3))
+    seconds = statistics.median(sweep(*arguments) for _ in range(3))
     yield at_most(
         "resume", f"a finished sweep of {trials:,} trials to its table, median of 3", seconds, 5, "s"
     )
@@ -251,29 +254,29 @@ def resume(folder: Path, scale: float) -> Iterator[Figure]:
 
 
 def _processor_seconds() -> float:
-    """What the commands run so far have used."""
+    """Return the processor seconds of all commands run so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def many(folder: Path, scale: float) -> Iterator[Figure]:
-    """10,000 trials over 64 logical slots, in process; then a few hundred on Ray."""
+    """Measure 10,000 trials over 64 logical slots, in process; then a few hundred on Ray."""
     arms = max(20, round(999 * scale))
-    found = script("many_trials", folder, arms, 10, 64, "yes", told=None)
-    tenth = found["trials"] // 10
-    what = f"{found['trials']:,} trials of {RECORDS} records, 64 slots in process"
-    for clock, told in ((1, "by the clock"), (2, "of processor time, MLflow's thread apart")):
-        done = [(one[0], one[clock]) for one in found["done"]]
+    answer = script("many_trials", folder, arms, 10, 64, "yes", stderr=None)
+    tenth = answer["trials"] // 10
+    what = f"{answer['trials']:,} trials of {RECORDS} records, 64 slots in process"
+    for clock, unit in ((1, "by the clock"), (2, "of processor time, MLflow's thread apart")):
+        done = [(one[0], one[clock]) for one in answer["done"]]
         first, last = (
-            _per_trial(done, *span) for span in ((0, tenth), (found["trials"] - tenth, found["trials"]))
+            _per_trial(done, *span) for span in ((0, tenth), (answer["trials"] - tenth, answer["trials"]))
         )
-        yield Figure("many", f"{what}: a trial of the first tenth, {told}", first, "ms")
-        yield at_most("many", f"{what}: the last tenth over the first, {told}", last / first, 1.2, "times")
+        yield Figure("many", f"{what}: a trial of the first tenth, {unit}", first, "ms")
+        yield at_most("many", f"{what}: the last tenth over the first, {unit}", last / first, 1.2, "times")
     yield at_most(
-        "many", f"{what}: controller's peak memory, with torch and MLflow", found["peak_mb"], 1000, "MB"
+        "many", f"{what}: controller's peak memory, with torch and MLflow", answer["peak_mb"], 1000, "MB"
     )
-    yield Figure("many", f"{what}: of which before the first trial", found["before_mb"], "MB")
-    yield Figure("many", f"{what}: all, until MLflow has it too", found["seconds"], "s")
+    yield Figure("many", f"{what}: of which before the first trial", answer["before_mb"], "MB")
+    yield Figure("many", f"{what}: all, until MLflow has it too", answer["seconds"], "s")
     state, trials, slots = folder / "ray", max(32, round(300 * scale)), 16
     sweep(search(state, "ray", trials), "--state", state, "--workers", slots)
     ((ran, start, end),) = ledger(
@@ -286,25 +289,28 @@ def many(folder: Path, scale: float) -> Iterator[Figure]:
 
 
 def _per_trial(done: list[tuple[int, float]], first: int, last: int) -> float:
-    """Milliseconds a trial between two counts of finished trials."""
+    """Return milliseconds per trial between two counts of finished trials."""
     inside = [pair for pair in done if first <= pair[0] <= last]
     (a, begun), (b, ended) = inside[0], inside[-1]
     return 1000 * (ended - begun) / (b - a)
 
 
 def dead_mlflow(folder: Path, scale: float) -> Iterator[Figure]:
-    """A server that is dead for the whole sweep, beside none at all: interleaved rounds of real trials; then the server is back."""
+    """Compare a server that is dead for the whole sweep with no server, in interleaved rounds of real trials.
+
+    Then count the records that are missing once a server is back.
+    """
     rounds, dead = max(2, round(7 * scale)), "http://127.0.0.1:9"
-    found: dict[str, list[dict]] = {dead: [], "none": []}
+    answers: dict[str, list[dict]] = {dead: [], "none": []}
     for number in range(rounds):
         for address in (dead, "none") if number % 2 else ("none", dead):
             state = folder / f"{number}-{'dead' if address == dead else 'none'}"
             state.mkdir()
-            found[address].append(script("one_worker", state, address, 60, "leave"))
-    ratios = [a["cpu_s"] / b["cpu_s"] for a, b in zip(found[dead], found["none"], strict=True)]
-    noise = [b["cpu_s"] for b in found["none"]]
+            answers[address].append(script("one_worker", state, address, 60, "leave"))
+    ratios = [a["cpu_s"] / b["cpu_s"] for a, b in zip(answers[dead], answers["none"], strict=True)]
+    noise = [b["cpu_s"] for b in answers["none"]]
     spread = (max(noise) - min(noise)) / statistics.median(noise)
-    imports = sum(one["imports"] for each in found.values() for one in each)
+    imports = sum(one["imports"] for each in answers.values() for one in each)
     yield at_most("dead_mlflow", "imports of MLflow in trial processes", imports, 0, "")
     what = f"trials' processor time, dead server over none, median of {rounds} rounds"
     yield Figure(
@@ -331,10 +337,16 @@ def dead_mlflow(folder: Path, scale: float) -> Iterator[Figure]:
 
 
 def _missing(state: Path) -> int:
-    """Run the sweep again with a store, and count what of the ledger is not in it, or in it twice."""
+    """Run the sweep again with a store; return the number of records that are missing there or doubled."""
     sweep(state / "one.yaml", "--state", state, "--executor", "inline")
-    shown = "text NOT LIKE 'quant/%' OR (text NOT LIKE 'quant/%/%/%' AND (text LIKE '%/sqnr_db' OR text LIKE '%/zero_frac'))"
-    query = f"SELECT mlflow, text, step, value FROM records JOIN names USING (name) JOIN members USING (trial) WHERE {shown}"
+    shown = (
+        "text NOT LIKE 'quant/%' OR "
+        "(text NOT LIKE 'quant/%/%/%' AND (text LIKE '%/sqnr_db' OR text LIKE '%/zero_frac'))"
+    )
+    query = (
+        "SELECT mlflow, text, step, value FROM records JOIN names USING (name) "
+        f"JOIN members USING (trial) WHERE {shown}"
+    )
     ours = sorted(ledger(state, "one", query))
     theirs = sorted(
         rows(state / "mlflow.db", "SELECT run_uuid, key, step, value FROM metrics WHERE key NOT LIKE 'gap/%'")
@@ -344,16 +356,16 @@ def _missing(state: Path) -> int:
 
 
 def reading(folder: Path, scale: float) -> Iterator[Figure]:
-    """A frame of 1,000 runs with 100 metrics of 100 steps each, and the report over them."""
-    found = script("reading", folder, max(20, round(199 * scale)), 5)
-    what = f"{found['runs']:,} runs, {found['rows']:,} records"
-    yield at_most("reading", f"{what}: as a frame", found["first_s"], 20, "s")
-    yield Figure("reading", f"{what}: as a frame, once remembered", found["again_s"], "s")
-    yield at_most("reading", f"{what}: a report", found["report_s"], 60, "s")
+    """Measure a frame of 1,000 runs with 100 metrics of 100 steps each, and the report over them."""
+    answer = script("reading", folder, max(20, round(199 * scale)), 5)
+    what = f"{answer['runs']:,} runs, {answer['rows']:,} records"
+    yield at_most("reading", f"{what}: as a frame", answer["first_s"], 20, "s")
+    yield Figure("reading", f"{what}: as a frame, once remembered", answer["again_s"], "s")
+    yield at_most("reading", f"{what}: a report", answer["report_s"], 60, "s")
 
 
 def cooldown(folder: Path, scale: float) -> Iterator[Figure]:
-    """Six cooldown fractions: steps run, of a tiny model, over those from scratch and over those planned."""
+    """Compare the steps that six cooldown fractions run with those from scratch and with those planned."""
     steps, fractions = 200, [0, 0.05, 0.1, 0.15, 0.2, 0.25]
     model = {"gpt": TINY | {"steps": steps}}
     keys = {
@@ -386,7 +398,10 @@ def cooldown(folder: Path, scale: float) -> Iterator[Figure]:
     )
     yield at_most("cooldown", "steps run over steps planned", ran["fork"] / planned, 1.05, "times")
     losses = "text IN ('train/loss', 'val/loss')"
-    query = f"SELECT id, text, step, value FROM records JOIN names USING (name) JOIN trials USING (trial) WHERE {losses}"
+    query = (
+        "SELECT id, text, step, value FROM records JOIN names USING (name) "
+        f"JOIN trials USING (trial) WHERE {losses}"
+    )
     forked, alone = (sorted(ledger(state, "cooldown", query)) for state in states.values())
     assert alone
     yield at_most(
@@ -395,13 +410,17 @@ def cooldown(folder: Path, scale: float) -> Iterator[Figure]:
 
 
 def killed_worker(folder: Path, scale: float) -> Iterator[Figure]:
-    """kill -9 of the worker in the middle of each trial, a checkpoint every half second."""
+    """Measure the steps that are done again after a kill -9 of the worker in the middle of each trial.
+
+    A trial writes a checkpoint every half second.
+    """
     every = 0.5
-    found = script("one_worker", folder, "none", every, "kill")
-    trials = [trial for trial in found["repeated"] if trial["killed"]]
-    assert found["killed"] == len(trials) > 0
+    answer = script("one_worker", folder, "none", every, "kill")
+    trials = [trial for trial in answer["repeated"] if trial["killed"]]
+    assert answer["killed"] == len(trials) > 0
     worst = max(trials, key=lambda trial: trial["seconds"])
-    what = f"{len(trials)} workers killed: steps done again, at worst ({worst['resumed']} of {worst['reached']} were kept)"
+    kept = f"{worst['resumed']} of {worst['reached']} were kept"
+    what = f"{len(trials)} workers killed: steps done again, at worst ({kept})"
     yield at_most("killed_worker", what, worst["seconds"] / every, 1.05, "intervals between checkpoints")
 
 
@@ -419,5 +438,5 @@ ROWS: dict[str, Callable[[Path, float], Iterator[Figure]]] = {
 
 
 def measure() -> None:
-    """The command line."""
+    """Run the command line."""
     run(lambda: typer.run(main))

@@ -1,6 +1,8 @@
-"""The real controller over logical slots in one process: trials really run, a record at a time in turn, and write their real folders.
+"""The controller over many logical slots in one process, for figures.py.
 
-Ray's actors for 64 slots, each with a warm process that holds torch, would take 16 GB; their cost is the row of a smaller run.
+Trials run in turn, one record at a time, and write their folders. Ray's actors for 64 slots, each with a warm
+process that holds torch, would take 16 GB; their cost is the row of a smaller run.
+
 Arguments: folder, arms, seeds, slots, MLflow (yes or no), and the file that takes the figures.
 """
 
@@ -23,18 +25,18 @@ from ablate.experiment.load import load
 
 
 class Slots:
-    """An executor of many slots without Ray: each wait runs one trial, the next in turn, up to its next record."""
+    """Executor of many slots without Ray: each wait runs the next trial in turn up to its next record."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self._running: deque[tuple[str, Iterator[Message]]] = deque()
 
     def submit(self, request: TrialRequest) -> None:
-        """Take a trial."""
+        """Add a trial to those that run in turn."""
         self._running.append((request.id, run_inline(request)))
 
     def wait(self, seconds: float) -> list[tuple[str, Message]]:
-        """The next message of the trial whose turn it is."""
+        """Return the next message of the trial that is next in turn."""
         trial, messages = self._running.popleft()
         message = next(messages)
         if not isinstance(message, Ended):
@@ -42,18 +44,22 @@ class Slots:
         return [(trial, message)]
 
     def stop(self, trial: str) -> None:
-        """Nothing orders it here."""
+        """Do nothing: these sweeps stop no trial."""
 
     def resize(self, slots: int) -> None:
-        """Nor this."""
+        """Do nothing: the number of slots is fixed."""
 
     def close(self) -> None:
-        """Leave what is running."""
+        """Drop the trials that are running."""
         self._running.clear()
 
 
 def main(folder: Path, arms: int, seeds: int, slots: int, mlflow: str | None) -> dict[str, Any]:
-    """When each trial was done, by the clock and by the controller's own processor time, and the process's peak memory before and after."""
+    """Run the sweep and return its figures.
+
+    `done` lists, for each trial, the number done by then, the seconds since the start, and the processor
+    seconds of the controller's thread; `before_mb` and `peak_mb` are the process's peak memory.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -80,11 +86,11 @@ def main(folder: Path, arms: int, seeds: int, slots: int, mlflow: str | None) ->
 
 
 def peak_mb() -> float:
-    """The most memory that this process held, in MB."""
+    """Return the peak memory of this process in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":
-    place, count, repeats, width, drawn, answer = sys.argv[1:]
-    store = f"sqlite:///{Path(place) / 'mlflow.db'}" if drawn == "yes" else None
-    Path(answer).write_text(json.dumps(main(Path(place), int(count), int(repeats), int(width), store)))
+    folder, count, repeats, width, drawn, answer = sys.argv[1:]
+    store = f"sqlite:///{Path(folder) / 'mlflow.db'}" if drawn == "yes" else None
+    Path(answer).write_text(json.dumps(main(Path(folder), int(count), int(repeats), int(width), store)))

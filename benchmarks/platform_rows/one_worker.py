@@ -1,6 +1,9 @@
-"""A sweep of real trials in one worker process that is a child of this one: whose processor time can be read, and which can be killed.
+"""A sweep of trials in one worker process, for figures.py.
 
-Arguments: folder, MLflow's address or `none`, seconds between checkpoints, `kill` or `leave`, and the file that takes the figures.
+The worker is a child of this process, so its processor time can be read, and it can be killed.
+
+Arguments: folder, MLflow's address or `none`, seconds between checkpoints, `kill` or `leave`, and the file
+that takes the figures.
 """
 
 import json
@@ -19,11 +22,15 @@ from sweeps import TINY, experiment, ledger
 from ablate.execution.messages import Message, TrialRequest
 
 STEPS = 400
-TRAP = "import os\nopen(os.environ['ABLATE_TRAP'], 'a').write(f'{os.getpid()}\\n')\nraise ImportError('MLflow in a trial process')\n"
+TRAP = """\
+import os
+open(os.environ['ABLATE_TRAP'], 'a').write(f'{os.getpid()}\\n')
+raise ImportError('MLflow in a trial process')
+"""
 
 
 class Worker:
-    """An executor of one slot without Ray: the supervisor, and the warm process that forks each trial."""
+    """Executor of one slot without Ray: the supervisor, and the warm process that forks each trial."""
 
     slots = 1
 
@@ -37,21 +44,21 @@ class Worker:
         self.trial, self.messages = request.id, self.supervisor.run(request)
 
     def wait(self, seconds: float) -> list[tuple[str, Message]]:
-        """Its next message."""
+        """Return the trial's next message."""
         return [(self.trial, next(self.messages))]
 
     def stop(self, trial: str) -> None:
-        """Nothing orders it here."""
+        """Do nothing: these sweeps stop no trial."""
 
     def resize(self, slots: int) -> None:
-        """Nor this."""
+        """Do nothing: there is one slot."""
 
     def close(self) -> None:
         """End the process."""
         self.supervisor.close()
 
     def kill(self) -> None:
-        """kill -9 of the process of the trial and of its warm parent: what the out-of-memory killer leaves of a worker."""
+        """Send SIGKILL to the trial's process and its warm parent, as the out-of-memory killer does."""
         parent = self.supervisor._child.pid
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
             os.kill(int(child), 9)
@@ -59,7 +66,11 @@ class Worker:
 
 
 def main(folder: Path, mlflow: str | None, every: float, kill: bool) -> dict[str, Any]:
-    """Processor time of the trials' processes, imports of MLflow in them, and for each trial killed the steps it did twice."""
+    """Run the sweep and return its figures.
+
+    They are the processor seconds of the trials' processes, the imports of MLflow in them, and for each trial
+    that was killed the steps that it did twice.
+    """
     import_module("mlflow")  # before the trap is set, which only processes started from here on find
 
     from ablate.execution.controller import Controller
@@ -111,7 +122,7 @@ def main(folder: Path, mlflow: str | None, every: float, kill: bool) -> dict[str
 
 
 def _repeated(folder: Path, trial: str) -> dict[str, float]:
-    """Steps that the first attempt did and the second did again, beside those it did between two checkpoints."""
+    """Return the steps that the first attempt of a trial did and the second did again, and their seconds."""
     attempts = sorted((folder / "trials" / trial).glob("events-*.jsonl"))
     events = [[json.loads(line) for line in path.read_text().splitlines()] for path in attempts]
     if len(events) < 2:
@@ -129,6 +140,6 @@ def _repeated(folder: Path, trial: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    place, address, interval, ending, answer = sys.argv[1:]
-    found = main(Path(place), None if address == "none" else address, float(interval), ending == "kill")
-    Path(answer).write_text(json.dumps(found))
+    folder, address, interval, ending, answer = sys.argv[1:]
+    figures = main(Path(folder), None if address == "none" else address, float(interval), ending == "kill")
+    Path(answer).write_text(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""Optuna and MLflow as their documentation has them, in one process: a no-op trial of 20 reports, so many times.
+"""Optuna and MLflow in one process, used as their documentation shows: no-op trials of 20 reports each.
 
 Arguments: folder, trials, and the file that takes the figures.
 """
@@ -13,7 +13,7 @@ RECORDS = 20
 
 
 def main(folder: Path, trials: int) -> dict[str, float]:
-    """Seconds from the first trial's start to the last one's end."""
+    """Return the seconds from the first trial's start to the last one's end."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     import mlflow
     import optuna
@@ -43,5 +43,5 @@ def main(folder: Path, trials: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    place, count, answer = sys.argv[1:]
-    Path(answer).write_text(json.dumps(main(Path(place), int(count))))
+    folder, count, answer = sys.argv[1:]
+    Path(answer).write_text(json.dumps(main(Path(folder), int(count))))

@@ -1,4 +1,6 @@
-"""Ray Tune as its documentation has it, OptunaSearch and the MLflow callback: a no-op trial of 20 reports, so many times.
+"""Ray Tune with OptunaSearch and the MLflow callback, used as its documentation shows.
+
+Each trial makes 20 reports and does nothing else.
 
 Arguments: folder, trials, workers, `reuse` or `default`, and the file that takes the figures.
 """
@@ -13,7 +15,7 @@ RECORDS = 20
 
 
 def trainable(config: dict) -> None:
-    """Reports of nothing."""
+    """Make 20 reports, and compute nothing."""
     from ray import tune
 
     for step in range(1, RECORDS + 1):
@@ -21,7 +23,7 @@ def trainable(config: dict) -> None:
 
 
 def main(folder: Path, trials: int, workers: int, reuse: bool) -> dict[str, float]:
-    """Seconds of starting Ray, of `fit`, and from the first trial's start to the last one's end."""
+    """Return the seconds of starting Ray, of `fit`, and from the first trial's start to the last's end."""
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -45,8 +47,8 @@ def main(folder: Path, trials: int, workers: int, reuse: bool) -> dict[str, floa
         trainable,
         param_space={"x": tune.uniform(-1.0, 1.0), "y": tune.uniform(-1.0, 1.0)},
         tune_config=tune.TuneConfig(
-            metric="loss", mode="min", search_alg=OptunaSearch(seed=0), num_samples=trials, max_concurrent_trials=workers,
-            reuse_actors=reuse,
+            metric="loss", mode="min", search_alg=OptunaSearch(seed=0), num_samples=trials,
+            max_concurrent_trials=workers, reuse_actors=reuse,
         ),
         run_config=tune.RunConfig(
             name="tune", storage_path=str(folder / "results"), verbose=0,
@@ -63,5 +65,5 @@ def main(folder: Path, trials: int, workers: int, reuse: bool) -> dict[str, floa
 
 
 if __name__ == "__main__":
-    place, count, slots, how, answer = sys.argv[1:]
-    Path(answer).write_text(json.dumps(main(Path(place), int(count), int(slots), how == "reuse")))
+    folder, count, slots, how, answer = sys.argv[1:]
+    Path(answer).write_text(json.dumps(main(Path(folder), int(count), int(slots), how == "reuse")))

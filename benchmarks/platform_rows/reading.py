@@ -1,4 +1,8 @@
-"""Reading a large experiment: `reading.py FOLDER ARMS SEEDS ANSWER` makes a ledger of arms x seeds runs and writes what reading it took."""
+"""Time that reading a large experiment takes, for figures.py.
+
+`reading.py FOLDER ARMS SEEDS ANSWER` makes a ledger of arms x seeds runs, reads it, and writes the seconds to
+the file ANSWER.
+"""
 
 import json
 import math
@@ -25,7 +29,7 @@ SPEC = json.dumps({"workload": {"gpt": {}}, "data": "drawn"})
 
 
 def fill(path: Path, arms: int, seeds: int) -> None:
-    """A grid of arms over a knob, each run with every metric at every step."""
+    """Fill a ledger with a grid of arms over a knob; each run has every metric at every step."""
     ledger = Ledger(path)
     ledger.identity()
     metric = '{"name": "val/loss", "min_effect": 0.01}'
@@ -47,7 +51,7 @@ def fill(path: Path, arms: int, seeds: int) -> None:
 
 
 def main(folder: Path, arms: int, seeds: int, answer: Path) -> None:
-    """Measure, and write the answer."""
+    """Measure, and write the figures to a file."""
     path = folder / "sweeps" / "large" / "ledger.db"
     fill(path, arms, seeds)
     ledger = Ledger(path, readonly=True)
@@ -59,8 +63,8 @@ def main(folder: Path, arms: int, seeds: int, answer: Path) -> None:
     ledger.close()
     started = time.perf_counter()
     make(folder, "large")
-    told = {"runs": (arms + 1) * seeds, "rows": rows, "first_s": seconds[0], "again_s": seconds[1]}
-    answer.write_text(json.dumps(told | {"report_s": time.perf_counter() - started}))
+    figures = {"runs": (arms + 1) * seeds, "rows": rows, "first_s": seconds[0], "again_s": seconds[1]}
+    answer.write_text(json.dumps(figures | {"report_s": time.perf_counter() - started}))
 
 
 if __name__ == "__main__":

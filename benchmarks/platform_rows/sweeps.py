@@ -1,4 +1,4 @@
-"""What the rows share: experiments to measure with, commands run to their end, and what their ledgers say of them."""
+"""Tools of the rows: experiments to measure with, commands run to their end, and queries of ledgers."""
 
 import json
 import sqlite3
@@ -15,7 +15,7 @@ TINY = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 2, "eval_t
 
 
 def experiment(folder: Path, name: str, **keys: Any) -> Path:
-    """An experiment file: of idle trials, where nothing else is said. JSON is YAML 1.2."""
+    """Write an experiment file, of idle trials unless `keys` names another workload. JSON is YAML 1.2."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.yaml"
     path.write_text(
@@ -33,7 +33,7 @@ def experiment(folder: Path, name: str, **keys: Any) -> Path:
 
 
 def search(folder: Path, name: str, trials: int, recipe: str = "bf16") -> Path:
-    """An experiment of so many arms that TPE proposes, of one trial each."""
+    """Write an experiment of arms that TPE proposes, with one trial each."""
     space = {"workload.x": {"uniform": [-1.0, 1.0]}, "workload.y": {"uniform": [-1.0, 1.0]}}
     return experiment(
         folder, name, recipe=recipe, against=recipe, ablate=space, search={"sampler": "tpe", "trials": trials}
@@ -41,37 +41,51 @@ def search(folder: Path, name: str, trials: int, recipe: str = "bf16") -> Path:
 
 
 def grid(folder: Path, name: str, arms: int, seeds: int) -> Path:
-    """An experiment of arms x seeds trials, and a baseline a seed."""
+    """Write an experiment of arms x seeds trials, and one baseline trial per seed."""
     return experiment(
         folder, name, ablate={"cooldown": [n / (arms + arms // 3) for n in range(arms)]}, seeds=seeds
     )
 
 
-def command(*words: Any, told: int | None = subprocess.PIPE) -> float:
-    """Run a command to its end; returns its seconds, or ends with what it said. `told` None: its standard error is progress."""
+def command(*arguments: object, stderr: int | None = subprocess.PIPE) -> float:
+    """Run a command to its end and return its seconds; if it fails, exit with its output.
+
+    Args:
+        arguments: the command.
+        stderr: None to show its standard error, which is progress; by default it is captured.
+    """
     started = time.perf_counter()
-    done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, stderr=told, text=True, check=False)
+    line = [str(argument) for argument in arguments]
+    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
     if done.returncode:
-        sys.exit(
-            f"{' '.join(map(str, words))}: exit status {done.returncode}\n{done.stdout[-3000:]}\n{(done.stderr or '')[-3000:]}"
-        )
+        output = f"{done.stdout[-3000:]}\n{(done.stderr or '')[-3000:]}"
+        sys.exit(f"{' '.join(line)}: exit status {done.returncode}\n{output}")
     return time.perf_counter() - started
 
 
-def sweep(*words: Any) -> float:
-    """Run `ablate sweep ...` to its end; returns its seconds."""
-    return command(sys.executable, "-m", "ablate", "sweep", "--no-report", *words)
+def sweep(*arguments: object) -> float:
+    """Run `ablate sweep ...` to its end and return its seconds."""
+    return command(sys.executable, "-m", "ablate", "sweep", "--no-report", *arguments)
 
 
-def script(name: str, *words: Any, told: int | None = subprocess.PIPE) -> dict[str, Any]:
-    """Run a script beside this file, in a process of its own; returns what it wrote to the file that it is given last."""
-    answer = Path(words[0]) / f"{name}.json"
-    command(sys.executable, HERE / f"{name}.py", *words, answer, told=told)
+def script(
+    name: str, folder: Path, *arguments: object, stderr: int | None = subprocess.PIPE
+) -> dict[str, Any]:
+    """Run a script beside this file in its own process, and return the figures that it wrote to a file.
+
+    Args:
+        name: name of the script, without `.py`.
+        folder: the script's first argument, the folder that it works in; the figures' file is written there.
+        arguments: its other arguments, before the path of that file.
+        stderr: as for `command`.
+    """
+    answer = folder / f"{name}.json"
+    command(sys.executable, HERE / f"{name}.py", folder, *arguments, answer, stderr=stderr)
     return json.loads(answer.read_text())
 
 
 def store(folder: Path) -> Path:
-    """The folder, with a new MLflow database in it: to make one takes seconds, whoever does."""
+    """Return the folder after making a new MLflow database in it, which takes seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     code = "import sys, mlflow; mlflow.MlflowClient(sys.argv[1]).search_experiments()"
     command(sys.executable, "-c", code, f"sqlite:///{folder / 'mlflow.db'}")
@@ -79,7 +93,7 @@ def store(folder: Path) -> Path:
 
 
 def rows(path: Path, query: str) -> list[tuple]:
-    """What a database answers."""
+    """Return the rows that an SQLite database has for a query."""
     db = sqlite3.connect(path)
     try:
         return db.execute(query).fetchall()
@@ -88,10 +102,10 @@ def rows(path: Path, query: str) -> list[tuple]:
 
 
 def ledger(state: Path, name: str, query: str) -> list[tuple]:
-    """What a sweep's ledger answers."""
+    """Return the rows that a sweep's ledger has for a query."""
     return rows(state / "sweeps" / name / "ledger.db", query)
 
 
 def say(line: str) -> None:
-    """Progress, on standard error: the table is on standard output."""
+    """Print a line of progress on standard error; the table is on standard output."""
     print(line, file=sys.stderr, flush=True)

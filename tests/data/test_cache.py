@@ -34,7 +34,7 @@ def test_what_is_left_halfway_is_not_there_and_is_made_anew(cache):
 
 
 def test_whoever_waits_for_another_process_hears_that_it_goes_on(monkeypatch):
-    monkeypatch.setattr("ablate.cache._POLL_SECONDS", 0.02)
+    monkeypatch.setattr("ablate.cache.POLL_SECONDS", 0.02)
     with subprocess.Popen(
         [sys.executable, "-c", HELD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:

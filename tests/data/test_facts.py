@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from conftest import write_shards
+from support.corpus import write_shards
 
 from ablate.training.data import facts as module
-from ablate.training.data.corpus import HubText, Text
+from ablate.training.data.corpus import HubText, TextFiles
 from ablate.training.data.facts import facts
 from ablate.training.data.images import Folder
 
@@ -32,7 +32,7 @@ def test_what_comes_with_packages_is_named_and_counted():
 def test_a_file_is_named_as_the_experiment_names_it(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("a line\n" * 400)
     monkeypatch.chdir(tmp_path)
-    told = facts(Text(text="text.*"))
+    told = facts(TextFiles(text="text.*"))
     assert (told["name"], told["type"], told["source"]) == ("text.*", "local", {"uri": "text.*"})
     assert str(tmp_path) not in json.dumps(told)
     assert sum(told["counts"][key] for key in ("train tokens", "validation tokens")) == 2801
@@ -69,4 +69,4 @@ def images():
 
 def test_data_that_cannot_be_opened_are_told():
     with pytest.raises(OSError, match="no file matches"):
-        facts(Text(text="nowhere.txt"))
+        facts(TextFiles(text="nowhere.txt"))

@@ -272,9 +272,9 @@ def test_what_was_decoded_is_kept_and_a_changed_file_is_seen(tmp_path, cache):
     before = open_images(Folder(folder=str(tmp_path), size=8))
     assert len(list((cache / "images").glob("*/train.npy"))) == 1
     pictures(tmp_path, 1, seed=77)
-    from ablate.training.data.images import _folder
+    from ablate.training.data.images import read_folder
 
-    _folder.cache_clear()
+    read_folder.cache_clear()
     after = open_images(Folder(folder=str(tmp_path), size=8))
     assert after.fingerprint != before.fingerprint
     assert not np.array_equal(after.train[0], before.train[0])

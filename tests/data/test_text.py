@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ablate import cache as cache_module
 from ablate.training.data import Shards, documents, open_corpus, places, prepared
-from ablate.training.data.corpus import HubText, Prepared, Source, Text
+from ablate.training.data.corpus import HubText, PreparedText, TextFiles, TextSource
 from ablate.training.data.jobs import of_files
 from ablate.training.data.tokenisers import SEPARATOR, open_tokeniser
 
@@ -85,7 +85,7 @@ def test_bytes_take_anything(tmp_path):
     content = bytes(range(256)) * 40
     (tmp_path / "any").write_bytes(content)
     made(tmp_path / "out", tmp_path / "any", val=[str(tmp_path / "any")])
-    corpus = open_corpus(Prepared(prepared=str(tmp_path / "out")))
+    corpus = open_corpus(PreparedText(prepared=str(tmp_path / "out")))
     assert np.asarray(corpus.train[1:]).astype(np.uint8).tobytes() == content
     assert (corpus.vocab, corpus.bytes_per_token) == (256, 1.0)
 
@@ -213,7 +213,7 @@ def test_shards_are_in_llm_cs_layout_and_read_as_one_text(tmp_path):
     content = (parts / "train_000001.bin").read_bytes()
     assert np.frombuffer(content[:12], np.int32).tolist() == [20240520, 1, 1000]
     assert len(content) == 1024 + 2000
-    a, b = (open_corpus(Prepared(prepared=str(folder))) for folder in (whole, parts))
+    a, b = (open_corpus(PreparedText(prepared=str(folder))) for folder in (whole, parts))
     np.testing.assert_array_equal(a.train, b.train)
     for start in (0, 990, 999, 1000, 2500, len(a.train) - 20):
         np.testing.assert_array_equal(a.train[start : start + 1020], b.train[start : start + 1020])
@@ -234,7 +234,7 @@ def test_a_window_across_files_is_a_batch(tmp_path):
     made(tmp_path / "whole", stories(tmp_path))
     made(tmp_path / "parts", stories(tmp_path), shard_tokens=50)
     batches = [
-        training_batch(open_corpus(Prepared(prepared=str(tmp_path / name))), 0, 0, 0, 8, 128)
+        training_batch(open_corpus(PreparedText(prepared=str(tmp_path / name))), 0, 0, 0, 8, 128)
         for name in ("whole", "parts")
     ]
     assert torch.equal(batches[0][0], batches[1][0])
@@ -248,7 +248,7 @@ def test_a_text_of_more_files_than_a_process_may_open_is_read(tmp_path):
     assert len(about.train.shards) > 400
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (now + 200, before[1]))
-        corpus = open_corpus(Prepared(prepared=str(tmp_path / "many")))
+        corpus = open_corpus(PreparedText(prepared=str(tmp_path / "many")))
         assert len(corpus.train[:]) == about.train.tokens
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -279,7 +279,7 @@ def test_a_prepared_folder_that_was_spoilt_is_told(tmp_path, spoil, told):
     made(tmp_path / "out", stories(tmp_path))
     spoil(tmp_path / "out")
     with pytest.raises((OSError, ValueError), match=told):
-        open_corpus(Prepared(prepared=str(tmp_path / "out")))
+        open_corpus(PreparedText(prepared=str(tmp_path / "out")))
 
 
 def cut(path: Path) -> None:
@@ -299,30 +299,32 @@ def turn(path: Path, place: int, byte: bytes) -> None:
 def test_text_is_the_same_corpus_as_the_folder_prepared_of_it(tmp_path):
     path = stories(tmp_path)
     about = made(tmp_path / "out", path, tokenizer="bpe:400", val_fraction=0.01)
-    corpus = open_corpus(Text(text=str(path), tokenizer="bpe:400"))
+    corpus = open_corpus(TextFiles(text=str(path), tokenizer="bpe:400"))
     assert (corpus.fingerprint, corpus.vocab, corpus.bytes_per_token) == (
         about.fingerprint,
         about.vocab,
         about.bytes_per_token,
     )
-    np.testing.assert_array_equal(corpus.train, open_corpus(Prepared(prepared=str(tmp_path / "out"))).train)
+    np.testing.assert_array_equal(
+        corpus.train, open_corpus(PreparedText(prepared=str(tmp_path / "out"))).train
+    )
 
 
 def test_what_was_made_is_kept_by_content(tmp_path, cache, monkeypatch):
     path, copy = stories(tmp_path), stories(tmp_path, "copy.txt")
-    first = open_corpus(Text(text=str(path)))
+    first = open_corpus(TextFiles(text=str(path)))
     monkeypatch.setattr(prepared, "prepare", None)
-    assert open_corpus(Text(text=str(copy))).fingerprint == first.fingerprint
+    assert open_corpus(TextFiles(text=str(copy))).fingerprint == first.fingerprint
     assert len([folder for folder in (cache / "corpora").iterdir() if folder.is_dir()]) == 1
 
 
 def test_a_changed_text_is_another_corpus(tmp_path):
     path = stories(tmp_path)
-    first = open_corpus(Text(text=str(path)))
+    first = open_corpus(TextFiles(text=str(path)))
     path.write_text(path.read_text().replace("closed", "opened"))
     corpus_of = open_corpus.__globals__["_text"]
     corpus_of.cache_clear()
-    assert open_corpus(Text(text=str(path))).fingerprint != first.fingerprint
+    assert open_corpus(TextFiles(text=str(path))).fingerprint != first.fingerprint
 
 
 def test_a_file_is_read_again_when_it_may_have_changed_and_only_then(tmp_path, monkeypatch):
@@ -330,7 +332,7 @@ def test_a_file_is_read_again_when_it_may_have_changed_and_only_then(tmp_path, m
     os.utime(path, ns=(before, before))
     first = cache_module.digest([path])
     with monkeypatch.context() as context:
-        context.setattr(cache_module, "_digest", None)
+        context.setattr(cache_module, "hash_contents", None)
         assert cache_module.digest([path]) == first
     path.write_text(path.read_text().replace("closed", "opened"))
     now = path.stat().st_mtime_ns
@@ -352,8 +354,8 @@ def counted(*words):
     time.sleep(1)  # until the others are there
     return make(*words)
 p.prepare = counted
-from ablate.training.data.corpus import Text, open_corpus
-print(open_corpus(Text(text={str(path)!r}, tokenizer="bpe:600")).fingerprint)"""
+from ablate.training.data.corpus import TextFiles, open_corpus
+print(open_corpus(TextFiles(text={str(path)!r}, tokenizer="bpe:600")).fingerprint)"""
     runs = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
@@ -366,13 +368,13 @@ print(open_corpus(Text(text={str(path)!r}, tokenizer="bpe:600")).fingerprint)"""
 
 def test_what_a_killed_process_left_is_no_corpus(tmp_path, cache):
     path = stories(tmp_path)
-    first = open_corpus(Text(text=str(path)))
+    first = open_corpus(TextFiles(text=str(path)))
     (folder,) = [folder for folder in (cache / "corpora").iterdir() if folder.is_dir()]
     torn = folder.with_name(f"{folder.name}.making")
     folder.rename(torn)
     (torn / "train_000000.bin").write_bytes(b"torn")
     open_corpus.__globals__["_text"].cache_clear()
-    assert open_corpus(Text(text=str(path))).fingerprint == first.fingerprint
+    assert open_corpus(TextFiles(text=str(path))).fingerprint == first.fingerprint
     assert not torn.exists()
 
 
@@ -380,7 +382,7 @@ def test_a_cache_that_cannot_be_written_is_told_with_the_way_out(tmp_path, monke
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(OSError, match=r"the cache cannot be written \(Not a directory\); set ABLATE_CACHE"):
-        open_corpus(Text(text=str(stories(tmp_path))))
+        open_corpus(TextFiles(text=str(stories(tmp_path))))
 
 
 def test_parquet_and_json_lines_hold_the_same_documents(tmp_path):
@@ -492,7 +494,7 @@ def test_a_commit_is_asked_for_once(tmp_path, monkeypatch):
 
     pytest.importorskip("huggingface_hub")
     asked = []
-    monkeypatch.setattr(hub, "_commit", lambda *words: asked.append(words) or "c0ffee")
+    monkeypatch.setattr(hub, "latest_commit", lambda *words: asked.append(words) or "c0ffee")
     assert [hub.version("some/stories", None, "") for _ in range(3)] == ["c0ffee"] * 3
     assert hub.version("some/stories", "v2", "") == "c0ffee"
     assert len(asked) == 2
@@ -511,8 +513,8 @@ def test_nothing_reaches_a_network_unless_a_dataset_is_named(tmp_path):
 import socket, sys
 def refuse(*words): raise SystemExit(f"a connection to {{words}}")
 socket.socket.connect = socket.getaddrinfo = refuse
-from ablate.training.data.corpus import Text, open_corpus
-open_corpus("stdlib"); open_corpus(Text(text={str(path)!r}, tokenizer="bpe:300"))
+from ablate.training.data.corpus import TextFiles, open_corpus
+open_corpus("stdlib"); open_corpus(TextFiles(text={str(path)!r}, tokenizer="bpe:300"))
 print(*sys.modules)"""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -536,13 +538,13 @@ print(*sys.modules)"""
 )
 def test_a_source_that_is_none_is_refused_once_with_what_there_is(value, told):
     with pytest.raises(ValidationError) as error:
-        TypeAdapter(Source).validate_python(value)
+        TypeAdapter(TextSource).validate_python(value)
     assert error.value.error_count() == 1
     assert told in str(error.value)
 
 
 def test_a_source_survives_json_and_names_its_places():
-    kinds = TypeAdapter(Source)
+    kinds = TypeAdapter(TextSource)
     for value in (
         "stdlib",
         {"train": "a", "val": "b", "vocab": 9},
@@ -558,13 +560,13 @@ def test_a_source_survives_json_and_names_its_places():
 
 
 def test_a_part_of_a_source_is_a_knob_and_a_mistyped_one_is_told_with_the_nearest(tmp_path):
-    from ablate.experiment.arms import Base, KnobError
+    from ablate.experiment.arms import KnobError, StartingPoint
 
     path = str(stories(tmp_path))
-    base = Base("gpt", {"data": {"text": path}}, "bf16")
+    base = StartingPoint("gpt", {"data": {"text": path}}, "bf16")
     arm = base.arm({"workload.data.tokenizer": "bpe:300", "workload.data.val_fraction": 0.1})
-    assert arm.config.data == Text(text=path, tokenizer="bpe:300", val_fraction=0.1)
+    assert arm.config.data == TextFiles(text=path, tokenizer="bpe:300", val_fraction=0.1)
     with pytest.raises(
         KnobError, match=r"data\.text\.tokeniser: no such key; 'tokenizer' is the nearest of tokenizer"
     ):
-        Base("gpt", {"data": {"text": path, "tokeniser": "bytes"}}, "bf16").arm({})
+        StartingPoint("gpt", {"data": {"text": path, "tokeniser": "bytes"}}, "bf16").arm({})

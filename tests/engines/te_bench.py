@@ -12,7 +12,7 @@ from ablate.cli import bench  # noqa: E402
 from ablate.cli.common import run  # noqa: E402
 from ablate.engines import transformer_engine as native  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
-from ablate.experiment.arms import Base  # noqa: E402
+from ablate.experiment.arms import StartingPoint  # noqa: E402
 from ablate.recipes import PRESETS  # noqa: E402
 from ablate.verification import linear_layers  # noqa: E402
 
@@ -20,7 +20,7 @@ bench.this_machine = native.this_machine = lambda: Machine("2.20.2", native=True
 linear_layers.GPU = "cpu"  # where the double computes
 linear_layers.yardstick = lambda device: linear_layers.Yardstick({}, "torch's own product")
 linear_layers.machine = lambda device: {"device": device}
-NEAREST = Base("gpt", {}, "nvfp4").arm({"sr": False}).recipe
+NEAREST = StartingPoint("gpt", {}, "nvfp4").arm({"sr": False}).recipe
 PRESETS["nvfp4"] = lambda: NEAREST  # TE's reference rounds to nearest alone
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ablate.engines.emulated_layer import EmulatedLinear  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
 from ablate.engines.te_mapping import Builtin, recipe_refusals, te_recipe  # noqa: E402
 from ablate.experiment import engine_selection  # noqa: E402
-from ablate.experiment.arms import Arm, Base  # noqa: E402
+from ablate.experiment.arms import Arm, StartingPoint  # noqa: E402
 from ablate.numerics.philox import Clock  # noqa: E402
 from ablate.numerics.scaling import encode_scale  # noqa: E402
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select  # noqa: E402
@@ -37,7 +37,7 @@ native.this_machine = engine_selection.this_machine = lambda: B200
 
 def nvfp4(**knobs) -> Recipe:
     """NVIDIA's recipe without stochastic rounding, which TE's reference has not."""
-    return Base("gpt", {}, "nvfp4").arm({"sr": False, **knobs}).recipe
+    return StartingPoint("gpt", {}, "nvfp4").arm({"sr": False, **knobs}).recipe
 
 
 WHOLE = nvfp4().products
@@ -134,10 +134,10 @@ def trap() -> dict[str, object]:
     """What one te.Linear makes of a second recipe of the same class, and what the engine says where it is given one that was used."""
     _, layer = layers(WHOLE, (64, 64), 7)
     computed(layer, 64, 8)
-    ((used, _),) = layer._layers.values()
+    ((used, _),) = layer.built.values()
     layer.products = RECIPES["not rotated"]
     description = te_recipe(layer.products)
-    layer._layers[description] = used, native.build(description)
+    layer.built[description] = used, native.build(description)
     said = ""
     try:
         computed(layer, 64, 8)
@@ -284,7 +284,7 @@ def delayed() -> dict[str, object]:
                 at(layer, step, micro_batch, 2 * step + micro_batch, growing(step, micro_batch))
                 for layer in (ours, theirs)
             ]
-            ((inner, _),) = theirs._layers.values()
+            ((inner, _),) = theirs.built.values()
             assert (seen["fprop.x"], seen["fprop.w"], seen["dgrad.g"]) == (
                 seen["wgrad.x"],
                 seen["dgrad.w"],

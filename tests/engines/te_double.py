@@ -80,7 +80,7 @@ def install() -> ModuleType:
     for name, members in _ENUMS.items():
         setattr(extension, name, enum.IntEnum(name, members))
     extension.generic_gemm = _multiplied
-    extension.quantize = _scaled
+    extension.quantize = scaled
     extension.fused_amax_and_scale_update_after_reduction = _moved_on
     extension.get_cublasLt_version = lambda: 130200
     for name in ("einops", "transformer_engine.pytorch.onnx_extensions"):
@@ -144,12 +144,12 @@ def reference(
     tile = (16, 16) if with_2d_quantization else (1, 16)
     made = NVFP4QuantizerRef(dtype=Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=with_rht, **options)
     if stochastic_rounding:
-        made._quantize_blockwise_reference = _drawn
+        made._quantize_blockwise_reference = drawn
     made.copy = lambda: copy(made)  # a hybrid one asks for it
     return made
 
 
-def _drawn(x, global_amax, tile_len_x, tile_len_y, **options):
+def drawn(x, global_amax, tile_len_x, tile_len_y, **options):
     """The reference's scales, and codes that 8 random bits an element take up or down: P(up) is the position cut to 1/256."""
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
 
@@ -251,7 +251,7 @@ def _codes(operand):
     return operand._data.view(_fp8(operand._fp8_dtype)).float(), operand._scale_inv
 
 
-def _scaled(x, quantiser, *_):
+def scaled(x, quantiser, *_):
     """TE's cast to FP8 by a given scale: to nearest, saturating. The quantiser's amax becomes that of x, where this is larger."""
     kind = _fp8(quantiser.dtype)
     top = torch.finfo(kind).max

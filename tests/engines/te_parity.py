@@ -24,10 +24,10 @@ from ablate.cli import doctor  # noqa: E402
 from ablate.engines import parity_record, te_casts  # noqa: E402
 from ablate.engines import transformer_engine as native  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
-from ablate.engines.te_mapping import Format  # noqa: E402
+from ablate.engines.te_mapping import CopyFormat  # noqa: E402
 from ablate.execution.trial_runner import run  # noqa: E402
 from ablate.experiment import engine_selection  # noqa: E402
-from ablate.experiment.arms import Base  # noqa: E402
+from ablate.experiment.arms import StartingPoint  # noqa: E402
 from ablate.experiment.trial_spec import TrialSpec  # noqa: E402
 from ablate.results.trial_store import Store  # noqa: E402
 from ablate.training.workloads import WORKLOADS  # noqa: E402
@@ -125,7 +125,7 @@ def copied() -> contextlib.AbstractContextManager:
 
 
 def a_third_value() -> contextlib.AbstractContextManager:
-    whole = te_double._drawn
+    whole = te_double.drawn
 
     def changed(*args, **options):
         codes, scales = whole(*args, **options)
@@ -133,7 +133,7 @@ def a_third_value() -> contextlib.AbstractContextManager:
         codes[1, 0] = 0xFF
         return codes, scales
 
-    return patch.object(te_double, "_drawn", changed)
+    return patch.object(te_double, "drawn", changed)
 
 
 def multiplied(change: Callable) -> contextlib.AbstractContextManager:
@@ -171,7 +171,7 @@ def power_of_two() -> contextlib.AbstractContextManager:
 
 def larger() -> contextlib.AbstractContextManager:
     """Casts by a given scale that leave an amax half as large again as it is."""
-    whole = te_double._scaled
+    whole = te_double.scaled
 
     def changed(x, quantiser, *more):
         made = whole(x, quantiser, *more)
@@ -269,7 +269,7 @@ def commanded(*words: str) -> dict[str, object]:
 def chosen() -> dict[str, object]:
     """What `auto` takes for arms of each family on this made-up machine."""
     arms = [
-        Base("gpt", {}, "nvfp4").arm({"recipe": preset})
+        StartingPoint("gpt", {}, "nvfp4").arm({"recipe": preset})
         for preset in ("bf16", "nvfp4", "mxfp8", "fp8_current")
     ]
     return vars(engine_selection.choose("auto", arms, "cuda", machine=B200))
@@ -289,7 +289,7 @@ def whole() -> dict[str, object]:
 
 def trial() -> dict[str, str]:
     """The environment that a trial by this engine records."""
-    recipe = Base("gpt", {}, "nvfp4").arm({"sr": False}).recipe
+    recipe = StartingPoint("gpt", {}, "nvfp4").arm({"sr": False}).recipe
     config = WORKLOADS["gpt"](**SMALL.model, steps=2)
     spec = TrialSpec(
         workload="gpt", config=config, recipe=recipe, seed=0, engine="transformer_engine", device="cpu"
@@ -326,7 +326,7 @@ def storage() -> dict[str, bool]:
             for a, b in pairs
         )
 
-    made, names = native.quantiser(Format("nvfp4", "e2m1"))(x), ("rowwise", "columnwise")
+    made, names = native.quantiser(CopyFormat("nvfp4", "e2m1"))(x), ("rowwise", "columnwise")
     kept = {f"{way}_data": getattr(made, f"_{way}_data") for way in names}
     kept |= {
         f"{way}_scale_inv": padded(getattr(made, f"_{way}_scale_inv"), "NVFP4", way == "columnwise")
@@ -336,22 +336,30 @@ def storage() -> dict[str, bool]:
     nvfp4 = NVFP4TensorStorage(
         **kept, fp4_dtype=TE.DType.kFloat4E2M1, quantizer=None, with_gemm_swizzled_scales=False
     )
-    found = {"nvfp4": alike(te_casts._nvfp4(nvfp4, shape, Format("nvfp4", "e2m1")), Format("nvfp4", "e2m1"))}
+    found = {
+        "nvfp4": alike(
+            te_casts.nvfp4_casts(nvfp4, shape, CopyFormat("nvfp4", "e2m1")), CopyFormat("nvfp4", "e2m1")
+        )
+    }
 
-    made, eight = native.quantiser(Format("mxfp8", "e4m3"))(x), TE.DType.kFloat8E4M3
+    made, eight = native.quantiser(CopyFormat("mxfp8", "e4m3"))(x), TE.DType.kFloat8E4M3
     kept = {f"{way}_data": getattr(made, f"_{way}_data").contiguous().view(torch.uint8) for way in names}
     kept |= {
         f"{way}_scale_inv": padded(getattr(made, f"_{way}_scale_inv"), "MXFP8", way == "columnwise")
         for way in names
     }
     mxfp8 = MXFP8TensorStorage(**kept, fp8_dtype=eight, quantizer=None, with_gemm_swizzled_scales=False)
-    found["mxfp8"] = alike(te_casts._mxfp8(mxfp8, shape, Format("mxfp8", "e4m3")), Format("mxfp8", "e4m3"))
+    found["mxfp8"] = alike(
+        te_casts.mxfp8_casts(mxfp8, shape, CopyFormat("mxfp8", "e4m3")), CopyFormat("mxfp8", "e4m3")
+    )
 
-    made = native.quantiser(Format("fp8", "e4m3"))(x)
+    made = native.quantiser(CopyFormat("fp8", "e4m3"))(x)
     for name, turned in (("fp8", None), ("fp8 with its transpose", made.data_t.view(torch.uint8))):
         data = {"data": made.data.view(torch.uint8), "data_transpose": turned, "fp8_scale_inv": made.scale}
         fp8 = Float8TensorStorage(**data, fp8_dtype=eight)
-        found[name] = alike(te_casts._fp8(fp8, shape, Format("fp8", "e4m3")), Format("fp8", "e4m3"))
+        found[name] = alike(
+            te_casts.fp8_casts(fp8, shape, CopyFormat("fp8", "e4m3")), CopyFormat("fp8", "e4m3")
+        )
     return found
 
 

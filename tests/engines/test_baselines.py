@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from linears import Watch, drawn, exact, layer, run
+from support.linears import Watch, drawn, exact, layer, run
 
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import SLOTS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ablate.engines import compiled
-from ablate.experiment.arms import Base, KnobError
+from ablate.experiment.arms import KnobError, StartingPoint
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.loop import Telemetry
 from ablate.training.workloads.gpt import Gpt
@@ -70,7 +70,7 @@ def test_a_recipe_whose_backward_pass_needs_more_is_told(name, what):
     needed = PRESETS[name]().products.backward_needs
     assert (needed is None) == (what is None)
     assert what is None or what in needed
-    base = Base("gpt", CONFIG.model_dump(mode="json"), name)
+    base = StartingPoint("gpt", CONFIG.model_dump(mode="json"), name)
     if what is None:
         assert base.arm({"workload.compile": True}).config.compile
     else:

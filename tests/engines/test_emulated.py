@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from linears import Watch, drawn, exact, layer, run
 from oracles import te
+from support.cases import every
+from support.linears import Watch, drawn, exact, layer, run
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -345,7 +346,7 @@ def test_a_baseline_preset_is_nn_linear_bit_for_bit(preset, dtype, bias):
         assert torch.equal(mine.bias.grad, theirs.bias.grad.to(mine.bias.grad.dtype))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every(preset=PRESETS)
 def test_convert_keeps_names_values_and_state_dicts(preset):
     converted, original = model(2, bias=True), model(2, bias=True)
     parameters = dict(converted.named_parameters())
@@ -415,10 +416,10 @@ def test_a_layer_policy_decides_which_blocks_quantise(layers, expected):
     assert {block_of(name) for name, linear in engine.layers.items() if not linear.products.plain} == expected
 
 
-@pytest.mark.parametrize(
-    ("start", "first"), [("step:2", 2), ("fraction:0.5", 3), ("step:0", 0), ("fraction:1", 6)]
+@every(
+    start__first=[("step:2", 2), ("fraction:0.5", 3), ("step:0", 0), ("fraction:1", 6)],
+    slots=["all", "forward", "backward"],
 )
-@pytest.mark.parametrize("slots", ["all", "forward", "backward"])
 def test_a_phase_switches_its_products_at_its_step(slots, start, first):
     converted = model()
     engine = convert(

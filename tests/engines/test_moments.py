@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from linears import Watch, drawn, layer, run
+from support.cases import every
+from support.linears import Watch, drawn, layer, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -170,7 +171,7 @@ def gradients(preset: str, recompute: bool) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every(preset=PRESETS)
 def test_recomputed_activations_give_the_same_gradients(preset):
     kept, recomputed = gradients(preset, False), gradients(preset, True)
     assert all(
@@ -180,7 +181,7 @@ def test_recomputed_activations_give_the_same_gradients(preset):
     )
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every(preset=PRESETS)
 def test_accumulated_gradients_are_the_sum_of_each_micro_batchs(preset):
     recipe, w = PRESETS[preset](), drawn(80, 48, seed=2)
     given = [(drawn(64, 48, seed=10 + n), drawn(64, 80, seed=20 + n)) for n in (0, 1)]
@@ -215,8 +216,7 @@ SPLIT_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("inputs", [48, 37])
-@pytest.mark.parametrize("name", [*DETERMINISTIC, *SPLIT_WEIGHTS])
+@every(inputs=[48, 37], name=[*DETERMINISTIC, *SPLIT_WEIGHTS])
 def test_the_quantised_weight_is_the_one_that_the_forward_pass_uses(name, inputs):
     recipe = SPLIT_WEIGHTS.get(name) or PRESETS[name]()
     recipe = Recipe(fprop=recipe.fprop.model_copy(update={"x": None, "gemm": "fp32_out"}))
@@ -230,7 +230,7 @@ def test_the_quantised_weight_is_the_one_that_the_forward_pass_uses(name, inputs
     assert not torch.equal(module.quantised_weight(), module.weight.detach())
 
 
-@pytest.mark.parametrize("name", [*DETERMINISTIC, *SPLIT_WEIGHTS])
+@every(name=[*DETERMINISTIC, *SPLIT_WEIGHTS])
 def test_looking_at_the_weight_leaves_no_trace(name):
     recipe = SPLIT_WEIGHTS.get(name) or PRESETS[name]()
     plain, looked = (layer(recipe, drawn(40, 48, seed=2)) for _ in range(2))

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from linears import Watch, drawn, exact, layer, run
+from support.cases import every
+from support.linears import Watch, drawn, exact, layer, run
 from torch import Tensor
 
 from ablate.numerics.philox import Clock
@@ -125,8 +126,7 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("how", TRANSFORMS)
-@pytest.mark.parametrize("slot", SPLIT)
+@every(how=TRANSFORMS, slot=SPLIT)
 def test_the_parts_of_an_operand_add_up_in_the_product(slot, how):
     given, quant = tensors(), Quant(transform=TRANSFORMS[how])
     results = products(with_slot(slot, quant, Quant()), given)
@@ -220,8 +220,7 @@ def test_without_source_forward_the_original_is_quantised():
     assert torch.equal(module.probe.seen["wgrad.x"].source, x.t())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(17, 48, 33), (1, 1, 1), (5, 80, 16)])
+@every(preset=PRESETS, tokens__inputs__outputs=[(17, 48, 33), (1, 1, 1), (5, 80, 16)])
 def test_every_preset_takes_any_shape(preset, tokens, inputs, outputs):
     w = drawn(outputs, inputs, seed=2)
     module = layer(PRESETS[preset](), w)
@@ -372,9 +371,9 @@ def test_a_scale_for_each_128_is_that_of_the_128_alone(inputs):
 # --- rotations ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signs", ["none", "fixed", "per_layer", "per_step", "per_call"])
-@pytest.mark.parametrize("size", [4, 32, 128])
-@pytest.mark.parametrize("product", DIRECTIONS["all"])
+@every(
+    signs=["none", "fixed", "per_layer", "per_step", "per_call"], size=[4, 32, 128], product=DIRECTIONS["all"]
+)
 def test_a_rotation_cancels_in_the_product(product, size, signs):
     given, spec = tensors(), Hadamard(size=size, signs=signs)
     alone = exact(

@@ -6,8 +6,8 @@ from ablate.engines.te_mapping import (
     TENSORS,
     Builtin,
     Copies,
+    CopyFormat,
     Custom,
-    Format,
     families,
     recipe_refusals,
     refusals,
@@ -108,9 +108,9 @@ def test_a_preset_that_it_does_not_compute_is_refused_with_the_field(preset):
     ],
 )
 def test_the_short_knobs_of_nvfp4_are_arguments_of_its_recipe(knobs, option, value):
-    from ablate.experiment.arms import Base
+    from ablate.experiment.arms import StartingPoint
 
-    recipe = Base("gpt", {}, "nvfp4").arm(knobs).recipe
+    recipe = StartingPoint("gpt", {}, "nvfp4").arm(knobs).recipe
     *_, last = map(te_recipe, variants(recipe))
     assert last.name == "NVFP4BlockScaling"
     assert dict(last.options)[option] == value
@@ -173,7 +173,7 @@ def test_four_over_six_forward_is_its_own_argument():
 
 def test_delayed_scaling_is_a_recipe_of_single_quantisers_with_histories_of_each_tensor():
     found = te_recipe(PRESETS["fp8_delayed"]().products)
-    x, g = (Format("fp8_delayed", element, history=1024) for element in ("e4m3", "e5m2"))
+    x, g = (CopyFormat("fp8_delayed", element, history=1024) for element in ("e4m3", "e5m2"))
     assert found == Custom(input=Copies(x, x), weight=Copies(x, x), grad_output=Copies(g, g))
     assert families(variants(PRESETS["fp8_delayed"]())) == {"fp8_delayed"}
 

@@ -300,7 +300,7 @@ def test_layers_are_replaced_and_refused_as_the_emulators_are(monkeypatch):
 
 def test_a_second_derivative_of_its_products_is_refused():
     x, w = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
-    y = torch.mm(*native._Once.apply(x, w)).sum()
+    y = torch.mm(*native.Once.apply(x, w)).sum()
     torch.autograd.grad(y, x, retain_graph=True)
     with pytest.raises(RuntimeError, match="create_graph=True"):
         torch.autograd.grad(y, x, create_graph=True)

@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from linears import Watch, drawn, layer, run
 from oracles import grids
+from support.linears import Watch, drawn, layer, run
 from torch import Tensor, nn
 
 from ablate.engines.emulated import convert

@@ -53,7 +53,7 @@ def test_a_decay_has_log_axes_and_its_published_points(book):
 
 
 def test_of_many_arms_the_best_are_drawn_and_that_is_said(book):
-    base = book.arms()[0]["arm"]
+    base = book.arms()[0].arm
     for number in range(60):
         trial = book.add_member(
             book.add_arm(f"arm {number}", {"n": number}, base, None), 0, f"many/{number}", "{}"

@@ -3,12 +3,12 @@
 import math
 import statistics
 
-import made_up
 import numpy as np
 import pytest
-from made_up import LOSS
 from matplotlib.lines import Line2D
 from scipy import stats
+from support import made_up
+from support.made_up import LOSS
 
 from ablate.experiment.schema import Metric
 from ablate.results import figures, summary
@@ -28,7 +28,7 @@ def losses(ledger) -> dict[str, dict[int, dict[int, float]]]:
     """By arm, seed and step, straight from the ledger."""
     found = {}
     for member in ledger.members():
-        found.setdefault(member["name"], {})[member["seed"]] = ledger.series(member["trial"], "val/loss")
+        found.setdefault(member.name, {})[member.seed] = ledger.series(member.trial, "val/loss")
     return found
 
 
@@ -151,8 +151,8 @@ def test_slots_and_layers_are_means_over_seeds_and_arms(book):
     name = "quant/dgrad.g/blocks.1.mlp.up/sqnr_db"
     by_arm = {}
     for member in book.members():
-        if value := book.series(member["trial"], name).get(400):
-            by_arm.setdefault(member["name"], []).append(value)
+        if value := book.series(member.trial, name).get(400):
+            by_arm.setdefault(member.name, []).append(value)
     arm = "rht=true sr=true"
     for chosen, expected in (
         (arm, by_arm[arm]),
@@ -210,9 +210,9 @@ def test_parallel_axes_put_each_value_at_its_height(tmp_path):
 
 def test_errors_by_slot_are_means_of_last_values(book):
     expected = [
-        book.last_value(m["trial"], "quant/wgrad.x/magnitude")
+        book.last_value(m.trial, "quant/wgrad.x/magnitude")
         for m in book.members()
-        if m["name"] == "rht=true sr=false"
+        if m.name == "rht=true sr=false"
     ]
     data = figures.errors_by_slot(frame(book)).data
     line = data[

@@ -5,13 +5,14 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import made_up
 import numpy as np
 import pandas as pd
 import pytest
-from made_up import LOSS, SPEED
 from matplotlib import pyplot as plt
 from matplotlib.collections import FillBetweenPolyCollection
+from support import made_up
+from support.cases import every
+from support.made_up import LOSS, SPEED
 
 from ablate.experiment.schema import Metric
 from ablate.results import figures, summary
@@ -113,7 +114,7 @@ def test_every_function_that_draws_is_looked_at():
     assert set(NAMES) == set(figures.__all__) - {"Picture", "draw"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every(name=NAMES)
 def test_a_picture_is_three_files(saved, name):
     picture, folder = saved[0][name], saved[1]
     assert picture.name.startswith(name)
@@ -131,7 +132,7 @@ def test_a_picture_is_three_files(saved, name):
         np.testing.assert_allclose(back[column].to_numpy(float), expected, rtol=1e-8, err_msg=column)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every(name=NAMES)
 def test_a_picture_asks_a_question_above_its_axes(saved, name):
     picture = saved[0][name]
     assert picture.question.endswith("?")
@@ -146,7 +147,7 @@ def test_a_picture_asks_a_question_above_its_axes(saved, name):
         assert taken.x1 <= whole.width + 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every(name=NAMES)
 def test_equal_pictures_are_equal_files(draw, saved, tmp_path, name):
     again = draw(name)
     file = saved[1] / f"{again.name}.svg"

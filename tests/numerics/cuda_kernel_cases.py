@@ -116,7 +116,7 @@ def test_random_cases_over_every_field_are_the_references_too(monkeypatch):
     wanted, number, statistics = 24 if INTERPRETED else 1000, 0, set()
     monkeypatch.setattr(cpu, "can_quantize", lambda *_: False)
     if INTERPRETED:
-        monkeypatch.setattr(cuda, "_runs_on", lambda device: True)
+        monkeypatch.setattr(cuda, "runs_on", lambda device: True)
     while wanted:
         number += 1
         one = case(23, number)
@@ -230,7 +230,7 @@ def test_an_amax_sees_every_element():
 
 
 def test_a_form_that_is_not_theirs_is_refused(monkeypatch):
-    monkeypatch.setattr(cuda, "_runs_on", lambda device: True)
+    monkeypatch.setattr(cuda, "runs_on", lambda device: True)
     x = torch.ones(16, 32, dtype=torch.bfloat16, device=DEVICE)
     assert cuda.can_quantize(x, NEAREST, None)
     assert cuda.can_quantize(x.t(), NEAREST, Hadamard())
@@ -267,7 +267,7 @@ def test_a_layer_reads_its_gradient_once_and_changes_no_bit(monkeypatch):
 
     monkeypatch.setattr(cpu, "can_quantize", lambda *_: False)
     expected = products()
-    monkeypatch.setattr(cuda, "_runs_on", lambda device: True)
+    monkeypatch.setattr(cuda, "runs_on", lambda device: True)
     with mock.patch.object(cuda, "quantize_both", wraps=cuda.quantize_both) as both:
         assert all(torch.equal(a, b) for a, b in zip(products(), expected, strict=True))
     assert both.call_count == 1

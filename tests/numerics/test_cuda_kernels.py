@@ -101,7 +101,12 @@ def instructions(ptx: str) -> Counter:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("build", "target"), [*itertools.product(BUILDS, CAPABILITIES), *itertools.product(SIMPLER, ["sm_90a"])]
+    ("build", "target"),
+    [
+        *itertools.product(BUILDS, ["sm_80", "sm_100a"]),  # the oldest, and the first with f32x2 instructions
+        *itertools.product(SIMPLER, ["sm_90a"]),
+        ("both", "sm_120a"),
+    ],
 )
 def test_a_kernel_compiles_to_exact_arithmetic(build, target, tmp_path, monkeypatch):
     """PTX contracts only a multiplication and an addition that name no rounding; ptxas then keeps each as it is written."""
@@ -147,7 +152,7 @@ def test_one_build_serves_every_step_and_every_layer(name):
     changing = [p for p in parameters if p.rpartition("_")[2] in ("key0", "key1", "step", "batch", "where")]
     assert len(changing) >= 5
     assert all(parameters[p].do_not_specialize for p in changing)
-    assert [cuda._word(n) for n in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)] == [
+    assert [cuda.signed_word(n) for n in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)] == [
         0,
         1,
         2**31 - 1,

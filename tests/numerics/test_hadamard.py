@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import te
+from support.cases import every
 
 from ablate.numerics import choices
 from ablate.numerics.hadamard import SIGNS, TE_SIGNS, rotate
@@ -51,8 +52,7 @@ FOLLOWS = {
 class TestSigns:
     """What every entry of SIGNS promises."""
 
-    @pytest.mark.parametrize("signs", SIGNS)
-    @pytest.mark.parametrize("size", SIZES)
+    @every(signs=SIGNS, size=SIZES)
     def test_they_are_plus_or_minus_one_for_every_row_and_repeat(self, signs, size):
         drawn = signs_of(Hadamard(size=size, signs=signs))
         assert drawn.shape == (size,)
@@ -60,8 +60,7 @@ class TestSigns:
         assert drawn.abs().eq(1).all()
         assert torch.equal(drawn, signs_of(Hadamard(size=size, signs=signs)))
 
-    @pytest.mark.parametrize("changed", CHANGES)
-    @pytest.mark.parametrize("signs", SIGNS)
+    @every(changed=CHANGES, signs=SIGNS)
     def test_they_change_with_what_they_are_named_for_and_with_nothing_else(self, signs, changed):
         spec = Hadamard(size=128, signs=signs)  # 128 fair signs repeat by chance once in 3e38
         same = torch.equal(signs_of(spec), signs_of(spec, *CHANGES[changed]))
@@ -77,8 +76,7 @@ class TestSigns:
         )  # 8,128 pairs: the largest of as many normal ones is near 4
 
 
-@pytest.mark.parametrize("signs", SIGNS)
-@pytest.mark.parametrize("size", SIZES)
+@every(signs=SIGNS, size=SIZES)
 def test_the_rotation_is_signs_times_hadamard_and_orthogonal(size, signs):
     spec = Hadamard(size=size, signs=signs)
     r = rotate(torch.eye(size), spec, CLOCK, WHERE).double().numpy()
@@ -179,8 +177,7 @@ def test_only_elements_of_one_group_mix(generator):
     assert differs.sum() == 16
 
 
-@pytest.mark.parametrize("signs", SIGNS)
-@pytest.mark.parametrize("size", SIZES)
+@every(signs=SIGNS, size=SIZES)
 def test_rotating_back_restores_the_input(size, signs, generator):
     x = torch.randn(6, 2 * size, generator=generator)
     there = rotate(x, Hadamard(size=size, signs=signs), CLOCK, WHERE)

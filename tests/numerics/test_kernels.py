@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.cases import every
 from torch import Tensor
 
 from ablate.numerics.census import census
@@ -74,9 +75,7 @@ def assert_equal(mine: Operand, theirs: Operand) -> None:
         assert torch.equal(bits(mine.dequantize()), bits(theirs.dequantize()))
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@every(transposed=[False, True], dtype=[torch.bfloat16, torch.float32], form=FORMS)
 def test_every_bit_is_the_references(build, form, dtype, transposed):
     clock = Clock(2**32 - 5, step=3, micro_batch=1)
     for shape, regime in itertools.product(SHAPES, REGIMES):
@@ -89,8 +88,7 @@ def test_every_bit_is_the_references(build, form, dtype, transposed):
         assert_equal(mine, reference(x, FORMS[form], **how))
 
 
-@pytest.mark.parametrize("signs", SIGNS)
-@pytest.mark.parametrize("form", ["1x16 nearest", "1x16 stochastic", "bound 256"])
+@every(signs=SIGNS, form=["1x16 nearest", "1x16 stochastic", "bound 256"])
 def test_a_rotated_transpose_is_the_references_too(build, form, signs):
     how = {"rotation": Hadamard(signs=signs), "clock": Clock(9, step=1), "where": 5, "product": 6}
     for shape, regime in itertools.product(SHAPES, REGIMES):
@@ -103,9 +101,12 @@ def test_a_rotated_transpose_is_the_references_too(build, form, signs):
         assert_equal(mine, reference(x, FORMS[form], **how))
 
 
-@pytest.mark.parametrize(
-    "quant",
-    [*FORMS.values(), Quant(block="1x32", outer=None, scale=BlockScale(format="e8m0")), Quant(block="1x64")],
+@every(
+    quant=[
+        *FORMS.values(),
+        Quant(block="1x32", outer=None, scale=BlockScale(format="e8m0")),
+        Quant(block="1x64"),
+    ]
 )
 def test_what_is_decoded_is_what_the_reference_decodes(build, quant):
     for shape, regime in itertools.product(SHAPES, REGIMES):
@@ -133,10 +134,9 @@ def test_telemetry_gets_the_same_operand_from_the_reference(build):
     assert_equal(mine, kept)
 
 
-@pytest.mark.parametrize("rotation", [None, Hadamard()], ids=["plain", "rotated"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@every(
+    rotation=[None, Hadamard()], transposed=[False, True], dtype=[torch.bfloat16, torch.float32], form=FORMS
+)
 def test_what_telemetry_counts_is_what_the_reference_counts(build, form, dtype, transposed, rotation):
     quant = FORMS[form]
     for regime in ("ordinary", "tiny", "one ulp of bf16 apart"):
@@ -165,8 +165,7 @@ def test_a_padded_operand_is_measured_by_the_reference(build):
     assert quantize(drawn((33, 47), "ordinary", torch.bfloat16), Quant(), keep="source").scaled is not None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("place", [(0, 0), (63, 255), (5, 250)])
+@every(value=[float("nan"), float("inf"), -float("inf")], place=[(0, 0), (63, 255), (5, 250)])
 def test_what_is_not_finite_is_left_to_the_reference_and_seen(build, value, place):
     x = drawn((64, 256), "ordinary", torch.bfloat16)
     x[place] = value
@@ -212,11 +211,11 @@ def test_so_is_another_dtype_an_empty_matrix_and_memory_with_gaps():
 
 
 def test_a_package_without_builds_says_so_in_one_line_and_uses_the_reference(monkeypatch, capsys, tmp_path):
-    cpu.build.cache_clear()
+    cpu.installed_build.cache_clear()
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     x = drawn((16, 32), "ordinary", torch.float32)
     first, again = quantize(x, Quant()), quantize(x, Quant())
-    cpu.build.cache_clear()
+    cpu.installed_build.cache_clear()
     assert torch.equal(first.values, again.values)
     told = capsys.readouterr().err
     assert told.count("\n") == 1

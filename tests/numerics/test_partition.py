@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.operands import STORABLE, same, tensor
 from support.ranks import in_ranks
-from test_stored import STORABLE, same, tensor
 from torch import Tensor
 
 from ablate.numerics.history import History

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from scipy import stats
+from support.cases import every
 
 from ablate.numerics.philox import STREAMS, Clock, philox, random_bits, site
 
@@ -95,8 +96,7 @@ NEIGHBOURS = {
 }
 
 
-@pytest.mark.parametrize("changed", NEIGHBOURS)
-@pytest.mark.parametrize("width", WIDTHS)
+@every(changed=NEIGHBOURS, width=WIDTHS)
 def test_another_place_or_time_draws_independent_bits(changed, width):
     first = bits(Clock(1), site("blocks.0.up", "wgrad.g"), width=width)
     second = bits(*NEIGHBOURS[changed], width=width)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.cases import every
 
 from ablate.numerics import product as products
 from ablate.numerics.philox import Clock
@@ -164,8 +165,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("right", WIDE)
-@pytest.mark.parametrize("left", WIDE)
+@every(right=WIDE, left=WIDE)
 def test_operands_of_any_two_quantisers_multiply_to_what_they_decode_to(left, right):
     g = torch.Generator().manual_seed(12)
     x, w = torch.randn(24, 200, generator=g).bfloat16(), torch.randn(40, 200, generator=g).bfloat16()

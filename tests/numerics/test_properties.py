@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import grids
 from pydantic import ValidationError
+from support.cases import every
 
 from ablate.numerics.formats import ELEMENTS, SCALES
 from ablate.numerics.history import History
@@ -84,8 +85,10 @@ TWO_DIMENSIONAL = [
     *(Quant(block="16x16", select=Select(among=among, criterion="absmax")) for among in CANDIDATES),
     Quant(block="16x16", range=Range(headroom=17 / 16), outer=Outer(statistic="percentile:0.9")),
 ]
-every_case = pytest.mark.parametrize("name", CASES)
-every_drawing_case = pytest.mark.parametrize("name", DRAWING)
+every_case = every(name=CASES)
+every_case_apart = pytest.mark.parametrize("name", CASES)
+"""One id a case, which Hypothesis draws other examples for."""
+every_drawing_case = every(name=DRAWING)
 
 
 def tensor(seed: int, rows: int = 32, columns: int = 128) -> torch.Tensor:
@@ -111,7 +114,7 @@ def per_element(block_scale: torch.Tensor, quant: Quant) -> torch.Tensor:
     return block_scale[:, 0, :, 0].repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
-@every_case
+@every_case_apart
 @EXAMPLES
 @given(seed=SEEDS)
 def test_a_code_is_one_of_the_two_neighbours_of_the_scaled_element(name, seed):
@@ -131,7 +134,7 @@ def test_a_code_is_one_of_the_two_neighbours_of_the_scaled_element(name, seed):
     assert ((codes == 0) | (np.sign(codes) == np.sign(scaled))).all()
 
 
-@every_case
+@every_case_apart
 @EXAMPLES
 @given(seed=SEEDS)
 def test_values_are_codes_times_scales_exactly_in_their_dtype_and_decode_from_left_to_right(name, seed):
@@ -165,7 +168,7 @@ def test_scaling_by_a_power_of_two_commutes(name, seed, power):
         assert torch.equal(a.values, b.values)
 
 
-@every_case
+@every_case_apart
 @EXAMPLES
 @given(seed=SEEDS)
 def test_negating_the_input_negates_the_values(name, seed):
@@ -173,7 +176,7 @@ def test_negating_the_input_negates_the_values(name, seed):
     assert torch.equal(-a.values, b.values)
 
 
-@every_case
+@every_case_apart
 @EXAMPLES
 @given(rows=st.integers(1, 40), columns=st.integers(1, 140), seed=SEEDS)
 def test_any_shape_equals_the_zero_padded_one(name, rows, columns, seed):
@@ -228,8 +231,7 @@ def test_zeros_stay_zeros_and_an_empty_tensor_stays_empty(name):
         assert empty.largest == 0
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@every_case
+@every(name=CASES, bad=[math.nan, math.inf, -math.inf])
 def test_a_nan_or_an_infinity_shows_in_the_largest_magnitude(name, bad):
     x = tensor(5)
     x[3, 70] = bad
@@ -237,8 +239,7 @@ def test_a_nan_or_an_infinity_shows_in_the_largest_magnitude(name, bad):
     assert not quantized(x.bfloat16(), name, keep=True).largest.isfinite()
 
 
-@pytest.mark.parametrize("power", [-149, -140, -127, -126, -100, 0, 100])
-@every_case
+@every(name=CASES, power=[-149, -140, -127, -126, -100, 0, 100])
 def test_tiny_and_huge_tensors_give_finite_values_about_as_large_as_their_input(name, power):
     x = (tensor(6) / 64).clamp(-1, 1) * 2.0**power
     result = quantized(x, name)
@@ -271,6 +272,10 @@ NOT_AGAIN = {
         "a power of two rounded down clips the block, whose maximum then asks for a smaller one",
     ),
     "scale ue5m3 ceil": "6 / amax in fp32 may lift the top block above the bound, to 480, and the outer scale with it",
+    **dict.fromkeys(
+        ("scale e4m3 floor", "scale ue5m3 floor"),
+        "6 / amax in fp32 may lower the top block's scale by a step, rarely: with seed 100000, for example",
+    ),
     **{
         f"select search {criterion}": "the best scale of the top block moves the amax, and all other scales with it"
         for criterion in CRITERIA
@@ -298,11 +303,11 @@ def test_quantising_again_changes_nothing_beyond_fp32_rounding(name, seed):
         assert torch.equal(twice.values, once.values)
 
 
-@pytest.mark.parametrize("name", [*NOT_AGAIN, *DRAWING])
+@every(name=[*NOT_AGAIN, *DRAWING])
 def test_where_quantising_again_may_change_values_it_does(name):
     if (name.startswith("scale") and name in DRAWING) or name == "ms_eden":
         return  # drawn scales may happen to come back; a rotated tensor is not what would be rotated again
-    once = [quantized(tensor(seed), name).values.float() for seed in range(20)]
+    once = [quantized(tensor(seed), name).values.float() for seed in (*range(20), 100_000)]
     assert any(not torch.allclose(quantized(x, name).dequantize(), x, rtol=1e-3, atol=0) for x in once)
 
 
@@ -317,8 +322,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("changed", ELSEWHERE)
-@every_drawing_case
+@every(name=DRAWING, changed=ELSEWHERE)
 def test_seed_step_micro_batch_stream_and_site_each_change_what_is_drawn(name, changed):
     x = tensor(7)
     first = quantized(x, name, Clock(1, step=5, micro_batch=1))
@@ -326,7 +330,7 @@ def test_seed_step_micro_batch_stream_and_site_each_change_what_is_drawn(name, c
     assert not torch.equal(first.values, quantized(x, name, *ELSEWHERE[changed]).values)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in DRAWING])
+@every(name=[name for name in CASES if name not in DRAWING])
 def test_what_draws_nothing_needs_no_clock_and_ignores_one(name):
     x = tensor(8)
     assert same(quantize(x, CASES[name]), quantized(x, name, Clock(9, step=4), where=8))
@@ -356,9 +360,7 @@ def test_the_global_generator_is_neither_read_nor_advanced(name):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    "name", [*DRAWING, "e2m1 nearest", "select scales mse", "block 16x16", "percentile:0.9", "rms:2.5"]
-)
+@every(name=[*DRAWING, "e2m1 nearest", "select scales mse", "block 16x16", "percentile:0.9", "rms:2.5"])
 def test_the_number_of_threads_changes_no_bit(name):
     x, before = tensor(10, 256, 512), torch.get_num_threads()
     try:
@@ -393,7 +395,7 @@ UNBIASED = {
 """Stochastic rounding that nothing saturates: scales that are not rounded down, or have room."""
 
 
-@pytest.mark.parametrize("name", UNBIASED)
+@every(name=UNBIASED)
 def test_stochastic_rounding_is_unbiased_where_nothing_saturates(name):
     quant, x, draws_ = UNBIASED[name], tensor(11, 32, 64), 400
     kept = quantize(x, quant, clock=Clock(0), keep=True)

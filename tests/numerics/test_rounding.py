@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import grids
+from support.cases import every
 
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.rounding import ROUNDINGS, SCALE_ROUNDINGS, ceil, floor, nearest, stochastic, toward
@@ -97,9 +98,7 @@ def test_e2m1_ties_are_those_of_the_specification():
     assert nearest(y, ELEMENTS["e2m1"]).tolist() == [0, 1, 1, 2, 2, 4, 4, 6, 6]
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("fraction", FRACTIONS)
-@pytest.mark.parametrize("element", ELEMENTS)
+@every(sign=[1, -1], fraction=FRACTIONS, element=ELEMENTS)
 def test_eight_bits_round_up_exactly_floor_256_f_times_of_256(element, fraction, sign):
     every = torch.arange(256.0)
     for low, high in zip(grid(element)[:-1], grid(element)[1:], strict=True):
@@ -112,8 +111,7 @@ def test_eight_bits_round_up_exactly_floor_256_f_times_of_256(element, fraction,
         assert ((rounded == high) | (rounded == low)).all()
 
 
-@pytest.mark.parametrize("width", [16, 24])
-@pytest.mark.parametrize("fraction", FRACTIONS)
+@every(width=[16, 24], fraction=FRACTIONS)
 def test_wider_draws_round_up_below_the_threshold_floor_2_to_the_width_times_f(fraction, width):
     y = np.float32(2 + fraction)  # between 2 and 3
     threshold = math.floor(2**width * (float(y) - 2))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracles import grids
 from pydantic import ValidationError
+from support.cases import every
 
 from ablate.numerics.formats import SCALES
 from ablate.numerics.history import History
@@ -298,8 +299,7 @@ def test_blocks_above_a_percentile_saturate_at_448(generator):
     assert result.dequantize()[0, 0].item() == pytest.approx(result.amax.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("p", [0.001, 0.07, 0.25, 0.5, 0.9, 0.99, 0.999, 1.0])
-@pytest.mark.parametrize("shape", [(16, 16), (10, 10), (7, 33), (1, 1)])
+@every(p=[0.001, 0.07, 0.25, 0.5, 0.9, 0.99, 0.999, 1.0], shape=[(16, 16), (10, 10), (7, 33), (1, 1)])
 def test_a_percentile_is_the_order_statistic_ceil_p_n(p, shape, generator):
     x = torch.randn(shape, generator=generator)
     ordered = np.sort(np.abs(x.numpy()).ravel())
@@ -374,8 +374,7 @@ class TestStatistics:
         assert torch.equal(result.scaled, (tiles_of(x) * element_scales(block, scale)).view(8, 16))
 
 
-@pytest.mark.parametrize("columns", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("shape", [(3, 128), (4, 384), (2, 200), (5, 8), (1, 129)])
+@every(columns=[8, 16, 32, 64, 128], shape=[(3, 128), (4, 384), (2, 200), (5, 8), (1, 129)])
 def test_an_outer_scale_per_128_is_the_amax_of_128_along_the_contraction(shape, columns, generator):
     x = torch.randn(shape, generator=generator)
     mine = statistic(x, columns, granularity="block:128")

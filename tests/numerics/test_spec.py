@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracles import grids
 from pydantic import ValidationError
+from support.cases import every
 
 from ablate.numerics.formats import SCALES
 from ablate.numerics.philox import Clock
@@ -142,7 +143,7 @@ CONTRADICTIONS = [
 """A class, fields that contradict each other, and words that the reason must hold."""
 
 
-@pytest.mark.parametrize(("kind", "fields"), IMPOSSIBLE)
+@every(kind__fields=IMPOSSIBLE)
 def test_an_impossible_value_is_refused_when_it_is_written_and_its_field_named(kind, fields):
     with pytest.raises(ValidationError) as caught:
         kind(**fields)
@@ -150,7 +151,7 @@ def test_an_impossible_value_is_refused_when_it_is_written_and_its_field_named(k
     assert named & (fields.keys() or {"among"})
 
 
-@pytest.mark.parametrize(("kind", "fields", "words"), CONTRADICTIONS)
+@every(kind__fields__words=CONTRADICTIONS)
 def test_a_contradiction_is_refused_with_a_reason_that_names_both_sides(kind, fields, words):
     with pytest.raises(ValidationError) as caught:
         kind(**fields)

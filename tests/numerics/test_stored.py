@@ -10,35 +10,18 @@ import numpy as np
 import pytest
 import torch
 from oracles import te
-from test_against_te import KINDS, ROTATED, draw
+from support.cases import every
+from support.operands import KINDS, ROTATED, STORABLE, draw, same, tensor
 from torch import Tensor
 
 from ablate.numerics.philox import Clock, random_bits
 from ablate.numerics.product import product
 from ablate.numerics.quantize import quantize
-from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select, Transform
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select, Transform
 from ablate.numerics.stored import Packed, Stored, load, pack, store, store_one, swizzle, unpack, unswizzle
 
 BLOCKS = ("1x16", "16x16")
 SHAPES = [(32, 64), (1, 16), (1, 1), (16, 17), (40, 70), (130, 9), (0, 16), (4, 0), (0, 0)]
-STORABLE = {
-    "nvfp4": Quant(),
-    "2d": Quant(block="16x16"),
-    "stochastic": Quant(rounding="stochastic", range=Range(headroom=17 / 16)),
-    "stochastic24": Quant(rounding="stochastic", bits=24),
-    "percentile": Quant(outer=Outer(statistic="percentile:0.9")),
-    "four-over-six": Quant(select=Select(among="scales"), outer=Outer(bound=256.0)),
-    "prescaled": Quant(range=Range(prescale=0.75)),
-    "blocks of 32": Quant(block="1x32"),
-}
-
-
-def tensor(rows: int = 32, columns: int = 64, seed: int = 0) -> Tensor:
-    """Gaussian bf16; rows from 2^-20 to 1, so that block scales are normal, subnormal and zero."""
-    g = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(rows, columns, generator=g) * 2.0 ** torch.randint(-20, 1, (rows, 1), generator=g)
-    ).bfloat16()
 
 
 def both(x: Tensor, quant: Quant, **options) -> Stored:
@@ -53,26 +36,6 @@ def nibbles(packed: Tensor) -> Tensor:
 def bits(x: Tensor) -> Tensor:
     """fp32 as integers, in which -0 is not 0 and a NaN equals itself."""
     return x.contiguous().view(torch.int32)
-
-
-def same(a: Packed | Stored | None, b: Packed | Stored | None) -> bool:
-    """Equal in every byte and every field."""
-    if a is None or b is None:
-        return a is b
-    for field in dataclasses.fields(a):
-        left, right = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(left, Packed | None):
-            equal = same(left, right)
-        elif isinstance(left, Tensor):
-            equal = left.dtype == right.dtype and torch.equal(
-                left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
-            )
-            equal = equal and left.shape == right.shape
-        else:
-            equal = left == right
-        if not equal:
-            return False
-    return True
 
 
 # --- codes ----------------------------------------------------------------------------------------
@@ -114,10 +77,7 @@ def assert_equals_te(
     assert torch.equal(bits(ours.amax.view(1)), bits(amax.view(1)))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("kind", KINDS)
+@every(seed=range(3), dtype=["bf16", "fp32"], block=BLOCKS, kind=KINDS)
 def test_both_copies_equal_transformer_engines_in_every_code_scale_and_amax(kind, block, dtype, seed):
     x = draw(kind, dtype, seed)
     theirs = te.quantizer(tuple(map(int, block.split("x")))).quantize(x)
@@ -126,8 +86,7 @@ def test_both_copies_equal_transformer_engines_in_every_code_scale_and_amax(kind
     assert_equals_te(ours.column, theirs.data_t, theirs.scale_t, theirs.global_amax_col, x.t())
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ROTATED)
+@every(seed=range(3), kind=ROTATED)
 def test_the_rotated_column_wise_copy_equals_transformer_engines(kind, seed):
     x = draw(kind, "bf16", seed)
     theirs = te.quantizer((1, 16), rht=True).quantize(x)
@@ -159,9 +118,7 @@ def test_a_zero_block_scale_keeps_its_codes_and_decodes_to_zero_with_their_signs
 # --- both copies ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rotation", [None, Hadamard(), Hadamard(size=64)], ids=["plain", "16", "64"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("quant", STORABLE.values(), ids=STORABLE)
+@every(rotation=[None, Hadamard(), Hadamard(size=64)], shape=SHAPES, quant=STORABLE.values())
 def test_each_copy_holds_the_operand_that_quantize_returns_bit_for_bit(quant, shape, rotation):
     x = tensor(*shape)
     stored, clock = both(x, quant, rotation=rotation), Clock(1, step=5)
@@ -321,9 +278,11 @@ def test_parts_that_do_not_fit_each_other_are_refused():
 # --- slices ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("span", [(0, 16), (16, 48), (32, 50), (0, 50), (16, 16)], ids=str)
-@pytest.mark.parametrize("rotation", [None, Hadamard()], ids=["plain", "rotated"])
-@pytest.mark.parametrize("quant", STORABLE.values(), ids=STORABLE)
+@every(
+    span=[(0, 16), (16, 48), (32, 50), (0, 50), (16, 16)],
+    rotation=[None, Hadamard()],
+    quant=STORABLE.values(),
+)
 def test_a_slice_decodes_to_the_slice_of_what_the_whole_decodes_to(quant, rotation, span):
     stored, (start, stop) = both(tensor(50, 70), quant, rotation=rotation), span
     if max(quant.tile) == 32:
@@ -386,8 +345,7 @@ def test_padding_counts_as_bytes_and_not_as_elements():
 # --- files ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rotation", [None, Hadamard()], ids=["plain", "rotated"])
+@every(shape=SHAPES, rotation=[None, Hadamard()])
 def test_a_file_brings_back_every_bit(tmp_path, shape, rotation):
     for quant, path in (
         (Quant(rounding="stochastic"), tmp_path / "a"),
@@ -535,8 +493,7 @@ def slow_swizzle(scales: np.ndarray) -> np.ndarray:
 LAYOUTS = [(128, 4), (1, 1), (256, 8), (130, 9), (33, 5), (127, 4), (0, 4), (4, 0)]
 
 
-@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+@every(shape=LAYOUTS, dtype=[torch.uint8, torch.float8_e4m3fn])
 def test_swizzling_equals_the_formula_applied_to_one_scale_at_a_time(shape, dtype):
     scales = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     flat = swizzle(scales.view(dtype))

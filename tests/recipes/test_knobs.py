@@ -4,8 +4,9 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 from pydantic import ValidationError
+from support.cases import every
 
-from ablate.experiment.arms import Base, KnobError
+from ablate.experiment.arms import KnobError, StartingPoint
 from ablate.experiment.schema import json_schema
 from ablate.numerics.choices import STATISTICS
 from ablate.numerics.formats import ELEMENTS
@@ -55,7 +56,7 @@ def turned(recipe: Recipe, name: str, value) -> Recipe:
 
 def arm(knobs: dict, preset: str = "nvfp4") -> Recipe:
     """What an experiment makes of the knobs."""
-    return Base("gpt", {"layers": 2}, preset).arm(knobs).recipe
+    return StartingPoint("gpt", {"layers": 2}, preset).arm(knobs).recipe
 
 
 def refused(knobs: dict, preset: str = "nvfp4") -> dict[str | None, str]:
@@ -69,26 +70,25 @@ def test_every_knob_is_tested_here():
     assert set(KNOBS) == set(VALUES)
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@every(name=KNOBS)
 def test_a_knob_says_what_it_is_for(name):
     assert KNOBS[name].help.endswith(".")
     assert KNOBS[name].values
 
 
-@pytest.mark.parametrize(("name", "value"), CASES)
+@every(name__value=CASES)
 def test_a_knobs_value_makes_a_valid_recipe_of_nvfp4(name, value):
     assert isinstance(turned(NVFP4, name, value), Recipe)
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@every(name=KNOBS)
 def test_different_values_make_different_recipes(name):
     recipes = {turned(NVFP4, name, value) for value in VALUES[name]}
     assert len(recipes) == len(VALUES[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+@every(
+    name__value=[
         ("rht", True),
         ("rht_size", 16),
         ("rht_signs", "fixed"),
@@ -104,15 +104,14 @@ def test_different_values_make_different_recipes(name):
         ("cooldown", 0.0),
         ("skip_first", 0),
         ("skip_last", 0),
-    ],
+    ]
 )
 def test_nvfp4_is_what_its_knobs_say(name, value):
     assert turned(NVFP4, name, value) == NVFP4
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+@every(
+    name__value=[
         ("rht", 1),
         ("rht", "yes"),
         ("sr", None),
@@ -128,7 +127,7 @@ def test_nvfp4_is_what_its_knobs_say(name, value):
         ("element", None),
         ("four_over_six", True),
         ("cooldown_slots", "wgrad"),
-    ],
+    ]
 )
 def test_a_value_of_another_type_is_refused(name, value):
     with pytest.raises(ValidationError):
@@ -175,7 +174,7 @@ def test_cooldown_is_the_fraction_of_the_run_at_its_end_in_bf16(fraction, first)
     assert high == ([] if first is None else list(range(first, 10)))
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@every(name=KNOBS)
 def test_an_experiment_sets_what_the_knob_sets(name):
     for value in VALUES[name]:
         knobs = {name: value, **NEEDS.get(name, {})}
@@ -293,8 +292,7 @@ def test_a_cooldown_comes_after_the_recipes_own_phases(preset):
 # --- nothing to turn ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp32"])
-@pytest.mark.parametrize(("name", "value"), CASES)
+@every(preset=["bf16", "fp32"], name__value=CASES)
 def test_a_knob_on_a_recipe_that_quantises_nothing_says_so(name, value, preset):
     assert "does not quantise" in " ".join(refused({name: value, **NEEDS.get(name, {})}, preset).values())
 
@@ -312,9 +310,8 @@ def test_a_knob_of_the_weights_on_a_forward_in_bf16_turns_the_backward_copy():
 # --- a short knob and a full path -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("short", "value", "path", "content"),
-    [
+@every(
+    short__value__path__content=[
         ("rht", True, "recipe.wgrad.hadamard", None),
         ("rht", True, "recipe.wgrad.hadamard.size", 32),
         ("rht_size", 32, "recipe.wgrad.hadamard", {"size": 16}),
@@ -332,8 +329,8 @@ def test_a_knob_of_the_weights_on_a_forward_in_bf16_turns_the_backward_copy():
         ("skip_first", 1, "recipe.layers.skip_first", 1),
         ("skip_last", 1, "recipe.layers", {"skip_last": 1}),
     ],
+    order=[1, -1],
 )
-@pytest.mark.parametrize("order", [1, -1])
 def test_a_short_knob_and_a_full_path_on_one_field_are_refused(short, value, path, content, order):
     reasons = refused(dict([(short, value), (path, content)][::order]))
     first, second = ((short, path), (path, short))[order == -1]

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 from pydantic import ValidationError
+from support.cases import every
 
 from ablate.recipes.layers import Match, block_name, block_of, blocks_in, located, select
 from ablate.recipes.recipe import Rule
@@ -60,8 +61,7 @@ def test_blocks_are_counted_through_the_whole_model():
         located({"head": ()})
 
 
-@pytest.mark.parametrize("name", [None, *NAMES])
-@pytest.mark.parametrize("within", [None, *WITHIN])
+@every(name=[None, *NAMES], within=[None, *WITHIN])
 def test_a_layer_is_selected_if_all_given_fields_hold(name, within):
     for blocks, numbers in (BLOCKS | {None: range(8)}).items():
         if (blocks, name, within) == (None, None, None):
@@ -141,7 +141,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("blocks", WRONG)
+@every(blocks=WRONG)
 def test_blocks_that_mean_nothing_are_refused(blocks):
     with pytest.raises(ValidationError) as refusal:
         Match(blocks=blocks)

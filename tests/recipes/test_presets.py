@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from support.cases import every
 from support.experiments import SHAPE
 
 from ablate.engines.emulated import convert
@@ -17,7 +18,7 @@ from ablate.recipes import PRESETS, SLOTS, Recipe
 from ablate.recipes.recipe import Layers, Run
 from ablate.training.data import open_corpus
 from ablate.training.data.batches import training_batch
-from ablate.training.loop import Prepared, Telemetry, train
+from ablate.training.loop import PreparedRun, Telemetry, train
 from ablate.training.models.transformer import Transformer, initialise
 from ablate.training.workloads.gpt import Gpt
 
@@ -32,17 +33,17 @@ VARIANTS = {
 SOURCES = ("arXiv", "Transformer Engine", "OCP", "MLPerf", "`nvfp4`", "`fp8_current`", "baseline", "bf16")
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@every(name=PRESETS)
 def test_a_preset_names_its_source(name):
     assert any(source in PRESETS[name].__doc__ for source in SOURCES)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in (*BASELINES, *VARIANTS)])
+@every(name=[name for name in PRESETS if name not in (*BASELINES, *VARIANTS)])
 def test_a_preset_says_what_it_refuses_to_model(name):
     assert "Not modelled:" in " ".join(PRESETS[name].__doc__.split())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@every(name=PRESETS)
 def test_a_preset_survives_json_and_equals_itself(name):
     recipe = PRESETS[name]()
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
@@ -62,7 +63,7 @@ def trial(shards, recipe: Recipe) -> str:
     return TrialSpec(workload="gpt", config=config, recipe=recipe, seed=0, engine="emulated", device="cpu").id
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@every(name=PRESETS)
 def test_what_was_left_out_and_what_was_written_out_are_one_trial(name, shards):
     recipe = PRESETS[name]()
     sparse = Recipe.model_validate_json(recipe.model_dump_json(exclude_defaults=True))
@@ -143,7 +144,7 @@ TILED = {key: {"fprop.w", "dgrad.w"} for key in ("nvfp4", "nvfp4_paper", "healin
 QUANTISED = {"bf16": set(), "fp32": set(), "mxfp4_backward": BACKWARD, "row_scaled": FORWARD}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@every(name=PRESETS)
 def test_a_preset_rounds_rotates_and_requantises_what_its_paper_does(name):
     recipe = PRESETS[name]()
     quants = dict(recipe.quantised())
@@ -203,7 +204,7 @@ def test_fp4_all_the_way_waits_for_the_square_root_of_three():
 # --- training -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@every(name=PRESETS)
 def test_a_preset_trains_and_its_probe_sees_every_operand_with_its_quantiser(name, shards):
     recipe, seen = PRESETS[name](), defaultdict(set)
     workload = Gpt.model_validate(SHAPE | {"data": shards, "steps": 20, "eval_every": 100, "lr": 1e-2})
@@ -233,7 +234,7 @@ def test_a_preset_trains_and_its_probe_sees_every_operand_with_its_quantiser(nam
         return training_batch(corpus, 0, step, micro_batch, 2, 16)
 
     records = list(
-        train(Prepared(model, engine, batch, [batch(99, 0)]), workload, Telemetry(every=10**6, log=1))
+        train(PreparedRun(model, engine, batch, [batch(99, 0)]), workload, Telemetry(every=10**6, log=1))
     )
     losses = [record.metrics["train/loss"] for record in records]
     assert [record.step for record in records] == list(range(1, 21))

@@ -1,6 +1,7 @@
 """Recipes: a schedule switches at its step, and a layer policy counts blocks and reads names."""
 
 import pytest
+from support.cases import every
 
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.layers import located
@@ -75,12 +76,12 @@ def test_a_phase_starts_at_its_step_or_at_the_first_step_past_its_fraction(start
     assert first_active(start, steps) == first
 
 
-@pytest.mark.parametrize("percent", PERCENTS)
+@every(percent=PERCENTS)
 def test_a_phase_at_n_percent_of_100_steps_starts_at_step_n(percent):
     assert first_active(f"fraction:{percent / 100}", 100) == percent
 
 
-@pytest.mark.parametrize("percent", PERCENTS)
+@every(percent=PERCENTS)
 def test_the_last_n_percent_of_100_blocks_are_n_blocks(percent):
     assert len(kept(Layers(last_fraction=percent / 100), 100)) == 100 - percent
 
@@ -229,8 +230,7 @@ def test_placements_are_every_layer_once_by_what_decides():
     assert {layer for placement in placements for layer in placement.layers} == set(LAYERS)
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.15, 0.25, 0.3, 0.56, 0.99])
-@pytest.mark.parametrize("blocks", [1, 7, 20, 100])
+@every(fraction=[0.01, 0.15, 0.25, 0.3, 0.56, 0.99], blocks=[1, 7, 20, 100])
 def test_a_rule_on_the_last_blocks_is_the_count_of_them(fraction, blocks):
     layers = located({f"blocks.{block}.mlp.up": () for block in range(blocks)})
     by_rule, by_count = (

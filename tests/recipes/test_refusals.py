@@ -2,6 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
+from support.cases import every
 
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Select, Transform
 from ablate.recipes import PRESETS, Recipe
@@ -181,7 +182,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("contradiction", REFUSED)
+@every(contradiction=REFUSED)
 def test_a_contradiction_is_refused_with_its_field_and_reason(contradiction):
     build, message = REFUSED[contradiction]
     with pytest.raises(ValidationError) as refusal:
@@ -215,7 +216,7 @@ STARTS += [
 STARTS += ["noise_ratio:1.7:0", "noise_ratio:1.7:000", "noise_ratio:1.7:2.5", "noise_ratio:1.7:"]
 
 
-@pytest.mark.parametrize("start", STARTS)
+@every(start=STARTS)
 def test_an_impossible_start_is_refused_with_the_possible_ones(start):
     with pytest.raises(
         ValidationError, match=r"must be 'step:n', 'tokens:n', 'fraction:f' with f in \[0, 1\], 'decay'"
@@ -238,7 +239,7 @@ def test_a_rotation_of_one_operand_alone_cannot_be_written(product):
         product(x={"hadamard": {}})
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if not PRESETS[name]().plain])
+@every(name=[name for name in PRESETS if not PRESETS[name]().plain])
 def test_a_phase_never_makes_a_recipe_that_could_not_be_written(name):
     recipe = PRESETS[name]()
     for slots in ("all", "forward", "backward"):

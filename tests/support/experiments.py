@@ -35,6 +35,10 @@ SHAPE = {
 }
 TOO_LARGE = 1 << 44
 """A `hidden` that no machine can allocate: passes every check, and fails when the trial runs."""
+WILD = {"good": {"rht": True}, "wild": {"workload.lr": 1e30, "workload.clip": None, "workload.warmup": 0.0}}
+"""Arms of which the second diverges."""
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").rglob("*.yaml"))
+"""Experiments that this repository ships."""
 
 
 def shards(folder: Path, tokens: int = 12_000) -> dict[str, Any]:
@@ -128,7 +132,7 @@ def sweep(
             outcome = step
         else:
             news += step.news
-    news += controller._news
+    news += controller.news
     controller.ledger.close()
     return outcome, news
 
@@ -141,7 +145,7 @@ def ledger(state: Path, name: str = "tiny") -> Ledger:
 def values(state: Path, name: str = "tiny", metric: str = "val/loss") -> dict[tuple[str, int], float]:
     """The last value of a metric by (arm, seed)."""
     book = ledger(state, name)
-    found = {(m["name"], m["seed"]): book.last_values(m["trial"]).get(metric) for m in book.members()}
+    found = {(m.name, m.seed): book.last_values(m.trial).get(metric) for m in book.members()}
     book.close()
     return found
 
@@ -149,7 +153,7 @@ def values(state: Path, name: str = "tiny", metric: str = "val/loss") -> dict[tu
 def statuses(state: Path, name: str = "tiny") -> dict[tuple[str, int], str]:
     """Status by (arm, seed)."""
     book = ledger(state, name)
-    found = {(m["name"], m["seed"]): m["status"] for m in book.members()}
+    found = {(m.name, m.seed): m.status for m in book.members()}
     book.close()
     return found
 
@@ -163,18 +167,15 @@ def environment(**extra: str) -> dict[str, str]:
     return kept | {"COLUMNS": "200", "ABLATE_REPORT": "false"} | extra
 
 
-PROGRAM = """
-import ablate.cli.doctor
-ablate.cli.doctor.COMMAND = ("true",)
-from ablate.__main__ import main
-main()
-"""
-"""The command line; the quick proof of the numerics before a sweep, seconds of it, has tests of its own."""
+def program(*words: Any) -> list[str]:
+    """Command line of `ablate ...`. The check of the numerics before a sweep takes seconds: its own tests run it."""
+    unchecked = ["--check-command", "true"] if words[:1] == ("sweep",) else []
+    return [sys.executable, "-m", "ablate", *map(str, words[:1]), *unchecked, *map(str, words[1:])]
 
 
 def ablate(*words: Any, timeout: float = 600, **extra: str) -> subprocess.CompletedProcess:
     """`ablate ...`, to its end."""
-    command = [sys.executable, "-c", PROGRAM, *map(str, words)]
+    command = program(*words)
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=environment(**extra), check=False
     )
@@ -182,7 +183,7 @@ def ablate(*words: Any, timeout: float = 600, **extra: str) -> subprocess.Comple
 
 def start(*words: Any, **extra: str) -> subprocess.Popen:
     """`ablate ...`, left running in a session of its own; end it with `end`."""
-    command = [sys.executable, "-c", PROGRAM, *map(str, words)]
+    command = program(*words)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, text=True, env=environment(**extra), start_new_session=True, **pipes)
 

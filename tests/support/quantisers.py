@@ -432,7 +432,9 @@ class Half(Partition):
     whole: Tensor
 
     def largest(self, amax: Tensor) -> Tensor:
-        """The largest magnitude of the whole."""
+        """The largest magnitude of the whole; of each of its rows where the statistic is one of rows."""
+        if amax.numel() == len(self.whole) > 1:
+            return self.whole.abs().amax(1).to(torch.float32).view(amax.shape)
         return self.whole.abs().amax().to(torch.float32).expand(amax.shape)
 
 

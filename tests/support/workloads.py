@@ -1,11 +1,20 @@
 """A small instance of each workload: what every test of all of them runs."""
 
+from pathlib import Path
+
+from ablate.training.workloads.command import Command
 from ablate.training.workloads.finetune import Finetune, Lora
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.idle import Idle
 from ablate.training.workloads.mae import Mae, Stack
+from ablate.training.workloads.python import Python
 from ablate.training.workloads.tensors import Tensors
 from support.experiments import SHAPE, shards
+
+OWN_CODE = Path(__file__).parent / "own_code"
+"""A user's training file, with its model in another."""
+OWN_COMMAND = Path(__file__).parent / "own_command"
+"""Folder of a user's script that stays a process."""
 
 SMALL = {
     "gpt": lambda folder: Gpt(
@@ -36,6 +45,15 @@ SMALL = {
         eval_every=2,
         eval_tokens=64,
         eval_batch=2,
+    ),
+    "python": lambda folder: Python(
+        file=str(OWN_CODE / "train.py"), steps=5, config={"width": 32, "lr": 1e-2}
+    ),
+    "command": lambda folder: Command(
+        run="python light.py {lr} {seed}",
+        folder=str(OWN_COMMAND),
+        steps=5,
+        config={"lr": 1e-2},
     ),
     "tensors": lambda folder: Tensors(tokens=64, inputs=48, outputs=80, draws=5),
     "idle": lambda folder: Idle(steps=5),

@@ -96,14 +96,15 @@ def test_every_workload_is_here():
 
 def test_the_default_and_the_small_instance_have_no_problems(name, workload):
     assert list(workload.problems()) == []
-    assert list(WORKLOADS[name]().problems()) == []
+    if not any(field.is_required() for field in WORKLOADS[name].model_fields.values()):
+        assert list(WORKLOADS[name]().problems()) == []
 
 
-def test_planning_it_loads_no_heavy_library(name):
+def test_planning_it_loads_no_heavy_library(name, workload):
     code = (
         "import sys; from ablate.training.workloads import WORKLOADS, unit; from ablate.experiment.trial_spec import TrialSpec\n"
         "from ablate.recipes import PRESETS\n"
-        f"config = WORKLOADS[{name!r}]()\n"
+        f"config = WORKLOADS[{name!r}].model_validate_json({workload.model_dump_json()!r})\n"
         "list(config.problems()), config.cost(True), config.blocks, config.linear_layers, config.tokens_per_step\n"
         "config.recorded('val/loss')\n"
         f"spec = TrialSpec(workload={name!r}, config=config, recipe=PRESETS['nvfp4'](), seed=0, engine='emulated', device='cpu')\n"
@@ -169,16 +170,17 @@ def test_every_preset_gives_finite_records_and_they_are_those_that_it_announces(
     recorded = {metric for record in first for metric in record.metrics}
     strays = {
         metric
-        for metric in recorded - workload.METRICS
+        for metric in recorded - (workload.METRICS or recorded)
         if not any(fnmatchcase(metric, family) for family in MORE)
     }
     assert strays == set()
     last = set(first[-1].metrics)
     assert "val/loss" in last or name == "tensors"
-    for metric in workload.METRICS & recorded:
+    for metric in (workload.METRICS or {"train/loss"}) & recorded:
         promised = workload.recorded(metric)
         assert set(promised) <= {record.step for record in first if metric in record.metrics}
-    assert last >= FINAL & workload.METRICS
+    if name != "command":  # which counts no FLOPs
+        assert last >= FINAL & (workload.METRICS or {"flops/fp4_share"})
 
 
 @pytest.mark.parametrize("preset", ["nvfp4", "quartet2"])
@@ -232,7 +234,7 @@ def test_it_stops_where_it_is_told_to_and_can_be_run_again(name, workload):
 # --- what trains goes on from where it was --------------------------------------------------------
 
 
-RESUMED = [(trained, recipe) for trained in TRAINED for recipe in REMEMBERING]
+RESUMED = [(trained, recipe) for trained in (*TRAINED, "python") for recipe in REMEMBERING]
 RESUMED += [("gpt", recipe) for recipe in PRESETS if recipe not in REMEMBERING]
 """What is remembered is a recipe's, so that one workload goes through all of them."""
 

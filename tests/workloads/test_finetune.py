@@ -12,7 +12,7 @@ from support.experiments import shards
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.errors import InputError
 from ablate.execution.messages import Events
-from ablate.execution.supervisor import Watch
+from ablate.execution.supervisor import SilenceTimer
 from ablate.experiment.load import load
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Layers, Rule, Run
@@ -182,9 +182,9 @@ def test_a_base_is_trained_once_and_is_better_than_none(tmp_path, monkeypatch):
 
 
 def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterwards(tmp_path, monkeypatch):
-    """Without a word for 10 times the patience it would be taken for hung: see supervisor.Watch, which hears these."""
+    """Without a word for 10 times the patience it would be taken for hung: see supervisor.SilenceTimer, which hears these."""
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("ablate.training.workloads.finetune._BEAT_SECONDS", 0.0)
+    monkeypatch.setattr("ablate.training.workloads.finetune.BEAT_SECONDS", 0.0)
     workload = tune(tmp_path, base=Base(steps=6, lr=1e-2, data=shards(tmp_path)))
     first = run(workload)
     assert first[:6] == [(0, {})] * 6  # one a step
@@ -194,7 +194,7 @@ def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterw
     monkeypatch.setattr(
         "ablate.execution.supervisor.time", SimpleNamespace(time=time.time, monotonic=lambda: now)
     )
-    heard = Watch(patience=1.0)
+    heard = SilenceTimer(patience=1.0)
     for _ in range(4):
         now += 9.0
         assert heard.silence < heard.limit == 10.0
@@ -209,7 +209,7 @@ def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterw
         (
             {"model": MODELS["qwen3"] | {"vocab_size": 32}},
             "model",
-            "knows 32 tokens, and the data's vocabulary has 64",
+            "has 32 tokens, and the data's vocabulary has 64",
         ),
         (
             {"model": MODELS["qwen3"] | {"max_position_embeddings": 8}},

@@ -9,8 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import optuna
 from optuna.storages import JournalStorage
@@ -18,10 +17,14 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ablate.execution.search.journal import REPEATS, WARM
+from ablate.execution.search.optuna_private import note_target, trial_id
 from ablate.experiment.schema import Metric
 from ablate.results.number_text import interval
 from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import verdict_text
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 _FEWEST = 8
 """Number of finished arms below which an importance is noise."""
@@ -29,6 +32,16 @@ _FIGURE = "gap-to-baseline"
 _WRITTEN = "ablate:notes"
 """Study attribute with the digest of each note that this package wrote."""
 _SHORT = 45
+
+
+class TrialFacts(TypedDict, total=False):
+    """User attributes of a settled trial that a note shows, in the order of the arm's seeds."""
+
+    seeds: list[int]
+    mlflow_runs: list[str | None]
+    """Ids of the runs in MLflow."""
+    mlflow: list[str]
+    """Addresses of their pages."""
 
 
 def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], metric: Metric) -> None:
@@ -43,30 +56,34 @@ def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], m
         arms: summaries of the arms, for their notes and the figure of gaps.
         metric: the main metric.
     """
-    study = _load(journal, sweep)
-    if study is None:
+    loaded = _load(journal, sweep)
+    if loaded is None:
         return
+    study, storage = loaded
     from optuna_dashboard import save_plotly_graph_object
 
     arms = list(arms)
-    notes = _Notes(study)
+    notes = _Notes(study, storage)
     notes.save(None, note)
-    known = {arm.name: arm for arm in arms}
+    summaries = {arm.name: arm for arm in arms}
     for trial in _own(study):
-        arm = known.get(trial.user_attrs.get("arm"))
+        arm = summaries.get(trial.user_attrs.get("arm"))
         if arm is not None:
-            notes.save(trial._trial_id, _of(arm, trial.user_attrs))
+            notes.save(trial_id(trial), _note(arm, trial.user_attrs))
     notes.close()
     if any(arm.gap and arm.gap.pairs for arm in arms):
         save_plotly_graph_object(study, _forest(arms, metric), graph_object_id=_FIGURE)
 
 
-def _load(journal: Path, sweep: str) -> optuna.Study | None:
-    """Open the study for reading and notes, without repairing or creating anything; None if there is none."""
+def _load(journal: Path, sweep: str) -> tuple[optuna.Study, JournalStorage] | None:
+    """Open the study and its storage for reading and notes, without repairing or creating anything; None if
+    there is none.
+    """
     if not journal.exists():
         return None
     try:
-        return optuna.load_study(study_name=sweep, storage=JournalStorage(JournalFileBackend(str(journal))))
+        storage = JournalStorage(JournalFileBackend(str(journal)))
+        return optuna.load_study(study_name=sweep, storage=storage), storage
     except (KeyError, ValueError):  # no study of this name, or no journal
         return None
 
@@ -78,57 +95,57 @@ def _own(study: optuna.Study) -> list[FrozenTrial]:
 class _Notes:
     """Notes of a study and its trials. Notes that somebody else wrote are kept."""
 
-    def __init__(self, study: optuna.Study) -> None:
-        self._study, self._storage = study, study._storage
-        self._written = dict(self._storage.get_study_system_attrs(study._study_id).get(_WRITTEN, {}))
+    def __init__(self, study: optuna.Study, storage: JournalStorage) -> None:
+        self._study, self._storage = study, storage
+        self._id = storage.get_study_id_from_name(study.study_name)
+        self._written = dict(storage.get_study_system_attrs(self._id).get(_WRITTEN, {}))
         self._before = dict(self._written)
 
     def save(self, trial: int | None, text: str) -> None:
         from optuna_dashboard import get_note, save_note
 
-        # To make an optuna.Trial is to ask the sampler; a note needs no more than these three.
-        where: Any = self._study
-        if trial is not None:
-            where = SimpleNamespace(storage=self._storage, study=self._study, _trial_id=trial)
-        now, key = get_note(where), str(trial)
+        target = self._study if trial is None else note_target(self._study, self._storage, trial)
+        now, key = get_note(target), str(trial)
         if now != text and (not now or _digest(now) == self._written.get(key)):
-            save_note(where, text)
+            save_note(target, text)
             self._written[key] = _digest(text)
 
     def close(self) -> None:
         if self._written != self._before:
-            self._storage.set_study_system_attr(self._study._study_id, _WRITTEN, self._written)
+            self._storage.set_study_system_attr(self._id, _WRITTEN, self._written)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _of(arm: ArmSummary, facts: dict[str, Any]) -> str:
+def _note(arm: ArmSummary, facts: TrialFacts) -> str:
     """Return an arm's note: its verdict, and links to its runs."""
-    said = f"**{arm.name}**: {verdict_text(arm.verdict)}"
+    note = f"**{arm.name}**: {verdict_text(arm.verdict)}"
     if arm.gap is not None and arm.gap.pairs:
         gap = f"{interval(arm.gap)} against {arm.baseline} over {arm.gap.pairs} seeds"
-        said = f"**{arm.name}**: {gap}: {verdict_text(arm.verdict)}"
+        note = f"**{arm.name}**: {gap}: {verdict_text(arm.verdict)}"
     pages = facts.get("mlflow", [])
     seeds = facts.get("seeds", [])
     links = [f"[seed {seed}]({page})" for seed, page in zip(seeds, pages, strict=False)]
     runs = links or [f"`{run}`" for run in facts.get("mlflow_runs", []) if run]
-    return f"{said}\n\nMLflow: {', '.join(runs)}" if runs else said
+    return f"{note}\n\nMLflow: {', '.join(runs)}" if runs else note
 
 
-def _forest(arms: list[ArmSummary], metric: Metric) -> Any:
+def _forest(arms: list[ArmSummary], metric: Metric) -> "Figure":
     """Draw every arm's gap to its baseline with its interval, the best on top; the grey band is the margin of
     no effect.
     """
     from plotly.graph_objects import Figure, Scatter
 
     sign = 1 if metric.direction == "minimize" else -1
-    shown = sorted((arm for arm in arms if arm.gap and arm.gap.pairs), key=lambda arm: -sign * arm.gap.mean)
-    half = [arm.gap.high - arm.gap.mean if arm.gap.has_interval else 0 for arm in shown]
+    gaps = [(arm, arm.gap) for arm in arms if arm.gap and arm.gap.pairs]
+    gaps.sort(key=lambda pair: -sign * pair[1].mean)
+    shown = [arm for arm, _ in gaps]
+    half = [gap.high - gap.mean if gap.has_interval else 0 for _, gap in gaps]
     figure = Figure(
         Scatter(
-            x=[arm.gap.mean for arm in shown],
+            x=[gap.mean for _, gap in gaps],
             y=[arm.name if len(arm.name) <= _SHORT else f"{arm.name[:_SHORT]}..." for arm in shown],
             error_x={"type": "data", "array": [width if math.isfinite(width) else 0 for width in half]},
             mode="markers",
@@ -160,9 +177,10 @@ def importances(journal: Path, name: str, objective: int = 0) -> dict[str, float
     if nothing varies, or if there is no such study. An importance is not an effect size, and is valid only
     for arms like those tried.
     """
-    study = _load(journal, name)
-    if study is None or objective >= len(study.directions):
+    loaded = _load(journal, name)
+    if loaded is None or objective >= len(loaded[0].directions):
         return {}
+    study, _ = loaded
     arms = (trial for trial in _own(study) if REPEATS not in trial.user_attrs)
     done = [
         trial

@@ -11,11 +11,16 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend
-from optuna.storages.journal._storage import JournalOperation
+
+from ablate.execution.search.journal import Operation
+from ablate.execution.search.optuna_private import JournalOperation
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 _OF_A_TRIAL = re.compile(r"(dashboard:)(\d+)(:.*)")
 """Dashboard's attribute name for the note of a trial, which it stores with the study."""
@@ -42,16 +47,16 @@ class CombinedStorage(BaseJournalBackend):
     def __init__(self, state: Path) -> None:
         self._state = state
         self._books: dict[str, _Book] = {}
-        self._logs: list[dict[str, Any]] = []
+        self._logs: list[Operation] = []
         self._studies = self._trials = 0
 
-    def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
+    def read_logs(self, log_number_from: int) -> list[Operation]:
         """Return the operations from this number on, including those of new sweeps."""
         for path in sorted(self._state.glob("sweeps/*/optuna.log")):
             self._read(path.parent.name, path)
         return self._logs[log_number_from:]
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+    def append_logs(self, logs: list[Operation]) -> None:
         """Append a note to its journal. PermissionError for any other operation."""
         for log in logs:
             if log["op_code"] != JournalOperation.SET_STUDY_SYSTEM_ATTR:
@@ -68,7 +73,9 @@ class CombinedStorage(BaseJournalBackend):
             stat = path.stat()
             known = self._books.get(sweep)
             if known is None or known.file != (stat.st_dev, stat.st_ino) or stat.st_size < known.offset:
-                self._forget(known)
+                for study in known.studies.values() if known else ():
+                    delete = JournalOperation.DELETE_STUDY
+                    self._logs.append({"op_code": delete, "worker_id": "", "study_id": study})
                 known = self._books[sweep] = _Book(path, (stat.st_dev, stat.st_ino))
             file.seek(known.offset)
             for line in file:
@@ -76,10 +83,6 @@ class CombinedStorage(BaseJournalBackend):
                     break
                 known.offset += len(line)
                 self._take(sweep, known, line)
-
-    def _forget(self, book: _Book | None) -> None:
-        for study in book.studies.values() if book else ():
-            self._logs.append({"op_code": JournalOperation.DELETE_STUDY, "worker_id": "", "study_id": study})
 
     def _take(self, sweep: str, book: _Book, line: bytes) -> None:
         try:
@@ -101,7 +104,7 @@ class CombinedStorage(BaseJournalBackend):
         if log["op_code"] == JournalOperation.DELETE_STUDY:
             book.studies.pop(study, None)
 
-    def _create(self, sweep: str, book: _Book, log: dict[str, Any]) -> None:
+    def _create(self, sweep: str, book: _Book, log: Operation) -> None:
         """Name the study after its sweep's folder, since a copied folder has a study of the same name."""
         if log["study_name"] in book.names:  # opened again
             return
@@ -112,16 +115,16 @@ class CombinedStorage(BaseJournalBackend):
         self._logs.append(log | {"study_name": name})
 
 
-def _renamed(log: dict[str, Any], study: Callable[[int], int], trial: Callable[[int], int]) -> dict[str, Any]:
+def _renamed(log: Operation, study: Callable[[int], int], trial: Callable[[int], int]) -> Operation:
     """Return an operation with translated numbers."""
-    found = dict(log)
+    renamed = dict(log)
     if "study_id" in log:
-        found["study_id"] = study(log["study_id"])
+        renamed["study_id"] = study(log["study_id"])
     if "trial_id" in log:
-        found["trial_id"] = trial(log["trial_id"])
+        renamed["trial_id"] = trial(log["trial_id"])
     if "system_attr" in log and "study_id" in log:
-        found["system_attr"] = {_key(key, trial): value for key, value in log["system_attr"].items()}
-    return found
+        renamed["system_attr"] = {_key(key, trial): value for key, value in log["system_attr"].items()}
+    return renamed
 
 
 def _key(key: str, trial: Callable[[int], int]) -> str:
@@ -140,7 +143,7 @@ def dashboard(state: Path) -> tuple[Callable[..., Iterable[bytes]], Callable[[st
     storage = JournalStorage(CombinedStorage(state))
     pages = wsgi(storage)
 
-    def application(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    def application(environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
         reads = environ["REQUEST_METHOD"] in ("GET", "HEAD")
         if reads or (environ["REQUEST_METHOD"] == "PUT" and _NOTES.fullmatch(environ["PATH_INFO"])):
             return pages(environ, start)
@@ -150,8 +153,9 @@ def dashboard(state: Path) -> tuple[Callable[..., Iterable[bytes]], Callable[[st
         ]
 
     def number(sweep: str) -> int | None:
-        return next(
-            (study._study_id for study in storage.get_all_studies() if study.study_name == sweep), None
-        )
+        try:
+            return storage.get_study_id_from_name(sweep)
+        except KeyError:
+            return None
 
     return application, number

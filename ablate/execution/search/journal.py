@@ -1,6 +1,7 @@
 """Journal of a study: Optuna's operations, a JSON line each, in a file beside the ledger.
 
-The process that runs the sweep writes it as `Journal`. All others read it as Optuna does, and may append.
+The process that runs the sweep writes it as `StudyJournal`. All others read it as Optuna does, and may
+append.
 """
 
 import json
@@ -12,13 +13,19 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
+from ablate.files import Json
+
+Operation = dict[str, Any]
+"""An operation as Optuna writes it to a journal: {op_code, worker_id, ...}."""
+Category = None | bool | int | float | str
+"""Value that Optuna accepts as a category."""
 WARM = "warm"
 """User attribute of a trial that is an arm of an earlier sweep: that arm's name."""
 REPEATS = "repeats"
 """User attribute of a trial that was proposed again: the number of the point that it repeats."""
 
 
-class Journal(BaseJournalBackend):
+class StudyJournal(BaseJournalBackend):
     """Optuna's journal file, written by one process: the one that holds the sweep's lock.
 
     It takes no lock and does not wait for the disk, which is most of an operation's cost, and reads the file
@@ -31,12 +38,12 @@ class Journal(BaseJournalBackend):
         self._first = 0
         """Number of the first operation that was not read yet."""
 
-    def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
+    def read_logs(self, log_number_from: int) -> list[Operation]:
         """Return the operations from this number on; earlier ones are not requested again."""
         self._unread, self._first = self._unread[log_number_from - self._first :], log_number_from
         return list(self._unread)
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+    def append_logs(self, logs: list[Operation]) -> None:
         """Write all operations at once, so that lines appended by a dashboard stay whole."""
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         with self._path.open("ab", buffering=0) as file:
@@ -44,7 +51,7 @@ class Journal(BaseJournalBackend):
         self._unread += logs
 
 
-def _intact(journal: Path) -> list[dict[str, Any]]:
+def _intact(journal: Path) -> list[Operation]:
     """Return the journal's operations. Cut off everything after a torn line, and remove a lock that a crash
     left.
     """
@@ -65,7 +72,7 @@ def _intact(journal: Path) -> list[dict[str, Any]]:
 # What it holds
 
 
-def encode(value: Any) -> Any:
+def encode(value: Json) -> Category:
     """Convert a value to a category that Optuna accepts: None, bool, int, float or str; other values become
     JSON text.
     """
@@ -74,7 +81,7 @@ def encode(value: Any) -> Any:
     )
 
 
-def decode(value: Any) -> Any:
+def decode(value: Category) -> Json:
     """Return the value that was encoded."""
     return (
         json.loads(value.removeprefix("json:"))
@@ -83,7 +90,7 @@ def decode(value: Any) -> Any:
     )
 
 
-def points(journal: Path, name: str) -> list[dict[str, Any]]:
+def points(journal: Path, name: str) -> list[dict[str, Json]]:
     """Return the knobs of a sweep's own points, by number; none if the journal is missing or unreadable."""
     return [{knob: decode(value) for knob, value in trial.params.items()} for trial in _own(journal, name)]
 
@@ -103,7 +110,7 @@ def _own(journal: Path, name: str) -> list[FrozenTrial]:
     if not journal.exists():
         return []
     try:
-        study = optuna.load_study(storage=JournalStorage(Journal(journal)), study_name=name)
+        study = optuna.load_study(storage=JournalStorage(StudyJournal(journal)), study_name=name)
     except (KeyError, ValueError):  # no study of this name, or no journal
         return []
     return [trial for trial in study.get_trials(deepcopy=False) if WARM not in trial.user_attrs]

@@ -9,17 +9,18 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from ablate.execution.search.journal import WARM, Journal, decode, encode
+from ablate.execution.search.journal import WARM, Category, StudyJournal, decode, encode
+from ablate.execution.search.optuna_private import generation_attribute
 from ablate.execution.study_points import Point
 from ablate.experiment.load import Experiment
-from ablate.experiment.search_space import Dimension
+from ablate.experiment.search_space import Dimension, Kind
+from ablate.files import Json
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -80,11 +81,11 @@ def _shown(dimension: Dimension) -> Dimension | None:
     values = dimension.choices
     if len(values) <= _MOST_CHOICES:
         return dimension
-    if not all(type(value) in (int, float) for value in values):
+    numbers = [value for value in values if isinstance(value, int | float) and type(value) is not bool]
+    if len(numbers) < len(values):
         return None
-    return Dimension(
-        "int" if all(type(value) is int for value in values) else "uniform", low=min(values), high=max(values)
-    )
+    kind: Kind = "int" if all(type(number) is int for number in numbers) else "uniform"
+    return Dimension(kind, low=min(numbers), high=max(numbers))
 
 
 class Study:
@@ -104,7 +105,7 @@ class Study:
         space = experiment.space or {ARM: Dimension("choice", names)}
         shown = space if experiment.search else {knob: _shown(dimension) for knob, dimension in space.items()}
         self.distributions = {knob: distribution(dimension) for knob, dimension in shown.items() if dimension}
-        self._constraints = [*(constraint.words for constraint in experiment.constraints), ENDED]
+        self._constraints = [*(constraint.description for constraint in experiment.constraints), ENDED]
         self._given_up: dict[int, int] = {}
         self.study = self._open()
         if not self._agrees(points):
@@ -112,7 +113,8 @@ class Study:
             self.study = self._open()
         self._equip(len(points))
         for point in warm[len(self._trials()) :]:
-            self._add_warm(point)
+            facts = {"values": list(point.values or ()), "constraints": self._broken(point.violations)}
+            self._add(point, TrialState.COMPLETE, user_attrs={"arm": point.name, WARM: point.name}, **facts)
         known = len(self._trials()) - len(warm)
         for number, point in enumerate(points):
             if number >= known:
@@ -124,7 +126,7 @@ class Study:
     def _open(self) -> optuna.Study:
         """Open the journal's study or create it; an existing study keeps its directions."""
         objectives = self._experiment.objectives
-        self._storage = JournalStorage(Journal(self._journal))
+        self._storage = JournalStorage(StudyJournal(self._journal))
         study = optuna.create_study(
             storage=self._storage,
             study_name=self._experiment.name,
@@ -145,8 +147,11 @@ class Study:
         seed = (search.seed * 1_000_003 + points) % 2**32 if search else 0
         with _quiet():
             self.study.sampler = SAMPLERS[search.sampler if search else "random"](seed)
-            prunes = self._experiment.prunes
-            self.study.pruner = PRUNERS[search.pruner](search.rungs) if prunes else optuna.pruners.NopPruner()
+            self.study.pruner = (
+                PRUNERS[search.pruner](search.rungs)
+                if search and search.pruner
+                else optuna.pruners.NopPruner()
+            )
 
     # The journal and the ledger
 
@@ -195,7 +200,7 @@ class Study:
     def _broken(self, violations: Sequence[float]) -> dict[str, float]:
         return dict(zip(self._constraints, violations, strict=True)) if violations else {}
 
-    def _params(self, point: Point) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+    def _params(self, point: Point) -> tuple[dict[str, Category], dict[str, BaseDistribution]]:
         """Return a point's parameters in today's ranges; an older point widens a range or omits a knob."""
         params, distributions = {}, {}
         for knob, known in self.distributions.items():
@@ -218,9 +223,9 @@ class Study:
 
     # Points
 
-    def ask(self) -> tuple[int, dict[str, Any]]:
+    def ask(self) -> tuple[int, dict[str, Json]]:
         """Propose a new point. Return its number in the study, and the knobs that exist beside each other."""
-        knobs: dict[str, Any] = {}
+        knobs: dict[str, Json] = {}
         with _quiet():
             trial = self.study.ask()
             for knob, dimension in self._experiment.space.items():
@@ -239,17 +244,13 @@ class Study:
             self.report(number, step, point.reports[step])
             self._given_up.pop(number, None)
 
-    def _add_warm(self, point: Point) -> None:
-        facts = {"values": list(point.values), "constraints": self._broken(point.violations)}
-        self._add(point, TrialState.COMPLETE, user_attrs={"arm": point.name, WARM: point.name}, **facts)
-
-    def _add(self, point: Point, state: TrialState, **facts: Any) -> None:
+    def _add(self, point: Point, state: TrialState, **facts: object) -> None:
         params, distributions = self._params(point)
         generation = {}
         if isinstance(
             self.study.sampler, optuna.samplers.NSGAIISampler
         ):  # without one it would not be among the parents
-            generation = {self.study.sampler._get_generation_key(): len(self._trials()) // POPULATION}
+            generation = {generation_attribute(self.study.sampler): len(self._trials()) // POPULATION}
         self.study.add_trial(
             create_trial(
                 state=state, params=params, distributions=distributions, system_attrs=generation, **facts
@@ -294,7 +295,7 @@ class Study:
         number: int,
         values: Sequence[float],
         steps: Mapping[int, float],
-        facts: Mapping[str, Any],
+        facts: Mapping[str, Json],
         violations: Sequence[float] = (),
         pruned: bool = False,
     ) -> None:
@@ -328,7 +329,7 @@ class Study:
             self.study.tell(len(self._warm) + number, values, state)
 
 
-def _suggest(trial: optuna.Trial, knob: str, known: BaseDistribution) -> Any:
+def _suggest(trial: optuna.Trial, knob: str, known: BaseDistribution) -> Category:
     if isinstance(known, CategoricalDistribution):
         return trial.suggest_categorical(knob, known.choices)
     suggest = trial.suggest_int if isinstance(known, IntDistribution) else trial.suggest_float

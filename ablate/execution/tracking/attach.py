@@ -1,10 +1,13 @@
 """Upload of a report's files to its sweep's run in MLflow."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ablate.execution.tracking.reader import look, told
+from ablate.execution.tracking.reader import errors_explained, look
 from ablate.results.ledger import Ledger
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 _FOLDER = "report"
 _FIRST = "index.html"
@@ -19,18 +22,18 @@ def log_report(uri: str, ledger: Ledger, folder: Path) -> None:
     run = ledger.fact("mlflow_parent")
     if not run or not folder.is_dir():
         return
-    with told(uri):
+    with errors_explained(uri):
         look(uri)
         from mlflow import MlflowClient
 
         _attach(MlflowClient(uri), run, folder)
 
 
-def _attach(client: Any, run: str, folder: Path) -> None:
+def _attach(client: "MlflowClient", run: str, folder: Path) -> None:
     client.log_artifacts(run, str(folder), _FOLDER)
-    found = client.get_run(run)
+    tracked = client.get_run(run)
     name = _FIRST if (folder / _FIRST).exists() else ""
-    line = f"[The report](#/experiments/{found.info.experiment_id}/runs/{run}/artifacts/{_FOLDER}/{name})"
-    note = found.data.tags.get("mlflow.note.content", "")
+    line = f"[The report](#/experiments/{tracked.info.experiment_id}/runs/{run}/artifacts/{_FOLDER}/{name})"
+    note = tracked.data.tags.get("mlflow.note.content", "")
     if line not in note:
         client.set_tag(run, "mlflow.note.content", f"{note}\n\n{line}")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ablate.errors import InputError
 from ablate.execution.sweep_control import damage, put_aside
+from ablate.execution.tracking.mlflow_private import close_database
 from ablate.results.databases import open_readonly, path_of, tables, url
 
 _TABLES = {"alembic_version", "experiments", "runs", "metrics", "params", "tags"}
@@ -69,7 +70,7 @@ def unusable(path: Path) -> str | None:
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
-        _migrate(path, path.parent)
+        migrate(path, path.parent)
     except (MlflowException, SQLAlchemyError, CommandError) as error:
         why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return None if "is locked" in why else why
@@ -115,11 +116,11 @@ def _make(path: Path, artifacts: Path) -> None:
     for old in path.parent.glob(f".{path.stem}-*.new*"):
         old.unlink()
     fresh = path.with_name(f".{path.stem}-{os.getpid()}.new")
-    _migrate(fresh, artifacts)
+    migrate(fresh, artifacts)
     fresh.replace(path)
 
 
-def _migrate(path: Path, artifacts: Path) -> None:
+def migrate(path: Path, artifacts: Path) -> None:
     """Have MLflow open a database, which makes its tables, and leave no connection to a file that is renamed
     afterwards.
     """
@@ -132,8 +133,4 @@ def _migrate(path: Path, artifacts: Path) -> None:
     try:
         SqlAlchemyStore(address, artifacts.resolve().as_uri())
     finally:
-        engine = SqlAlchemyStore._engine_map.pop(
-            address, None
-        )  # or a client would go on with the renamed file
-        if engine:
-            engine.dispose()
+        close_database(address)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ablate.errors import redact
 from ablate.execution.tracking import database, runs
@@ -34,9 +34,13 @@ from ablate.files import lock
 from ablate.results.databases import path_of, set_journal
 from ablate.results.ledger import DATA, Ledger
 from ablate.results.ledger_progress import unshipped_records
-from ablate.results.ledger_rows import key_of
+from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
 from ablate.training.workloads import unit
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, RunInfo
 
 _TERMINAL = {
     "done": "FINISHED",
@@ -49,7 +53,7 @@ _TERMINAL = {
 _METRICS_A_BATCH = 1000  # MLflow's limit
 _RUNS_A_PAGE = 200
 _INTERVAL = 1.0
-_RETRY_SECONDS = 5.0
+RETRY_SECONDS = 5.0
 _VIEW_TAG = f"mlflow.sharedViewState.{runs.VIEW}"
 
 
@@ -102,11 +106,11 @@ class Projector:
         self._metric = schema.Metric.model_validate_json(facts.get("metric") or "{}").name
         self._metrics = json.loads(facts.get("metrics") or "[]")
         self._shipped: dict[tuple[int, int], Shipped] = {}
-        self._orphans: dict[tuple[Any, Any], str] = {}
+        self._orphans: dict[tuple[str | None, str | None], str] = {}
         """Runs that were created and never recorded, because the controller or the server died; by member and
         trial.
         """
-        self._made: dict[str, Any] = {}
+        self._made: dict[str, RunInfo] = {}
         """RunInfo of runs created here, which saves a call each."""
         self._finish: tuple[str, str] | None = None
         self._stop = threading.Event()
@@ -151,12 +155,12 @@ class Projector:
                 why = plainly(error) or f"{type(error).__name__}: {first}"
                 self.trouble, self.behind = redact(why, self._uri), behind(ledger)
                 client = None  # connecting again finds a run whose creation was not answered
-                self._stop.wait(_RETRY_SECONDS)
+                self._stop.wait(RETRY_SECONDS)
             self._wake.wait(_INTERVAL)
             self._wake.clear()
         ledger.close()
 
-    def _connect(self, ledger: Ledger) -> Any:
+    def _connect(self, ledger: Ledger) -> "MlflowClient":
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         # A retry would create a second run if the answer to the first call was lost.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -188,7 +192,7 @@ class Projector:
             )
         return client
 
-    def _has(self, client: Any, run: str) -> bool:
+    def _has(self, client: "MlflowClient", run: str) -> bool:
         from mlflow.exceptions import MlflowException
 
         try:
@@ -198,7 +202,7 @@ class Projector:
                 raise
             return False
 
-    def _discard(self, client: Any, ledger: Ledger) -> None:
+    def _discard(self, client: "MlflowClient", ledger: Ledger) -> None:
         """Delete the runs in MLflow of results that were put aside; new runs replace them."""
         done = []
         for trial, moment, member in ledger.discarded():
@@ -220,7 +224,7 @@ class Projector:
             with closing(sqlite3.connect(own)) as db:
                 set_journal(db, own)
 
-    def _experiment_id(self, client: Any) -> str:
+    def _experiment_id(self, client: "MlflowClient") -> str:
         known = client.get_experiment_by_name(self._sweep)
         if known is not None:
             if known.lifecycle_stage == "deleted":  # by a user, in MLflow's pages
@@ -232,18 +236,20 @@ class Projector:
         kind = {"mlflow.experimentKind": "custom_model_development"}
         return client.create_experiment(self._sweep, artifact_location=location, tags=kind)
 
-    def _find_parent(self, client: Any) -> str | None:
+    def _find_parent(self, client: "MlflowClient") -> str | None:
         """Return this sweep's parent run if an earlier controller created it and died before recording it."""
         runs = client.search_runs(
             [self.experiment], f"tags.`ablate.sweep_id` = '{self._facts['sweep_id']}'", max_results=1
         )
         return runs[0].info.run_id if runs else None
 
-    def _find_orphans(self, client: Any, noted: set[str]) -> dict[tuple[Any, Any], str]:
+    def _find_orphans(
+        self, client: "MlflowClient", noted: set[str]
+    ) -> dict[tuple[str | None, str | None], str]:
         """Return created but unrecorded runs. They are among the latest, so stop at the first page without
         any.
         """
-        found: dict[tuple[Any, Any], str] = {}
+        orphans: dict[tuple[str | None, str | None], str] = {}
         page = None
         while True:
             wanted = f"tags.`mlflow.parentRunId` = '{self.parent}'"
@@ -251,15 +257,15 @@ class Projector:
                 [self.experiment], wanted, 1, _RUNS_A_PAGE, ["attributes.start_time DESC"], page
             )
             new = [run for run in runs if run.info.run_id not in noted]
-            found |= {
+            orphans |= {
                 (run.data.tags.get("ablate.member"), run.data.tags.get("ablate.trial")): run.info.run_id
                 for run in new
             }
             page = runs.token
             if not (new and page):
-                return found
+                return orphans
 
-    def _new_parent(self, client: Any) -> str:
+    def _new_parent(self, client: "MlflowClient") -> str:
         tags = {
             "ablate.kind": "sweep",
             "ablate.sweep_id": self._facts["sweep_id"],
@@ -268,50 +274,52 @@ class Projector:
         }
         return client.create_run(self.experiment, tags=tags, run_name=self._sweep).info.run_id
 
-    def _describe(self, client: Any, parent: str, ledger: Ledger) -> None:
+    def _describe(self, client: "MlflowClient", parent: str, ledger: Ledger) -> None:
         for name in ("experiment.yaml", "provenance.json", "uncommitted.diff"):
             if self._facts.get(name):
                 client.log_text(parent, self._facts[name], name)
         self._overview(client, parent, ledger)
 
-    def _overview(self, client: Any, parent: str, ledger: Ledger) -> None:
+    def _overview(self, client: "MlflowClient", parent: str | None, ledger: Ledger) -> None:
         """Write the current description of the sweep, from which it can be imported, and the saved view of
         its runs.
         """
         client.log_text(parent, runs.description(ledger), "sweep.json")
         metric = schema.Metric.model_validate_json(ledger.fact("metric") or "{}")
-        knobs = dict.fromkeys(knob for arm in ledger.arms() for knob in json.loads(arm["knobs"]))
-        counted = next((unit(member["spec"], metric.name) for member in ledger.members()), "")
+        knobs = dict.fromkeys(knob for arm in ledger.arms() for knob in json.loads(arm.knobs))
+        counted = next((unit(member.spec, metric.name) for member in ledger.members()), "")
         minimize, now = metric.direction == "minimize", int(time.time() * 1000)
         shown = runs.view(knobs, metric.name, self._metrics or [metric.name], counted, minimize, now)
         if shown:
             client.set_experiment_tag(self.experiment, _VIEW_TAG, shown)
 
-    def _ship(self, client: Any, ledger: Ledger) -> None:
+    def _ship(self, client: "MlflowClient", ledger: Ledger) -> None:
         """Bring the run of every unfinished member up to date with the ledger."""
         for member in ledger.to_ship():
-            key = (member["arm"], member["seed"])
-            known = self._shipped.get(key) or Shipped(
-                *key, member["mlflow"] or "", member["shipped"], closed=False
-            )
+            key = (member.arm, member.seed)
+            known = self._shipped.get(key) or Shipped(*key, member.mlflow or "", member.shipped, closed=False)
             if self._stop.is_set():
                 return
-            if not known.closed:
-                self._note(self._draw(client, ledger, member, known), known)
+            if known.closed:
+                continue
+            now = self._draw(client, ledger, member, known)
+            if now != known:
+                self._shipped[key] = now
+                self.news.put(now)
 
-    def _draw(self, client: Any, ledger: Ledger, member: Mapping[str, Any], known: Shipped) -> Shipped:
+    def _draw(self, client: "MlflowClient", ledger: Ledger, member: Member, known: Shipped) -> Shipped:
         """Bring one member's run up to date in as few calls as possible: each costs a commit, or a round
         trip.
         """
         from mlflow.entities import Param, RunTag
 
         over, run = (
-            member["status"] in _TERMINAL,
-            known.run or self._orphans.get((key_of(member), member["id"]), ""),
+            member.status in _TERMINAL,
+            known.run or self._orphans.get((member.key, member.id), ""),
         )
         begun = (known.arm, known.seed) in self._shipped
         params = [] if begun or known.step >= 0 else [Param(key, value) for key, value in runs.params(member)]
-        tags = [RunTag("ablate.status", member["status"])] if over and run else []
+        tags = [RunTag("ablate.status", member.status)] if over and run else []
         if not run:
             run = self._create(client, member)
         elif not (begun or over):
@@ -320,7 +328,7 @@ class Projector:
             self._data(client, ledger, run, member)
         step = known.step
         gaps = self._gaps(ledger, member, run) if over else {}
-        for last, metrics in self._batches(ledger.records(member["trial"], step), gaps.pop(run, [])):
+        for last, metrics in self._batches(ledger.records(member.trial, step), gaps.pop(run, [])):
             client.log_batch(run, metrics=metrics, params=params, tags=tags)
             step, params, tags = max(step, last), [], []
         if params or tags:
@@ -331,16 +339,11 @@ class Projector:
         if over:
             info = self._made.pop(run, None) or client.get_run(run).info
             self._artifacts(info.artifact_uri, member)
-            lasted = member["seconds"] and int(1000 * member["seconds"])  # of the trial, not of the upload
-            client.set_terminated(run, _TERMINAL[member["status"]], lasted and info.start_time + lasted)
+            lasted = member.seconds and int(1000 * member.seconds)  # of the trial, not of the upload
+            client.set_terminated(run, _TERMINAL[member.status], lasted and info.start_time + lasted)
         return Shipped(known.arm, known.seed, run, step, over)
 
-    def _note(self, now: Shipped, known: Shipped) -> None:
-        if now != known:
-            self._shipped[now.arm, now.seed] = now
-            self.news.put(now)
-
-    def _gaps(self, ledger: Ledger, member: Mapping[str, Any], run: str) -> dict[str, list[Any]]:
+    def _gaps(self, ledger: Ledger, member: Member, run: str) -> dict[str, "list[Metric]"]:
         """Return gaps to the baseline, by run, that can be computed because this member has ended.
 
         Of two members that are compared, the one sent last adds the gap; sent twice, it is stored once.
@@ -349,9 +352,9 @@ class Projector:
 
         found = {}
         for one, step, moment, metrics in runs.gaps(ledger, member, self._metric):
-            own = (one["arm"], one["seed"]) == (member["arm"], member["seed"])
-            known = self._shipped.get((one["arm"], one["seed"])) or Shipped(
-                one["arm"], one["seed"], one["mlflow"], 0, bool(one["closed"])
+            own = (one.arm, one.seed) == (member.arm, member.seed)
+            known = self._shipped.get((one.arm, one.seed)) or Shipped(
+                one.arm, one.seed, one.mlflow or "", 0, one.closed
             )
             if own or known.closed:
                 found[run if own else known.run] = [
@@ -359,30 +362,28 @@ class Projector:
                 ]
         return found
 
-    def _create(self, client: Any, member: Mapping[str, Any]) -> str:
-        tags = runs.tags(member, self._sweep, self.parent, member["against"])
-        run = client.create_run(
-            self.experiment, tags=tags, run_name=f"{member['name']} seed={member['seed']}"
-        ).info
+    def _create(self, client: "MlflowClient", member: Member) -> str:
+        tags = runs.tags(member, self._sweep, self.parent, member.against)
+        run = client.create_run(self.experiment, tags=tags, run_name=f"{member.name} seed={member.seed}").info
         self._made[run.run_id] = run
         return run.run_id
 
-    def _data(self, client: Any, ledger: Ledger, run: str, member: Mapping[str, Any]) -> None:
+    def _data(self, client: "MlflowClient", ledger: Ledger, run: str, member: Member) -> None:
         """Add the member's training data as its run's input; sent twice, it is stored once."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        told = ledger.fact(f"{DATA}{json.loads(member['spec'])['data']}")
-        if told:
-            dataset = Dataset(**runs.dataset(member, json.loads(told)))
+        facts = ledger.fact(f"{DATA}{json.loads(member.spec)['data']}")
+        if facts:
+            dataset = Dataset(**runs.dataset(member, json.loads(facts)))
             client.log_inputs(run, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
     def _batches(
-        self, records: Iterator[tuple[int, str, float, float]], more: list[Any]
-    ) -> Iterator[tuple[int, list[Any]]]:
+        self, records: Iterator[tuple[int, str, float, float]], more: "list[Metric]"
+    ) -> Iterator[tuple[int, "list[Metric]"]]:
         """Yield last step and metrics of as many whole steps as fit one call; `more` goes with the last."""
         from mlflow.entities import Metric
 
-        batch: list[Any] = []
+        batch: list[Metric] = []
         last = -1
         for step, found in groupby(records, key=lambda record: record[0]):
             metrics = [
@@ -397,18 +398,18 @@ class Projector:
         if batch or more:
             yield last, batch + more
 
-    def _artifacts(self, place: str, member: Mapping[str, Any]) -> None:
+    def _artifacts(self, place: str, member: Member) -> None:
         """Upload the resolved spec, the result with its environment, and the trial's own artifacts."""
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         store = Store(self._state)
-        folder = store.folder(member["id"])
+        folder = store.folder(member.id)
         artifacts = get_artifact_repository(place, tracking_uri=self._uri)
-        for path in (folder / "spec.json", folder / "result.json", *store.artifacts(member["id"])):
+        for path in (folder / "spec.json", folder / "result.json", *store.artifacts(member.id)):
             if path.exists():
                 artifacts.log_artifact(str(path))
 
-    def _close(self, client: Any, ledger: Ledger, status: str, note: str) -> None:
+    def _close(self, client: "MlflowClient", ledger: Ledger, status: str, note: str) -> None:
         for member in self._shipped.values():
             if not member.closed:
                 client.set_terminated(member.run, "KILLED")

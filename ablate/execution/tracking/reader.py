@@ -9,20 +9,27 @@ import os
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from ablate.errors import InputError, nearest, redact
+from ablate.execution.messages import Event
 from ablate.execution.tracking.database import revision
 from ablate.execution.tracking.login import plainly
+from ablate.experiment.roles import Role
+from ablate.files import Json
 from ablate.results.databases import open_readonly, path_of
 from ablate.results.ledger import Ledger
 from ablate.training.metric_names import GAP, parse
 
-_LOOK_SECONDS = 5.0
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+LOOK_SECONDS = 5.0
 _RUNS_A_PAGE = 200
 _AT_ONCE = 4
 
@@ -36,7 +43,7 @@ def fetch(uri: str, sweep: str, path: Path) -> Ledger:
     """
     if path.exists():
         raise InputError([f"{path}: is there already; nothing was fetched"])
-    with told(uri):
+    with errors_explained(uri):
         look(uri)
         from mlflow import MlflowClient
 
@@ -60,7 +67,7 @@ def fetch(uri: str, sweep: str, path: Path) -> Ledger:
 
 
 @contextmanager
-def told(uri: str) -> Iterator[None]:
+def errors_explained(uri: str) -> Iterator[None]:
     """Convert errors of MLflow within the block to InputError, in one sentence and without passwords."""
     from alembic.util.exc import CommandError
     from mlflow.exceptions import MlflowException
@@ -98,7 +105,7 @@ def look(uri: str) -> None:
         return
     if not path.exists():
         raise InputError([f"{path}: no such file"])
-    db = open_readonly(path, _LOOK_SECONDS)
+    db = open_readonly(path, LOOK_SECONDS)
     try:
         revision(db)
     except sqlite3.DatabaseError as error:
@@ -108,10 +115,40 @@ def look(uri: str) -> None:
         db.close()
 
 
+class _ArmDescription(TypedDict):
+    """One arm in sweep.json."""
+
+    name: str
+    knobs: dict[str, Json]
+    against: str | None
+    """Name of its baseline; None if it is one."""
+    optuna: int | None
+    role: NotRequired[Role | None]
+    """Earlier versions wrote neither role nor reason."""
+    reason: NotRequired[str | None]
+    trials: dict[str, str]
+    """Id of its trial by seed."""
+
+
+class _TrialDescription(TypedDict):
+    """One trial in sweep.json."""
+
+    reason: str | None
+    seconds: float | None
+
+
+class _Description(TypedDict):
+    """Content of sweep.json, which `runs.description` writes."""
+
+    facts: dict[str, str | None]
+    arms: list[_ArmDescription]
+    trials: dict[str, _TrialDescription]
+
+
 class _Sweep:
     """Sweep as MLflow has it: the description in its parent run, and the runs of its members."""
 
-    def __init__(self, described: Mapping[str, Any], parent: Any, runs: list[Any]) -> None:
+    def __init__(self, described: _Description, parent: "Run", runs: "list[Run]") -> None:
         self.facts = {key: value for key, value in described["facts"].items() if value is not None}
         self.trials = described["trials"]
         self.arms = described["arms"]
@@ -125,23 +162,24 @@ class _Sweep:
         for name, seed, trial in self.runs:
             tags = self.runs[name, seed, trial].data.tags
             optuna = tags.get("ablate.optuna_trial")
-            new = {
+            new: _ArmDescription = {
                 "name": name,
                 "knobs": json.loads(tags["ablate.knobs"]),
                 "against": tags.get("ablate.against"),
+                "optuna": None if optuna is None else int(optuna),
                 "trials": {},
             }
-            arm = known.setdefault(name, new | {"optuna": None if optuna is None else int(optuna)})
+            arm = known.setdefault(name, new)
             arm["trials"][seed] = trial
         self.arms = list(known.values())
 
 
-def _key(run: Any) -> tuple[str, str, str]:
+def _key(run: "Run") -> tuple[str, str, str]:
     tags = run.data.tags
     return tags["ablate.arm"], tags["ablate.seed"], tags["ablate.trial"]
 
 
-def _runs(client: Any, uri: str, sweep: str) -> tuple[Any, list[Any]]:
+def _runs(client: "MlflowClient", uri: str, sweep: str) -> "tuple[Run, list[Run]]":
     """Return the sweep's latest parent run, and the runs of its members."""
     experiment = client.get_experiment_by_name(sweep)
     if experiment is None:
@@ -159,8 +197,9 @@ def _runs(client: Any, uri: str, sweep: str) -> tuple[Any, list[Any]]:
     )
 
 
-def _search(client: Any, experiment: str, wanted: str) -> list[Any]:
-    found, page = [], None
+def _search(client: "MlflowClient", experiment: str, wanted: str) -> "list[Run]":
+    found: list[Run] = []
+    page = None
     while True:
         runs = client.search_runs([experiment], wanted, max_results=_RUNS_A_PAGE, page_token=page)
         found, page = [*found, *runs], runs.token
@@ -168,7 +207,7 @@ def _search(client: Any, experiment: str, wanted: str) -> list[Any]:
             return found
 
 
-def _artifact(client: Any, run: Any, name: str) -> str | None:
+def _artifact(client: "MlflowClient", run: "Run", name: str) -> str | None:
     """Return a text artifact of a run, None if it has none of this name."""
     if not any(item.path == name for item in client.list_artifacts(run.info.run_id)):
         return None
@@ -179,9 +218,9 @@ def _artifact(client: Any, run: Any, name: str) -> str | None:
 # Into the ledger
 
 
-def _fill(book: Ledger, client: Any, sweep: _Sweep) -> None:
+def _fill(book: Ledger, client: "MlflowClient", sweep: _Sweep) -> None:
     book.describe(**sweep.facts)
-    numbers: dict[str, int] = {}
+    numbers: dict[str | None, int] = {}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for arm in sorted(
             sweep.arms, key=lambda arm: arm["against"] is not None
@@ -200,19 +239,19 @@ def _fill(book: Ledger, client: Any, sweep: _Sweep) -> None:
             number = book.add_member(numbers[name], int(seed), trial, spec)
             run = sweep.runs.get((name, seed, trial))
             if run is not None:
-                known = sweep.trials.get(trial, {})
+                ending = sweep.trials.get(trial)
                 tags = run.data.tags
                 book.record(number, events)
                 book.settle(
                     number,
                     tags["ablate.status"],
-                    known.get("reason"),
-                    known.get("seconds"),
+                    ending and ending.get("reason"),
+                    ending and ending.get("seconds"),
                     tags["ablate.reused"] == "true",
                 )
 
 
-def _read(client: Any, run: Any) -> tuple[str, list[dict[str, Any]]]:
+def _read(client: "MlflowClient", run: "Run") -> tuple[str, list[Event]]:
     """Return a member's spec, as far as it was sent, and its records."""
     tags = run.data.tags
     known = {

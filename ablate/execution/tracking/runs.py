@@ -9,12 +9,13 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import TypedDict
 
 from ablate.errors import redact
+from ablate.files import Json
 from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import key_of
+from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
 from ablate.training.metric_names import GAP, Name, parse
 from ablate.training.workloads import context_free, unit
@@ -58,38 +59,38 @@ def page(server: str, experiment: str, run: str | None = None) -> str:
 # A member
 
 
-def tags(member: Mapping[str, Any], sweep: str, parent: str | None, against: str | None) -> dict[str, str]:
+def tags(member: Member, sweep: str, parent: str | None, against: str | None) -> dict[str, str]:
     """Return the tags by which a member's run is found and grouped. `against`: its baseline's name, None if
     it is a baseline.
     """
-    spec = json.loads(member["spec"])
+    spec = json.loads(member.spec)
     found = {
         "mlflow.parentRunId": parent,
-        "mlflow.runColor": _BASELINE_COLOUR if against is None else _COLOURS[member["arm"] % len(_COLOURS)],
+        "mlflow.runColor": _BASELINE_COLOUR if against is None else _COLOURS[member.arm % len(_COLOURS)],
         "ablate.kind": "trial",
         "ablate.sweep": sweep,
-        "ablate.arm": member["name"],
-        "ablate.seed": str(member["seed"]),
-        "ablate.knobs": member["knobs"],
-        "ablate.member": key_of(member),
+        "ablate.arm": member.name,
+        "ablate.seed": str(member.seed),
+        "ablate.knobs": member.knobs,
+        "ablate.member": member.key,
         "ablate.baseline": str(against is None).lower(),
         "ablate.against": against,
-        "ablate.trial": member["id"],
+        "ablate.trial": member.id,
         "ablate.engine": spec["engine"],
         "ablate.device": spec["device"],
-        "ablate.reused": str(bool(member["reused"])).lower(),
-        "ablate.status": member["status"],
-        "ablate.optuna_trial": None if member["optuna"] is None else str(member["optuna"]),
+        "ablate.reused": str(member.reused).lower(),
+        "ablate.status": member.status,
+        "ablate.optuna_trial": None if member.optuna is None else str(member.optuna),
     }
     return {key: value for key, value in found.items() if value is not None}
 
 
-def params(member: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def params(member: Member) -> Iterator[tuple[str, str]]:
     """Yield the knobs, then every resolved value by its path."""
-    spec, knobs = json.loads(member["spec"]), json.loads(member["knobs"])
+    spec, knobs = json.loads(member.spec), json.loads(member.knobs)
     for knob, value in knobs.items():
         yield f"{TURNED}{knob}", _text(value)
-    yield "arm", member["name"]
+    yield "arm", member.name
     yield "seed", str(spec["seed"])
     ((workload, config),) = spec["workload"].items()
     yield "workload", workload
@@ -98,24 +99,38 @@ def params(member: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _flat("recipe", spec["recipe"])
 
 
-def dataset(member: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of MLflow's Dataset for a member's data. `told`: facts about them in the ledger."""
-    name = told["name"] if len(told["name"]) <= _MOST_OF_A_NAME else f"{told['name'][:_MOST_OF_A_NAME]}..."
-    columns = [{"name": column, "type": kind, "required": True} for column, kind in told["columns"].items()]
-    data = json.loads(member["spec"])["data"]
+class LoggedData(TypedDict):
+    """Facts about a source of data, as the ledger stores them: the result of `training.data.facts.facts`."""
+
+    name: str
+    type: str
+    """local, hugging_face or package."""
+    source: dict[str, str]
+    columns: dict[str, str]
+    """Type by name of column."""
+    counts: dict[str, int]
+
+
+def dataset(member: Member, facts: LoggedData) -> dict[str, str]:
+    """Return the fields of MLflow's Dataset for a member's data. `facts`: facts about them in the ledger."""
+    name = facts["name"]
+    if len(name) > _MOST_OF_A_NAME:
+        name = f"{name[:_MOST_OF_A_NAME]}..."
+    columns = [{"name": column, "type": kind, "required": True} for column, kind in facts["columns"].items()]
+    data = json.loads(member.spec)["data"]
     return {
         "name": name,
         "digest": data
         if len(data) <= _MOST_OF_A_DIGEST
         else hashlib.sha256(data.encode()).hexdigest()[:_MOST_OF_A_DIGEST],
-        "source_type": told["type"],
-        "source": json.dumps(told["source"]),
+        "source_type": facts["type"],
+        "source": json.dumps(facts["source"]),
         "schema": json.dumps({"mlflow_colspec": columns}),
-        "profile": json.dumps(told["counts"]),
+        "profile": json.dumps(facts["counts"]),
     }
 
 
-def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+def _flat(path: str, value: Json) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _flat(f"{path}.{key}", inner)
@@ -123,23 +138,23 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
         yield path, _text(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def gaps(
-    ledger: Ledger, member: Mapping[str, Any], metric: str
-) -> Iterator[tuple[Mapping[str, Any], int, float, dict[str, float]]]:
+    ledger: Ledger, member: Member, metric: str
+) -> Iterator[tuple[Member, int, float, dict[str, float]]]:
     """Yield the gaps that can be computed once this member is done: its own, or, if it is a baseline, those
     of members it serves.
 
     Each is (member, step, time, metrics), with step and time of the member's last value.
     """
-    for other in ledger.counterparts(member["arm"], member["seed"]):
-        compared, baseline = (member, other) if member["baseline"] == other["arm"] else (other, member)
-        last, reference = (ledger.last_record(one["trial"], metric) for one in (compared, baseline))
-        if last and reference and member["status"] == other["status"] == "done":
-            found = _gap(unit(member["spec"], metric), last[1], reference[1])
+    for other in ledger.counterparts(member.arm, member.seed):
+        compared, baseline = (member, other) if member.baseline == other.arm else (other, member)
+        last, reference = (ledger.last_record(one.trial, metric) for one in (compared, baseline))
+        if last and reference and member.status == other.status == "done":
+            found = _gap(unit(member.spec, metric), last[1], reference[1])
             if found:
                 yield compared, last[0], last[2], found
 
@@ -168,8 +183,8 @@ def _context_free(ledger: Ledger) -> str:
     """
     store, found = Store(ledger.path.absolute().parents[2]), {}
     for member in ledger.members():
-        if member["status"] == "done" and member["name"] not in found:
-            found[member["name"]] = context_free(store.result(member["id"]))
+        if member.status == "done" and member.name not in found:
+            found[member.name] = context_free(store.result(member.id))
     return json.dumps({name: loss for name, loss in found.items() if loss is not None})
 
 
@@ -177,22 +192,22 @@ def description(ledger: Ledger) -> str:
     """Return as JSON everything that a sweep's runs lack; its ledger can be made again from this and the
     runs.
     """
-    arms = {arm["arm"]: arm["name"] for arm in ledger.arms()}
+    names: dict[int | None, str] = {arm.arm: arm.name for arm in ledger.arms()}
     members: dict[int, dict[str, str]] = {}
     for member in ledger.members():
-        members.setdefault(member["arm"], {})[str(member["seed"])] = member["id"]
+        members.setdefault(member.arm, {})[str(member.seed)] = member.id
     return json.dumps(
         {
             "facts": {key: ledger.fact(key) for key in _FACTS} | {"context_free": _context_free(ledger)},
             "arms": [
                 {
-                    "name": arm["name"],
-                    "knobs": json.loads(arm["knobs"]),
-                    "against": arms.get(arm["baseline"]),
-                    "optuna": arm["optuna"],
-                    "role": arm["role"],
-                    "reason": arm["reason"],
-                    "trials": members.get(arm["arm"], {}),
+                    "name": arm.name,
+                    "knobs": json.loads(arm.knobs),
+                    "against": names.get(arm.baseline),
+                    "optuna": arm.optuna,
+                    "role": arm.role,
+                    "reason": arm.reason,
+                    "trials": members.get(arm.arm, {}),
                 }
                 for arm in ledger.arms()
             ],

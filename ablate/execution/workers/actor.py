@@ -16,21 +16,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
 
 from ablate import __version__, numerics
 from ablate.execution.messages import Ended, Forked, Message, TrialRequest
+from ablate.execution.process_guard import exit_with_parent
 from ablate.execution.supervisor import HEARTBEAT_SECONDS, Supervisor
 from ablate.numerics.spec import VERSION
 from ablate.results.trial_store import Store
 
 PIECE = 32 << 20
 """Bytes of a file that one call transfers."""
-_POLL_SECONDS = 0.5
 _CLEANER = 'exec 3<&0; (cat <&3 >/dev/null; sleep 2; rm -rf "$1") >/dev/null 2>&1 &'
 """Shell command that deletes the scratch folder once the other end of its standard input is closed, two
 seconds later: by then the trial's processes have ended too. It runs on its own since Ray ends a worker's
@@ -39,6 +38,22 @@ children with the worker, but not theirs."""
 CheckpointTimes = dict[str, int]
 """Checkpoints in a scratch folder: modification time in ns by file name, which grows when a file is
 replaced."""
+
+
+class WorkerFacts(TypedDict):
+    """Description of a worker. A plain dictionary: another version of this package can read it too."""
+
+    node: str
+    """Ray's id of the node."""
+    address: str
+    """IP address of the node."""
+    port: int
+    """Free port there, to which the ranks of a gang connect."""
+    versions: dict[str, str]
+    compiled: bool
+    """True if the compiled quantisers are installed there."""
+    sees: bool
+    """True if the worker sees the controller's state folder."""
 
 
 def versions() -> dict[str, str]:
@@ -57,7 +72,8 @@ class Actor:
     """One node's part of a trial: the whole trial, or the ranks of a gang that run on this node."""
 
     def __init__(self) -> None:
-        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+        # Ray does not end a busy worker when its process on this node ends. The trial ends with this process.
+        exit_with_parent()
         self.supervisor = Supervisor()
         self._queue: queue.SimpleQueue[tuple[Message, CheckpointTimes]] = queue.SimpleQueue()
         self._scratch: Path | None = None
@@ -69,7 +85,7 @@ class Actor:
         """Start the warm process, so that the first trial need not wait for it."""
         self.supervisor.warm()
 
-    def describe(self, root: str, nonce: str) -> dict[str, Any]:
+    def describe(self, root: str, nonce: str) -> WorkerFacts:
         """Return this worker's node, address, versions, and access to the state folder.
 
         Args: root: the controller's state folder. nonce: path of a file that the controller has just made in
@@ -85,7 +101,7 @@ class Actor:
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "address": ray.util.get_node_ip_address(),
-            "port": port,  # free now: the ranks of a gang connect to it
+            "port": port,
             "versions": versions(),
             "compiled": compiled,
             "sees": Path(root, nonce).exists(),
@@ -192,12 +208,3 @@ class Actor:
             command = ["sh", "-c", _CLEANER, "sh", str(self._scratch)]
             self._cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         return self._scratch
-
-
-def _exit_with_parent(parent: int) -> None:
-    """End this worker, and through its pipe the trial, when Ray's process on this node ends: Ray does not end
-    a busy worker.
-    """
-    while os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
-    os._exit(1)

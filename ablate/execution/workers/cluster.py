@@ -12,15 +12,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TypedDict
 
-from ablate.files import keep_file, short_for_sockets
+from ablate.execution.workers.ray_private import LOOPBACK_ARGUMENT, loopback_kept, temporary_folder_argument
+from ablate.files import keep_file
 
 LOOK_SECONDS = 2.0
-_LOOPBACK = "127.0.0.1"
 PATIENCE_SECONDS = 15.0
 """Silence of a cluster's head after which it counts as lost: whoever operates it may restart it. A local head
 is not restarted."""
@@ -60,6 +61,16 @@ _HINTS = {"ersion mismatch": "install the cluster's version of Ray and of Python
 """Remedy, appended to Ray's error message, by a part of it."""
 
 
+class Node(TypedDict):
+    """Ray's description of a node: the part of it that this package reads."""
+
+    NodeID: str
+    Alive: bool
+    NodeManagerAddress: str
+    NodeManagerPort: int
+    Resources: dict[str, float]
+
+
 class ClusterError(Exception):
     """Ray cannot be started, reached or used; the text says why in one sentence."""
 
@@ -78,7 +89,7 @@ class Head:
     process on this machine.
     """
 
-    def __init__(self, ray: Any, patience: float) -> None:
+    def __init__(self, ray: ModuleType, patience: float) -> None:
         """`patience`: seconds of silence after which `look` raises."""
         context, self._patience, self.lost = ray.get_runtime_context(), patience, False
         mine = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
@@ -115,7 +126,7 @@ def silence(address: str) -> str | None:
     return None
 
 
-def connect(address: str | None, workers: int | None) -> Any:
+def connect(address: str | None, workers: int | None) -> ModuleType:
     """Return the `ray` module, connected to the cluster at an address, or to a local Ray started here.
 
     Args:
@@ -134,21 +145,20 @@ def connect(address: str | None, workers: int | None) -> Any:
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
             ray.init(address=address, **quiet)
         else:
-            local: dict[str, Any] = {
+            local: dict[str, object] = {
                 "include_dashboard": False,
-                "_node_ip_address": _LOOPBACK,
+                **LOOPBACK_ARGUMENT,
+                **temporary_folder_argument(),
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
             _private_token()
-            with _loopback(ray):
-                ray.init(
-                    address="local", num_cpus=workers or os.cpu_count(), **_temporary(), **local, **quiet
-                )
+            with loopback_kept(ray):
+                ray.init(address="local", num_cpus=workers or os.cpu_count(), **local, **quiet)
     except (ConnectionError, ImportError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         action = f"reached at {address}" if address else "started here"
         raise ClusterError(
@@ -158,22 +168,6 @@ def connect(address: str | None, workers: int | None) -> Any:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray sets one that ends this process at once
     return ray
-
-
-@contextmanager
-def _loopback(ray: Any) -> Iterator[None]:
-    """Make Ray keep the address 127.0.0.1 while it starts here.
-
-    On Linux Ray replaces a loopback address by that of a network interface, and all its servers then listen
-    on all interfaces. With ENABLE_RAY_CLUSTER false, its setting on macOS, it does not. The setting is
-    restored since connections to other machines need it.
-    """
-    constants, enabled = ray._private.ray_constants, ray._private.ray_constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = enabled
 
 
 def _private_token() -> None:
@@ -194,14 +188,6 @@ def _private_token() -> None:
         fresh.unlink()
     except (OSError, RuntimeError):  # no home folder, or a read-only one: Ray reports it if it needs a token
         return
-
-
-def _temporary() -> dict[str, Any]:
-    """Return the argument of `ray.init` for a temporary folder short enough for sockets; empty if Ray's
-    default is short enough.
-    """
-    short = short_for_sockets(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "")
-    return {"_temp_dir": str(short / "ray")} if short else {}
 
 
 def exposed(address: str) -> bool:

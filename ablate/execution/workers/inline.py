@@ -15,6 +15,8 @@ class Inline:
         from ablate.execution.trial_process import tune_process
 
         tune_process()
+        self.wanted = 0
+        """Number of trials that run or wait; not used: one runs at a time."""
         self._running: dict[str, Generator[Message, None, None]] = {}
         self._stopped: list[str] = []
 

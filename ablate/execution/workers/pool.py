@@ -31,7 +31,7 @@ from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ablate.execution.cluster_shares import Claim, Place, Shares, fit
 from ablate.execution.messages import Ended, Message, Notice, TrialRequest
@@ -41,12 +41,17 @@ from ablate.execution.workers.cluster import (
     ClusterError,
     ClusterLost,
     Head,
+    Node,
     connect,
     exposed,
     unusable,
 )
-from ablate.execution.workers.running_trial import RunningTrial, Unusable
+from ablate.execution.workers.running_trial import RunningTrial, Unusable, Waits
 from ablate.execution.workers.trial_actors import Need, TrialActors
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 Answer = tuple[str, Message]
 """Id of a trial and one of its messages; the id of a Notice is empty."""
@@ -66,6 +71,40 @@ _REFERENCE = (
     "have no compiled quantisers, and emulate slowly on their CPUs: install the package there instead of"
     " sending it along"
 )
+
+
+class Placements:
+    """Placements of one sweep as last counted, without those on nodes that do not answer."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.counted = -math.inf
+        """Time of the last count. None is made before `Pool.slots` is first read: it starts an actor at each
+        placement."""
+        self._lost: dict[str, float] = {}
+        """Time until which nothing is started on a node that does not answer, by node id."""
+
+    def lost_nodes(self) -> set[str]:
+        """Return the nodes on which nothing is started now."""
+        self._lost = {node: until for node, until in self._lost.items() if time.monotonic() < until}
+        return set(self._lost)
+
+    def lose(self, nodes: Iterable[str]) -> None:
+        """Forget the placements on nodes that do not answer, and count again soon.
+
+        Ray lists such a node for a while, and the next trial would wait for it. The actor that counts
+        placements may have been there too, and answers only once Ray has moved it.
+        """
+        nodes = [*nodes]
+        self._lost |= dict.fromkeys(nodes, time.monotonic() + _LOST_NODE_SECONDS)
+        self.places = [place for place in self.places if not place.keys() & self._lost.keys()]
+        self.counted = -math.inf if nodes else self.counted
+
+    def last(self, sweep: str, claim: Claim) -> list[Place]:
+        """Return the placements of the last count; before the first one, those of a sweep that shares with no
+        other.
+        """
+        return self.places or Shares().ask(sweep, claim)
 
 
 class Pool:
@@ -96,22 +135,17 @@ class Pool:
         self._most, self.wanted = workers or sys.maxsize, sys.maxsize
         """Most trials at once; and number of trials to run in all, as far as the controller knows."""
         self._priority, self._sweep, self._nonce = priority, uuid.uuid4().hex, ""
-        self._idle: list[TrialActors] = []
+        self.idle: list[TrialActors] = []
         self._queue: list[TrialRequest] = []
         """Requests that wait for a placement, since theirs was lost."""
         self._running: dict[str, RunningTrial] = {}
         self._answers: list[Answer] = []
-        self._places: list[Place] = []
-        self._counted = -math.inf
-        """Time of the last count of placements. None is made before `slots` is first read: it starts an actor
-        at each of them."""
+        self._placements = Placements()
         self._barred: dict[str, str] = {}
         """Reason by id of each node that cannot run this sweep's trials."""
-        self._lost: dict[str, float] = {}
-        """Time until which nothing is started on a node that does not answer, by node id."""
-        self._reported: set[Any] = set()
+        self._reported: set[Hashable] = set()
         self._threads = ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix="files")
-        self._shares: Any = Shares()
+        self._shares: Shares | ActorHandle = Shares()
         self._head: Head | None = None
         if not (address or "").startswith("ray://"):  # a client sees its proxy alone, whose loss raises
             self._head = Head(ray, PATIENCE_SECONDS if address else 0)
@@ -150,19 +184,20 @@ class Pool:
             ClusterLost: Ray's head is gone.
         """
         now = time.monotonic()
-        if now >= self._counted + LOOK_SECONDS:
+        if now >= self._placements.counted + LOOK_SECONDS:
             if self._head:
                 self._head.look()
-            seconds = LOOK_SECONDS if self._places else _FIRST_ASK_SECONDS
-            self._counted, self._places = now, self._ask_places(seconds)
+            seconds = LOOK_SECONDS if self._placements.places else _FIRST_ASK_SECONDS
+            self._placements.places = self._ask_places(seconds)
+            self._placements.counted = now
             self._settle()
-            if not self._places:
+            if not self._placements.places:
                 self._refuse_barred()
                 waits = "its turn on the cluster" if self._room() else "nodes: the cluster has lost all"
                 self._notify("waits", f"waits for {waits}")
-        return len(self._places)
+        return len(self._placements.places)
 
-    def _nodes(self) -> list[dict[str, Any]]:
+    def _nodes(self) -> list[Node]:
         """Return Ray's descriptions of the nodes that are alive."""
         try:
             return [node for node in self._ray.nodes() if node["Alive"]]
@@ -173,12 +208,12 @@ class Pool:
         """Return units of CPU or GPU by node id, without nodes that do not answer or cannot run this sweep's
         trials.
         """
-        self._lost = {node: until for node, until in self._lost.items() if time.monotonic() < until}
+        lost = self._placements.lost_nodes()
         units_of = {node["NodeID"]: node["Resources"].get(self._need.kind, 0.0) for node in self._nodes()}
         return {
             node: units
             for node, units in sorted(units_of.items())
-            if units and node not in self._barred and node not in self._lost
+            if units and node not in self._barred and node not in lost
         }
 
     def _claim(self) -> Claim:
@@ -214,7 +249,7 @@ class Pool:
         except self._ray.exceptions.RayError as error:
             if why := unusable(error):
                 self._notify("shares", f"sweeps do not share this cluster: a node of it {why}")
-            return self._places or Shares().ask(self._sweep, claim)
+            return self._placements.last(self._sweep, claim)
         except ConnectionError as error:
             raise self._connection_lost(error) from None
 
@@ -225,7 +260,7 @@ class Pool:
         """Return the placements that no running trial occupies."""
         taken = Counter(_key(trial.actors.place) for trial in self._running.values())
         places = []
-        for place in self._places:
+        for place in self._placements.places:
             taken[_key(place)] -= 1
             if taken[_key(place)] < 0:
                 places.append(place)
@@ -238,29 +273,27 @@ class Pool:
         placed = [
             (trial_id, _key(trial.actors.place), trial.started) for trial_id, trial in self._running.items()
         ]
-        for trial_id in unseated([_key(place) for place in self._places], placed):
+        for trial_id in unseated([_key(place) for place in self._placements.places], placed):
             trial = self._running.pop(trial_id)
             trial.abandon()
             trial.actors.dismiss()
             self._queue.append(trial.request)
         needed, kept = Counter(_key(place) for place in self._open_places()), []
-        for actors in self._idle:
+        for actors in self.idle:
             needed[_key(actors.place)] -= 1
             if needed[_key(actors.place)] >= 0:
                 kept.append(actors)
             else:
                 actors.dismiss()
-        self._idle = kept
-        for key, count in needed.items():
-            self._idle += [self._start_actors(dict(key)) for _ in range(count)]
-
-    def _start_actors(self, place: Place) -> TrialActors:
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._nodes()}
-        return TrialActors(self._ray, self._need, place, {node: addresses.get(node, "") for node in place})
+        self.idle = kept
+        for key in needed.elements():
+            all_addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._nodes()}
+            addresses = {node: all_addresses.get(node, "") for node, _ in key}
+            self.idle.append(TrialActors(self._ray, self._need, dict(key), addresses))
 
     def resize(self, slots: int) -> None:
         """Run at most `slots` trials at once from now on. Running trials go on to their end."""
-        self._most, self._counted = slots, -math.inf
+        self._most, self._placements.counted = slots, -math.inf
 
     # Trials
 
@@ -273,10 +306,10 @@ class Pool:
 
     def _launch(self) -> None:
         """Start queued trials at free placements."""
-        while self._queue and (self._idle or self._open_places()):
-            if not self._idle:
+        while self._queue and (self.idle or self._open_places()):
+            if not self.idle:
                 self._settle()
-            request, actors = self._queue.pop(0), self._idle.pop(0)
+            request, actors = self._queue.pop(0), self.idle.pop(0)
             self._running[request.id] = RunningTrial(
                 self._ray, request, actors, self._nonce, self._threads, self._node
             )
@@ -303,7 +336,7 @@ class Pool:
             ClusterError: no node is left that can run this sweep's trials.
         """
         deadline = time.monotonic() + seconds
-        ready: set[Any] = set()
+        ready: set[ObjectRef] = set()
         try:
             while True:
                 waits = self._pump(ready)
@@ -316,7 +349,7 @@ class Pool:
         except ConnectionError as error:  # of a Ray client
             raise self._connection_lost(error) from None
 
-    def _ready(self, waits: list[list[Any]], seconds: float) -> set[Any]:
+    def _ready(self, waits: list[Waits], seconds: float) -> "set[ObjectRef]":
         """Return the references that have arrived, after the first of them; soon, if a trial waits for a
         thread or a lock.
         """
@@ -329,7 +362,7 @@ class Pool:
             return set()
         return set(self._ray.wait(refs, num_returns=len(refs), timeout=0)[0])
 
-    def _pump(self, ready: set[Any]) -> list[list[Any]]:
+    def _pump(self, ready: "set[ObjectRef]") -> list[Waits]:
         """Advance every trial; return the references that each waits for."""
         self._launch()
         waits = []
@@ -352,15 +385,10 @@ class Pool:
         trial = self._running.pop(trial_id)
         if trial.broken:
             trial.actors.dismiss()
-            for node in trial.lost_nodes:  # Ray lists it for a while, and the next trial would wait for it
-                self._lost[node] = time.monotonic() + _LOST_NODE_SECONDS
-            # The actor that counts placements may have been there too, and answers only once Ray has moved
-            # it.
-            self._places = [place for place in self._places if not place.keys() & self._lost.keys()]
-            self._counted = -math.inf if trial.lost_nodes else self._counted
+            self._placements.lose(trial.lost_nodes)
         else:
-            self._idle.append(trial.actors)
-        if self._counted > 0:
+            self.idle.append(trial.actors)
+        if self._placements.counted > 0:
             self._settle()
 
     def _bar(self, trial_id: str, error: Unusable) -> None:
@@ -372,7 +400,7 @@ class Pool:
         self._refuse_barred()
         self._notify(error.node, f"{error}; no trial runs there")
         self._queue.append(trial.request)
-        self._counted = -math.inf
+        self._placements.counted = -math.inf
 
     def _refuse_barred(self) -> None:
         """Raise ClusterError if only excluded nodes have room for a trial: waiting would not help."""
@@ -388,12 +416,12 @@ class Pool:
                 if now - last > SILENCE_SECONDS:
                     self._ray.kill(trial.actors.actors[number])
 
-    def _node(self, node_id: str) -> dict[str, Any] | None:
+    def _node(self, node_id: str) -> Node | None:
         return next((node for node in self._ray.nodes() if node["NodeID"] == node_id), None)
 
     # Notices
 
-    def _notify(self, key: Any, line: str) -> None:
+    def _notify(self, key: Hashable, line: str) -> None:
         """Return a line from the next `wait`, once for each key."""
         if key not in self._reported:
             self._reported.add(key)
@@ -416,12 +444,12 @@ class Pool:
         for trial in self._running.values():
             trial.abandon()
         if not (self._head and self._head.lost):  # calls to a cluster without a head block
-            if self._address:
+            if not isinstance(self._shares, Shares):
                 # The actor may be on a lost node; it then starts anew without this sweep.
                 with suppress(self._ray.exceptions.RayError, ConnectionError):
                     self._ray.get(self._shares.leave.remote(self._sweep), timeout=LOOK_SECONDS)
             with suppress(ConnectionError):
-                for actors in (*self._idle, *(trial.actors for trial in self._running.values())):
+                for actors in (*self.idle, *(trial.actors for trial in self._running.values())):
                     actors.dismiss()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._ray.shutdown()

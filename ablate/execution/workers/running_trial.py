@@ -28,16 +28,21 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from ablate.execution.messages import Ended, Message, TrialRequest, Waiting
-from ablate.execution.workers.actor import CheckpointTimes, versions
-from ablate.execution.workers.cluster import skew, unusable
+from ablate.execution.workers.actor import CheckpointTimes, WorkerFacts, versions
+from ablate.execution.workers.cluster import Node, skew, unusable
 from ablate.execution.workers.remote_store import RemoteStore
 from ablate.execution.workers.trial_actors import NODE_GONE, TrialActors
 from ablate.files import full
 
-_GANG_END_SECONDS = 15.0
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+GANG_END_SECONDS = 15.0
 """Seconds that the other nodes of a gang have to end by themselves once one of them has ended."""
 _FETCH_SHARE = 10
 """The trial's own checkpoint is fetched at most every so many times the duration of the last fetch."""
@@ -47,8 +52,10 @@ _MISSING = ("No such file or directory", "no file matches", "no such folder")
 _PIECE_SECONDS = 120.0
 """Time-out of one call that transfers a piece of a file; the worker then counts as lost."""
 
-Waits = list[Any]
+Waits = list["ObjectRef"]
 """Ray references that a trial waits for; empty while it waits for a thread or a lock."""
+_Arguments = TypeVarTuple("_Arguments")
+_Returned = TypeVar("_Returned")
 
 
 class Unusable(Exception):
@@ -68,12 +75,12 @@ class RunningTrial:
 
     def __init__(
         self,
-        ray: Any,
+        ray: ModuleType,
         request: TrialRequest,
         actors: TrialActors,
         nonce: str,
         threads: Executor,
-        node_of: Callable[[str], dict[str, Any] | None],
+        node_of: Callable[[str], Node | None],
     ) -> None:
         """Prepare the trial; the first `pump` starts it.
 
@@ -99,9 +106,9 @@ class RunningTrial:
         """True if all actors see the state folder; None before they have answered."""
         self.compiled = True
         """False if an actor has no compiled quantisers."""
-        self._ready: set[Any] = set()
+        self._ready: set[ObjectRef] = set()
         self._out: list[Message] = []
-        self._pending: dict[Any, int] = {}
+        self._pending: dict[ObjectRef, int] = {}
         """Index of the actor that each awaited reference belongs to."""
         self._ended: dict[int, tuple[Ended, CheckpointTimes]] = {}
         self._gang_deadline: float | None = None
@@ -120,7 +127,7 @@ class RunningTrial:
         """True once all actors have answered: the trial then occupies its resources."""
         return self.sees is not None
 
-    def pump(self, ready: set[Any]) -> tuple[list[Message], Waits]:
+    def pump(self, ready: "set[ObjectRef]") -> tuple[list[Message], Waits]:
         """Advance as far as possible without blocking.
 
         Args:
@@ -206,7 +213,7 @@ class RunningTrial:
             if late:
                 yield late
 
-    def _described(self, nonce: str) -> Generator[Waits, None, list[dict[str, Any]]]:
+    def _described(self, nonce: str) -> Generator[Waits, None, list[WorkerFacts]]:
         """Wait until all actors have started; return their `describe`, or an empty list if the trial was
         stopped.
         """
@@ -235,7 +242,9 @@ class RunningTrial:
                 reported = True
             yield []
 
-    def _in_thread(self, call: Callable, *arguments: Any) -> Generator[Waits, None, Any]:
+    def _in_thread(
+        self, call: Callable[[*_Arguments], _Returned], *arguments: *_Arguments
+    ) -> Generator[Waits, None, _Returned]:
         """Wait for a call in another thread; return what it returns, raise what it raises."""
         future = self._threads.submit(call, *arguments)
         while not future.done():
@@ -261,7 +270,7 @@ class RunningTrial:
                     del self.last_message[number]
                     self._ended[number] = end, available
                     if len(self._ended) < len(self.actors.actors) and self._gang_deadline is None:
-                        self._gang_deadline = time.monotonic() + _GANG_END_SECONDS
+                        self._gang_deadline = time.monotonic() + GANG_END_SECONDS
                 else:
                     self._pending[self.actors.actors[number].messages.remote()] = number
             if self._remote and 0 not in self._ended:
@@ -386,7 +395,7 @@ class RunningTrial:
 class _BlockingCalls:
     """An actor's methods as blocking calls."""
 
-    def __init__(self, ray: Any, actor: Any) -> None:
+    def __init__(self, ray: ModuleType, actor: "ActorHandle") -> None:
         self._ray, self._actor = ray, actor
 
     def __getattr__(self, name: str) -> Callable:
@@ -394,7 +403,7 @@ class _BlockingCalls:
         return lambda *arguments: self._ray.get(method.remote(*arguments), timeout=_PIECE_SECONDS)
 
 
-def _texts(content: Any) -> Iterator[str]:
+def _texts(content: object) -> Iterator[str]:
     """Yield every string in nested mappings and lists."""
     if isinstance(content, str):
         yield content

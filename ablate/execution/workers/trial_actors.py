@@ -4,17 +4,21 @@ that they hold.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ablate.execution.cluster_shares import Place
 from ablate.execution.messages import GangPart, TrialRequest
-from ablate.execution.workers.actor import Actor
-from ablate.execution.workers.cluster import silence
+from ablate.execution.workers.actor import Actor, WorkerFacts
+from ablate.execution.workers.cluster import Node, silence
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
 
 _CALLS = 4
 """Concurrent calls in one actor: a call that waits for messages, one that stops the trial, and those that
 move files."""
-
 
 NODE_GONE = "its node is gone"
 
@@ -54,7 +58,7 @@ class Need:
 class TrialActors:
     """Actors that wait for a trial, or run one."""
 
-    def __init__(self, ray: Any, need: Need, place: Place, addresses: dict[str, str]) -> None:
+    def __init__(self, ray: ModuleType, need: Need, place: Place, addresses: dict[str, str]) -> None:
         """Start the actors.
 
         Args:
@@ -72,7 +76,7 @@ class TrialActors:
         for actor in self.actors:
             actor.warm.remote()
 
-    def _placement_group(self, addresses: dict[str, str]) -> Any:
+    def _placement_group(self, addresses: dict[str, str]) -> "PlacementGroup":
         """Reserve room for all ranks at once; Ray grants it when the nodes have that much free."""
         from ray.util.placement_group import placement_group
 
@@ -82,13 +86,12 @@ class TrialActors:
         ]
         return placement_group(bundles, strategy="STRICT_SPREAD" if bundles[1:] else "STRICT_PACK")
 
-    def _start_actor(self, number: int, node: str) -> Any:
+    def _start_actor(self, number: int, node: str) -> "ActorHandle":
         from ray.util.scheduling_strategies import (
             NodeAffinitySchedulingStrategy,
             PlacementGroupSchedulingStrategy,
         )
 
-        strategy: Any
         if self._group:
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
         else:
@@ -100,7 +103,7 @@ class TrialActors:
         options = {"max_restarts": 0, "max_concurrency": _CALLS, "scheduling_strategy": strategy}
         return self._ray.remote(Actor).options(**resources, **options).remote()
 
-    def requests(self, request: TrialRequest, facts: list[dict[str, Any]]) -> list[TrialRequest]:
+    def requests(self, request: TrialRequest, facts: list[WorkerFacts]) -> list[TrialRequest]:
         """Return the request for each actor: the whole trial, or the node's part of a gang.
 
         Args:
@@ -126,7 +129,7 @@ class TrialActors:
 
             remove_placement_group(self._group)
 
-    def why_gone(self, number: int, error: Exception, node_of: Callable[[str], dict[str, Any] | None]) -> str:
+    def why_gone(self, number: int, error: Exception, node_of: Callable[[str], Node | None]) -> str:
         """Return the probable reason why an actor does not answer.
 
         The node itself is probed: Ray reports a lost node much later.

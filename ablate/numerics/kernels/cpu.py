@@ -6,7 +6,8 @@ blocks of 16 or 16x16. All else is the reference's.
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +29,8 @@ TILES = {"rows": (1, 16), "columns": (16, 1), "tiles": (16, 16)}
 """Rows and columns of memory that share a block scale, by kernel."""
 
 
-class Spec(ctypes.Structure):
-    """nvfp4.c's `spec`."""
+class CastArguments(ctypes.Structure):
+    """Arguments of one cast: `spec` in nvfp4.c."""
 
     _fields_ = (
         *((name, ctypes.c_float) for name in ("bound", "headroom")),
@@ -45,7 +46,7 @@ COUNTS = ("zeros", "saturated", "clipped")
 
 
 class Sums(ctypes.Structure):
-    """census.c's `sums`."""
+    """Arguments and results of a census: `sums` in census.c."""
 
     _fields_ = (
         *((name, ctypes.c_float) for name in ("amax", "inverse", "factor")),
@@ -55,9 +56,28 @@ class Sums(ctypes.Structure):
     )
 
 
-@cache
+_FORCED: list[ctypes.CDLL | None] = []
+"""Builds that `using` puts in the place of the installed one; the last one counts."""
+
+
 def build() -> ctypes.CDLL | None:
-    """The build for this CPU; None, with one line that says so, where the package was installed without."""
+    """Return the build that quantises: that of `using`, else the installed one; None: the reference does."""
+    return _FORCED[-1] if _FORCED else installed_build()
+
+
+@contextmanager
+def using(library: ctypes.CDLL | None) -> Iterator[None]:
+    """Quantise with another build within the block; None: with the reference."""
+    _FORCED.append(library)
+    try:
+        yield
+    finally:
+        _FORCED.pop()
+
+
+@cache
+def installed_build() -> ctypes.CDLL | None:
+    """Return the installed build for this CPU; print a line and return None if there is none."""
     try:
         return load(path(level()))
     except OSError as error:
@@ -69,8 +89,15 @@ def build() -> ctypes.CDLL | None:
         return None
 
 
+def _built() -> ctypes.CDLL:
+    """Return the build for this CPU, which the caller has checked to exist (`can_quantize`, `can_decode`)."""
+    library = build()
+    assert library is not None
+    return library
+
+
 def level() -> str:
-    """The best build that this CPU runs."""
+    """Return the name of the best build that this CPU runs."""
     return LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
 
 
@@ -80,18 +107,25 @@ def path(name: str) -> Path:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """One build, its functions declared; OSError where it is missing or for another machine."""
-    found, pointer, integer = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_int64
+    """Load one build and declare its functions. OSError if it is missing or for another machine."""
+    library, pointer, integer = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_int64
     for name in ("rows", "columns", "tiles"):
-        getattr(found, name).restype = ctypes.c_int
-        getattr(found, name).argtypes = (pointer, integer, integer, ctypes.POINTER(Spec), pointer, pointer)
-    found.amax.restype, found.amax.argtypes = ctypes.c_float, (pointer, integer, ctypes.c_int32)
-    found.turn.restype, found.turn.argtypes = (
+        getattr(library, name).restype = ctypes.c_int
+        getattr(library, name).argtypes = (
+            pointer,
+            integer,
+            integer,
+            ctypes.POINTER(CastArguments),
+            pointer,
+            pointer,
+        )
+    library.amax.restype, library.amax.argtypes = ctypes.c_float, (pointer, integer, ctypes.c_int32)
+    library.turn.restype, library.turn.argtypes = (
         ctypes.c_float,
         (pointer, integer, integer, ctypes.c_uint32, pointer),
     )
-    found.decode.restype = found.census.restype = None
-    found.decode.argtypes = (
+    library.decode.restype = library.census.restype = None
+    library.decode.argtypes = (
         pointer,
         integer,
         integer,
@@ -102,7 +136,7 @@ def load(path: Path) -> ctypes.CDLL:
         ctypes.c_float,
         pointer,
     )
-    found.census.argtypes = (
+    library.census.argtypes = (
         pointer,
         pointer,
         integer,
@@ -111,7 +145,7 @@ def load(path: Path) -> ctypes.CDLL:
         ctypes.POINTER(Sums),
         *(pointer,) * 4,
     )
-    return found
+    return library
 
 
 @cache
@@ -176,11 +210,23 @@ def quantize(
     keep: bool = False,
     statistic: float | Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Made | None:
-    """x [rows, columns] by `quant`; with `signs` [16], rotated along its columns first.
+    """Quantise x, after a rotation along its columns if there are signs.
 
-    `statistic` says what counts as its amax: a number, or a function of what is quantised and its largest
-    magnitude. None where x is not finite, or was padded and somebody looks at it: the reference's work.
+    Args:
+        x: [rows, columns], bf16 or fp32, stored by rows or by columns.
+        quant: Quantiser that `covers` accepts.
+        signs: Signs of the rotation, fp32 [16]; None: no rotation.
+        clock: Seed, stream, step and micro-batch; needed for stochastic rounding.
+        where: Draw site.
+        keep: Keep the quantised tensor in the result.
+        statistic: Outer statistic, as a number, or as a function of the quantised tensor and its largest
+            magnitude; None: the largest magnitude.
+
+    Returns:
+        The parts of the operand; None if the reference must make it: x is not finite, or it was padded and
+        `keep` or a function as `statistic` needs the quantised tensor.
     """
+    assert quant.outer is not None
     by_columns = not x.is_contiguous()
     kernel = "tiles" if quant.block == "16x16" else "columns" if by_columns else "rows"
     whole = x.t() if by_columns else x
@@ -189,7 +235,7 @@ def quantize(
     if looked_at and memory is not whole:
         return None
     rows, columns = memory.shape
-    spec = Spec(
+    spec = CastArguments(
         bound=quant.outer.bound, headroom=quant.range.headroom, amax=-1.0, bf16=x.dtype == torch.bfloat16
     )
     if signs is not None:
@@ -201,11 +247,14 @@ def quantize(
             memory, spec.rotated = _turned(memory, spec.signs), False
     source = memory.t() if by_columns else memory
     if callable(statistic):
-        largest = torch.tensor(build().amax(memory.data_ptr(), memory.numel(), spec.bf16))
+        largest = torch.tensor(
+            _built().amax(memory.data_ptr(), memory.numel(), spec.bf16), dtype=torch.float32
+        )
         spec.amax = statistic(source, largest) if largest.isfinite() else largest
     elif statistic is not None:
         spec.amax = statistic
     if quant.rounding == "stochastic":
+        assert clock is not None
         spec.stochastic, spec.key[:], spec.clock[:] = (
             True,
             philox_key(clock),
@@ -213,8 +262,9 @@ def quantize(
         )
     tile_rows, tile_columns = TILES[kernel]
     values = torch.empty(rows, columns, dtype=torch.bfloat16)
-    scales = torch.empty(rows // tile_rows, columns // tile_columns)
-    if not getattr(build(), kernel)(
+    # The kernel writes fp32, whatever torch's default dtype is.
+    scales = torch.empty(rows // tile_rows, columns // tile_columns, dtype=torch.float32)
+    if not getattr(_built(), kernel)(
         memory.data_ptr(), rows, columns, spec, values.data_ptr(), scales.data_ptr()
     ):
         return None
@@ -222,16 +272,16 @@ def quantize(
         values, scales = values.t(), scales.t()
     scales, amax = (
         scales[: -(-x.shape[0] // quant.tile[0])].unsqueeze(1).unsqueeze(3),
-        torch.tensor(spec.amax),
+        torch.tensor(spec.amax, dtype=torch.float32),
     )
-    largest = amax if statistic is None else torch.tensor(spec.largest)
+    largest = amax if statistic is None else torch.tensor(spec.largest, dtype=torch.float32)
     return Made(values[: x.shape[0]], amax, scales, largest, source if keep else None)
 
 
 def _turned(memory: Tensor, signs: int) -> Tensor:
-    """The columns rotated, apart: the quantiser would rotate them in place of its result."""
+    """Return the columns rotated, in a tensor of its own: the quantiser keeps no rotated copy."""
     turned = torch.empty_like(memory)
-    build().turn(memory.data_ptr(), *memory.shape, signs, turned.data_ptr())
+    _built().turn(memory.data_ptr(), *memory.shape, signs, turned.data_ptr())
     return turned
 
 
@@ -250,10 +300,18 @@ def can_decode(values: Tensor, block_scale: Tensor, amax: Tensor | None) -> bool
 def decode(
     values: Tensor, tile: tuple[int, int], block_scale: Tensor, amax: Tensor | None, factor: Tensor
 ) -> Tensor:
-    """value(code) * ((s * amax) * factor), fp32 like `values` [rows, columns]."""
-    out, scales = torch.empty(values.shape), block_scale.contiguous()
+    """Return value(code) * ((s * amax) * factor), fp32 like `values`.
+
+    Args:
+        values: Code times block scale, bf16 [rows, columns].
+        tile: Rows and columns that share a block scale.
+        block_scale: s, fp32 [row tiles, 1, column tiles, 1].
+        amax: fp32 scalar; None: 1.
+        factor: 1 / divisor, fp32 scalar.
+    """
+    out, scales = torch.empty(values.shape, dtype=torch.float32), block_scale.contiguous()
     whole = 1.0 if amax is None else amax.item()
-    build().decode(
+    _built().decode(
         values.data_ptr(), *values.shape, scales.data_ptr(), *tile, whole, factor.item(), out.data_ptr()
     )
     return out
@@ -261,27 +319,37 @@ def decode(
 
 def census(
     source: Tensor, values: Tensor, scales: Tensor, amax: Tensor, inverse: Tensor, factor: Tensor
-) -> tuple[dict[str, float], Tensor, Tensor, Tensor]:
-    """Return sums by name over an operand that `quantize` kept, figures of its blocks, and its mean row.
+) -> tuple[dict[str, float], dict[str, int], Tensor, Tensor, Tensor]:
+    """Return sums and counts over an operand that `quantize` kept.
 
-    Of each block: the largest magnitude (fp32) and the power (fp64).
+    Args:
+        source: Tensor that was quantised, bf16 or fp32 [rows, columns].
+        values: Code times block scale, bf16 [rows, columns].
+        scales: Block scales, fp32 [row tiles, 1, column tiles, 1].
+        amax: fp32 scalar.
+        inverse: 1 / S, fp32 scalar, as the reference computes it.
+        factor: 1 / divisor, fp32 scalar, as the reference computes it.
 
-    `inverse` is 1 / S and `factor` 1 / divisor, fp32 scalars as the reference computes them.
+    Returns:
+        SUMS by name, COUNTS by name, the largest magnitude of each block (fp32), the power of each block
+        (fp64), and the mean row (fp64 [columns]).
     """
     by_columns = not source.is_contiguous()
     memory, quantised, scales = (z.t() if by_columns else z for z in (source, values, scales.flatten(1, 3)))
     rows, columns = memory.shape
     scales = scales.contiguous()
-    blocks, block_power = torch.zeros(scales.shape), torch.zeros(scales.shape, dtype=torch.float64)
+    blocks = torch.zeros(scales.shape, dtype=torch.float32)
+    block_power = torch.zeros(scales.shape, dtype=torch.float64)
     row_sums, column_sums = (torch.zeros(size, dtype=torch.float64) for size in (rows, columns))
     sums = Sums(amax=amax, inverse=inverse, factor=factor, bf16=source.dtype == torch.bfloat16)
     sums.tile_rows, sums.tile_columns = rows // scales.shape[0], columns // scales.shape[1]
     outputs = (z.data_ptr() for z in (blocks, block_power, row_sums, column_sums))
-    build().census(memory.data_ptr(), quantised.data_ptr(), rows, columns, scales.data_ptr(), sums, *outputs)
+    _built().census(memory.data_ptr(), quantised.data_ptr(), rows, columns, scales.data_ptr(), sums, *outputs)
     if by_columns:
         blocks, block_power = blocks.t(), block_power.t()
     mean = row_sums / columns if by_columns else column_sums / rows
-    return {name: getattr(sums, name) for name in SUMS + COUNTS}, blocks, block_power, mean
+    powers, counts = ({name: getattr(sums, name) for name in names} for names in (SUMS, COUNTS))
+    return powers, counts, blocks, block_power, mean
 
 
 def _padded(memory: Tensor, rows: int) -> Tensor:

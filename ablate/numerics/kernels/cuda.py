@@ -7,6 +7,7 @@ stays on the device, shows it.
 """
 
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -53,16 +54,23 @@ def kernels() -> ModuleType | None:
     return nvfp4 if all(hasattr(CUDAOptions, option) for option in EXACT) else None
 
 
+def _compiled() -> ModuleType:
+    """Return nvfp4.py, which the caller has checked to exist (`can_quantize`)."""
+    module = kernels()
+    assert module is not None
+    return module
+
+
 @cache
-def _runs_on(device: torch.device) -> bool:
-    """Triton needs an NVIDIA GPU of compute capability 8, Ampere, at least."""
+def runs_on(device: torch.device) -> bool:
+    """Return True for an NVIDIA GPU of compute capability 8 (Ampere) or higher with a suitable Triton."""
     if device.type != "cuda":
         return False
     if torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= 8 and kernels() is not None:
         return True
-    told = "they take an NVIDIA GPU from Ampere on, and Triton from 3.6 on"
+    needed = "they need an NVIDIA GPU from Ampere on, and Triton from 3.6 on"
     print(
-        f"ablate: no compiled quantisers for {device}, so all runs on the slow reference; {told}",
+        f"ablate: no compiled quantisers for {device}, so all runs on the slow reference; {needed}",
         file=sys.stderr,
     )
     return False
@@ -75,12 +83,13 @@ def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
     """
     return (
         covers(quant)
+        and quant.outer is not None
         and quant.outer.statistic == "amax"
         and (rotation is None or (_rotates(x, quant, rotation) and not x.is_contiguous()))
         and x.dtype in (torch.bfloat16, torch.float32)
         and x.numel() > 0
         and (x.is_contiguous() or x.t().is_contiguous())
-        and _runs_on(x.device)
+        and runs_on(x.device)
     )
 
 
@@ -92,6 +101,7 @@ def can_quantize_both(x: Tensor, first: Quant, second: Quant, rotation: Hadamard
         and (rotation is None or _rotates(x, second, rotation))
         and can_quantize(x, first, None)
         and covers(second)
+        and second.outer is not None
         and second.outer.statistic == "amax"
     )
 
@@ -124,10 +134,11 @@ def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> 
     mine, theirs = amax[0], amax[0 if second.signs is None else 1]
     outputs = (*_by_rows(x), *_by_columns(x))
     with torch.cuda.device_of(x):
-        kernels().by_both[_grid(x)](
+        _compiled().by_both[_grid(x)](
             x, *outputs, mine, theirs, second.signs, rows, columns,
             *_range(first), *_range(second), *_draws(clock),
-            _word(first.where), _word(second.where), _stochastic(first), _stochastic(second), **EXACT,
+            signed_word(first.where), signed_word(second.where),
+            _stochastic(first), _stochastic(second), **EXACT,
         )  # fmt: skip
     values, scales, turned, turned_scales = outputs
     return (values, mine, scales[:, None, :, None]), (turned.t(), theirs, turned_scales.t()[:, None, :, None])
@@ -135,10 +146,10 @@ def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> 
 
 def amax_both(x: Tensor, signs: Tensor | None) -> Tensor:
     """Return the amax of x [rows, columns], and of x.t() rotated by `signs` (0 without): fp32 [2], or NaN."""
-    found = torch.zeros(2, dtype=torch.int32, device=x.device)
+    bits = torch.zeros(2, dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(x):
-        kernels().amaxes[_grid(x)](x, signs, found, *x.shape, **EXACT)
-    return found.view(torch.float32)
+        _compiled().amaxes[_grid(x)](x, signs, bits, *x.shape, **EXACT)
+    return bits.view(torch.float32)
 
 
 # --- launches, on x as it lies in memory: [rows, columns], contiguous -----------------------------
@@ -146,17 +157,17 @@ def amax_both(x: Tensor, signs: Tensor | None) -> Tensor:
 
 def _rows(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Tensor, Tensor]:
     values, scales = _by_rows(x)
-    how = *_range(form), *_draws(clock), _word(form.where), _stochastic(form)
+    how = *_range(form), *_draws(clock), signed_word(form.where), _stochastic(form)
     with torch.cuda.device_of(x):
-        kernels().by_rows[_grid(x)](x, values, scales, amax, *x.shape, *how, **EXACT)
+        _compiled().by_rows[_grid(x)](x, values, scales, amax, *x.shape, *how, **EXACT)
     return values, scales
 
 
 def _columns(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Tensor, Tensor]:
     values, scales = _by_columns(x)
-    how = *_range(form), *_draws(clock), _word(form.where), _stochastic(form)
+    how = *_range(form), *_draws(clock), signed_word(form.where), _stochastic(form)
     with torch.cuda.device_of(x):
-        kernels().by_columns[_grid(x)](x, values, scales, amax, form.signs, *x.shape, *how, **EXACT)
+        _compiled().by_columns[_grid(x)](x, values, scales, amax, form.signs, *x.shape, *how, **EXACT)
     return values, scales
 
 
@@ -164,7 +175,7 @@ def _tiles(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Te
     rows, columns = (-(-size // 16) for size in x.shape)
     values, scales = _outputs(x, rows * 16, columns * 16, rows, columns)
     with torch.cuda.device_of(x):
-        kernels().by_tiles[_grid(x)](x, values, scales, amax, *x.shape, *_range(form), **EXACT)
+        _compiled().by_tiles[_grid(x)](x, values, scales, amax, *x.shape, *_range(form), **EXACT)
     return values, scales
 
 
@@ -185,13 +196,14 @@ def _outputs(
     return values, torch.empty(scale_rows, scale_columns, dtype=torch.float32, device=x.device)
 
 
-def _grid(x: Tensor):
-    """A program for each slab of sixteen rows, COLUMNS wide."""
+def _grid(x: Tensor) -> Callable[[Mapping[str, int]], tuple[int]]:
+    """Return Triton's grid: one program for each slab of sixteen rows, COLUMNS wide."""
     rows, columns = x.shape
     return lambda options: (-(-rows // 16) * -(-columns // options["COLUMNS"]),)
 
 
 def _range(form: Form) -> tuple[float, float]:
+    assert form.quant.outer is not None
     return 6.0 * form.quant.outer.bound, form.quant.range.headroom
 
 
@@ -200,13 +212,13 @@ def _stochastic(form: Form) -> bool:
 
 
 def _draws(clock: Clock | None) -> tuple[int, int, int, int]:
-    """The key, the step and the micro-batch; zeros, which nothing reads, without a clock."""
+    """Return the key, the step and the micro-batch; zeros, which nothing reads, without a clock."""
     if clock is None:
         return 0, 0, 0, 0
     key = philox_key(clock)
-    return _word(key[0]), _word(key[1]), _word(clock.step), _word(clock.micro_batch)
+    return signed_word(key[0]), signed_word(key[1]), signed_word(clock.step), signed_word(clock.micro_batch)
 
 
-def _word(number: int) -> int:
+def signed_word(number: int) -> int:
     """Return the 32 bits as an int32. Triton would compile a kernel for each size of integer."""
     return (number + 2**31) % 2**32 - 2**31

@@ -1,8 +1,8 @@
-"""Numbers as pictures, each named by its question, with the numbers behind it. The only folder that knows
-seaborn.
+"""Figures of reports. Each has the question that it answers as its title, and the numbers that it draws.
 
-A function takes what the reading wing gives (arms, the frame, a grid) and returns a Picture, or None where
-there is nothing to draw. It draws at most forty arms, and the baselines of those, and says of how many.
+A function takes summaries of arms, the tidy frame of records, or a grid, and returns a `Picture`, or None if
+there is nothing to draw. It draws at most 40 arms, with the baselines of these, and states how many there
+are. Only this folder imports seaborn.
 """
 
 from ablate.results.figures.bench import bars, shares, speeds

@@ -1,6 +1,6 @@
-"""What `ablate bench` measured, as bars. It measures nothing."""
+"""Bar charts of the measurements of `ablate bench`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,21 +22,40 @@ from ablate.results.figures.style import (
     stem,
 )
 
-Line = dict[str, Any]
+Line = Mapping[str, Any]
+"""One measurement: values of any kind by column name."""
 _ENGINES = {"transformer_engine": " (TE)", "emulated": " (emulated)"}
+
+
+def _look(position: int) -> dict[str, Any]:
+    """Return colour and hatch of the bars of one series."""
+    return {
+        "color": COLOURS[position % len(COLOURS)],
+        "hatch": HATCHES[position % len(HATCHES)],
+        "edgecolor": "white",
+    }
 
 
 @house
 def bars(lines: Sequence[Line], value: str, label: str, hue: str) -> Picture | None:
-    """Measured values as bars, a group for each label coloured by `hue`; a panel for each shape and dtype.
-    None of no lines."""
+    """Draw measured values as bars, in one panel for each shape and dtype.
+
+    Args:
+        lines: Measurements by column name.
+        value: Column of the value.
+        label: Column that groups the bars.
+        hue: Column that the colours of a group's bars show.
+
+    Returns:
+        The picture; None without lines.
+    """
     if not lines:
         return None
     data = pd.DataFrame(lines)
-    apart = [
+    varying = [
         name for name in ("shape", "dtype") if name in data and name != label and data[name].nunique() > 1
     ]
-    data["panel"] = data[apart].astype(str).agg(", ".join, axis=1) if apart else ""
+    data["panel"] = data[varying].astype(str).agg(", ".join, axis=1) if varying else ""
     parts, labels, hues = (list(dict.fromkeys(data[name])) for name in ("panel", label, hue))
     question = f"What does each {hue} reach in {value}, by {label}?"
     columns = min(2, len(parts))
@@ -45,17 +64,12 @@ def bars(lines: Sequence[Line], value: str, label: str, hue: str) -> Picture | N
     thick = 0.8 / len(hues)
     for axes, part in zip(panels(body, len(parts), columns, sharex=True, sharey=True), parts, strict=True):
         rows(axes, [str(name) for name in labels])
-        for place, name in enumerate(hues):
-            found = (
+        for position, name in enumerate(hues):
+            means = (
                 data[(data["panel"] == part) & (data[hue] == name)].groupby(label, sort=False)[value].mean()
             )
-            places = [labels.index(each) + (place - (len(hues) - 1) / 2) * thick for each in found.index]
-            look = {
-                "color": COLOURS[place % len(COLOURS)],
-                "hatch": HATCHES[place % len(HATCHES)],
-                "edgecolor": "white",
-            }
-            axes.barh(places, found, thick, linewidth=0, label=str(name), **look)
+            middles = [labels.index(each) + (position - (len(hues) - 1) / 2) * thick for each in means.index]
+            axes.barh(middles, means, thick, linewidth=0, label=str(name), **_look(position))
         axes.set_title(part)
         axes.tick_params(labelbottom=True)
     for axes in body.axes[-columns:]:
@@ -65,13 +79,23 @@ def bars(lines: Sequence[Line], value: str, label: str, hue: str) -> Picture | N
         for axes in body.axes
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    legend(body, list(drawn.values()), list(drawn), "lower center")
+    legend(body, list(drawn.values()), list(drawn), "outside lower center")
     return finished(stem("bars", value), question, body, data.drop(columns="panel"))
 
 
 @house
 def shares(lines: Sequence[Line], value: str, label: str, parts: Sequence[str]) -> Picture | None:
-    """Each line's value as a bar, divided into the shares of its parts. None of no lines."""
+    """Draw each line's value as a bar that is divided into the shares of its parts.
+
+    Args:
+        lines: Measurements by column name.
+        value: Column of the value, such as milliseconds.
+        label: Column of the bar's name.
+        parts: Columns of the shares, from 0 to 1.
+
+    Returns:
+        The picture; None without lines.
+    """
     if not lines:
         return None
     data = pd.DataFrame(
@@ -88,24 +112,28 @@ def shares(lines: Sequence[Line], value: str, label: str, parts: Sequence[str]) 
     rows(axes, names)
     begins = np.zeros(len(lines))
     handles = []
-    for place, part in enumerate(parts):
+    for position, part in enumerate(parts):
         widths = data.loc[data["part"] == part, value].to_numpy(float)
-        look = {
-            "color": COLOURS[place % len(COLOURS)],
-            "hatch": HATCHES[place % len(HATCHES)],
-            "edgecolor": "white",
-        }
-        handles.append(axes.barh(range(len(lines)), widths, 0.7, begins, linewidth=0, **look))
+        handles.append(axes.barh(range(len(lines)), widths, 0.7, begins, linewidth=0, **_look(position)))
         begins += widths
     axes.set_xlabel(value)
-    legend(body, handles, parts, "lower center")
+    legend(body, handles, parts, "outside lower center")
     return finished(stem("shares", value), question, body, data)
 
 
 @house
 def speeds(lines: Sequence[Line], unit: str, *notes: str) -> Picture | None:
-    """How fast each layer is forward and backward, a group of bars for each shape, each on a pale track that
-    ends at its peak. None of no lines."""
+    """Draw the speed of each layer, forward and backward, as bars over pale ones that end at the hardware's
+    peak.
+
+    Args:
+        lines: Measurements by column name.
+        unit: Unit of the speed, which its columns' names end with.
+        notes: Sentences below the figure.
+
+    Returns:
+        The picture; None without lines.
+    """
     if not lines:
         return None
     data = pd.DataFrame(
@@ -126,19 +154,16 @@ def speeds(lines: Sequence[Line], unit: str, *notes: str) -> Picture | None:
         question, 7.6 + name_column(shapes), len(shapes) * (0.2 * len(presets) + 0.22) + 0.9, *notes
     )
     thick = 0.84 / len(presets)
-    drawn = {
-        name: {"color": COLOURS[n % len(COLOURS)], "hatch": HATCHES[n % len(HATCHES)]}
-        for n, name in enumerate(presets)
-    }
+    looks = {name: _look(position) for position, name in enumerate(presets)}
     for axes, way in zip(panels(body, 2, 2, sharex=True, sharey=True), ("forward", "backward"), strict=True):
         rows(axes, shapes)
-        for place, name in enumerate(presets):
+        for position, name in enumerate(presets):
             part = data[(data["pass"] == way) & (data["preset"] == name)]
             middles = [
-                shapes.index(shape) + (place - (len(presets) - 1) / 2) * thick for shape in part["shape"]
+                shapes.index(shape) + (position - (len(presets) - 1) / 2) * thick for shape in part["shape"]
             ]
-            _tracks(axes, middles, part, unit, thick, drawn[name]["color"])
-            axes.barh(middles, part[unit], thick, linewidth=0, edgecolor="white", label=name, **drawn[name])
+            _tracks(axes, middles, part, unit, thick, looks[name]["color"])
+            axes.barh(middles, part[unit], thick, linewidth=0, label=name, **looks[name])
         axes.set(title=way, xlabel=f"{unit} (more is better)")
         axes.set_xlim(0, 1.14 * data[[unit, "peak"]].max(axis=None))
     handles, names = body.axes[0].get_legend_handles_labels()
@@ -146,7 +171,7 @@ def speeds(lines: Sequence[Line], unit: str, *notes: str) -> Picture | None:
         body,
         [*handles, Line2D([], [], color="0.2", linewidth=1.4)],
         [*names, "peak, and the share of it"],
-        "lower center",
+        "outside lower center",
     )
     return finished(stem("speeds", unit), question, body, data)
 
@@ -154,14 +179,16 @@ def speeds(lines: Sequence[Line], unit: str, *notes: str) -> Picture | None:
 def _tracks(
     axes: Axes, middles: Sequence[float], part: pd.DataFrame, unit: str, thick: float, colour: str
 ) -> None:
-    """From nothing to each bar's peak, with a line there and the share behind; nothing where no peak is
-    known."""
+    """Draw a pale bar up to each peak, with a line at the peak and the share of it behind the bars.
+
+    Nothing is drawn for an unknown peak.
+    """
     for middle, speed, peak, share in zip(middles, part[unit], part["peak"], part["share"], strict=True):
         if np.isfinite(peak):
             axes.barh(middle, peak, thick, linewidth=0, color=colour, alpha=0.13)
             axes.vlines(peak, middle - thick / 2, middle + thick / 2, color="0.2", linewidth=1.4)
             at = max(speed, peak)
-            said = axes.annotate(
+            text = axes.annotate(
                 f"{share:.0%}",
                 (at, middle),
                 (4, 0),
@@ -170,4 +197,4 @@ def _tracks(
                 size=7,
                 color="0.3",
             )
-            said.set_in_layout(False)
+            text.set_in_layout(False)

@@ -1,11 +1,12 @@
-"""A metric over steps or tokens, one line an arm: as it is, as a gap to the baseline, or as an error that
-falls with draws."""
+"""Curves of a metric over steps or tokens, one line for each arm: its values, its gap to the baseline, or an
+error that falls with the number of draws."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
@@ -29,14 +30,21 @@ from ablate.results.intervals import Interval
 
 @house
 def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
-    """A metric over steps, one line an arm, the band from the smallest to the largest seed. None where no
-    value is finite."""
+    """Draw a metric over steps: one line for each arm, with a band from the smallest to the largest seed.
+
+    Args:
+        records: Tidy frame of records.
+        name: Metric, or its name (then less is taken to be better).
+
+    Returns:
+        The picture; None if no value is finite.
+    """
     metric = tables.named(name)
-    found = tables.of(records, metric.name)
-    if found.empty:
+    selected = tables.of(records, metric.name)
+    if selected.empty:
         return None
-    shown, total = tables.arms(found, metric)
-    lines = tables.thinned(tables.over_seeds(found[found["arm"].isin(shown)], ["arm"]), ["arm"])
+    shown, total = tables.arms(selected, metric)
+    lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
     question = f"How does {metric.name} develop?"
     body = canvas(
         question,
@@ -55,9 +63,19 @@ def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
 
 @house
 def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
-    """Each arm minus its baseline at the same step and seed, against tokens, or steps where a workload has
-    none: the mean over seeds and, from two on, its 95 % t interval, each step on its own. None where no arm
-    has a pair. What comes before the first step is left out: it has no place on a log axis."""
+    """Draw each arm minus its baseline at the same step and seed, over tokens.
+
+    Lines are means over seeds; bands are 95 % t intervals at each step on its own, for two seeds or more.
+    Steps replace tokens if the workload counts none. Records before the first step are left out: a log axis
+    has no 0.
+
+    Args:
+        table: Tidy frame of records.
+        metric: Metric that is compared.
+
+    Returns:
+        The picture; None if no arm has a pair.
+    """
     gaps = _gaps(tables.of(table, metric.name))
     if gaps.empty:
         return None
@@ -66,8 +84,8 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
     lines = tables.thinned(_with_interval(gaps), ["arm"])
     over = "tokens" if lines["tokens"].notna().all() else "step"
     question = f"How does each arm's gap to its baseline in {metric.name} develop?"
-    said = _band(lines, "the 95 % t interval of the paired differences, at each step on its own")
-    body = canvas(question, 7.5, _height(shown), said, best_of(len(shown), total))
+    note = _band(lines, "the 95 % t interval of the paired differences, at each step on its own")
+    body = canvas(question, 7.5, _height(shown), note, best_of(len(shown), total))
     axes = body.subplots()
     axes.axhline(0, color="0.4", linewidth=1)
     if margin := _margin(table, gaps, metric):
@@ -83,24 +101,27 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
     return finished(stem("gap_curve", metric.name), question, body, lines.rename(columns={"mean": "gap"}))
 
 
-def _gaps(found: pd.DataFrame) -> pd.DataFrame:
-    """Rows of arms whose value is now their distance from the baseline's at the same seed and step."""
+def _gaps(selected: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of arms with their value minus the baseline's at the same seed and step."""
     key = ["sweep", "baseline", "seed", "step"]
-    level = found[["sweep", "arm", "seed", "step", "value"]].rename(
+    level = selected[["sweep", "arm", "seed", "step", "value"]].rename(
         columns={"arm": "baseline", "value": "level"}
     )
-    pairs = found[found["baseline"].notna() & (found["step"] > 0)].merge(level.drop_duplicates(key), on=key)
+    pairs = selected[selected["baseline"].notna() & (selected["step"] > 0)].merge(
+        level.drop_duplicates(key), on=key
+    )
     return pairs.assign(value=pairs["value"] - pairs["level"])
 
 
 def _margin(table: pd.DataFrame, gaps: pd.DataFrame, metric: Metric) -> float | None:
-    """What does not matter, at the baseline's last value; None where there are several baselines."""
-    found = tables.last(tables.of(table, metric.name))
-    levels = found[found["arm"].isin(gaps["baseline"])].groupby("arm")["value"].mean()
+    """Return the smallest gap that matters at the baseline's last value; None for several baselines."""
+    selected = tables.last(tables.of(table, metric.name))
+    levels = selected[selected["arm"].isin(gaps["baseline"])].groupby("arm")["value"].mean()
     return metric.margin(levels.iloc[0]) if len(levels) == 1 else None
 
 
 def _with_interval(gaps: pd.DataFrame) -> pd.DataFrame:
+    """Return mean gaps over seeds at each step, with their 95 % t intervals."""
     deviation = gaps.groupby(["arm", "step"], sort=False)["value"].std()
     lines = tables.over_seeds(gaps, ["arm", "baseline"])
     width = [Interval().half_width(seeds) if seeds > 1 else np.nan for seeds in lines["seeds"]]
@@ -110,26 +131,34 @@ def _with_interval(gaps: pd.DataFrame) -> pd.DataFrame:
 
 @house
 def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = ()) -> Picture | None:
-    """A metric over draws on log axes, one line an arm, with published figures where there are any: does it
-    fall as 1 / draws? None where no value is above zero."""
-    found = tables.of(records, metric)
-    found = found[(found["value"] > 0) & (found["step"] > 0)]
-    if found.empty:
+    """Draw a metric over the number of draws on log axes, beside the slope 1 / draws and published figures.
+
+    Args:
+        records: Tidy frame of records, whose step is the number of draws.
+        metric: Name of the metric.
+        published: Published figures, of which those on this metric are drawn.
+
+    Returns:
+        The picture; None if no value is above zero.
+    """
+    selected = tables.of(records, metric)
+    selected = selected[(selected["value"] > 0) & (selected["step"] > 0)]
+    if selected.empty:
         return None
-    shown, total = tables.arms(found, tables.named(metric))
-    lines = tables.thinned(tables.over_seeds(found[found["arm"].isin(shown)], ["arm"]), ["arm"])
+    shown, total = tables.arms(selected, tables.named(metric))
+    lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
     question = f"Does {metric} fall as 1 / draws?"
     stated = [
         line
         for line in published
         if line.metric == metric and line.step and line.against is None and line.arm in shown
     ]
-    said = "Lines are measured, diamonds published." if stated else ""
+    note = "Lines are measured, diamonds published." if stated else ""
     body = canvas(
         question,
         7.5,
         _height(shown),
-        said,
+        note,
         _band(lines, "from the smallest to the largest seed"),
         best_of(len(shown), total),
     )
@@ -139,7 +168,7 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     for line in stated:
         axes.plot(line.step, line.value, "D", markersize=11, fillstyle="none", color=drawn[line.arm].color)
     steps = np.array([lines["step"].min(), lines["step"].max()])
-    slope = 1.7 * lines["mean"].max() * steps[0] / steps  # above the lines, which would hide it
+    slope = 1.7 * lines["mean"].max() * steps[0] / steps  # above the lines, which would cover it
     axes.plot(steps, slope, color="0.5", linewidth=0.8)
     axes.annotate(
         "falls as 1 / draws",
@@ -156,13 +185,13 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     axes.grid()
     name_lines(body, shown)
     points = pd.DataFrame(
-        {"arm": line.arm, "step": float(line.step), "published": line.value} for line in stated
+        {"arm": line.arm, "step": float(line.step or 0), "published": line.value} for line in stated
     )
     return finished(stem("decay", metric), question, body, pd.concat([lines, points], ignore_index=True))
 
 
 def _height(shown: Sequence[str]) -> float:
-    """Inches, with room for the legend."""
+    """Return the height in inches that the legend needs."""
     return max(3.6, 0.3 * len(shown) + 0.4)
 
 
@@ -172,7 +201,7 @@ def _band(lines: pd.DataFrame, what: str) -> str:
 
 
 def draw_lines(axes: Axes, lines: pd.DataFrame, over: str, drawn: dict[str, Mark]) -> None:
-    """The mean of each arm, and a band where there is more than one seed."""
+    """Draw the mean of each arm, and a band if it has more than one seed."""
     for arm, mark in drawn.items():
         line = lines[lines["arm"] == arm]
         every = max(1, len(line) // 8)
@@ -183,8 +212,8 @@ def draw_lines(axes: Axes, lines: pd.DataFrame, over: str, drawn: dict[str, Mark
             )
 
 
-def name_lines(body, shown: Sequence[str]) -> None:
-    """The legend of `draw_lines`."""
+def name_lines(body: SubFigure, shown: Sequence[str]) -> None:
+    """Add the legend of `draw_lines`."""
     handles = [
         Line2D([], [], **mark._asdict(), markersize=4, linewidth=1.4) for mark in marks(shown).values()
     ]

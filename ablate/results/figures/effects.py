@@ -1,16 +1,17 @@
-"""How far arms are from each other and how sure that is: paired gaps, what a knob does, what two do together,
-what is the seed's."""
+"""Figures of effects with their uncertainty: paired gaps, contrasts, interactions of two knobs, spread over
+seeds, and the gap over throughput."""
 
 import itertools
 import json
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
+from matplotlib.typing import FillStyleType
 
 from ablate.experiment.schema import Metric, Published
 from ablate.results.attribution import Grid, front, interactions
@@ -42,19 +43,19 @@ from ablate.results.summary import ArmSummary, foremost
 from ablate.results.verdict_text import verdict_text
 
 _MOST_PANELS = 9
-_MOST_WORDS = 8
-"""Levels of a knob beyond which a heat map holds no numbers: they would not be read."""
-_STANDINGS = {
+_MOST_LEVELS = 8
+"""Largest number of levels of a knob for which a heat map shows numbers. More would be too small to read."""
+_STANDINGS: dict[str, tuple[str, str, FillStyleType]] = {
     "better": (COLOURS[0], "o", "full"),
     "worse": (COLOURS[3], "s", "full"),
     "equivalent": ("0.35", "D", "full"),
     "not decided": ("0.35", "o", "none"),
 }
-"""Colour, marker and filling of what a comparison came to, after correction for all of its table."""
+"""Colour, marker and filling of each outcome of a comparison, after correction for all of its table."""
 
 
 class _Line(NamedTuple):
-    """One row of a forest."""
+    """One row of a forest plot."""
 
     name: str
     difference: Difference
@@ -64,36 +65,50 @@ class _Line(NamedTuple):
 
 @house
 def forest(arms: list[ArmSummary], metric: Metric) -> Picture | None:
-    """Each arm's gap to its baseline with its paired interval; the band is what does not matter. None where
-    nothing has a pair."""
+    """Draw each arm's gap to its baseline with its paired interval. The grey band marks gaps that do not
+    matter.
+
+    Args:
+        arms: Arms of the sweep. Of many, the best are drawn.
+        metric: Metric that is compared.
+
+    Returns:
+        The picture; None if no gap has a pair.
+    """
     best = foremost(arms, metric, MOST_ARMS)
-    compared = [arm for arm in best if arm.gap is not None and arm.gap.pairs]
+    compared = [(arm, arm.gap) for arm in best if arm.gap is not None and arm.gap.pairs]
     if not compared:
         return None
     question = f"How far is each arm from its baseline in {metric.name}?"
     axis = (
-        f"{metric.name}: arm minus baseline, paired,"
-        f" {compared[0].interval}\n({better(metric.direction == 'minimize')})"
+        f"{metric.name}: arm minus baseline, paired, {compared[0][0].interval}\n"
+        f"({better(metric.direction == 'minimize')})"
     )
-    lines = [_Line(arm.name, arm.gap, arm.margin, arm.verdict) for arm in compared]
+    lines = [_Line(arm.name, gap, arm.margin, arm.verdict) for arm, gap in compared]
     data = pd.DataFrame(
         {
             "arm": arm.name,
             "baseline": arm.baseline,
-            **_numbers(arm.gap, arm.margin),
+            **_numbers(gap, arm.margin),
             "verdict": verdict_text(arm.verdict),
         }
-        for arm in compared
+        for arm, gap in compared
     )
-    return _forest(
-        stem("forest", metric.name), question, axis, lines, data, metric, best_of(len(best), len(arms))
-    )
+    note = best_of(len(best), len(arms))
+    return _forest(stem("forest", metric.name), question, axis, lines, data, note)
 
 
 @house
 def contrast_forest(contrasts: list[Contrast], metric: Metric) -> Picture | None:
-    """What turning one knob did, everything else held, in the style of `forest`; of many the largest. None
-    where nothing has a pair."""
+    """Draw the effect of each knob with all others held, in the style of `forest`.
+
+    Args:
+        contrasts: Arms that differ in one knob. Of many, the largest effects are drawn.
+        metric: Metric that is compared.
+
+    Returns:
+        The picture; None if no contrast has a pair.
+    """
     measured = [contrast for contrast in contrasts if contrast.effect.pairs]
     if not measured:
         return None
@@ -104,8 +119,8 @@ def contrast_forest(contrasts: list[Contrast], metric: Metric) -> Picture | None
     shown = [contrast for contrast in measured if id(contrast) in largest]
     question = f"What does turning one knob do to {metric.name}?"
     axis = (
-        f"{metric.name}: first value minus the other, paired,"
-        f" {shown[0].effect.interval}\n({better(metric.direction == 'minimize')})"
+        f"{metric.name}: first value minus the other, paired, {shown[0].effect.interval}\n"
+        f"({better(metric.direction == 'minimize')})"
     )
     lines = [
         _Line(
@@ -123,8 +138,8 @@ def contrast_forest(contrasts: list[Contrast], metric: Metric) -> Picture | None
         }
         for c in shown
     )
-    said = "" if len(shown) == len(measured) else f"The {len(shown)} largest of {len(measured):,} effects."
-    return _forest(stem("contrast_forest", metric.name), question, axis, lines, data, metric, said)
+    note = "" if len(shown) == len(measured) else f"The {len(shown)} largest of {len(measured):,} effects."
+    return _forest(stem("contrast_forest", metric.name), question, axis, lines, data, note)
 
 
 def _numbers(difference: Difference, margin: float | None, name: str = "gap") -> dict[str, float]:
@@ -139,11 +154,12 @@ def _numbers(difference: Difference, margin: float | None, name: str = "gap") ->
 
 
 def _forest(
-    name: str, question: str, axis: str, lines: list[_Line], data: pd.DataFrame, metric: Metric, said: str
+    name: str, question: str, axis: str, lines: list[_Line], data: pd.DataFrame, note: str
 ) -> Picture:
+    """Draw a row for each line: the difference as a marker, its interval, its margin as a grey band."""
     margin = "The grey band is what does not matter." if any(line.margin for line in lines) else ""
     width = 6 + name_column(line.name for line in lines)
-    body = canvas(question, width, 0.4 * len(lines) + 1.2, margin, said)
+    body = canvas(question, width, 0.4 * len(lines) + 1.2, margin, note)
     axes = body.subplots()
     rows(axes, [line.name for line in lines])
     axes.axvline(0, color="0.4", linewidth=1)
@@ -180,13 +196,12 @@ def _forest(
         )
         for s in present
     ]
-    legend(body, handles, present, "lower center")
+    legend(body, handles, present, "outside lower center")
     return finished(name, question, body, data)
 
 
 def _standing(verdict: Verdict) -> str:
-    """Return the standing that a forest draws. An arm that a search chose by these numbers has no result,
-    hence none."""
+    """Return the outcome that a forest plot shows. An arm that a search chose by these numbers has none."""
     if not verdict.decided or verdict.exploratory:
         return "not decided"
     return "equivalent" if verdict.kind == "same" else verdict.kind
@@ -194,8 +209,18 @@ def _standing(verdict: Verdict) -> str:
 
 @house
 def dots(arms: list[ArmSummary], metric: Metric, published: Sequence[Published] = ()) -> Picture | None:
-    """Every arm's metric, a dot a seed; its baseline and what was published of it beside. A log axis where
-    they span a factor of 8. Of many arms the best, which is said. None where no arm was measured."""
+    """Draw each arm's metric as one dot for each seed, beside its baseline and published figures.
+
+    The axis is logarithmic if the values span a factor of 8.
+
+    Args:
+        arms: Arms of the sweep. Of many, the best are drawn.
+        metric: Metric that is drawn.
+        published: Published figures, of which those on one arm at no certain step are drawn.
+
+    Returns:
+        The picture; None if no arm has a value.
+    """
     best = foremost(arms, metric, MOST_ARMS)
     measured = {arm.name: arm for arm in best if arm.values}
     if not measured:
@@ -208,8 +233,8 @@ def dots(arms: list[ArmSummary], metric: Metric, published: Sequence[Published] 
     body = canvas(question, 5.6 + name_column(arm.name for arm in shown), 0.36 * len(shown) + 1.2)
     axes = body.subplots()
     rows(axes, [arm.name for arm in shown])
-    places = {arm.name: row for row, arm in enumerate(shown)}
-    looks = {
+    positions = {arm.name: row for row, arm in enumerate(shown)}
+    looks: dict[str, dict[str, Any]] = {
         "its baseline, by seed": {"marker": "|", "markersize": 14, "color": GREY},
         "arm, by seed": {"marker": "o", "color": COLOURS[0], "alpha": 0.7},
         "published": {"marker": "D", "markersize": 11, "fillstyle": "none", "color": COLOURS[3]},
@@ -218,28 +243,28 @@ def dots(arms: list[ArmSummary], metric: Metric, published: Sequence[Published] 
     for what, look in looks.items():
         drawn = data[data["what"] == what]
         for arm, values in drawn.groupby("arm", sort=False)["value"]:
-            (handles[what],) = axes.plot(values, [places[arm]] * len(values), linestyle="", **look)
+            (handles[what],) = axes.plot(values, [positions[arm]] * len(values), linestyle="", **look)
     values = data["value"].abs()
     if values.min() > 0 and values.max() > 8 * values.min():
         axes.set_xscale("log")
         log_axis(axes.xaxis)
-    said = (
+    axis = (
         metric.name
         if len(best) == len(arms)
         else f"{metric.name}: the best {len(best)} of {len(arms):,} arms"
     )
-    axes.set_xlabel(said)
-    legend(body, list(handles.values()), list(handles), "lower center")
+    axes.set_xlabel(axis)
+    legend(body, list(handles.values()), list(handles), "outside lower center")
     return finished(stem("dots", metric.name), question, body, data)
 
 
 def _dots(
     shown: list[ArmSummary], bases: dict[str, ArmSummary], metric: Metric, published: Sequence[Published]
 ) -> pd.DataFrame:
-    lines = []
+    lines: list[tuple[str, str, int | None, float | str]] = []
     for arm in shown:
         lines += [(arm.name, "arm, by seed", seed, value) for seed, value in arm.values.items()]
-        base = bases[arm.baseline].values if bases else {}
+        base = bases[arm.baseline].values if bases and arm.baseline else {}
         lines += [(arm.name, "its baseline, by seed", seed, value) for seed, value in base.items()]
     names = {arm.name for arm in shown}
     alone = [
@@ -253,14 +278,24 @@ def _dots(
 
 @house
 def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
-    """The metric over every two knobs of a grid, mean over the others and over seeds: where rows are not
-    parallel, the knobs work upon each other. Of many pairs those that do so most. None where there is no
-    grid, or it has one knob."""
+    """Draw the metric over every two knobs of a grid, as a mean over the other knobs and over seeds.
+
+    If rows are not parallel, the effect of one knob depends on the other.
+
+    Args:
+        grid: Arms that are a product of knobs' levels. Of many pairs, those with the largest interactions are
+            drawn.
+        metric: Metric that is drawn.
+
+    Returns:
+        The picture; None without a grid, or for a grid of one knob.
+    """
     if grid is None or len(grid.levels) < 2:
         return None
     depends = dict.fromkeys(itertools.combinations(grid.levels, 2), 0.0)
     for effect in interactions(grid):
-        depends[effect.knobs] = max(depends[effect.knobs], abs(effect.effect.mean))
+        one, other = effect.knobs
+        depends[one, other] = max(depends[one, other], abs(effect.effect.mean))
     most = set(sorted(depends, key=lambda pair: -depends[pair])[:_MOST_PANELS])
     pairs = [pair for pair in depends if pair in most]
     means = {pair: _means(grid, *pair) for pair in pairs}
@@ -268,7 +303,7 @@ def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
     question = f"Does what one knob does to {metric.name} depend on another?"
     seeds = len(next(iter(grid.values.values())))
     rest = " and the other knobs" if len(grid.levels) > 2 else ""
-    said = f"Means over {seeds} seed{'s' * (seeds > 1)}{rest}; {better(metric.direction == 'minimize')}."
+    note = f"Means over {seeds} seed{'s' * (seeds > 1)}{rest}; {better(metric.direction == 'minimize')}."
     fewer = (
         ""
         if len(pairs) == len(depends)
@@ -277,17 +312,17 @@ def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
     columns = min(3, len(pairs))
     tall = max(len(values) for values in means.values())
     body = canvas(
-        question, 3.4 * columns + 1, (0.42 * min(tall, 10) + 1.5) * -(-len(pairs) // columns), said, fewer
+        question, 3.4 * columns + 1, (0.42 * min(tall, 10) + 1.5) * -(-len(pairs) // columns), note, fewer
     )
     drawn = panels(body, len(pairs), columns)
     for axes, (one, other) in zip(drawn, pairs, strict=True):
         values = means[one, other]
-        words = (
+        texts = (
             [[number(value) for value in line] for line in values]
-            if max(values.shape) <= _MOST_WORDS
+            if max(values.shape) <= _MOST_LEVELS
             else None
         )
-        image = heat(axes, values, low, high, words)
+        image = heat(axes, values, low, high, texts)
         axes.set_yticks(range(values.shape[0]), [label(json.dumps(level), 16) for level in grid.levels[one]])
         axes.set_xticks(
             range(values.shape[1]), [label(json.dumps(level), 16) for level in grid.levels[other]]
@@ -310,13 +345,14 @@ def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
     return finished(stem("interaction", metric.name), question, body, pd.DataFrame(lines))
 
 
-def _range(matrices) -> tuple[float, float]:
+def _range(matrices: Iterable[np.ndarray]) -> tuple[float, float]:
+    """Return the smallest and the largest value of all matrices."""
     every = np.concatenate([matrix.ravel() for matrix in matrices])
     return float(every.min()), float(every.max())
 
 
 def _means(grid: Grid, one: str, other: str) -> np.ndarray:
-    """[levels of one, levels of the other]"""
+    """Return the mean at each pair of levels, [levels of one, levels of other]."""
     return np.array(
         [
             [
@@ -330,8 +366,15 @@ def _means(grid: Grid, one: str, other: str) -> np.ndarray:
 
 @house
 def seed_spread(arms: list[ArmSummary], metric: Metric) -> Picture | None:
-    """Each seed's value as a line across arms: what the lines have in common is the seed's, and goes when
-    arms are paired. None where no arm was measured."""
+    """Draw each seed's values as a line across arms. Pairing removes the part that all lines have in common.
+
+    Args:
+        arms: Arms of the sweep. Of many, the best are drawn.
+        metric: Metric that is drawn.
+
+    Returns:
+        The picture; None if no arm has a value.
+    """
     best = foremost(arms, metric, MOST_ARMS)
     shown = [arm for arm in best if arm.values]
     if not shown:
@@ -366,12 +409,15 @@ def seed_spread(arms: list[ArmSummary], metric: Metric) -> Picture | None:
 
 
 def _spread(arms: list[ArmSummary]) -> str:
-    """The two deviations whose ratio is what pairing is worth; nothing of one seed."""
+    """Return a sentence with the standard deviations of values and of paired differences.
+
+    Their ratio is the gain from pairing. Empty if no gap has two pairs.
+    """
     of_values = [np.std(list(arm.values.values()), ddof=1) for arm in arms if len(arm.values) > 1]
     of_gaps = [arm.gap.deviation for arm in arms if arm.gap is not None and arm.gap.pairs > 1]
     if not of_gaps:
         return "One seed: no spread." if not of_values else ""
-    values, gaps = (math.sqrt(np.mean(np.square(found))) for found in (of_values, of_gaps))
+    values, gaps = (math.sqrt(np.mean(np.square(each))) for each in (of_values, of_gaps))
     return (
         f"Standard deviation over seeds: {values:.2g} of an arm's values, {gaps:.2g} of its differences from"
         " its baseline."
@@ -380,8 +426,17 @@ def _spread(arms: list[ArmSummary]) -> str:
 
 @house
 def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
-    """Each arm's gap to its baseline over its throughput, and the arms that no other beats in both; a
-    baseline's gap is 0. None where no throughput was measured. It compares runs of equal hardware only."""
+    """Draw each arm's gap to its baseline over its throughput, and mark the arms that no other beats in both.
+
+    The gap of a baseline is 0. The comparison holds for runs on equal hardware only.
+
+    Args:
+        arms: Arms of the sweep. Of many, the best are drawn.
+        metric: Metric that is compared.
+
+    Returns:
+        The picture; None if no throughput was measured.
+    """
     best = foremost(arms, metric, MOST_ARMS)
     shown = [
         arm
@@ -407,8 +462,8 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
         for arm in shown
     )
     question = f"What does speed cost in {metric.name}?"
-    said = "Ringed and joined: the arms that no other beats in both. Bars are paired intervals."
-    body = canvas(question, 7.5, max(3.8, 0.3 * len(shown) + 0.4), said, best_of(len(best), len(arms)))
+    note = "Ringed and joined: the arms that no other beats in both. Bars are paired intervals."
+    body = canvas(question, 7.5, max(3.8, 0.3 * len(shown) + 0.4), note, best_of(len(best), len(arms)))
     axes = body.subplots()
     axes.axhline(0, color="0.4", linewidth=1)
     edge = data[data["front"]].sort_values("tokens_per_s")

@@ -1,10 +1,11 @@
-"""Whether a run was well: what quantising each operand lost, by slot and by layer, what rounded to zero, and
-who diverged."""
+"""Figures of the health of runs: errors of quantisation by operand and by layer, shares that rounded to zero,
+and divergence."""
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, PercentFormatter
@@ -35,7 +36,7 @@ from ablate.training.metric_names import FIRST_NONFINITE, parse
 _SQNR = Metric(name="sqnr_db", direction="maximize")
 _MOST_COLUMNS = 60
 _MOST_NAMED = 28
-"""Rows of a panel that are all named; of more every so manyth."""
+"""Largest number of rows of a panel that are all named. Of more rows, some at equal distances are named."""
 _STATES = ("done", "done, value not finite", "diverged", "missing")
 _STATE_COLOURS = ("#dfe9e2", COLOURS[8], COLOURS[3], "white")
 _COUNTED = ("nan/loss", "nan/grad", "nan/activation", "nan/steps_skipped")
@@ -43,24 +44,30 @@ _COUNTED = ("nan/loss", "nan/grad", "nan/activation", "nan/steps_skipped")
 
 @house
 def slot_errors(records: pd.DataFrame) -> Picture | None:
-    """Signal to quantisation noise of each operand slot over the run, mean over layers and seeds, a panel a
-    slot. None where it was not recorded."""
-    found = tables.errors_of_slots(records, {"sqnr_db"})
-    if found.empty:
+    """Draw the signal to quantisation noise ratio of each operand over steps, in one panel for each slot.
+
+    Args:
+        records: Tidy frame of records, with `quant/<slot>/sqnr_db` (dB, mean over layers).
+
+    Returns:
+        The picture; None if it was not recorded.
+    """
+    selected = tables.errors_of_slots(records, {"sqnr_db"})
+    if selected.empty:
         return None
-    shown, total = tables.arms(found, _SQNR)
+    shown, total = tables.arms(selected, _SQNR)
     lines = tables.thinned(
-        tables.over_seeds(found[found["arm"].isin(shown)], ["slot", "arm"]), ["slot", "arm"]
+        tables.over_seeds(selected[selected["arm"].isin(shown)], ["slot", "arm"]), ["slot", "arm"]
     )
     slots = in_order(lines["slot"])
     question = "How much of each operand survives its quantisation?"
-    said = (
+    note = (
         "Signal to quantisation noise in dB (more is better), mean over layers and seeds; bands: from the"
         " smallest to the largest seed."
     )
     columns = min(3, len(slots))
     height = max(2.1 * -(-len(slots) // columns) + 0.3, 0.3 * len(shown) + 0.4)
-    body = canvas(question, 2.5 * columns + 2.6, height, said, best_of(len(shown), total))
+    body = canvas(question, 2.5 * columns + 2.6, height, note, best_of(len(shown), total))
     for axes, slot in zip(panels(body, len(slots), columns, sharex=True, sharey=True), slots, strict=True):
         draw_lines(axes, lines[lines["slot"] == slot], "step", marks(shown))
         axes.set_title(slot)
@@ -74,24 +81,34 @@ def slot_errors(records: pd.DataFrame) -> Picture | None:
 
 @house
 def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
-    """SQNR of each layer over steps, a panel a slot: of one arm, or the mean over all; over seeds in any
-    case. None where no layer was recorded, or there is no such arm."""
-    found = table if arm is None else table[table["arm"] == arm]
-    names = {text: parse(text) for text in found["metric"].unique()}
+    """Draw the SQNR of each layer over steps, mean over seeds, in one panel for each slot.
+
+    Args:
+        table: Tidy frame of records, with `quant/<slot>/sqnr_db/<layer>` (dB).
+        arm: Name of the arm; None for the mean over all arms.
+
+    Returns:
+        The picture; None if no layer was recorded, or there is no such arm.
+    """
+    selected = table if arm is None else table[table["arm"] == arm]
+    names = {text: parse(text) for text in selected["metric"].unique()}
     per_layer = [text for text, name in names.items() if name.metric == "sqnr_db" and name.layer is not None]
-    found = found[found["metric"].isin(per_layer)]
+    selected = selected[selected["metric"].isin(per_layer)]
     means = (
-        found.groupby(["metric", "step"], observed=True)["value"].mean().dropna().reset_index(name="sqnr_db")
+        selected.groupby(["metric", "step"], observed=True)["value"]
+        .mean()
+        .dropna()
+        .reset_index(name="sqnr_db")
     )
     if means.empty:
         return None
-    arms = found.loc[found["metric"].isin(set(means["metric"])), "arm"].unique()
+    arms = selected.loc[selected["metric"].isin(set(means["metric"])), "arm"].unique()
     for field in ("slot", "layer"):
         means[field] = [getattr(names[text], field) for text in means["metric"]]
     means = means.drop(columns="metric")
     steps = np.unique(means["step"])
-    kept = steps[:: -(-len(steps) // _MOST_COLUMNS)]
-    means = means[means["step"].isin([*kept, steps[-1]])]
+    shown_steps = steps[:: -(-len(steps) // _MOST_COLUMNS)]
+    means = means[means["step"].isin([*shown_steps, steps[-1]])]
     slots, layers = in_order(means["slot"]), sorted(dict.fromkeys(means["layer"]), key=_block)
     means = means.assign(order=means["layer"].map(layers.index)).sort_values(["slot", "order", "step"])
     means = means[["slot", "layer", "step", "sqnr_db"]]
@@ -99,11 +116,11 @@ def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
     question = "Which layers lose most to quantisation, and when?"
     columns = min(3, len(slots))
     tall = max(1.6, 0.17 * min(len(layers), 2 * _MOST_NAMED) + 0.5)
-    said = f"Of {whose}, mean over seeds: signal to quantisation noise, more is better. Grey: no value."
+    note = f"Of {whose}, mean over seeds: signal to quantisation noise, more is better. Grey: no value."
     body = canvas(
-        question, 2.3 * columns + 0.8 + name_column(layers), tall * -(-len(slots) // columns) + 0.4, said
+        question, 2.3 * columns + 0.8 + name_column(layers), tall * -(-len(slots) // columns) + 0.4, note
     )
-    limits = np.percentile(means["sqnr_db"], [2, 98])  # one layer far from the rest would take all colours
+    limits = np.percentile(means["sqnr_db"], [2, 98])  # an outlier would use up the range of colours
     drawn = panels(body, len(slots), columns, sharex=True, sharey=True)
     for axes, slot in zip(drawn, slots, strict=True):
         matrix = (
@@ -127,23 +144,29 @@ def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
 
 @house
 def fractions(table: pd.DataFrame) -> Picture | None:
-    """The share of each operand's elements that rounded to zero, and that lay beyond the grid, over steps;
-    mean over layers and seeds. None where neither was recorded."""
-    found = tables.errors_of_slots(table, {"zero_frac", "saturated_frac"}, "what")
-    if found.empty:
+    """Draw the shares of each operand's elements that round to zero and that saturate, over steps.
+
+    Args:
+        table: Tidy frame of records, with `quant/<slot>/zero_frac` or `saturated_frac` (mean over layers).
+
+    Returns:
+        The picture; None if neither was recorded.
+    """
+    selected = tables.errors_of_slots(table, {"zero_frac", "saturated_frac"}, "what")
+    if selected.empty:
         return None
-    shown, total = tables.arms(found, Metric(name="zero_frac"))
+    shown, total = tables.arms(selected, Metric(name="zero_frac"))
     by = ["what", "slot", "arm"]
-    lines = tables.thinned(tables.over_seeds(found[found["arm"].isin(shown)], by), by)
+    lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], by), by)
     slots = in_order(lines["slot"])
     kinds = [what for what in ("zero_frac", "saturated_frac") if what in set(lines["what"])]
     question = "How much of each operand rounds to zero, or lies beyond the grid?"
-    said = "Share of elements, mean over layers and seeds; bands: from the smallest to the largest seed."
+    note = "Share of elements, mean over layers and seeds; bands: from the smallest to the largest seed."
     body = canvas(
         question,
         1.75 * len(slots) + 3,
         max(2.1 * len(kinds) + 0.4, 0.3 * len(shown) + 0.4),
-        said,
+        note,
         best_of(len(shown), total),
     )
     grid = body.subplots(len(kinds), len(slots), squeeze=False, sharex=True, sharey="row")
@@ -162,26 +185,33 @@ def fractions(table: pd.DataFrame) -> Picture | None:
 
 @house
 def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) -> Picture | None:
-    """Every run of every arm: done, diverged (with the step, where the frame tells it), or missing; and, from
-    the frame, how many values of each kind were not finite, summed over the run and over seeds. Of many arms
-    those with most losses. None without a run."""
+    """Draw the state of every run: done, diverged or missing, and counts of values that were not finite.
+
+    Args:
+        arms: Arms of the sweep. Of many, those that lost most runs are drawn.
+        table: Tidy frame of records with `nan/*`: the steps of divergence and the counts, which are summed
+            over the run and over seeds. None: neither is drawn.
+
+    Returns:
+        The picture; None without a run.
+    """
     total = len(arms)
     losses = {arm.name: len(arm.given) - len(arm.values) for arm in arms}
     worst = set(sorted(losses, key=lambda name: -losses[name])[:MOST_ARMS])
     arms = [arm for arm in arms if arm.name in worst and arm.given]
     if not arms:
         return None
-    found = pd.DataFrame(columns=["arm", "seed", "metric", "value"])
+    selected = pd.DataFrame(columns=["arm", "seed", "metric", "value"])
     if table is not None:
-        found = tables.chosen(table, lambda name: name.family == "nan")
+        selected = tables.chosen(table, lambda name: name.family == "nan")
     lines = [(arm.name, seed, _state(arm, seed)) for arm in arms for seed in sorted(arm.given)]
     ends = (
-        found[found["metric"] == FIRST_NONFINITE]
+        selected[selected["metric"] == FIRST_NONFINITE]
         .set_index(["arm", "seed"])["value"]
         .rename("diverged_at_step")
         .astype(float)
     )
-    counts = _run_counts(found[found["metric"].isin(_COUNTED)])
+    counts = _run_counts(selected[selected["metric"].isin(_COUNTED)])
     kinds = [kind for kind in _COUNTED if kind in counts]
     data = (
         pd.DataFrame(lines, columns=["arm", "seed", "state"])
@@ -198,25 +228,25 @@ def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) ->
         question, cells + 1.1 * len(kinds) + name_column(names) + 0.6, 0.34 * len(names) + 1.2, counted, fewer
     )
     ratios = (cells, *([1.1 * len(kinds)] if kinds else []))
-    left, *right = body.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
-    _runs(left, data, names, seeds)
-    for axes in right:
+    state_axes, *count_axes = body.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+    _runs(state_axes, data, names, seeds)
+    for axes in count_axes:
         _counts(axes, data.groupby("arm", sort=False)[kinds].sum().to_numpy(), kinds)
     present = [state for state in _STATES if state in set(data["state"])]
     handles = [Patch(facecolor=_STATE_COLOURS[_STATES.index(state)], edgecolor="0.6") for state in present]
-    legend(body, handles, present, "lower left")
+    legend(body, handles, present, "outside lower left")
     return finished("divergence", question, body, data)
 
 
-def _run_counts(found: pd.DataFrame) -> pd.DataFrame:
-    """Return each run's counts: of those that every record states so far, the last; of those of an interval,
-    the sum."""
-    so_far = found["metric"].map(lambda text: parse(text).is_total).astype(bool)
-    rows = pd.concat([found[~so_far], tables.last(found[so_far])]) if so_far.any() else found
+def _run_counts(selected: pd.DataFrame) -> pd.DataFrame:
+    """Return each run's counts: the last record of a running total, the sum of counts of intervals."""
+    so_far = selected["metric"].map(lambda text: parse(text).is_total).astype(bool)
+    rows = pd.concat([selected[~so_far], tables.last(selected[so_far])]) if so_far.any() else selected
     return rows.pivot_table("value", ["arm", "seed"], "metric", "sum", observed=True)
 
 
 def _state(arm: ArmSummary, seed: int) -> str:
+    """Return the state of an arm's run at a seed: one of `_STATES`."""
     if seed in arm.diverged:
         return "diverged"
     if seed in arm.missing:
@@ -224,15 +254,15 @@ def _state(arm: ArmSummary, seed: int) -> str:
     return "done" if seed in arm.values else "done, value not finite"
 
 
-def _runs(axes, data: pd.DataFrame, names: list[str], seeds: list[int]) -> None:
-    """A cell a run, with a word in it, so that grey print tells them apart."""
+def _runs(axes: Axes, data: pd.DataFrame, names: list[str], seeds: list[int]) -> None:
+    """Draw one cell for each run, with a text in it, so that states differ in grey print, too."""
     states = np.full((len(names), len(seeds)), np.nan)
-    words = [["" for _ in seeds] for _ in names]
+    texts = [["" for _ in seeds] for _ in names]
     for line in data.itertuples():
         row, column = names.index(line.arm), seeds.index(line.seed)
         states[row, column] = _STATES.index(line.state)
         step = f"{line.diverged_at_step:g}" if np.isfinite(line.diverged_at_step) else "×"
-        words[row][column] = {"diverged": step, "missing": "–", "done": "", "done, value not finite": "?"}[
+        texts[row][column] = {"diverged": step, "missing": "–", "done": "", "done, value not finite": "?"}[
             line.state
         ]
     heat(
@@ -240,7 +270,7 @@ def _runs(axes, data: pd.DataFrame, names: list[str], seeds: list[int]) -> None:
         states,
         -0.5,
         len(_STATES) - 0.5,
-        words if len(seeds) <= 16 else None,
+        texts if len(seeds) <= 16 else None,
         ListedColormap(_STATE_COLOURS),
     )
     axes.set_yticks(range(len(names)), [label(name) for name in names])
@@ -252,7 +282,8 @@ def _runs(axes, data: pd.DataFrame, names: list[str], seeds: list[int]) -> None:
     _lattice(axes, states.shape)
 
 
-def _counts(axes, matrix: np.ndarray, kinds: list[str]) -> None:
+def _counts(axes: Axes, matrix: np.ndarray, kinds: list[str]) -> None:
+    """Draw a matrix of counts, [arms, kinds]."""
     heat(
         axes,
         np.log1p(matrix),
@@ -267,8 +298,8 @@ def _counts(axes, matrix: np.ndarray, kinds: list[str]) -> None:
     _lattice(axes, matrix.shape)
 
 
-def _lattice(axes, shape: tuple[int, ...]) -> None:
-    """White lines between cells."""
+def _lattice(axes: Axes, shape: tuple[int, ...]) -> None:
+    """Draw white lines between cells."""
     axes.set_xticks(np.arange(shape[1] + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(shape[0] + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="white", linewidth=1.5)
@@ -277,10 +308,11 @@ def _lattice(axes, shape: tuple[int, ...]) -> None:
 
 
 def in_order(slots: Iterable[str]) -> list[str]:
-    """Slots as a layer meets them; what is none of ours comes last."""
+    """Return the slots in the order in which a layer uses them. Unknown slots come last."""
     return sorted(set(slots), key=lambda slot: (SLOTS.index(slot) if slot in SLOTS else len(SLOTS), slot))
 
 
 def _block(layer: str) -> list[int]:
-    """blocks.2 before blocks.10; within a block the order of the records is the layers'."""
+    """Return a key that sorts blocks.2 before blocks.10. Layers of one block keep the order of their
+    records."""
     return [int(part) for part in layer.split(".") if part.isdecimal()]

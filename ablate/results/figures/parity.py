@@ -1,5 +1,5 @@
-"""A training by Transformer Engine over the same one emulated, and over emulated ones whose sums end
-otherwise. It judges nothing."""
+"""Figure of a training by Transformer Engine beside the same training emulated, and beside emulated ones that
+differ in the last bits of their sums. It makes no verdict."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,8 +15,14 @@ _QUESTION = "Does Transformer Engine train as the emulator does?"
 
 @house
 def overlay(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture | None:
-    """Losses step by step, a column of two panels for each title: the curves, and how far each is from
-    `emulated`. None of no losses."""
+    """Draw losses over steps in two panels for each recipe: the curves, and their distances from `emulated`.
+
+    Args:
+        losses: Losses by step, by title of the recipe and name of the run. Each recipe has a run `emulated`.
+
+    Returns:
+        The picture; None without losses.
+    """
     if not losses:
         return None
     lines = [
@@ -39,34 +45,34 @@ def overlay(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture | No
         "Grey: emulated runs that differ in the last bits of their fp32 sums alone.",
     )
     axes = panels(body, 2 * len(losses), len(losses), sharex=True)
-    handles = {}
-    for place, title in enumerate(losses):
+    handles: dict[str, Line2D] = {}
+    for column, title in enumerate(losses):
         for row, value in ((0, "loss"), (1, "distance")):
-            each = axes[row * len(losses) + place]
-            for run, found in data[data["recipe"] == title].groupby("run", sort=False):
+            each = axes[row * len(losses) + column]
+            for run, selected in data[data["recipe"] == title].groupby("run", sort=False):
                 if row and run == "emulated":
                     continue
-                handles.setdefault(*_line(each, run, found["step"], found[value]))
+                handles.setdefault(*_line(each, run, selected["step"], selected[value]))
             each.set_ylabel(value if row == 0 else "|loss - emulated|")
-        axes[place].set_title(title)
-        axes[len(losses) + place].set_yscale("symlog", linthresh=1e-6)
-        axes[len(losses) + place].set_xlabel("step")
-        axes[place].xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(body, list(handles.values()), list(handles), "lower center")
+        axes[column].set_title(title)
+        axes[len(losses) + column].set_yscale("symlog", linthresh=1e-6)
+        axes[len(losses) + column].set_xlabel("step")
+        axes[column].xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend(body, list(handles.values()), list(handles), "outside lower center")
     return finished("parity", _QUESTION, body, data)
 
 
 def _line(axes: Axes, run: str, steps: pd.Series, values: pd.Series) -> tuple[str, Line2D]:
-    """Drawn, and what stands for it in the legend: one word for all twins."""
-    known = {
+    """Draw one run, and return its label and line for the legend. All perturbed runs share one label."""
+    looks: dict[str, tuple[str, object, float]] = {
         "te": (COLOURS[3], "-", 1.6),
         "emulated": (COLOURS[0], (0, (5, 1.5)), 1.6),
         "bf16": (COLOURS[2], (0, (1.5, 1.2)), 1.2),
     }
-    colour, dash, width = known.get(run, (GREY, "-", 0.8))
+    colour, dash, width = looks.get(run, (GREY, "-", 0.8))
     (line,) = axes.plot(
-        steps, values, color=colour, linestyle=dash, linewidth=width, zorder=3 if run in known else 2
+        steps, values, color=colour, linestyle=dash, linewidth=width, zorder=3 if run in looks else 2
     )
     return {"te": "Transformer Engine"}.get(
-        run, run if run in known else "emulated, last bits otherwise"
+        run, run if run in looks else "emulated, last bits otherwise"
     ), line

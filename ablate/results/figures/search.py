@@ -1,10 +1,9 @@
-"""How a search went: what it found when, which knobs its best arms share, which knobs move it, what two
-objectives allow."""
+"""Figures of a search: its progress, the knobs that its best arms share, the importance of knobs, and the
+front of two objectives."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,8 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from ablate.experiment.schema import Metric
+from ablate.files import Json
 from ablate.results.attribution import front
 from ablate.results.figures.style import (
     COLOURS,
@@ -34,17 +35,24 @@ from ablate.results.figures.style import (
 from ablate.results.summary import ArmSummary
 
 _FEW = 6
-"""Different numbers of a knob up to which each is named on its axis."""
+"""Largest number of distinct numbers of a knob that are all labelled on its axis."""
 _MOST_NAMED = 12
-"""Of a front."""
+"""Largest number of arms of a front that the legend names."""
 _NOT_SET = -0.14
-"""Where an arm passes the axis of a knob that it does not have."""
+"""Height at which an arm's line crosses the axis of a knob that it does not have."""
 
 
 @house
 def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
-    """Each searched arm's mean in the order in which they were proposed, and the best so far. None where no
-    arm was searched, or none has a value. All arms are drawn: none is told from another."""
+    """Draw the mean of each searched arm in the order of their proposals, and the best so far.
+
+    Args:
+        arms: Arms of the sweep. All searched ones are drawn.
+        metric: Metric that the search optimises.
+
+    Returns:
+        The picture; None if no searched arm has a value.
+    """
     searched = [arm for arm in arms if arm.role == "searched"]
     values = np.array([arm.mean for arm in searched])
     if not np.isfinite(values).any():
@@ -58,7 +66,7 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
             "best_so_far": best,
         }
     )
-    lost = data[~np.isfinite(data["value"])]
+    missing = data[~np.isfinite(data["value"])]
     question = (
         f"Does the search still find arms with {'less' if metric.direction == 'minimize' else 'more'}"
         f" {metric.name}?"
@@ -67,7 +75,7 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
         question,
         7.5,
         3.4,
-        f"{len(lost)} of {len(data):,} arms have no value: crosses below." if len(lost) else "",
+        f"{len(missing)} of {len(data):,} arms have no value: crosses below." if len(missing) else "",
     )
     axes = body.subplots()
     axes.plot(
@@ -81,8 +89,8 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     )
     axes.step(data["order"], data["best_so_far"], where="post", color=COLOURS[3], label="best so far")
     axes.plot(
-        lost["order"],
-        [0.02] * len(lost),
+        missing["order"],
+        [0.02] * len(missing),
         "x",
         color=GREY,
         markersize=5,
@@ -96,12 +104,13 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     axes.set(
         xlabel="arms proposed so far", ylabel=f"{metric.name} ({better(metric.direction == 'minimize')})"
     )
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    if isinstance(locator := axes.xaxis.get_major_locator(), MaxNLocator):
+        locator.set_params(integer=True)
     handles, labels = axes.get_legend_handles_labels()
     present = [
         (handle, text)
         for handle, text in zip(handles, labels, strict=True)
-        if len(lost) or text != "no value"
+        if len(missing) or text != "no value"
     ]
     body.legend(*zip(*present, strict=True), loc="outside lower center", ncols=len(present))
     return finished(stem("history", metric.name), question, body, data)
@@ -109,9 +118,17 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
 
 @house
 def parallel(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
-    """Searched arms (all that turn a knob, where none was searched) as lines through their knobs' values: the
-    best in colour, the others pale behind. A knob that an arm does not have, or is null, is passed below.
-    None where no such arm has a value."""
+    """Draw searched arms as lines through the values of their knobs: the best in colour, the others pale.
+
+    A line crosses the axis below its end for a knob that the arm does not have, or that is null.
+
+    Args:
+        arms: Arms of the sweep. If none was searched, all that set a knob are drawn.
+        metric: Metric that orders the arms.
+
+    Returns:
+        The picture; None if no such arm has a value.
+    """
     searched = [arm for arm in arms if arm.role == "searched"] or [arm for arm in arms if arm.knobs]
     shown = [arm for arm in searched if arm.values and arm.knobs]
     if not shown:
@@ -125,60 +142,72 @@ def parallel(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     }
     heights, ticks = zip(*(_axis(values) for values in columns.values()), strict=True)
     question = f"Which knobs do the arms with the {'least' if minimize else 'most'} {metric.name} share?"
-    said = (
+    note = (
         ""
         if len(shown) <= MOST_ARMS
         else f"The best {MOST_ARMS} of {len(shown):,} arms in colour, the others pale."
     )
-    body = canvas(question, min(1.5 * len(columns) + 2.2, 16), 4.2, "The thick line is the best arm.", said)
+    body = canvas(question, min(1.5 * len(columns) + 2.2, 16), 4.2, "The thick line is the best arm.", note)
     axes = body.subplots()
     ends = order[0].mean, order[min(len(order), MOST_ARMS) - 1].mean
     scale = ScalarMappable(Normalize(min(ends), max(ends)), colormaps["viridis" if minimize else "viridis_r"])
-    for place in reversed(range(len(order))):
-        pale = order[place].name not in coloured
+    for rank in reversed(range(len(order))):
+        pale = order[rank].name not in coloured
         look = (
             {"color": "0.88", "linewidth": 0.6}
             if pale
-            else {"color": scale.to_rgba(order[place].mean), "linewidth": 1.1}
+            else {"color": scale.to_rgba(order[rank].mean), "linewidth": 1.1}
         )
-        axes.plot([height[place] for height in heights], **(look | ({"linewidth": 3} if not place else {})))
+        axes.plot([height[rank] for height in heights], **(look | ({"linewidth": 3} if not rank else {})))
     _columns(axes, list(columns), ticks)
     bar = body.colorbar(scale, ax=axes, label=f"{metric.name} ({better(minimize)})", shrink=0.9)
     bar.outline.set_visible(False)
-    told = {knob: [None if value is None else json.dumps(value) for value in columns[knob]] for knob in knobs}
-    data = pd.DataFrame({"arm": [arm.name for arm in order]} | told | {metric.name: columns[metric.name]})
+    texts = {
+        knob: [None if value is None else json.dumps(value) for value in columns[knob]] for knob in knobs
+    }
+    data = pd.DataFrame({"arm": [arm.name for arm in order]} | texts | {metric.name: columns[metric.name]})
     return finished(stem("parallel", metric.name), question, body, data)
 
 
-def _axis(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Each value's height in [0, 1], and the heights that are named. Numbers lie as on a scale, a log one
-    where they span a factor of 50; everything else, and few different numbers, at even distances."""
-    known = {json.dumps(value): value for value in values if value is not None}
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in known.values())
-    distinct = sorted(known.values()) if numbers else [known[text] for text in sorted(known)]
+def _axis(values: Sequence[Json]) -> tuple[list[float], list[tuple[float, str]]]:
+    """Return each value's height in [0, 1], and the ticks: heights with their labels.
+
+    Numbers lie on a linear scale, or on a log scale if they span a factor of 50. Other values, and few
+    distinct numbers, lie at equal distances.
+    """
+    present = {json.dumps(value): value for value in values if value is not None}
+    numbers = sorted(
+        value for value in present.values() if isinstance(value, int | float) and not isinstance(value, bool)
+    )
+    numeric = len(numbers) == len(present)
+    distinct: list[Json] = [*numbers] if numeric else [present[text] for text in sorted(present)]
     unset = [(_NOT_SET, "not set")] if None in values else []
-    if not numbers or len(distinct) <= _FEW:
-        places = {
-            json.dumps(value): place / (len(distinct) - 1) if len(distinct) > 1 else 0.5
-            for place, value in enumerate(distinct)
+    if not numeric or len(distinct) <= _FEW:
+        height_of = {
+            json.dumps(value): position / (len(distinct) - 1) if len(distinct) > 1 else 0.5
+            for position, value in enumerate(distinct)
         }
         every = -(-len(distinct) // 12)
         ticks = [
-            (places[json.dumps(value)], f"{value:.4g}" if numbers else str(value))
+            (height_of[json.dumps(value)], f"{value:.4g}" if numeric else str(value))
             for value in distinct[::every]
         ]
-        return [_NOT_SET if value is None else places[json.dumps(value)] for value in values], unset + ticks
-    low, high = distinct[0], distinct[-1]
+        return [
+            _NOT_SET if value is None else height_of[json.dumps(value)] for value in values
+        ], unset + ticks
+    low, high = numbers[0], numbers[-1]
     bend, back = (math.log, math.exp) if low > 0 and high > 50 * low else (float, float)
     span = bend(high) - bend(low)
-    heights = [_NOT_SET if value is None else (bend(value) - bend(low)) / span for value in values]
+    heights = [
+        (bend(value) - bend(low)) / span if isinstance(value, int | float) else _NOT_SET for value in values
+    ]
     return heights, unset + [
         (part, f"{back(bend(low) + part * span):.4g}") for part in (0, 0.25, 0.5, 0.75, 1)
     ]
 
 
 def _columns(axes: Axes, names: Sequence[str], ticks: Sequence[Sequence[tuple[float, str]]]) -> None:
-    """An upright axis for each name, with its own ticks."""
+    """Draw a vertical axis for each name, with its own ticks."""
     for column, named in enumerate(ticks):
         axes.axvline(column, color="0.3", linewidth=1)
         for height, text in named:
@@ -203,12 +232,20 @@ def _columns(axes: Axes, names: Sequence[str], ticks: Sequence[Sequence[tuple[fl
 
 @house
 def importance(importances: Mapping[str, float]) -> Picture | None:
-    """What share of the objective's variance over the search each knob accounts for, as a search says it.
-    None where it says nothing. It is no effect size: a knob that was hardly varied counts little."""
-    known = {knob: value for knob, value in importances.items() if math.isfinite(value)}
-    if not known:
+    """Draw each knob's share of the objective's variance over a search.
+
+    A share is no effect size: a knob that was hardly varied has a small one.
+
+    Args:
+        importances: Share by knob, from 0 to 1.
+
+    Returns:
+        The picture; None without a finite share.
+    """
+    shares = {knob: value for knob, value in importances.items() if math.isfinite(value)}
+    if not shares:
         return None
-    data = pd.DataFrame({"knob": list(known), "importance": list(known.values())})
+    data = pd.DataFrame({"knob": list(shares), "importance": list(shares.values())})
     data = data.sort_values("importance", ascending=False, kind="stable")
     question = "Which knobs move the search's objective most?"
     fewer = "" if len(data) <= MOST_ARMS else f"The first {MOST_ARMS} of {len(data)} knobs."
@@ -231,14 +268,23 @@ def importance(importances: Mapping[str, float]) -> Picture | None:
 
 @house
 def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture | None:
-    """Two objectives against each other, and the arms that no other beats in both; of more than two the
-    first. None where there is one objective, or no arm has both. All arms are drawn; those at the front are
-    numbered, and the first named."""
+    """Draw the first two objectives against each other, and number the arms that no other beats in both.
+
+    Args:
+        arms_by_metric: Summaries of the arms by each objective. All arms are drawn.
+
+    Returns:
+        The picture; None for one objective, or if no arm has values of both.
+    """
     if len(arms_by_metric) < 2:
         return None
     (first, ones), (second, others) = list(arms_by_metric.items())[:2]
-    known = {arm.name: arm.mean for arm in others if arm.values}
-    points = {arm.name: (arm.mean, known[arm.name]) for arm in ones if arm.values and arm.name in known}
+    second_means = {arm.name: arm.mean for arm in others if arm.values}
+    points = {
+        arm.name: (arm.mean, second_means[arm.name])
+        for arm in ones
+        if arm.values and arm.name in second_means
+    }
     if not points:
         return None
     unbeaten = front(points, [1 if metric.direction == "minimize" else -1 for metric in (first, second)])
@@ -268,10 +314,8 @@ def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture
     axes.grid()
     axes.margins(0.12)
     named = [f"{number} {name}" for number, name in enumerate(edge["arm"].head(_MOST_NAMED), start=1)]
-    several = [f"and {len(edge) - _MOST_NAMED} more"] if len(edge) > _MOST_NAMED else []
+    more = [f"and {len(edge) - _MOST_NAMED} more"] if len(edge) > _MOST_NAMED else []
     beaten = [Line2D([], [], color="0.6", marker="o", linestyle="")] if len(behind) else []
-    handles = [Line2D([], [], color=COLOURS[3], marker="s", linestyle="")] * (
-        len(named) + len(several)
-    ) + beaten
-    legend(body, handles, [*named, *several, *["beaten"] * len(beaten)])
+    handles = [Line2D([], [], color=COLOURS[3], marker="s", linestyle="")] * (len(named) + len(more)) + beaten
+    legend(body, handles, [*named, *more, *["beaten"] * len(beaten)])
     return finished(stem("objectives", first.name, second.name), question, body, data)

@@ -1,8 +1,8 @@
-"""A picture, and the house's look: colours for the colour-blind, a mark beside each for grey print, the
-question above. It knows no data.
+"""Pictures and their common style: colours for colour-blind readers, a marker beside each colour for grey
+print, the question as title.
 
-Nothing here is pyplot's: a figure belongs to its picture and to no global list, so that none is left open and
-no screen is needed.
+pyplot is not used: a figure belongs to its picture and to no global list, so none stays open, and no screen
+is needed.
 """
 
 import io
@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -24,16 +24,19 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import AxesImage
 from matplotlib.legend import Legend
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.typing import RcKeyType
 
 from ablate.errors import printable
 from ablate.results.plain_text import csv_cell
 
 MOST_ARMS = 40
-"""Of a picture: more lines are not read, and take minutes to draw."""
+"""Largest number of arms in a picture. Readers cannot tell more lines apart, and they take minutes to
+draw."""
 DPI = 150
-STYLE = {
+"""Dots per inch of PNG files."""
+STYLE: dict[RcKeyType, Any] = {
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # Matplotlib brings it: text is measured alike everywhere
+    "font.sans-serif": ["DejaVu Sans"],  # part of Matplotlib, so text has the same width on every machine
     "font.size": 9.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -44,20 +47,22 @@ STYLE = {
     "grid.linewidth": 0.8,
     "legend.frameon": False,
     "legend.fontsize": "small",
-    "image.cmap": "viridis",  # reads in grey, too
+    "image.cmap": "viridis",  # also readable in grey
     "image.interpolation": "nearest",
     "hatch.linewidth": 0.5,
     "svg.fonttype": "none",
-    "figure.constrained_layout.w_pad": 0.07,  # a browser that measures its own font a little wider still has room
+    "figure.constrained_layout.w_pad": 0.07,  # room for browsers whose font is a little wider
 }
 COLOURS: Sequence[str] = sns.color_palette("colorblind").as_hex()
 GREY = "0.45"
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
+_Dash = str | tuple[int, tuple[float, ...]]
+"""Line style of matplotlib: its name, or offset and lengths of dashes."""
+_DASHES: tuple[_Dash, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 HATCHES = ("", "///", "...", "xx", "\\\\\\", "++", "oo", "--")
 
 house = matplotlib.rc_context(STYLE)
-"""What every function that draws is decorated with."""
+"""Decorator of functions that draw: sets the style while they run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,15 +70,21 @@ class Picture:
     """A figure, the question that it answers, and the numbers behind it."""
 
     name: str
-    """The stem of its files."""
+    """Stem of its files' names."""
     question: str
     figure: Figure = field(repr=False)
     data: pd.DataFrame = field(repr=False)
-    """What is drawn, tidy."""
+    """Numbers that are drawn, as a tidy frame."""
 
     def save(self, folder: Path) -> Path:
-        """Write <name>.png, <name>.svg and <name>.csv into a folder, made where it is missing; returns the
-        first. Equal pictures give equal bytes."""
+        """Write <name>.png, <name>.svg and <name>.csv. Equal pictures give equal bytes.
+
+        Args:
+            folder: Folder for the files; it is created if it is missing.
+
+        Returns:
+            Path of the PNG file.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.write(folder / f"{self.name}.svg")
         safe = self.data.rename(columns=csv_cell).apply(
@@ -84,7 +95,7 @@ class Picture:
         return self.write(folder / f"{self.name}.png")
 
     def write(self, path: Path) -> Path:
-        """One file, of the kind that its ending names."""
+        """Write one file, in the format that its suffix names, and return its path."""
         if path.suffix == ".svg":
             path.write_text(f'<?xml version="1.0" encoding="utf-8"?>\n{self.svg()}', encoding="utf-8")
         else:
@@ -95,25 +106,29 @@ class Picture:
         return path
 
     def svg(self) -> str:
-        """As an element for a page. Every id begins with the picture's name: on a page of several, else,
-        one's clip paths cut another."""
+        """Return the figure as an SVG element for a page.
+
+        Every id begins with the picture's name: on a page with several pictures, equal ids would let the clip
+        path of one cut another.
+        """
         written = io.StringIO()
-        with matplotlib.rc_context(STYLE | {"svg.hashsalt": self.name}):
+        settings: dict[RcKeyType, Any] = {**STYLE, "svg.hashsalt": self.name}
+        with matplotlib.rc_context(settings):
             self.figure.savefig(written, format="svg", metadata={"Date": None, "Title": self.question})
         text = written.getvalue()
         text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
         return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{self.name}-", text)
 
     def close(self) -> None:
-        """Let go of what the figure holds."""
+        """Free the memory of the figure."""
         self.figure.clear()
 
     def html(self) -> str:
-        """As an element for a page."""
+        """Return the figure as an HTML element."""
         return f"<figure>{self.svg()}</figure>"
 
     def markdown(self) -> str:
-        """As a link to its file, from the folder above."""
+        """Return a Markdown link to its file, relative to the folder above `figures`."""
         return f"![{self.question}](figures/{self.name}.svg)"
 
     def _repr_mimebundle_(
@@ -128,19 +143,25 @@ class Picture:
 
 
 def stem(*words: str) -> str:
-    """A file's stem of a figure's and a metric's name: `forest-val-loss`."""
+    """Return the stem of a file's name from those of a figure and a metric: `forest-val-loss`."""
     return "-".join(re.sub(r"[^\w.]+", "-", word).strip("-") for word in words)
 
 
 def canvas(question: str, width: float, height: float, *notes: str) -> SubFigure:
-    """What is drawn on, in inches: below the question, above what has to be said about it."""
+    """Return the empty part of a new figure, with the question above it and notes below.
+
+    Args:
+        question: Title of the figure.
+        width: Width of the figure in inches.
+        height: Height of the part to draw on in inches.
+        notes: Sentences below it; empty ones are left out.
+    """
     title = textwrap.wrap(question, int(10.5 * width))
     foot = [line for note in notes if note for line in textwrap.wrap(note, int(14.5 * width))]
     above, below = 0.2 * len(title) + 0.16, 0.15 * len(foot) + 0.06
     whole = above + height + below
-    figure = Figure(
-        figsize=(width, whole), dpi=DPI, layout="constrained"
-    )  # a small font is up to a tenth wider at another
+    # The resolution of the PNG files: at another one, a small font is up to a tenth wider.
+    figure = Figure(figsize=(width, whole), dpi=DPI, layout="constrained")
     figure.suptitle(
         plain("\n".join(title)),
         x=0.08 / width,
@@ -150,56 +171,69 @@ def canvas(question: str, width: float, height: float, *notes: str) -> SubFigure
         size=11,
         weight="bold",
     ).set_in_layout(False)
-    said = figure.text(
+    note_text = figure.text(
         0.08 / width, 0.06 / whole, plain("\n".join(foot)), ha="left", va="bottom", size="small", color="0.35"
     )
-    said.set_in_layout(False)
-    return figure.subfigures(3, 1, height_ratios=(above, height, below))[1]
+    note_text.set_in_layout(False)
+    parts = figure.subfigures(3, 1, squeeze=False, height_ratios=(above, height, below))
+    body: SubFigure = parts[1, 0]
+    return body
 
 
 def finished(name: str, question: str, body: SubFigure, data: pd.DataFrame) -> Picture:
-    """The picture of a canvas. It is laid out once, here, so that writing it a second time gives what it gave
-    before."""
+    """Return the picture of a canvas.
+
+    It is laid out once, here, so that writing it again gives the same bytes.
+
+    Args:
+        name: Stem of its files' names.
+        question: Title of the figure.
+        body: Part of the figure that `canvas` returned.
+        data: Numbers that are drawn.
+    """
     figure = body.get_figure(root=True)
-    figure.get_layout_engine().execute(figure)
+    if engine := figure.get_layout_engine():
+        engine.execute(figure)
     figure.set_layout_engine("none")
-    place = body.bbox_relative  # the solver's last digits depend on where its variables lie in memory
-    place.p0, place.p1 = np.round(place.p0, 6), np.round(place.p1, 6)
+    box = body.bbox_relative  # the last digits of the solver depend on memory addresses
+    box.p0, box.p1 = np.round(box.p0, 6), np.round(box.p1, 6)
     for axes in figure.axes:
         axes.set_position(np.round(axes.get_position().bounds, 6))
     return Picture(name, question, figure, data.reset_index(drop=True))
 
 
-def panels(body: SubFigure, count: int, columns: int, **shared: bool) -> list[Axes]:
-    """So many axes in rows of so many; what is left of the last row stays empty."""
+def panels(
+    body: SubFigure, count: int, columns: int, sharex: bool = False, sharey: bool = False
+) -> list[Axes]:
+    """Return `count` axes in rows of at most `columns`. The rest of the last row stays empty."""
     columns = min(columns, count)
-    axes = body.subplots(-(-count // columns), columns, squeeze=False, **shared).ravel()
+    axes = body.subplots(-(-count // columns), columns, squeeze=False, sharex=sharex, sharey=sharey).ravel()
     for spare in axes[count:]:
         spare.remove()
     return list(axes[:count])
 
 
 class Mark(NamedTuple):
-    """How one of several is told from the others, in colour and without."""
+    """Colour, marker and line style of one series, which differ from those of others in colour and in
+    grey."""
 
     color: str
     marker: str
-    linestyle: Any
+    linestyle: _Dash
 
 
 def marks(names: Iterable[str]) -> dict[str, Mark]:
-    """A mark for each name: no two alike among the first 140, nor in grey among the first 28."""
+    """Return a mark for each name. The first 140 are distinct, and the first 28 are distinct in grey."""
     distinct = dict.fromkeys(names)
     return {
-        name: Mark(
-            COLOURS[place % len(COLOURS)], _MARKERS[place % len(_MARKERS)], _DASHES[place % len(_DASHES)]
-        )
-        for place, name in enumerate(distinct)
+        name: Mark(COLOURS[i % len(COLOURS)], _MARKERS[i % len(_MARKERS)], _DASHES[i % len(_DASHES)])
+        for i, name in enumerate(distinct)
     }
 
 
 def plain(text: str) -> str:
-    """Text that is drawn as it is: a dollar begins no formula, and no character breaks the XML of an SVG."""
+    """Return text that is drawn literally: `$` starts no formula, and no character breaks the XML of an
+    SVG."""
     return printable(text).replace("$", r"\$")
 
 
@@ -209,9 +243,16 @@ def _textual(column: pd.Series) -> bool:
 
 
 def label(text: str, width: int = 34, lines: int = 2) -> str:
-    """A long name over so many lines, broken at spaces, else behind dots and the like; of a longer one the
-    middle is left out, since names differ at their ends. None begins with an underscore, which a legend would
-    leave out."""
+    """Return a long name on several lines, broken at spaces, or else behind punctuation.
+
+    The middle of a name that is still too long is left out, since names differ at their ends. An underscore
+    at the start gets a thin space before it, because a legend leaves such labels out.
+
+    Args:
+        text: The name.
+        width: Characters of a line.
+        lines: Largest number of lines.
+    """
     most = (width - 3) * lines
     if len(text) > most:
         text = f"{text[: most // 2]}…{text[-(most // 2) :]}"
@@ -225,16 +266,30 @@ def label(text: str, width: int = 34, lines: int = 2) -> str:
     return plain(f"\u2009{text}" if text.startswith("_") else text)
 
 
+Location = Literal["outside right center", "outside lower center", "outside lower left"]
+"""Position of a legend."""
+
+
 def legend(
-    body: SubFigure, handles: Sequence[Any], labels: Sequence[str], where: str = "right center"
+    body: SubFigure,
+    handles: Iterable[Any],
+    labels: Sequence[str],
+    location: Location = "outside right center",
 ) -> Legend:
-    """What is which, outside of the axes."""
-    columns = len(labels) if where.startswith("lower") else 1
-    return body.legend(handles, [label(text, 26) for text in labels], loc=f"outside {where}", ncols=columns)
+    """Add a legend outside of the axes. Below them, its entries are in one row.
+
+    Args:
+        body: Part of a figure to add it to.
+        handles: Artists, or containers of bars, which the types of matplotlib leave out.
+        labels: Label of each.
+        location: Position of the legend.
+    """
+    columns = 1 if location == "outside right center" else len(labels)
+    return body.legend(handles, [label(text, 26) for text in labels], loc=location, ncols=columns)
 
 
 def rows(axes: Axes, labels: Sequence[str]) -> None:
-    """Named rows along y, the first on top."""
+    """Label rows along y, the first on top."""
     axes.set_yticks(range(len(labels)), [label(text) for text in labels])
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -243,7 +298,7 @@ def rows(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def name_column(labels: Iterable[str]) -> float:
-    """Inches that the names of rows take."""
+    """Return the width in inches that the names of rows need."""
     return 0.4 + 0.075 * max((len(line) for text in labels for line in label(text).split("\n")), default=0)
 
 
@@ -252,18 +307,26 @@ def heat(
     values: np.ndarray,
     low: float,
     high: float,
-    said: Sequence[Sequence[str]] | None = None,
-    cmap: Any = None,
+    texts: Sequence[Sequence[str]] | None = None,
+    cmap: str | Colormap | None = None,
 ) -> AxesImage:
-    """A matrix as an image, one picture in the file whatever its size, with words in its cells where there
-    are any. NaN is grey."""
+    """Draw a matrix as one image, with texts in its cells if there are any. NaN is grey.
+
+    Args:
+        axes: Axes to draw on.
+        values: Matrix, [rows, columns].
+        low: Value of the first colour.
+        high: Value of the last colour.
+        texts: Text of each cell, [rows][columns].
+        cmap: Colour map; default: that of the style.
+    """
     colours: Colormap = (
-        matplotlib.colormaps[cmap or STYLE["image.cmap"]].with_extremes(bad="0.88")
+        matplotlib.colormaps[cmap or "viridis"].with_extremes(bad="0.88")
         if not isinstance(cmap, Colormap)
         else cmap
     )
     image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", vmin=low, vmax=high, cmap=colours)
-    for row, line in enumerate(said or ()):
+    for row, line in enumerate(texts or ()):
         for column, text in enumerate(line):
             axes.text(
                 column,
@@ -280,14 +343,16 @@ def heat(
 
 
 def _readable(image: AxesImage, value: float) -> str:
-    """Black or white, whichever is read better upon the colour of a value."""
+    """Return black or white, whichever has more contrast with the colour of a value."""
     red, green, blue, _ = image.to_rgba(value)
     return "black" if not np.isfinite(value) or 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
 def log_axis(axis: Axis) -> None:
-    """Ticks of a log axis as numbers rather than as powers: 0.001, 1, 10k; where it spans little, at 2 and 5
-    between them, too."""
+    """Label the ticks of a log axis as numbers instead of powers: 0.001, 1, 10k.
+
+    An axis that spans less than a factor of 30 also has ticks between the powers of ten.
+    """
     low, high = axis.get_view_interval()
     wide = high > 30 * low
     axis.set_major_locator(
@@ -300,10 +365,10 @@ def log_axis(axis: Axis) -> None:
 
 
 def best_of(shown: int, total: int, what: str = "arms") -> str:
-    """What is said where not all are drawn."""
+    """Return a note on how many are drawn; empty if all are."""
     return "" if shown == total else f"The best {shown} of {total:,} {what}, baselines among them."
 
 
 def better(minimize: bool) -> str:
-    """Which way is good, beside an axis' name."""
+    """Return the direction of a metric, for the label of an axis."""
     return "less is better" if minimize else "more is better"

@@ -1,5 +1,5 @@
-"""What quantisation does to numbers, without a model: errors by operand, what a rotation makes of values,
-where a rounding puts them."""
+"""Figures of quantisation without a model: errors by operand, the effect of a rotation on values, and the
+results of two roundings."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ from ablate.results.figures.style import (
 )
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The magnitudes of E2M1."""
+"""Magnitudes of E2M1."""
 _MEANING = {
     "rel_mse": "squared error over power",
     "zero_frac": "share rounded to zero",
@@ -38,20 +38,32 @@ _MEANING = {
     "cosine": "cosine with the source",
 }
 _MOST_CODES = 64
+"""Largest number of distinct results of a rounding. More mean that they lie on no grid."""
 
 
 @house
 def errors_by_slot(
     table: pd.DataFrame, errors: Sequence[str] = ("rel_mse", "zero_frac", "magnitude")
 ) -> Picture | None:
-    """How arms differ in what quantising each operand costs, a panel for each error: the mean over seeds of
-    the last value, the bar from the smallest to the largest. Of arms with several baselines each has its own
-    beside it, as a grey stroke. None where no such error was recorded."""
-    found = tables.errors_of_slots(table, errors)
-    if found.empty:
+    """Draw the errors of quantising each operand by arm, in one panel for each error.
+
+    Markers are means over seeds of the last value, bars go from the smallest to the largest. If the arms have
+    several baselines, a grey stroke marks that of each.
+
+    Args:
+        table: Tidy frame of records, with `quant/<slot>/<error>`.
+        errors: Names of the errors.
+
+    Returns:
+        The picture; None if no such error was recorded.
+    """
+    selected = tables.errors_of_slots(table, errors)
+    if selected.empty:
         return None
-    shown, total = tables.arms(found[found["error"] == found["error"].iloc[0]], Metric(name=errors[0]))
-    data = _errors(found[found["arm"].isin(shown)])
+    shown, total = tables.arms(
+        selected[selected["error"] == selected["error"].iloc[0]], Metric(name=errors[0])
+    )
+    data = _errors(selected[selected["arm"].isin(shown)])
     compared = data[data["baseline_mean"].notna()]
     several = compared["baseline"].nunique() > 1
     data = (compared if several else data.drop(columns="baseline_mean")).reset_index(drop=True)
@@ -79,9 +91,9 @@ def errors_by_slot(
     return finished("errors_by_slot", question, body, data)
 
 
-def _errors(found: pd.DataFrame) -> pd.DataFrame:
-    """Mean, smallest and largest over seeds of each arm's last values, and its baseline's mean."""
-    lasts = tables.last(found).groupby(["error", "slot", "arm"], sort=False)
+def _errors(selected: pd.DataFrame) -> pd.DataFrame:
+    """Return mean, smallest and largest of each arm's last values over seeds, and its baseline's mean."""
+    lasts = tables.last(selected).groupby(["error", "slot", "arm"], sort=False)
     data = lasts.agg(
         baseline=("baseline", "first"),
         mean=("value", "mean"),
@@ -96,11 +108,11 @@ def _errors(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def _error_panel(axes: Axes, data: pd.DataFrame, slots: list[str], arms: list[str]) -> None:
-    """A stripe a slot, and in it a row an arm."""
+    """Draw a band for each slot, with a row for each arm."""
     rows(axes, slots)
-    for place, (arm, mark) in enumerate(marks(arms).items()):
+    for position, (arm, mark) in enumerate(marks(arms).items()):
         line = data[data["arm"] == arm]
-        heights = [slots.index(slot) + 0.8 * ((place + 0.5) / len(arms) - 0.5) for slot in line["slot"]]
+        heights = [slots.index(slot) + 0.8 * ((position + 0.5) / len(arms) - 0.5) for slot in line["slot"]]
         if "baseline_mean" in line:
             axes.plot(line["baseline_mean"], heights, "|", color=GREY, markersize=7, markeredgewidth=1.5)
         bars = np.maximum([line["mean"] - line["low"], line["high"] - line["mean"]], 0)
@@ -117,9 +129,17 @@ def _error_panel(axes: Axes, data: pd.DataFrame, slots: list[str], arms: list[st
 
 @house
 def rotation_histogram(before: np.ndarray, after: np.ndarray, bins: int = 60) -> Picture | None:
-    """How often each value occurs before and after a Hadamard transform, log counts; values are in units of
-    their block's scale, so that the grid of E2M1 is at 0, 0.5 ... 6 and what lies below 0.25 rounds to zero.
-    What is not finite is left out; None where one is empty."""
+    """Draw histograms of values before and after a Hadamard transform, with log counts.
+
+    Args:
+        before: Values of any shape, in units of their block's scale: the grid of E2M1 is 0, 0.5, ... 6, and
+            values below 0.25 round to zero. Values that are not finite are left out.
+        after: The same after the transform.
+        bins: Number of bins.
+
+    Returns:
+        The picture; None if either has no finite value.
+    """
     both = {"before": np.ravel(before), "after": np.ravel(after)}
     both = {when: values[np.isfinite(values)].astype(float) for when, values in both.items()}
     if not all(values.size for values in both.values()):
@@ -128,7 +148,7 @@ def rotation_histogram(before: np.ndarray, after: np.ndarray, bins: int = 60) ->
     edges = np.linspace(-reach, reach, bins + 1)
     counts = {when: np.histogram(values, edges)[0] for when, values in both.items()}
     data = pd.DataFrame(
-        {"from": edges[:-1], "to": edges[1:]} | {f"count_{when}": found for when, found in counts.items()}
+        {"from": edges[:-1], "to": edges[1:]} | {f"count_{when}": count for when, count in counts.items()}
     )
     question = "What does the rotation do to the values that are quantised?"
     zeros = " before, ".join(f"{np.mean(np.abs(values) < 0.25):.1%}" for values in both.values())
@@ -149,38 +169,48 @@ def rotation_histogram(before: np.ndarray, after: np.ndarray, bins: int = 60) ->
     ]
     axes.set(yscale="log", xlabel="value, in units of its block's scale", ylabel="values", ylim=(0.7, None))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    legend(body, handles, ["before the rotation", "after it"], "lower center")
+    legend(body, handles, ["before the rotation", "after it"], "outside lower center")
     return finished("rotation_histogram", question, body, data)
 
 
 @house
 def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.ndarray) -> Picture | None:
-    """Where values go on the grid under two roundings, and by how much the mean is off: of all, and of values
-    near each place. Arrays of one length, in units of the block's scale; None where no value is finite.
-    ValueError where the lengths differ, or results are on no grid."""
+    """Draw the results of two roundings on the grid, and their mean errors over the values before rounding.
+
+    Args:
+        values: Values before rounding, of any shape, in units of the block's scale.
+        nearest: The same values rounded to nearest.
+        stochastic: The same values rounded stochastically.
+
+    Returns:
+        The picture; None if no value is finite.
+
+    Raises:
+        ValueError: The sizes differ, or the results lie on no grid (more than 64 distinct values).
+    """
     source = np.ravel(values).astype(float)
     results = {
         "to nearest": np.ravel(nearest).astype(float),
         "stochastic": np.ravel(stochastic).astype(float),
     }
-    if any(found.size != source.size for found in results.values()):
+    if any(rounded.size != source.size for rounded in results.values()):
         raise ValueError(
-            f"{source.size} values, and {' and '.join(str(found.size) for found in results.values())}"
+            f"{source.size} values, and {' and '.join(str(rounded.size) for rounded in results.values())}"
             " roundings of them"
         )
-    finite = np.isfinite(source) & np.all([np.isfinite(found) for found in results.values()], axis=0)
-    source, results = source[finite], {name: found[finite] for name, found in results.items()}
+    finite = np.isfinite(source) & np.all([np.isfinite(rounded) for rounded in results.values()], axis=0)
+    source, results = source[finite], {name: rounded[finite] for name, rounded in results.items()}
     if not source.size:
         return None
-    codes = np.unique(np.concatenate([found + 0.0 for found in results.values()]))
+    codes = np.unique(np.concatenate([rounded + 0.0 for rounded in results.values()]))
     if codes.size > _MOST_CODES:
         raise ValueError(
             f"{codes.size} different results: divide by the block's scale first, so that they lie on the"
             " element's grid"
         )
-    bias = {name: float(np.mean(found - source)) for name, found in results.items()}
+    bias = {name: float(np.mean(rounded - source)) for name, rounded in results.items()}
     data = pd.concat(
-        [_rounded(name, source, found, codes) for name, found in results.items()], ignore_index=True
+        [_rounded(name, source, rounded, codes) for name, rounded in results.items()], ignore_index=True
     )
     question = "Where do values go on the grid, and is their mean kept?"
     body = canvas(
@@ -189,16 +219,16 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
         3.6,
         "Mean error of all: " + ", ".join(f"{name} {value:+.2g}" for name, value in bias.items()) + ".",
     )
-    left, right = body.subplots(1, 2)
+    count_axes, error_axes = body.subplots(1, 2)
     looks = dict(zip(results, ((COLOURS[1], "o", "--"), (COLOURS[0], "s", "-")), strict=True))
     handles = []
     for side, (name, (colour, marker, dash)) in zip((-1, 1), looks.items(), strict=True):
         counts = data[(data["rounding"] == name) & (data["what"] == "goes to")]
         width = 0.4
-        places = np.arange(len(codes)) + side * width / 2
+        middles = np.arange(len(codes)) + side * width / 2
         handles.append(
-            left.bar(
-                places,
+            count_axes.bar(
+                middles,
                 counts["count"],
                 width,
                 color=colour,
@@ -208,7 +238,7 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
             )
         )
         near = data[(data["rounding"] == name) & (data["what"] == "comes from")]
-        right.plot(
+        error_axes.plot(
             near["value"],
             near["mean_error"],
             color=colour,
@@ -217,26 +247,25 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
             markersize=2.5,
             linewidth=1.2,
         )
-    left.set_xticks(range(len(codes)), [f"{code:g}" for code in codes], size="small")
-    left.set(xlabel="value on the grid", ylabel="values that go there")
-    left.yaxis.set_major_formatter(EngFormatter(sep=""))
-    right.axhline(0, color=GREY, linewidth=1)
-    right.set(xlabel="value before rounding", ylabel="mean error of the values there")
-    legend(body, handles, list(results), "lower center")
+    count_axes.set_xticks(range(len(codes)), [f"{code:g}" for code in codes], size="small")
+    count_axes.set(xlabel="value on the grid", ylabel="values that go there")
+    count_axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    error_axes.axhline(0, color=GREY, linewidth=1)
+    error_axes.set(xlabel="value before rounding", ylabel="mean error of the values there")
+    legend(body, handles, list(results), "outside lower center")
     return finished("rounding_histogram", question, body, data)
 
 
-def _rounded(name: str, source: np.ndarray, found: np.ndarray, codes: np.ndarray) -> pd.DataFrame:
-    """How many values go to each code, and the mean error of those that come from each of 60 equal
-    stretches."""
+def _rounded(name: str, source: np.ndarray, rounded: np.ndarray, codes: np.ndarray) -> pd.DataFrame:
+    """Return the number of values that become each code, and the mean error in each of 60 equal intervals."""
     edges = np.linspace(source.min(), source.max() if source.max() > source.min() else source.min() + 1, 61)
-    place = np.clip(np.searchsorted(edges, source, "right") - 1, 0, 59)
-    counts = np.bincount(place, minlength=60)
-    sums = np.bincount(place, found - source, minlength=60)
+    interval = np.clip(np.searchsorted(edges, source, "right") - 1, 0, 59)
+    counts = np.bincount(interval, minlength=60)
+    sums = np.bincount(interval, rounded - source, minlength=60)
     errors = np.divide(sums, counts, out=np.full(60, np.nan), where=counts > 0)
-    there = np.bincount(np.searchsorted(codes, found + 0.0), minlength=len(codes))
+    code_counts = np.bincount(np.searchsorted(codes, rounded + 0.0), minlength=len(codes))
     goes = pd.DataFrame(
-        {"rounding": name, "what": "goes to", "value": codes, "count": there, "mean_error": np.nan}
+        {"rounding": name, "what": "goes to", "value": codes, "count": code_counts, "mean_error": np.nan}
     )
     comes = pd.DataFrame(
         {

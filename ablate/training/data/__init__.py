@@ -6,7 +6,7 @@ A corpus is two flat arrays of token ids and a vocabulary; an image set is uint8
 
 from ablate.training.data.corpus import Corpus, Shards, open_corpus
 from ablate.training.data.images import Augment, ImageSet, ImageSource, RandAugment, open_images
-from ablate.training.data.kinds import located, places
+from ablate.training.data.kinds import located, places, without_places
 
 __all__ = [
     "Augment",
@@ -19,4 +19,5 @@ __all__ = [
     "open_corpus",
     "open_images",
     "places",
+    "without_places",
 ]

@@ -7,6 +7,7 @@ pixels, whatever the number of workers.
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,15 +22,25 @@ _CROP, _FLIP, _JITTER, _RANDAUGMENT = range(4)
 
 
 def drawn(images: ImageSet, seed: int, step: int, micro_batch: int, count: int) -> Tensor:
-    """Return the numbers of a batch's training images, int64 [count], drawn with replacement.
+    """Return the numbers of a batch's training images, drawn with replacement.
 
     They are the same for every augmentation.
+
+    Args:
+        images: the image set.
+        seed: the trial's seed.
+        step: optimizer step.
+        micro_batch: number of the micro-batch in the step.
+        count: number of images.
+
+    Returns:
+        Indices into `images.train`, int64 [count].
     """
     counter = torch.zeros(4, count, dtype=torch.int64)
     counter[0] = torch.arange(count)
     counter[1], counter[2] = step, micro_batch
-    words = philox(counter, (seed & 0xFFFFFFFF, STREAMS["data"] << 8))
-    return (words[0] << 31 | words[1] >> 1) % len(images.train)
+    bits = philox(counter, (seed & 0xFFFFFFFF, STREAMS["data"] << 8))
+    return (bits[0] << 31 | bits[1] >> 1) % len(images.train)
 
 
 def image_batch(
@@ -86,12 +97,20 @@ def validation_images(images: ImageSet, count: int, size: int, augment: Augment)
 
 
 def validation_indices(images: ImageSet, count: int) -> Tensor:
-    """Return the numbers of evenly spaced validation images, int64 [at most count]."""
+    """Return the numbers of evenly spaced validation images.
+
+    Args:
+        images: the image set.
+        count: largest number of images.
+
+    Returns:
+        Indices into `images.val`, int64 [at least 1, at most count].
+    """
     count = max(1, min(count, len(images.val)))
     return torch.arange(count) * len(images.val) // count
 
 
-def _floats(pixels) -> Tensor:
+def _floats(pixels: np.ndarray) -> Tensor:
     """Return uint8 pixels as float32 in [0, 1]."""
     return torch.from_numpy(pixels).float() / 255
 
@@ -139,9 +158,8 @@ def _saturation(batch: Tensor, strength: Tensor) -> Tensor:
 
 def _jitter(batch: Tensor, augment: Augment, draws: Tensor) -> Tensor:
     """Change brightness, contrast, saturation, in this order, by factors in [1 - value, 1 + value]."""
-    for draw, change, most in zip(
-        draws, (_brightness, _contrast, _saturation), augment.coloured, strict=False
-    ):
+    strengths = augment.coloured or ()
+    for draw, change, most in zip(draws, (_brightness, _contrast, _saturation), strengths, strict=False):
         if most:
             batch = change(batch, (1 - min(most, 1) + draw * (most + min(most, 1))).view(-1, 1, 1, 1))
     return batch

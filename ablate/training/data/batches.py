@@ -17,21 +17,42 @@ def training_batch(
 ) -> Batch:
     """Return random windows of the training text, a function of the arguments alone.
 
-    ValueError for a token id beyond the vocabulary.
+    Args:
+        corpus: the text.
+        seed: the trial's seed.
+        step: optimizer step.
+        micro_batch: number of the micro-batch in the step.
+        sequences: number of windows.
+        context: tokens of each; the training text has more.
+
+    Returns:
+        Inputs and targets, each int64 [sequences, context], on the CPU.
+
+    Raises:
+        ValueError: a token id is beyond the vocabulary.
     """
     counter = torch.zeros(4, sequences, dtype=torch.int64)
     counter[0] = torch.arange(sequences)
     counter[1], counter[2] = step, micro_batch
-    words = philox(counter, (seed & 0xFFFFFFFF, STREAMS["data"] << 8))
-    starts = (words[0] << 31 | words[1] >> 1) % (len(corpus.train) - context)
+    bits = philox(counter, (seed & 0xFFFFFFFF, STREAMS["data"] << 8))
+    starts = (bits[0] << 31 | bits[1] >> 1) % (len(corpus.train) - context)
     return _windows(corpus, corpus.train, starts.tolist(), context)
 
 
 def validation_batches(corpus: Corpus, tokens: int, sequences: int, context: int) -> list[Batch]:
     """Return evenly spaced windows of the validation text, the same for every seed and arm.
 
-    As many batches of `sequences` as fit into `tokens`, but at least one. ValueError for a token id beyond
-    the vocabulary.
+    Args:
+        corpus: the text.
+        tokens: number of tokens that all batches together should have.
+        sequences: windows of a batch.
+        context: tokens of each; the validation text has more than one more.
+
+    Returns:
+        As many whole batches as fit into `tokens`, but at least one.
+
+    Raises:
+        ValueError: a token id is beyond the vocabulary.
     """
     count = max(1, tokens // (sequences * context)) * sequences
     starts = np.linspace(0, len(corpus.val) - context - 1, count, dtype=np.int64).tolist()

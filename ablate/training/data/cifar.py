@@ -4,7 +4,7 @@ import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ _INNER = ("", "cifar-10-batches-bin", "cifar-10-batches-py", "cifar-100-binary",
 """Folders that the published archives unpack into; empty: the files themselves."""
 
 
-class Layout(NamedTuple):
+class CifarArchive(NamedTuple):
     """Names of the files of one published archive, and of the labels of an image."""
 
     train: tuple[str, ...]
@@ -26,68 +26,71 @@ class Layout(NamedTuple):
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _TEN = ("labels",)
 _HUNDRED = ("coarse_labels", "fine_labels")
-LAYOUTS = {
+ARCHIVES = {
     10: (
-        Layout(tuple(f"{name}.bin" for name in _BATCHES), ("test_batch.bin",), _TEN, binary=True),
-        Layout(_BATCHES, ("test_batch",), _TEN, binary=False),
+        CifarArchive(tuple(f"{name}.bin" for name in _BATCHES), ("test_batch.bin",), _TEN, binary=True),
+        CifarArchive(_BATCHES, ("test_batch",), _TEN, binary=False),
     ),
     100: (
-        Layout(("train.bin",), ("test.bin",), _HUNDRED, binary=True),
-        Layout(("train",), ("test",), _HUNDRED, binary=False),
+        CifarArchive(("train.bin",), ("test.bin",), _HUNDRED, binary=True),
+        CifarArchive(("train",), ("test",), _HUNDRED, binary=False),
     ),
 }
 
-Part = tuple[np.ndarray, np.ndarray]
+LabelledImages = tuple[np.ndarray, np.ndarray]
 """Images uint8 [n, 3, 32, 32] and labels int64 [n]."""
 
 
-def read(folder: Path, classes: int, label: str) -> tuple[Part, Part]:
+def read(folder: Path, classes: int, label: str) -> tuple[LabelledImages, LabelledImages]:
     """Return the training and the test images.
 
     Args:
         folder: folder of the files, or the one that their archive was unpacked in.
         classes: 10 or 100.
-        label: name of the label, one of the layout's `labels`.
+        label: name of the label, one of the archive's `labels`.
 
     Raises:
         OSError: a file is missing.
         ValueError: a file has another content.
     """
-    inner, layout = _find(folder, classes)
-    load = _binary if layout.binary else _pickled
-    parts = [[load(inner / name, layout, label) for name in names] for names in (layout.train, layout.test)]
+    inner, archive = _find(folder, classes)
+    load = _binary if archive.binary else _pickled
+    parts = [
+        [load(inner / name, archive, label) for name in names] for names in (archive.train, archive.test)
+    ]
     train, test = (
         (np.concatenate([i for i, _ in part]), np.concatenate([k for _, k in part])) for part in parts
     )
     return train, test
 
 
-def _find(folder: Path, classes: int) -> tuple[Path, Layout]:
+def _find(folder: Path, classes: int) -> tuple[Path, CifarArchive]:
     for inner in (folder / name for name in _INNER):
-        for layout in LAYOUTS[classes]:
-            if (inner / layout.train[0]).is_file():
-                missing = [name for name in (*layout.train, *layout.test) if not (inner / name).is_file()]
+        for archive in ARCHIVES[classes]:
+            if (inner / archive.train[0]).is_file():
+                missing = [name for name in (*archive.train, *archive.test) if not (inner / name).is_file()]
                 if missing:
-                    raise OSError(f"{inner}: {missing[0]} is missing beside {layout.train[0]}")
-                return inner, layout
-    names = " or ".join(layout.train[0] for layout in LAYOUTS[classes])
+                    raise OSError(f"{inner}: {missing[0]} is missing beside {archive.train[0]}")
+                return inner, archive
+    names = " or ".join(archive.train[0] for archive in ARCHIVES[classes])
     raise OSError(f"{folder}: no {names} of CIFAR-{classes} there, as the published archives hold")
 
 
-def _binary(path: Path, layout: Layout, label: str) -> Part:
+def _binary(path: Path, archive: CifarArchive, label: str) -> LabelledImages:
     """Read a binary file: for each image its labels, a byte each, and 3,072 pixels, red first."""
-    content, width = np.fromfile(path, np.uint8), len(layout.labels) + _PIXELS
+    content, width = np.fromfile(path, np.uint8), len(archive.labels) + _PIXELS
     if len(content) == 0 or len(content) % width:
         raise ValueError(f"{path}: {len(content)} bytes are not a whole number of images of {width} bytes")
     rows = content.reshape(-1, width)
-    labels = rows[:, layout.labels.index(label)].astype(np.int64)
-    return np.ascontiguousarray(rows[:, len(layout.labels) :]).reshape(-1, 3, 32, 32), labels
+    labels = rows[:, archive.labels.index(label)].astype(np.int64)
+    return np.ascontiguousarray(rows[:, len(archive.labels) :]).reshape(-1, 3, 32, 32), labels
 
 
-def _pickled(path: Path, layout: Layout, label: str) -> Part:
+def _pickled(path: Path, archive: CifarArchive, label: str) -> LabelledImages:
     content = unpickle(path.read_bytes(), str(path))
     try:
-        table = {key.decode() if isinstance(key, bytes) else key: value for key, value in content.items()}
+        items = content.items() if isinstance(content, dict) else ()
+        table = {key.decode() if isinstance(key, bytes) else key: value for key, value in items}
         pixels, labels = table["data"], np.asarray(table[label], dtype=np.int64)
         images = pixels.reshape(-1, 3, 32, 32)
         whole = pixels.dtype == np.uint8 and labels.shape == (len(images),) and len(images) > 0
@@ -101,10 +104,15 @@ def _pickled(path: Path, layout: Layout, label: str) -> Part:
     return images, labels
 
 
-def unpickle(content: bytes, name: str) -> Any:
+def unpickle(content: bytes, name: str) -> object:
     """Return the content of a pickle of plain values and numpy arrays.
 
-    ValueError for a pickle that refers to anything else, before that is called.
+    Args:
+        content: the bytes of the pickle.
+        name: name of its file, for an error's message.
+
+    Raises:
+        ValueError: the pickle is damaged, or refers to anything else, which is not called.
     """
     try:
         return _Plain(io.BytesIO(content), encoding="bytes").load()
@@ -130,7 +138,7 @@ def _bytes(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-_SAFE: dict[tuple[str, str], Callable[..., Any]] = {
+_SAFE: dict[tuple[str, str], Callable[..., object]] = {
     ("numpy.core.multiarray", "_reconstruct"): _array,
     ("numpy._core.multiarray", "_reconstruct"): _array,
     ("numpy", "ndarray"): np.ndarray,
@@ -140,7 +148,7 @@ _SAFE: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _Plain(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Return an object that a pickle may call: numpy's classes, or a replacement defined here."""
         if (module, name) not in _SAFE:
             raise _Refused(f"{module}.{name}")

@@ -1,15 +1,14 @@
 """Text as tokens: Python's standard library, token shards, text files, prepared folders, hub datasets."""
 
 import hashlib
-import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import AfterValidator, Field, Tag
@@ -18,6 +17,7 @@ from ablate.cache import kept, root
 from ablate.numerics.spec import Spec
 from ablate.training.data import documents, jobs, prepared, shards
 from ablate.training.data.kinds import either
+from ablate.training.data.scikit import scikit_datasets
 from ablate.training.data.shards import Tokens
 from ablate.training.data.tokenisers import checked
 
@@ -55,7 +55,7 @@ class Shards(Spec):
     """Mean number of bytes of text in a token; if given, val/bits_per_byte is recorded."""
 
 
-class Text(Spec):
+class TextFiles(Spec):
     """Text files, JSON lines or Parquet; paths may be globs. Tokenised when first opened, and kept."""
 
     places: ClassVar[frozenset[str]] = frozenset({"text", "val", "column", "tokenizer", "val_fraction"})
@@ -104,7 +104,7 @@ class HubText(Spec):
     val_fraction: ValFraction = 0.01
 
 
-class Prepared(Spec):
+class PreparedText(Spec):
     """A folder that `ablate data prepare` wrote."""
 
     places: ClassVar[frozenset[str]] = frozenset({"prepared"})
@@ -112,13 +112,13 @@ class Prepared(Spec):
     prepared: str
 
 
-_KINDS = {"train": Shards, "text": Text, "dataset": HubText, "prepared": Prepared}
-Source = Annotated[
+_KINDS = {"train": Shards, "text": TextFiles, "dataset": HubText, "prepared": PreparedText}
+TextSource = Annotated[
     Annotated[Literal["stdlib", "prose"], Tag("word")]
     | Annotated[Shards, Tag("train")]
-    | Annotated[Text, Tag("text")]
+    | Annotated[TextFiles, Tag("text")]
     | Annotated[HubText, Tag("dataset")]
-    | Annotated[Prepared, Tag("prepared")],
+    | Annotated[PreparedText, Tag("prepared")],
     either(("stdlib", "prose"), _KINDS),
 ]
 
@@ -147,7 +147,7 @@ class Corpus:
         return float(-(validation * np.log(counts / counts.sum())).sum() / validation.sum())
 
 
-def open_corpus(source: Source) -> Corpus:
+def open_corpus(source: TextSource) -> Corpus:
     """Open a source of text, tokenising it if that has not been done yet.
 
     Args:
@@ -160,7 +160,19 @@ def open_corpus(source: Source) -> Corpus:
         OSError: a file is missing or cannot be read, or the hub cannot be reached.
         ValueError: the content is damaged, is not text, has ids beyond the vocabulary, or is too short.
     """
-    return _WORDS[source]() if isinstance(source, str) else _OPENED[type(source)](source)
+    match source:
+        case "stdlib":
+            return _stdlib()
+        case "prose":
+            return _prose()
+        case Shards():
+            return _shards(source)
+        case TextFiles():
+            return _text(source)
+        case HubText():
+            return _dataset(source)
+        case PreparedText():
+            return _prepared(source)
 
 
 @cache
@@ -172,7 +184,8 @@ def _stdlib() -> Corpus:
             f"no source files of the standard library under {root};"
             " use token shards: data: {train: ..., val: ...}"
         )
-    digest, split = hashlib.sha256(), ([], [])
+    digest = hashlib.sha256()
+    split: tuple[list[bytes], list[bytes]] = [], []
     for name in names:
         content = (root / name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -184,8 +197,10 @@ def _stdlib() -> Corpus:
 @cache
 def _prose() -> Corpus:
     """Open scikit-learn's descriptions of its data, 40 kB of English; the last tenth of each validates."""
-    root = Path(importlib.util.find_spec("sklearn").submodule_search_locations[0]) / "datasets" / "descr"
-    digest, train, val = hashlib.sha256(), [], []
+    root = scikit_datasets() / "descr"
+    digest = hashlib.sha256()
+    train: list[bytes] = []
+    val: list[bytes] = []
     for path in sorted(root.glob("*.rst")):
         content = path.read_bytes()
         digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
@@ -194,8 +209,8 @@ def _prose() -> Corpus:
         val.append(content[-held:])
     if not train:
         raise ValueError(f"no description of a data set under {root}; use data: stdlib, or text of yours")
-    parts = (np.frombuffer(b"".join(files), dtype=np.uint8) for files in (train, val))
-    return Corpus(*parts, 256, digest.hexdigest()[:16], bytes_per_token=1.0)
+    parts = [np.frombuffer(b"".join(files), dtype=np.uint8) for files in (train, val)]
+    return Corpus(parts[0], parts[1], 256, digest.hexdigest()[:16], bytes_per_token=1.0)
 
 
 def _sources(root: Path) -> Iterator[str]:
@@ -208,20 +223,23 @@ def _sources(root: Path) -> Iterator[str]:
 
 @cache
 def _shards(source: Shards) -> Corpus:
-    digest, arrays = hashlib.sha256(f"{source.vocab}".encode()), []
-    for pattern in (source.train, source.val):
+    digest = hashlib.sha256(f"{source.vocab}".encode())
+
+    def opened(pattern: str) -> Tokens:
         parts = [shards.read(path, source.dtype) for path in documents.named([pattern])]
         for part in parts:
             shards.check_and_digest(part, source.vocab, digest)
-        arrays.append(shards.joined(parts))
-    return Corpus(*arrays, source.vocab, digest.hexdigest()[:16], source.bytes_per_token)
+        return shards.joined(parts)
+
+    train, val = opened(source.train), opened(source.val)
+    return Corpus(train, val, source.vocab, digest.hexdigest()[:16], source.bytes_per_token)
 
 
 @cache
-def _text(source: Text) -> Corpus:
+def _text(source: TextFiles) -> Corpus:
     job = jobs.of_files(
         [source.text],
-        source.val and [source.val],
+        [source.val] if source.val else None,
         source.column,
         source.val_fraction,
         tokenizer=source.tokenizer,
@@ -247,23 +265,17 @@ def _made(job: jobs.Job, name: str) -> Corpus:
             print(f"{activity} of {name}, once: the result is kept in {root()}", file=sys.stderr, flush=True)
         seen += size
 
-    return _folder(kept("corpora", job.key, lambda folder: prepared.prepare(folder, job.watched(progress))))
+    def fill(folder: Path) -> None:
+        prepared.prepare(folder, job.watched(progress))
+
+    return _folder(kept("corpora", job.key, fill))
 
 
 @cache
-def _prepared(source: Prepared) -> Corpus:
+def _prepared(source: PreparedText) -> Corpus:
     return _folder(Path(source.prepared).expanduser())
 
 
 def _folder(folder: Path) -> Corpus:
     about, train, val = prepared.read(folder)
     return Corpus(train, val, about.vocab, about.fingerprint, about.bytes_per_token)
-
-
-_WORDS = {"stdlib": _stdlib, "prose": _prose}
-_OPENED: dict[type[Spec], Callable[[Any], Corpus]] = {
-    Shards: _shards,
-    Text: _text,
-    HubText: _dataset,
-    Prepared: _prepared,
-}

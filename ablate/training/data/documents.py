@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _BLOCK = 1 << 22
 _ROWS = 1000
@@ -33,7 +33,11 @@ class Piece(NamedTuple):
 def named(patterns: Iterable[str]) -> list[Path]:
     """Return the files that match paths or globs, sorted within each pattern, none twice.
 
-    OSError for a pattern that matches no file.
+    Args:
+        patterns: paths or globs; `~` stands for the home folder, and `**` for any folders.
+
+    Raises:
+        OSError: a pattern matches no file.
     """
     result: dict[Path, None] = {}
     for pattern in patterns:
@@ -46,7 +50,15 @@ def named(patterns: Iterable[str]) -> list[Path]:
 
 
 def matching(patterns: Iterable[str]) -> list[Path]:
-    """Return the text files that match paths or globs, as `named` does; ValueError for a packed file."""
+    """Return the text files that match paths or globs.
+
+    Args:
+        patterns: as for `named`.
+
+    Raises:
+        OSError: a pattern matches no file.
+        ValueError: a file is packed or binary, by its suffix.
+    """
     paths = named(patterns)
     for path in paths:
         if path.suffix in _PACKED:
@@ -76,10 +88,17 @@ def pieces(paths: Sequence[Path], column: str, longest: int) -> Iterator[Piece]:
             yield from _file(path, longest)
 
 
-def document(value: Any, name: str, column: str, columns: Iterable[str]) -> Piece:
-    """Return the piece for one row's value in a column; ValueError if the value is no text.
+def document(value: object, name: str, column: str, columns: Iterable[str]) -> Piece:
+    """Return the piece for one row's value in a column.
 
-    `name` and `columns` (those of the row) are for the message.
+    Args:
+        value: the value.
+        name: name of the file or dataset with the row, for the piece and for an error's message.
+        column: name of the column.
+        columns: names of all columns of the row, for an error's message.
+
+    Raises:
+        ValueError: the value is no text.
     """
     if not isinstance(value, str):
         raise ValueError(f"{name}: no text in column {column!r}; its columns: {', '.join(columns)}")

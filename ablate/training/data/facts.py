@@ -1,10 +1,18 @@
 """Description of a source of data for people: its name, its location as configured, and its size."""
 
-from typing import Any
+from typing import TypedDict
 
 from ablate.errors import redact
 from ablate.training.data import hub
-from ablate.training.data.corpus import Corpus, HubText, Prepared, Shards, Source, Text, open_corpus
+from ablate.training.data.corpus import (
+    Corpus,
+    HubText,
+    PreparedText,
+    Shards,
+    TextFiles,
+    TextSource,
+    open_corpus,
+)
 from ablate.training.data.images import (
     Cifar10,
     Cifar100,
@@ -15,11 +23,10 @@ from ablate.training.data.images import (
     open_images,
 )
 
-_IMAGES = (Cifar10, Cifar100, Folder, HubImages)
 _LOCATION = {
     Shards: "train",
-    Text: "text",
-    Prepared: "prepared",
+    TextFiles: "text",
+    PreparedText: "prepared",
     Cifar10: "cifar10",
     Cifar100: "cifar100",
     Folder: "folder",
@@ -29,27 +36,47 @@ KINDS = (str, HubText, HubImages, *_LOCATION)
 """Types of the sources that `facts` describes."""
 
 
-def facts(source: Source | ImageSource) -> dict[str, Any]:
-    """Return a description of a source, in plain values and without passwords.
+class Content(TypedDict):
+    """Columns and size of a source of data."""
 
-    Returns:
-        `name`; `type` (`local`, `hugging_face` or `package`); `source`, its location; `columns` with their
-        types; `counts`.
+    columns: dict[str, str]
+    """Types of the columns, as text."""
+    counts: dict[str, float]
+    """Numbers of tokens or images, of ids or classes, and bytes per token."""
+
+
+class DataFacts(Content):
+    """Description of a source of data, without passwords."""
+
+    name: str
+    type: str
+    """`local`, `hugging_face` or `package`."""
+    source: dict[str, str]
+    """Location of the data."""
+
+
+def facts(source: TextSource | ImageSource) -> DataFacts:
+    """Return the description of a source.
+
+    Args:
+        source: a source of text or images. Its data are opened, and tokenised or decoded if they were not
+            yet.
 
     Raises:
-        OSError, ValueError: the data cannot be opened; see `open_corpus` and `open_images`.
+        OSError: the data cannot be read; see `open_corpus` and `open_images`.
+        ValueError: the data are damaged.
     """
-    images = isinstance(source, _IMAGES) or source in ("digits", "photos")
     name, kind, location = _location(source)
-    described = _of_images(open_images(source)) if images else _of_corpus(open_corpus(source))
+    described = _content(source)
     return {
         "name": redact(name),
         "type": kind,
         "source": {key: redact(value) for key, value in location.items() if value},
-    } | described
+        **described,
+    }
 
 
-def _location(source: Source | ImageSource) -> tuple[str, str, dict[str, str | None]]:
+def _location(source: TextSource | ImageSource) -> tuple[str, str, dict[str, str | None]]:
     """Return name, type and location of a source."""
     if isinstance(source, str):
         return source, "package", {"name": source}
@@ -66,8 +93,16 @@ def _location(source: Source | ImageSource) -> tuple[str, str, dict[str, str | N
     return path, "local", {"uri": path}
 
 
-def _of_corpus(corpus: Corpus) -> dict[str, Any]:
-    counts = {
+def _content(source: TextSource | ImageSource) -> Content:
+    match source:
+        case "digits" | "photos" | Cifar10() | Cifar100() | Folder() | HubImages():
+            return _of_images(open_images(source))
+        case _:
+            return _of_corpus(open_corpus(source))
+
+
+def _of_corpus(corpus: Corpus) -> Content:
+    counts: dict[str, float] = {
         "train tokens": len(corpus.train),
         "validation tokens": len(corpus.val),
         "vocabulary": corpus.vocab,
@@ -77,7 +112,7 @@ def _of_corpus(corpus: Corpus) -> dict[str, Any]:
     return {"columns": {"token": f"integer from 0 to {corpus.vocab - 1}"}, "counts": counts}
 
 
-def _of_images(images: ImageSet) -> dict[str, Any]:
+def _of_images(images: ImageSet) -> Content:
     channels, height, width = images.shape
     return {
         "columns": {

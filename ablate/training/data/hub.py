@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from ablate.cache import digest, key_of, remembered
 from ablate.errors import redact
@@ -36,17 +35,33 @@ def version(dataset: str, revision: str | None, instead: str) -> str:
     if folder:
         return digest([path for path in sorted(folder.rglob("*")) if path.is_file()])
     return remembered(
-        key_of("dataset", dataset, revision), lambda: _commit("dataset", dataset, revision, instead)
+        key_of("dataset", dataset, revision), lambda: latest_commit("dataset", dataset, revision, instead)
     )
 
 
 def tokenizer_commit(name: str, instead: str) -> str:
-    """Return the commit of a tokeniser on the hub, cached after the first request; errors as `version`."""
-    return remembered(key_of("tokenizer", name), lambda: _commit("tokenizer", name, None, instead))
+    """Return the commit of a tokeniser on the hub, cached after the first request.
+
+    Args:
+        name: name of a model on the hub.
+        instead: clause for an error's message: the alternatives without a network.
+
+    Raises:
+        OSError: the hub cannot be reached, or has no such model.
+    """
+    return remembered(key_of("tokenizer", name), lambda: latest_commit("tokenizer", name, None, instead))
 
 
 def tokenizer_file(name: str, instead: str) -> Path:
-    """Return the downloaded `tokenizer.json` of a model on the hub. OSError if it cannot be fetched."""
+    """Return the path of the downloaded `tokenizer.json` of a model on the hub.
+
+    Args:
+        name: name of a model on the hub.
+        instead: clause for an error's message: the alternatives without a network.
+
+    Raises:
+        OSError: the file cannot be fetched.
+    """
     commit = tokenizer_commit(name, instead)
     with _as_os_error(f"tokenizer {name}: its tokenizer.json cannot be fetched"):
         from huggingface_hub import hf_hub_download
@@ -55,13 +70,21 @@ def tokenizer_file(name: str, instead: str) -> Path:
 
 
 def model_commit(name: str, instead: str) -> str:
-    """Return the commit of a model on the hub, cached after the first request; errors as `version`."""
-    return remembered(key_of("model", name), lambda: _commit("model", name, None, instead))
+    """Return the commit of a model on the hub, cached after the first request.
+
+    Args:
+        name: name of a model on the hub.
+        instead: clause for an error's message: the alternatives without a network.
+
+    Raises:
+        OSError: the hub cannot be reached, or has no such model.
+    """
+    return remembered(key_of("model", name), lambda: latest_commit("model", name, None, instead))
 
 
 def rows(
     dataset: str, config: str | None, split: str, commit: str, raw: str | None = None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Yield the rows of a split, streamed.
 
     Args:
@@ -86,7 +109,7 @@ def rows(
         yield from stream.cast_column(raw, library.Image(decode=False)) if raw else stream
 
 
-def _commit(kind: str, name: str, revision: str | None, instead: str) -> str:
+def latest_commit(kind: str, name: str, revision: str | None, instead: str) -> str:
     quiet()
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -96,7 +119,7 @@ def _commit(kind: str, name: str, revision: str | None, instead: str) -> str:
         HfApi().dataset_info if kind == "dataset" else HfApi().model_info,
     )
     try:
-        return request(name, revision=revision, timeout=_SECONDS).sha
+        return request(name, revision=revision, timeout=_SECONDS).sha or ""
     except RevisionNotFoundError:
         raise OSError(f"{kind} {name}: {hub} has no revision {revision} of it") from None
     except RepositoryNotFoundError:

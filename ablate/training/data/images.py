@@ -1,7 +1,6 @@
 """Images as arrays: scikit-learn's digits and photographs, CIFAR, folders, hub datasets. Torch-free."""
 
 import hashlib
-import importlib.util
 import io
 import json
 import warnings
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, Tag
@@ -20,6 +19,9 @@ from ablate.numerics.spec import Spec
 from ablate.training.data import cifar
 from ablate.training.data.hub import rows, version
 from ablate.training.data.kinds import either
+from ablate.training.data.scikit import scikit_datasets
+
+T = TypeVar("T")
 
 _VALIDATION_EVERY = 10
 _SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -197,12 +199,22 @@ def open_images(source: ImageSource) -> ImageSet:
         OSError: a file is missing or cannot be read, or the hub cannot be reached.
         ValueError: a file is no image or of another size, a label is no class, or there are too few images.
     """
-    if isinstance(source, str):
-        return {"digits": _digits, "photos": _photos}[source]()
-    return _OPENED[type(source)](source)
+    match source:
+        case "digits":
+            return _digits()
+        case "photos":
+            return _photos()
+        case Cifar10():
+            return _cifar10(source)
+        case Cifar100():
+            return _cifar100(source)
+        case Folder():
+            return read_folder(source)
+        case HubImages():
+            return _hub(source)
 
 
-def _image_set(train: cifar.Part, val: cifar.Part, classes: int, name: str) -> ImageSet:
+def _image_set(train: cifar.LabelledImages, val: cifar.LabelledImages, classes: int, name: str) -> ImageSet:
     parts = (*train, *val)
     if not (len(train[0]) and len(val[0])):
         raise ValueError(
@@ -223,13 +235,8 @@ def _image_set(train: cifar.Part, val: cifar.Part, classes: int, name: str) -> I
 
 
 def _scikit(*inner: str) -> Path:
-    """Return the path of one of scikit-learn's data files, without importing it, which takes seconds."""
-    package = importlib.util.find_spec("sklearn")
-    path = (
-        Path(package.submodule_search_locations[0]).joinpath("datasets", *inner)
-        if package
-        else Path("sklearn", *inner)
-    )
+    """Return the path of one of scikit-learn's data files."""
+    path = scikit_datasets().joinpath(*inner)
     if not path.is_file():
         raise OSError(f"{path}: no such file; scikit-learn brings it: `pip install scikit-learn`")
     return path
@@ -292,7 +299,7 @@ def _cifar100(source: Cifar100) -> ImageSet:
 
 
 @cache
-def _folder(source: Folder) -> ImageSet:
+def read_folder(source: Folder) -> ImageSet:
     root = Path(source.folder).expanduser()
     if not root.is_dir():
         raise OSError(f"{root}: no such folder")
@@ -306,7 +313,7 @@ def _folder(source: Folder) -> ImageSet:
         )
     classes = sorted({_class(path, tops[0]) for path in train})
 
-    def part(files: list[Path], top: Path) -> cifar.Part:
+    def part(files: list[Path], top: Path) -> cifar.LabelledImages:
         images = [_square(_decoded(path.read_bytes(), str(path)), source.size, str(path)) for path in files]
         return np.stack(images), np.array([_class_of(path, top, classes) for path in files])
 
@@ -319,7 +326,7 @@ def _files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*") if path.suffix.lower() in _SUFFIXES)
 
 
-def _split(items: list[Any]) -> tuple[list[Any], list[Any]]:
+def _split(items: list[T]) -> tuple[list[T], list[T]]:
     """Return all items but every tenth, and every tenth: if sorted by class, a tenth of each class."""
     train = [item for number, item in enumerate(items, 1) if number % _VALIDATION_EVERY]
     return train, items[_VALIDATION_EVERY - 1 :: _VALIDATION_EVERY]
@@ -413,27 +420,27 @@ def _fetched(source: HubImages, split: str, commit: str) -> list[tuple[np.ndarra
         islice(rows(source.dataset, source.config, split, commit, source.image), source.images)
     ):
         name = f"dataset {source.dataset}, split {split}, row {number}"
-        if source.label is not None and type(row.get(source.label)) is not int:
+        label = 0 if source.label is None else row.get(source.label)
+        if type(label) is not int:
             raise ValueError(
                 f"{name}: no whole number in column {source.label!r};"
                 f" there are {', '.join(row)} (label: null for none)"
             )
         image = _square(_decoded(_content(row[source.image], source.image, name), name), source.size, name)
-        images.append((image, row[source.label] if source.label else 0))
+        images.append((image, label))
     return images
 
 
-def _content(cell: dict[str, Any] | None, column: str, name: str) -> bytes:
-    """Return the bytes of the image file that a cell contains, or of the file whose path it contains."""
+def _content(cell: object, column: str, name: str) -> bytes:
+    """Return the bytes of the image file that a cell contains, or of the file whose path it contains.
+
+    Args:
+        cell: `{"bytes": ..., "path": ...}`, either of which may be None; None for an empty cell.
+        column: name of the cell's column, for an error's message.
+        name: name of its row, for the same.
+    """
+    content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (None, None)
     try:
-        return (cell and cell["bytes"]) or Path(cell["path"]).read_bytes()
-    except (OSError, TypeError):
+        return content or Path(path or "").read_bytes()  # OSError for no path: "" is a folder
+    except OSError:
         raise ValueError(f"{name}: no image in column {column!r}, nor the path of one") from None
-
-
-_OPENED: dict[type[Spec], Callable[[Any], ImageSet]] = {
-    Cifar10: _cifar10,
-    Cifar100: _cifar100,
-    Folder: _folder,
-    HubImages: _hub,
-}

@@ -1,8 +1,9 @@
 """A tokenisation job: text files or a dataset, the documents that validate, and those that train a BPE."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TypedDict, Unpack
 
 from ablate.cache import digest, key_of
 from ablate.training.data import documents, hub
@@ -28,9 +29,9 @@ class Job:
 
     pieces: Callable[[], Iterable[Piece]]
     """Returns the text's pieces; called twice if a BPE is trained."""
-    content: tuple[Any, ...]
+    content: tuple[object, ...]
     """Identity of the text: the hash of files, or the commit of a dataset."""
-    source: dict[str, Any]
+    source: Mapping[str, object]
     """The text as its user named it."""
     tokenizer: str = "bytes"
     val: Callable[[], Iterable[Piece]] | None = None
@@ -81,7 +82,22 @@ class Job:
                 yield piece
 
 
-def of_files(patterns: list[str], val: list[str] | None, column: str, val_fraction: float, **how: Any) -> Job:
+class JobOptions(TypedDict, total=False):
+    """Fields of `Job` that its makers pass on; their defaults are those of `Job`."""
+
+    tokenizer: str
+    shard_tokens: int
+    tokens: int | None
+    progress: Callable[[str, int], None]
+
+
+def of_files(
+    patterns: list[str],
+    val: list[str] | None,
+    column: str,
+    val_fraction: float,
+    **options: Unpack[JobOptions],
+) -> Job:
     """Return the job for text files, JSON lines or Parquet.
 
     Args:
@@ -89,7 +105,7 @@ def of_files(patterns: list[str], val: list[str] | None, column: str, val_fracti
         val: paths or globs of the validation text, if any.
         column: name of the column of documents.
         val_fraction: part of the text to hold out if there is no validation text.
-        how: other fields of `Job`.
+        options: other fields of `Job`.
 
     Raises:
         OSError: a pattern matches no file.
@@ -99,7 +115,7 @@ def of_files(patterns: list[str], val: list[str] | None, column: str, val_fracti
     size = sum(path.stat().st_size for path in files)
     longest = _LONGEST if held else min(_LONGEST, max(_SHORTEST, int(val_fraction * size)))
 
-    def read(paths: list[Any]) -> Callable[[], Iterable[Piece]]:
+    def read(paths: list[Path]) -> Callable[[], Iterable[Piece]]:
         return lambda: documents.pieces(paths, column, longest)
 
     content = (
@@ -111,7 +127,7 @@ def of_files(patterns: list[str], val: list[str] | None, column: str, val_fracti
     )
     source = {"text": patterns} | ({"val": val} if val else {})
     return Job(
-        read(files), content, source, val=read(held) if held else None, val_fraction=val_fraction, **how
+        read(files), content, source, val=read(held) if held else None, val_fraction=val_fraction, **options
     )
 
 
@@ -122,11 +138,23 @@ def of_dataset(
     val_split: str | None,
     revision: str | None,
     column: str,
-    **how: Any,
+    val_fraction: float,
+    **options: Unpack[JobOptions],
 ) -> Job:
-    """Return the job for a dataset of the hub, or in a local folder; the fields are those of `HubText`.
+    """Return the job for a dataset of the hub, or in a local folder.
 
-    OSError if it cannot be reached.
+    Args:
+        dataset: a name on the hub, or a local folder.
+        config: name of the dataset's configuration, if it has several.
+        split: name of the split to train on.
+        val_split: name of the split that validates; None: a part of the documents is held out.
+        revision: a commit, tag or branch; None: the newest commit, which is then cached.
+        column: name of the column of documents.
+        val_fraction: part of the text to hold out if there is no `val_split`.
+        options: other fields of `Job`.
+
+    Raises:
+        OSError: the hub cannot be reached, or has no such dataset or revision.
     """
     commit = hub.version(dataset, revision, _INSTEAD)
 
@@ -148,4 +176,11 @@ def of_dataset(
         "column": column,
     }
     content = ("dataset", dataset, config, split, val_split, commit, column)
-    return Job(read(split), content, source, val=read(val_split) if val_split else None, **how)
+    return Job(
+        read(split),
+        content,
+        source,
+        val=read(val_split) if val_split else None,
+        val_fraction=val_fraction,
+        **options,
+    )

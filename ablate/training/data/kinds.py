@@ -6,19 +6,22 @@ Since the kind is decided first, an error in a source is reported for that kind 
 import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from pydantic import Discriminator
 
+from ablate.files import Json
 from ablate.numerics.spec import Spec
 
+T = TypeVar("T")
 
-def _kind_of(words: Collection[str], kinds: Mapping[str, type[Spec]]) -> Callable[[Any], str | None]:
-    """Return a discriminator's function: `word` for one of the words, else the first key of `kinds` in it."""
 
-    def kind(value: Any) -> str | None:
+def _kind_of(names: Collection[str], kinds: Mapping[str, type[Spec]]) -> Callable[[object], str | None]:
+    """Return a discriminator's function: `word` for one of the names, else the first key of `kinds` in it."""
+
+    def kind(value: object) -> str | None:
         if isinstance(value, str):
-            return "word" if value in words else None
+            return "word" if value in names else None
         if isinstance(value, dict):
             return next((key for key in kinds if key in value), None)
         return next((key for key, spec in kinds.items() if isinstance(value, spec)), None)
@@ -26,39 +29,59 @@ def _kind_of(words: Collection[str], kinds: Mapping[str, type[Spec]]) -> Callabl
     return kind
 
 
-def either(words: Sequence[str], kinds: Mapping[str, type[Spec]]) -> Discriminator:
+def either(names: Sequence[str], kinds: Mapping[str, type[Spec]]) -> Discriminator:
     """Return the discriminator of a union of sources, whose error lists all that a source may be.
 
     Args:
-        words: names of built-in sources; their union member is tagged `word`.
+        names: names of built-in sources; their union member is tagged `word`.
         kinds: classes of the other sources, keyed by their tag, a field that only they have.
     """
-    message = f"must be {' or '.join(words)}, or have one of the keys {', '.join(kinds)}"
-    return Discriminator(_kind_of(words, kinds), custom_error_type="source", custom_error_message=message)
+    message = f"must be {' or '.join(names)}, or have one of the keys {', '.join(kinds)}"
+    return Discriminator(_kind_of(names, kinds), custom_error_type="source", custom_error_message=message)
 
 
-def places(source: Any) -> frozenset[str]:
+def places(source: object) -> frozenset[str]:
     """Return the fields that only locate a source's data: a trial's id has the data's fingerprint instead."""
     return getattr(source, "places", frozenset())
 
 
-def located(value: Any, folder: Path, strays: dict[str, None]) -> Any:
+def without_places(fields: Json, source: object) -> Json:
+    """Return the JSON data of a source of data without the fields that only locate it.
+
+    Args:
+        fields: the source's fields as JSON data, or the name of a built-in source, which is returned as it
+            is.
+        source: the source, whose class lists those fields.
+    """
+    if not isinstance(fields, dict):
+        return fields
+    paths = places(source)
+    return {name: value for name, value in fields.items() if name not in paths}
+
+
+def located(value: T, folder: Path, strays: dict[str, None]) -> T:
     """Return a configuration with its relative paths made absolute.
 
     Args:
-        value: the configuration. Its class lists its fields of paths: `PATHS` (files, folders, globs), and
-            `NAMES`, which may be names on a hub too and stay as they are unless such a folder exists.
+        value: the configuration; a value that is no `Spec` has no paths. The class of a `Spec` lists its
+            fields of paths: `PATHS` (files, folders, globs), and `NAMES`, which may be names on a hub too and
+            stay as they are unless such a folder exists.
         folder: folder of the experiment file, which paths are relative to.
         strays: receives paths that do not exist there but relative to the working directory; those are taken
             from there, as earlier versions did.
     """
-    changed: dict[str, Any] = {}
-    for name in type(value).model_fields if isinstance(value, Spec) else ():
+    if not isinstance(value, Spec):
+        return value
+    changed: dict[str, object] = {}
+    for name in type(value).model_fields:
         part = getattr(value, name)
+        other: object
         if isinstance(part, Spec):
             other = located(part, folder, strays)
         elif isinstance(part, str) and name in getattr(value, "PATHS", ()):
             other = _absolute(part, folder, strays, False)
+        elif isinstance(part, tuple) and name in getattr(value, "PATHS", ()):
+            other = tuple(_absolute(path, folder, strays, False) for path in part)
         elif isinstance(part, str) and name in getattr(value, "NAMES", ()):
             other = _absolute(part, folder, strays, True)
         else:

@@ -6,7 +6,6 @@ Written once, and read on any machine.
 import hashlib
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -23,7 +22,7 @@ ABOUT = "data.json"
 _PIECES = 256
 
 
-class Part(Spec):
+class SplitAbout(Spec):
     """The shards of a split."""
 
     tokens: int = Field(ge=1)
@@ -37,15 +36,15 @@ class About(Spec):
     """The content of data.json."""
 
     format: int = Field(1, ge=1, le=1)
-    source: dict[str, Any]
+    source: dict[str, object]
     """The text as its user named it; of a dataset on a hub, its commit too."""
     tokenizer: str
     vocab: int = Field(gt=1)
     separator: int | None
     bytes_per_token: float = Field(gt=0)
     """Mean over the validation text."""
-    train: Part
-    val: Part
+    train: SplitAbout
+    val: SplitAbout
     fingerprint: str
     """Hash of all tokens."""
     sample: str
@@ -68,7 +67,7 @@ def prepare(folder: Path, job: Job) -> About:
     """
     tokeniser = open_tokeniser(job.tokenizer, job.training)
     parts = {
-        name: _Part(shards.Writer(folder, name, tokeniser.dtype, job.shard_tokens))
+        name: _SplitWriter(shards.Writer(folder, name, tokeniser.dtype, job.shard_tokens))
         for name in ("train", "val")
     }
     stream = job.split()
@@ -102,7 +101,7 @@ def _too_little(name: str, documents: int) -> str:
     )
 
 
-class _Part:
+class _SplitWriter:
     """A split while it is written."""
 
     def __init__(self, writer: shards.Writer) -> None:
@@ -117,9 +116,9 @@ class _Part:
         self.documents += piece.first
 
     @property
-    def summary(self) -> Part:
+    def summary(self) -> SplitAbout:
         """Return the description of the tokens written so far."""
-        return Part(
+        return SplitAbout(
             tokens=self.writer.tokens,
             bytes=self.bytes,
             documents=self.documents,
@@ -127,9 +126,11 @@ class _Part:
         )
 
 
-def _about(folder: Path, job: Job, tokeniser: Tokeniser, train: Part, val: Part, fingerprint: str) -> About:
+def _about(
+    folder: Path, job: Job, tokeniser: Tokeniser, train: SplitAbout, val: SplitAbout, fingerprint: str
+) -> About:
     return About(
-        source=job.source,
+        source=dict(job.source),
         tokenizer=tokeniser.word,
         vocab=tokeniser.vocab,
         separator=tokeniser.separator,
@@ -143,7 +144,15 @@ def _about(folder: Path, job: Job, tokeniser: Tokeniser, train: Part, val: Part,
 
 
 def about(folder: Path) -> About:
-    """Return the content of a folder's data.json. OSError if there is none, ValueError if it is damaged."""
+    """Return the content of a folder's data.json.
+
+    Args:
+        folder: a folder that `prepare` wrote.
+
+    Raises:
+        OSError: there is no data.json.
+        ValueError: it is damaged.
+    """
     path = folder / ABOUT
     if not path.is_file():
         raise OSError(
@@ -177,7 +186,7 @@ def read(folder: Path) -> tuple[About, Tokens, Tokens]:
     return described, train, val
 
 
-def _sampled(folder: Path, parts: tuple[Part, Part], vocab: int) -> tuple[list[Tokens], str]:
+def _sampled(folder: Path, parts: tuple[SplitAbout, SplitAbout], vocab: int) -> tuple[list[Tokens], str]:
     """Return the ids of both parts, and the hash of windows of them."""
     digest, texts = hashlib.sha256(), []
     for part in parts:

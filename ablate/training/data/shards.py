@@ -2,11 +2,12 @@
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 import numpy as np
 
@@ -21,8 +22,11 @@ _MAPPED = 64
 """Number of files mapped at once: each takes a file descriptor, and a process may have only 1,024."""
 
 
-class _Windows:
+class _Windows(ABC):
     """Ids that are read in windows, since they may be larger than memory."""
+
+    @abstractmethod
+    def __getitem__(self, window: slice) -> np.ndarray: ...
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         """Return all ids as one array in memory."""
@@ -76,7 +80,7 @@ class Joined(_Windows):
         return windows[0] if len(windows) == 1 else np.concatenate(windows or [np.empty(0, self.dtype)])
 
 
-Tokens = np.ndarray | Shard | Joined
+Tokens: TypeAlias = np.ndarray | Shard | Joined
 """Ids of a text: `len` and slices, which are arrays."""
 
 
@@ -103,7 +107,7 @@ def read(path: Path, dtype: str) -> Shard:
     size = stat.st_size
     with path.open("rb") as file:
         start = file.read(12)
-    header = np.frombuffer(start, dtype=np.int32) if len(start) == 12 else (0,)
+    header = np.frombuffer(start, dtype=np.int32) if len(start) == 12 else np.zeros(3, dtype=np.int32)
     if int(header[0]) in _LLM_C:
         kind = np.dtype(_LLM_C[int(header[0])])
         if header[2] < 0:  # a count beyond 32 bits has overflowed
@@ -123,9 +127,15 @@ def read(path: Path, dtype: str) -> Shard:
 
 
 def check_and_digest(shard: Shard, vocab: int, digest: "hashlib._Hash") -> None:
-    """Add evenly spaced windows of a shard to `digest`, so that many gigabytes take milliseconds.
+    """Add evenly spaced windows of a shard to a digest, so that many gigabytes take milliseconds.
 
-    ValueError if one of them has an id beyond the vocabulary.
+    Args:
+        shard: the shard.
+        vocab: number of token ids, from 0.
+        digest: an object of hashlib, which is updated.
+
+    Raises:
+        ValueError: an id in one of the windows is beyond the vocabulary.
     """
     for window in _sample(shard):
         digest.update(window.tobytes())
@@ -143,7 +153,14 @@ def _sample(shard: Shard) -> list[np.ndarray]:
 
 
 class Writer:
-    """Write ids into shards `<name>_000000.bin`, ... of at most `most` tokens each."""
+    """Writer of ids into shards `<name>_000000.bin`, `<name>_000001.bin`, ...
+
+    Args:
+        folder: folder of the shards.
+        name: beginning of their names.
+        dtype: np.uint16 or np.uint32, the type of the ids.
+        most: largest number of tokens of a shard.
+    """
 
     def __init__(self, folder: Path, name: str, dtype: type, most: int) -> None:
         self.tokens = 0
@@ -159,8 +176,8 @@ class Writer:
         self._digest.update(ids.data)
         self.tokens += len(ids)
         while len(ids):
-            if self._room == 0:
-                self._next()
+            if self._file is None or self._room == 0:
+                self._file = self._next()
             part, ids = ids[: self._room], ids[self._room :]
             self._file.write(part.data)
             self._room -= len(part)
@@ -170,12 +187,14 @@ class Writer:
         self._end()
         return self._digest.hexdigest()
 
-    def _next(self) -> None:
+    def _next(self) -> IO[bytes]:
+        """End the present file, and return the next one, with room for its header."""
         self._end()
         self.names.append(f"{self._name}_{len(self.names):06}.bin")
-        self._file = (self._folder / self.names[-1]).open("wb")
-        self._file.write(bytes(_HEADER))
+        file = (self._folder / self.names[-1]).open("wb")
+        file.write(bytes(_HEADER))
         self._room = self._most
+        return file
 
     def _end(self) -> None:
         """Complete the present file with its header, written last so that an incomplete file has none."""

@@ -7,13 +7,16 @@ One is named by a word: `bytes`; `bpe:N`, trained on the text itself to N tokens
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from ablate.cache import digest
 from ablate.training.data.documents import Piece
 from ablate.training.data.hub import tokenizer_commit, tokenizer_file
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
@@ -48,7 +51,14 @@ class Tokeniser(NamedTuple):
 
 
 def kind(word: str) -> Literal["bytes", "bpe", "file", "hub"]:
-    """Return the kind of tokeniser that a word names. ValueError if it names none."""
+    """Return the kind of tokeniser that a word names.
+
+    Args:
+        word: `bytes`, `bpe:N`, the path of a tokenizer.json or its folder, or the name of a model on the hub.
+
+    Raises:
+        ValueError: the word cannot name a tokeniser.
+    """
     if word == "bytes":
         return "bytes"
     if word.startswith("bpe:"):
@@ -73,7 +83,15 @@ def checked(word: str) -> str:
 
 
 def identity(word: str) -> str:
-    """Return the identity of a tokeniser's content: equal ones give the same ids for the same text."""
+    """Return the identity of a tokeniser's content: equal ones give the same ids for the same text.
+
+    Args:
+        word: the word that names the tokeniser.
+
+    Raises:
+        OSError: its file is missing, or the hub cannot be reached.
+        ValueError: the word cannot name a tokeniser.
+    """
     match kind(word):
         case "file":
             return digest([_path(word)])
@@ -111,7 +129,7 @@ def _path(word: str) -> Path:
     return path
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
@@ -120,7 +138,7 @@ def _read(path: Path) -> Any:
         raise ValueError(f"{path}: not a tokenizer.json: {str(error).splitlines()[0]}") from None
 
 
-def _wrapped(library: Any, word: str) -> Tokeniser:
+def _wrapped(library: "Tokenizer", word: str) -> Tokeniser:
     """Return a `tokenizers.Tokenizer` as a `Tokeniser`."""
     library.no_truncation()  # a published tokeniser may truncate and pad, as for single sentences
     library.no_padding()
@@ -182,7 +200,7 @@ def _bytes() -> Tokeniser:
     )
 
 
-def _trained(text: Iterable[Piece], vocab: int) -> Any:
+def _trained(text: Iterable[Piece], vocab: int) -> "Tokenizer":
     """Return a trained byte-level BPE: the same for the same text, whatever the number of threads."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

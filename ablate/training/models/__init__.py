@@ -1,6 +1,7 @@
 """Models: the package's own transformer, and those of other libraries, built, described and trained alike."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -9,7 +10,14 @@ from types import ModuleType
 
 
 def library(name: str) -> ModuleType:
-    """Import and return an optional library. ValueError, with the command to install it, if it is missing."""
+    """Import and return an optional library.
+
+    Args:
+        name: qualified name of the module.
+
+    Raises:
+        ValueError: the library is not installed; the message has the command to install it.
+    """
     try:
         with quietly():
             return import_module(name)
@@ -27,6 +35,25 @@ def quietly() -> Iterator[None]:
         yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+@contextmanager
+def hidden_if_broken(package: str) -> Iterator[None]:
+    """Inside this context, hide a package that is installed but cannot be imported.
+
+    peft checks only that it is installed, and then fails to import it.
+    """
+    if package in sys.modules:
+        yield
+        return
+    try:
+        __import__(package)
+    except (ImportError, RuntimeError, OSError):
+        sys.modules[package] = None  # type: ignore[assignment]  # as if it were not installed
+        yield
+        sys.modules.pop(package, None)
+    else:
+        yield
 
 
 @contextmanager

@@ -1,36 +1,14 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685), by peft, for a model that an engine has converted already."""
 
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
-from ablate.training.models import drawn, quietly
+from ablate.training.models import drawn, hidden_if_broken, quietly
 
-
-@contextmanager
-def _hidden_if_broken(package: str) -> Iterator[None]:
-    """Inside this context, hide a package that is installed but cannot be imported.
-
-    peft checks only that it is installed, and then fails to import it.
-    """
-    if package in sys.modules:
-        yield
-        return
-    try:
-        __import__(package)
-    except (ImportError, RuntimeError, OSError):
-        sys.modules[package] = None  # as if it were not installed
-        yield
-        sys.modules.pop(package, None)
-    else:
-        yield
-
-
-with _hidden_if_broken("transformer_engine"), quietly():
+with hidden_if_broken("transformer_engine"), quietly():
     import peft
 
 
@@ -60,10 +38,18 @@ def adapt(
 
 
 def merged(model: nn.Module) -> nn.Module:
-    """Return the model with its adapters, if any, added to its weights in place."""
+    """Return the model with its adapters, if any, merged into its weights in place."""
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 
 def save(model: nn.Module, folder: Path) -> None:
-    """Write the model, its adapters merged in place, into a folder that `transformers` loads."""
+    """Write the model, its adapters merged in place, into a folder that `transformers` loads.
+
+    Args:
+        model: a model of `transformers`, or one from `adapt`.
+        folder: the folder, made if it does not exist.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     merged(model).save_pretrained(folder)

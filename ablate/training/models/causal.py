@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +18,21 @@ from ablate.engines.emulated import described, quantisable
 from ablate.numerics.philox import Clock
 from ablate.training.data.hub import quiet
 from ablate.training.models import drawn, quietly
-from ablate.training.models.source import HINT, Outline, Source, resolve
+from ablate.training.models.source import HINT, ModelSource, Outline, resolve
 
 with quietly():
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import PreTrainedModel
     from transformers.utils.logging import disable_progress_bar
 
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PreTrainedConfig
+
 disable_progress_bar()
 quiet()
 
 
-def outlined(source: Source, vocab: int | None) -> Outline:
+def outlined(source: ModelSource, vocab: int | None) -> Outline:
     """Return the outline of a model, which is built on the meta device, without weights.
 
     Args:
@@ -85,10 +88,12 @@ def _coverage(model: nn.Module, names: Sequence[str]) -> tuple[float, str | None
     others = {
         name: count for name, count in matrices.items() if name not in {f"{layer}.weight" for layer in names}
     }
-    return 1 - sum(others.values()) / sum(matrices.values()), max(others, key=others.get, default=None)
+    return 1 - sum(others.values()) / sum(matrices.values()), max(
+        others, key=lambda name: others[name], default=None
+    )
 
 
-def _from_config(config: Any, **options: Any) -> PreTrainedModel:
+def _from_config(config: "PreTrainedConfig", **options: object) -> PreTrainedModel:
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"transformers' {config.model_type} is no causal language model")
     try:
@@ -97,7 +102,7 @@ def _from_config(config: Any, **options: Any) -> PreTrainedModel:
         raise ValueError(f"transformers cannot build this {config.model_type}: {_message(error)}") from None
 
 
-def configuration(source: Source, vocab: int | None = None) -> Any:
+def configuration(source: ModelSource, vocab: int | None = None) -> "PreTrainedConfig":
     """Return the `transformers` configuration of a model.
 
     Args:
@@ -137,13 +142,15 @@ def _reads(kind: type, name: str) -> bool:
     if kind not in AutoModelForCausalLM._model_mapping:
         return False
     module = inspect.getmodule(AutoModelForCausalLM._model_mapping[kind])
+    if module is None:
+        return False
     read = re.compile(
         rf"""config\.{re.escape(name)}\b|getattr\(\s*(?:\w+\.)?config,\s*["']{re.escape(name)}["']"""
     )
     return read.search(inspect.getsource(module)) is not None
 
 
-def _saved_configuration(source: str) -> Any:
+def _saved_configuration(source: str) -> "PreTrainedConfig":
     path, revision = resolve(source)
     options = {"revision": revision, "local_files_only": path is not None, "trust_remote_code": False}
     try:
@@ -159,7 +166,9 @@ def _message(error: Exception) -> str:
     return shorten(str(error).strip() or type(error).__name__, 300, placeholder=" ...").rstrip(".")
 
 
-def build(source: Source, vocab: int, seed: int, device: torch.device, weights: bool = True) -> nn.Module:
+def build(
+    source: ModelSource, vocab: int, seed: int, device: torch.device, weights: bool = True
+) -> nn.Module:
     """Return a model in fp32, in training mode.
 
     Args:

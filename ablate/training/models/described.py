@@ -6,13 +6,12 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from ablate.cache import key_of, remembered
 from ablate.errors import one_line
 from ablate.recipes.layers import Layer
 from ablate.training.models import library
-from ablate.training.models.source import Outline, Source, fingerprint
+from ablate.training.models.source import ModelSource, Outline, fingerprint
 
 _MOST = {"layer": 1024, "block": 1024, "expert": 4096}
 """Largest values of configuration fields whose names contain these words: numbers of modules to build."""
@@ -22,7 +21,7 @@ _VERSION = 4
 """Raise by hand when the same model would have another outline."""
 
 
-def outline(source: Source, vocab: int | None = None) -> Outline:
+def outline(source: ModelSource, vocab: int | None = None) -> Outline:
     """Return the outline of a model, from the cache if it has been made before.
 
     Args:
@@ -38,7 +37,7 @@ def outline(source: Source, vocab: int | None = None) -> Outline:
     return _outline(source if isinstance(source, str) else json.dumps(dict(source), sort_keys=True), vocab)
 
 
-def _refuse_giants(fields: Mapping[str, Any]) -> None:
+def _refuse_giants(fields: Mapping[str, object]) -> None:
     """Raise ValueError for a number so large that building the model's modules would take gigabytes."""
     for name, value in fields.items():
         if isinstance(value, Mapping):

@@ -7,7 +7,7 @@ patches.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ablate.engines.emulated import Engine
 from ablate.numerics.philox import STREAMS, philox
 from ablate.training.data.augment import image_batch, validation_images
-from ablate.training.data.images import ImageSet
+from ablate.training.data.images import Augment, ImageSet
 from ablate.training.models import library
 
-Batch = tuple[Tensor, Tensor]
+MaskedBatch = tuple[Tensor, Tensor]
 """Images fp32 [n, channels, side, side], and the order int64 [n, patches] of their patches."""
 _TRAINING, _VALIDATION = range(2)
 """Purposes of masks: the last word of the counter."""
@@ -27,11 +27,58 @@ _EPSILON = 1e-6
 """Added to the variance of a patch, as in the model's own loss: a patch of one colour has variance 0."""
 
 
+class StackShape(Protocol):
+    """Sizes of the blocks of encoder or decoder."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def hidden_width(self) -> int: ...
+
+
+class MaskedConfig(StackShape, Protocol):
+    """Sizes of the autoencoder, those of its encoder first, and its data, as a `Mae` workload has them."""
+
+    @property
+    def decoder(self) -> StackShape: ...
+    @property
+    def patch(self) -> int: ...
+    @property
+    def patches(self) -> int: ...
+    @property
+    def visible(self) -> int: ...
+    @property
+    def norm_pix(self) -> bool: ...
+    @property
+    def augment(self) -> Augment: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def eval_tokens(self) -> int: ...
+    @property
+    def eval_batch(self) -> int: ...
+
+
 # --- the model ------------------------------------------------------------------------------------
 
 
-def autoencoder(shape: Any, channels: int, side: int, seed: int, device: torch.device) -> nn.Module:
-    """Return the model of a `Mae`, its weights drawn from the seed alone. Activations are fp32."""
+def autoencoder(shape: MaskedConfig, channels: int, side: int, seed: int, device: torch.device) -> nn.Module:
+    """Return the model of a `Mae` in fp32, in training mode.
+
+    Args:
+        shape: the workload, whose fields give the sizes of encoder and decoder.
+        channels: channels of the images.
+        side: width and height of the images in pixels, a multiple of the patch.
+        seed: seed of the weights, which depend on nothing else.
+        device: device of the model.
+
+    Raises:
+        ValueError: transformers is not installed.
+    """
     vit = library("transformers.models.vit_mae.modeling_vit_mae")
     config = vit.ViTMAEConfig(
         hidden_size=shape.width,
@@ -58,6 +105,11 @@ def initialise(model: nn.Module, grid: int, seed: int) -> nn.Module:
     """Draw all weights on the CPU, in order of name, from the seed alone, and return the model.
 
     As in the paper: Xavier uniform matrices, biases 0, norms 1, fixed positions.
+
+    Args:
+        model: a ViT-MAE of transformers, changed in place.
+        grid: number of patches in a row of an image.
+        seed: seed of the weights.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -91,7 +143,13 @@ def positions(grid: int, width: int) -> Tensor:
 
 
 def loss(model: nn.Module, images: Tensor, order: Tensor) -> Tensor:
-    """Return the mean squared error over the pixels of masked patches, an fp32 scalar."""
+    """Return the mean squared error over the pixels of masked patches, an fp32 scalar.
+
+    Args:
+        model: from `autoencoder`.
+        images: fp32 [images, channels, side, side].
+        order: order of the patches, from `mask_order`; those with the smallest numbers stay visible.
+    """
     return model(pixel_values=images, noise=order).loss
 
 
@@ -105,32 +163,45 @@ def mask_order(
 
     The patches with the smallest numbers stay visible. A function of the arguments alone, so that every arm
     of a seed sees the same masks.
+
+    Args:
+        seed: the trial's seed.
+        step: optimizer step.
+        micro_batch: number of the micro-batch in the step.
+        images: number of images.
+        patches: number of patches of an image.
+        purpose: last word of the counter: one for training, another for validation.
     """
     count = images * patches
     counter = torch.empty(4, -(-count // 4), dtype=torch.int64)
     torch.arange(counter.shape[1], out=counter[0])
     counter[1], counter[2], counter[3] = step, micro_batch, purpose
-    words = philox(counter, (seed & 0xFFFFFFFF, STREAMS["masking"] << 8)).t().flatten()[:count]
-    return words.view(images, patches) * patches + torch.arange(patches)
+    bits = philox(counter, (seed & 0xFFFFFFFF, STREAMS["masking"] << 8)).t().flatten()[:count]
+    return bits.view(images, patches) * patches + torch.arange(patches)
 
 
 def batches(
-    config: Any, images: ImageSet, seed: int, device: torch.device
-) -> tuple[Callable[[int, int], Batch], list[Batch]]:
+    config: MaskedConfig, images: ImageSet, seed: int, device: torch.device
+) -> tuple[Callable[[int, int], MaskedBatch], list[MaskedBatch]]:
     """Return a function from step and micro-batch to a training batch, and the list of validation batches.
 
     All on `device`. Validation batches are the same for every seed and arm.
     """
 
-    def batch(step: int, micro_batch: int) -> Batch:
+    def batch(step: int, micro_batch: int) -> MaskedBatch:
         pixels = image_batch(images, seed, step, micro_batch, config.batch, config.augment)
         return pixels.to(device), mask_order(seed, step, micro_batch, config.batch, config.patches).to(device)
 
     return batch, [(pixels.to(device), order.to(device)) for pixels, order in validation(config, images)]
 
 
-def validation(config: Any, images: ImageSet) -> Iterator[Batch]:
-    """Yield validation images with masks that are the same for every seed and arm."""
+def validation(config: MaskedConfig, images: ImageSet) -> Iterator[MaskedBatch]:
+    """Yield batches of validation images with masks, on the CPU, the same for every seed and arm.
+
+    Args:
+        config: the workload; `eval_tokens`, `eval_batch` and the normalisation of `augment` apply.
+        images: the image set.
+    """
     pixels = validation_images(
         images, config.eval_tokens // config.patches, config.eval_batch, config.augment
     )
@@ -139,7 +210,12 @@ def validation(config: Any, images: ImageSet) -> Iterator[Batch]:
 
 
 def masks(order: Tensor, visible: int) -> Tensor:
-    """Return the masked patches, bool [images, patches]; `visible` patches of each image are not masked."""
+    """Return the masked patches, bool [images, patches].
+
+    Args:
+        order: from `mask_order`, int64 [images, patches].
+        visible: number of patches of each image that are not masked.
+    """
     return order.argsort(1).argsort(1) >= visible
 
 
@@ -171,11 +247,15 @@ def unpatchify(patches: Tensor, patch: int, channels: int) -> Tensor:
     )
 
 
-def blank_loss(config: Any, images: ImageSet) -> float:
+def blank_loss(config: MaskedConfig, images: ImageSet) -> float:
     """Return the validation loss of a trivial prediction, a reference for the model's.
 
     It predicts, for each masked patch and channel, the mean of the image's visible pixels; if the loss is
     of normalised pixels, the patch's own mean.
+
+    Args:
+        config: the workload.
+        images: the image set.
     """
     losses = []
     for pixels, order in validation(config, images):
@@ -207,9 +287,17 @@ class Reconstruction(NamedTuple):
 
 
 def reconstructions(
-    model: nn.Module, engine: Engine, config: Any, images: ImageSet, batches: Sequence[Batch]
+    model: nn.Module, engine: Engine, config: MaskedConfig, images: ImageSet, batches: Sequence[MaskedBatch]
 ) -> list[Reconstruction]:
-    """Return the model's reconstructions of some batches, with the random draws of an evaluation."""
+    """Return the model's reconstructions of some batches, with the random draws of an evaluation.
+
+    Args:
+        model: from `autoencoder`, converted; it is in training mode afterwards.
+        engine: the engine that converted it.
+        config: the workload.
+        images: the image set, whose normalisation is undone.
+        batches: batches on the model's device.
+    """
     engine.clock.stream = "evaluation"
     result = []
     model.eval()
@@ -222,10 +310,18 @@ def reconstructions(
 
 
 @torch.no_grad()
-def reconstruct(model: nn.Module, config: Any, images: ImageSet, batch: Batch) -> Reconstruction:
+def reconstruct(
+    model: nn.Module, config: MaskedConfig, images: ImageSet, batch: MaskedBatch
+) -> Reconstruction:
     """Return the model's reconstruction of a batch.
 
     If the model predicts normalised pixels, each patch is given its true mean and deviation.
+
+    Args:
+        model: from `autoencoder`, in evaluation mode.
+        config: the workload.
+        images: the image set, whose normalisation is undone.
+        batch: a batch on the model's device.
     """
     pixels, order = batch
     predicted = model(pixel_values=pixels, noise=order).logits.float()
@@ -242,7 +338,7 @@ def reconstruct(model: nn.Module, config: Any, images: ImageSet, batch: Batch) -
     return Reconstruction(original, torch.where(cover > 0, 0.5, original), guess, masked.cpu())
 
 
-def _levels(batch: Tensor, config: Any, images: ImageSet) -> Tensor:
+def _levels(batch: Tensor, config: MaskedConfig, images: ImageSet) -> Tensor:
     """Return images with the normalisation of the data undone, clamped to [0, 1]."""
     if config.augment.normalise:
         mean, deviation = (
@@ -253,7 +349,12 @@ def _levels(batch: Tensor, config: Any, images: ImageSet) -> Tensor:
 
 
 def psnr(reconstructions: Iterable[Reconstruction], patch: int) -> float:
-    """Return the peak signal-to-noise ratio of masked pixels in dB, with peak 1; infinite without error."""
+    """Return the peak signal-to-noise ratio of masked pixels in dB, with peak 1; infinite without error.
+
+    Args:
+        reconstructions: reconstructions of any number of batches.
+        patch: side of a patch in pixels.
+    """
     squares, count = 0.0, 0
     for part in reconstructions:
         error = patchify(part.reconstruction - part.original, patch)[part.masked]

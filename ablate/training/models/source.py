@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ablate.cache import digest
 from ablate.recipes.layers import Layer
 from ablate.training.data.hub import model_commit
 
-Source = str | Mapping[str, Any]
+ModelSource = str | Mapping[str, object]
 """A folder, a config.json, a name on the hub; or a configuration's fields, `model_type` among them."""
 HINT = (
     "give a folder with config.json,"
@@ -27,7 +27,7 @@ class Outline(NamedTuple):
     """Length of the longest sequence that it has positions for; None: no limit."""
     covered: float
     """Share of the weights in its matrices, except embeddings, that are in `layers`."""
-    left: str | None
+    largest_uncovered: str | None
     """Name of the largest of the other matrices; None if there are none."""
     features: Mapping[str, int]
     """Numbers of input and output features of `layers`: each number once, keyed by one that has it
@@ -37,7 +37,11 @@ class Outline(NamedTuple):
 def resolve(source: str) -> tuple[Path | None, str | None]:
     """Return the local folder or file of a name and None, or None and its commit on the hub.
 
-    OSError if neither exists.
+    Args:
+        source: a folder, a config.json, or a name on the hub.
+
+    Raises:
+        OSError: neither exists, or the hub cannot be reached.
     """
     path = Path(source).expanduser()
     if path.exists():
@@ -47,15 +51,21 @@ def resolve(source: str) -> tuple[Path | None, str | None]:
     return None, model_commit(source, HINT)
 
 
-def fingerprint(source: Source) -> str:
+def fingerprint(source: ModelSource) -> str:
     """Return a model's identity: the digest of its files, or its commit on the hub.
 
     An empty string for a configuration, which has no weights.
+
+    Args:
+        source: the model.
+
+    Raises:
+        OSError: the model cannot be found.
     """
     if not isinstance(source, str):
         return ""
     path, revision = resolve(source)
     if path is None:
-        return revision
+        return revision or ""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return digest([file for file in files if file.suffix in (".json", ".safetensors", ".bin")])

@@ -4,9 +4,33 @@ RMSNorm before each branch, rotary positions, QK-norm, grouped-query attention, 
 head, no biases.
 """
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class TransformerShape(Protocol):
+    """Sizes of a `Transformer`, as a `Gpt` workload has them."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int | None: ...
+    @property
+    def mlp(self) -> str: ...
+    @property
+    def hidden_width(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def rope_theta(self) -> float: ...
 
 
 class Norm(nn.Module):
@@ -68,7 +92,8 @@ class SquaredReLU(nn.Module):
         return self.down(F.relu(self.up(x)).square())
 
 
-MLPS = {"swiglu": SwiGLU, "relu2": SquaredReLU}
+MLPS: dict[str, Callable[[int, int], nn.Module]] = {"swiglu": SwiGLU, "relu2": SquaredReLU}
+"""Classes of MLPs, made from their width and hidden width, by the value of `mlp`."""
 
 
 class Block(nn.Module):
@@ -93,7 +118,7 @@ class Transformer(nn.Module):
         dtype: dtype of activations; parameters stay fp32.
     """
 
-    def __init__(self, shape, vocab: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: TransformerShape, vocab: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
         self.embedding = nn.Embedding.from_pretrained(torch.empty(vocab, shape.width), freeze=False)
@@ -115,14 +140,28 @@ class Transformer(nn.Module):
 
 
 def rotary_table(context: int, head: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the rotary angles, each fp32 [context, head / 2]."""
+    """Return cosines and sines of the rotary angles, each fp32 [context, head / 2].
+
+    Args:
+        context: number of positions, from 0.
+        head: width of a head, an even number.
+        theta: base of the frequencies.
+        device: device of the result.
+
+    Source: RoFormer, arXiv 2104.09864.
+    """
     frequency = theta ** (-torch.arange(0, head, 2, device=device, dtype=torch.float32) / head)
     angle = torch.outer(torch.arange(context, device=device, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
 
 
 def rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x [..., tokens, head] with the two halves of each head rotated by position."""
+    """Return x with the two halves of each head rotated by position.
+
+    Args:
+        x: queries or keys [..., tokens, head], of any dtype.
+        rotation: cosines and sines of `rotary_table`, for at least as many positions.
+    """
     cos, sin = (r[: x.shape[-2]].to(x.dtype) for r in rotation)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
@@ -134,6 +173,11 @@ def initialise(model: Transformer, seed: int, device: torch.device) -> Transform
     Linears have standard deviation 1/2 fan_in^-1/2, divided by (2 depth)^1/2 if they write to the residual
     stream. Norms are one. The head is zero, so that the first loss is log(vocab). Weights are drawn on the
     CPU in order of name.
+
+    Args:
+        model: a model on the meta device, changed in place.
+        seed: seed of the weights.
+        device: device that they are moved to.
     """
     generator = torch.Generator().manual_seed(seed)
     depth = len(model.blocks)

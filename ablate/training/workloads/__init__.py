@@ -3,7 +3,7 @@
 Importing them does not import torch. The contract of a workload is a frozen `Spec` with:
 
     VERSION                  raise it by hand if the same spec would give other bits
-    METRICS                  metrics that an experiment can compare
+    METRICS                  metrics that an experiment can compare; None: any name
     UNITS                    units of metrics, for those that have one
     imports                  modules that a trial needs and that take seconds to import
     steps, tokens_per_step   length of a run, and tokens of one step
@@ -20,37 +20,54 @@ Importing them does not import torch. The contract of a workload is a frozen `Sp
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
+from ablate.training.workloads.command import Command
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.idle import Idle
 from ablate.training.workloads.mae import Mae
+from ablate.training.workloads.python import Python
 from ablate.training.workloads.tensors import Tensors
 
-WORKLOADS: dict[str, type[Any]] = {
+Workload: TypeAlias = Gpt | Mae | Finetune | Python | Command | Tensors | Idle
+"""Spec of one of the workloads; the contract above lists its attributes."""
+WORKLOADS: dict[str, type[Workload]] = {
     "gpt": Gpt,
     "mae": Mae,
     "finetune": Finetune,
+    "python": Python,
+    "command": Command,
     "tensors": Tensors,
     "idle": Idle,
 }
+"""Classes of workloads by the key that an experiment file names them by."""
 
 
 def unit(spec: str, metric: str) -> str:
-    """Return the unit of a metric, given the trial's spec as JSON; "" if it has none."""
-    workload = next(iter(json.loads(spec).get("workload", {})), None)
-    return WORKLOADS[workload].UNITS.get(metric, "") if workload in WORKLOADS else ""
+    """Return the unit of a metric; "" if it has none.
+
+    Args:
+        spec: the trial's spec as JSON.
+        metric: name of the metric.
+    """
+    workload = WORKLOADS.get(next(iter(json.loads(spec).get("workload", {})), ""))
+    return workload.UNITS.get(metric, "") if workload else ""
 
 
 CONTEXT_FREE = ("data/unigram_entropy", "data/blank_loss")
 """Facts of a workload's data (`summary()`): the val/loss of a model that ignores its input."""
 
 
-def context_free(result: Mapping[str, Any] | None) -> float | None:
-    """Return the val/loss of a model that ignores its input, from a trial's result.
+def context_free(result: Mapping[str, object] | None) -> float | None:
+    """Return the val/loss of a model that ignores its input; None if a result has no such fact.
 
-    None if the result has no such fact.
+    Args:
+        result: content of a trial's result.json; None: the trial has no result.
     """
-    facts = (result or {}).get("facts", {})
-    return next((facts[name] for name in CONTEXT_FREE if name in facts), None)
+    facts = (result or {}).get("facts")
+    return (
+        next((facts[name] for name in CONTEXT_FREE if name in facts), None)
+        if isinstance(facts, dict)
+        else None
+    )

@@ -8,25 +8,25 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from pydantic import Field
 
 from ablate.cache import growing, kept, key_of
+from ablate.files import Json
 from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Products, Recipe, Wgrad
-from ablate.training.data import places
-from ablate.training.data.corpus import Source
+from ablate.training.data import without_places
+from ablate.training.data.corpus import TextSource
 from ablate.training.hyperparameters import MOST_SEQUENCES, MOST_STEPS, MOST_WIDTH
 from ablate.training.metric_names import FIRST_NONFINITE
 from ablate.training.workloads.gpt import Gpt
-from ablate.training.workloads.text import Architecture, Fields, Text, extents, misfits, outlined
+from ablate.training.workloads.text import Architecture, Fields, TextWorkload, extents, misfits, outlined
 from ablate.training.workloads.trained import Subject
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
     from ablate.numerics.philox import Clock
     from ablate.training.checkpoints import Checkpoints
-    from ablate.training.loop import Prepared, Record, Telemetry
+    from ablate.training.loop import PreparedRun, Record, Telemetry
+
+P = TypeVar("P", bound=Products)
 
 _TINY = {
     "model_type": "qwen3",
@@ -51,7 +53,7 @@ _VERSION = 1
 
 Weights kept under another version are then trained again.
 """
-_BEAT_SECONDS = 5.0
+BEAT_SECONDS = 5.0
 """Seconds between signs of life while the base is trained: far fewer than the controller waits."""
 
 
@@ -71,17 +73,17 @@ class Base(Spec):
     """Short pretraining in bf16 that gives an untrained configuration weights to fine-tune."""
 
     steps: int = Field(300, ge=1, le=MOST_STEPS)
-    data: Source = "stdlib"
+    data: TextSource = "stdlib"
     batch: int = Field(4, ge=1, le=MOST_SEQUENCES)
     lr: float = Field(3e-3, gt=0)
     seed: int = 0
 
 
-class Finetune(Text):
+class Finetune(TextWorkload):
     """Model, text, and the choice between training all weights or adapters."""
 
     VERSION: ClassVar[int] = 1
-    METRICS: ClassVar[frozenset[str]] = Text.METRICS | {"val/perplexity"}
+    METRICS: ClassVar[frozenset[str]] = TextWorkload.METRICS | {"val/perplexity"}
     NAMES: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Architecture = Field(default_factory=lambda: Fields(_TINY))
@@ -114,16 +116,17 @@ class Finetune(Text):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, reason) for each field that cannot run."""
-        found = dict(super().problems())
-        if "data" not in found:
-            found |= dict(misfits(self.model, self))
-        if not {"data", "model"} & found.keys():
-            found |= dict(self._adapters())
+        problems = dict(super().problems())
+        if "data" not in problems:
+            problems |= dict(misfits(self.model, self))
+        if not {"data", "model"} & problems.keys():
+            problems |= dict(self._adapters())
             if isinstance(self.model, str):
-                found |= dict(self._weights(Path(self.model).expanduser()))
+                problems |= dict(self._weights(Path(self.model).expanduser()))
             elif self.base:
-                found |= {f"base.{field}": why for field, why in self._pretraining.problems()}
-        yield from found.items()
+                pretraining = self._pretraining(self.base)
+                problems |= {f"base.{field}": why for field, why in pretraining.problems()}
+        yield from problems.items()
 
     def _weights(self, folder: Path) -> Iterator[tuple[str, str]]:
         if self.base:
@@ -175,20 +178,18 @@ class Finetune(Text):
         except ValueError as error:
             yield "lora.targets", str(error)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers, without paths.
 
         The fingerprint stands for the content at those paths.
         """
-        found = super().identity()
+        fields = super().identity()
         if isinstance(self.model, str):
-            del found["model"]
+            del fields["model"]
         if self.base:
-            known = places(self.base.data)
-            told = found["base"]["data"]
-            data = {name: value for name, value in told.items() if name not in known} if known else told
-            found["base"] = found["base"] | {"data": data}
-        return found
+            base = self.base.canonical()
+            fields["base"] = base | {"data": without_places(base["data"], self.base.data)}
+        return fields
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the data, of the base's data, and of a named model's weights."""
@@ -197,7 +198,7 @@ class Finetune(Text):
         parts = [
             super().fingerprint(),
             fingerprint(self.model),
-            self._pretraining.fingerprint() if self.base else "",
+            self._pretraining(self.base).fingerprint() if self.base else "",
         ]
         return "-".join(filter(None, parts))
 
@@ -214,8 +215,10 @@ class Finetune(Text):
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return perplexity, and bits per byte if the data give the length of a token."""
-        told = {"val/perplexity": math.exp(metrics["val/loss"])} if metrics.get("val/loss", 1e3) < 700 else {}
-        return super().derived(metrics) | told
+        perplexity = (
+            {"val/perplexity": math.exp(metrics["val/loss"])} if metrics.get("val/loss", 1e3) < 700 else {}
+        )
+        return super().derived(metrics) | perplexity
 
     def records(
         self,
@@ -235,11 +238,12 @@ class Finetune(Text):
             from ablate.training.distributed import alone
             from ablate.training.loop import Record
 
-            told = time.monotonic()
+            beat = time.monotonic()
             with alone():  # the rank that comes first trains it
-                for _ in growing("models", self._base_key(device), partial(self._pretrain, device)):
-                    if time.monotonic() - told >= _BEAT_SECONDS:
-                        told = time.monotonic()
+                key = self._base_key(self.base, device)
+                for _ in growing("models", key, partial(self._pretrain, self.base, device)):
+                    if time.monotonic() - beat >= BEAT_SECONDS:
+                        beat = time.monotonic()
                         yield Record(0, {})
         yield from super().records(recipe, seed, engine, device, telemetry, checkpoints)
 
@@ -249,13 +253,13 @@ class Finetune(Text):
         from ablate.training.models.causal import build, loss
 
         model = (
-            self._start(clock, device)
+            self._start(self.base, clock, device)
             if self.base
             else build(self.model, self.corpus.vocab, clock.seed, device)
         )
         return Subject(model, *self.windows(clock.seed, device), partial(loss, clock, DTYPES[recipe.dtype]))
 
-    def dressed(self, subject: Subject, clock: Clock) -> Subject:
+    def with_adapters(self, subject: Subject, clock: Clock) -> Subject:
         """Return the subject with adapters, if they are to be trained."""
         if self.lora is None:
             return subject
@@ -267,59 +271,60 @@ class Finetune(Text):
         model = adapt(subject.model, names, lora.rank, lora.alpha, lora.dropout, clock.seed)
         return subject._replace(model=model)
 
-    def leave(self, run: Prepared, folder: Path) -> None:
+    def leave(self, run: PreparedRun, folder: Path) -> None:
         """Save the model in the trial's folder `model`, if it is to be saved."""
         if self.save:
             from ablate.training.models.adapters import save
 
             save(run.model, folder.parent / "model")
 
-    @property
-    def _pretraining(self) -> Gpt:
-        vocab = outlined(self.model, self.corpus).vocab
-        shape = {"model": dict(self.model) | {"vocab_size": vocab}, "context": self.context}
+    def _pretraining(self, base: Base) -> Gpt:
+        """Return the workload that trains the base. ValueError if the model has weights of its own."""
+        if isinstance(self.model, str):
+            raise ValueError(f"model {self.model} has weights of its own, so base has nothing to train")
         return Gpt(
-            **shape,
-            steps=self.base.steps,
-            batch=self.base.batch,
-            lr=self.base.lr,
-            data=self.base.data,
-            eval_every=self.base.steps,
+            model=self.model | {"vocab_size": outlined(self.model, self.corpus).vocab},
+            context=self.context,
+            steps=base.steps,
+            batch=base.batch,
+            lr=base.lr,
+            data=base.data,
+            eval_every=base.steps,
         )
 
-    def _start(self, clock: Clock, device: torch.device) -> nn.Module:
+    def _start(self, base: Base, clock: Clock, device: torch.device) -> nn.Module:
         """Return the model with the base's weights, read from the cache or trained now."""
         from ablate.training.models.causal import build
 
-        folder = kept(
-            "models",
-            self._base_key(device.type),
-            lambda folder: deque(self._pretrain(device.type, folder), 0),
-        )
+        def fill(folder: Path) -> None:
+            for _ in self._pretrain(base, device.type, folder):
+                pass
+
+        folder = kept("models", self._base_key(base, device.type), fill)
         return build(str(folder), self.corpus.vocab, clock.seed, device)
 
-    def _base_key(self, device: str) -> str:
+    def _base_key(self, base: Base, device: str) -> str:
         import torch
 
-        training = self._pretraining
+        training = self._pretraining(base)
         return key_of(
             "base",
             _VERSION,
             training.identity(),
             training.fingerprint(),
-            self.base.seed,
+            base.seed,
             device,
             torch.__version__,
         )
 
-    def _pretrain(self, device: str, folder: Path) -> Iterator[Record]:
+    def _pretrain(self, base: Base, device: str, folder: Path) -> Iterator[Record]:
         """Train the base, save it in a folder, and yield the records of its steps."""
         from ablate.recipes.presets import bf16
         from ablate.training.loop import Telemetry
         from ablate.training.models.adapters import save
 
-        config, never = self._pretraining, 10**9
-        run = config.prepare(bf16(), self.base.seed, device)
+        config, never = self._pretraining(base), 10**9
+        run = config.prepare(bf16(), base.seed, device)
         for record in config.train(run, Telemetry(every=never, log=1, shadow=never)):
             if FIRST_NONFINITE in record.metrics:
                 raise FloatingPointError(
@@ -329,6 +334,6 @@ class Finetune(Text):
         save(run.model, folder)
 
 
-def _frozen(products: Products) -> Any:
+def _frozen(products: P) -> P:
     """Return the same recipe or products without wgrad's operands."""
     return products.model_copy(update={"wgrad": Wgrad()})

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from ablate.files import Json
 from ablate.recipes.layers import Layer, located
 from ablate.recipes.recipe import Recipe
 from ablate.training.hyperparameters import MOST_LAYERS, MOST_WIDTH
-from ablate.training.workloads.text import Architecture, Text, extents, misfits, outlined
+from ablate.training.workloads.text import Architecture, TextWorkload, extents, misfits, outlined
 from ablate.training.workloads.trained import Subject
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ _SHAPE = ("layers", "width", "heads", "kv_heads", "mlp", "hidden", "rope_theta")
 """Fields that do not apply to a model of `transformers`."""
 
 
-class Gpt(Text):
+class Gpt(TextWorkload):
     """Shape of the model, its data, and the training run."""
 
     VERSION: ClassVar[int] = 1
-    LATER: ClassVar[frozenset[str]] = Text.LATER | {"model"}
+    LATER: ClassVar[frozenset[str]] = TextWorkload.LATER | {"model"}
     NAMES: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Architecture | None = None
@@ -84,18 +85,18 @@ class Gpt(Text):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, reason) for each field that cannot run."""
-        found = dict(super().problems())
-        if "data" not in found:
-            found |= dict(self._shaped_otherwise() if self.model is not None else self._misshapen())
-        yield from found.items()
+        problems = dict(super().problems())
+        if "data" not in problems:
+            problems |= dict(self._misshapen() if self.model is None else self._shaped_otherwise(self.model))
+        yield from problems.items()
 
-    def _shaped_otherwise(self) -> Iterator[tuple[str, str]]:
+    def _shaped_otherwise(self, model: Architecture) -> Iterator[tuple[str, str]]:
         for name in (name for name in _SHAPE if getattr(self, name) != type(self).model_fields[name].default):
             yield (
                 name,
                 "has no effect on a model of transformers; set that configuration's own field under model",
             )
-        yield from misfits(self.model, self)
+        yield from misfits(model, self)
 
     def _misshapen(self) -> Iterator[tuple[str, str]]:
         if self.width % self.heads:
@@ -135,13 +136,13 @@ class Gpt(Text):
         """Return True: this workload leaves no files at its end."""
         return True
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers."""
-        found = super().identity()
+        fields = super().identity()
         other = (
             () if self.model is None else (*_SHAPE, *(["model"] if isinstance(self.model, str) else []))
         )  # a model given by path or name is in the fingerprint
-        return {name: value for name, value in found.items() if name not in other}
+        return {name: value for name, value in fields.items() if name not in other}
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the data, and of a named model's configuration."""

@@ -9,10 +9,11 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from ablate.files import Json
 from ablate.recipes.recipe import Recipe
 from ablate.training.hyperparameters import MOST_STEPS
 from ablate.training.workloads.modelless import Modelless
@@ -56,9 +57,9 @@ class Idle(Modelless):
         """Yield nothing: all values that the fields allow can run."""
         return iter(())
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers: all but the seconds of sleep."""
-        return self.canonical({"seconds"})
+        return {**self.canonical({"seconds"})}
 
     def fingerprint(self) -> str:
         """Return "none": there are no data."""
@@ -89,6 +90,6 @@ class Idle(Modelless):
             yield Record(step, {"val/loss": bowl + 1 / step + 0.01 * noise})
 
 
-def _hash(*what: Any) -> float:
+def _hash(*values: object) -> float:
     """Return a number in [0, 1), the same on every machine."""
-    return int.from_bytes(hashlib.sha256(json.dumps(what).encode()).digest()[:6]) / 2**48
+    return int.from_bytes(hashlib.sha256(json.dumps(values).encode()).digest()[:6]) / 2**48

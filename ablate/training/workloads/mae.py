@@ -9,14 +9,15 @@ import importlib.util
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from ablate.files import Json
 from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer, located
 from ablate.recipes.recipe import Recipe
-from ablate.training.data import Augment, ImageSet, ImageSource, open_images, places
+from ablate.training.data import Augment, ImageSet, ImageSource, open_images, without_places
 from ablate.training.hyperparameters import METRICS, MOST_LAYERS, MOST_WIDTH
 from ablate.training.workloads.trained import Subject, Trained
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ablate.numerics.philox import Clock
-    from ablate.training.loop import Prepared
+    from ablate.training.loop import PreparedRun
 
 _LINEARS = (
     "attention.q_proj",
@@ -212,17 +213,13 @@ class Mae(Trained):
         if reason := self.augment.problem((channels, height, width)):
             yield "augment", reason
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers, without the paths of the images.
 
         The fingerprint stands for their content.
         """
-        found = super().identity()
-        if isinstance(found["data"], dict):
-            found["data"] = {
-                name: value for name, value in found["data"].items() if name not in places(self.data)
-            }
-        return found
+        fields = super().identity()
+        return fields | {"data": without_places(fields["data"], self.data)}
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the images."""
@@ -267,15 +264,15 @@ class Mae(Trained):
         model = autoencoder(self, channels, side, clock.seed, device)
         return Subject(model, *batches(self, self.opened, clock.seed, device), loss)
 
-    def leave(self, run: Prepared, folder: Path) -> None:
+    def leave(self, run: PreparedRun, folder: Path) -> None:
         """Save `reconstruction.png`: validation images, their visible patches, and reconstructions."""
         from ablate.training.data.montage import montage
         from ablate.training.models.masked import psnr, reconstructions
 
-        found = reconstructions(run.model, run.engine, self, self.opened, run.validation)
+        batches = reconstructions(run.model, run.engine, self, self.opened, run.validation)
         images = [
             triple
-            for part in found
+            for part in batches
             for triple in zip(part.original, part.visible, part.reconstruction, strict=True)
         ]
         shown = (
@@ -283,7 +280,7 @@ class Mae(Trained):
             if len(images) > _SHOWN
             else images
         )
-        foot = f"{psnr(found, self.patch):.1f} dB over masked pixels of {len(images)} images"
+        foot = f"{psnr(batches, self.patch):.1f} dB over masked pixels of {len(images)} images"
         folder.mkdir(exist_ok=True)
         montage(
             folder / "reconstruction.png",

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
+from ablate.files import Json
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Recipe
 from ablate.training.metric_names import Name, parse
 from ablate.training.operand_metrics import OPERAND_METRICS
@@ -20,11 +21,13 @@ from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.modelless import Modelless
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
     from ablate.engines.emulated_layer import EmulatedLinear
     from ablate.numerics.philox import Clock
     from ablate.numerics.quantize import Operand
+    from ablate.numerics.spec import Hadamard
     from ablate.training.checkpoints import Checkpoints
     from ablate.training.loop import Record, Telemetry
 
@@ -48,9 +51,9 @@ def _distribution(value: str) -> str:
         raise ValueError(
             f"must be one of {', '.join(DISTRIBUTIONS)}, with its numbers behind colons (student:3)"
         )
-    known = DISTRIBUTIONS[name]
-    if len(numbers) > len(known) or not all(re.fullmatch(r"\d+(\.\d+)?", number) for number in numbers):
-        wanted = ", ".join(f"{what} ({default:g})" for what, default in known) or "no numbers"
+    arguments = DISTRIBUTIONS[name]
+    if len(numbers) > len(arguments) or not all(re.fullmatch(r"\d+(\.\d+)?", number) for number in numbers):
+        wanted = ", ".join(f"{what} ({default:g})" for what, default in arguments) or "no numbers"
         raise ValueError(f"{name} takes {wanted}")
     return value
 
@@ -133,7 +136,7 @@ class Tensors(Modelless):
                     f"it has {', '.join(self.capture.linears)}",
                 )
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers; those of a captured run only if there is one."""
         content = self.canonical({"capture", "layer"})
         return content | ({"capture": self.capture.identity(), "layer": self.layer} if self.captured else {})
@@ -187,8 +190,13 @@ class Tensors(Modelless):
                 yield Record(draw + 1, metrics)
                 metrics = {}
 
-    def tensors(self, seed: int, device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x, w and g in bf16."""
+    def tensors(self, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x [tokens, inputs], w [outputs, inputs] and g [tokens, outputs] in bf16.
+
+        Args:
+            seed: the trial's seed.
+            device: device of the tensors; what is drawn is drawn on the CPU.
+        """
         captured = capture(self, seed, device) if self.captured else None
         tokens, inputs, outputs = (self.tokens, self.inputs, self.outputs)
         if captured:
@@ -199,14 +207,20 @@ class Tensors(Modelless):
             distribution = getattr(self, name)
             made.append(
                 captured[name]
-                if distribution == "captured"
+                if captured is not None and distribution == "captured"
                 else draw(distribution, shape, 3 * seed + number).to(device)
             )
         return tuple(made)
 
 
 def draw(distribution: str, shape: tuple[int, int], seed: int) -> Tensor:
-    """Return a tensor [tokens or outputs, channels] of a named distribution, bf16, on the CPU."""
+    """Return a tensor of a named distribution, bf16, on the CPU.
+
+    Args:
+        distribution: a name of `DISTRIBUTIONS` with its numbers, such as `outliers:0.001:50`; not `captured`.
+        shape: rows (tokens or outputs) and channels.
+        seed: seed of the draw, which depends on nothing else.
+    """
     import torch
 
     name, *given = distribution.split(":")
@@ -240,8 +254,14 @@ def draw(distribution: str, shape: tuple[int, int], seed: int) -> Tensor:
     return z.to(torch.bfloat16)
 
 
-def capture(config: Tensors, seed: int, device) -> dict[str, Tensor]:
-    """Return x, w and g of one layer in the last step of a bf16 training run."""
+def capture(config: Tensors, seed: int, device: torch.device) -> dict[str, Tensor]:
+    """Return x, w and g of one layer in the last step of a bf16 training run, in bf16.
+
+    Args:
+        config: its `capture` is the run, and its `layer` the layer.
+        seed: seed of the run.
+        device: device that it is trained on, and of the tensors.
+    """
     import torch
 
     from ablate.recipes.presets import bf16
@@ -249,11 +269,11 @@ def capture(config: Tensors, seed: int, device) -> dict[str, Tensor]:
 
     seen: dict[str, Tensor] = {}
 
-    def forward(module, inputs, output) -> None:
+    def forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if torch.is_grad_enabled():
             seen["x"] = inputs[0].detach().flatten(0, -2).to(torch.bfloat16)
 
-    def backward(module, into, out) -> None:
+    def backward(module: nn.Module, into: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None:
         seen["g"] = out[0].detach().flatten(0, -2).to(torch.bfloat16)
 
     run = config.capture.prepare(bf16(), seed, str(device))
@@ -267,7 +287,13 @@ def capture(config: Tensors, seed: int, device) -> dict[str, Tensor]:
 
 
 def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
-    """Return a linear layer with the weight w [outputs, inputs] under a recipe."""
+    """Return a linear layer under a recipe.
+
+    Args:
+        recipe: its products apply from the start, without layer rules and schedule.
+        w: the weight [outputs, inputs], which the layer keeps in fp32.
+        clock: the clock that the layer draws by.
+    """
     import torch
 
     from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
@@ -280,9 +306,12 @@ def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
 
 
 def products_of(layer: EmulatedLinear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Return the layer's three products: y, dx and dw.
+    """Return the layer's three products by direction: `fprop` (y), `dgrad` (dx) and `wgrad` (dw).
 
-    The input is x [tokens, inputs], the gradient of the output g [tokens, outputs].
+    Args:
+        layer: from `layer_of`.
+        x: the input [tokens, inputs].
+        g: the gradient of the output [tokens, outputs].
     """
     leaf = x.clone().requires_grad_()
     y = layer(leaf)
@@ -291,10 +320,20 @@ def products_of(layer: EmulatedLinear, x: Tensor, g: Tensor) -> dict[str, Tensor
 
 
 def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor) -> dict[str, float]:
-    """Return the errors of the three products, against fp64 products of the same bf16 tensors."""
+    """Return the errors of the three products, against fp64 products of the same bf16 tensors.
+
+    Args:
+        products: from `products_of`.
+        x: the input [tokens, inputs].
+        w: the weight [outputs, inputs].
+        g: the gradient of the output [tokens, outputs].
+
+    Returns:
+        `gemm/<product>/rel_mse`, `sqnr_db` in dB and `cosine`; none for a product that is exact or zero.
+    """
     x64, w64, g64 = x.double(), w.double(), g.double()
     exact = {"fprop": x64 @ w64.t(), "dgrad": g64 @ w64, "wgrad": g64.t() @ x64}
-    result = {}
+    result: dict[str, float] = {}
     for name, y in products.items():
         true, y = exact[name], y.double()
         power, error = true.square().sum().item(), (true - y).square().sum().item()
@@ -347,7 +386,7 @@ class _Means:
         self.sums: dict[str, Tensor] = {}
         self.curves: dict[str, dict[int, float]] = {slot: {} for slot in self.slots}
 
-    def _rotation(self, slot: str):
+    def _rotation(self, slot: str) -> Hadamard | None:
         return getattr(self.layer.products, slot.partition(".")[0]).hadamard
 
     def _tensor(self, slot: str) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from ablate.training.data import Corpus, open_corpus, places
-from ablate.training.data.corpus import Source
+from ablate.files import Json
+from ablate.training.data import Corpus, open_corpus, without_places
+from ablate.training.data.corpus import TextSource
 from ablate.training.hyperparameters import METRICS
 from ablate.training.workloads.trained import Trained
 
@@ -21,23 +22,23 @@ if TYPE_CHECKING:
     from ablate.training.models.source import Outline
 
 
-class Fields(dict):
+class Fields(dict[str, object]):
     """Fields of a configuration. They are never changed, so they can be hashed and compared by value."""
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]  # a dict has none, since it can change
         return hash(json.dumps(self, sort_keys=True))
 
 
-Architecture = str | Annotated[dict[str, Any], AfterValidator(Fields)]
+Architecture = str | Annotated[dict[str, object], AfterValidator(Fields)]
 """Folder with config.json, name on the hub, or fields of a `transformers` configuration with `model_type`."""
 
 
-class Text(Trained):
+class TextWorkload(Trained):
     """Training on windows of a corpus."""
 
     METRICS: ClassVar[frozenset[str]] = METRICS | {"val/bits_per_byte"}
 
-    data: Source = "stdlib"
+    data: TextSource = "stdlib"
     """`stdlib`: source of Python's standard library as bytes; `prose`: 40 kB of English; or your own data.
 
     Your own data are files, token shards or a dataset (docs/data.md).
@@ -67,18 +68,13 @@ class Text(Trained):
         """Return the text as tokens."""
         return open_corpus(self.data)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers, without the data's paths.
 
         The fingerprint stands for their content.
         """
-        found = super().identity()
-        known = places(self.data)
-        return (
-            found | {"data": {name: value for name, value in found["data"].items() if name not in known}}
-            if known
-            else found
-        )
+        fields = super().identity()
+        return fields | {"data": without_places(fields["data"], self.data)}
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the data."""
@@ -95,13 +91,19 @@ class Text(Trained):
         return {"val/bits_per_byte": metrics["val/loss"] / (math.log(2) * self.corpus.bytes_per_token)}
 
     def windows(self, seed: int, device: torch.device) -> tuple[Callable[[int, int], Batch], list[Batch]]:
-        """Return batches on a device: those of training by step and micro-batch, and those of validation."""
+        """Return batches on a device: those of training by step and micro-batch, and those of validation.
+
+        Args:
+            seed: the trial's seed, which the training batches depend on.
+            device: device of the batches.
+        """
         from ablate.training.data.batches import training_batch, validation_batches
 
         corpus = self.corpus
 
         def on_device(pair: Batch) -> Batch:
-            return tuple(tensor.to(device) for tensor in pair)
+            tokens, targets = pair
+            return tokens.to(device), targets.to(device)
 
         def batch(step: int, micro_batch: int) -> Batch:
             return on_device(training_batch(corpus, seed, step, micro_batch, self.batch, self.context))
@@ -116,6 +118,12 @@ class Text(Trained):
 
         The sum has three terms: 6 N T flops, a third of it for tokens that are only evaluated; passes over
         `elements` activations per token, which quantisation multiplies; and the cost of calling operators.
+
+        Args:
+            parameters: number of weights in matrices.
+            elements: activations that one token's pass through the blocks produces.
+            blocks: number of transformer blocks.
+            quantised: True if the recipe quantises any product.
         """
         evaluated = self.steps // self.eval_every * self.eval_tokens * (2 if quantised else 1)
         tokens = self.steps * self.tokens_per_step + evaluated / 3
@@ -127,36 +135,52 @@ class Text(Trained):
 
 
 def outlined(model: Architecture, corpus: Corpus) -> Outline:
-    """Return the model's outline; OSError or ValueError, in one sentence, if there is none."""
+    """Return the model's outline, from the cache if it has been made before.
+
+    Args:
+        model: the model.
+        corpus: the text, whose vocabulary is that of a configuration without one.
+
+    Raises:
+        OSError: the model cannot be found or read.
+        ValueError: it is no model that `transformers` builds or a recipe applies to.
+    """
     from ablate.training.models.described import outline
 
     return outline(model, corpus.vocab)
 
 
-def extents(model: Architecture, config: Text) -> dict[str, int]:
-    """Return the context, which every batch is a multiple of, and the quantised layers' features."""
+def extents(model: Architecture, config: TextWorkload) -> dict[str, int]:
+    """Return the context, which every batch is a multiple of, and the quantised layers' features.
+
+    Args:
+        model: a model of `transformers`.
+        config: the workload that trains it.
+    """
     layers = outlined(model, config.corpus).features.items()
     return {"workload.context": config.context} | {
         f"the model's {where}-features": count for where, count in layers
     }
 
 
-def misfits(model: Architecture, config: Text) -> Iterator[tuple[str, str]]:
+def misfits(model: Architecture, config: TextWorkload) -> Iterator[tuple[str, str]]:
     """Yield (field, reason) for each part of a model of `transformers` that cannot run on this text.
 
-    The text itself must be readable.
+    Args:
+        model: a model of `transformers`.
+        config: the workload that trains it, whose text must be readable.
     """
     vocab = config.corpus.vocab
     try:
-        found = outlined(model, config.corpus)
+        outline = outlined(model, config.corpus)
     except (OSError, ValueError) as error:
         yield "model", str(error)
         return
-    if found.vocab < vocab:
+    if outline.vocab < vocab:
         yield (
             "model",
-            f"knows {found.vocab} tokens, and the data's vocabulary has {vocab}: "
+            f"has {outline.vocab} tokens, and the data's vocabulary has {vocab}: "
             "prepare them with its tokenizer",
         )
-    if found.context and found.context < config.context:
-        yield "context", f"{config.context} is longer than the model's positions reach: {found.context}"
+    if outline.context and outline.context < config.context:
+        yield "context", f"{config.context} is longer than the model's positions reach: {outline.context}"

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from ablate.files import Json
 from ablate.recipes.layers import Match, select
 from ablate.recipes.recipe import Recipe
 from ablate.training.hyperparameters import Training
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
     from ablate.training.checkpoints import Checkpoints
     from ablate.training.data.batches import Batch
-    from ablate.training.loop import Prepared, Record, Telemetry
+    from ablate.training.loop import PreparedRun, Record, Telemetry
 
 
 class Subject(NamedTuple):
@@ -62,19 +63,36 @@ class Trained(Training):
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
         """Return model and data for the clock's seed; the model's weights are drawn from the seed alone.
 
-        The training loop sets the clock to every step later.
+        Args:
+            recipe: its `dtype` is that of the activations; the engine applies the rest later.
+            clock: clock of the trial, which the training loop later sets to every step.
+            device: device of model and data.
+
+        Raises:
+            OSError: the data or the model cannot be read.
+            ValueError: they are damaged, or do not fit together.
         """
 
-    def dressed(self, subject: Subject, clock: Clock) -> Subject:
-        """Return the subject with modules around the converted layers (adapters); by default unchanged."""
+    def with_adapters(self, subject: Subject, clock: Clock) -> Subject:
+        """Return the subject with modules around the converted layers (adapters); by default unchanged.
+
+        Args:
+            subject: the subject, whose layers an engine has converted.
+            clock: clock of the trial, whose seed the adapters' weights are drawn from.
+        """
         return subject
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return metrics derived from those of a record."""
+        """Return metrics derived from those of a record; by default none."""
         return {}
 
-    def leave(self, run: Prepared, folder: Path) -> None:
-        """Save files for people in `folder`, which may not exist, after a run that did not diverge."""
+    def leave(self, run: PreparedRun, folder: Path) -> None:
+        """Save files for people after a run that did not diverge; by default none.
+
+        Args:
+            run: the trained model, its engine and data.
+            folder: folder for the files, which may not exist.
+        """
 
     def records(
         self,
@@ -85,7 +103,21 @@ class Trained(Training):
         telemetry: Telemetry,
         checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
-        """Train, and yield a Record after every step that measured something. All ranks call it."""
+        """Train, and yield a Record after every step that measured something. All ranks call it.
+
+        Args:
+            recipe: the recipe of the trial.
+            seed: seed of weights, data order and rounding.
+            engine: name of an engine of `engines.ENGINES`.
+            device: `cpu` or `cuda`.
+            telemetry: intervals between measurements.
+            checkpoints: the trial's checkpoint files, on rank 0; None: the run starts at step 0 and writes
+                none.
+
+        Raises:
+            ValueError: engine or ranks cannot train this, or the data are damaged.
+            OSError: the data cannot be read, or a checkpoint cannot be written.
+        """
         from ablate.training.distributed import world
 
         world().begin(self, recipe, engine)
@@ -97,45 +129,61 @@ class Trained(Training):
         if checkpoints and not stopped:
             self.leave(run, checkpoints.artifacts)
 
-    def prepare(self, recipe: Recipe, seed: int, device: str, engine: str = "emulated") -> Prepared:
-        """Return the subject with the recipe applied by an engine to the linear layers inside its blocks."""
+    def prepare(self, recipe: Recipe, seed: int, device: str, engine: str = "emulated") -> PreparedRun:
+        """Return the subject with the recipe applied by an engine to the linear layers inside its blocks.
+
+        Args:
+            recipe: the recipe.
+            seed: seed of weights, data order and rounding.
+            device: `cpu` or `cuda`.
+            engine: name of an engine of `engines.ENGINES`.
+
+        Raises:
+            ValueError: the engine cannot apply the recipe to this model.
+        """
         import torch
 
         from ablate.engines import ENGINES
         from ablate.engines.emulated import recompute
         from ablate.numerics.philox import Clock
         from ablate.training.distributed import shard
-        from ablate.training.loop import Prepared
+        from ablate.training.loop import PreparedRun
 
         clock = Clock(seed)
-        found = self.subject(recipe, clock, torch.device(device))
-        driver = import_module(ENGINES[engine]).convert(found.model, recipe, clock)
+        subject = self.subject(recipe, clock, torch.device(device))
+        driver = import_module(ENGINES[engine]).convert(subject.model, recipe, clock)
         if self.recompute:
-            recompute(found.model, driver)
-        found = self.dressed(found, clock)
+            recompute(subject.model, driver)
+        subject = self.with_adapters(subject, clock)
         if self.compile:
             from ablate.engines.compiled import compile_model
 
-            compile_model(found.model, driver)
-        shard(found.model, driver)
-        return Prepared(
-            found.model,
+            compile_model(subject.model, driver)
+        shard(subject.model, driver)
+        return PreparedRun(
+            subject.model,
             driver,
-            found.batch,
-            found.validation,
-            found.loss and partial(found.loss, found.model),
+            subject.batch,
+            subject.validation,
+            subject.loss and partial(subject.loss, subject.model),
         )
 
     def train(
-        self, run: Prepared, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+        self, run: PreparedRun, telemetry: Telemetry, checkpoints: Checkpoints | None = None
     ) -> Iterator[Record]:
-        """Train the prepared model and yield its records, with derived metrics."""
+        """Train the prepared model and yield its records, with derived metrics.
+
+        Args:
+            run: from `prepare`.
+            telemetry: intervals between measurements.
+            checkpoints: the trial's checkpoint files; None: the run starts at step 0 and writes none.
+        """
         from ablate.training.loop import train
 
         for record in train(run, self, telemetry, checkpoints):
             record.metrics.update(self.derived(record.metrics))
             yield record
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers."""
-        return self.canonical(self.SAME_BITS)
+        return {**self.canonical(self.SAME_BITS)}

@@ -1,17 +1,18 @@
-"""Whether Transformer Engine's kernels compute what the emulator computes, on the machine that this runs on.
+"""Parity of Transformer Engine's kernels and the emulator on this machine.
 
-Casts bit for bit, layers up to the order of additions, stochastic rounding by its statistics, and a short
-training. It prints nothing and keeps nothing: `ablate doctor --engine transformer_engine` does. The engine's
-own functions are called, so that tests run all of it over a double of TE's native part; what that shows is
-that modules pass the right operands, and nothing about kernels.
+Casts are compared bit for bit, layers up to the order of additions, stochastic rounding by its statistics,
+and a short training run by its losses. This package prints and stores nothing; `ablate doctor --engine
+transformer_engine` does that. It calls the engine's own functions, so that tests can run it over a test
+double of TE's native part. Such tests show that the modules pass the right operands, and nothing about
+kernels.
 """
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -30,14 +31,14 @@ from ablate.verification.parity.training import TRAINED, Curves, short_training
 
 
 def obstacle() -> str | None:
-    """Why nothing can be compared here, in a sentence; None where something can."""
+    """Return the reason why no comparison is possible on this machine; None if it is possible."""
     if reason := refusal(this_machine(), {"fp8"}):
         return str(reason)
     if stray := stray_switch():
         return f"{stray} is set and changes Transformer Engine's numbers; unset it"
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # a driver that is too old; a torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # driver too old, or torch without CUDA
         return f"torch finds no usable GPU: {_first(error)}"
     try:
         library()
@@ -51,13 +52,31 @@ def _first(error: BaseException) -> str:
 
 
 def bench_of(machine: Machine) -> Bench:
-    """All that this GPU computes."""
+    """Return the bench with all families of formats that this GPU supports."""
     families = tuple(family for family in NAMES if refusal(machine, {family}) is None)
-    return Bench(families, torch.device("cuda"), fast_sums=machine.capability < (10, 0))
+    return Bench(families, torch.device("cuda"), fast_sums=(machine.capability or (0, 0)) < (10, 0))
 
 
-class Comparison:
-    """One run of all checks: rows as they are found, then a verdict and a document."""
+class ParityDocument(TypedDict):
+    """Result of a parity run as JSON, which `ablate doctor` writes and `engine: auto` reads."""
+
+    engine: str
+    verdict: str
+    sentence: str
+    compared: dict[str, object]
+    families: dict[Family, str]
+    fast: bool
+    environment: dict[str, str]
+    started: float
+    seconds: float
+    command: list[str]
+    rows: list[dict[str, object]]
+    losses: dict[str, dict[str, list[float]]]
+    gradients: dict[str, dict[str, list[float]]]
+
+
+class ParityRun:
+    """One run of all parity checks: yields rows as checks end, then has a verdict and a document."""
 
     def __init__(self, machine: Machine, bench: Bench, fast: bool = False) -> None:
         self.machine, self.bench, self.fast = machine, bench, fast
@@ -66,37 +85,39 @@ class Comparison:
         self._started, self._clock = time.time(), time.monotonic()
 
     def checks(self) -> list[tuple[Family | None, Check]]:
-        """What is looked at, each of one family of formats, in the order of the headings."""
-        looks = [exact_casts, exact_products, stochastic_draws]
+        """Return all checks with their families of formats, in the order of the headings."""
+        suites: list[Callable[[Bench, Family], Iterator[Check]]]
+        suites = [exact_casts, exact_products, stochastic_draws]
         if not self.fast:
-            looks.append(partial(short_training, curves=self.curves))
-        found: list[tuple[Family | None, Check]] = [(None, Check("What is compared", self.subject))]
-        return found + [
+            suites.append(partial(short_training, curves=self.curves))
+        subject: list[tuple[Family | None, Check]] = [(None, Check("What is compared", self.subject))]
+        return subject + [
             (family, check)
-            for look in looks
+            for suite in suites
             for family in self.bench.families
-            for check in look(self.bench, family)
+            for check in suite(self.bench, family)
         ]
 
-    def groups(self, status: Any = None) -> Iterator[tuple[str, list[Row]]]:
-        """Each heading with its rows, as soon as they are all there; `status`, if any, says what is being
-        looked at.
+    def groups(self, report: Callable[[str], None] | None = None) -> Iterator[tuple[str, list[Row]]]:
+        """Run the checks; yield each heading with its rows, as soon as its checks end.
+
+        `report` is called with a line about each check before it runs.
         """
         checks = self.checks()
         for group in dict.fromkeys(check.group for _, check in checks):
-            found = []
+            rows = []
             for number, (family, check) in enumerate(checks, 1):
                 if check.group == group:
-                    if status:
-                        status.update(f"[dim]{number} of {len(checks)}[/] {group}: {check.name} ...")
+                    if report:
+                        report(f"[dim]{number} of {len(checks)}[/] {group}: {check.name} ...")
                     for row in check.rows():
-                        found.append(row)
+                        rows.append(row)
                         self.rows.append((family, group, row))
-            if found:
-                yield group, found
+            if rows:
+                yield group, rows
 
     def subject(self) -> Iterator[Row]:
-        """The GPU, versions, and what is left out, with the reason."""
+        """Yield the GPU, versions, and the families that are left out, with the reason."""
         facts = self.environment()
         yield Row("GPU", ", ".join(facts[key] for key in ("gpu", "capability") if facts.get(key)))
         yield Row("driver, torch", ", ".join(facts[key] for key in ("driver", "torch") if facts.get(key)))
@@ -112,16 +133,16 @@ class Comparison:
             yield Row("a short training", "left out: --fast")
 
     def environment(self) -> dict[str, str]:
-        """Versions and hardware, those that a trial by this engine records, and the driver's."""
+        """Return versions and hardware as a trial with this engine records them, and the driver's version."""
         facts = provenance.environment() | {"transformer-engine": str(self.machine.version)}
         if self.machine.capability:
             facts["capability"] = f"SM {self.machine.capability[0]}.{self.machine.capability[1]}"
-        if found := driver():
-            facts["driver"] = found
+        if version := driver():
+            facts["driver"] = version
         return facts
 
     def families(self) -> dict[Family, str]:
-        """The verdict on each family that was compared: off where one row of it is."""
+        """Return the verdict on each compared family: off if one of its rows is."""
         off = {family for family, _, row in self.rows if row.ok is False}
         return {
             family: parity_record.OFF if {family, None} & off else parity_record.AGREES
@@ -134,40 +155,42 @@ class Comparison:
         return not any(row.ok is False for _, _, row in self.rows)
 
     def verdict(self) -> str:
-        """One sentence, or a few: what agrees, what is off and where that shows, what was left out."""
+        """Return the verdict in words: families that agree or are off, the first row that is off, families
+        left out.
+        """
         judged = [row for _, _, row in self.rows if row.ok is not None]
         off = [(family, row) for family, _, row in self.rows if row.ok is False]
-        whose = (
+        subject = (
             f"Transformer Engine {self.machine.version} on {self.environment().get('gpu', 'this machine')}"
         )
         names = {family: NAMES[family] for family in self.bench.families}
         if off:
-            families = dict.fromkeys(names.get(family, "all") for family, _ in off)
+            families = dict.fromkeys(names.get(family, "all") if family else "all" for family, _ in off)
             row = off[0][1]
             return (
-                f"{whose} does not compute what the emulator computes in {' and '.join(families)}:"
+                f"{subject} does not compute what the emulator computes in {' and '.join(families)}:"
                 f" {len(off)} of {len(judged)} checks are "
-                f"off, first {row.what}: {row.measured}; expected {row.expected}. Believe the emulator."
+                f"off, first {row.what}: {row.measured}; expected {row.expected}. Use the emulator."
             )
-        left = [name for family, name in NAMES.items() if family not in names]
-        more = f" Not compared: {' and '.join(left)}." if left else ""
+        missing = [name for family, name in NAMES.items() if family not in names]
+        more = f" Not compared: {' and '.join(missing)}." if missing else ""
         short = (
             " No training was compared (--fast), so that `engine: auto` stays with the emulator."
             if self.fast
             else ""
         )
         return (
-            f"{whose} computes what the emulator computes in {' and '.join(names.values())}: all"
+            f"{subject} computes what the emulator computes in {' and '.join(names.values())}: all"
             f" {len(judged)} checks agree.{more}{short}"
         )
 
-    def document(self) -> dict[str, Any]:
-        """All of it, plain values alone."""
+    def document(self) -> ParityDocument:
+        """Return the whole run as JSON values."""
         return {
             "engine": "transformer_engine",
             "verdict": parity_record.AGREES if self.agrees else parity_record.OFF,
             "sentence": self.verdict(),
-            "compared": parity_record.subject(self.machine),
+            "compared": dict(parity_record.subject(self.machine)),
             "families": self.families(),
             "fast": self.fast,
             "environment": self.environment(),
@@ -175,15 +198,15 @@ class Comparison:
             "seconds": round(time.monotonic() - self._clock, 2),
             "command": sys.argv[1:],
             "rows": [{"family": family, "group": group, **vars(row)} for family, group, row in self.rows],
-            "losses": {TRAINED[found.family]: found.losses for found in self.curves},
-            "gradients": {TRAINED[found.family]: found.gradients for found in self.curves},
+            "losses": {TRAINED[curves.family]: curves.losses for curves in self.curves},
+            "gradients": {TRAINED[curves.family]: curves.gradients for curves in self.curves},
         }
 
     def draw(self, path: Path) -> Path | None:
-        """The losses as one PNG; None where nothing was trained."""
-        picture = overlay({TRAINED[found.family]: found.losses for found in self.curves})
-        if picture is None:
+        """Draw the losses to a PNG file and return its path; None if nothing was trained."""
+        figure = overlay({TRAINED[curves.family]: curves.losses for curves in self.curves})
+        if figure is None:
             return None
-        picture.write(path)
-        picture.close()
+        figure.write(path)
+        figure.close()
         return path

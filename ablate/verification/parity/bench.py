@@ -1,10 +1,9 @@
-"""What a comparison is made with: sizes, data, and the recipes that Transformer Engine computes, rounded to
+"""Inputs of the parity checks: sizes, data, and the recipes that Transformer Engine computes, all rounded to
 nearest.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,21 +25,21 @@ class Bench:
     families: tuple[Family, ...]
     device: torch.device
     fast_sums: bool = False
-    """Whether FP8 products may add with 14 bits, as Hopper's tensor cores do in TE's fprop."""
+    """True if FP8 products may accumulate with 14 bits, as Hopper's tensor cores do in TE's fprop."""
     shapes: tuple[tuple[int, int], ...] = ((32, 64), (96, 160), (128, 128), (256, 1024), (2048, 512))
-    """Of what is cast: multiples of 32, of 128 where RHT's fused kernel is to be met."""
+    """Shapes of cast tensors: multiples of 32; multiples of 128 reach TE's fused RHT kernel."""
     products: tuple[tuple[int, int, int], ...] = (
         (32, 32, 32),
         (96, 160, 64),
         (128, 256, 384),
         (2048, 512, 256),
     )
-    """Tokens, in-features, out-features."""
+    """Shapes of layers: tokens, input features, output features."""
     draws: int = 64
     """Number of stochastic roundings of one tensor."""
     steps: int = 200
-    """Of each training run."""
-    model: dict[str, Any] = field(
+    """Number of steps of each training run."""
+    model: dict[str, int] = field(
         default_factory=lambda: {
             "layers": 4,
             "width": 256,
@@ -53,7 +52,7 @@ class Bench:
 
 
 def data(rows: int, columns: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Return awkward tensors for casts, bf16 [rows, columns], by name; the same in every run."""
+    """Yield names and bf16 tensors [rows, columns] with edge cases of casts, the same in every run."""
     g = torch.Generator().manual_seed(rows * 4099 + columns)
     x = torch.randn(rows, columns, generator=g)
     spread = torch.randn(rows, columns // 16, generator=g).mul(5).exp().repeat_interleave(16, dim=1)
@@ -70,16 +69,17 @@ def data(rows: int, columns: int, device: torch.device) -> Iterator[tuple[str, T
 
 
 def recipes(wanted: tuple[Family, ...]) -> Iterator[tuple[Family, str, Products]]:
-    """(family, name, products): every preset that TE computes and what else its custom recipes are for, each
-    once, all to nearest.
+    """Yield (family, name, products) of every preset that TE computes, and of variants, all rounded to
+    nearest.
 
-    A preset's family is the first of those that it needs; one that needs more than is `wanted` is left out.
+    Equal products come once. The family is the first of those that a recipe needs; a recipe that needs a
+    family outside `wanted` is left out.
     """
     seen: set[Products] = set()
     for name, products in (*_presets(), *_parts()):
         products = to_nearest(products)
-        found = {"fp8" if family == "fp8_delayed" else family for family in families_of([products])}
-        needed = [family for family in NAMES if family in found]
+        used = {"fp8" if family == "fp8_delayed" else family for family in families_of([products])}
+        needed = [family for family in NAMES if family in used]
         if needed and set(needed) <= set(wanted) and products not in seen:
             seen.add(products)
             yield needed[0], name, products
@@ -89,10 +89,10 @@ def _presets() -> Iterator[tuple[str, Products]]:
     for name, make in PRESETS.items():
         recipe = make()
         if not list(recipe_refusals(recipe)):
-            found = [products for products in variants(recipe) if not products.plain]
+            quantised = [products for products in variants(recipe) if not products.plain]
             yield from (
-                (name if len(found) == 1 else f"{name}, phase {number}", products)
-                for number, products in enumerate(found, 1)
+                (name if len(quantised) == 1 else f"{name}, phase {number}", products)
+                for number, products in enumerate(quantised, 1)
             )
 
 
@@ -102,7 +102,8 @@ def _parts() -> Iterator[tuple[str, Products]]:
         "nvfp4 without rotation",
         nvfp4.model_copy(update={"wgrad": nvfp4.wgrad.model_copy(update={"hadamard": None})}),
     )
-    rows = {slot: nvfp4.slot(slot).model_copy(update={"block": "1x16"}) for slot in ("fprop.w", "dgrad.w")}
+    weights = {slot: nvfp4.slot(slot) for slot in ("fprop.w", "dgrad.w")}
+    rows = {slot: quant.model_copy(update={"block": "1x16"}) for slot, quant in weights.items() if quant}
     yield "nvfp4 with 1x16 weights", _with(nvfp4, rows)
     for name, products in (("nvfp4", nvfp4), ("mxfp8", mxfp8), ("fp8_current", fp8)):
         yield f"{name} forward alone", products.high_precision("backward")
@@ -118,7 +119,7 @@ def _parts() -> Iterator[tuple[str, Products]]:
 
 
 def to_nearest(products: Products) -> Products:
-    """The same with every stochastic rounding to nearest: what can be compared bit by bit."""
+    """Return the products with stochastic rounding replaced by rounding to nearest, for exact comparison."""
     drawn = {slot: quant for slot, quant in products.quantised() if quant.rounding == "stochastic"}
     return _with(
         products, {slot: quant.model_copy(update={"rounding": "nearest"}) for slot, quant in drawn.items()}

@@ -1,5 +1,5 @@
-"""Transformer Engine's casts beside the emulator's reference, bit for bit: codes, block scales and amax of
-both copies.
+"""Comparison of Transformer Engine's casts with the emulator's reference, bit for bit: codes, block scales
+and amax of both copies.
 """
 
 from collections.abc import Iterator
@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 from ablate.engines.te_casts import Cast, casts
-from ablate.engines.te_mapping import Family, Format
+from ablate.engines.te_mapping import CopyFormat, Family
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select
-from ablate.verification.check_result import Check, Row
+from ablate.verification.check_result import Check, Row, present
 from ablate.verification.parity.bench import Bench, data
 
 
 @dataclass(frozen=True)
 class Case:
-    """One quantiser of TE, and what the emulator calls it: the columnwise copy is of the transpose, rotated
-    where that is said.
+    """Quantiser of TE and its equivalent in the emulator.
+
+    The columnwise copy is that of the transpose, with `rotation` if there is one.
     """
 
     name: str
-    copy: Format
+    copy: CopyFormat
     quant: Quant
     rotation: Hadamard | None = None
 
@@ -43,45 +44,47 @@ def _mxfp8(block: str) -> Quant:
 
 
 CASES = (
-    Case("NVFP4 to nearest", Format("nvfp4", "e2m1"), Quant()),
-    Case("NVFP4, 16x16 weights", Format("nvfp4", "e2m1", square=True), Quant(block="16x16")),
-    Case("NVFP4, columnwise rotated", Format("nvfp4", "e2m1", rotated=True), Quant(), Hadamard()),
+    Case("NVFP4 to nearest", CopyFormat("nvfp4", "e2m1"), Quant()),
+    Case("NVFP4, 16x16 weights", CopyFormat("nvfp4", "e2m1", square=True), Quant(block="16x16")),
+    Case("NVFP4, columnwise rotated", CopyFormat("nvfp4", "e2m1", rotated=True), Quant(), Hadamard()),
     Case(
         "NVFP4, rotated without signs",
-        Format("nvfp4", "e2m1", rotated=True, signs=False),
+        CopyFormat("nvfp4", "e2m1", rotated=True, signs=False),
         Quant(),
         Hadamard(signs="none"),
     ),
-    Case("NVFP4, Four Over Six by MAE", Format("nvfp4", "e2m1", chosen="MAE", bound=256), _chosen("mae")),
-    Case("NVFP4, Four Over Six by MSE", Format("nvfp4", "e2m1", chosen="MSE", bound=256), _chosen("mse")),
+    Case("NVFP4, Four Over Six by MAE", CopyFormat("nvfp4", "e2m1", chosen="MAE", bound=256), _chosen("mae")),
+    Case("NVFP4, Four Over Six by MSE", CopyFormat("nvfp4", "e2m1", chosen="MSE", bound=256), _chosen("mse")),
     Case(
         "NVFP4, Four Over Six 16x16",
-        Format("nvfp4", "e2m1", square=True, chosen="MSE", bound=256),
+        CopyFormat("nvfp4", "e2m1", square=True, chosen="MSE", bound=256),
         _chosen("mse", "16x16"),
     ),
-    Case("NVFP4, scaled by rows", Format("nvfp4", "e2m1", rows=True), Quant(outer=Outer(granularity="row"))),
-    Case("MXFP8 E4M3", Format("mxfp8", "e4m3"), _mxfp8("1x32")),
-    Case("MXFP8 E4M3, 32x32 weights", Format("mxfp8", "e4m3", square=True), _mxfp8("32x32")),
-    Case("FP8 E4M3, one scale a tensor", Format("fp8", "e4m3"), _fp8("e4m3")),
-    Case("FP8 E5M2, one scale a tensor", Format("fp8", "e5m2"), _fp8("e5m2")),
+    Case(
+        "NVFP4, scaled by rows", CopyFormat("nvfp4", "e2m1", rows=True), Quant(outer=Outer(granularity="row"))
+    ),
+    Case("MXFP8 E4M3", CopyFormat("mxfp8", "e4m3"), _mxfp8("1x32")),
+    Case("MXFP8 E4M3, 32x32 weights", CopyFormat("mxfp8", "e4m3", square=True), _mxfp8("32x32")),
+    Case("FP8 E4M3, one scale a tensor", CopyFormat("fp8", "e4m3"), _fp8("e4m3")),
+    Case("FP8 E5M2, one scale a tensor", CopyFormat("fp8", "e5m2"), _fp8("e5m2")),
 )
 
 
 def exact_casts(bench: Bench, family: Family) -> Iterator[Check]:
-    """Each quantiser of a family: a row for each part, over all shapes and kinds of data."""
+    """Yield a check for each quantiser of a family, over all shapes and kinds of data."""
     for case in CASES:
         if case.copy.family == family:
             yield Check("Casts, bit for bit", partial(_compared, case, bench), title=case.name)
 
 
 class _Tally:
-    """How many numbers of one part differ, and where that was first seen."""
+    """Count of differing numbers in one part, with the first place."""
 
     def __init__(self, what: str) -> None:
         self.what, self.differ, self.total, self.first, self.signs = what, 0, 0, "", 0
 
     def add(self, theirs: Tensor, ours: Tensor, where: str, tolerance: float = 0.0) -> None:
-        wrong = ~((theirs - ours).abs() <= tolerance * ours.abs())  # NaN is like nothing
+        wrong = ~((theirs - ours).abs() <= tolerance * ours.abs())  # NaN equals nothing
         self.differ += int(wrong.sum())
         self.total += wrong.numel()
         if wrong.any() and not self.first:
@@ -89,17 +92,17 @@ class _Tally:
         self.signs += int(((theirs == 0) & (ours == 0) & (theirs.signbit() != ours.signbit())).sum())
 
     def row(self, expected: str = "0 differ") -> Row:
-        said = f"{self.differ:,} of {self.total:,} differ" + (
+        summary = f"{self.differ:,} of {self.total:,} differ" + (
             f", first in {self.first}" if self.first else ""
         )
         zeros = f", {self.signs:,} zeros by their sign" if self.signs else ""
-        return Row(self.what, said + zeros, expected, self.differ == 0)
+        return Row(self.what, summary + zeros, expected, self.differ == 0)
 
 
 def _compared(case: Case, bench: Bench) -> Iterator[Row]:
-    """Codes, scales, and the amax where TE keeps one.
+    """Compare codes, scales, and the amax if TE stores one.
 
-    TE's scale of FP8 is rounded twice, the emulator's not at all: 2^-22 apart.
+    TE rounds the scale of FP8 twice, the emulator does not, so that they differ by up to 2^-22.
     """
     codes, scales, amaxes = (_Tally(f"{case.name}: {part}") for part in ("codes", "block scales", "amax"))
     tensorwise = case.quant.scale is None
@@ -113,7 +116,7 @@ def _compared(case: Case, bench: Bench) -> Iterator[Row]:
                 codes.add(theirs.codes.cpu(), ours.codes, where)
                 scales.add(theirs.scales.cpu(), ours.scales, where, 2.0**-22 if tensorwise else 0.0)
                 if ours.amax is not None and not tensorwise:
-                    amaxes.add(theirs.amax.cpu().reshape(-1), ours.amax.reshape(-1), where)
+                    amaxes.add(present(theirs.amax).cpu().reshape(-1), ours.amax.reshape(-1), where)
     yield codes.row()
     scales.what = f"{case.name}: scale" if tensorwise else scales.what
     yield scales.row("amax / maximum, within 2^-22" if tensorwise else "0 differ")
@@ -122,17 +125,19 @@ def _compared(case: Case, bench: Bench) -> Iterator[Row]:
 
 
 def _reference(case: Case, x: Tensor, way: str) -> Cast:
-    """The emulator's copy of a CPU tensor, by its reference: what every kernel of it must equal."""
+    """Return the emulator's copy of a CPU tensor, computed by its reference quantiser."""
     rotation = case.rotation if way == "columnwise" else None
     made = quantize(x if way == "rowwise" else x.t(), case.quant, rotation=rotation, keep=True)
+    codes = present(made.codes)
     if case.quant.scale is None:
+        amax = present(made.amax)
         largest = ELEMENTS[case.quant.element].max
-        return Cast(made.codes, torch.where(made.amax == 0, 1.0, made.amax / largest).view(1, 1), made.amax)
-    scales = made.block_scale.expand(-1, case.quant.tile[0], -1, 1).flatten(0, 1).squeeze(-1)
-    return Cast(made.codes, scales[: made.codes.shape[0]], made.amax)
+        return Cast(codes, torch.where(amax == 0, 1.0, amax / largest).view(1, 1), amax)
+    scales = present(made.block_scale).expand(-1, case.quant.tile[0], -1, 1).flatten(0, 1).squeeze(-1)
+    return Cast(codes, scales[: codes.shape[0]], made.amax)
 
 
 @cache
 def grid() -> Tensor:
-    """E2M1's magnitudes, ascending."""
+    """Return E2M1's magnitudes in ascending order, fp32 [8]."""
     return torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -1,14 +1,19 @@
-"""te.Linear beside the emulated layer, forward and backward, to nearest: apart by no more than fp32 additions
-in another order allow.
+"""Comparison of te.Linear with the emulated layer, forward and backward, with rounding to nearest.
 
-Both round y, dx and dw to bf16 once, after sums of the same exact products, so that two numbers may differ by
-- what the order of K additions does: each rounds (a tensor core: cuts) off at most 2^-23 of the sum of all
-magnitudes, M = sum |a| |b|, and there are two sums: 2 K 2^-23 M; - one step of bf16, 2^-7 of the value, where
-that lies on the other side of a boundary. The share of elements that are on the other side is at most the
-mean chance of it: what the order usually does, over the step. Of terms of either sign the sums on the way are
-1 / sqrt(K) of M, so that usually it is 2 sqrt(K) 2^-23 M, even if every addition cuts the same way. FP8 on
-Hopper adds in TE's fast mode in fprop, which keeps 14 bits: 2^-13 for each 32 products in place of 2^-23 for
-each.
+Both round y, dx and dw to bf16 once, after sums of the same exact products. Two numbers may therefore differ
+by two effects:
+
+- Order of additions. Each of K additions rounds (a tensor core: truncates) off at most 2^-23 of the sum of
+  all magnitudes, M = sum |a| |b|, and there are two sums: 2 K 2^-23 M.
+- Rounding to bf16. If a boundary lies between the two sums, the results differ by one step, 2^-7 of the
+  value.
+
+The fraction of elements that differ is at most the mean probability of a boundary in between: the usual
+effect of the order over the step. With terms of either sign the partial sums are about M / sqrt(K), so that
+the usual effect is 2 sqrt(K) 2^-23 M, even if every addition truncates in the same direction.
+
+FP8 on Hopper uses TE's fast mode in fprop, which accumulates with 14 bits: 2^-13 for each 32 products instead
+of 2^-23 for each product.
 """
 
 from collections.abc import Iterator
@@ -28,12 +33,12 @@ from ablate.verification.check_result import Check, Row
 from ablate.verification.parity.bench import Bench, recipes
 
 STEP = 2.0**-7
-"""bf16's, of a value at the lower end of its binade."""
+"""Relative step of bf16 at the lower end of a binade."""
 
 
 class Sample(NamedTuple):
-    """One layer's weight [out, in], its input [tokens, in], and its output's gradient, bf16 values on the
-    bench's device.
+    """Weight [out, in], input [tokens, in] and output gradient [tokens, out] of one layer, bf16 on the
+    device.
     """
 
     w: Tensor
@@ -42,19 +47,19 @@ class Sample(NamedTuple):
 
 
 def exact_products(bench: Bench, family: Family) -> Iterator[Check]:
-    """Each recipe of a family: a row for y, dx and dw over all shapes."""
-    for its, name, products in recipes(bench.families):
-        if its == family:
+    """Yield a check for each recipe of a family: y, dx and dw over all shapes."""
+    for recipe_family, name, products in recipes(bench.families):
+        if recipe_family == family:
             yield Check(
                 "te.Linear, forward and backward", partial(_compared, bench, name, products), title=name
             )
 
 
 def _compared(bench: Bench, name: str, products: Products) -> Iterator[Row]:
-    worst, shares, limits, where = 0.0, [], [], ""
+    worst, shares, limits, worst_case = 0.0, [], [], ""
     for number, shape in enumerate(bench.products):
-        sample = _sample(shape, number, bench.device)
-        ours, theirs = (_computed(layer, sample) for layer in pair(sample, products))
+        sample = draw_sample(shape, number, bench.device)
+        ours, theirs = (computed(layer, sample) for layer in pair(sample, products))
         for what, (limit, usual) in reach(bench, sample, products).items():
             a, b = ours[what].double(), theirs[what].double()
             tolerance = STEP * torch.maximum(a.abs(), b.abs()) + limit
@@ -66,20 +71,22 @@ def _compared(bench: Bench, name: str, products: Products) -> Iterator[Row]:
             shares.append(float((a != b).double().mean()))
             limits.append(float((usual / (STEP / 2 * a.abs()).clamp(min=1e-300)).clamp(max=1).mean()))
             if excess > worst:
-                worst, where = excess, f"{what}, {' x '.join(map(str, shape))}"
+                worst, worst_case = excess, f"{what}, {' x '.join(map(str, shape))}"
     crossed = [(share, limit) for share, limit in zip(shares, limits, strict=True) if share > limit]
     share, limit = max(crossed or zip(shares, limits, strict=True))
-    said = f"{worst:.2g} of the tolerance ({where}), {100 * share:.2g} % differ" if where else "all alike"
+    summary = f"{worst:.2g} of the tolerance ({worst_case}), {100 * share:.2g} % differ"
+    if not worst_case:
+        summary = "all alike"
     yield Row(
         f"{name}: y, dx, dw",
-        said,
+        summary,
         f"at most 1, and {100 * limit:.2g} %: the order of additions",
         worst <= 1 and not crossed,
     )
 
 
 def pair(sample: Sample, products: Products) -> Iterator[EmulatedLinear]:
-    """The emulator's layer and TE's, of the same weight, each with its products in force."""
+    """Yield the emulator's layer and TE's, with the same weight and products."""
     for kind in (EmulatedLinear, NativeLinear):
         linear = nn.Linear(sample.w.shape[1], sample.w.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(sample.w.float())
@@ -91,10 +98,12 @@ def pair(sample: Sample, products: Products) -> Iterator[EmulatedLinear]:
         yield layer
 
 
-def _computed(layer: EmulatedLinear, sample: Sample) -> dict[str, Tensor]:
-    """Of a layer with delayed scaling, the second time: scaled by the amaxes that the first left."""
-    remembers = "fp8_delayed" in families([layer.products])
-    for step in range(1 + remembers):
+def computed(layer: EmulatedLinear, sample: Sample) -> dict[str, Tensor]:
+    """Return y, dx and dw of a layer; with delayed scaling those of a second step, scaled by the first's
+    amax.
+    """
+    delayed = "fp8_delayed" in families([layer.products])
+    for step in range(1 + delayed):
         layer.clock.step = step
         layer.zero_grad()
         x = sample.x.clone().requires_grad_()
@@ -104,16 +113,14 @@ def _computed(layer: EmulatedLinear, sample: Sample) -> dict[str, Tensor]:
 
 
 def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, tuple[Tensor, Tensor]]:
-    """How far the order of additions alone can move each element of y, dx and dw, and how far it usually
-    does, fp64.
-    """
+    """Return the largest and the usual effect of the order of additions on each element, fp64."""
     layer = next(pair(sample, products))
     sides = {
         "y": ("fprop", ("x", sample.x), ("w", sample.w)),
         "dx": ("dgrad", ("g", sample.dy), ("w", sample.w.t())),
         "dw": ("wgrad", ("g", sample.dy.t()), ("x", sample.x.t())),
     }
-    found = {}
+    effects = {}
     for what, (name, *both) in sides.items():
         spec = getattr(products, name)
         a, b = (
@@ -123,8 +130,8 @@ def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, tuple[T
         fast = bench.fast_sums and what == "y" and spec.x is not None and spec.x.scale is None
         steps, cut = (-(-a.shape[1] // 32), 2.0**-13) if fast else (a.shape[1], 2.0**-23)
         magnitudes = a @ b.t()
-        found[what] = 2 * steps * cut * magnitudes, 2 * steps**0.5 * cut * magnitudes
-    return found
+        effects[what] = 2 * steps * cut * magnitudes, 2 * steps**0.5 * cut * magnitudes
+    return effects
 
 
 def _magnitudes(
@@ -133,8 +140,8 @@ def _magnitudes(
     return sum(part.dequantize() for part in layer.operand(x, slot, quant, rotation)).abs().double()
 
 
-def _sample(shape: tuple[int, int, int], seed: int, device: torch.device) -> Sample:
-    """Normal values, of a trained layer's size; every sixteenth token thirty times larger."""
+def draw_sample(shape: tuple[int, int, int], seed: int, device: torch.device) -> Sample:
+    """Return normal values at the scale of a trained layer; every sixteenth token is thirty times larger."""
     tokens, inputs, outputs = shape
     g = torch.Generator().manual_seed(seed)
     w, x, dy = (

@@ -1,0 +1,120 @@
+"""`ablate init`: write a commented experiment, and on request a training file, to start from."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ablate.cli.common import console
+from ablate.errors import InputError
+from ablate.experiment.load import sweep_name
+
+_EXPERIMENT = """\
+schema: 1
+question: Does stochastic rounding of the gradients matter for my model?
+{workload}
+recipe: nvfp4                  # to start from: a preset (docs/recipes.md), or a file: my_recipe.yaml
+ablate:                        # the knobs to turn, and their values; every combination is an arm
+  sr: [true, false]            #   stochastic rounding of the gradients
+  # rht: [true, false]         #   random Hadamard transform
+  # {knob}
+against: bf16                  # the baseline, at the same seeds and the same values of the workload
+seeds: 3                       # runs of each arm; a verdict needs 3, small effects need more
+metric: {{name: val/loss, direction: minimize}}   # min_effect: 0.005: smaller differences do not matter
+
+# ablate plan {name}.yaml        arms, trials and time, in a second; runs nothing
+# ablate sweep {name}.yaml       runs it, or continues it; at the end it names the report
+"""
+_BUILT_IN = """\
+workload:                      # what is trained: gpt, mae, finetune (docs/experiments.md); python: your own
+  gpt: {{layers: 4, width: 128, steps: 300, lr: 1.0e-3}}"""
+_OWN = """\
+workload:
+  python:                      # your own training function; check it first: ablate check {name}.yaml
+    file: {name}_train.py
+    steps: 200
+    config: {{width: 64, lr: 3.0e-3}}     # read as trial.config.width"""
+_TRAINING = '''\
+"""A training function for a sweep. Replace model, data and loss by your own; lines with `trial` stay."""
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.stem, self.head = nn.Linear(16, width), nn.Linear(width, 16)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(trial):
+    torch.manual_seed(trial.seed)                       # weights and data come from the seed alone
+    model = trial.convert(Net(trial.config.width)).to(trial.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr * trial.lr_factor)
+    trial.checkpoint(model=model, optimizer=optimizer)  # what a killed run continues from
+    inputs, turn = torch.randn(2048, 16), torch.randn(16, 16) / 4
+    data = torch.utils.data.TensorDataset(inputs, torch.tanh(inputs @ turn))
+    training, validation = data[:1792], data[1792:]
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*training), 64, shuffle=True)
+    for _, (x, y) in trial.steps(loader):
+        with trial.step():                              # forward, backward and optimizer by the recipe
+            loss = (model(x.to(trial.device)) - y.to(trial.device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trial.log({"train/loss": loss.item()})
+    with trial.evaluation(), torch.no_grad():
+        x, y = validation
+        trial.log({"val/loss": (model(x.to(trial.device)) - y.to(trial.device)).square().mean().item()})
+'''
+
+
+def init(
+    name: Annotated[str, typer.Argument(help="Name of the experiment.")] = "experiment",
+    training: Annotated[
+        bool, typer.Option("--training", help="Also write a training file of your own, NAME_train.py.")
+    ] = False,
+    folder: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
+) -> None:
+    """Write NAME.yaml, a commented experiment to start from. Existing files are never overwritten."""
+    sweep_name(Path(f"{name}.yaml"))
+    files = {f"{name}.yaml": experiment_text(name, training)} | (
+        {f"{name}_train.py": _TRAINING} if training else {}
+    )
+    if existing := [
+        f"{folder / file}: exists already; give another name" for file in files if (folder / file).exists()
+    ]:
+        raise InputError(existing)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (folder / file).write_text(text)
+    except OSError as error:
+        raise InputError([f"{error.filename}: {error.strerror}"]) from None
+    screen = console()
+    screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
+    screen.print(f"Next: ablate {'check' if training else 'plan'} {folder / name}.yaml")
+
+
+def experiment_text(name: str, training: bool) -> str:
+    """Return the content of a commented experiment."""
+    workload = (_OWN if training else _BUILT_IN).format(name=name)
+    knob = "workload.config.width: [64, 128]" if training else "lr: [1.0e-3, 2.0e-3]"
+    return _EXPERIMENT.format(name=name, workload=workload, knob=knob)

@@ -1,0 +1,170 @@
+"""Blocks of a model, found by its structure, and the reason why each of its matrices is quantised or not.
+
+Recipes speak of transformer blocks: their linear layers are quantised, embeddings and the output head are
+not, and "the last two blocks" stay in high precision. A model of somebody else's names its blocks as it
+likes. They are found by structure, from the outside in:
+
+    self.stages = nn.ModuleList([Stage(), Stage()])     each member of a module list is a block
+    nn.Sequential(Stage(), Stage())                     so is each of several members of one class
+    self.stage1, self.stage2 = Stage(), Stage()         so are siblings of one class, if there is no list
+
+A module without a linear layer inside is no block. If a model has module lists with well-known names
+(`blocks`, `layers`, `h`, ...), these are its blocks and no others are looked for.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ablate.engines.emulated import BlockOf
+from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.errors import nearest
+from ablate.recipes.layers import block_name
+
+
+class LayerRow(NamedTuple):
+    """One matrix of a model that a matrix product multiplies by, and whether the recipe applies to it."""
+
+    name: str
+    """Qualified name of its module, or of the parameter where a module holds several."""
+    shape: tuple[int, ...]
+    """Shape of the weight, [out, in] of an nn.Linear."""
+    weights: int
+    """Number of elements."""
+    block: str | None
+    """Name of the block that it lies in; None for none."""
+    converted: bool
+    reason: str
+    """Reason if it is not converted; empty if it is."""
+
+
+def find_blocks(model: nn.Module, pattern: str | None = None) -> tuple[str, ...]:
+    """Return the names of a model's blocks, in its order; none lies in another.
+
+    Args:
+        model: the model, converted or not.
+        pattern: glob on the names of modules that are the blocks; None: find them by structure.
+
+    Raises:
+        ValueError: no module with a linear layer has a name that matches `pattern`.
+    """
+    # Under all its names: a block that a model calls several times is a block each time.
+    modules = model.named_modules(remove_duplicate=False)
+    holders = [name for name, module in modules if name and _linears(module)]
+    if pattern is not None:
+        matched = [name for name in holders if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"blocks {pattern!r} matches no module with a linear layer; {nearest(pattern, holders)}"
+            )
+        return _outermost(matched)
+    named = (
+        block_name(f"{name}.") for name in holders if not isinstance(model.get_submodule(name), nn.Linear)
+    )
+    if blocks := tuple(dict.fromkeys(filter(None, named))):
+        return blocks
+    return _outermost(_listed(model)) or _outermost(_siblings(model))
+
+
+def block_finder(blocks: Collection[str]) -> BlockOf:
+    """Return a function that returns the block of a module, given their names; None for a module in none."""
+    known = frozenset(blocks)
+
+    def block(name: str) -> str | None:
+        parts = name.split(".")
+        return next((b for n in range(1, len(parts) + 1) if (b := ".".join(parts[:n])) in known), None)
+
+    return block
+
+
+def layer_table(model: nn.Module, blocks: Sequence[str], left_out: Collection[str] = ()) -> list[LayerRow]:
+    """Return a row for every matrix of a converted model, embeddings and convolutions excepted.
+
+    Args:
+        model: the model, after its conversion.
+        blocks: names of its blocks.
+        left_out: names of the layers that the user's filter left out.
+    """
+    block = block_finder(blocks)
+    rows, seen = [], set()
+    for name, module in model.named_modules():
+        for parameter, weight in module.named_parameters(recurse=False):
+            if is_lazy(weight):
+                raise ValueError(
+                    f"{name}: its {parameter} has no shape before the first call; call the model once, and"
+                    " convert it then"
+                )
+            known = isinstance(module, nn.Embedding) or (
+                type(module).__name__.startswith("Conv") and weight.ndim > 2
+            )
+            thin = min(weight.shape, default=0) < 2 and not isinstance(module, nn.Linear)
+            if weight.ndim < 2 or known or thin or id(weight) in seen:
+                continue
+            seen.add(id(weight))
+            path = name if isinstance(module, nn.Linear) else f"{name}.{parameter}".lstrip(".")
+            reason = _reason(name, module, block(name), name in left_out)
+            rows.append(LayerRow(path, tuple(weight.shape), weight.numel(), block(name), not reason, reason))
+    return rows
+
+
+def _reason(name: str, module: nn.Module, block: str | None, left_out: bool) -> str:
+    """Return why a module's matrix is not converted; "" if it is."""
+    kind = type(module).__name__
+    if isinstance(module, EmulatedLinear):
+        return ""
+    if left_out:
+        return "left out by the filter"
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention multiplies by its parameters itself; give it nn.Linear projections"
+    if kind == "Conv1D":
+        return "transformers' Conv1D, whose weight is [in, out], is not supported; use nn.Linear"
+    if isinstance(module, nn.Linear) and block is None:
+        return "outside of the blocks"
+    if isinstance(module, nn.Linear):
+        return f"a subclass of nn.Linear ({kind}), which may compute something else"
+    return f"a parameter of {kind}, which is no nn.Linear"
+
+
+def _linears(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Linear) for part in module.modules())
+
+
+def _holders(parent: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    """Return the children of a module that hold linear layers and are none themselves, by full name."""
+    return {
+        f"{prefix}.{name}".lstrip("."): child
+        for name, child in parent._modules.items()  # named_children leaves out repeated ones
+        if child is not None and not isinstance(child, nn.Linear) and _linears(child)
+    }
+
+
+def _listed(model: nn.Module) -> Iterator[str]:
+    """Yield the members of module lists, and those of sequences that have several members of one class."""
+    for name, parent in model.named_modules(remove_duplicate=False):
+        children = _holders(parent, name)
+        if isinstance(parent, nn.ModuleList) or (isinstance(parent, nn.Sequential) and _alike(children)):
+            yield from children
+
+
+def _siblings(model: nn.Module) -> Iterator[str]:
+    """Yield the children of one class of each module that has several such children."""
+    for name, parent in model.named_modules(remove_duplicate=False):
+        yield from _alike(_holders(parent, name))
+
+
+def _alike(children: dict[str, nn.Module]) -> list[str]:
+    """Return the names of those children whose class another child has too."""
+    classes = defaultdict(list)
+    for name, child in children.items():
+        classes[type(child)].append(name)
+    return [name for names in classes.values() if len(names) > 1 for name in names]
+
+
+def _outermost(names: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
+    """Return the names that lie in no other of them."""
+    names = list(dict.fromkeys(names))
+    return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))

@@ -1,0 +1,173 @@
+"""Callback for the Trainer of Lightning.
+
+    trainer = Trainer(..., callbacks=[ablate.integrations.LightningCallback("nvfp4")])
+    trainer.fit(module, loader)
+
+The model is converted when `fit` begins. A step covers all batches of the gradient accumulation; validation,
+test and prediction compute as in `evaluation()`. Metrics and alarms go to the loggers, and the recipe's state
+into checkpoints, so `fit(ckpt_path=...)` continues bit for bit.
+
+Lightning runs the forward and backward passes inside of the optimizer's step. Rules for weights act between
+the backward pass and the update, so recipes that have such rules are refused.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from ablate.experiment import python_api
+from ablate.experiment.integrations.position import Position, logged
+from ablate.files import Json
+from ablate.recipes.recipe import Recipe, Weights
+from ablate.training.conversion import Conversion, ConversionState
+
+_log = logging.getLogger(__name__)
+
+
+class LightningCallback(Callback):
+    """A recipe in the Trainer of Lightning, with automatic optimization.
+
+    Args:
+        recipe: as for `ablate.convert`.
+        set, seed, tokens_per_step, decay_start, blocks, filter, measure_every: as for `ablate.convert`.
+        steps: optimizer steps of the run, for a schedule by fractions; None: the Trainer's number.
+        restore: make the layers plain again when `fit` ends.
+        per_layer: log the errors of single layers too; they are many.
+
+    Attributes:
+        run: the `Conversion`; None before `fit` has begun, and after it with `restore`.
+
+    Raises:
+        ValueError: the recipe is wrong, or has rules for weights.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Path | Mapping[str, Json] | Recipe = "nvfp4",
+        *,
+        set: Mapping[str, Json] | None = None,
+        seed: int = 0,
+        steps: int | None = None,
+        tokens_per_step: int = 1,
+        decay_start: int | None = None,
+        blocks: str | None = None,
+        filter: Callable[[str, nn.Module], bool] | None = None,
+        measure_every: int = 50,
+        restore: bool = False,
+        per_layer: bool = False,
+    ) -> None:
+        super().__init__()
+        self.recipe = python_api.recipe(recipe, set)
+        if self.recipe.weights != Weights():
+            raise ValueError(
+                "the recipe has rules for weights, which act between backward pass and update; Lightning runs"
+                " both inside of optimizer.step(). Use a loop of your own with ablate.convert"
+            )
+        self.seed, self.steps, self.tokens_per_step = seed, steps, tokens_per_step
+        self.decay_start, self.blocks, self.filter = decay_start, blocks, filter
+        self.measure_every, self.restore, self.per_layer = measure_every, restore, per_layer
+        self.run: Conversion | None = None
+        self._position: Position | None = None
+        self._saved: ConversionState | None = None
+        self._first = 0
+        self._alarmed: frozenset[str] = frozenset()
+
+    # --- events of the Trainer ------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Convert the model, and load the state of the recipe if the fit continues from a checkpoint."""
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "the module optimizes by itself (automatic_optimization=False), so its steps are unknown"
+                " here; call ablate.convert in it, and put its steps inside `with run.step():`"
+            )
+        if self._position:
+            self._position.abandon()
+        if self.run:
+            self.run.restore()
+        steps = self.steps or trainer.estimated_stepping_batches
+        self.run = python_api.convert(
+            pl_module,
+            self.recipe,
+            seed=self.seed,
+            steps=int(steps) if 0 < steps < float("inf") else None,
+            tokens_per_step=self.tokens_per_step,
+            decay_start=self.decay_start,
+            blocks=self.blocks,
+            filter=self.filter,
+            measure_every=self.measure_every,
+        )
+        if self._saved:
+            self.run.load_state_dict(self._saved)
+            self._saved = None
+        self._position = Position(self.run)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Begin a step before the first batch of an accumulation."""
+        if self._position and not self._position.in_step:
+            self._first = trainer.global_step
+            self._position.begin_step()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """End the step if the optimizer has stepped, and log."""
+        if not (self.run and self._position) or trainer.global_step == self._first:
+            return
+        self._position.end_step()
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            alarms = self.run.alarms()
+            metrics = logged(self.run.metrics(), self.per_layer) | {"alarms": float(len(alarms))}
+            pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+            sentences = frozenset(map(str, alarms))
+            for sentence in sorted(sentences - self._alarmed):
+                _log.warning("step %d: %s", trainer.global_step, sentence)
+            self._alarmed = sentences
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the layers plain again, if asked."""
+        if self._position:
+            self._position.abandon()
+        if self.run and self.restore:
+            self.run.restore()
+            self.run = self._position = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave a step that did not end; it does not count."""
+        if self._position:
+            self._position.abandon()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin an evaluation."""
+        if self._position:
+            self._position.begin_evaluation()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the evaluation."""
+        if self._position:
+            self._position.end_evaluation()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    # --- checkpoints ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> ConversionState | dict[str, object]:
+        """Return the state of the recipe; Lightning saves it with a checkpoint."""
+        if not (self.run and self._position):
+            return {}
+        evaluating = self._position.in_evaluation  # ModelCheckpoint may save when a validation ends
+        self._position.end_evaluation()
+        state = self.run.state_dict()
+        if evaluating:
+            self._position.begin_evaluation()
+        return state
+
+    def load_state_dict(self, state_dict: ConversionState) -> None:
+        """Keep the state until the model is converted."""
+        self._saved = state_dict

@@ -1,0 +1,108 @@
+"""Steps and evaluations of a loop that reports its progress by events instead of by `with` blocks.
+
+A callback is called when a step begins and when it ends, so the two ends of `with run.step():` lie in
+different functions. `Position` holds the context that is open in between. At most one is open, but for an
+evaluation inside a step.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+from weakref import finalize
+
+
+class Steps(Protocol):
+    """A `Conversion`, or the `Trial` of a sweep."""
+
+    def step(self) -> AbstractContextManager[object]: ...
+    def evaluation(self) -> AbstractContextManager[object]: ...
+
+
+class _Abandoned(Exception):
+    """Ends a step that was not completed, so that it does not count."""
+
+
+class _Open:
+    """The contexts that are open. Apart from `Position`, so that they can be left when that is collected."""
+
+    def __init__(self) -> None:
+        self.step: AbstractContextManager[object] | None = None
+        self.evaluation: AbstractContextManager[object] | None = None
+
+    def leave_evaluation(self) -> None:
+        """End the evaluation, if one is open."""
+        evaluation, self.evaluation = self.evaluation, None
+        if evaluation:
+            evaluation.__exit__(None, None, None)
+
+    def abandon(self) -> None:
+        """End what is open. A step does not count."""
+        self.leave_evaluation()
+        step, self.step = self.step, None
+        if step:
+            step.__exit__(_Abandoned, _Abandoned(), None)
+
+
+class Position:
+    """The step or evaluation of a handle that is in progress.
+
+    What is open when the process ends, or when nothing refers to this object any more, is left then: a
+    generator that the interpreter closes at its exit would print errors.
+    """
+
+    def __init__(self, handle: Steps) -> None:
+        self._handle, self._open = handle, _Open()
+        finalize(self, self._open.abandon)
+
+    @property
+    def in_step(self) -> bool:
+        """True from `begin_step` to `end_step`."""
+        return self._open.step is not None
+
+    @property
+    def in_evaluation(self) -> bool:
+        """True from `begin_evaluation` to `end_evaluation`."""
+        return self._open.evaluation is not None
+
+    def begin_step(self) -> None:
+        """Begin a step. A step that is still open was not completed, and does not count."""
+        self.abandon()
+        self._open.step = _entered(self._handle.step())
+
+    def end_step(self) -> None:
+        """End the step, which counts from now on."""
+        step, self._open.step = self._open.step, None
+        if step:
+            step.__exit__(None, None, None)
+
+    def begin_evaluation(self) -> None:
+        """Begin an evaluation, inside a step or not. One that is open ends, with its casts of weights."""
+        self.end_evaluation()
+        self._open.evaluation = _entered(self._handle.evaluation())
+
+    def end_evaluation(self) -> None:
+        """End the evaluation, if one is open."""
+        self._open.leave_evaluation()
+
+    def abandon(self) -> None:
+        """End what is open. A step does not count."""
+        self._open.abandon()
+
+
+def _entered(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
+    context.__enter__()
+    return context
+
+
+def logged(metrics: Mapping[str, float], per_layer: bool) -> dict[str, float]:
+    """Return the metrics of a `Conversion` that a logger gets: without those of single layers, unless wanted.
+
+    Args:
+        metrics: by name: `quant/<slot>/<metric>`, `quant/<slot>/<layer>/<metric>` and others.
+        per_layer: keep the metrics of single layers.
+    """
+    return {
+        name: value
+        for name, value in metrics.items()
+        if per_layer or not (name.startswith("quant/") and name.count("/") > 2)
+    }

@@ -1,0 +1,106 @@
+"""Recipes from wherever a user has them: a preset's name, a file, its content, an object.
+
+A recipe file is YAML. It has either all that `ablate recipe show --yaml` prints, or only what differs from
+another recipe, which `from` names:
+
+    from: nvfp4
+    wgrad: {g: {bits: 4}}
+    layers: {skip_last: 2}
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ablate.errors import nearest
+from ablate.experiment.arms import KnobError, StartingPoint, reason
+from ablate.experiment.yaml_document import read
+from ablate.files import Json
+from ablate.recipes import PRESETS, Recipe
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def resolve(source: str | Path | Mapping[str, Json] | Recipe, knobs: Mapping[str, Json]) -> Recipe:
+    """Return a recipe with knobs turned.
+
+    Args:
+        source: name of a preset, path of a recipe file, content of one, or a recipe.
+        knobs: short names or full paths under `recipe.`, and their values.
+
+    Raises:
+        ValueError: there is no such preset or file, or a field or knob is wrong; with every reason.
+    """
+    recipe = load(source)
+    if not knobs:
+        return recipe
+    turned = {
+        knob if knob.partition(".")[0] not in Recipe.model_fields else f"recipe.{knob}": value
+        for knob, value in knobs.items()
+    }
+    try:
+        return StartingPoint("idle", {}, "its own", own=recipe).recipe(turned)
+    except KnobError as error:
+        raise ValueError("; ".join(f"{knob}: {why}" for knob, why in error.reasons)) from None
+
+
+def load(source: str | Path | Mapping[str, Json] | Recipe) -> Recipe:
+    """Return the recipe that a source names or holds; ValueError with every reason if it is none."""
+    if isinstance(source, Recipe):
+        return source
+    if isinstance(source, Mapping):
+        return parse(source, "the recipe")
+    if isinstance(source, str) and source in PRESETS:
+        return PRESETS[source]()
+    path = Path(source)
+    if path.suffix in SUFFIXES:
+        if not path.is_file():
+            raise ValueError(f"{path}: no such recipe file")
+        return parse(read(path).value, str(path))
+    raise ValueError(
+        f"{str(source)!r}: no such preset; {nearest(str(source), PRESETS)}. A recipe file ends in .yaml"
+    )
+
+
+def parse(content: Mapping[str, Json], where: str) -> Recipe:
+    """Return the recipe of a file's content.
+
+    Args:
+        content: fields of a recipe; with `from`, those that differ from the recipe that it names.
+        where: beginning of the error's sentences.
+
+    Raises:
+        ValueError: a field is wrong; with every reason.
+    """
+    own = dict(content)
+    start = own.pop("from", None)
+    if start is not None and (not isinstance(start, str) or start not in PRESETS):
+        raise ValueError(f"{where}: from: no such preset; {nearest(str(start), PRESETS)}")
+    base = PRESETS[start]().model_dump(mode="json") if start else {}
+    try:
+        return Recipe.model_validate(_merged(base, own), strict=False)
+    except ValidationError as error:
+        reasons = (
+            f"{where}: {'.'.join(map(str, problem['loc'])) or 'the recipe'}: {reason(problem, Recipe)}"
+            for problem in error.errors()
+        )
+        raise ValueError("; ".join(reasons)) from None
+
+
+def recipe_name(content: Mapping[str, Json]) -> str:
+    """Return the name of an arm without knobs, for a recipe that is written in an experiment."""
+    return f"{content['from']} changed" if "from" in content else "own recipe"
+
+
+def _merged(base: dict[str, Json], changes: Mapping[str, Json]) -> dict[str, Json]:
+    """Return nested dictionaries with some values changed; a list or null replaces what was there."""
+    merged = deepcopy(base)
+    for key, value in changes.items():
+        inner = merged.get(key)
+        if isinstance(inner, dict) and isinstance(value, Mapping):
+            merged[key] = _merged(inner, value)
+        else:
+            merged[key] = deepcopy(value)
+    return merged

@@ -1,0 +1,26 @@
+"""Comparison of two recipes, field by field. Torch-free."""
+
+from collections.abc import Iterator
+
+from ablate.recipes.recipe import Recipe
+
+
+def differences(first: Recipe, second: Recipe) -> dict[str, tuple[object, object]]:
+    """Return the fields in which two recipes differ.
+
+    Args:
+        first, second: the recipes.
+
+    Returns:
+        The values of both, JSON data, by path (`wgrad.g.rounding`); a part that one of them lacks is a whole:
+        `wgrad.hadamard`, (None, {...}).
+    """
+    return dict(_differences(first.model_dump(mode="json"), second.model_dump(mode="json"), ""))
+
+
+def _differences(one: object, other: object, path: str) -> Iterator[tuple[str, tuple[object, object]]]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in dict.fromkeys((*one, *other)):
+            yield from _differences(one.get(key), other.get(key), f"{path}.{key}".lstrip("."))
+    elif one != other:
+        yield path, (one, other)

@@ -1,0 +1,536 @@
+"""Recipes in a training loop of one's own: `Conversion`, the handle that `ablate.convert` returns.
+
+The problem. Quantised training is more than a layer: a recipe changes over a run, random bits must differ
+from step to step and be drawn again after a restart, casts of weights may be reused until the optimizer
+moves them, and some recipes act around the optimizer's step. A loop that forgets one of these still runs,
+and its loss looks right.
+
+The idea. The handle owns that state, and the loop says one thing only, where a step begins and ends:
+
+    run = ablate.convert(model, "nvfp4", seed=0, steps=1000)
+    for batch in data:
+        with run.step():
+            loss(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with run.evaluation():
+        validate(model)
+
+Outside of `step()` and `evaluation()` a call of the model raises an error, so a forgotten one shows at once.
+Micro-batches are counted by the calls of the layers: the second call of a layer within a step begins the
+second micro-batch. Recomputation in the backward pass (activation checkpointing) does not count.
+
+With torch.distributed, each rank draws other bits: those that the micro-batches of one process would have.
+
+Refused by name: recipes whose statistics would have to be shared among ranks (delayed and held scales), a
+schedule by fractions without the number of steps, and rules for weights that an optimizer cannot carry out.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, NoReturn, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ablate.engines import emulated
+from ablate.engines.autograd import in_backward
+from ablate.engines.blocks import LayerRow, block_finder, find_blocks, layer_table
+from ablate.engines.compiled import operator
+from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.ranks import whole
+from ablate.numerics.choices import STATISTICS
+from ablate.numerics.philox import Clock
+from ablate.numerics.spec import tag
+from ablate.recipes.recipe import Recipe, Run, Weights
+from ablate.training.alarms import Alert, alerts
+from ablate.training.metrics import ALARMS, Casts, SlotErrors, gradient_noise, oscillation
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+class ConversionState(TypedDict):
+    """All that later steps depend on beside parameters and optimizer.
+
+    `torch.load(weights_only=True)` reads it.
+    """
+
+    steps_done: int
+    seed: int
+    recipe: str
+    """As JSON."""
+    engine: emulated.EngineState
+
+
+_OUTSIDE = "call the model inside `with run.step():`, or inside `with run.evaluation():` to evaluate it"
+_RESTORED = "the model was restored to plain layers"
+_LEAST = 0.5
+"""Share of a model's matrix weights below which `convert` warns."""
+_LISTED = 5
+"""Layers left out that the warning names."""
+
+
+class Conversion:
+    """A model whose linear layers compute by a recipe, in a training loop of one's own.
+
+    Made by `convert`. It holds everything that later steps depend on beside parameters and optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: emulated.Engine,
+        run: Run | None,
+        measure_every: int,
+        layers: Sequence[LayerRow],
+    ) -> None:
+        self.model, self.layers = model, list(layers)
+        """The layers: a row for each matrix of the model, with the reason if it is not converted."""
+        self.measure_every = measure_every
+        self.steps_done = 0
+        self.engine, self._run = engine, run or Run(2**31)
+        self._within: str | None = None
+        """Context that is open: `step` or `evaluation`."""
+        self._called: set[int] = set()
+        """Layers called in the present micro-batch."""
+        self._used = False
+        """True once a layer has been called: a model that is never called is not the one that is trained."""
+        self._metrics: dict[str, float] = {}
+        self._measuring = False
+        self._casts: Casts = {}
+        self._hooks = self._optimizer_hooks()
+        for layer in engine.layers.values():
+            layer.called = self._count
+            layer.compiled = operator(layer)
+        engine.end(_OUTSIDE)
+
+    def __repr__(self) -> str:
+        """Return the number of converted layers and their share of the weights, and the layers left out."""
+        done = [row for row in self.layers if row.converted]
+        others = [f"  {row.name} {list(row.shape)}: {row.reason}" for row in self.layers if not row.converted]
+        share = f"{_share(self.layers):.1%} of the weights of {len(self.layers)} layers"
+        head = f"{len(done)} layers converted, {share}"
+        return "\n".join((head, *(["not converted:", *others] if others else ())))
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raise TypeError: a copy of the model follows this handle; a second handle would contradict it."""
+        raise TypeError(
+            "a Conversion cannot be copied. A copy of the model alone follows the steps of this one;"
+            " to train it apart, copy the model before its conversion and convert both"
+        )
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, with its schedule."""
+        return self.engine.recipe
+
+    # --- a step -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, *, measure: bool | None = None) -> Iterator["Conversion"]:
+        """Inside this context, the model computes one optimizer step by the recipe.
+
+        Forward and backward passes of all its micro-batches and the optimizer's step belong inside. A step
+        that ends in an exception does not count.
+
+        Args:
+            measure: measure the errors of all operands in this step; None: in every `measure_every`-th.
+
+        Raises:
+            RuntimeError: a step is in progress, the model was restored, or the recipe needs a measurement
+                (`compare_gradient`) that was not made in this step.
+        """
+        self._refuse_nesting("step")
+        step, engine = self.steps_done, self.engine
+        self._refuse_ranks()
+        due = self.wants_gradient
+        if measure is None:
+            measure = self.measure_every > 0 and step % self.measure_every == 0
+        errors = SlotErrors() if measure else None
+        self._measuring, self._casts = bool(measure), {}
+        seen: dict[str, float] = {}
+        self._metrics_of_step = seen
+        with engine.unrecorded(unless_completed=True):
+            self._begin("step", "training", step)
+            engine.listen(errors)
+            try:
+                with engine.still_weights():
+                    yield self
+            finally:
+                engine.listen(None)
+                self._end()
+        if not self._used:
+            raise RuntimeError(
+                f"step {step}: none of the {len(engine.layers)} converted layers was called; the model that"
+                " is trained must be the one that was converted, not a copy made before"
+            )
+        if due and "grad/noise_ratio" not in seen:
+            raise RuntimeError(
+                f"step {step}: the recipe's schedule waits for grad/noise_ratio, measured in this step;"
+                " call run.compare_gradient(closure) inside it"
+            )
+        engine.observe(seen, step)
+        if errors:
+            self._metrics = {**errors.metrics(), **seen}
+        else:
+            self._metrics |= seen
+        self.steps_done += 1
+
+    @contextmanager
+    def evaluation(self, *, high_precision: bool = False) -> Iterator["Conversion"]:
+        """Inside this context, the model is evaluated in the precision of the last step.
+
+        Random bits come from a stream of their own, the same in every evaluation after the same step; no
+        count, history or measurement of the training changes. It may stand inside `step()`.
+
+        Args:
+            high_precision: compute without quantisation instead.
+        """
+        self._refuse_nesting("evaluation")
+        outer, engine = self._within, self.engine
+        clock, called = engine.clock, self._called
+        before = clock.stream, clock.step, clock.micro_batch
+        products = {name: layer.products for name, layer in engine.layers.items()}
+        try:
+            with ExitStack() as stack:
+                self._begin(
+                    "evaluation", "evaluation", self.steps_done if outer else max(0, self.steps_done - 1)
+                )
+                stack.enter_context(engine.again())
+                stack.enter_context(_no_fast_path(self.model))
+                if not outer:  # a step has its own casts already
+                    stack.enter_context(engine.still_weights())
+                if high_precision:
+                    stack.enter_context(engine.high_precision())
+                yield self
+        finally:
+            self._within, self._called = outer, called
+            clock.stream, clock.step, clock.micro_batch = before
+            for name, layer in engine.layers.items():
+                layer.products = products[name]
+
+    def compare_gradient(self, closure: Callable[[], object]) -> dict[str, float]:
+        """Measure how far quantisation turns the gradient: compute it twice, without and with the recipe.
+
+        Args:
+            closure: computes the loss of a batch and calls `backward` on it, and nothing else. It is called
+                twice with the same state of torch's random generators; gradients that exist are kept.
+
+        Returns:
+            `grad/cosine_to_bf16`, and `grad/noise_ratio`, the norm of the gradient over that of the
+            difference; {} if a norm is 0 or not finite. They are also in `metrics()`.
+
+        Raises:
+            RuntimeError: called outside of `step()`.
+        """
+        if self._within != "step":
+            raise RuntimeError("compare_gradient measures a step: call it inside `with run.step():`")
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        kept, clock, called = [p.grad for p in parameters], self.engine.clock, set(self._called)
+        moment = clock.micro_batch
+
+        def gradient() -> list[Tensor]:
+            self._called, clock.micro_batch = set(called), moment
+            for p in parameters:
+                p.grad = None
+            with torch.random.fork_rng():
+                closure()
+            return [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
+
+        try:
+            with self.engine.again(), self.engine.unrecorded():
+                with self.engine.high_precision():
+                    reference = gradient()
+                found = gradient_noise(gradient(), reference)
+        finally:
+            self._called, clock.micro_batch = called, moment
+            for p, grad in zip(parameters, kept, strict=True):
+                p.grad = grad
+        self._metrics_of_step |= found
+        return found
+
+    @property
+    def wants_gradient(self) -> bool:
+        """True if the recipe's schedule waits for a measurement of `compare_gradient` in this step."""
+        engine, step = self.engine, self.steps_done
+        return any(step % trigger.every == 0 for trigger in engine.recipe.triggers - engine.tripped)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the latest measurements by name, and the counts so far.
+
+        `quant/<slot>/<metric>` and `quant/<slot>/<layer>/<metric>` of the last measured step, `grad/...` of
+        the last `compare_gradient`, `weights/...` of the last measured step whose optimizer stepped inside,
+        `nan/activation`: operands so far with a NaN or an infinity, and `flops/fp4_share`: fraction of the
+        layers' FLOPs so far that were in FP4.
+        """
+        return self._metrics | {
+            "nan/activation": float(self.engine.nonfinite()),
+            "flops/fp4_share": self.engine.fp4_share(),
+        }
+
+    def alarms(self) -> list[Alert]:
+        """Return the alarms of `metrics()`: values beyond which something is wrong. `str` is the sentence."""
+        return alerts(self.metrics(), ALARMS)
+
+    # --- state --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> ConversionState:
+        """Return what later steps depend on beside parameters and optimizer, for a checkpoint.
+
+        Returns:
+            Numbers, strings and tensors, which `torch.load(weights_only=True)` reads.
+
+        Raises:
+            RuntimeError: called inside of `step()`, which is not counted yet.
+        """
+        self._refuse_within_step("state_dict")
+        return {
+            "steps_done": self.steps_done,
+            "seed": self.engine.clock.seed,
+            "recipe": self.recipe.model_dump_json(),
+            "engine": self.engine.state(),
+        }
+
+    def load_state_dict(self, state: ConversionState) -> None:
+        """Continue from a state that `state_dict` returned.
+
+        Raises:
+            ValueError: the state is of another recipe or seed. To begin from somebody's weights under a new
+                recipe, load those of model and optimizer alone.
+            RuntimeError: called inside of `step()`.
+        """
+        self._refuse_within_step("load_state_dict")
+        mine = self.state_dict()
+        for what, same in (
+            ("seed", state["seed"] == mine["seed"]),
+            ("recipe", state["recipe"] == mine["recipe"]),
+        ):
+            if not same:
+                raise ValueError(
+                    f"this state is of another {what} than the model was converted with; convert it with the"
+                    f" same {what}, or load the states of model and optimizer alone to begin anew from them"
+                )
+        self.steps_done = state["steps_done"]
+        self.engine.restore(state["engine"], self.steps_done)
+
+    def restore(self) -> nn.Module:
+        """Make the layers plain nn.Linear again, with the same parameters and hooks; return the model."""
+        if self._within:
+            raise RuntimeError(f"restore() inside of {self._within}(); leave it first")
+        for name, names in self.engine.names.items():
+            plain = self.engine.layers[name].plain()
+            for alias in names:
+                parent, _, child = alias.rpartition(".")
+                setattr(self.model.get_submodule(parent), child, plain)
+        for hook in self._hooks:
+            hook.remove()
+        self.engine.end(_RESTORED)
+        self._within = "restored"
+        return self.model
+
+    # --- within a step ------------------------------------------------------------------------------
+
+    def _begin(self, context: str, stream: str, step: int) -> None:
+        """Put a step in force."""
+        engine = self.engine
+        self._within, self._called = context, set()
+        engine.clock.stream, engine.clock.step, engine.clock.micro_batch = stream, step, _rank()
+        engine.at(step, self._run, counted=context == "step")
+
+    def _end(self) -> None:
+        self._within, self._casts = None, {}
+        self.engine.end(_OUTSIDE)
+
+    def _count(self, layer: EmulatedLinear) -> None:
+        """Begin the next micro-batch at the second call of a layer."""
+        if in_backward():
+            return
+        if id(layer) in self._called:
+            self._called.clear()
+            self.engine.clock.micro_batch += _ranks()
+        self._called.add(id(layer))
+        self._used = True
+
+    def _refuse_nesting(self, context: str) -> None:
+        if self._within == "restored":
+            raise RuntimeError(f"{context}(): {_RESTORED}; convert it again")
+        if self._within == "evaluation" or self._within == context:
+            raise RuntimeError(f"{context}() inside of {self._within}(); leave that first")
+
+    def _refuse_within_step(self, call: str) -> None:
+        if self._within == "step":
+            raise RuntimeError(
+                f"{call}() inside of step(): the step is not counted before its end; leave it first"
+            )
+
+    def _refuse_ranks(self) -> None:
+        if _ranks() == 1:
+            return
+        for slot, quant in self.recipe.quantised():
+            if quant.outer and STATISTICS[tag(quant.outer.statistic)].earlier:
+                raise RuntimeError(
+                    f"{slot}: outer.statistic {quant.outer.statistic} depends on earlier steps of all ranks,"
+                    f" which are not shared among {_ranks()} ranks here; use one rank, or a sweep"
+                )
+
+    def _optimizer_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
+        """Follow every optimizer of the model's parameters: rules for weights act around its step."""
+        me = weakref.ref(self)
+
+        def before(optimizer: "Optimizer", args: object, kwargs: object) -> None:
+            if (self := me()) and self._concerns(optimizer):
+                self._before_update(optimizer)
+
+        def after(optimizer: "Optimizer", args: object, kwargs: object) -> None:
+            if (self := me()) and self._concerns(optimizer):
+                self._after_update(optimizer)
+
+        return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def _concerns(self, optimizer: "Optimizer") -> bool:
+        """Return True if an optimizer updates the model; `weights.master` rounds all its parameters."""
+        return self._within != "restored" and _updates(optimizer, self.model.parameters())
+
+    @property
+    def _present(self) -> int:
+        """Number of the step in progress, or of the last one."""
+        return self.steps_done if self._within else max(0, self.steps_done - 1)
+
+    def _before_update(self, optimizer: "Optimizer") -> None:
+        if self._measuring and self._within == "step":
+            # One of several optimizers: what all of them flip is counted from the first one's step on.
+            self._casts = self._casts or self.engine.weight_casts()
+        weights = self.recipe.weights
+        if weights == Weights():
+            return
+        if self._within != "step":
+            raise RuntimeError(
+                "the recipe has rules for weights: call optimizer.step() inside `with run.step():`"
+            )
+        quantised = (layer.weight for layer in self.engine.layers.values())
+        if (
+            weights.q_ramping
+            and not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+            and _updates(optimizer, quantised)
+        ):
+            raise RuntimeError(
+                f"weights.q_ramping changes Adam's moments, and {type(optimizer).__name__} has none;"
+                " use Adam or AdamW"
+            )
+        self.engine.weights.before(optimizer, self._present, self._run)
+
+    def _after_update(self, optimizer: "Optimizer") -> None:
+        if self.recipe.weights != Weights():
+            self.engine.weights.after(optimizer, self._present, self._run)
+        for layer in self.engine.layers.values():
+            if layer.casts is not None:
+                layer.casts = {}
+        if self._casts:
+            self._metrics_of_step |= oscillation(self._casts, self.engine.weight_casts())
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    seed: int = 0,
+    run: Run | None = None,
+    blocks: str | None = None,
+    wanted: Callable[[str, nn.Module], bool] | None = None,
+    measure_every: int = 50,
+) -> Conversion:
+    """Convert a model in place and return its handle; `ablate.convert` has the arguments' meaning.
+
+    Raises:
+        ValueError: no layer would be converted, the recipe does not fit the model, or its schedule needs
+            facts of the run that `run` does not have.
+    """
+    _refuse_unknown_length(recipe, run)
+    _refuse_converted(model)
+    found = find_blocks(model, blocks)
+    left_out: list[str] = []
+
+    def chosen(name: str, linear: nn.Module) -> bool:
+        if wanted is None or wanted(name, linear):
+            return True
+        left_out.append(name)
+        return False
+
+    engine = emulated.convert(model, recipe, Clock(seed), block_finder(found), chosen)
+    layers = layer_table(model, found, left_out)
+    if (share := _share(layers)) < _LEAST:
+        others = sorted((row for row in layers if not row.converted), key=lambda row: -row.weights)
+        listed = "; ".join(f"{row.name} {list(row.shape)}: {row.reason}" for row in others[:_LISTED])
+        warnings.warn(
+            f"{share:.1%} of the weights of the model's linear layers are converted."
+            f" The largest left out: {listed}",
+            stacklevel=3,
+        )
+    return Conversion(model, engine, run, measure_every, layers)
+
+
+def _refuse_unknown_length(recipe: Recipe, run: Run | None) -> None:
+    for phase in recipe.schedule:
+        kind = tag(phase.start)
+        lacking = {
+            "fraction": "steps" if run is None else None,
+            "tokens": "tokens_per_step" if run is None or run.tokens_per_step == 1 else None,
+            "decay": "decay_start" if run is None or run.decay is None else None,
+        }.get(kind)
+        if lacking:
+            raise ValueError(
+                f"the recipe's schedule has a phase that starts at {phase.start}; give {lacking} to convert"
+            )
+    reset = recipe.weights.osci_reset
+    if reset and reset.start > 0 and run is None:
+        raise ValueError(
+            f"weights.osci_reset starts after a fraction of the run, {reset.start}; give steps to convert"
+        )
+
+
+def _refuse_converted(model: nn.Module) -> None:
+    """Raise ValueError if a part of the model follows another handle, whose clock its draws would keep."""
+    for name, module in model.named_modules():
+        if isinstance(module, EmulatedLinear):
+            raise ValueError(
+                f"{name} is converted already; convert the model once,"
+                " or call restore() of the handle that converted it first"
+            )
+
+
+def _updates(optimizer: "Optimizer", parameters: Iterable[nn.Parameter]) -> bool:
+    """Return True if an optimizer updates one of these parameters."""
+    mine = {id(p) for p in parameters}
+    return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+
+
+def _share(layers: Sequence[LayerRow]) -> float:
+    """Return the share of the matrices' weights that are converted."""
+    return sum(row.weights for row in layers if row.converted) / max(1, sum(row.weights for row in layers))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@contextmanager
+def _no_fast_path(model: nn.Module) -> Iterator[None]:
+    """Inside this context, torch's own encoder layers call their linear layers in evaluation too."""
+    if not any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        yield
+        return
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -1,0 +1,432 @@
+"""`Trial`: what a user's own training function gets from a sweep, and gives back.
+
+The function is called once for each arm and seed. It may be any training loop:
+
+    def train(trial):
+        model = trial.convert(Net(trial.config.width))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr * trial.lr_factor)
+        trial.checkpoint(model=model, optimizer=optimizer)
+        for step, batch in trial.steps(loader(trial.seed)):
+            with trial.step():
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            trial.log({"train/loss": loss.item()})
+        with trial.evaluation():
+            trial.log({"val/loss": validate(model)})
+
+The function pushes its metrics, and a sweep pulls records. So the function runs in a thread of the trial's
+process, and only while the sweep waits for the next record: one of the two at a time, never both.
+"""
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from ablate.recipes.recipe import Recipe, Run
+from ablate.training.checkpoints import Checkpoints, RunState
+from ablate.training.conversion import Conversion, ConversionState, convert
+from ablate.training.loop import Record, Telemetry
+from ablate.training.metric_names import FIRST_NONFINITE
+from ablate.training.metrics import memory
+
+if TYPE_CHECKING:
+    Batch = TypeVar("Batch")
+
+_BEAT_SECONDS = 5.0
+"""Seconds after which a step without metrics is recorded all the same: a silent trial is taken for hung."""
+
+
+class Stateful(Protocol):
+    """Model, optimizer, scheduler, loader: all that a checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, object]: ...
+    def load_state_dict(self, state: dict[str, object]) -> object: ...
+
+
+class TrialState(TypedDict):
+    """Content of a checkpoint."""
+
+    step: int
+    objects: dict[str, dict[str, object]]
+    """States of the user's objects, by the names given to `checkpoint`."""
+    conversions: list[ConversionState]
+    generators: dict[str, Any]
+    """States of the global generators of torch, numpy and random."""
+
+
+class Stopped(BaseException):
+    """The sweep has ended this trial; raised in the user's function at its next call of the trial."""
+
+
+class Config(dict):
+    """The YAML's `config`, whose keys are attributes too: `config.width` and `config["width"]`."""
+
+    def __getattr__(self, name: str) -> object:
+        """Return the value of a key; AttributeError that lists the keys if there is none."""
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"config has no {name!r}; its keys are {', '.join(self) or 'none'}"
+            ) from None
+
+
+class Trial:
+    """One run of a user's training function: its recipe, seed and config, and the way of its results.
+
+    Attributes:
+        recipe: the arm's recipe.
+        seed: the seed of weights, data order and dropout; random numbers must come from it alone. The global
+            generators of torch, numpy and random are seeded by it before the function is called.
+        config: the YAML's `config`.
+        device: torch device to train on.
+        max_steps: optimizer steps of the run.
+        folder: folder for files of this trial; it may not exist yet.
+        start: the file or folder given as `start`; None without one.
+        lr_factor: factor of the learning rate, 1.0 in a full run. Code that multiplies its rate by it can be
+            used in designs that turn the rate.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        seed: int,
+        config: Mapping[str, object],
+        device: str,
+        run: Run,
+        telemetry: Telemetry,
+        checkpoints: Checkpoints | None,
+        emit: Callable[[Record], None],
+        start: Path | None = None,
+    ) -> None:
+        self.recipe, self.seed, self.config = recipe, seed, Config(config)
+        self.device, self.max_steps, self.start = torch.device(device), run.steps, start
+        self.folder = checkpoints.artifacts if checkpoints else Path("artifacts")
+        self.lr_factor = 1.0
+        self._run, self._telemetry, self._checkpoints, self._emit = run, telemetry, checkpoints, emit
+        self._conversions: list[Conversion] = []
+        self._stateful: dict[str, Stateful] = {}
+        # A trial's checkpoints hold what its workload gave: here `_state`.
+        self._saved = cast(TrialState | None, checkpoints.take() if checkpoints else None)
+        self._first = self._saved["step"] if self._saved else 0
+        self._between_done = -1
+        self._done = self._first
+        self._metrics: dict[str, float] = {}
+        self._seconds, self._counted = 0.0, 0
+        self._last_record = time.monotonic()
+        self._recorded = self._first
+
+    # --- for the user's function ----------------------------------------------------------------------
+
+    def convert(
+        self,
+        model: nn.Module,
+        *,
+        blocks: str | None = None,
+        filter: Callable[[str, nn.Module], bool] | None = None,
+    ) -> nn.Module:
+        """Apply the arm's recipe to a model in place and return the model; `ablate.convert` explains how."""
+        self._conversions.append(
+            convert(
+                model,
+                self.recipe,
+                seed=self.seed,
+                run=self._run,
+                blocks=blocks,
+                wanted=filter,
+                measure_every=self._telemetry.every,
+            )
+        )
+        return model
+
+    def steps(self, batches: Iterable["Batch"] | None = None) -> Iterator:
+        """Yield (step, batch) for every step that is left; without batches the step alone.
+
+        After an interruption it begins where the last checkpoint was. Batches of the steps before are taken
+        and dropped, unless `batches` was given to `checkpoint` and restores its own place. An iterable that
+        ends is begun again.
+
+        Args:
+            batches: a loader or any other iterable; or a function from the step to its batch.
+        """
+        if callable(batches):
+            for step in self._remaining():
+                yield step, batches(step)
+            return
+        if batches is None:
+            yield from self._remaining()
+            return
+        own_place = any(part is batches for part in self._stateful.values())
+        stream = _endless(batches)
+        for _ in range(0 if own_place else self._first):
+            next(stream)
+        for step in self._remaining():
+            yield step, next(stream)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside this context, the models compute one optimizer step by the recipe: see `Conversion.step`."""
+        self._between()
+        if not self._conversions and not self.recipe.plain:
+            raise RuntimeError(
+                "the arm's recipe has no effect: the training function never called trial.convert(model)"
+            )
+        begun = time.perf_counter()
+        measured = self._telemetry.every > 0 and self._done % self._telemetry.every == 0
+        with ExitStack() as stack:
+            for conversion in self._conversions:
+                stack.enter_context(conversion.step(measure=measured))
+            yield
+        if not measured:
+            self._seconds += time.perf_counter() - begun
+            self._counted += 1
+        self._done += 1
+        if measured:
+            for conversion in self._conversions:
+                self._metrics |= conversion.metrics()
+
+    @contextmanager
+    def evaluation(self, *, high_precision: bool = False) -> Iterator[None]:
+        """Inside this context, the models are evaluated in the precision of the last step."""
+        with ExitStack() as stack:
+            for conversion in self._conversions:
+                stack.enter_context(conversion.evaluation(high_precision=high_precision))
+            yield
+
+    def compare_gradient(self, closure: Callable[[], object]) -> None:
+        """Record how far quantisation turns the gradient, in the steps that telemetry or the recipe asks for.
+
+        Args:
+            closure: computes the loss of the step's batch and calls `backward`; it is not called in other
+                steps, so this line may stand in every one, inside `step()`.
+        """
+        due = not self.recipe.plain and self._done % self._telemetry.shadow == 0
+        for conversion in self._conversions:
+            if due or conversion.wants_gradient:
+                self._metrics |= conversion.compare_gradient(closure)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Record metrics of the last step. What is logged until the next step begins belongs to it.
+
+        `train/loss` that is not finite ends the trial as diverged.
+
+        Raises:
+            ValueError: a value is no number, or a name is empty.
+        """
+        for name, value in metrics.items():
+            if not isinstance(name, str) or not name.strip():
+                raise ValueError(f"trial.log: {name!r} is no name of a metric")
+            try:
+                self._metrics[name] = float(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"trial.log: {name} is {value!r}, which is no number") from None
+        if not math.isfinite(self._metrics.get("train/loss", 0.0)):
+            self._metrics[FIRST_NONFINITE] = float(max(1, self._done))
+            self._flush()
+            raise Stopped
+
+    def checkpoint(self, **stateful: Stateful) -> None:
+        """Name the objects whose state a checkpoint holds; if the trial is resumed, load their states now.
+
+        Checkpoints are written between steps. They also hold the state of the recipe, and of the global
+        generators of torch, numpy and random.
+
+        Args:
+            stateful: objects with `state_dict` and `load_state_dict`: model, optimizer, scheduler, loader.
+
+        Raises:
+            TypeError: an object has no such methods.
+        """
+        for name, part in stateful.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise TypeError(f"trial.checkpoint: {name} has no state_dict and load_state_dict")
+        self._stateful |= stateful
+        if self._saved:
+            for name, part in stateful.items():
+                if name not in self._saved["objects"]:
+                    raise RuntimeError(
+                        f"trial.checkpoint: the checkpoint has no {name!r}; remove it to start anew"
+                    )
+                part.load_state_dict(self._saved["objects"][name])
+
+    @property
+    def resumed(self) -> bool:
+        """True if this run continues from a checkpoint."""
+        return self._saved is not None
+
+    # --- for the workload -----------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Record what is left, after the function has returned."""
+        if self._done == 0:
+            raise RuntimeError(
+                "the training function took no step: put each step inside `with trial.step():`"
+            )
+        for conversion in self._conversions:
+            self._metrics["flops/fp4_share"] = conversion.metrics()["flops/fp4_share"]
+        self._flush(last=True)
+
+    def _remaining(self) -> Iterator[int]:
+        for step in range(self._first, self.max_steps):
+            self._between()
+            yield step
+            if self._done <= step:
+                raise RuntimeError(f"step {step} was not taken: put it inside `with trial.step():`")
+
+    def _between(self) -> None:
+        """Between two steps, once: record, and write a checkpoint if one is due."""
+        if self._between_done == self._done:  # by `steps`, before it took the batch
+            return
+        self._between_done = self._done
+        if self._saved and self._done == self._first:
+            self._continue()
+        due = self._done % self._telemetry.log == 0 or time.monotonic() - self._last_record > _BEAT_SECONDS
+        if self._done > self._recorded and (self._metrics or due):
+            self._flush()
+        checkpoints = self._checkpoints
+        if checkpoints and self._stateful and self._done > self._first:
+            wanted = checkpoints.wanted(self._done)
+            if any(wanted):
+                checkpoints.leave(self._done, cast(RunState, self._state()), wanted)
+
+    def _continue(self) -> None:
+        """Restore what the checkpoint has beside the user's objects, before the first step."""
+        saved = self._saved
+        assert saved is not None
+        missing = saved["objects"].keys() - self._stateful.keys()
+        if missing or len(self._conversions) != len(saved["conversions"]):
+            raise RuntimeError(
+                f"the trial continues from a checkpoint of {', '.join(saved['objects'])};"
+                " give trial.checkpoint all of them, and convert the same models, before the first step"
+            )
+        for conversion, state in zip(self._conversions, saved["conversions"], strict=True):
+            conversion.load_state_dict(state)
+        _restore_generators(saved["generators"])
+
+    def _state(self) -> TrialState:
+        return {
+            "step": self._done,
+            "objects": {name: part.state_dict() for name, part in self._stateful.items()},
+            "conversions": [conversion.state_dict() for conversion in self._conversions],
+            "generators": _generators(),
+        }
+
+    def _flush(self, last: bool = False) -> None:
+        """Emit the metrics of the last step, with those that every trial has."""
+        metrics, self._metrics = self._metrics, {}
+        if self._counted:
+            each = self._seconds / self._counted
+            metrics["throughput/step_ms"] = 1000 * each
+            metrics["throughput/tokens_per_s"] = self._run.tokens_per_step / each
+            self._seconds, self._counted = 0.0, 0
+        metrics["tokens"] = float(self._done * self._run.tokens_per_step)
+        for conversion in self._conversions:
+            metrics["nan/activation"] = conversion.metrics()["nan/activation"]
+        metrics |= memory(self.device)
+        self._recorded, self._last_record = self._done, time.monotonic()
+        self._emit(Record(self._done, metrics))
+
+
+def emitted(work: Callable[[Callable[[Record], None]], None]) -> Iterator[Record]:
+    """Run `work(emit)` in a thread, and yield each record as it is emitted.
+
+    The thread runs only while this generator waits: `emit` returns once the next record is asked for. If the
+    generator is closed, `emit` raises Stopped.
+    """
+    given, taken = threading.Semaphore(0), threading.Semaphore(0)
+    records: list[Record] = []
+    errors: list[BaseException] = []
+    closed = threading.Event()
+
+    def emit(record: Record) -> None:
+        records.append(record)
+        given.release()
+        taken.acquire()
+        if closed.is_set():
+            raise Stopped
+
+    def body() -> None:
+        taken.acquire()
+        try:
+            if not closed.is_set():
+                work(emit)
+        except Stopped:
+            pass
+        except BaseException as error:  # raised again in the caller's thread
+            errors.append(error)
+        finally:
+            given.release()
+
+    thread = threading.Thread(target=body, name="training function", daemon=True)
+    thread.start()
+    try:
+        while True:
+            taken.release()
+            given.acquire()
+            if not records:
+                break
+            yield records.pop()
+    finally:
+        closed.set()
+        taken.release()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside this context, the global generators of torch, numpy and random begin from a seed."""
+    before = _generators()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        _restore_generators(before)
+
+
+def _generators() -> dict[str, object]:
+    """Return the states of the global generators, as numbers and tensors."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "random": [version, list(words), gauss],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+    }
+
+
+def _restore_generators(state: Mapping) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, words, gauss = state["random"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+
+
+def _endless(batches: Iterable) -> Iterator:
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError(
+                "trial.steps: the loader has no batches; an iterator cannot be begun again, give the loader"
+            )

@@ -1,0 +1,51 @@
+"""Common base of workloads of a user's own code: `python` (a function) and `command` (a process).
+
+Nothing is known of the code before it runs: neither its model, nor its metrics, nor how long a step takes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field
+
+from ablate.numerics.spec import Spec
+from ablate.recipes.layers import Layer
+from ablate.training.hyperparameters import MOST_STEPS
+from ablate.training.workloads.text import Fields
+
+_SECONDS_A_STEP = 0.5
+"""A guess: nothing is known of a user's code until a trial has run."""
+
+
+class OwnCode(Spec):
+    """Configuration of a user's code, and the length of a run."""
+
+    METRICS: ClassVar[frozenset[str] | None] = None  # whatever the code logs
+    UNITS: ClassVar[dict[str, str]] = {}
+    linear_layers: ClassVar[tuple[Layer, ...]] = ()
+    linears: ClassVar[tuple[str, ...]] = ()
+    blocks: ClassVar[int] = 0
+
+    config: Annotated[dict[str, Any], AfterValidator(Fields)] = Field(default_factory=Fields)
+    """Values that the code reads; each is a knob, `workload.config.<key>`."""
+    steps: int = Field(100, ge=1, le=MOST_STEPS)
+    """Optimizer steps of a run."""
+    tokens_per_step: int = Field(1, ge=1)
+    """Tokens, or samples, of one step: the unit of throughput and of schedules by tokens."""
+    data: tuple[str, ...] = Field((), strict=False)
+    """Files and folders that the code reads; a trial's identity has their content."""
+    log_every: int = Field(1, ge=1)
+    """Steps between two records that all trials have, by which a search prunes."""
+
+    def recorded(self, metric: str) -> range:
+        """Return the steps before the last at which every trial has the metric."""
+        return range(self.log_every, self.steps, self.log_every)
+
+    def summary(self) -> dict[str, float]:
+        """Return no facts about the data: only the code knows them."""
+        return {}
+
+    def cost(self, quantised: bool) -> float:
+        """Return rough seconds of one trial: a guess until a trial has been measured."""
+        return _SECONDS_A_STEP * self.steps * (2 if quantised else 1)

@@ -1,0 +1,117 @@
+"""Workload that is a user's own training function, in a file beside the experiment.
+
+    workload: {python: {file: train.py, function: train, steps: 300, config: {width: 256, lr: 1.0e-3}}}
+
+The function gets an `ablate.Trial` (training/trial.py). The file is read to plan a sweep and imported only in
+the processes of trials. What a trial is depends on the content of the file and of the files beside it that
+it imports, of the declared data, and on `config`; never on where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from ablate.recipes.recipe import Recipe, Run
+from ablate.training import user_code
+from ablate.training.workloads.own_code import OwnCode
+
+if TYPE_CHECKING:
+    from ablate.training.checkpoints import Checkpoints
+    from ablate.training.loop import Record, Telemetry
+
+
+class Python(OwnCode):
+    """The user's function, its configuration, and the length of a run."""
+
+    VERSION: ClassVar[int] = 1
+    PATHS: ClassVar[tuple[str, ...]] = ("file", "start", "data", "sources")
+    imports: ClassVar[tuple[str, ...]] = ("ablate.training.trial",)
+
+    file: str = Field(min_length=1)
+    """Python file with the function, relative to the experiment's file."""
+    function: str = Field("train", min_length=1)
+    """Function at the top level of the file; it takes the trial."""
+    decay_start: int | None = Field(None, ge=0)
+    """First step of the learning rate's decay, for schedules that begin there."""
+    start: str | None = None
+    """File or folder with weights from which every arm begins, `trial.start`."""
+    sources: tuple[str, ...] = Field((), strict=False)
+    """Globs of further code, beside what the file imports by name."""
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.file).expanduser()
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, reason) for each field that cannot run."""
+        path, broken = self._path, False
+        if why := user_code.problem(path, self.function):
+            yield ("function" if "function" in why and path.is_file() else "file"), why
+            broken = True
+        for name, values in (("start", (self.start,) if self.start else ()), ("data", self.data)):
+            for value in values:
+                if not Path(value).expanduser().exists():
+                    yield name, f"{value}: no such file or folder"
+        if not broken:
+            try:
+                user_code.digest(path, self.sources)
+            except SyntaxError as error:
+                yield "file", f"{error.filename}:{error.lineno}: {error.msg}"
+            else:
+                yield from self._misfits(path)
+
+    def _misfits(self, path: Path) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with `config` by the class that the function declares for it."""
+        if not user_code.declares_config(path, self.function):
+            return
+        from ablate.training.config_schema import misfits
+
+        yield from (
+            (".".join(("config", *place)), why) for place, why in misfits(path, self.function, self.config)
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Return the fields that determine the numbers, without paths: `fingerprint` has their content."""
+        return self.canonical({"file", "start", "data", "sources"})
+
+    def fingerprint(self) -> str:
+        """Return a digest of the function's code, its data, and the weights that it starts from."""
+        parts = [user_code.digest(self._path, self.sources)]
+        parts += [user_code.content(Path(name).expanduser()) for name in self.data]
+        if self.start:
+            parts.append(f"start:{user_code.content(Path(self.start).expanduser())}")
+        return "-".join(parts)
+
+    def records(
+        self,
+        recipe: Recipe,
+        seed: int,
+        engine: str,
+        device: str,
+        telemetry: Telemetry,
+        checkpoints: Checkpoints | None = None,
+    ) -> Iterator[Record]:
+        """Call the function, and yield a Record for each step of which it logged something."""
+        from ablate.training.trial import Trial, emitted, seeded
+
+        function = user_code.load(self._path, self.function)
+        declared = user_code.declares_config(self._path, self.function)
+        run = Run(self.steps, self.tokens_per_step, self.decay_start)
+        start = Path(self.start).expanduser() if self.start else None
+
+        def work(emit: Callable[[Record], None]) -> None:
+            with seeded(seed):
+                trial = Trial(recipe, seed, self.config, device, run, telemetry, checkpoints, emit, start)
+                if declared:
+                    from ablate.training.config_schema import built
+
+                    function(trial, built(function, self.config))
+                else:
+                    function(trial)
+                trial.finish()
+
+        yield from emitted(work)

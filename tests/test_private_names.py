@@ -1,0 +1,165 @@
+"""Private names of Optuna, Ray and MLflow: each use stands in an adapter file and works with the installed version."""
+
+import ast
+import json
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+
+import ablate.execution
+from ablate.execution.search import optuna_private
+from ablate.execution.tracking import database, mlflow_private
+from ablate.execution.workers import ray_private
+from ablate.results.databases import url
+
+# Importing MLflow warns; as an error that would leave SQLAlchemy's mappers half made for all later tests.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+ROOT = Path(ablate.execution.__file__).parent
+ADAPTERS = {"search/optuna_private.py", "workers/ray_private.py", "tracking/mlflow_private.py"}
+PUBLIC = {"_exit", "_replace"}
+"""Names that are public in spite of their underscore: of `os` and of named tuples."""
+RAY_ARGUMENTS = {"_node_ip_address", "_temp_dir"}
+
+
+def private_names(source: str) -> list[str]:
+    """Return the private names of other modules and objects that a source uses."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                continue
+            case ast.Attribute(attr=name) if private(name) and name not in PUBLIC:
+                names.append(name)
+            case ast.Import(names=modules):
+                names += [module.name for module in modules if any(map(private, module.name.split(".")))]
+            case ast.ImportFrom(module=str(module), names=members):
+                path = [*module.split("."), *(member.name for member in members)]
+                names += [module] if any(map(private, path)) else []
+            case ast.Constant(value=str(text)) if text in RAY_ARGUMENTS:
+                names.append(text)
+    return names
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_private_names_are_used_in_the_adapters_alone():
+    files = {str(path.relative_to(ROOT)): path.read_text() for path in ROOT.rglob("*.py")}
+    assert {file for file, source in files.items() if private_names(source)} == ADAPTERS
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "study._storage",
+        "import ray._private",
+        "from optuna._imports import x",
+        "from optuna import _imports",
+        "ray.init(**{'_temp_dir': 1})",
+    ],
+)
+def test_a_private_name_would_be_seen(source):
+    assert private_names(source)
+
+
+# Optuna
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return JournalStorage(JournalFileBackend(str(tmp_path / "journal.log")))
+
+
+def test_the_operations_of_a_journal_have_the_numbers_that_optuna_writes(storage, tmp_path):
+    study = optuna.create_study(storage=storage, study_name="one")
+    study.ask()
+    storage.set_study_system_attr(0, "key", 1)
+    optuna.delete_study(study_name="one", storage=storage)
+    lines = (tmp_path / "journal.log").read_text().splitlines()
+    operation = optuna_private.JournalOperation
+    assert [json.loads(line)["op_code"] for line in lines] == [
+        operation.CREATE_STUDY,
+        operation.CREATE_TRIAL,
+        operation.SET_STUDY_SYSTEM_ATTR,
+        operation.DELETE_STUDY,
+    ]
+
+
+def test_the_id_of_a_trial_is_the_storages(storage):
+    optuna.create_study(storage=storage, study_name="first").ask()
+    study = optuna.create_study(storage=storage, study_name="second")
+    study.ask()
+    (trial,) = study.get_trials(deepcopy=False)
+    number = storage.get_study_id_from_name("second")
+    assert optuna_private.trial_id(trial) == storage.get_trial_id_from_study_id_trial_number(number, 0) == 1
+
+
+def test_the_dashboard_writes_and_reads_a_note_of_a_trial_that_was_not_made(storage):
+    from optuna_dashboard import get_note, save_note
+
+    study = optuna.create_study(storage=storage, study_name="one")
+    trial = study.ask()
+    target = optuna_private.note_target(study, storage, 0)
+    save_note(target, "a note")
+    assert get_note(target) == get_note(trial) == "a note"
+
+
+def test_a_trial_that_nsga2_proposed_has_its_generation_in_that_attribute():
+    sampler = optuna.samplers.NSGAIISampler(seed=0, population_size=2)
+    study = optuna.create_study(sampler=sampler)
+    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=5)
+    attribute = optuna_private.generation_attribute(sampler)
+    assert [trial.system_attrs[attribute] for trial in study.trials] == [0, 0, 1, 1, 2]
+
+
+# MLflow
+
+
+@pytest.mark.slow
+def test_a_database_that_was_made_and_one_that_was_closed_have_no_connection(tmp_path):
+    path = tmp_path / "mlflow.db"
+    database.prepare(url(path), tmp_path)
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    assert not [address for address in SqlAlchemyStore._engine_map if str(tmp_path) in address]
+    SqlAlchemyStore(url(path), tmp_path.as_uri())
+    assert url(path) in SqlAlchemyStore._engine_map
+    mlflow_private.close_database(url(path))
+    assert url(path) not in SqlAlchemyStore._engine_map
+    mlflow_private.close_database(url(path))  # nothing left to close
+
+
+# Ray
+
+
+def test_ray_has_the_setting_that_keeps_the_loopback_address():
+    import ray
+
+    constants = ray._private.ray_constants
+    before = constants.ENABLE_RAY_CLUSTER
+    assert isinstance(before, bool)
+    with ray_private.loopback_kept(ray):
+        assert constants.ENABLE_RAY_CLUSTER is False
+    assert constants.ENABLE_RAY_CLUSTER is before
+
+
+def test_ray_describes_the_arguments_that_are_passed(monkeypatch):
+    import ray
+
+    monkeypatch.setenv("RAY_TMPDIR", "/" + "long" * 20)
+    arguments = ray_private.LOOPBACK_ARGUMENT | ray_private.temporary_folder_argument()
+    assert arguments.keys() == RAY_ARGUMENTS
+    assert all(
+        argument in ray.init.__doc__ for argument in arguments
+    )  # an unknown one is refused by `ray.init`
+
+
+def test_a_short_temporary_folder_is_rays_default(monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    assert ray_private.temporary_folder_argument() == {}

@@ -1,0 +1,484 @@
+"""Any command as a workload: what it is given, what it may print, how it ends, and what identifies it.
+
+Every test runs real processes. Most scripts need nothing but Python, so that a run takes a tenth of a second.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.workloads import OWN_COMMAND
+
+from ablate.errors import InputError
+from ablate.execution.messages import Ended, TrialRequest
+from ablate.execution.supervisor import Supervisor
+from ablate.execution.trial_runner import OutOfMemory, within_memory
+from ablate.experiment.load import load
+from ablate.experiment.trial_spec import TrialSpec
+from ablate.recipes import PRESETS
+from ablate.training.checkpoints import Checkpoints
+from ablate.training.loop import Telemetry
+from ablate.training.workloads.command import Command
+
+OFTEN = Telemetry(log=1)
+PLAIN = """
+import json
+for step in range(1, 4):
+    print(json.dumps({"step": step, "val/loss": 1 / step}))
+"""
+"""A script without a single import of ours."""
+
+
+def command(folder: Path, code: str, run: str = "python script.py", **fields) -> Command:
+    (folder / "script.py").write_text(code)
+    return Command(**({"run": run, "folder": str(folder), "steps": 10} | fields))
+
+
+def records(workload: Command, recipe: str = "bf16", seed: int = 0, checkpoints=None) -> list:
+    return list(workload.records(PRESETS[recipe](), seed, "emulated", "cpu", OFTEN, checkpoints))
+
+
+def values(found: list, metric: str = "val/loss") -> dict[int, float]:
+    return {record.step: record.metrics[metric] for record in found if metric in record.metrics}
+
+
+def spec(workload: Command, recipe: str = "bf16") -> TrialSpec:
+    return TrialSpec(
+        workload="command", config=workload, recipe=PRESETS[recipe](), seed=0, engine="emulated", device="cpu"
+    )
+
+
+def until(condition, seconds: float = 20.0):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return value
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# --- what it is given ---------------------------------------------------------------------------------
+
+REPORT = """
+import json, os, sys
+given = {name: os.environ[name] for name in os.environ if name.startswith("ABLATE_")}
+files = {name: json.load(open(given[name])) for name in ("ABLATE_RECIPE", "ABLATE_CONFIG")}
+json.dump([sys.argv[1:], given, files, os.getcwd()], open(os.path.join(given["ABLATE_FOLDER"], "seen"), "w"))
+print('{"step": 1, "val/loss": 1}')
+"""
+
+
+def test_it_gets_recipe_config_seed_and_folders_as_variables_and_arguments(tmp_path):
+    run = "python script.py {seed} {steps} {device} --x={name} {lr} {on} {{}} {recipe} {config} {checkpoint} {folder}"
+    config = {"name": "two words", "lr": 1e-3, "on": True}
+    workload = command(tmp_path, REPORT, run, config=config)
+    records(workload, seed=7, checkpoints=Checkpoints(tmp_path / "c.pt", "trial", 60))
+    arguments, given, files, folder = json.loads((tmp_path / "artifacts" / "seen").read_text())
+    assert arguments == [
+        *("7", "10", "cpu", "--x=two words", "0.001", "true", "{}"),
+        *(given[f"ABLATE_{name}"] for name in ("RECIPE", "CONFIG", "CHECKPOINT", "FOLDER")),
+    ]
+    assert (given["ABLATE_SEED"], given["ABLATE_STEPS"], given["ABLATE_DEVICE"]) == ("7", "10", "cpu")
+    assert files["ABLATE_CONFIG"] == config
+    assert files["ABLATE_RECIPE"] == PRESETS["bf16"]().model_dump(mode="json")
+    assert Path(folder) == tmp_path
+
+
+def test_its_checkpoint_folder_survives_a_failed_attempt_and_goes_after_a_finished_one(tmp_path):
+    code = """
+import os
+mark = os.path.join(os.environ["ABLATE_CHECKPOINT"], "mark")
+if not os.path.exists(mark):
+    open(mark, "w").close()
+    raise SystemExit(3)
+print('{"step": 1, "val/loss": 1}')
+"""
+    workload = command(tmp_path, code)
+    with pytest.raises(RuntimeError, match="exit status 3"):
+        records(workload, checkpoints=Checkpoints(tmp_path / "c.pt", "trial", 60))
+    assert list((tmp_path / "command" / "checkpoint").iterdir())
+    found = records(workload, checkpoints=Checkpoints(tmp_path / "c.pt", "trial", 60))
+    assert values(found) == {1: 1.0}
+    assert not (tmp_path / "command" / "checkpoint").exists()
+
+
+# --- what it may print --------------------------------------------------------------------------------
+
+
+def test_lines_with_a_step_are_metrics_and_all_others_go_to_the_log(tmp_path, capsys):
+    code = r"""
+print("hello")
+print('{"broken": ')
+print('[1, 2]')
+print('{"val/loss": 5}')
+print('{"step": 0, "val/loss": 5}')
+print('{"step": "2", "val/loss": 5}')
+print('{"step": 2, "val/loss": 3, "note": "text", "flag": true}')
+print('{"step": 2, "train/loss": 4}')
+print('{"step": 9, "val/loss": 2}', end="")
+"""
+    found = records(command(tmp_path, code))
+    assert values(found) == {2: 3.0, 9: 2.0}
+    assert values(found, "train/loss") == {2: 4.0}
+    assert [record.metrics["tokens"] for record in found] == [2.0, 9.0]
+    printed = capsys.readouterr().out.splitlines()
+    assert {"hello", '{"broken": ', "[1, 2]", '{"val/loss": 5}', '{"step": 0, "val/loss": 5}'} <= set(printed)
+
+
+def test_with_metrics_in_a_file_lines_of_standard_output_are_none(tmp_path):
+    code = """
+import os
+print('{"step": 1, "val/loss": 9}')
+with open(os.environ["ABLATE_METRICS"], "a") as file:
+    file.write('{"step": 4, "val/loss": 1}\\n')
+"""
+    assert values(records(command(tmp_path, code, metrics="file"))) == {4: 1.0}
+    both = records(command(tmp_path, code))
+    assert values(both) == {1: 9.0, 4: 1.0}
+
+
+def test_a_loss_that_is_not_finite_ends_the_command_as_diverged(tmp_path):
+    code = """
+import time
+for step in range(1, 10):
+    print('{"step": %d, "train/loss": %s}' % (step, "NaN" if step == 3 else "1"))
+time.sleep(600)
+"""
+    found = records(command(tmp_path, code))
+    assert [record.step for record in found] == [1, 2, 3]
+    assert found[-1].metrics["nan/first_step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "sentence"),
+    [
+        ("print('hello')", RuntimeError, "ended without metrics"),
+        ("raise SystemExit(5)", RuntimeError, "exit status 5"),
+        ("raise ValueError('my reason')", RuntimeError, "exit status 1: ValueError: my reason"),
+        ("import os; os.kill(os.getpid(), 9)", RuntimeError, "killed by signal 9"),
+        (PLAIN + "raise SystemExit(1)", RuntimeError, "exit status 1"),
+        ("""print('{"step": 5}'); print('{"step": 4}')""", RuntimeError, "step 4, which comes after step 5"),
+        ("""print('{"step": 11}')""", RuntimeError, "step 11, which is beyond step 10"),
+    ],
+)
+def test_a_bad_end_is_named(code, error, sentence, tmp_path):
+    with pytest.raises(error, match=sentence):
+        records(command(tmp_path, code))
+
+
+@pytest.mark.parametrize(
+    "reason", ["MemoryError", "RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')"]
+)
+def test_a_command_without_memory_is_no_failure_to_retry(reason, tmp_path):
+    workload = command(tmp_path, f"{PLAIN}\nraise {reason}")
+    with pytest.raises(OutOfMemory, match=r"out of memory after step 2|out of memory after step 3"):
+        list(
+            within_memory(
+                (
+                    {"step": record.step}
+                    for record in workload.records(PRESETS["bf16"](), 0, "emulated", "cpu", OFTEN)
+                ),
+                "cpu",
+            )
+        )
+
+
+# --- the recipe is confirmed --------------------------------------------------------------------------
+
+
+def test_a_script_that_ignores_the_recipe_is_refused_and_told_how(tmp_path):
+    workload = command(tmp_path, PLAIN)
+    assert values(records(workload)) == {1: 1.0, 2: 0.5, 3: pytest.approx(1 / 3)}
+    with pytest.raises(
+        RuntimeError, match=r"without confirming the recipe; read the recipe from .*ABLATE_RECIPE"
+    ):
+        records(workload, "nvfp4")
+    with pytest.raises(RuntimeError, match="ended without confirming"):
+        records(command(tmp_path, "pass"), "nvfp4")
+
+
+def test_any_code_can_confirm_by_the_hash_of_the_file(tmp_path):
+    code = """
+import hashlib, json, os
+with open(os.environ["ABLATE_RECIPE"], "rb") as file:
+    print(json.dumps({"ablate/recipe": hashlib.sha256(file.read()).hexdigest()[:16]}))
+"""
+    assert len(records(command(tmp_path, code + PLAIN), "nvfp4")) == 3
+    wrong = code.replace("file.read()", "b''")
+    with pytest.raises(RuntimeError, match=f"confirms recipe '{hashlib.sha256(b'').hexdigest()[:16]}'"):
+        records(command(tmp_path, wrong + PLAIN), "nvfp4")
+
+
+def test_convert_confirms_the_recipe_that_it_was_given(tmp_path, capsys):
+    shutil.copy(OWN_COMMAND / "train.py", tmp_path)
+    run = "python train.py --lr {lr} --seed {seed} --steps {steps}"
+    workload = Command(run=run, folder=str(tmp_path), steps=3, config={"lr": 0.01})
+    assert sorted(values(records(workload, "nvfp4"), "train/loss")) == [1, 2, 3]
+    script = tmp_path / "train.py"
+    script.write_text(script.read_text().replace("ablate.recipe(),", '"mxfp4",'))
+    with pytest.raises(RuntimeError, match="without confirming the recipe"):
+        records(workload, "nvfp4")
+    assert "ablate.convert got another recipe than that of ABLATE_RECIPE" in capsys.readouterr().err
+
+
+def test_a_command_over_workload_fields_alone_imports_nothing_of_ours(tmp_path):
+    code = "import sys\nassert not any(name.startswith('ablate') for name in sys.modules)\n" + PLAIN
+    assert len(records(command(tmp_path, code, "python -I script.py"))) == 3
+
+
+def test_outside_of_a_sweep_log_does_nothing_and_says_so_once():
+    code = "import ablate\nfor step in (1, 2): ablate.log({'loss': 1.0}, step=step)\nassert 'torch' not in __import__('sys').modules"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ABLATE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("ablate.log({'loss': 'low'}, step=1)", "loss is 'low', which is no number"),
+        ("ablate.log({'loss': 1.0}, step=0)", "step is 0"),
+        ("ablate.log({'': 1.0}, step=1)", "is no name of a metric"),
+        ("ablate.recipe()", "ABLATE_RECIPE is not set"),
+    ],
+)
+def test_wrong_calls_are_refused(call, sentence, monkeypatch):
+    import ablate
+
+    monkeypatch.delenv("ABLATE_RECIPE", raising=False)
+    with pytest.raises(ValueError, match=sentence):
+        eval(call, {"ablate": ablate})
+
+
+# --- it ends, with all of its children ----------------------------------------------------------------
+
+FAMILY = """
+import json, os, subprocess, sys, time
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+own_session = "import os, time; os.setsid(); time.sleep(600)"
+children = [subprocess.Popen([sys.executable, "-c", code]).pid for code in (child, own_session)]
+with open("pids.part", "w") as file:
+    json.dump([os.getpid(), *children], file)
+time.sleep(0.5)
+os.rename("pids.part", "pids")
+print('{"step": 1, "val/loss": 1}')
+print('{"step": 2, "val/loss": 1}')
+"""
+
+
+def pids(folder: Path) -> list[int]:
+    until((folder / "pids").exists)
+    return json.loads((folder / "pids").read_text())
+
+
+def test_children_end_with_a_command_that_ends_by_itself(tmp_path):
+    assert len(records(command(tmp_path, FAMILY))) == 2
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_command_and_children_end_with_a_trial_that_is_closed(tmp_path):
+    running = command(tmp_path, FAMILY + "time.sleep(600)").records(
+        PRESETS["bf16"](), 0, "emulated", "cpu", OFTEN
+    )
+    next(running)
+    family = pids(tmp_path)
+    assert all(map(alive, family))
+    running.close()
+    assert not any(map(alive, family))
+
+
+def request(workload: Command, root: Path, patience: float) -> TrialRequest:
+    one = spec(workload)
+    return TrialRequest(one.id, one.wire, str(root), 0, {"log": 1}, patience=patience)
+
+
+def test_a_command_that_hangs_is_ended_with_its_children(tmp_path):
+    supervisor = Supervisor()
+    try:
+        *_, last = supervisor.run(
+            request(command(tmp_path, FAMILY + "time.sleep(600)"), tmp_path / "state", 2.0)
+        )
+        assert isinstance(last, Ended)
+        assert (last.status, last.reason.partition(" for ")[0]) == ("failed", "no step")
+        until(lambda: not any(map(alive, pids(tmp_path))))
+    finally:
+        supervisor.close()
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_no_process_outlives_a_trial_and_the_next_attempt_waits_for_them(how, tmp_path):
+    """`killed`: the supervisor's own process, and with it everything that could clean up."""
+    code = FAMILY + "time.sleep(600)"
+    wire = request(command(tmp_path, code), tmp_path / "state", 60.0)
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, threading\nfrom ablate.execution.supervisor import Supervisor\n"
+            "from ablate.execution.messages import TrialRequest\n"
+            "supervisor = Supervisor()\n"
+            "threading.Thread(target=lambda: (sys.stdin.readline(), supervisor.stop()), daemon=True).start()\n"
+            f"for message in supervisor.run(TrialRequest.parse({wire.line()!r})): pass\n"
+            "supervisor.close()",
+        ],
+        stdin=subprocess.PIPE,
+    )
+    try:
+        until((tmp_path / "pids").exists, 60)
+        family = pids(tmp_path)
+        assert all(map(alive, family))
+        if how == "killed":
+            holder.send_signal(signal.SIGKILL)
+        else:
+            holder.stdin.write(b"\n")
+            holder.stdin.flush()
+        holder.wait(30)
+        (tmp_path / "script.py").write_text(code)
+        check = (
+            f"import os, json\nfamily = {family}\n"
+            "state = [open(f'/proc/{pid}/stat').read().rsplit(') ')[1][0] for pid in family"
+            " if os.path.exists(f'/proc/{pid}/stat')]\n"
+            "print(json.dumps({'step': 1, 'alive': sum(s != 'Z' for s in state)}))\n"
+        )
+        (tmp_path / "check.py").write_text(check)
+        (own,) = (tmp_path / "state").rglob("command")
+        found = records(
+            Command(run="python check.py", folder=str(tmp_path), steps=1),
+            checkpoints=Checkpoints(own.parent / "checkpoint.pt", "trial", 60),
+        )
+        assert values(found, "alive") == {1: 0.0}
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdin.close()
+
+
+# --- what identifies it -------------------------------------------------------------------------------
+
+
+def test_content_of_sources_data_and_config_identify_it_and_their_places_do_not(tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "helper.py").write_text("VALUE = 1\n")
+    (here / "data.bin").write_bytes(b"1")
+    (here / "notes.txt").write_text("unrelated")
+
+    def named(folder: Path = here, run: str = "python script.py --lr {lr}", **fields) -> str:
+        return spec(Command(**{"run": run, "folder": str(folder), "config": {"lr": 1.0}} | fields)).id
+
+    (here / "script.py").write_text("import helper\n")
+    before = named()
+    (here / "notes.txt").write_text("changed")
+    assert named() == before
+    assert named(Path(shutil.copytree(here, tmp_path / "there"))) == before
+    absolute = [
+        named(folder, f"python {folder}/script.py --lr {{lr}}") for folder in (here, tmp_path / "there")
+    ]
+    assert absolute == [before, before]
+    ids = {before, named(config={"lr": 2.0}), named(run="python script.py --rate {lr}")}
+    ids |= {named(sources=(str(here / "*.py"), str(here / "notes.txt")))}
+    ids |= {named(data=(str(here / "data.bin"),))}
+    (here / "data.bin").write_bytes(b"2")
+    ids |= {named(data=(str(here / "data.bin"),))}
+    (here / "helper.py").write_text("VALUE = 2\n")
+    ids |= {named()}
+    (here / "script.py").write_text("import helper  # edited\n")
+    ids |= {named()}
+    assert len(ids) == 8
+
+
+def experiment(folder: Path, workload: str, **lines: str) -> Path:
+    parts = {
+        "ablate": "{workload.config.lr: [0.1, 0.2]}",
+        "recipe": "bf16",
+        "against": "{workload.config.lr: 0.1}",
+    }
+    path = folder / "own.yaml"
+    path.write_text(
+        f"schema: 1\nquestion: Does it?\nworkload: {{command: {workload}}}\n"
+        + "".join(f"{key}: {value}\n" for key, value in (parts | lines).items())
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("workload", "sentence"),
+    [
+        (
+            "{run: 'python script.py {sed}', config: {lr: 1}}",
+            r"3:22: workload\.command\.run: .*no such placeholder: \{sed\}; 'seed' is the nearest",
+        ),
+        (
+            "{run: 'python script.py {lrr}', config: {lr: 1}}",
+            r"no such placeholder: \{lrr\}; 'lr' is the nearest",
+        ),
+        (
+            "{run: 'python script.py {lr', config: {lr: 1}}",
+            r"3:22: workload\.command\.run: .*cannot be split",
+        ),
+        ('{run: "python \'script.py", config: {lr: 1}}', r"3:22: workload\.command\.run: .*cannot be split"),
+        ("{run: 'python script.py {lr:.3f}', config: {lr: 1}}", r"\{lr\} takes no format"),
+        ("{run: 'no-such-program script.py', config: {lr: 1}}", "no such program: no-such-program"),
+        ("{run: 'python -m package', config: {lr: 1}}", r"workload\.command\.sources: .*run names no file"),
+        ("{run: python script.py, sources: [nothing.py], config: {lr: 1}}", "nothing.py: no such file"),
+        ("{run: python script.py, config: {lr: 1, seed: 2}}", r"config\.seed: .*is a placeholder of every"),
+        ("{sources: [script.py]}", "run: is missing"),
+    ],
+)
+def test_mistakes_are_named_at_their_place(workload, sentence, tmp_path):
+    (tmp_path / "script.py").write_text(PLAIN)
+    with pytest.raises(InputError, match=sentence):
+        load(experiment(tmp_path, workload), device="cpu")
+
+
+# --- a whole sweep ------------------------------------------------------------------------------------
+
+
+def test_an_experiment_names_files_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    (tmp_path / "script.py").write_text(PLAIN)
+    found = load(experiment(tmp_path, "{run: 'python script.py {lr}', config: {lr: 1}}"), device="cpu")
+    assert {arm.config.config["lr"] for arm in found.arms} == {0.1, 0.2}
+    assert all(Path(arm.config.folder) == tmp_path for arm in found.arms)
+
+
+@pytest.mark.parametrize("executor", ["inline", "ray"])
+def test_a_sweep_of_two_knobs_and_two_seeds_runs_all_trials_and_reuses_them(executor, tmp_path):
+    shutil.copy(OWN_COMMAND / "light.py", tmp_path)
+    path = experiment(
+        tmp_path,
+        "{run: 'python light.py {lr} {seed}', config: {lr: 0.1}, steps: 5}",
+        ablate="{sr: [true, false], workload.config.lr: [0.1, 0.2]}",
+        recipe="nvfp4",
+        against="bf16",
+        seeds="2",
+    )
+    command_line = [sys.executable, "-m", "ablate", "sweep", str(path), "--executor", executor]
+    command_line += ["--state", str(tmp_path / "state"), "--device", "cpu", "--no-report"]
+    for _ in range(2):
+        done = subprocess.run(
+            command_line, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(file.read_text()) for file in (tmp_path / "state").glob("trials/*/result.json")]
+    assert len(results) == 12  # four arms, and two baselines: one for each learning rate
+    assert {result["status"] for result in results} == {"done"}
+    assert {result["steps"] for result in results} == {5}
+    assert {result["attempt"] for result in results} == {1}

@@ -1,0 +1,326 @@
+"""A training function of one's own as a workload: what it may do, what identifies it, what `ablate check` finds."""
+
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support.commands import here
+from support.workloads import OWN_CODE
+
+from ablate.cli.init import init
+from ablate.errors import InputError
+from ablate.experiment.load import load
+from ablate.experiment.trial_spec import TrialSpec
+from ablate.recipes import PRESETS
+from ablate.training import user_code
+from ablate.training.loop import Telemetry
+from ablate.training.workloads.python import Python
+from ablate.verification.workload_checks import Runs, promises
+
+SELDOM = Telemetry(every=10**6, shadow=10**6, log=1)
+
+
+@pytest.fixture
+def code(tmp_path) -> Path:
+    """A folder with a user's training file and model."""
+    return Path(shutil.copytree(OWN_CODE, tmp_path / "code", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def changed(code: Path, *edits: tuple[str, str], file: str = "train.py") -> Path:
+    text = (code / file).read_text()
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    (code / file).write_text(text)
+    return code / file
+
+
+def workload(code: Path, **fields) -> Python:
+    return Python(
+        **({"file": str(code / "train.py"), "steps": 4, "config": {"width": 32, "lr": 1e-2}} | fields)
+    )
+
+
+def records(config: Python, recipe: str = "nvfp4", seed: int = 0) -> list:
+    return list(config.records(PRESETS[recipe](), seed, "emulated", "cpu", SELDOM))
+
+
+def spec_id(config: Python) -> str:
+    return TrialSpec(
+        workload="python", config=config, recipe=PRESETS["nvfp4"](), seed=0, engine="emulated", device="cpu"
+    ).id
+
+
+# --- the contract, and four mistakes ------------------------------------------------------------------
+
+MISTAKES = {
+    "it honours the seed": [("torch.manual_seed(trial.seed)", "torch.manual_seed(0)")],
+    "it repeats": [
+        ("import torch\n", "import numpy as np\nimport torch\n"),
+        (
+            "data = torch.randn(48, 16, 8)",
+            "data = torch.from_numpy(np.random.default_rng().normal(size=(48, 16, 8))).float()",
+        ),
+    ],
+    "it resumes": [("trial.checkpoint(model=model, optimizer=optimizer)", "trial.checkpoint(model=model)")],
+    "none of the 4 converted layers was called": [
+        ("import torch\n", "import copy\n\nimport torch\n"),
+        (
+            "model = trial.convert(Net(trial.config.width))",
+            "model = Net(trial.config.width)\n    trial.convert(copy.deepcopy(model))",
+        ),
+    ],
+}
+
+
+def test_a_right_function_keeps_all_promises(code):
+    found = list(promises(Runs(workload(code, steps=6))))
+    assert len(found) == 6
+    assert [promise for promise in found if not promise.kept] == []
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_named_with_its_remedy(name, code):
+    changed(code, *MISTAKES[name])
+    broken = [promise for promise in promises(Runs(workload(code, steps=6))) if not promise.kept]
+    assert name in f"{broken[0].name}: {broken[0].detail}"
+    assert broken[0].remedy
+
+
+def test_an_error_is_reported_with_its_line(code):
+    changed(code, ("loss.backward()\n            optimizer", "loss.backwart()\n            optimizer"))
+    (only,) = promises(Runs(workload(code)))
+    assert not only.kept
+    assert "backwart" in only.detail
+    line = next(
+        n for n, text in enumerate((code / "train.py").read_text().splitlines(), 1) if "backwart" in text
+    )
+    assert f"train.py:{line}" in only.detail
+
+
+# --- what identifies a trial --------------------------------------------------------------------------
+
+
+def test_an_edit_of_the_code_is_another_trial_and_an_unrelated_file_is_not(code):
+    (code / "package").mkdir()
+    (code / "package" / "__init__.py").write_text("")
+    (code / "package" / "part.py").write_text("VALUE = 1\n")
+    changed(code, ("import torch\nfrom model", "import torch\nfrom package import part\nfrom model"))
+    before = spec_id(workload(code))
+    assert {path.name for path in user_code.closure(code / "train.py")} == {
+        "train.py",
+        "model.py",
+        "__init__.py",
+        "part.py",
+    }
+    (code / "notes.py").write_text("unrelated = True\n")
+    assert spec_id(workload(code)) == before
+    moved = Path(shutil.copytree(code, code.parent / "elsewhere"))
+    assert spec_id(workload(moved)) == before
+    ids = {before}
+    for file in ("train.py", "model.py", "package/part.py"):
+        (code / file).write_text((code / file).read_text() + "# edited\n")
+        ids.add(spec_id(workload(code)))
+    (code / "data.bin").write_bytes(b"1")
+    ids.add(spec_id(workload(code, data=(str(code / "data.bin"),))))
+    (code / "data.bin").write_bytes(b"2")
+    ids.add(spec_id(workload(code, data=(str(code / "data.bin"),))))
+    ids.add(spec_id(workload(code, start=str(code / "data.bin"))))
+    ids.add(spec_id(workload(code, config={"width": 64, "lr": 1e-2})))
+    ids.add(spec_id(workload(code, sources=(str(code / "notes.py"),))))
+    assert len(ids) == 9
+
+
+# --- mistakes in the experiment -----------------------------------------------------------------------
+
+
+def experiment(code: Path, **lines: str) -> Path:
+    parts = {
+        "workload": "{python: {file: train.py, steps: 4, config: {width: 32, lr: 1.0e-2}}}",
+        "ablate": "{sr: [true, false]}",
+    } | lines
+    path = code / "own.yaml"
+    path.write_text(
+        "schema: 1\nquestion: Does it?\n" + "".join(f"{key}: {value}\n" for key, value in parts.items())
+    )
+    return path
+
+
+def test_an_experiment_names_the_file_beside_it_and_turns_its_config(code, monkeypatch):
+    monkeypatch.chdir("/")
+    found = load(
+        experiment(code, ablate="{sr: [true, false], workload.config.width: [32, 64]}"), device="cpu"
+    )
+    assert {arm.config.config["width"] for arm in found.arms} == {32, 64}
+    assert len(found.arms) == 6
+    assert all(arm.config.file == str(code / "train.py") for arm in found.arms)
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ({"workload": "{python: {file: trian.py}}"}, "3:21: workload.python.file: .*trian.py: No such file"),
+        (
+            {"workload": "{python: {file: train.py, function: trian}}"},
+            "3:37: workload.python.function: .*no function 'trian' at its top level; 'train' is the nearest",
+        ),
+        (
+            {"ablate": "{workload.config.widht: [1, 2]}"},
+            "config has no widht, so it cannot be turned; 'width' is the nearest",
+        ),
+        ({"workload": "{python: {file: train.py, start: nothing.pt}}"}, "nothing.pt: no such file or folder"),
+        ({"workload": "{python: {steps: 3}}"}, "workload.python.file: is missing"),
+    ],
+)
+def test_mistakes_are_named_at_their_place(lines, sentence, code):
+    with pytest.raises(InputError, match=sentence):
+        load(experiment(code, **lines), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def train(trial:\n", r"train\.py:1: '\(' was never closed"),
+        ("def train():\n    pass\n", "must take one argument, the trial"),
+        ("def train(trial, config, more):\n    pass\n", "must take one argument, the trial"),
+    ],
+)
+def test_a_file_that_cannot_be_a_workload_is_refused_before_it_runs(text, sentence, code):
+    (code / "train.py").write_text(text)
+    with pytest.raises(InputError, match=sentence):
+        load(experiment(code), device="cpu")
+
+
+TYPED = """
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    width: int = 32
+    lr: float = 1e-2
+
+def train(trial, config: Config):
+    assert isinstance(config, Config)
+    for step in trial.steps():
+        with trial.step():
+            pass
+        trial.log({"train/loss": config.width})
+"""
+
+
+def test_a_declared_class_checks_the_config_and_builds_it(code):
+    (code / "train.py").write_text(TYPED)
+    load(experiment(code), device="cpu")
+    for wrong, sentence in (
+        ("{width: wide}", "config.width: 'wide': 'wide' is not of type 'integer'"),
+        ("{widht: 3}", "'widht' was unexpected"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            load(experiment(code, workload=f"{{python: {{file: train.py, config: {wrong}}}}}"), device="cpu")
+    assert [r.metrics["train/loss"] for r in records(workload(code, config={"width": 7}), "bf16")] == [
+        7.0
+    ] * 4
+
+
+# --- what the function may do -------------------------------------------------------------------------
+
+BODY = """
+import torch
+from model import Net
+
+def train(trial):
+    torch.manual_seed(trial.seed)
+    model = {model}
+    {before}
+    for step in trial.steps():
+        with trial.step():
+            model(torch.randn(4, 8)).square().mean().backward()
+        {after}
+"""
+
+
+def body(
+    code: Path, model="trial.convert(Net(16))", before="pass", after='trial.log({"train/loss": 1.0})'
+) -> Python:
+    (code / "train.py").write_text(BODY.format(model=model, before=before, after=after))
+    return workload(code)
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [
+        ({"model": "Net(16)"}, "never called trial.convert"),
+        ({"after": 'trial.log({"train/loss": "low"})'}, "train/loss is 'low', which is no number"),
+        ({"after": 'trial.log({"": 1.0})'}, "is no name of a metric"),
+        ({"before": "return"}, "took no step"),
+        ({"before": "trial.checkpoint(model=3)"}, "model has no state_dict"),
+        ({"before": "trial.config.widht"}, "config has no 'widht'; its keys are width, lr"),
+        ({"before": "list(trial.steps([]))"}, "the loader has no batches"),
+        (
+            {"before": "next(trial.steps()); next(trial.steps())", "after": "model(torch.randn(4, 8))"},
+            "no step of the recipe is in force",
+        ),
+    ],
+)
+def test_mistakes_of_the_function_are_named(parts, sentence, code):
+    with pytest.raises((RuntimeError, ValueError, TypeError, AttributeError), match=sentence):
+        records(body(code, **parts))
+
+
+def test_a_loss_that_is_not_finite_ends_the_trial_as_diverged(code):
+    config = body(code, after='trial.log({"train/loss": float("nan") if step == 2 else 1.0})')
+    found = records(config)
+    assert [record.step for record in found] == [1, 2, 3]
+    assert found[-1].metrics["nan/first_step"] == 3
+    assert math.isnan(found[-1].metrics["train/loss"])
+
+
+def test_what_is_logged_after_a_step_belongs_to_it_and_every_record_says_how_fast(code):
+    config = body(code, after='trial.log({"a": step}); trial.log({"b": 2 * step})')
+    found = records(config.model_copy(update={"tokens_per_step": 32}))
+    assert [(r.step, r.metrics["a"], r.metrics["b"], r.metrics["tokens"]) for r in found] == [
+        (n + 1, n, 2 * n, 32 * (n + 1)) for n in range(4)
+    ]
+    assert all(r.metrics["throughput/tokens_per_s"] > 0 and r.metrics["memory/rss"] > 0 for r in found[1:])
+    assert found[-1].metrics["flops/fp4_share"] == 1.0
+
+
+def test_a_file_that_changed_is_imported_anew_and_another_folder_has_its_own_modules(code):
+    first = records(workload(code), "bf16")
+    changed(code, ("nn.Linear(8, width)", "nn.Linear(8, width, bias=False)"), file="model.py")
+    os.utime(code / "model.py")
+    second = records(workload(code), "bf16")
+    assert [r.metrics["train/loss"] for r in first] != [r.metrics["train/loss"] for r in second]
+    assert [r.metrics["train/loss"] for r in records(workload(OWN_CODE), "bf16")] == [
+        r.metrics["train/loss"] for r in first
+    ]
+
+
+def test_the_files_that_init_writes_keep_all_promises_and_are_never_overwritten(tmp_path):
+    init("mine", training=True, folder=tmp_path)
+    found = load(tmp_path / "mine.yaml", device="cpu")
+    kept = list(promises(Runs(found.base.config.model_copy(update={"steps": 4}))))
+    assert [promise for promise in kept if not promise.kept] == []
+    with pytest.raises(InputError, match=r"mine\.yaml: exists already"):
+        init("mine", folder=tmp_path)
+    init("other", folder=tmp_path)
+    assert load(tmp_path / "other.yaml", device="cpu").base.workload == "gpt"
+
+
+def test_check_says_what_is_broken_and_its_status_says_whether(code):
+    right = here("check", code / "train.py", "--config", "width=32", "--config", "lr=0.01", "--steps", "4")
+    assert (right.returncode, right.stdout.count("PASS"), right.stdout.count("FAIL")) == (0, 6, 0)
+    changed(code, *MISTAKES["it resumes"])
+    wrong = here("check", experiment(code), "--steps", "4")
+    assert (wrong.returncode, wrong.stdout.count("FAIL")) == (1, 1)
+    assert "To mend: something that later steps depend on is not in trial.checkpoint" in wrong.stdout
+    for words, sentence in (
+        (("check", code / "trian.py"), "no such file"),
+        (("check", code / "train.py", "--config", "width"), "write key=value"),
+        (("check", code / "train.py", "--function", "trian"), "has no function 'trian'"),
+    ):
+        done = here(*words)
+        assert done.returncode == 2
+        assert sentence in done.stderr
