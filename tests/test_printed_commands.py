@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import typer
 from support.cases import every
@@ -158,6 +159,19 @@ def test_a_printed_command_exists_and_is_in_the_table(command):
 def test_a_command_that_does_not_exist_is_seen(words):
     with pytest.raises(BaseException, match=r"(?i)no such|valid|requires|unexpected|is not"):
         parse(words.split())
+
+
+def verbs(node: click.Command, name: str = "ablate") -> Iterator[str]:
+    """The commands that have no commands below them."""
+    inner = getattr(node, "commands", None)
+    if inner is None:
+        yield name
+    for word, command in (inner or {}).items():
+        yield from verbs(command, f"{name} {word}")
+
+
+def test_the_table_has_every_verb():
+    assert sorted(verbs(typer.main.get_command(app))) == sorted(VERBS)
 
 
 @every(verb=VERBS)
