@@ -182,7 +182,7 @@ REFUSED = {
     ),
     "number for a preset": (
         "ablate: {rht: [true]}\nrecipe: 4",
-        "5:1: recipe: 4: input should be a valid string",
+        "5:1: recipe: 4: a recipe is a preset's name, a recipe file",
     ),
     "metric direction": (
         "ablate: {rht: [true]}\nmetric: {name: val/loss, direction: down}",

@@ -16,17 +16,17 @@ from ablate.errors import InputError
 from ablate.files import keep_file, make_folder, short_for_sockets, temporary_folder
 
 LISTENING = """
-import signal, psutil
+import signal, psutil, ray
 from ablate.execution.workers import Pool
 pool = Pool(None, 1, 0)
 pool.wanted = 1
 assert pool.slots == 1
-pool._ray.get([actor.describe.remote("/nowhere", "nonce") for actor in pool._idle[0].actors])
+ray.get([actor.describe.remote("/nowhere", "nonce") for actor in pool.idle[0].actors])
 me = psutil.Process()
 family = [me, *me.children(recursive=True)]
 ends = [end.laddr.ip for one in family for end in one.net_connections("inet") if end.status == psutil.CONN_LISTEN]
 assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "Ray's handler would end a sweep at once"
-print(len(family), pool._answers, *sorted(set(ends)))
+print(len(family), pool.wait(0), *sorted(set(ends)))
 pool.close()
 """
 

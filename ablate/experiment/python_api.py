@@ -61,6 +61,8 @@ def convert(
     from ablate.training.conversion import convert as converted
     from ablate.training.process_environment import acknowledge
 
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps is the number of optimizer steps of the run, from 1; here {steps}")
     run = None if steps is None else Run(steps, tokens_per_step, decay_start)
     resolved = _resolved(recipe, set)
     conversion = converted(

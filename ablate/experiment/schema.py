@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
 
 from ablate.engines import AUTO, ENGINES
 from ablate.files import Json
@@ -64,6 +64,13 @@ class Growth(Spec):
     def more(self, count: int) -> tuple[int, ...]:
         """Return the seeds to add to an arm that has the first `count`; none at the largest number."""
         return tuple(range(count, min(count + self.step, self.most)))
+
+
+def _recipe(value: object) -> object:
+    """Refuse what is neither text nor a mapping in one sentence, instead of one for each of the two."""
+    if not isinstance(value, str | dict):
+        raise ValueError("a recipe is a preset's name, a recipe file (.yaml), or the fields of a recipe")
+    return value
 
 
 def _seeds(value: object) -> tuple[int, ...] | Growth:
@@ -314,7 +321,7 @@ class ExperimentFile(Spec):
     version: Literal[1] = Field(alias="schema")
     question: Annotated[str, Field(pattern=r"\S")]
     workload: dict[str, dict[str, Plain] | None]
-    recipe: str | dict[str, Plain] = "nvfp4"
+    recipe: Annotated[str | dict[str, Plain], BeforeValidator(_recipe)] = "nvfp4"
     """A preset; a recipe file (YAML), relative to this file; or the recipe's fields, with `from: <preset>`
     only those that differ from it."""
     ablate: dict[str, Plain] | None = Field(None, max_length=MOST_KNOBS)

@@ -22,14 +22,14 @@ class Dimension:
     """Range or choices of one knob."""
 
     kind: Kind
-    choices: tuple[Json, ...] = ()
+    choices: Sequence[Json] = ()
     low: float = 0
     high: float = 0
     log: bool = False
     when: Mapping[str, Json] = field(default_factory=dict)
     """Values of other knobs without which this knob does not exist."""
 
-    def ends(self) -> tuple[Json, ...]:
+    def ends(self) -> Sequence[Json]:
         """Return the values with which a range is checked: every choice, or both ends; for real numbers also
         a value between them."""
         if self.kind == "choice":
@@ -120,7 +120,7 @@ def size(knobs: Mapping[str, Dimension], most: int) -> int:
         return most
     whole = {knob: dimension for knob, dimension in knobs.items() if dimension.kind == "int"}
     listed = {
-        knob: replace(one, choices=tuple(range(int(one.low), int(one.high) + 1)))
+        knob: replace(one, choices=range(int(one.low), int(one.high) + 1))  # not listed: it may be billions
         for knob, one in whole.items()
     }
     return sum(1 for _ in itertools.islice(grid({**knobs, **listed}), most))
