@@ -12,12 +12,13 @@ SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 demo: $(VENV)/.installed
 	$(BIN)/python -m ablate.sweep experiments/rht_sr.yaml
 
+# A worker that dies ends the run: xdist would start another and wait for ever for the tests that it had.
 # Without slow tests, servers and browsers, and with a few cases of each test: under 3 minutes on 2 cores.
 test-fast: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --fast
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 --fast
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 peers: $(PEERS)/.installed
 	$(PEERS)/bin/python benchmarks/peers.py kernels

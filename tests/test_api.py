@@ -1,6 +1,7 @@
 """The Python interface: recipes in a training loop of one's own, against the project's own loop."""
 
 import copy
+import pickle
 import warnings
 from contextlib import suppress
 
@@ -194,6 +195,7 @@ def test_a_model_without_blocks_is_refused_and_one_that_is_mostly_left_out_is_na
             {"recipe": {"from": "nvfp4", "wgrad": {"g": {"bitz": 4}}}},
             r"wgrad\.g\.bitz: no such key; 'bits'|bits",
         ),
+        ({"steps": 0}, "steps is the number of optimizer steps of the run, from 1; here 0"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, sentence):
@@ -337,6 +339,63 @@ def test_recomputed_activations_are_not_another_micro_batch():
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), reentrant
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_recomputation_with_several_waiting_micro_batches_is_refused_where_it_draws(reentrant, order):
+    from torch.utils.checkpoint import checkpoint
+
+    def gradients(recipe: dict, how) -> list[torch.Tensor]:
+        model = net()
+        run = ablate.convert(model, recipe)
+        with run.step():
+            losses = []
+            for number in range(2):
+                x = model.stem(batch(number))
+                for block in model.trunk:
+                    x = how(block, x)
+                losses.append(model.head(x).square().mean())
+            for number in order:
+                losses[number].backward()
+        return [p.grad for p in model.parameters()]
+
+    def again(block, x):
+        return checkpoint(block, x, use_reentrant=reentrant)
+
+    drawn = {"from": "nvfp4", "fprop": {"x": {"rounding": "stochastic"}}}
+    with pytest.raises(RuntimeError, match=r"trunk\.2\.up: 2 forward passes .* backward after each"):
+        gradients(drawn, again)
+    nearest = {"g": {"rounding": "nearest"}}
+    steady = {"from": "nvfp4", "dgrad": nearest, "wgrad": nearest}
+    expected = gradients(steady, lambda block, x: block(x))
+    assert all(map(torch.equal, gradients(steady, again), expected))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_belongs_to_the_waiting_call_and_not_to_the_last_one(reentrant):
+    """A pass without a graph comes between the forward and the backward pass of a micro-batch."""
+    from torch.utils.checkpoint import checkpoint
+
+    def gradients(how) -> list[torch.Tensor]:
+        model = net()
+        run = ablate.convert(model, "nvfp4", set={"recipe.fprop.x.rounding": "stochastic"})
+        with run.step():
+            for number in range(2):
+                x = model.stem(batch(number))
+                for block in model.trunk:
+                    x = how(block, x)
+                loss = model.head(x).square().mean()
+                if not reentrant:
+                    with torch.no_grad():
+                        loss_of(model, 7)
+                loss.backward(retain_graph=not reentrant)
+                if not reentrant:
+                    loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    found = gradients(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
+    assert all(map(torch.equal, found, gradients(lambda block, x: block(x))))
+
+
 def test_a_copy_of_the_model_follows_the_steps_and_the_handle_is_not_copied():
     model = net()
     run = ablate.convert(model, "nvfp4")
@@ -355,6 +414,58 @@ def test_a_copy_of_the_model_follows_the_steps_and_the_handle_is_not_copied():
         assert torch.equal(loss_of(mean, 0), loss_of(model, 0))
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(run)
+
+
+def test_a_copy_is_restored_alone():
+    model = net()
+    run = ablate.convert(model, "nvfp4")
+    mean = copy.deepcopy(model)
+    assert run.restore(mean) is mean
+    assert not torch.allclose(loss_of(mean, 0), torch.zeros(()))
+    assert all(type(module) is nn.Linear for module in mean.modules() if isinstance(module, nn.Linear))
+    trained(model, run, last=1)
+    with pytest.raises(ValueError, match=r"trunk\.0\.up is a plain layer: this is no copy"):
+        run.restore(net())
+
+
+def test_a_pickled_model_or_handle_is_refused_with_the_way_out(tmp_path):
+    model = net()
+    run = ablate.convert(model, "nvfp4")
+    with pytest.raises(
+        TypeError, match=r"trunk\.0\.up is converted, .* state_dict\(\) instead, or call restore"
+    ):
+        torch.save(model, tmp_path / "model.pt")
+    with pytest.raises(TypeError, match=r"save its state_dict\(\) instead"):
+        pickle.dumps(run)
+    torch.save(run.restore(), tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4"])
+def test_compiled_layers_add_the_bias_as_eager_ones_do(precision):
+    """The output and all gradients, to the bit: high-precision layers round the sum with the bias once."""
+
+    def found(compiled: bool) -> list[torch.Tensor]:
+        model = net()
+        for p in model.parameters():
+            if p.dim() == 1:
+                nn.init.normal_(p)
+        run = ablate.convert(model, precision)
+        called = torch.compile(model, backend="aot_eager") if compiled else model
+        with run.step():
+            y = called(batch(0))
+            y.square().mean().backward()
+        return [y.detach(), *(p.grad for p in model.parameters())]
+
+    assert all(map(torch.equal, found(True), found(False)))
+
+
+def test_a_measured_step_without_tokens_measures_the_weights_alone():
+    model = net()
+    run = ablate.convert(model, "nvfp4", measure_every=1)
+    with run.step():
+        model(torch.zeros(0, 8)).sum().backward()
+    measured = {name.split("/")[1] for name in run.metrics() if name.startswith("quant/")}
+    assert measured == {"fprop.w", "dgrad.w"}
 
 
 def test_evaluation_changes_no_bit_of_the_training():
@@ -624,7 +735,7 @@ def test_the_compiled_backward_operator_returns_the_strides_that_it_announces():
         model(batch(0))
         torch.library.opcheck(
             torch.ops.ablate.linear_backward.default,
-            (dy, x, layer.weight.detach(), torch.tensor(0), number),
+            (dy, x, layer.weight.detach(), layer.bias.detach(), torch.tensor(0), number),
             test_utils="test_faketensor",
         )
 

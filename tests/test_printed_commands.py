@@ -69,6 +69,8 @@ OTHERS = {
     "python benchmarks/fuzz_yaml.py": "test_fuzz.py",
     "python benchmarks/simulated_truth.py": "test_simulated_truth.py",
     "python -m pytest": "is this suite",
+    "python docs/generate_reference.py": "test_docs.py",
+    "python tests/regenerate_recipes_page.py": "recipes/test_recipes_page.py",
     "python tests/regenerate_golden.py": "recipes/test_ids.py",
     "python3 -m venv": "Python's own",
     "ray get-auth-token": "Ray's own, needs a cluster",

@@ -21,30 +21,34 @@ _LAYERS: WeakValueDictionary[int, EmulatedLinear] = WeakValueDictionary()
 
 
 @library.custom_op("ablate::linear", mutates_args=())
-def _linear(x: Tensor, w: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+def _linear(x: Tensor, w: Tensor, bias: Tensor | None, layer: int) -> tuple[Tensor, Tensor]:
     """Return y and the micro-batch of the call, int64 on the CPU, which the backward pass draws by."""
     module = _LAYERS[layer]
-    module.require_step()
-    micro_batch = torch.tensor(module.clock.micro_batch, device="cpu")
+    number = module.begin_call()
+    micro_batch = torch.tensor(number, device="cpu")
     if needed := module.products.backward_needs:
         raise RuntimeError(
-            f"compile: true keeps x and w alone for the backward pass, and this recipe needs {needed};"
-            " leave it out"
+            "torch.compile keeps x and w alone for the backward pass, and this recipe needs"
+            f" {needed}; do not compile the model (in an experiment: leave out compile: true)"
         )
     if module.products.plain:
-        return linear(x.to(module.dtype), w.to(module.dtype)).to(x.dtype), micro_batch
-    return forward(module, module.products, x, w)[0], micro_batch
+        high = None if bias is None else bias.to(module.dtype)
+        return linear(x.to(module.dtype), w.to(module.dtype), high).to(x.dtype), micro_batch
+    with module.clock.within(number):
+        y = forward(module, module.products, x, w)[0]
+    return y if bias is None else (y + bias).to(x.dtype), micro_batch
 
 
 @_linear.register_fake
-def _(x: Tensor, w: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, w: Tensor, bias: Tensor | None, layer: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], w.shape[0]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @library.custom_op("ablate::linear_backward", mutates_args=())
 def _linear_backward(
-    dy: Tensor, x: Tensor, w: Tensor, micro_batch: Tensor, layer: int
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, micro_batch: Tensor, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx, dw and the gradient of the bias; the last is empty without a bias."""
     module = _LAYERS[layer]
     if isinstance(module.products, NotInForce):
         raise RuntimeError(
@@ -54,43 +58,51 @@ def _linear_backward(
     if module.products.plain:
         high = dy.to(module.dtype)
         dx, dw = linear(high, w.to(module.dtype).t()), linear(high.t(), x.to(module.dtype).t())
+        summed = high
     else:
         with module.clock.within(int(micro_batch)):  # a later forward pass may have begun another one
             dx, dw = backward(
                 module, module.products, (x.to(torch.bfloat16), w, None, None), dy, (True, True)
             )
+        summed = dy if bias is None else dy.to(torch.promote_types(dy.dtype, bias.dtype))
+    module.end_call(int(micro_batch))
+    db = dy.new_empty(0) if bias is None else summed.sum(0).to(bias.dtype)
     # Contiguous as announced below, even if x and w are not: inductor's code relies on the strides.
-    return dx.to(x.dtype).contiguous(), dw.to(w.dtype).contiguous()
+    return dx.to(x.dtype).contiguous(), dw.to(w.dtype).contiguous(), db
 
 
 @_linear_backward.register_fake
-def _(dy: Tensor, x: Tensor, w: Tensor, micro_batch: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), w.new_empty(w.shape)
+def _(
+    dy: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, micro_batch: Tensor, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    db = dy.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), w.new_empty(w.shape), db
 
 
-def _save(ctx, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
-    x, w, ctx.layer = inputs
-    ctx.save_for_backward(x, w, output[1])
+def _save(ctx, inputs: tuple[Tensor, Tensor, Tensor | None, int], output: tuple[Tensor, Tensor]) -> None:
+    x, w, bias, ctx.layer = inputs
+    ctx.save_for_backward(x, w, bias, output[1])
 
 
-def _differentiate(ctx, dy: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
-    return *_linear_backward(dy.contiguous(), *ctx.saved_tensors, ctx.layer), None
+def _differentiate(ctx, dy: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    dx, dw, db = _linear_backward(dy.contiguous(), *ctx.saved_tensors, ctx.layer)
+    return dx, dw, None if ctx.saved_tensors[2] is None else db, None
 
 
 _linear.register_autograd(_differentiate, setup_context=_save)
 
 
-def operator(layer: EmulatedLinear) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the operator of one layer: y [tokens, out] from x [tokens, in] and w [out, in]."""
+def operator(layer: EmulatedLinear) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """Return the operator of one layer: y [tokens, out] from x [tokens, in], w [out, in] and bias [out]."""
     # The smallest free number, the same in every trial: it is part of the graph, by which torch caches.
     number = next(n for n in count() if n not in _LAYERS)
     _LAYERS[number] = layer
     return partial(_output, number)
 
 
-def _output(number: int, x: Tensor, w: Tensor) -> Tensor:
+def _output(number: int, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """Return y alone."""
-    return torch.ops.ablate.linear(x, w, number)[0]
+    return torch.ops.ablate.linear(x, w, bias, number)[0]
 
 
 def compile_model(model: nn.Module, engine: Engine) -> None:

@@ -42,11 +42,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ablate.engines.ranks import Divided, DrawArguments, Sharded, whole
+from ablate.engines.weight_source import Source
 from ablate.numerics import choices
 from ablate.numerics.estimators import slope
 from ablate.numerics.hadamard import rotate
@@ -84,31 +86,6 @@ Casts = dict[str, tuple[tuple[object, ...], list[Operand]]]
 """Operands of a weight by slot, each with what they depend on: format, rotation, `Source` of weight."""
 
 
-class Source:
-    """Content of a weight at one moment: equal for the same memory in the same version.
-
-    A version alone would not do: another tensor in the weight's place (torch.func.functional_call,
-    `load_state_dict(assign=True)`, `p.data = ...`) often has the same one. The alias keeps the memory, so
-    that a later tensor cannot take its address. Not seen is a change in place through `.data`, which torch
-    does not count.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight.detach()
-        # An inference tensor counts no versions, so it equals none.
-        self.version = object() if weight.is_inference() else weight._version
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Source)
-            and self.version == other.version
-            and self.weight.data_ptr() == other.weight.data_ptr()
-            and self.weight.shape == other.weight.shape
-            and self.weight.stride() == other.weight.stride()
-            and self.weight.dtype == other.weight.dtype
-        )
-
-
 class EmulatedLinear(nn.Linear):
     """An nn.Linear that computes its products by a recipe and shares the parameters of the layer it replaces.
 
@@ -127,7 +104,7 @@ class EmulatedLinear(nn.Linear):
         self.probe: Probe | None = None
         self.nonfinite: Tensor | int = 0
         """Number of operands so far that held a NaN or an infinity."""
-        self.whole_graph: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.whole_graph: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         """This layer's operator for torch.compile (compiled.py), used instead of the autograd function."""
         self.histories = {slot: History() for slot in SLOTS}
         self.target: Tensor | None = None
@@ -138,9 +115,11 @@ class EmulatedLinear(nn.Linear):
         """Division of the tokens among ranks; None if this rank has all of them."""
         self.sharded: Sharded | None = None
         """Division of the weight among ranks; None if this rank has all of it."""
-        self.called: Callable[[EmulatedLinear], None] | None = None
-        """Called with the layer at the begin of each of its forward passes."""
-        self.compiled: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.called: Callable[[EmulatedLinear], int] | None = None
+        """Called with the layer at the begin of each of its forward passes; returns the micro-batch."""
+        self.returned: Callable[[EmulatedLinear, int], None] | None = None
+        """Called at the end of each of its backward passes, with the micro-batch."""
+        self.compiled: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         """Operator that stands for this layer in code that torch.compile traces; None: it is not traced."""
         self.quantize = quantize
         """Quantiser; a profiler replaces it by one that records its name."""
@@ -159,7 +138,7 @@ class EmulatedLinear(nn.Linear):
         """Return a layer with copied parameters that follows the steps of this one."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        shared = {"clock", "probe", "called", "_sites", "_turns"}
+        shared = {"clock", "probe", "called", "returned", "_sites", "_turns"}
         copied.__dict__.update(
             {
                 name: value if name in shared else deepcopy(value, memo)
@@ -172,8 +151,19 @@ class EmulatedLinear(nn.Linear):
         copied.__dict__["_leader"] = vars(self).get("_leader", self)  # no submodule of the copy
         return copied
 
-    def require_step(self) -> None:
-        """Raise RuntimeError if no step of the recipe is in force; report the call to `called`."""
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise TypeError: a layer belongs to its handle, which a pickled one would not find again."""
+        raise TypeError(
+            f"{self.name} is converted, and cannot be pickled; save the model's state_dict() instead,"
+            " or call restore() of its handle first"
+        )
+
+    def begin_call(self) -> int:
+        """Begin a forward pass: report it to `called`, and return the micro-batch that it belongs to.
+
+        Raises:
+            RuntimeError: no step of the recipe is in force.
+        """
         if "_leader" in vars(self):
             leader = vars(self)["_leader"]
             self.products, self.target = leader.products, leader.target
@@ -185,8 +175,12 @@ class EmulatedLinear(nn.Linear):
                 f"{self.name}: no step of the recipe is in force, so nothing would be quantised;"
                 f" {self.products.remedy}"
             )
-        if self.called is not None:
-            self.called(self)
+        return self.clock.micro_batch if self.called is None else self.called(self)
+
+    def end_call(self, micro_batch: int) -> None:
+        """End the backward pass of a call: report it to `returned`."""
+        if self.returned is not None:
+            self.returned(self, micro_batch)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x w^T + bias, [..., in] to [..., out], in the dtype of `x`; autocast is disabled inside.
@@ -197,8 +191,7 @@ class EmulatedLinear(nn.Linear):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x)
         whole_graph = self.compiled if torch.compiler.is_compiling() and self.compiled else self.whole_graph
-        if whole_graph is None:
-            self.require_step()
+        micro_batch = self.begin_call() if whole_graph is None else 0
         if whole_graph is None and self.products.plain:
             bias = None if self.bias is None else self.bias.to(self.dtype)
             weight = (
@@ -209,8 +202,11 @@ class EmulatedLinear(nn.Linear):
             x.reshape(-1, self.in_features),
             self.weight.to_local() if self.sharded else self.weight,
         )
-        y = whole_graph(rows, weight) if whole_graph else _Products.apply(rows, weight, self, self.products)
-        y = y if self.bias is None else (y + self.bias).to(x.dtype)
+        if whole_graph:
+            y = whole_graph(rows, weight, self.bias)
+        else:
+            y = _Products.apply(rows, weight, self, self.products, micro_batch)
+            y = y if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def operand(
@@ -361,7 +357,7 @@ class EmulatedLinear(nn.Linear):
             **self.draws_at(slot),
         )
         self._count([result])
-        if self.probe is not None and how is main:
+        if self.probe is not None and how is main and x.numel():
             self.probe(self.name, slot, result)
         return result
 
@@ -449,11 +445,14 @@ class _Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, layer: EmulatedLinear, products: Products) -> Tensor:
-        y, kept = forward(layer, products, x, w)
+    def forward(
+        ctx, x: Tensor, w: Tensor, layer: EmulatedLinear, products: Products, micro_batch: int
+    ) -> Tensor:
+        with layer.clock.within(micro_batch):
+            y, kept = forward(layer, products, x, w)
         ctx.save_for_backward(*kept)
         ctx.layer, ctx.products, ctx.dtypes = layer, products, (x.dtype, w.dtype)
-        ctx.micro_batch = layer.clock.micro_batch
+        ctx.micro_batch = micro_batch
         return y
 
     @staticmethod
@@ -463,8 +462,15 @@ class _Products(torch.autograd.Function):
         # autocast runs under it, which would round fp32 products to bf16.
         with ctx.layer.clock.within(ctx.micro_batch), torch.autocast(dy.device.type, enabled=False):
             dx, dw = backward(ctx.layer, ctx.products, ctx.saved_tensors, dy, ctx.needs_input_grad[:2])
-        dtypes = ctx.dtypes
-        return None if dx is None else dx.to(dtypes[0]), None if dw is None else dw.to(dtypes[1]), None, None
+        ctx.layer.end_call(ctx.micro_batch)
+        x_dtype, w_dtype = ctx.dtypes
+        return (
+            None if dx is None else dx.to(x_dtype),
+            None if dw is None else dw.to(w_dtype),
+            None,
+            None,
+            None,
+        )
 
 
 Kept = Sequence[Tensor | None]

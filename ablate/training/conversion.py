@@ -18,12 +18,14 @@ The idea. The handle owns that state, and the loop says one thing only, where a 
 
 Outside of `step()` and `evaluation()` a call of the model raises an error, so a forgotten one shows at once.
 Micro-batches are counted by the calls of the layers: the second call of a layer within a step begins the
-second micro-batch. Recomputation in the backward pass (activation checkpointing) does not count.
+second micro-batch. Recomputation in the backward pass (activation checkpointing) does not count: it belongs
+to the one call of the layer that waits for its backward pass.
 
 With torch.distributed, each rank draws other bits: those that the micro-batches of one process would have.
 
 Refused by name: recipes whose statistics would have to be shared among ranks (delayed and held scales), a
-schedule by fractions without the number of steps, and rules for weights that an optimizer cannot carry out.
+schedule by fractions without the number of steps, rules for weights that an optimizer cannot carry out, and
+random bits for recomputed activations while several calls of a layer wait for their backward passes.
 """
 
 import warnings
@@ -48,6 +50,7 @@ from ablate.numerics.philox import Clock
 from ablate.numerics.spec import tag
 from ablate.recipes.recipe import Recipe, Run, Weights
 from ablate.training.alarms import Alert, alerts
+from ablate.training.calls import Calls
 from ablate.training.metrics import ALARMS, Casts, SlotErrors, gradient_noise, oscillation
 
 if TYPE_CHECKING:
@@ -96,8 +99,7 @@ class Conversion:
         self.engine, self._run = engine, run or Run(2**31)
         self._within: str | None = None
         """Context that is open: `step` or `evaluation`."""
-        self._called: set[int] = set()
-        """Layers called in the present micro-batch."""
+        self._calls = Calls()
         self._used = False
         """True once a layer has been called: a model that is never called is not the one that is trained."""
         self._metrics: dict[str, float] = {}
@@ -105,7 +107,7 @@ class Conversion:
         self._casts: Casts = {}
         self._hooks = self._optimizer_hooks()
         for layer in engine.layers.values():
-            layer.called = self._count
+            layer.called, layer.returned = self._begin_call, self._end_call
             layer.compiled = operator(layer)
         engine.end(_OUTSIDE)
 
@@ -123,6 +125,10 @@ class Conversion:
             "a Conversion cannot be copied. A copy of the model alone follows the steps of this one;"
             " to train it apart, copy the model before its conversion and convert both"
         )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise TypeError: `state_dict()` is what a checkpoint holds."""
+        raise TypeError("a Conversion cannot be pickled; save its state_dict() instead")
 
     @property
     def recipe(self) -> Recipe:
@@ -193,7 +199,7 @@ class Conversion:
         """
         self._refuse_nesting("evaluation")
         outer, engine = self._within, self.engine
-        clock, called = engine.clock, self._called
+        clock, calls = engine.clock, self._calls
         before = clock.stream, clock.step, clock.micro_batch
         products = {name: layer.products for name, layer in engine.layers.items()}
         try:
@@ -209,7 +215,7 @@ class Conversion:
                     stack.enter_context(engine.high_precision())
                 yield self
         finally:
-            self._within, self._called = outer, called
+            self._within, self._calls = outer, calls
             clock.stream, clock.step, clock.micro_batch = before
             for name, layer in engine.layers.items():
                 layer.products = products[name]
@@ -231,11 +237,11 @@ class Conversion:
         if self._within != "step":
             raise RuntimeError("compare_gradient measures a step: call it inside `with run.step():`")
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        kept, clock, called = [p.grad for p in parameters], self.engine.clock, set(self._called)
+        kept, clock, calls = [p.grad for p in parameters], self.engine.clock, self._calls
         moment = clock.micro_batch
 
         def gradient() -> list[Tensor]:
-            self._called, clock.micro_batch = set(called), moment
+            self._calls, clock.micro_batch = calls.copy(), moment
             for p in parameters:
                 p.grad = None
             with torch.random.fork_rng():
@@ -248,7 +254,7 @@ class Conversion:
                     reference = gradient()
                 found = gradient_noise(gradient(), reference)
         finally:
-            self._called, clock.micro_batch = called, moment
+            self._calls, clock.micro_batch = calls, moment
             for p, grad in zip(parameters, kept, strict=True):
                 p.grad = grad
         self._metrics_of_step |= found
@@ -318,15 +324,26 @@ class Conversion:
         self.steps_done = state["steps_done"]
         self.engine.restore(state["engine"], self.steps_done)
 
-    def restore(self) -> nn.Module:
-        """Make the layers plain nn.Linear again, with the same parameters and hooks; return the model."""
+    def restore(self, copied: nn.Module | None = None) -> nn.Module:
+        """Make the layers plain nn.Linear again, with the same parameters and hooks; return the model.
+
+        Args:
+            copied: restore this copy of the model, such as a moving average of its weights, instead. The
+                model itself stays converted.
+        """
         if self._within:
             raise RuntimeError(f"restore() inside of {self._within}(); leave it first")
-        for name, names in self.engine.names.items():
-            plain = self.engine.layers[name].plain()
+        model = self.model if copied is None else copied
+        for names in self.engine.names.values():
+            layer = model.get_submodule(names[0])
+            if not isinstance(layer, EmulatedLinear):
+                raise ValueError(f"{names[0]} is a plain layer: this is no copy of the converted model")
+            plain = layer.plain()
             for alias in names:
                 parent, _, child = alias.rpartition(".")
-                setattr(self.model.get_submodule(parent), child, plain)
+                setattr(model.get_submodule(parent), child, plain)
+        if copied is not None:
+            return copied
         for hook in self._hooks:
             hook.remove()
         self.engine.end(_RESTORED)
@@ -338,7 +355,7 @@ class Conversion:
     def _begin(self, context: str, stream: str, step: int) -> None:
         """Put a step in force."""
         engine = self.engine
-        self._within, self._called = context, set()
+        self._within, self._calls = context, Calls()
         engine.clock.stream, engine.clock.step, engine.clock.micro_batch = stream, step, _rank()
         engine.at(step, self._run, counted=context == "step")
 
@@ -346,15 +363,19 @@ class Conversion:
         self._within, self._casts = None, {}
         self.engine.end(_OUTSIDE)
 
-    def _count(self, layer: EmulatedLinear) -> None:
-        """Begin the next micro-batch at the second call of a layer."""
+    def _begin_call(self, layer: EmulatedLinear) -> int:
+        """Return the micro-batch of a forward pass; the second call of a layer begins the next one."""
         if in_backward():
-            return
-        if id(layer) in self._called:
-            self._called.clear()
+            return self._calls.recomputed(layer, self.engine.clock.micro_batch)
+        if id(layer) in self._calls.present:
+            self._calls.present.clear()
             self.engine.clock.micro_batch += _ranks()
-        self._called.add(id(layer))
+        self._calls.begin(layer, self.engine.clock.micro_batch)
         self._used = True
+        return self.engine.clock.micro_batch
+
+    def _end_call(self, layer: EmulatedLinear, micro_batch: int) -> None:
+        self._calls.end(layer, micro_batch)
 
     def _refuse_nesting(self, context: str) -> None:
         if self._within == "restored":

@@ -205,9 +205,10 @@ class TwinProducts:
     def __init__(self, layer: EmulatedLinear, twin: Twin) -> None:
         self.layer, self.twin = layer, twin
 
-    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
-        """Return y [tokens, out] of x [tokens, in] and w [out, in], differentiable in both."""
-        return _Products.apply(x, w, self, self.layer.products)
+    def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """Return y [tokens, out] of x [tokens, in], w [out, in] and bias [out], differentiable in all."""
+        y = _Products.apply(x, w, self, self.layer.products)
+        return y if bias is None else (y + bias).to(x.dtype)
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
         """Return the product of two operands with reordered terms."""
