@@ -18,22 +18,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ablate import results
     from ablate.experiment import integrations
     from ablate.experiment.python_api import convert, diff, log, presets, quantize, recipe
     from ablate.recipes.recipe import Recipe
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "convert", "diff", "integrations", "log", "presets", "quantize", "recipe"]
+__all__ = ["Recipe", "convert", "diff", "integrations", "log", "presets", "quantize", "recipe", "results"]
 
 _INTERFACE = "ablate.experiment.python_api"
 _HOMES = {"Recipe": "ablate.recipes.recipe"} | dict.fromkeys(__all__[1:], _INTERFACE)
 """Module of each public name, imported at its first use."""
+_MODULES = {"integrations": "ablate.experiment.integrations", "results": "ablate.results"}
+"""Public names that are modules."""
 
 
 def __getattr__(name: str) -> object:
     """Import a public name at its first use."""
-    if name == "integrations":
-        return import_module("ablate.experiment.integrations")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'ablate' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -6,12 +6,12 @@ Importing this module imports no torch; the functions do when they are called. d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ablate.experiment.recipe_source import RecipeSource
     from ablate.files import Json
     from ablate.numerics.spec import Quant
     from ablate.recipes.recipe import Recipe
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def convert(
     model: nn.Module,
-    recipe: str | Path | Mapping[str, Json] | Recipe = "nvfp4",
+    recipe: RecipeSource = "nvfp4",
     *,
     set: Mapping[str, Json] | None = None,
     seed: int = 0,
@@ -40,7 +40,8 @@ def convert(
     Args:
         model: any nn.Module, on any device. Its blocks are found by structure: module lists with well-known
             names (`blocks`, `layers`, `h`), other module lists, or siblings of one class.
-        recipe: a preset's name (`presets()` lists them), a recipe file (YAML), its content, or a `Recipe`.
+        recipe: a preset's name (`presets()` lists them), a recipe file (YAML), its content, a `Recipe`,
+            or a recipe object of Transformer Engine.
         set: knobs to turn, as in an experiment: `{"sr": False, "recipe.layers.skip_last": 2}`.
         seed: seed of all random bits of the quantisers, and of nothing else.
         steps: optimizer steps of the run, which a schedule by fractions refers to.
@@ -98,7 +99,7 @@ def log(metrics: Mapping[str, object], *, step: int) -> None:
 
 def quantize(
     x: Tensor,
-    recipe: str | Path | Mapping[str, Json] | Recipe | Quant = "nvfp4",
+    recipe: RecipeSource | Quant = "nvfp4",
     *,
     slot: str = "fprop.x",
     set: Mapping[str, Json] | None = None,
@@ -130,12 +131,15 @@ def quantize(
 
 
 def recipe(
-    source: str | Path | Mapping[str, Json] | Recipe | None = None,
+    source: RecipeSource | None = None,
     set: Mapping[str, Json] | None = None,
 ) -> Recipe:
-    """Return a recipe from a preset's name, a YAML file, its content or a `Recipe`, with knobs turned.
+    """Return a recipe, with knobs turned.
 
-    Without a source: the recipe of the arm, in a command that a sweep runs (workload `command`).
+    Args:
+        source: as for `convert`. Without one: the recipe of the arm, in a command that a sweep runs (workload
+            `command`).
+        set: knobs to turn, as for `convert`.
 
     Raises:
         ValueError: there is no such preset or file, or a field or knob is wrong; with every reason.
@@ -156,16 +160,14 @@ def presets() -> dict[str, str]:
     return {name: (inspect.getdoc(make) or "").partition("\n")[0] for name, make in PRESETS.items()}
 
 
-def diff(
-    first: str | Path | Mapping[str, Json] | Recipe, second: str | Path | Mapping[str, Json] | Recipe
-) -> dict[str, tuple[object, object]]:
+def diff(first: RecipeSource, second: RecipeSource) -> dict[str, tuple[object, object]]:
     """Return the fields in which two recipes differ: path, and the value in each; {} for the same recipe."""
     from ablate.recipes.compare import differences
 
     return differences(_resolved(first, None), _resolved(second, None))
 
 
-def _resolved(source: str | Path | Mapping[str, Json] | Recipe, knobs: Mapping[str, Json] | None) -> Recipe:
+def _resolved(source: RecipeSource, knobs: Mapping[str, Json] | None) -> Recipe:
     from ablate.experiment.recipe_source import resolve
 
     return resolve(source, knobs or {})

@@ -14,20 +14,23 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ablate.engines.te_import import TERecipe, is_te_recipe, recipe_of
 from ablate.errors import nearest
 from ablate.experiment.arms import KnobError, StartingPoint, reason
 from ablate.experiment.yaml_document import read
 from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
 
+RecipeSource = str | Path | Mapping[str, Json] | Recipe | TERecipe
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
-def resolve(source: str | Path | Mapping[str, Json] | Recipe, knobs: Mapping[str, Json]) -> Recipe:
+def resolve(source: RecipeSource, knobs: Mapping[str, Json]) -> Recipe:
     """Return a recipe with knobs turned.
 
     Args:
-        source: name of a preset, path of a recipe file, content of one, or a recipe.
+        source: name of a preset, path of a recipe file, content of one, a recipe, or a recipe object of
+            Transformer Engine.
         knobs: short names or full paths under `recipe.`, and their values.
 
     Raises:
@@ -46,12 +49,19 @@ def resolve(source: str | Path | Mapping[str, Json] | Recipe, knobs: Mapping[str
         raise ValueError("; ".join(f"{knob}: {why}" for knob, why in error.reasons)) from None
 
 
-def load(source: str | Path | Mapping[str, Json] | Recipe) -> Recipe:
+def load(source: RecipeSource) -> Recipe:
     """Return the recipe that a source names or holds; ValueError with every reason if it is none."""
     if isinstance(source, Recipe):
         return source
     if isinstance(source, Mapping):
         return parse(source, "the recipe")
+    if is_te_recipe(source):
+        return recipe_of(source)
+    if not isinstance(source, str | Path):
+        raise ValueError(
+            f"{type(source).__name__}: a recipe is a preset's name, a recipe file, a dict of fields, a Recipe"
+            " or a recipe object of Transformer Engine"
+        )
     if isinstance(source, str) and source in PRESETS:
         return PRESETS[source]()
     path = Path(source)
