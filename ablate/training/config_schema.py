@@ -17,19 +17,20 @@ from pydantic import TypeAdapter
 
 from ablate.cache import kept, key_of
 from ablate.training import user_code
+from ablate.training.user_code import Code
 
 _SECONDS = 120
 _VERSION = 1
 """Version of what is kept."""
 
 
-def misfits(path: Path, function: str, config: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+def misfits(code: Code, config: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (keys, reason) for each value of a config that the declared class does not accept."""
     from jsonschema import Draft202012Validator  # slow to import
 
-    schema = json.loads(_schema(path, function, user_code.digest(path)))
+    schema = json.loads(_schema(code, user_code.digest(code)))
     if "error" in schema:
-        yield (), f"{path} cannot be imported: {schema['error']}"
+        yield (), f"{code.path} cannot be imported: {schema['error']}"
         return
     for error in sorted(
         Draft202012Validator(schema).iter_errors(dict(config)), key=lambda error: str(error.path)
@@ -45,12 +46,13 @@ def built(function: Callable[..., object], config: Mapping[str, object]) -> obje
 
 
 @lru_cache
-def _schema(path: Path, function: str, digest: str) -> str:
+def _schema(code: Code, digest: str) -> str:
     def ask(folder: Path) -> None:
         module = "ablate.training.config_schema"
-        code = f"from {module} import print_schema; print_schema({str(path)!r}, {function!r})"
+        facts = {name: str(value) for name, value in vars(code).items()}
+        call = f"from {module} import print_schema; print_schema(**{facts!r})"
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_SECONDS, check=False
+            [sys.executable, "-c", call], capture_output=True, text=True, timeout=_SECONDS, check=False
         )
         lines = done.stderr.strip().splitlines() or ["it ended without a word"]
         last = (
@@ -58,12 +60,14 @@ def _schema(path: Path, function: str, digest: str) -> str:
         )
         (folder / "schema.json").write_text(last)
 
-    return (kept("config", key_of("config", _VERSION, digest, function), ask) / "schema.json").read_text()
+    return (
+        kept("config", key_of("config", _VERSION, digest, code.function), ask) / "schema.json"
+    ).read_text()
 
 
-def print_schema(path: str, function: str) -> None:
+def print_schema(path: str, function: str, root: str, module: str, package: str) -> None:
     """Print the JSON schema of a function's config, in one line; unknown keys are refused."""
-    loaded = user_code.load(Path(path), function)
+    loaded = user_code.load(Code(Path(path), function, Path(root), module, package))
     second = loaded.__code__.co_varnames[1]
     schema = TypeAdapter(get_type_hints(loaded)[second]).json_schema()
     schema.setdefault("additionalProperties", False)

@@ -1,10 +1,14 @@
-"""A user's training file: its functions, the files that it imports, and their digest. Imports none of it.
+"""A user's training code: where its function is, the files that it imports, and their digest.
+
+To plan, none of it is imported. The function is in a file (`file: train.py`), in a module
+(`function: package.train:main`) of the experiment's folder or installed, or registered by an installed
+package as an entry point of the group `ablate.workloads`.
 
 A trial's identity has the content of the user's own code, so that an edit of it runs its trials again and an
 edit of an unrelated file does not. "Own" is what the file imports, and what that imports, among the files
-beside it; installed packages are recorded with a trial's environment and are not part of its identity.
-Imports are read from the syntax tree: a module that is imported by a computed name is not found, and is
-listed under `sources` instead.
+beside it, or in its own installed package; other installed packages are recorded with a trial's environment
+and are not part of its identity. Imports are read from the syntax tree: a module that is imported by a
+computed name is not found, and is listed under `sources` instead.
 """
 
 import ast
@@ -12,12 +16,85 @@ import glob
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
 from ablate import cache
 from ablate.errors import nearest
+
+GROUP = "ablate.workloads"
+"""Group of entry points by which installed packages offer training functions."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """A training function, by the file that has it."""
+
+    path: Path
+    function: str
+    root: Path
+    """Folder that names of modules are relative to."""
+    module: str = ""
+    """Name by which it is imported; empty: by its file."""
+    package: str = ""
+    """Installed package, the only one whose files are the function's own; empty: all files in `root` are."""
+
+
+def find(place: Path, function: str) -> Code:
+    """Return the code that a workload's `file` and `function` name.
+
+    Args:
+        place: the file; or a folder, for a function given by its module or by an entry point.
+        function: `train` in a file; `package.module:train`; or the name of an entry point.
+
+    Raises:
+        ValueError: there is no such module or entry point.
+    """
+    if not place.is_dir():
+        return Code(place, function, place.parent)
+    if ":" not in function:
+        known = {entry.name: entry.value for entry in entry_points(group=GROUP)}
+        if function not in known:
+            offered = f"; installed packages offer {', '.join(sorted(known))}" if known else ""
+            raise ValueError(
+                f"{function!r} names no training function: give `file: train.py` with it,"
+                f" `function: module:function`, or an entry point of the group {GROUP}{offered}"
+            )
+        function = known[function]
+    module, _, name = function.partition(":")
+    parts = module.split(".")
+    if not all(part.isidentifier() for part in [*parts, name]):
+        raise ValueError(f"{function!r} is not of the form module:function")
+    beside = [file for file in _files(place, parts) if _is_module(file, parts)]
+    return Code(beside[-1], name, place, module) if beside else _installed(parts, name)
+
+
+def _installed(parts: Sequence[str], function: str) -> Code:
+    """Return the code of a module of an installed package; ValueError if there is none."""
+    module = ".".join(parts)
+    spec = importlib.util.find_spec(parts[0])
+    origins = spec.submodule_search_locations if spec else None
+    if spec and origins is not None:
+        root = Path(next(iter(origins))).parent
+    elif spec and spec.origin and Path(spec.origin).suffix == ".py":
+        root = Path(spec.origin).parent
+    else:
+        raise ValueError(f"there is no module {module}, beside the experiment or installed")
+    found = [file for file in _files(root, parts) if _is_module(file, parts)]
+    if not found:
+        raise ValueError(f"there is no module {module} in {root / parts[0]}")
+    return Code(found[-1], function, root, module, parts[0])
+
+
+def _is_module(file: Path, parts: Sequence[str]) -> bool:
+    """Return True if a file is the module of this name itself, not a package on the way to it."""
+    return file.parts[-len(parts) :] == (*parts[:-1], f"{parts[-1]}.py") or file.parts[-len(parts) - 1 :] == (
+        *parts,
+        "__init__.py",
+    )
 
 
 def functions(path: Path) -> dict[str, ast.FunctionDef]:
@@ -25,8 +102,9 @@ def functions(path: Path) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in _tree(path).body if isinstance(node, ast.FunctionDef)}
 
 
-def problem(path: Path, function: str) -> str | None:
-    """Return why a function of a file cannot be a workload; None if it can."""
+def problem(code: Code) -> str | None:
+    """Return why a function cannot be a workload; None if it can."""
+    path, function = code.path, code.function
     try:
         known = functions(path)
     except SyntaxError as error:
@@ -46,37 +124,38 @@ def problem(path: Path, function: str) -> str | None:
     return None
 
 
-def declares_config(path: Path, function: str) -> bool:
+def declares_config(code: Code) -> bool:
     """Return True if the function's second parameter is annotated, so that its class checks the config."""
-    taken = functions(path)[function].args
+    taken = functions(code.path)[code.function].args
     parameters = [*taken.posonlyargs, *taken.args]
     return len(parameters) > 1 and parameters[1].annotation is not None
 
 
-def closure(path: Path) -> tuple[Path, ...]:
-    """Return a file and the files of its folder, at any depth, that it imports, directly or not; sorted."""
-    root, found, waiting = path.parent, {path}, [path]
+def closure(code: Code) -> tuple[Path, ...]:
+    """Return the function's file and the files of its own that it imports, directly or not; sorted."""
+    found = {code.path, *_files(code.root, code.module.split(".") if code.module else ())}
+    waiting = [*found]
     while waiting:
-        for other in _imported(waiting.pop(), root):
+        for other in _imported(waiting.pop(), code.root, code.package):
             if other not in found:
                 found.add(other)
                 waiting.append(other)
     return tuple(sorted(found))
 
 
-def digest(path: Path, globs: Sequence[str] = ()) -> str:
-    """Return 16 hex digits that identify the content of a file, of its closure and of files that globs name.
+def digest(code: Code, globs: Sequence[str] = ()) -> str:
+    """Return 16 hex digits that identify the content of a function's closure and of files that globs name.
 
     Args:
-        path: the file.
+        code: the function.
         globs: absolute patterns of further files.
 
     Raises:
         OSError, SyntaxError: a file cannot be read.
     """
     more = (Path(name) for pattern in globs for name in glob.glob(pattern, recursive=True))
-    files = sorted({*closure(path), *(file for file in more if file.is_file())})
-    return _identified(files, path.parent)
+    files = sorted({*closure(code), *(file for file in more if file.is_file())})
+    return _identified(files, code.root)
 
 
 def digest_of(files: Iterable[Path], folder: Path) -> str:
@@ -86,7 +165,7 @@ def digest_of(files: Iterable[Path], folder: Path) -> str:
         files: the files.
         folder: folder to which their names are relative.
     """
-    closures = (closure(file) if file.suffix == ".py" else (file,) for file in files)
+    closures = (closure(Code(file, "", file.parent)) if file.suffix == ".py" else (file,) for file in files)
     return _identified(sorted({file for each in closures for file in each}), folder)
 
 
@@ -103,20 +182,26 @@ def _identified(files: Sequence[Path], folder: Path) -> str:
     return cache.key_of([_relative(file, folder) for file in files], cache.digest(files))[:16]
 
 
-def load(path: Path, function: str) -> Callable[..., object]:
-    """Import a file anew and return one of its functions; modules beside the file can be imported by it.
+def load(code: Code) -> Callable[..., object]:
+    """Import a function's file anew and return the function; modules beside the file can be imported by it.
 
     Modules that earlier calls imported are forgotten: they may have changed, or be those of another folder
     with the same name.
     """
-    _FOLDERS.add(path.parent)
+    if code.package:
+        own = [name for name in sys.modules if name.partition(".")[0] == code.package]
+        for name in own:
+            del sys.modules[name]
+        return getattr(importlib.import_module(code.module), code.function)
+    _FOLDERS.add(code.root)
     for name, module in list(sys.modules.items()):
         if any(_lies_in(getattr(module, "__file__", None), folder) for folder in _FOLDERS):
             del sys.modules[name]
     users = {str(folder) for folder in _FOLDERS}
-    sys.path[:] = [str(path.parent), *(entry for entry in sys.path if entry not in users)]
+    sys.path[:] = [str(code.root), *(entry for entry in sys.path if entry not in users)]
     importlib.invalidate_caches()
-    return getattr(_module(path), function)
+    module = importlib.import_module(code.module) if code.module else _module(code.path)
+    return getattr(module, code.function)
 
 
 _FOLDERS: set[Path] = set()
@@ -138,15 +223,18 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def _imported(path: Path, root: Path) -> Iterator[Path]:
-    """Yield the files under `root` that a file's import statements name."""
+def _imported(path: Path, root: Path, package: str) -> Iterator[Path]:
+    """Yield the files under `root` that a file's import statements name; of one package alone, if given."""
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _files(root, alias.name.split("."))
+                parts = alias.name.split(".")
+                yield from _files(root, parts) if package in ("", parts[0]) else ()
         elif isinstance(node, ast.ImportFrom):
             base = path.parents[node.level - 1] if node.level else root
             parts = node.module.split(".") if node.module else []
+            if not node.level and package and parts[0] != package:
+                continue
             yield from _files(base, parts)
             for alias in node.names:
                 yield from _files(base, [*parts, alias.name])

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -100,6 +101,75 @@ def test_an_error_is_reported_with_its_line(code):
     assert f"train.py:{line}" in only.detail
 
 
+# --- where the function is -----------------------------------------------------------------------------
+
+
+def as_package(code: Path, folder: Path) -> Path:
+    """The user's code as a package `mine`, which imports its model from itself."""
+    package = folder / "mine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "model.py").write_text((code / "model.py").read_text())
+    (package / "loop.py").write_text((code / "train.py").read_text().replace("from model", "from .model"))
+    return package
+
+
+def losses(config: Python) -> list[float]:
+    return [record.metrics.get("train/loss") for record in records(config)]
+
+
+def test_a_function_may_be_given_by_its_module_in_the_experiments_folder(code):
+    expected, package = losses(workload(code)), as_package(code, code / "below")
+    given = workload(code, file=str(code / "below"), function="mine.loop:train")
+    assert list(given.problems()) == []
+    assert losses(given) == expected
+    before = given.fingerprint()
+    (package / "notes.py").write_text("unrelated = True\n")
+    assert given.fingerprint() == before
+    for edited in ("model.py", "__init__.py"):
+        (package / edited).write_text((package / edited).read_text() + "# edited\n")
+        assert given.fingerprint() != before
+        before = given.fingerprint()
+
+
+def test_a_function_may_be_an_entry_point_of_an_installed_package(code, tmp_path, monkeypatch):
+    expected, site = losses(workload(code)), tmp_path / "site"
+    package = as_package(code, site)
+    (site / "torch_unrelated.py").write_text("")
+    (package / "loop.py").write_text("import torch_unrelated\n" + (package / "loop.py").read_text())
+    information = site / "mine-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[ablate.workloads]\nmy_loop = mine.loop:train\n")
+    monkeypatch.syspath_prepend(site)
+    for function in ("my_loop", "mine.loop:train"):
+        given = workload(code, file=str(code), function=function)
+        assert list(given.problems()) == []
+        assert losses(given) == expected
+    own = {path.name for path in user_code.closure(user_code.find(code, "my_loop"))}
+    assert own == {"__init__.py", "loop.py", "model.py"}  # no other installed module
+    before = given.fingerprint()
+    (package / "model.py").write_text((package / "model.py").read_text() + "# edited\n")
+    assert given.fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("train", r"'train' names no training function: give `file: train\.py`"),
+        ("nowhere.loop:train", r"there is no module nowhere\.loop, beside the experiment or installed"),
+        ("json.nowhere:train", r"there is no module json\.nowhere in .*json"),
+        ("train:tarin", r"train\.py has no function 'tarin' at its top level; .*train"),
+        ("train.py:train", r"there is no module train\.py"),
+        ("../train:train", r"is not of the form module:function"),
+    ],
+)
+def test_a_function_that_is_nowhere_is_refused_with_what_would_be_right(code, function, sentence):
+    ((field, why),) = workload(code, file=str(code), function=function).problems()
+    assert field == "function"
+    assert re.search(sentence, why)
+
+
 # --- what identifies a trial --------------------------------------------------------------------------
 
 
@@ -109,7 +179,7 @@ def test_an_edit_of_the_code_is_another_trial_and_an_unrelated_file_is_not(code)
     (code / "package" / "part.py").write_text("VALUE = 1\n")
     changed(code, ("import torch\nfrom model", "import torch\nfrom package import part\nfrom model"))
     before = spec_id(workload(code))
-    assert {path.name for path in user_code.closure(code / "train.py")} == {
+    assert {path.name for path in user_code.closure(user_code.find(code / "train.py", "train"))} == {
         "train.py",
         "model.py",
         "__init__.py",
@@ -171,7 +241,7 @@ def test_an_experiment_names_the_file_beside_it_and_turns_its_config(code, monke
             "config has no widht, so it cannot be turned; 'width' is the nearest",
         ),
         ({"workload": "{python: {file: train.py, start: nothing.pt}}"}, "nothing.pt: no such file or folder"),
-        ({"workload": "{python: {steps: 3}}"}, "workload.python.file: is missing"),
+        ({"workload": "{python: {steps: 3}}"}, "names no training function: give `file: train.py`"),
     ],
 )
 def test_mistakes_are_named_at_their_place(lines, sentence, code):

@@ -1,6 +1,7 @@
 """Workload that is a user's own training function, in a file beside the experiment.
 
     workload: {python: {file: train.py, function: train, steps: 300, config: {width: 256, lr: 1.0e-3}}}
+    workload: {python: {function: package.train:main, steps: 300}}
 
 The function gets an `ablate.Trial` (training/trial.py). The file is read to plan a sweep and imported only in
 the processes of trials. What a trial is depends on the content of the file and of the files beside it that
@@ -17,6 +18,7 @@ from pydantic import Field
 
 from ablate.recipes.recipe import Recipe, Run
 from ablate.training import user_code
+from ablate.training.user_code import Code
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
@@ -31,10 +33,11 @@ class Python(OwnCode):
     PATHS: ClassVar[tuple[str, ...]] = ("file", "start", "data", "sources")
     imports: ClassVar[tuple[str, ...]] = ("ablate.training.trial",)
 
-    file: str = Field(min_length=1)
-    """Python file with the function, relative to the experiment's file."""
+    file: str = Field(".", min_length=1)
+    """Python file with the function, relative to the experiment's file; or the folder of its module."""
     function: str = Field("train", min_length=1)
-    """Function at the top level of the file; it takes the trial."""
+    """Function at the top level of the file; it takes the trial. Without a file: `module:function`, or the
+    name of an entry point of the group `ablate.workloads`."""
     decay_start: int | None = Field(None, ge=0)
     """First step of the learning rate's decay, for schedules that begin there."""
     start: str | None = None
@@ -43,36 +46,39 @@ class Python(OwnCode):
     """Globs of further code, beside what the file imports by name."""
 
     @property
-    def _path(self) -> Path:
-        return Path(self.file).expanduser()
+    def _code(self) -> Code:
+        return user_code.find(Path(self.file).expanduser(), self.function)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, reason) for each field that cannot run."""
-        path, broken = self._path, False
-        if why := user_code.problem(path, self.function):
-            yield ("function" if "function" in why and path.is_file() else "file"), why
-            broken = True
+        code: Code | None = None
+        try:
+            code = self._code
+        except ValueError as error:
+            yield "function", str(error)
+        else:
+            if why := user_code.problem(code):
+                yield ("function" if "function" in why and code.path.is_file() else "file"), why
+                code = None
         for name, values in (("start", (self.start,) if self.start else ()), ("data", self.data)):
             for value in values:
                 if not Path(value).expanduser().exists():
                     yield name, f"{value}: no such file or folder"
-        if not broken:
+        if code is not None:
             try:
-                user_code.digest(path, self.sources)
+                user_code.digest(code, self.sources)
             except SyntaxError as error:
                 yield "file", f"{error.filename}:{error.lineno}: {error.msg}"
             else:
-                yield from self._misfits(path)
+                yield from self._misfits(code)
 
-    def _misfits(self, path: Path) -> Iterator[tuple[str, str]]:
+    def _misfits(self, code: Code) -> Iterator[tuple[str, str]]:
         """Yield what is wrong with `config` by the class that the function declares for it."""
-        if not user_code.declares_config(path, self.function):
+        if not user_code.declares_config(code):
             return
         from ablate.training.config_schema import misfits
 
-        yield from (
-            (".".join(("config", *place)), why) for place, why in misfits(path, self.function, self.config)
-        )
+        yield from ((".".join(("config", *place)), why) for place, why in misfits(code, self.config))
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that determine the numbers, without paths: `fingerprint` has their content."""
@@ -80,7 +86,7 @@ class Python(OwnCode):
 
     def fingerprint(self) -> str:
         """Return a digest of the function's code, its data, and the weights that it starts from."""
-        parts = [user_code.digest(self._path, self.sources)]
+        parts = [user_code.digest(self._code, self.sources)]
         parts += [user_code.content(Path(name).expanduser()) for name in self.data]
         if self.start:
             parts.append(f"start:{user_code.content(Path(self.start).expanduser())}")
@@ -98,8 +104,8 @@ class Python(OwnCode):
         """Call the function, and yield a Record for each step of which it logged something."""
         from ablate.training.trial import Trial, emitted, seeded
 
-        function = user_code.load(self._path, self.function)
-        declared = user_code.declares_config(self._path, self.function)
+        code = self._code
+        function, declared = user_code.load(code), user_code.declares_config(code)
         run = Run(self.steps, self.tokens_per_step, self.decay_start)
         start = Path(self.start).expanduser() if self.start else None
 
