@@ -13,7 +13,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m ablate.sweep experiments/rht_sr.yaml
 
 # A worker that dies ends the run: xdist would start another and wait for ever for the tests that it had.
-# Without slow tests, servers and browsers, and with a few cases of each test: under 3 minutes on 2 cores.
+# Without slow tests, servers and browsers, and with a few cases of each test.
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 --fast
 

@@ -25,6 +25,7 @@ ENGINES = Path(__file__).parent / "engines"
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
 
 
+@pytest.mark.slow
 def test_kernels_are_timed_by_operation_shape_dtype_and_back_end(tmp_path):
     done = ablate(
         "bench",
@@ -50,6 +51,7 @@ def test_kernels_are_timed_by_operation_shape_dtype_and_back_end(tmp_path):
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_in_every_preset_that_is_named_and_in_bf16(tmp_path):
     shape = ("--layers", 1, "--width", 64, "--tokens", 128, "--rounds", 1)
     done = ablate(
@@ -77,6 +79,7 @@ def test_a_step_is_timed_in_every_preset_that_is_named_and_in_bf16(tmp_path):
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_a_layer_is_timed_forward_and_backward(tmp_path):
     done = ablate(
         "bench",
@@ -136,6 +139,7 @@ def test_the_yardsticks_product_is_the_one_that_layers_compute(monkeypatch):
     assert seen == [(64, 64)]
 
 
+@pytest.mark.slow
 def test_a_models_layers_are_those_of_its_block():
     """Of Llama 3.1 8B: 218 million weights in a block of 32, 7 of its 8 billion."""
     found = shapes_of("llama-8b", 512)
@@ -156,6 +160,7 @@ def test_a_models_layers_are_those_of_its_block():
     ]
 
 
+@pytest.mark.slow
 def test_transformer_engine_is_timed_by_the_same_code_over_the_double_of_its_native_part():
     """What the times are is no matter: that the engine computes, forward and backward, and a line comes of it."""
     if peers.version("transformer_engine") != "2.20.2":

@@ -165,6 +165,7 @@ def test_what_an_attempt_does_again_is_recorded_as_it_was_at_first_with_whatever
     assert len(times) > sum(len(event["metrics"]) for event in plain)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_no_record(tmp_path, monkeypatch):
     """A real child process, killed in the middle of a trial; the next attempt goes on where the checkpoint stands."""
     workload, gate = config(tmp_path, steps=100, eval_every=100), Gate(tmp_path)

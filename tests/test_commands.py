@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -89,7 +90,30 @@ def test_a_verbs_help_lists_its_options(verb):
 
 
 def test_version_prints_the_version():
-    assert ablate("version").stdout == f"{__version__}\n"
+    assert ablate("version").stdout == here("--version").stdout == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["recipe", "show", "nvfp4_"], ["nvfp4_paper"]),
+        (["report", "ti"], ["tiny"]),
+        (["leader"], ["leaderboard"]),
+        (["plan", "--js"], ["--json"]),
+    ],
+)
+def test_the_shell_completes_verbs_options_presets_and_sweeps(words, found, tmp_path):
+    (tmp_path / "sweeps" / "tiny").mkdir(parents=True)
+    (tmp_path / "sweeps" / "tiny" / "ledger.db").touch()
+    typed = {"COMP_WORDS": " ".join(("ablate", *words)), "COMP_CWORD": str(len(words))}
+    done = subprocess.run(
+        [Path(sys.executable).parent / "ablate"],
+        env=environment(_ABLATE_COMPLETE="complete_bash", ABLATE_STATE=str(tmp_path), **typed),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == found
 
 
 def test_schema_prints_a_json_schema():
@@ -146,6 +170,22 @@ def test_a_plan_names_arms_baselines_ids_and_what_is_done(tmp_path):
         "rht=false": ["bf16", "2", "0", *ids["rht=false"]],
     }
     assert "2 trials to run, 4 done. Roughly" in done.stdout
+
+
+def test_a_plan_as_json_has_the_trials_that_the_sweep_runs(tmp_path):
+    path = write(tmp_path, search=None, seeds=2)
+    sweep(tiny(tmp_path, "part", ablate={"rht": [True]}), tmp_path / "state")
+    plan = json.loads(here("plan", path, "--json", "--device", "cpu", "--state", tmp_path / "state").stdout)
+    experiment = tiny(tmp_path)
+    assert {(arm["arm"], trial["seed"]): trial["id"] for arm in plan["arms"] for trial in arm["trials"]} == {
+        (arm.name, seed): experiment.spec(arm, seed, "cpu").id for arm in experiment.arms for seed in (0, 1)
+    }
+    assert [arm["done"] for arm in plan["arms"]] == [2, 2, 0]
+    assert (plan["to_run"], plan["done"], plan["measured_trials"]) == (2, 4, 4)
+    assert plan["seconds"] > 0
+    sweep(experiment, tmp_path / "state")
+    plan = json.loads(here("plan", path, "--json", "--device", "cpu", "--state", tmp_path / "state").stdout)
+    assert (plan["to_run"], plan["done"], plan["seconds"]) == (0, 6, 0)
 
 
 def test_a_dry_run_says_what_a_plan_says_and_runs_nothing(tmp_path):
@@ -253,6 +293,16 @@ def test_a_sweep_answers_its_question(swept):
     assert f"A model that ignores context reaches {math.log(64):.2f}" in " ".join(done.stdout.split())
     assert done.stderr.startswith("Starting: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_quiet_sweep_prints_its_answer_alone(swept):
+    folder, first = swept
+    done = here("sweep", folder / "tiny.yaml", "--state", folder / "quiet", "--quiet", *INLINE)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "seed=0" not in done.stdout
+    assert "6 trials run in" in done.stdout
+    assert table(done.stdout)[1][:30] == table(first.stdout)[1][:30]
 
 
 def test_the_same_command_again_runs_nothing_starts_nothing_and_answers_the_same(swept):

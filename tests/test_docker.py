@@ -425,6 +425,7 @@ def test_each_break_is_seen(check, where, old, new, said):
     assert any(said in one for one in found), found
 
 
+@pytest.mark.slow
 def test_words_that_a_program_does_not_take_are_told_each():
     wrong = {
         ("--artifacts-destination", "--artifact-destination"): "mlflow: No such option",

@@ -40,6 +40,7 @@ def test_every_quick_check_is_green_here(check):
     assert [row for row in found if row.ok is False] == []
 
 
+@pytest.mark.slow
 def test_the_fast_run_prints_a_table_and_a_verdict_and_ends_with_status_0():
     done = ablate("doctor", "--fast")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,6 +55,7 @@ def test_the_fast_run_prints_a_table_and_a_verdict_and_ends_with_status_0():
     assert "checks agree: this machine follows numerics version" in lines[-1]
 
 
+@pytest.mark.slow
 def test_json_has_every_row_and_says_which_are_facts():
     done = ablate("doctor", "--fast", "--json")
     assert done.returncode == 0
@@ -341,9 +343,8 @@ def test_off_rows_are_red_in_the_table_and_the_status_is_1():
     assert "checks are off:" in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "executor", ["inline", pytest.param("ray", marks=(pytest.mark.slow, pytest.mark.services))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["inline", pytest.param("ray", marks=pytest.mark.services)])
 def test_a_sweep_starts_no_trial_where_the_numerics_are_off_and_the_same_command_goes_on_once_they_agree(
     executor, tmp_path
 ):
@@ -404,6 +405,7 @@ def hanging(driver: subprocess.Popen) -> psutil.Process | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda signum: signum.name
 )

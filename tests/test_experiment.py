@@ -1106,6 +1106,7 @@ def test_a_grid_of_a_thousand_arms_is_expanded_within_seconds(tmp_path):
     assert len(grid.arms) == 30 * 2 * 10 + 30 * 10
 
 
+@pytest.mark.slow
 def test_of_thousands_of_wrong_arms_the_first_are_told_and_reading_stops(tmp_path):
     arms = ", ".join(f"a{n}: {{rhtt{n}: true}}" for n in range(9000))
     found = told_of(tmp_path, f"arms: {{{arms}}}")

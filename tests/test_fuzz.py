@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "fuzz_yaml.py"
 
 
+@pytest.mark.slow
 def test_mutated_experiments_load_or_are_refused_at_a_place():
     """A part of the run that `python benchmarks/fuzz_yaml.py` is, in a process of its own: its peak memory is counted."""
     words = ("--first", "2000", "--count", "150", "--seconds", "60")

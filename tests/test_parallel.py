@@ -301,6 +301,7 @@ def functional(path: Any) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_a_sharded_run_keeps_away_from_functional_collectives(tmp_path):
     """They corrupt memory where they go through gloo, too rarely for a test to meet."""
     path = tmp_path / "checkpoint.pt"

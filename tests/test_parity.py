@@ -23,6 +23,8 @@ from ablate.verification import parity, peers
 from ablate.verification.parity.bench import Bench, recipes, to_nearest
 from ablate.verification.parity.training import ENDS, TWINS, Curves, TwinProducts, twins
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent / "engines"
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
 H100 = Machine("2.20.2", native=True, capability=(9, 0))
@@ -251,6 +253,7 @@ def test_a_driver_that_torch_cannot_use_and_a_stray_switch_are_told_too(monkeypa
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "why"),
     [

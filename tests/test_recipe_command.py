@@ -39,6 +39,23 @@ def test_every_preset_is_shown_and_its_json_is_itself(name, capsys):
     assert Recipe.model_validate_json(capsys.readouterr().out) == PRESETS[name]()
 
 
+@pytest.mark.parametrize("form", ["--json", "--yaml"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_printed_of_a_preset_is_a_recipe_file_of_it(name, form, tmp_path):
+    file = tmp_path / f"mine.{form[2:]}"
+    file.write_text(here("recipe", "show", name, form).stdout)
+    assert resolve(str(file), []) == PRESETS[name]()
+    assert "are the same recipe" in here("recipe", "diff", file, name).stdout
+    shown = here("recipe", "show", file).stdout
+    assert all(slot in shown for slot in SLOTS)
+
+
+def test_knobs_are_turned_in_a_recipe_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(here("recipe", "show", "four_over_six", "--yaml").stdout)
+    assert resolve(str(file), ["rht=false"]) == resolve("four_over_six", ["rht=false"])
+
+
 def test_knobs_are_turned_before_it_is_shown():
     done = here(
         "recipe",
@@ -58,6 +75,7 @@ def test_knobs_are_turned_before_it_is_shown():
     ("preset", "turned", "words"),
     [
         ("nvfp5", [], "nvfp5: no such preset; 'nvfp4'"),
+        ("nothing.yaml", [], "nothing.yaml: no such recipe file"),
         ("nvfp4", ["rht"], "--set rht: write knob=value"),
         ("nvfp4", ["rth=true"], "--set rth: no such knob; 'rht'"),
         ("nvfp4", ["rht=flase"], "--set rht: input should be a valid boolean"),

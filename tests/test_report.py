@@ -19,6 +19,8 @@ from ablate.results.ledger import Ledger
 from ablate.results.summary import open_ledger
 from ablate.training.data.montage import montage
 
+pytestmark = pytest.mark.slow
+
 SEARCH = {
     "ablate": {"workload.lr": {"uniform": [1e-4, 1e-2]}, "rht": [True, False]},
     "search": {"sampler": "random", "trials": 3},

@@ -329,6 +329,7 @@ def best(folder: Path, sampler: str, seed: int, trials: int) -> float:
     return min(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", LEARNS)
 def test_a_sampler_comes_closer_to_a_planted_optimum_than_chance(sampler, tmp_path):
     for seed in (0, 1):
@@ -466,6 +467,7 @@ def feasible(folder: Path, sampler: str, told: bool) -> int:
     return sum(kept[-10:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["tpe", "gp", "nsga2"])
 def test_a_sampler_keeps_to_where_the_constraints_hold(sampler, tmp_path):
     assert feasible(tmp_path, sampler, told=True) >= 7

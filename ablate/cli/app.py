@@ -1,6 +1,7 @@
 """The `ablate` command. Each subcommand has its own file, except for those here, which print a few lines."""
 
 import json
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -27,12 +28,27 @@ from ablate.recipes import KNOBS
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 app = typer.Typer(
-    help="Does this part of my low-precision training recipe matter, for my model, and by how much?",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Does this part of my low-precision training recipe matter, for my model, and by how much?"""
+
+
 _SWEEPS, _FILES, _MACHINE = "Sweeps", "Recipes and files", "This machine"
 for command in (sweep, plan, report, status, ui, leaderboard, stop, workers, sync, rebuild):
     app.command(rich_help_panel=_SWEEPS)(command)

@@ -53,10 +53,28 @@ Mlflow = Annotated[
         rich_help_panel=WHERE,
     ),
 ]
+
+
+def complete_sweeps(incomplete: str) -> list[str]:
+    """Return the sweeps of the state folder whose names begin so, for the shell's completion."""
+    folder = Path(os.environ.get("ABLATE_STATE") or "runs") / "sweeps"
+    names = sorted(path.parent.name for path in folder.glob("*/ledger.db"))
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def complete_presets(incomplete: str) -> list[str]:
+    """Return the presets whose names begin so, for the shell's completion."""
+    from ablate.recipes import PRESETS
+
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
 Sweeps = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[X]...", help="Sweeps, by name or by YAML file; default: all in the state folder."
+        metavar="[X]...",
+        help="Sweeps, by name or by YAML file; default: all in the state folder.",
+        autocompletion=complete_sweeps,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

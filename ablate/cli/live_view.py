@@ -43,14 +43,14 @@ _COLOURS = {
 class View:
     """Live view in a terminal; elsewhere, one line for each event."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        self.console, self.quiet = console, quiet
         self._live: Live | None = None
 
     @contextmanager
     def open(self):
         """Show progress until the block ends."""
-        if not self.console.is_terminal:
+        if self.quiet or not self.console.is_terminal:
             yield self
             return
         with Live(console=self.console, refresh_per_second=4, transient=True) as self._live:
@@ -59,6 +59,8 @@ class View:
 
     def show(self, progress: Progress) -> None:
         """Update the view."""
+        if self.quiet:
+            return
         for line in progress.news:
             count = f"[{progress.done}/{progress.total}]"
             self.console.print(Text(f"{count} {line}"), soft_wrap=True)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import Device, Profile, State, console, duration
+from ablate.cli.common import Device, JsonOption, Profile, State, console, duration
 from ablate.cli.recipe import placements
 from ablate.cli.settings import Settings, find_settings
 from ablate.errors import one_line
@@ -28,6 +28,7 @@ from ablate.experiment.roles import role_of
 from ablate.experiment.search_space import conditions
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import display
+from ablate.files import Json
 from ablate.recipes.recipe import Layers
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Member
@@ -46,6 +47,7 @@ _LEAST_COVERED = 0.5
 
 def plan(
     file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
+    as_json: JsonOption = False,
     state: State = None,
     profile: Profile = None,
     device: Device = None,
@@ -54,7 +56,11 @@ def plan(
     Runs nothing.
     """
     settings = find_settings(profile, state=state, device=device)
-    show(load(file, settings.device), settings)
+    experiment = load(file, settings.device)
+    if as_json:
+        print(json.dumps(as_data(experiment, settings), indent=2))
+    else:
+        show(experiment, settings)
 
 
 @dataclass
@@ -258,6 +264,42 @@ def show(experiment: Experiment, settings: Settings) -> None:
         screen.print(f"At most {result.grown} more trials, on more seeds, if arms stay undecided.")
 
 
+def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
+    """Return the plan as JSON data: what `show` prints."""
+    result = forecast(experiment, settings.state, settings.device)
+    layout = experiment.resources.layout(settings.device)
+    time = _time_needed(result, settings, layout.ranks)
+    return {
+        "sweep": experiment.name,
+        "question": experiment.question,
+        "engine": experiment.engine,
+        "device": settings.device,
+        "ranks": layout.ranks,
+        "arms": [
+            {
+                "arm": arm.name,
+                "baseline": arm.baseline,
+                "knobs": dict(arm.knobs),
+                "trials": [{"seed": spec.seed, "id": spec.id} for spec in specs],
+                "done": done,
+            }
+            for arm, specs, done in result.rows
+        ],
+        "search": {"trials": experiment.search.trials, "proposed": result.proposed}
+        if experiment.search
+        else None,
+        "to_run": result.trials,
+        "to_run_later_at_most": result.later + result.grown,
+        "done": result.done,
+        "steps": result.steps,
+        "seconds": time.seconds if time else None,
+        "at_once": time.at_once if time else None,
+        "measured_trials": result.measured,
+        "changed_arms": list(result.redefined),
+        "notes": list(remarks(experiment)),
+    }
+
+
 def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield names of arms whose layer policies select the same layers, and one line for each part of the
     policy.
@@ -353,14 +395,37 @@ def _range(dimension) -> str:
     return f"{values} (if {only})" if only else values
 
 
+class _Time(NamedTuple):
+    """Estimated duration of a run, and the number of trials at once."""
+
+    seconds: float
+    at_once: int
+
+
 def _duration_text(result: Forecast, settings: Settings, ranks: int) -> str:
     """Return a sentence with the estimated duration of the run."""
+    if not result.trials + result.later:
+        return "Nothing to run."
+    time = _time_needed(result, settings, ranks)
+    if time is None:
+        return "No estimate of the time: no trial has run on this GPU yet."
+    at_once = f"{time.at_once} trials at once" if time.at_once > 1 else "one trial at a time"
+    basis = (
+        f"based on {result.measured} trials of this state folder"
+        if result.measured
+        else "not based on measurements yet"
+    )
+    return f"Roughly {duration(time.seconds)} with {at_once}; {basis}."
+
+
+def _time_needed(result: Forecast, settings: Settings, ranks: int) -> _Time | None:
+    """Return the estimated duration of the run; None if there is nothing to base it on."""
     missing = result.trials + result.later
     if not missing:
-        return "Nothing to run."
+        return _Time(0.0, 1)
     local_cpu = settings.device == "cpu" and not settings.ray
     if settings.device == "cuda" and not result.measured:
-        return "No estimate of the time: no trial has run on this GPU yet."
+        return None
     own = max(1, (os.cpu_count() or 1) // ranks) if local_cpu else 1
     slots = min(missing, 1 if settings.executor == "inline" else settings.workers or own)
     unmeasured = (
@@ -370,10 +435,4 @@ def _duration_text(result: Forecast, settings: Settings, ranks: int) -> str:
         time_left(result.seconds / unmeasured, result.longest / unmeasured, (), slots)
         + _START_SECONDS[settings.executor]
     )
-    at_once = f"{slots} trials at once" if slots > 1 else "one trial at a time"
-    basis = (
-        f"based on {result.measured} trials of this state folder"
-        if result.measured
-        else "not based on measurements yet"
-    )
-    return f"Roughly {duration(seconds)} with {at_once}; {basis}."
+    return _Time(seconds, slots)

@@ -1,6 +1,10 @@
-"""`ablate recipe show` and `diff`: recipes as three products with six operands. Without torch."""
+"""`ablate recipe show` and `diff`: recipes as three products with six operands. Without torch.
+
+What `show --yaml` and `--json` print are recipe files, which `show`, `diff` and experiments read back.
+"""
 
 import inspect
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
@@ -9,8 +13,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import console
-from ablate.errors import InputError, nearest
+from ablate.cli.common import complete_presets, console
+from ablate.errors import InputError
+from ablate.experiment import recipe_source
 from ablate.experiment.arms import KnobError, StartingPoint
 from ablate.experiment.yaml_document import scalar
 from ablate.files import Json
@@ -33,11 +38,22 @@ Set = Annotated[
 ]
 
 
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Name of a preset, or a recipe file (YAML).", autocompletion=complete_presets
+    ),
+]
+
+
 @app.command()
 def show(
-    preset: Annotated[str, typer.Argument(help="Name of a preset.")],
+    source: Source,
     turn: Set = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the canonical JSON instead.")] = False,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print a recipe file instead, which an experiment can name.")
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(
@@ -46,13 +62,17 @@ def show(
     ] = None,
 ) -> None:
     """Print a recipe: its three products with six operands, then its layer policy and schedule."""
-    recipe = resolve(preset, turn or [])
+    recipe = resolve(source, turn or [])
     placed = () if model is None else tuple(placements(recipe, layers_of(model, recipe)))
     if as_json:
         print(recipe.model_dump_json(indent=2))
         return
+    if as_yaml:
+        print(as_file(recipe), end="")
+        return
     screen = console()
-    screen.print(Text(preset, style="bold"), Text(inspect.getdoc(PRESETS[preset]) or ""), "", sep="\n")
+    explained = inspect.getdoc(PRESETS[source]) if source in PRESETS else "A recipe file."
+    screen.print(Text(source, style="bold"), Text(explained or ""), "", sep="\n")
     rows = {slot: (slot, *_cells(recipe.slot(slot), recipe.dtype)) for slot in SLOTS}
     widths = [
         max(len(cells[column]) for cells in (HEADER, *rows.values()) if column < len(cells))
@@ -74,10 +94,10 @@ def show(
 
 @app.command()
 def diff(
-    first: Annotated[str, typer.Argument(help="Name of a preset.")],
-    second: Annotated[str, typer.Argument(help="Name of another preset.")],
+    first: Source,
+    second: Source,
 ) -> None:
-    """Print the differences between two presets, by path."""
+    """Print the differences between two recipes, by path."""
     one, other = (resolve(name, []).model_dump(mode="json") for name in (first, second))
     changes = list(differences(one, other))
     screen = console()
@@ -90,10 +110,37 @@ def diff(
     screen.print(table)
 
 
-def resolve(preset: str, turned: list[str]) -> Recipe:
-    """Return a preset with changed knobs (`knob=value`); InputError with all reasons if that fails."""
-    if preset not in PRESETS:
-        raise InputError([f"{preset}: no such preset; {nearest(preset, PRESETS)}"])
+def as_file(recipe: Recipe) -> str:
+    """Return a recipe as YAML, in the order of its fields, that `recipe_source.load` reads back."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.comments import CommentedMap
+
+    def styled(value: Json) -> object:
+        """Return a value whose innermost mappings are written in one line."""
+        if isinstance(value, list):
+            return [styled(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        mapping = CommentedMap((key, styled(item)) for key, item in value.items())
+        if not any(isinstance(item, dict | list) for item in value.values()):
+            mapping.fa.set_flow_style()
+        return mapping
+
+    writer, text = YAML(typ="rt", pure=True), io.StringIO()
+    writer.width = 110
+    writer.representer.add_representer(
+        type(None), lambda to, _: to.represent_scalar("tag:yaml.org,2002:null", "null")
+    )
+    writer.dump(styled(recipe.model_dump(mode="json")), text)
+    return text.getvalue()
+
+
+def resolve(source: str, turned: list[str]) -> Recipe:
+    """Return a preset or a recipe file with changed knobs (`knob=value`); InputError with all reasons."""
+    try:
+        recipe = recipe_source.load(source)
+    except ValueError as error:
+        raise InputError([str(error)]) from None
     pairs = [text.partition("=") for text in turned]
     hint = f"knobs are {', '.join(KNOBS)}, or recipe.<path>"
     unfinished = [f"--set {knob}: write knob=value; {hint}" for knob, equals, _ in pairs if not equals]
@@ -107,7 +154,9 @@ def resolve(preset: str, turned: list[str]) -> Recipe:
     if outside:
         raise InputError(outside)
     try:
-        return StartingPoint("gpt", {}, preset).recipe({knob: scalar(value) for knob, _, value in pairs})
+        return StartingPoint("gpt", {}, source, own=recipe).recipe(
+            {knob: scalar(value) for knob, _, value in pairs}
+        )
     except KnobError as error:
         raise InputError([f"--set {knob}: {why}" for knob, why in error.reasons]) from None
 

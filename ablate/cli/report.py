@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from ablate import __version__
-from ablate.cli.common import DONE, FAILED, Mlflow, Profile, State, console, print_starting
+from ablate.cli.common import DONE, FAILED, Mlflow, Profile, State, complete_sweeps, console, print_starting
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
@@ -69,7 +69,10 @@ class Report:
 
 def report(
     experiments: Annotated[
-        list[str] | None, typer.Argument(metavar="[X]...", help="Experiments, by YAML file or by name.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[X]...", help="Experiments, by YAML file or by name.", autocompletion=complete_sweeps
+        ),
     ] = None,
     notebook: Annotated[
         list[str] | None,

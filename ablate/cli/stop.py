@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ablate.cli.common import Profile, State, console
+from ablate.cli.common import Profile, State, complete_sweeps, console
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import Order, folders, give, holder
@@ -20,7 +20,12 @@ _ACCEPT_SECONDS = 15.0
 or waits for a file system.
 """
 
-Sweep = Annotated[str, typer.Argument(metavar="X", help="A running sweep, by name or by YAML file.")]
+Sweep = Annotated[
+    str,
+    typer.Argument(
+        metavar="X", help="A running sweep, by name or by YAML file.", autocompletion=complete_sweeps
+    ),
+]
 
 
 def stop(

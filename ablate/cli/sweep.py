@@ -88,6 +88,10 @@ def sweep(
             "(ABLATE_NOTIFY)"
         ),
     ] = None,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Print no progress, only the answer and how many trials failed."),
+    ] = False,
     state: State = None,
     profile: Profile = None,
     executor: Annotated[
@@ -164,7 +168,7 @@ def sweep(
     settings = find_settings(
         profile, **given, notify=notify, price=price, priority=priority, shared_state=shared_state or None
     )
-    print_starting(f"reading {file} and its data", quiet=not sys.stderr.isatty())
+    print_starting(f"reading {file} and its data", quiet=quiet or not sys.stderr.isatty())
     experiment = load(file, settings.device)
     if dry_run:
         show(experiment, settings)
@@ -185,10 +189,11 @@ def sweep(
             check(folder, str(file))
             ray = "" if settings.executor == "inline" else ", Ray and its workers"
             print_starting(
-                f"reading finished trials; if some are missing, torch, a check of the numerics{ray}"
+                f"reading finished trials; if some are missing, torch, a check of the numerics{ray}",
+                quiet=quiet,
             )
             raise typer.Exit(
-                SweepRun(experiment, settings, hook, report, check_command).run(
+                SweepRun(experiment, settings, hook, report, check_command, quiet).run(
                     options, [notes] if notes else []
                 )
             )
@@ -215,9 +220,10 @@ class SweepRun:
         hook: Hook | None,
         report: bool,
         check_command: str | None,
+        quiet: bool = False,
     ) -> None:
         self.experiment, self.settings, self.hook, self.report = experiment, settings, hook, report
-        self.check_command = check_command
+        self.check_command, self.quiet = check_command, quiet
         self.screen = console()
         self.started = time.time()
         self.failed = 0
@@ -263,7 +269,11 @@ class SweepRun:
             options,
         )
         try:
-            with View(self.screen).open() as view, closing(controller.run()) as steps, closing(checkup):
+            with (
+                View(self.screen, self.quiet).open() as view,
+                closing(controller.run()) as steps,
+                closing(checkup),
+            ):
                 for step in steps:
                     if isinstance(step, Outcome):
                         outcome = step

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, Mlflow, Profile, State, console
+from ablate.cli.common import DONE, Mlflow, Profile, State, complete_sweeps, console
 from ablate.cli.mlflow_server import HOST, MlflowServer, Served, bind_first_free
 from ablate.cli.report_server import ReportHandler, guarded_application, own_names, read_fact
 from ablate.cli.settings import find_settings
@@ -39,6 +39,7 @@ def ui(
         typer.Argument(
             metavar="[X]",
             help="Sweep that the addresses lead to, by name or YAML file; default: the last one that ran.",
+            autocompletion=complete_sweeps,
         ),
     ] = None,
     mlflow_port: Annotated[

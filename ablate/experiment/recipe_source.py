@@ -70,7 +70,7 @@ def load(source: RecipeSource) -> Recipe:
             raise ValueError(f"{path}: no such recipe file")
         return parse(read(path).value, str(path))
     raise ValueError(
-        f"{str(source)!r}: no such preset; {nearest(str(source), PRESETS)}. A recipe file ends in .yaml"
+        f"{source}: no such preset; {nearest(str(source), PRESETS)}. A recipe file ends in .yaml"
     )
 
 

@@ -20,6 +20,8 @@ from ablate.recipes import PRESETS
 from ablate.recipes.recipe import SLOTS, Run
 from ablate.verification import peers
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 SHAPES = 50
 BUILTIN = "recipe_type=NVFP4BlockScaling"

@@ -25,9 +25,10 @@ from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.python import Python
 from ablate.verification.workload_checks import Runs, promises
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
+]
 EXAMPLES = Path(__file__).parent.parent.parent / "docs" / "examples"
 NEVER = Telemetry(every=10**9, shadow=10**9, log=1)
 STEPS, BATCH, CONTEXT, LR = 6, 2, 16, 1e-2

@@ -99,6 +99,7 @@ def instructions(ptx: str) -> Counter:
     return Counter(re.findall(r"^\s+(?:@!?%\w+ )?([a-z]\w*(?:[.:]+\w+)*)\s", ptx, re.MULTILINE))
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     ("build", "target"),
@@ -165,6 +166,7 @@ def test_one_build_serves_every_step_and_every_layer(name):
 # --- without Triton, without a GPU ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_package_needs_no_triton():
     """And where there is one, it is not imported before a GPU needs it."""
     code = "import sys; import ablate.numerics.quantize, ablate.numerics.kernels.cuda as cuda; {}print('triton' in sys.modules, {})"

@@ -73,6 +73,7 @@ def parts_against_the_whole(count: int) -> list[str]:
     return off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_part_is_quantised_as_the_whole_is(count):
     assert in_ranks(count, parts_against_the_whole, count) == [[]] * count

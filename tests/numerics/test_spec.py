@@ -219,6 +219,7 @@ def consistent() -> list[Quant]:
     return found
 
 
+@pytest.mark.slow
 def test_whatever_the_spec_accepts_can_be_computed():
     accepted = consistent()
     assert len(accepted) > 5000

@@ -223,6 +223,7 @@ with open(os.environ["ABLATE_RECIPE"], "rb") as file:
         records(command(tmp_path, wrong + PLAIN), "nvfp4")
 
 
+@pytest.mark.slow
 def test_convert_confirms_the_recipe_that_it_was_given(tmp_path, capsys):
     shutil.copy(OWN_COMMAND / "train.py", tmp_path)
     run = "python train.py --lr {lr} --seed {seed} --steps {steps}"
@@ -309,6 +310,7 @@ def request(workload: Command, root: Path, patience: float) -> TrialRequest:
     return TrialRequest(one.id, one.wire, str(root), 0, {"log": 1}, patience=patience)
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_ended_with_its_children(tmp_path):
     supervisor = Supervisor()
     try:
@@ -322,6 +324,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(tmp_path):
         supervisor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_no_process_outlives_a_trial_and_the_next_attempt_waits_for_them(how, tmp_path):
     """`killed`: the supervisor's own process, and with it everything that could clean up."""
@@ -459,6 +462,7 @@ def test_an_experiment_names_files_beside_it(tmp_path, monkeypatch):
     assert all(Path(arm.config.folder) == tmp_path for arm in found.arms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["inline", "ray"])
 def test_a_sweep_of_two_knobs_and_two_seeds_runs_all_trials_and_reuses_them(executor, tmp_path):
     shutil.copy(OWN_COMMAND / "light.py", tmp_path)

@@ -76,12 +76,14 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 def test_a_right_function_keeps_all_promises(code):
     found = list(promises(Runs(workload(code, steps=6))))
     assert len(found) == 6
     assert [promise for promise in found if not promise.kept] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_named_with_its_remedy(name, code):
     changed(code, *MISTAKES[name])
@@ -357,6 +359,7 @@ def test_what_is_logged_after_a_step_belongs_to_it_and_every_record_says_how_fas
     assert found[-1].metrics["flops/fp4_share"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_file_that_changed_is_imported_anew_and_another_folder_has_its_own_modules(code):
     first = records(workload(code), "bf16")
     changed(code, ("nn.Linear(8, width)", "nn.Linear(8, width, bias=False)"), file="model.py")
@@ -368,6 +371,7 @@ def test_a_file_that_changed_is_imported_anew_and_another_folder_has_its_own_mod
     ]
 
 
+@pytest.mark.slow
 def test_the_files_that_init_writes_keep_all_promises_and_are_never_overwritten(tmp_path):
     init("mine", training=True, folder=tmp_path)
     found = load(tmp_path / "mine.yaml", device="cpu")
@@ -379,6 +383,7 @@ def test_the_files_that_init_writes_keep_all_promises_and_are_never_overwritten(
     assert load(tmp_path / "other.yaml", device="cpu").base.workload == "gpt"
 
 
+@pytest.mark.slow
 def test_check_says_what_is_broken_and_its_status_says_whether(code):
     right = here("check", code / "train.py", "--config", "width=32", "--config", "lr=0.01", "--steps", "4")
     assert (right.returncode, right.stdout.count("PASS"), right.stdout.count("FAIL")) == (0, 6, 0)
