@@ -4,7 +4,6 @@ What `show --yaml` and `--json` print are recipe files, which `show`, `diff` and
 """
 
 import inspect
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
@@ -17,7 +16,7 @@ from ablate.cli.common import complete_presets, console
 from ablate.errors import InputError
 from ablate.experiment import recipe_source
 from ablate.experiment.arms import KnobError, StartingPoint
-from ablate.experiment.yaml_document import scalar
+from ablate.experiment.yaml_document import as_text, scalar
 from ablate.files import Json
 from ablate.numerics.choices import CANDIDATES, GEMM_OUTPUTS
 from ablate.numerics.spec import Quant
@@ -68,7 +67,7 @@ def show(
         print(recipe.model_dump_json(indent=2))
         return
     if as_yaml:
-        print(as_file(recipe), end="")
+        print(as_text(recipe.model_dump(mode="json")), end="")
         return
     screen = console()
     explained = inspect.getdoc(PRESETS[source]) if source in PRESETS else "A recipe file."
@@ -108,31 +107,6 @@ def diff(
     for path, *values in changes:
         table.add_row(path, *map(Text, values))
     screen.print(table)
-
-
-def as_file(recipe: Recipe) -> str:
-    """Return a recipe as YAML, in the order of its fields, that `recipe_source.load` reads back."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.comments import CommentedMap
-
-    def styled(value: Json) -> object:
-        """Return a value whose innermost mappings are written in one line."""
-        if isinstance(value, list):
-            return [styled(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        mapping = CommentedMap((key, styled(item)) for key, item in value.items())
-        if not any(isinstance(item, dict | list) for item in value.values()):
-            mapping.fa.set_flow_style()
-        return mapping
-
-    writer, text = YAML(typ="rt", pure=True), io.StringIO()
-    writer.width = 110
-    writer.representer.add_representer(
-        type(None), lambda to, _: to.represent_scalar("tag:yaml.org,2002:null", "null")
-    )
-    writer.dump(styled(recipe.model_dump(mode="json")), text)
-    return text.getvalue()
 
 
 def resolve(source: str, turned: list[str]) -> Recipe:

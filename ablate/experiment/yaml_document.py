@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.events import (
     AliasEvent,
@@ -300,3 +301,25 @@ def _unusable(value: object) -> str | None:
     elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
         return "does not fit into 64 bits; write it with a decimal point if it is a real number"
     return None
+
+
+def as_text(value: Json) -> str:
+    """Return data as YAML that `read` reads back: keys in their order, innermost mappings in one line."""
+
+    def styled(part: Json) -> object:
+        if isinstance(part, list):
+            return [styled(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        mapping = CommentedMap((key, styled(item)) for key, item in part.items())
+        if not any(isinstance(item, dict | list) for item in part.values()):
+            mapping.fa.set_flow_style()
+        return mapping
+
+    writer, text = YAML(typ="rt", pure=True), io.StringIO()
+    writer.width = 110
+    writer.representer.add_representer(
+        type(None), lambda to, _: to.represent_scalar("tag:yaml.org,2002:null", "null")
+    )
+    writer.dump(styled(value), text)
+    return text.getvalue()
