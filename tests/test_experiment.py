@@ -241,6 +241,10 @@ REFUSED = {
         "ablate: {rht: [true]}\nresources: {gpus: 8, ranks: 4}",
         "5:1: resources: {'gpus': 8, 'ranks': 4}: ranks 4 differ from gpus 8: each",
     ),
+    "several GPUs for one rank of a built-in workload": (
+        "ablate: {rht: [true]}\nresources: {gpus: 4, ranks: 1}",
+        "5:1: resources: arm bf16: workload gpt uses one GPU a rank, of 4; leave out ranks: 1",
+    ),
     "ranks on a part of a GPU": (
         "ablate: {rht: [true]}\nresources: {gpus: 0.5, ranks: 2}",
         "5:1: resources: {'gpus': 0.5, 'ranks': 2}: ranks 2 of a trial with 0.5 of a GPU",

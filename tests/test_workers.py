@@ -184,6 +184,27 @@ def test_sweeps_on_one_cluster_share_its_slots_by_priority_and_use_nodes_that_jo
             assert high() == "4"
 
 
+GPUS = """
+import sys
+from ablate.execution.workers import Pool
+for ranks in (1, None):
+    pool = Pool(sys.argv[1], sys.maxsize, 2.0, 0, ranks)
+    pool.wanted = sys.maxsize
+    print(pool.slots)
+    pool.close()
+"""
+
+
+def test_a_trial_of_one_rank_has_all_of_its_gpus_on_one_node_and_one_of_several_has_one_each(cluster):
+    """Two GPUs a trial, on two nodes with three each. GPUs are what Ray counts: none is used here."""
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, num_gpus=3, **reachable())
+    done = subprocess.run(
+        [sys.executable, "-c", GPUS, cluster.address], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines() == ["2", "3"], done.stderr
+
+
 def test_slots_are_as_many_as_were_asked_for_and_the_cluster_has(pool):
     """Last of this file's pool: its new workers need not get ready."""
     pool.wanted = sys.maxsize

@@ -16,6 +16,7 @@ from ablate.training.hyperparameters import Training
 from ablate.training.rank_layout import Layout
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
+from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
     Plain = Json
@@ -252,7 +253,8 @@ class Resources(Spec):
     """GPUs of a trial: a fraction if trials share a GPU, or a whole number; 0: one, if trials run on GPUs. No
     effect on CPUs."""
     ranks: int | None = Field(None, ge=1, le=MOST_RANKS)
-    """Processes that compute a trial together; null: one for each of its GPUs, and one on CPUs."""
+    """Processes that compute a trial together; null: one for each of its GPUs, and one on CPUs. `ranks: 1`
+    beside several GPUs: one process of your own code gets all of them."""
     sharded: bool = False
     """Shard parameters, gradients and moments over the ranks (FSDP); a quantised weight is gathered as codes
     and scales."""
@@ -261,7 +263,7 @@ class Resources(Spec):
     def _ranks_have_gpus(self) -> "Resources":
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise ValueError(f"gpus {self.gpus:g} is neither a fraction of one GPU nor a whole number")
-        if self.ranks and self.gpus >= 1 and self.ranks != self.gpus:
+        if self.ranks and self.ranks > 1 and self.gpus >= 1 and self.ranks != self.gpus:
             raise ValueError(
                 f"ranks {self.ranks} differ from gpus {self.gpus:g}: each rank has a GPU of its own; "
                 "leave one of them out"
@@ -282,10 +284,16 @@ class Resources(Spec):
     def misfit(self, config: object, recipe: Recipe, engine: str) -> str | None:
         """Return the reason why a trial cannot be computed by so many ranks; None if it can. One rank always
         can."""
+        name = type(config).__name__.lower()
         if self.most.ranks == 1:
+            if self.gpus > 1 and not isinstance(config, OwnCode):
+                return f"workload {name} uses one GPU a rank, of {self.gpus:g}; leave out ranks: 1"
             return None
+        if isinstance(config, OwnCode) and not self.ranks:
+            return (
+                f"workload {name} is one process: write ranks: 1 beside gpus: {self.gpus:g}, and it gets all"
+            )
         if not isinstance(config, Training):
-            name = type(config).__name__.lower()
             return f"workload {name} is computed by one rank; leave out ranks, and gpus above 1"
         return next(self.most.misfits(config, recipe, engine), None)
 
