@@ -97,7 +97,9 @@ def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_o
         }
         reached = sum(matrices[f"{layer.name}.weight"] for layer in found.layers)
         assert found.covered == pytest.approx(reached / sum(matrices.values()))
-        assert found.largest_uncovered == left
+        name, _, why = found.largest_uncovered.partition(": ")
+        assert name == left
+        assert ("packed into one tensor" if model is EXPERTS else "outside of the blocks") in why
     tied = outlined(QWEN | {"tie_word_embeddings": True}, 64)
     assert (tied.covered, tied.largest_uncovered) == (1, None)
 
@@ -106,14 +108,23 @@ def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_
     path = write(
         tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": EXPERTS, "steps": 1}}, seeds=1
     )
-    said = "of its matrix weights, without embeddings, are in layers that a recipe quantises; the largest of the others, "
+    said = "of its matrix weights, without embeddings, are in layers that a recipe quantises. "
+    said += "The largest of the others stays in high precision, "
     for words in (("plan", path), ("sweep", path, "--executor", "inline", "--mlflow", "none", "--no-report")):
         done = here(*words, "--state", tmp_path / "runs")
         assert done.returncode == 0, done.stderr + done.stdout
         (note,) = [line for line in done.stdout.splitlines() if line.startswith("Note: ")]
-        assert said + "model.layers.0.mlp.experts.gate_up_proj" in note
+        assert f"{said}model.layers.0.mlp.experts.gate_up_proj: the experts' weights, packed into one" in note
     plain = tiny(tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": QWEN}})
     assert list(remarks(plain)) == []
+
+
+def test_a_model_of_conv1d_layers_is_refused_with_the_reason(tmp_path):
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64}
+    with pytest.raises(
+        ValueError, match=r"gpt2 has no linear .* transformer\.h\.0\..*: transformers' Conv1D"
+    ):
+        outlined(gpt2 | {"bos_token_id": 0, "eos_token_id": 0}, 64)
 
 
 def test_a_plan_says_how_many_ranks_compute_a_trial_where_it_is_run(tmp_path):

@@ -383,8 +383,8 @@ def _uncovered(experiment: Experiment) -> Iterator[str]:
         if outline.covered < _LEAST_COVERED:
             yield (
                 f"workload.model: {outline.covered:.0%} of its matrix weights, without embeddings, "
-                "are in layers that a recipe quantises; the largest of the others, "
-                f"{outline.largest_uncovered}, is not an nn.Linear in a block and stays in high precision."
+                "are in layers that a recipe quantises. The largest of the others stays in high precision, "
+                f"{outline.largest_uncovered}."
             )
 
 

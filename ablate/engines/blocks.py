@@ -106,22 +106,27 @@ def layer_table(model: nn.Module, blocks: Sequence[str], left_out: Collection[st
                 continue
             seen.add(id(weight))
             path = name if isinstance(module, nn.Linear) else f"{name}.{parameter}".lstrip(".")
-            reason = _reason(name, module, block(name), name in left_out)
+            reason = "left out by the filter" if name in left_out else why_left(module, block(name))
             rows.append(LayerRow(path, tuple(weight.shape), weight.numel(), block(name), not reason, reason))
     return rows
 
 
-def _reason(name: str, module: nn.Module, block: str | None, left_out: bool) -> str:
-    """Return why a module's matrix is not converted; "" if it is."""
+def why_left(module: nn.Module, block: str | None) -> str:
+    """Return why the matrices of a module stay in high precision; "" if they do not.
+
+    Args:
+        module: the module that has them as parameters of its own.
+        block: name of the block that it lies in, None for none.
+    """
     kind = type(module).__name__
     if isinstance(module, EmulatedLinear):
         return ""
-    if left_out:
-        return "left out by the filter"
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention multiplies by its parameters itself; give it nn.Linear projections"
     if kind == "Conv1D":
         return "transformers' Conv1D, whose weight is [in, out], is not supported; use nn.Linear"
+    if "expert" in kind.lower() and not isinstance(module, nn.Linear):
+        return f"the experts' weights, packed into one tensor by {kind}, are not converted yet"
     if isinstance(module, nn.Linear) and block is None:
         return "outside of the blocks"
     if isinstance(module, nn.Linear):

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ablate.engines.blocks import why_left
 from ablate.engines.emulated import described, quantisable
 from ablate.numerics.philox import Clock
+from ablate.recipes.layers import block_name
 from ablate.training.data.hub import quiet
 from ablate.training.models import drawn, quietly
 from ablate.training.models.source import HINT, ModelSource, Outline, resolve
@@ -52,8 +54,10 @@ def outlined(source: ModelSource, vocab: int | None) -> Outline:
         model = _from_config(config)
     names = quantisable(model)
     if not names:
+        _, left = _coverage(model, names)
         raise ValueError(
-            f"{config.model_type} has no linear layer inside numbered blocks that a recipe could apply to"
+            f"{config.model_type} has no linear layer inside numbered blocks that a recipe could apply to;"
+            f" its largest matrix, {left}"
         )
     size = sum(p.numel() for p in model.parameters())
     context = getattr(config, "max_position_embeddings", None)
@@ -78,7 +82,8 @@ def _features(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
 
 
 def _coverage(model: nn.Module, names: Sequence[str]) -> tuple[float, str | None]:
-    """Return the share of the weights in matrices that are in some layers, and the largest other matrix.
+    """Return the share of the weights in matrices that are in some layers, and the largest other matrix with
+    the reason why it is left.
 
     Stacks of matrices (fused experts) count. Embeddings do not, since they are looked up and not multiplied,
     nor does a head that shares its matrix with one.
@@ -88,9 +93,12 @@ def _coverage(model: nn.Module, names: Sequence[str]) -> tuple[float, str | None
     others = {
         name: count for name, count in matrices.items() if name not in {f"{layer}.weight" for layer in names}
     }
-    return 1 - sum(others.values()) / sum(matrices.values()), max(
-        others, key=lambda name: others[name], default=None
-    )
+    share = 1 - sum(others.values()) / sum(matrices.values())
+    if not others:
+        return share, None
+    largest = max(others, key=lambda name: others[name])
+    owner = largest.rpartition(".")[0]
+    return share, f"{largest}: {why_left(model.get_submodule(owner), block_name(owner))}"
 
 
 def _from_config(config: "PreTrainedConfig", **options: object) -> PreTrainedModel:

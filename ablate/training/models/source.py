@@ -28,7 +28,7 @@ class Outline(NamedTuple):
     covered: float
     """Share of the weights in its matrices, except embeddings, that are in `layers`."""
     largest_uncovered: str | None
-    """Name of the largest of the other matrices; None if there are none."""
+    """Name of the largest of the other matrices, and why it is left; None if there are none."""
     features: Mapping[str, int]
     """Numbers of input and output features of `layers`: each number once, keyed by one that has it
     (`... mlp.up in`)."""
