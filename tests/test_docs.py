@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_every_path_in_a_page_exists():
     made = {"docker/.env", "experiments/NAME.yaml", "ablate/recipe"}  # the last is a key of JSON
     names = {"reference_nvfp4.py"} | {  # which is Transformer Engine's
         path.name
-        for folder in ("ablate", "tests", "benchmarks", "docker")
+        for folder in ("ablate", "tests", "benchmarks", "docker", "docs")
         for path in (ROOT / folder).rglob("*.py")
     }
     missing = [
@@ -147,6 +148,8 @@ def test_the_reference_explains_every_key():
 
 @every(page=PAGES)
 def test_every_whole_experiment_in_a_page_loads(page, tmp_path):
+    for example in (ROOT / "docs" / "examples").glob("*.py"):  # which experiments name
+        shutil.copy(example, tmp_path)
     blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     for number, block in enumerate(
         block for block in blocks if re.search("^schema: 1$", block, re.MULTILINE)

@@ -35,6 +35,7 @@ from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.own_code import OwnCode
 from ablate.training.workloads.text import outlined
 
 _START_SECONDS = {"ray": 8.0, "inline": 6.0}
@@ -93,11 +94,14 @@ class Forecast:
     """Duration of the longest trial, in seconds."""
     measured: int = 0
     """Number of trials in the state folder on which the estimate of the seconds is based."""
+    known: bool = True
+    """False for a user's own code, of whose speed nothing is known before a trial has run."""
 
 
 def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
     """Forecast a run of the experiment, from the trial store and the ledger of the sweep alone."""
-    store, result = Store(state), Forecast()
+    store = Store(state)
+    result = Forecast(known=not isinstance(experiment.base.config, OwnCode))
     recorded = _recorded(experiment, state / "sweeps" / experiment.name / "ledger.db", store, device)
     pace, family = TimeModel(experiment, store, device), Family(note=note(experiment.telemetry))
     todo: dict[str, float] = {}
@@ -408,7 +412,8 @@ def _duration_text(result: Forecast, settings: Settings, ranks: int) -> str:
         return "Nothing to run."
     time = _time_needed(result, settings, ranks)
     if time is None:
-        return "No estimate of the time: no trial has run on this GPU yet."
+        what = "of this code has run here" if not result.known else "has run on this GPU"
+        return f"No estimate of the time: no trial {what} yet."
     at_once = f"{time.at_once} trials at once" if time.at_once > 1 else "one trial at a time"
     basis = (
         f"based on {result.measured} trials of this state folder"
@@ -424,7 +429,7 @@ def _time_needed(result: Forecast, settings: Settings, ranks: int) -> _Time | No
     if not missing:
         return _Time(0.0, 1)
     local_cpu = settings.device == "cpu" and not settings.ray
-    if settings.device == "cuda" and not result.measured:
+    if not result.measured and (settings.device == "cuda" or not result.known):
         return None
     own = max(1, (os.cpu_count() or 1) // ranks) if local_cpu else 1
     slots = min(missing, 1 if settings.executor == "inline" else settings.workers or own)

@@ -17,6 +17,7 @@ from torch import nn
 
 import ablate
 from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.experiment.load import load
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS
 from ablate.training.loop import Telemetry
@@ -360,6 +361,15 @@ def test_a_training_function_with_the_hf_trainer_keeps_the_promises_of_a_workloa
     assert last.step == 5
     assert {"train/loss", "val/loss", "grad/norm", "train/lr"} <= last.metrics.keys()
     assert not [name for name in last.metrics if "runtime" in name or "per_second" in name]
+
+
+def test_the_experiment_of_the_tutorial_keeps_the_promises_of_a_workload():
+    experiment = load(EXAMPLES / "nanogpt.yaml", device="cpu")
+    small = experiment.base.config.model_copy(update={"steps": 4})
+    found = list(promises(Runs(small)))
+    assert [promise for promise in found if not promise.kept] == []
+    assert len(found) == 6
+    assert {arm.name for arm in experiment.arms} > {"bf16 config.width=64", "sr=true config.width=128"}
 
 
 def test_a_loss_that_is_not_finite_ends_the_trial_though_the_trainer_would_hide_it(tmp_path):
