@@ -18,7 +18,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ablate import results
     from ablate.experiment import integrations
     from ablate.experiment.python_api import convert, diff, log, presets, quantize, recipe
     from ablate.recipes.recipe import Recipe

@@ -28,7 +28,7 @@ _SCOPES = {"none": "", "activations": "x", "weights": "w", "all": "xw"}
 
 
 class TERecipe(Protocol):
-    """What all recipe classes of TE have in common, for type checkers."""
+    """Attributes that all recipe classes of TE have, for type checkers."""
 
     fp8_dpa: bool
     fp8_mha: bool
