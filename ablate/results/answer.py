@@ -89,6 +89,14 @@ class Answer(VerdictSentences):
         """Return the table of leave-one-out differences and Shapley shares of a grid of components."""
         return answer_tables.components_table(self.grid)
 
+    def damage(self) -> Table | None:
+        """Return the table of what each gap is made of: the cast of the last weights, and the training."""
+        return answer_tables.damage_table(self.ledger, self.shown, self.metric)
+
+    def pairing(self) -> Table | None:
+        """Return the table of correlations with baselines, and of the spread with and without pairing."""
+        return answer_tables.pairing_table(self.shown)
+
     def power(self) -> Table | None:
         """Return the table of the spread of paired gaps and of the seeds that undecided arms need."""
         return answer_tables.power_table(self.shown)

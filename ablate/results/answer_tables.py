@@ -5,15 +5,25 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from ablate.experiment.schema import Metric
 from ablate.results.attribution import Effect, Grid, extra_tokens, interactions, main_effects, shares
 from ablate.results.contrasts import Contrast
+from ablate.results.decomposition import correlation, damages
 from ablate.results.inference import FEWEST_RANKED, wilcoxon
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Intervention
 from ablate.results.number_text import interval, number, percents
 from ablate.results.page import Cell, Table
-from ablate.results.paired_stats import MOST_SEEDS, Verdict, deviation_range, holm, paired_difference
+from ablate.results.paired_stats import (
+    MOST_SEEDS,
+    Verdict,
+    common,
+    deviation_range,
+    holm,
+    paired_difference,
+)
 from ablate.results.published import agreement_notes, agreement_text, replications
 from ablate.results.records import frame
 from ablate.results.summary import ArmSummary, published_of
@@ -190,6 +200,55 @@ def components_table(grid: Grid | None) -> Table | None:
         " added; the shares add up to the effect of the whole recipe. Intervals are not corrected."
     )
     return Table("components", rows, caption) if rows else None
+
+
+def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> Table | None:
+    """Return the table of what each gap is made of; None without a second reading in high precision."""
+    rows: list[dict[str, Cell]] = [
+        {
+            "arm": damage.arm,
+            "gap": (interval(damage.gap), damage.gap.mean),
+            "direct damage": (interval(damage.direct), damage.direct.mean),
+            "learnt damage": (interval(damage.learnt), damage.learnt.mean),
+        }
+        for damage in damages(ledger, arms, metric.name)
+    ]
+    caption = (
+        f"Direct damage: {metric.name} minus {metric.name}_bf16 of the same weights, less the baseline's."
+        f" Learnt damage: the gap in {metric.name}_bf16, both arms' weights read in high precision. The two"
+        " add up to the gap, which has the verdict; their intervals are not corrected."
+    )
+    return Table("damage", rows, caption) if rows else None
+
+
+def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
+    """Return the table of what pairing by seed is worth: correlations, and the spread with and without it."""
+    values = {arm.name: arm.values for arm in arms}
+    rows: list[dict[str, Cell]] = []
+    for arm in arms:
+        if arm.gap is None or not arm.gap.informative or arm.baseline not in values:
+            continue
+        found = correlation(arm.values, values[arm.baseline])
+        bounds = "" if math.isnan(found.low) else f" ({found.low:+.2f} to {found.high:+.2f})"
+        seeds = common(arm.values, values[arm.baseline])
+        sides = ([side[seed] for seed in seeds] for side in (arm.values, values[arm.baseline]))
+        apart = math.hypot(*(float(np.std(side, ddof=1)) for side in sides))
+        rows.append(
+            {
+                "arm": arm.name,
+                "seeds": (str(found.pairs), found.pairs),
+                "correlation with baseline": ("-", math.nan)
+                if math.isnan(found.value)
+                else (f"{found.value:+.2f}{bounds}", found.value),
+                "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
+                "spread without pairing": (number(apart), apart),
+            }
+        )
+    caption = (
+        "Correlation of the arm's values with its baseline's over seeds; in brackets its 95 % interval."
+        " Pairing sharpens a gap where it is positive, and blurs it where it is negative."
+    )
+    return Table("pairing", rows, caption) if rows else None
 
 
 def power_table(arms: Sequence[ArmSummary]) -> Table | None:

@@ -3,6 +3,7 @@
     results = ablate.results.open("rht_sr")
     results.arms            # a row for each arm: mean, gap to its baseline, interval, verdict
     results.effects         # main effects and interactions of a complete grid
+    results.damage          # what each gap is made of: the cast of the last weights, and the training
     results.trials          # a row for each run: arm, seed, status, value
     results.records("val/loss", "quant/*/sqnr_db")    # every recorded number
 
@@ -21,6 +22,7 @@ import pandas as pd
 
 from ablate.errors import nearest
 from ablate.results import attribution, records
+from ablate.results.decomposition import damages
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_integrity import flaw
 from ablate.results.summary import metrics_of, summaries
@@ -86,6 +88,32 @@ class Results:
         found = [] if grid is None else [*attribution.main_effects(grid), *attribution.interactions(grid)]
         rows = [_effect(effect) for effect in found]
         return pd.DataFrame(rows, columns=["knobs", "change", "effect", "low", "high", "pairs"])
+
+    @property
+    def damage(self) -> pd.DataFrame:
+        """What each gap is made of; without rows for a metric that has no second reading in high precision.
+
+        Columns:
+            arm, gap: the gap to the baseline, over the seeds that have both readings.
+            direct, direct_low, direct_high: damage of the cast of the last weights, and its 95 % interval.
+            learnt, learnt_low, learnt_high: the gap with both arms' weights read in high precision.
+            pairs: seeds.
+        """
+        arms = summaries(self._ledger, self._metric)
+        rows = [
+            {
+                "arm": damage.arm,
+                "gap": damage.gap.mean,
+                **{
+                    f"{part}{end}": getattr(getattr(damage, part), field)
+                    for part in ("direct", "learnt")
+                    for end, field in (("", "mean"), ("_low", "low"), ("_high", "high"))
+                },
+                "pairs": damage.gap.pairs,
+            }
+            for damage in damages(self._ledger, arms, self.metric)
+        ]
+        return pd.DataFrame(rows)
 
     @property
     def trials(self) -> pd.DataFrame:

@@ -1,0 +1,112 @@
+"""What a gap is made of, and what pairing by seed is worth: damage of the cast and of training, correlation.
+
+The problem. A full-run gap says that an arm ends higher than its baseline, not why: its weights may have
+learnt less, or may be as good and only be read through coarse numbers.
+
+The idea. Trials evaluate their last weights twice, in the precision in force (`val/loss`) and in high
+precision (`val/loss_bf16`). So the gap splits, seed by seed, into two parts that add up to it exactly:
+
+    direct damage   (loss - loss_bf16) of the arm, minus that of its baseline
+    learnt damage   loss_bf16 of the arm, minus that of its baseline
+
+The direct part has little of the noise between runs, which is in both readings of the same weights.
+
+Not given: verdicts on the parts. They are described, and the verdict is on the gap.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from ablate.results.ledger import Ledger
+from ablate.results.paired_stats import Difference, common, paired_difference
+from ablate.results.summary import ArmSummary
+
+FEWEST_CORRELATED = 4
+"""Fewest pairs of which a correlation has an interval: Fisher's z has the variance 1 / (pairs - 3)."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """The gap of an arm and its two parts, in the metric's unit, over the seeds that have all readings."""
+
+    arm: str
+    gap: Difference
+    direct: Difference
+    learnt: Difference
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Pearson's correlation of an arm's values with its baseline's over seeds, with a 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    """The bounds are NaN with fewer than 4 pairs; all three if the values of one of them do not vary."""
+    pairs: int
+
+
+def damages(ledger: Ledger, arms: Sequence[ArmSummary], metric: str) -> list[Damage]:
+    """Return the parts of each arm's gap; none for a metric without a second reading in high precision.
+
+    Args:
+        ledger: ledger of the sweep.
+        arms: its arms, baselines included.
+        metric: metric that is compared, such as `val/loss`, of which `val/loss_bf16` is the second reading.
+    """
+    names = metric, f"{metric}_bf16"
+    lasts = ledger.finals(lambda name: str(name) in names)
+    own, high = ({arm.name: dict[int, float]() for arm in arms} for _ in names)
+    for member in ledger.members():
+        found = [lasts.get(member.trial, {}).get(name, math.nan) for name in names]
+        if member.status == "done" and member.name in own and all(map(math.isfinite, found)):
+            own[member.name][member.seed], high[member.name][member.seed] = found
+    return [
+        _damage(arm, own, high)
+        for arm in arms
+        if arm.baseline in own and common(own[arm.name], own[arm.baseline])
+    ]
+
+
+def _damage(
+    arm: ArmSummary, own: Mapping[str, Mapping[int, float]], high: Mapping[str, Mapping[int, float]]
+) -> Damage:
+    assert arm.baseline is not None
+    cast = {name: _minus(own[name], high[name]) for name in (arm.name, arm.baseline)}
+    return Damage(
+        arm.name,
+        paired_difference(own[arm.name], own[arm.baseline], arm.interval),
+        paired_difference(cast[arm.name], cast[arm.baseline], arm.interval),
+        paired_difference(high[arm.name], high[arm.baseline], arm.interval),
+    )
+
+
+def _minus(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
+    return {seed: value - other[seed] for seed, value in one.items()}
+
+
+def correlation(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Correlation:
+    """Return the correlation of two arms over their common seeds, with Fisher's interval.
+
+    Pairing by seed makes a gap sharper only where it is positive: the variance of the paired gap is
+    var(arm) + var(baseline) - 2 r sd(arm) sd(baseline).
+
+    Args:
+        arm: value of the metric by seed.
+        baseline: the same of the other arm.
+    """
+    seeds = common(arm, baseline)
+    x, y = (np.array([values[seed] for seed in seeds]) for values in (arm, baseline))
+    if len(seeds) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return Correlation(math.nan, math.nan, math.nan, len(seeds))
+    value = float(stats.pearsonr(x, y).statistic)
+    if len(seeds) < FEWEST_CORRELATED or abs(value) == 1:
+        return Correlation(value, math.nan, math.nan, len(seeds))
+    half = stats.norm.ppf(0.975) / math.sqrt(len(seeds) - 3)
+    return Correlation(
+        value, math.tanh(math.atanh(value) - half), math.tanh(math.atanh(value) + half), len(seeds)
+    )

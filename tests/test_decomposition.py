@@ -1,0 +1,110 @@
+"""What a gap is made of, and what pairing is worth: identities on a real sweep, SciPy's own figures, planted damage."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+from support.experiments import sweep, tiny
+
+import ablate
+from ablate.results.answer import Answer
+from ablate.results.decomposition import correlation, damages
+from ablate.results.ledger import Ledger
+from ablate.results.summary import summaries
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    sweep(tiny(folder, ablate={"sr": [True, False]}, seeds=4), folder)
+    return folder
+
+
+def readings(results) -> dict:
+    table = results.records("val/loss", "val/loss_bf16").sort_values("step")
+    return table.groupby(["metric", "arm", "seed"], observed=True)["value"].last().to_dict()
+
+
+def test_the_parts_add_up_to_the_gap_and_each_is_the_paired_t_interval_of_its_readings(state):
+    with ablate.results.open("tiny", state=state) as results:
+        parts, last = results.damage.set_index("arm"), readings(results)
+    assert set(parts.index) == {"sr=true", "sr=false"}
+    for arm, row in parts.iterrows():
+        own, high = (
+            [last[name, arm, seed] - last[name, "bf16", seed] for seed in range(4)]
+            for name in ("val/loss", "val/loss_bf16")
+        )
+        direct = np.array(own) - np.array(high)
+        for name, values in (("direct", direct), ("learnt", np.array(high))):
+            low, high_end = scipy.stats.t.interval(0.95, 3, values.mean(), scipy.stats.sem(values))
+            assert (row[name], row[f"{name}_low"], row[f"{name}_high"]) == pytest.approx(
+                (values.mean(), low, high_end), rel=1e-9
+            )
+        assert row["direct"] + row["learnt"] == pytest.approx(row["gap"], abs=1e-14)
+        assert row["direct"] != 0
+        assert row["pairs"] == 4
+
+
+def test_the_report_has_both_tables(state):
+    answer = Answer.open(state, "tiny")
+    assert [row["arm"] for row in answer.damage().rows] == ["sr=true", "sr=false"]
+    (row, _) = answer.pairing().rows
+    text, value = row["correlation with baseline"]
+    assert text.startswith(f"{value:+.2f} (")
+
+
+def planted(folder, high: dict[str, list[float]], cast: dict[str, float]) -> Ledger:
+    """A ledger whose arms end at these losses in high precision, and so much above them in their own."""
+    ledger = Ledger(folder / "sweeps" / "x" / "ledger.db")
+    ledger.identity()
+    base = None
+    for name, values in high.items():
+        arm = ledger.add_arm(name, {"recipe": name}, base, None)
+        base = base or arm
+        for seed, value in enumerate(values):
+            trial = ledger.add_member(arm, seed, f"{name}/{seed}", "{}")
+            metrics = {"val/loss": value + cast[name], "val/loss_bf16": value}
+            ledger.record(trial, [{"step": 1, "time": 0.0, "metrics": metrics}])
+            ledger.settle(trial, "done")
+    return ledger
+
+
+def test_planted_damage_is_found_in_its_part(tmp_path):
+    rng = np.random.default_rng(0)
+    base = rng.normal(3, 0.02, 6)
+    learnt = rng.normal(0.01, 0.003, 6)
+    high = {"base": [*base], "worse learnt": [*(base + learnt)], "worse cast": [*base]}
+    ledger = planted(tmp_path, high, {"base": 0.001, "worse learnt": 0.001, "worse cast": 0.005})
+    first, second = damages(ledger, summaries(ledger), "val/loss")
+    assert first.direct.mean == pytest.approx(0, abs=1e-12)
+    assert first.learnt.mean == pytest.approx(learnt.mean())
+    assert second.direct.mean == pytest.approx(0.004)
+    assert second.learnt.mean == 0
+    assert damages(ledger, summaries(ledger), "val/loss_bf16") == []
+    ledger.close()
+
+
+@pytest.mark.parametrize("seeds", [4, 8, 30])
+@pytest.mark.parametrize("shared", [-0.9, 0.0, 0.7])
+def test_a_correlation_and_its_interval_are_scipys(seeds, shared):
+    rng = np.random.default_rng(seeds)
+    x = rng.normal(size=seeds)
+    y = shared * x + rng.normal(size=seeds)
+    found = correlation(dict(enumerate(x)), dict(enumerate(y)) | {seeds: 1.0})
+    expected = scipy.stats.pearsonr(x, y)
+    bounds = expected.confidence_interval(0.95)
+    assert (found.value, found.low, found.high, found.pairs) == pytest.approx(
+        (expected.statistic, bounds.low, bounds.high, seeds)
+    )
+
+
+def test_a_correlation_of_too_little_is_none():
+    few, same = correlation({0: 1.0, 1: 2.0}, {0: 1.0, 1: 3.0}), correlation(
+        dict.fromkeys(range(5), 1.0), dict(enumerate([1.0, 2, 3, 4, 5]))
+    )  # fmt: skip
+    assert math.isnan(few.value)
+    assert math.isnan(same.value)
+    three = correlation(dict(enumerate([1.0, 2, 4])), dict(enumerate([1.0, 3, 4])))
+    assert three.value == pytest.approx(np.corrcoef([1, 2, 4], [1, 3, 4])[0, 1])
+    assert math.isnan(three.low)
