@@ -31,7 +31,7 @@ from ablate.execution.messages import Ended, Event, Events, Message, Notice, Res
 from ablate.execution.progress import Executor, Outcome, Progress, Running, RunOptions, Status
 from ablate.execution.scheduler import Scheduler
 from ablate.execution.study_points import GivenUp
-from ablate.execution.sweep_facts import describe
+from ablate.execution.sweep_facts import describe, register_design
 from ablate.execution.trial_queue import Work
 from ablate.experiment.arms import KnobError
 from ablate.experiment.load import Experiment
@@ -170,6 +170,7 @@ class Controller:
     def _want(self, points: Sequence[Mapping[str, Json]] = ()) -> None:
         requeued = self.ledger.requeue(time.time())
         describe(self.ledger, self.experiment)
+        register_design(self.ledger, self.experiment, self.store, self.scheduler.device)
         sweep_control.take(self.folder)  # discard orders to an earlier controller
         for line in self.scheduler.everything(self.options.accept_version, points):
             self._say(line)

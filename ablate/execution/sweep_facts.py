@@ -1,11 +1,16 @@
 """Facts of a sweep that its ledger keeps beside arms and records, so that reports need no experiment file."""
 
+import dataclasses
 import json
+import time
 from pathlib import Path
 
 from ablate import provenance
+from ablate.cache import key_of
 from ablate.experiment.load import Experiment
 from ablate.results.ledger import Ledger
+from ablate.results.registration import register
+from ablate.results.trial_store import Store
 
 
 def describe(ledger: Ledger, experiment: Experiment) -> None:
@@ -27,3 +32,27 @@ def describe(ledger: Ledger, experiment: Experiment) -> None:
             "uncommitted.diff": diff,
         }
     )
+
+
+def register_design(ledger: Ledger, experiment: Experiment, store: Store, device: str) -> None:
+    """Record the hash of question, design and metrics before anything runs, unless it is the last recorded.
+
+    The design is what is run: every arm's baseline and trials, whose ids have workload, data, recipe and
+    seed; and the search's settings and space.
+    """
+    trials = {
+        (arm.name, seed): experiment.spec(arm, seed, device).id
+        for arm in experiment.arms
+        for seed in experiment.seeds
+    }
+    digest = key_of(
+        experiment.question,
+        [metric.model_dump() for metric in experiment.metrics],
+        [[arm.name, arm.baseline] for arm in experiment.arms],
+        sorted([*key, trial] for key, trial in trials.items()),
+        experiment.growth.model_dump() if experiment.growth else None,
+        experiment.search.model_dump() if experiment.search else None,
+        [[knob, dataclasses.asdict(part)] for knob, part in experiment.space.items()],
+    )
+    ids = set(trials.values())
+    register(ledger, digest, time.time(), len(ids), lambda: sum(map(store.finished, ids)))

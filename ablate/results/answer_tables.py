@@ -26,6 +26,7 @@ from ablate.results.paired_stats import (
 )
 from ablate.results.published import agreement_notes, agreement_text, replications
 from ablate.results.records import frame
+from ablate.results.registration import registered_text
 from ablate.results.summary import ArmSummary, published_of
 from ablate.results.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
@@ -373,6 +374,7 @@ def provenance_table(ledger: Ledger) -> Table:
         "hardware": ", ".join(facts.pop(key) for key in ("gpu", "cpu", "host", "platform") if facts.get(key)),
         "versions": ", ".join(f"{name} {version}" for name, version in facts.items() if name != "cores"),
         "data": ", ".join(filter(None, data)),
+        "registered": registered_text(ledger),
         "trials": f"{len(trials)}, of which {reused} had been run by an earlier sweep",
         "cost": f"{spent / 3600:.2f} worker-hours",
     }
