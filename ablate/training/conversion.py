@@ -474,6 +474,12 @@ def convert(
     _refuse_unknown_length(recipe, run)
     _refuse_converted(model)
     found = find_blocks(model, blocks)
+    if not found:
+        raise ValueError(
+            f"nothing of {type(model).__name__} would be converted: it has no blocks, which are the members of"
+            " a module list or siblings of one class that hold linear layers. Name them by a glob, such as"
+            ' blocks="encoder.*"; blocks="*" takes every nn.Linear'
+        )
     left_out: list[str] = []
 
     def chosen(name: str, linear: nn.Module) -> bool:
