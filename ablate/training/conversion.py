@@ -476,7 +476,7 @@ def convert(
     found = find_blocks(model, blocks)
     if not found:
         raise ValueError(
-            f"nothing of {type(model).__name__} would be converted: it has no blocks, which are the members of"
+            f"nothing of {type(model).__name__} would be converted: it has no blocks, which are members of"
             " a module list or siblings of one class that hold linear layers. Name them by a glob, such as"
             ' blocks="encoder.*"; blocks="*" takes every nn.Linear'
         )
