@@ -107,7 +107,7 @@ def test_tables_sentences_and_pictures_subtract_the_value_that_is_listed_first(b
         agree(str(change), float(str(text).split()[0]), values)
     sentences = [
         match
-        for text, _ in of_knobs(answer.main_effects, "")
+        for text, _ in of_knobs(answer.main_effects, "", answer.averaged)
         if (match := re.match(r"k: (.*) is .*?, ([+-][\d.]+)", text))
     ]
     assert len(sentences) == len(effects)

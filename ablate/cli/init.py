@@ -33,6 +33,7 @@ workload:
   python:                      # your own training function; check it first: ablate check {name}.yaml
     file: {name}_train.py
     steps: 200
+    tokens_per_step: 64        # tokens or samples of a step, for tokens/s
     config: {{width: 64, lr: 3.0e-3}}     # read as trial.config.width"""
 _TRAINING = '''\
 """A training function for a sweep. Replace model, data and loss by your own; lines with `trial` stay."""

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ablate.errors import one_line
+from ablate.errors import InputError, nearest, one_line
 from ablate.execution import sweep_control
 from ablate.execution.messages import Ended, Event, Events, Message, Notice, Result, TrialRequest, Waiting
 from ablate.execution.progress import Executor, Outcome, Progress, Running, RunOptions, Status
@@ -38,7 +38,8 @@ from ablate.experiment.load import Experiment
 from ablate.files import Json, full
 from ablate.results.ledger import Ledger
 from ablate.results.trial_store import Store
-from ablate.training.metric_names import ENDINGS
+from ablate.training.metric_names import ENDINGS, is_added
+from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
     from ablate.execution.projections import Projections
@@ -174,6 +175,8 @@ class Controller:
         sweep_control.take(self.folder)  # discard orders to an earlier controller
         for line in self.scheduler.everything(self.options.accept_version, points):
             self._say(line)
+        if done := next((member for member in self.ledger.members() if member.status == "done"), None):
+            self._require_metrics(done.trial, f"{done.name} seed={done.seed}")
         if requeued:
             self._say(f"{requeued} trials were left unfinished and go on")
 
@@ -430,11 +433,32 @@ class Controller:
             )
         self.scheduler.settle(running.trial, outcome, reason, result["seconds"])
         self.projections.settled(running.trial)
+        if outcome == "done":
+            self._require_metrics(running.trial, running.title)
         final = self.ledger.last_value(running.trial, self.experiment.metric.name)
         ending = (
             f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
         )
         self._say(f"{running.title}: {ending} ({result['seconds']:.0f} s)")
+
+    def _require_metrics(self, trial: int, title: str) -> None:
+        """Raise InputError if a finished trial of a user's own code has not logged what is compared.
+
+        Only the code knows its metrics, so that a misspelt one is not seen before.
+        """
+        if not isinstance(self.experiment.base.config, OwnCode):
+            return
+        logged = self.ledger.last_values(trial)
+        for metric in self.experiment.metrics:
+            if metric.name not in logged:
+                own = [name for name in logged if not is_added(name)]
+                raise InputError(
+                    [
+                        f"{self.experiment.name}: metric: {metric.name!r}: {title} is done and logged"
+                        f" {', '.join(own) or 'no metric'}; {nearest(metric.name, own)}. Its results are"
+                        " kept: correct the name, or log it, and the same command goes on"
+                    ]
+                )
 
     def _failed(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
         if end.disk_full:

@@ -107,6 +107,11 @@ class Measurements:
         names = list(self.grid.levels) if self.grid else []
         return [name for name in names if not name.startswith("workload.") and name != "recipe"]
 
+    @property
+    def averaged(self) -> bool:
+        """True if a main effect is a mean over other knobs, of the recipe or of the workload."""
+        return self.grid is not None and len(self.grid.levels) > 1
+
     @cached_property
     def main_effects(self) -> list[tuple[Effect, Verdict]]:
         """Main effects of `turned_knobs`, or of all knobs if there are none of these, judged together."""

@@ -45,7 +45,9 @@ class VerdictSentences(Measurements):
                 " steps, or change the learning rate."
             )
         statements = (
-            of_knobs(self.main_effects, self.unit) if self.turned_knobs else of_arms(self.arms, self.unit)
+            of_knobs(self.main_effects, self.unit, self.averaged)
+            if self.turned_knobs
+            else of_arms(self.arms, self.unit)
         )
         return headline(statements) if statements else self._no_comparison()
 

@@ -26,10 +26,10 @@ Statements = list[tuple[str, Verdict]]
 """Sentences about comparisons, with their verdicts."""
 
 
-def of_knobs(effects: Sequence[tuple[Effect, Verdict]], unit: str) -> Statements:
-    """Return a sentence on every knob's main effect."""
+def of_knobs(effects: Sequence[tuple[Effect, Verdict]], unit: str, averaged: bool) -> Statements:
+    """Return a sentence on every knob's main effect; `averaged`: other knobs were turned beside it."""
     kinds = {"same": "the same, number by number", "unjudged": "not judged"}
-    mean = ", on average over the other knobs" if len({effect.knobs for effect, _ in effects}) > 1 else ""
+    mean = ", on average over the other knobs" if averaged else ""
     return [
         (
             f"{effect.knobs[0]}: {effect.change} is {kinds.get(verdict.kind, verdict.kind)},"

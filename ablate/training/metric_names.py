@@ -34,6 +34,7 @@ They exist in MLflow alone, since the ledger can compute them.
 _WITH_SLOTS = frozenset({"quant", "gemm", "mean"})
 _OF_DATA = frozenset({"train", "val"})
 _OF_MACHINE = frozenset({"throughput", "memory"})
+_ADDED = frozenset({"throughput", "memory", "quant", "weights", "grad", "nan", "flops"})
 _TRACKED_ERRORS = frozenset({"sqnr_db", "zero_frac"})
 _EVENTS = frozenset({"first_step", "steps_skipped"})
 _SO_FAR = frozenset({"nan/activation", "nan/steps_skipped"})
@@ -131,3 +132,8 @@ def parse(text: str) -> Name:
 def each_layer(metric: str) -> str:
     """Return the glob of an operand metric of single layers, for an alarm: `quant/*/*/<metric>`."""
     return str(Name("quant", "*", "*", metric))
+
+
+def is_added(text: str) -> bool:
+    """Return True for a metric that the platform adds to those that a user's own code logs."""
+    return text == "tokens" or parse(text).family in _ADDED

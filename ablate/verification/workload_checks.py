@@ -10,20 +10,21 @@ A check that fails says what to mend. Speed and memory are never compared.
 
 import math
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from ablate.errors import nearest
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.loop import Record, Telemetry
+from ablate.training.metric_names import is_added
 from ablate.training.workloads import Workload
+from ablate.training.workloads.command import Command
 
 STEPS = 6
 """Optimizer steps of a check's runs."""
-_OWN = ("throughput/", "memory/", "quant/", "weights/", "grad/", "nan/", "flops/", "tokens")
-"""Families that the platform adds, or that differ between two runs of anything."""
 _SELDOM = Telemetry(every=10**6, shadow=10**6, log=1)
 _OFTEN = Telemetry(every=1, shadow=2, log=1)
 
@@ -47,8 +48,22 @@ Curve = dict[tuple[int, str], float]
 class Runs:
     """Short runs of one workload, each made once."""
 
-    def __init__(self, workload: Workload, device: str = "cpu", recipe: Recipe | None = None) -> None:
-        self.workload, self.device = workload, device
+    def __init__(
+        self,
+        workload: Workload,
+        device: str = "cpu",
+        recipe: Recipe | None = None,
+        metrics: Collection[str] = (),
+    ) -> None:
+        """Make no run yet.
+
+        Args:
+            workload: the user's code, with the number of steps to run.
+            device: device to compute on.
+            recipe: the recipe of the runs; None: nvfp4.
+            metrics: names that the experiment compares arms by.
+        """
+        self.workload, self.device, self.metrics = workload, device, metrics
         self.recipe = recipe or PRESETS["nvfp4"]()
         self._kept: dict[tuple[object, ...], list[Record]] = {}
 
@@ -93,7 +108,10 @@ def promises(runs: Runs) -> Iterator[Promise]:
         yield Promise("it runs", False, f"{type(error).__name__}: {error}{where}", "mend this error first")
         return
     yield _finite(first)
-    for check in (_repeats, _seeds, _recipe, _telemetry, _resumes):
+    if runs.metrics:
+        yield _compared(first, runs.metrics)
+    reaches = () if runs.recipe.plain else (_recipe,)
+    for check in (_repeats, _seeds, *reaches, _telemetry, _resumes):
         try:
             yield check(runs)
         except Exception as error:
@@ -121,6 +139,18 @@ def _finite(records: list[Record]) -> Promise:
         not wrong,
         wrong or f"{len({name for _, name in curve})} metrics at {len(steps)} steps",
         "lower the learning rate" if wrong else "",
+    )
+
+
+def _compared(records: list[Record], metrics: Collection[str]) -> Promise:
+    logged = sorted({name for record in records for name in record.metrics})
+    own = [name for name in logged if not is_added(name)]
+    missing = [name for name in metrics if name not in logged]
+    return Promise(
+        "it logs what arms are compared by",
+        not missing,
+        f"it logs {', '.join(own)}; not {', '.join(missing)}" if missing else ", ".join(metrics),
+        f"correct `metric:` in the experiment ({nearest(missing[0], own)}), or log it" if missing else "",
     )
 
 
@@ -172,7 +202,7 @@ def _recipe(runs: Runs) -> Promise:
         not same,
         "nvfp4 and bf16 give the same numbers"
         if same
-        else f"nvfp4 and bf16 differ; {share:.0%} of the layers' FLOPs in FP4",
+        else "nvfp4 and bf16 differ" + (f"; {share:.0%} of the layers' FLOPs in FP4" if share else ""),
         "the model that is trained is not the one that trial.convert changed: convert it before the first"
         " step, and call its layers (not their weights)"
         if same
@@ -185,6 +215,10 @@ def _resumes(runs: Runs) -> Promise:
     half = max(1, runs.workload.steps // 2)
     with tempfile.TemporaryDirectory() as folder:
         records, resumed = runs.interrupted(half, Path(folder))
+    if resumed is None and isinstance(runs.workload, Command):
+        return Promise(
+            name, True, "it writes no checkpoint into ABLATE_CHECKPOINT: a killed trial begins anew"
+        )
     if resumed is None:
         return Promise(
             name,
@@ -210,7 +244,7 @@ def _curve(records: list[Record]) -> Curve:
         (record.step, name): value
         for record in records
         for name, value in record.metrics.items()
-        if not name.startswith(_OWN)
+        if not is_added(name)
     }
 
 

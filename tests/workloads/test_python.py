@@ -399,3 +399,30 @@ def test_check_says_what_is_broken_and_its_status_says_whether(code):
         done = here(*words)
         assert done.returncode == 2
         assert sentence in done.stderr
+
+
+# --- the metric that is compared ----------------------------------------------------------------------
+
+
+def test_a_metric_that_the_code_does_not_log_is_refused_with_those_that_it_does(code, tmp_path):
+    """By `check` before a sweep; by the sweep after its first trial, whose results are kept for the right name."""
+    text = (
+        "schema: 1\nquestion: Q?\nrecipe: nvfp4\nablate: {rht: [true]}\nseeds: 1\n"
+        "workload: {python: {file: train.py, steps: 2, config: {width: 32, lr: 1.0e-2}}}\n"
+    )
+    file = code / "own.yaml"
+    file.write_text(text + "metric: {name: val/los}\n")
+    done = here("check", file, "--steps", "2")
+    assert done.returncode == 1
+    assert "it logs train/loss, val/loss; not val/los" in done.stdout
+    words = ("sweep", file, "--state", tmp_path / "s", "--executor", "inline", "--mlflow", "none", "-q")
+    for _ in range(2):
+        done = here(*words)
+        assert done.returncode == 2
+        assert re.search(
+            r"'val/los': bf16 seed=0 is done and logged train/loss, val/loss; 'val/loss'", done.stderr
+        )
+    file.write_text(text)
+    done = here(*words, "--no-report")
+    assert done.returncode == 0, done.stderr
+    assert "1 trials run, 1 already done" in done.stdout
