@@ -537,7 +537,11 @@ def test_a_step_of_accelerate_that_fails_does_not_count(tmp_path):
 # --- what a recipe adds to a loop -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+CONVERTED = [path for path in sorted(EXAMPLES.glob("*.py")) if "\nimport ablate" in path.read_text()]
+"""Loops that stay their user's own; a training function of a sweep is called by it, and imports nothing."""
+
+
+@pytest.mark.parametrize("path", CONVERTED, ids=lambda path: path.stem)
 def test_an_example_is_short_and_a_recipe_adds_at_most_five_lines_to_it(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= 60
