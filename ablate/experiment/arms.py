@@ -201,6 +201,9 @@ def assign(content: dict[str, Json], parts: list[str], value: Json, model: type[
     None."""
     for depth, part in enumerate(parts):
         if part not in model.model_fields:
+            config = content.get("config")  # of a user's own code
+            if isinstance(config, dict) and part in config:
+                return f"no such knob; {part} is a key of config: write workload.config.{part}"
             return f"no such knob; {nearest(part, model.model_fields)}"
         if depth == len(parts) - 1:
             content[part] = value

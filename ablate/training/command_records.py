@@ -108,7 +108,10 @@ class CommandRecords:
         before = self._latest.get(line.of_file, 0)
         if step < before or step > self._steps:
             why = f"comes after step {before}" if step < before else f"is beyond step {self._steps}"
-            raise RuntimeError(f"the command logged step {step}, which {why}: {line.text[:200]}")
+            remedy = (
+                "" if step < before else "; give it the number of steps: {steps} in `run`, or ABLATE_STEPS"
+            )
+            raise RuntimeError(f"the command logged step {step}, which {why}{remedy}: {line.text[:200]}")
         self._latest[line.of_file] = step
         return step, content
 

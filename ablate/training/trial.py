@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ablate.recipes.recipe import Recipe, Run
 from ablate.training.checkpoints import Checkpoints, RunState
@@ -52,6 +52,21 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, object]: ...
     def load_state_dict(self, state: dict[str, object]) -> object: ...
+
+
+class GeneratorState:
+    """A torch.Generator with the methods of an object that a checkpoint can hold."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the generator's state."""
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Set the generator's state."""
+        self.generator.set_state(state["state"])
 
 
 class TrialState(TypedDict):
@@ -236,21 +251,30 @@ class Trial:
             self._flush()
             raise Stopped
 
-    def checkpoint(self, **stateful: Stateful) -> None:
+    def checkpoint(self, **objects: Stateful | torch.Generator) -> None:
         """Name the objects whose state a checkpoint holds; if the trial is resumed, load their states now.
 
         Checkpoints are written between steps. They also hold the state of the recipe, and of the global
         generators of torch, numpy and random.
 
         Args:
-            stateful: objects with `state_dict` and `load_state_dict`: model, optimizer, scheduler, loader.
+            objects: objects with `state_dict` and `load_state_dict` (model, optimizer, scheduler, loader), or
+                a torch.Generator.
 
         Raises:
             TypeError: an object has no such methods.
         """
-        for name, part in stateful.items():
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-                raise TypeError(f"trial.checkpoint: {name} has no state_dict and load_state_dict")
+        stateful: dict[str, Stateful] = {}
+        for name, part in objects.items():
+            if isinstance(part, torch.Generator):
+                stateful[name] = GeneratorState(part)
+            elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+                stateful[name] = part
+            else:
+                raise TypeError(
+                    f"trial.checkpoint: {name} has no state_dict and load_state_dict, and is no"
+                    " torch.Generator; take batches from trial.steps(...), which continues their place"
+                )
         self._stateful |= stateful
         if self._saved:
             for name, part in stateful.items():

@@ -426,3 +426,30 @@ def test_a_metric_that_the_code_does_not_log_is_refused_with_those_that_it_does(
     done = here(*words, "--no-report")
     assert done.returncode == 0, done.stderr
     assert "1 trials run, 1 already done" in done.stdout
+
+
+def test_a_generator_is_part_of_a_checkpoint_and_what_has_no_state_is_named(code):
+    changed(
+        code,
+        ("    trial.checkpoint(model=model, optimizer=optimizer)\n",
+         "    draws = torch.Generator().manual_seed(trial.seed)\n"
+         "    trial.checkpoint(model=model, optimizer=optimizer, draws=draws)\n"),
+        ("for _, x in trial.steps(loader):",
+         "for _ in trial.steps():\n        x = data[torch.randint(len(data), (4,), generator=draws)]"),
+    )  # fmt: skip
+    assert [promise for promise in promises(Runs(workload(code))) if not promise.kept] == []
+    changed(code, ("draws=draws", "draws=trial.seed"))
+    with pytest.raises(
+        TypeError, match=r"draws has no state_dict and load_state_dict, and is no torch\.Generator"
+    ):
+        records(workload(code))
+
+
+def test_a_knob_of_the_config_without_its_path_is_told_with_it(code):
+    file = code / "own.yaml"
+    file.write_text(
+        "schema: 1\nquestion: Q?\nrecipe: nvfp4\nablate: {lr: [1.0e-3]}\nseeds: 1\n"
+        "workload: {python: {file: train.py, steps: 2, config: {width: 32, lr: 1.0e-2}}}\n"
+    )
+    with pytest.raises(InputError, match=r"lr is a key of config: write workload\.config\.lr"):
+        load(file)
