@@ -125,7 +125,7 @@ def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
     }
     result.redefined = redefined(recorded.members, named)
     computed = family.steps(todo.keys(), {path.stem for path in (state / "checkpoints").glob("*.pt")})
-    whole = {spec.id: spec.config.steps for spec in family if spec.id in todo}
+    whole = {spec.id: spec.steps for spec in family if spec.id in todo}
     shared = {trial: computed[trial] / steps for trial, steps in whole.items()}
     parts = [seconds * shared.get(trial, 1.0) for trial, seconds in todo.items()]
     result.trials, result.done, result.proposed, result.measured = (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ablate.numerics.partition import Partition, gather
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import first_order
-from ablate.numerics.quantize import Operand, draws
+from ablate.numerics.quantize import Operand
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.numerics.stored import gather_packed, refuse, store_one
 from ablate.recipes.recipe import TOKEN_AXES
@@ -177,7 +177,7 @@ def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, partitio
     if quant is None or quant.source == "forward" or quant.estimator is not None or quant.outer is None:
         return False
     if (
-        draws(quant)
+        quant.draws
         or (rotation is not None and rotation.signs == "per_call")
         or quant.outer.statistic != "amax"
     ):

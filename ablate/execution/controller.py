@@ -334,7 +334,7 @@ class Controller:
             work.trial,
             attempt,
             time.time(),
-            work.spec.config.steps,
+            work.spec.steps,
             estimate,
             request,
             work,

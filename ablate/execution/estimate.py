@@ -28,6 +28,7 @@ from ablate.files import Json
 from ablate.recipes import Recipe
 from ablate.results.ledger import Ledger
 from ablate.results.trial_store import Store
+from ablate.training.fork_design import Forks
 from ablate.training.workloads import WORKLOADS
 
 _MOST_READ = 256
@@ -61,12 +62,20 @@ class Load:
     @classmethod
     def of(cls, arm: Arm, experiment: Experiment, device: str) -> "Load":
         """Return the load of an arm's trials."""
-        return cls.made((experiment.base.workload, experiment.engine, device), arm.config, arm.recipe)
+        kind = (experiment.base.workload, experiment.engine, device)
+        return cls.made(kind, arm.config, arm.recipe, experiment.forks(arm))
 
     @classmethod
-    def made(cls, kind: tuple[str, str, str], config: Any, recipe: Recipe) -> "Load":
-        """Return the load of a workload's configuration, of a class in WORKLOADS, under a recipe."""
-        return cls(kind, recipe.model_dump_json(), recipe.plain, config.cost(not recipe.plain), config.steps)
+    def made(
+        cls, kind: tuple[str, str, str], config: Any, recipe: Recipe, forks: Forks | None = None
+    ) -> "Load":
+        """Return the load of a workload's configuration, of a class in WORKLOADS, under a recipe.
+
+        `forks`: windows of a forked trial, whose cost is taken to be that of as many steps of a full run.
+        """
+        steps = forks.steps if forks else config.steps
+        cost = config.cost(not recipe.plain) * steps / config.steps
+        return cls(kind, recipe.model_dump_json(), recipe.plain, cost, steps)
 
     def distance(self, other: "Load") -> float:
         """Return the difference in the logarithm of cost per step, plus a constant if recipe or precision
@@ -225,7 +234,9 @@ def _results(root: Path, kind: tuple[str, str, str], config: Any) -> Iterator[tu
             if spec["data"] != data or any(theirs.get(name) != ours.get(name) for name in _SAME):
                 continue
             moved = {"data": ours["data"]} if "data" in theirs else {}
-            load = _load(kind, json.dumps(theirs | moved), json.dumps(spec["recipe"]))
+            load = _load(
+                kind, json.dumps(theirs | moved), json.dumps(spec["recipe"]), json.dumps(spec.get("forks"))
+            )
             computed = result["steps"] - _start(folder, result["attempt"])
             if computed > 0:
                 yield load, result["seconds"] * load.steps / computed
@@ -241,8 +252,13 @@ def _newest(trials: Path) -> list[Path]:
 
 
 @lru_cache(maxsize=4 * _MOST_READ)
-def _load(kind: tuple[str, str, str], config: str, recipe: str) -> Load:
-    return Load.made(kind, WORKLOADS[kind[0]].model_validate_json(config), Recipe.model_validate_json(recipe))
+def _load(kind: tuple[str, str, str], config: str, recipe: str, forks: str) -> Load:
+    return Load.made(
+        kind,
+        WORKLOADS[kind[0]].model_validate_json(config),
+        Recipe.model_validate_json(recipe),
+        None if forks == "null" else Forks.model_validate_json(forks),
+    )
 
 
 def _start(folder: Path, attempt: int) -> int:

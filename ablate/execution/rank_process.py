@@ -141,6 +141,6 @@ def _follow(spec: TrialSpec, telemetry: TelemetrySettings) -> None:
     from ablate.training.loop import Telemetry
 
     settings = Telemetry.model_validate(telemetry)
-    records = spec.config.records(spec.recipe, spec.seed, spec.engine, spec.device, settings)
+    records = spec.records(settings)
     for _ in within_memory(({"step": record.step} for record in records), spec.device):
         pass

@@ -107,7 +107,9 @@ class Scheduler:
             for arm in self.experiment.arms:
                 self.want(
                     arm,
-                    None if arm.name in self.experiment.added or self.experiment.search else next(numbers),
+                    None
+                    if arm.name in self.experiment.added or arm.outside or self.experiment.search
+                    else next(numbers),
                 )
             if self.experiment.search:
                 for knobs in proposed:
@@ -145,6 +147,7 @@ class Scheduler:
             The arm's number in the ledger.
         """
         own: Role = "baseline" if self.experiment.search or arm.name in self.experiment.added else "listed"
+        own = "null" if arm.twin else "bad" if arm.known_bad else own
         number = self.ledger.add_arm(arm.name, arm.knobs, self._arm_number(arm.baseline), optuna, role or own)
         load = Load.of(arm, self.experiment, self.device)
         for seed in self.experiment.seeds if seeds is None else seeds:

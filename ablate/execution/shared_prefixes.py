@@ -45,14 +45,17 @@ class Family:
         return (spec for group in self._groups.values() for spec in group.values())
 
     def points(self, spec: TrialSpec) -> list[tuple[int, str]]:
-        """Return the steps at which `spec` separates from others, furthest first, with the name of the state
-        shared until then.
+        """Return the steps at which `spec` separates from others, and those at which windows leave a trunk
+        that it passes through, furthest first, with the name of the state after each.
         """
         if not spec.segments:
             return []
-        others = (other for name, other in self._groups[spec.history(1)].items() if name != spec.id)
-        steps = sorted({spec.alike(other) for other in others} - {spec.config.steps}, reverse=True)
-        return [(step, self._name(spec, step)) for step in steps]
+        steps = set(spec.kept_steps)
+        for name, other in self._groups[spec.history(1)].items():
+            if name != spec.id:
+                alike = spec.alike(other)
+                steps |= {alike, *(step for step in other.kept_steps if step <= alike)}
+        return [(step, self._name(spec, step)) for step in sorted(steps - {spec.steps}, reverse=True)]
 
     def steps(self, run: Collection[str] | None = None, left: Collection[str] = ()) -> dict[str, int]:
         """Return the number of steps that each trial computes, by id, if trials run in the order in which
@@ -82,15 +85,15 @@ class Family:
         each computes the rest itself.
         """
         if not spec.segments:
-            return spec.config.steps
+            return spec.steps
         group = self._groups[spec.history(1)]
         alike = {name: spec.alike(other) for name, other in group.items() if name != spec.id}
         runs = {(self.resumed.get(name, 0), alike[name]) for name in before if name in alike}
-        parts = set(alike.values()) - {spec.config.steps}
+        parts = {*alike.values(), *spec.kept_steps} - {spec.steps}
         left_by_runs = (step for step in parts if any(first < step <= last for first, last in runs))
         left_before = (step for step in parts if left and self._name(spec, step) in left)
         start = max((*left_by_runs, *left_before), default=0)
-        return spec.config.steps - max(start, self.resumed.get(spec.id, 0))
+        return spec.steps - max(start, self.resumed.get(spec.id, 0))
 
     def _name(self, spec: TrialSpec, step: int) -> str:
         return f"{spec.history(step)}{self._note}"

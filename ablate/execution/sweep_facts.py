@@ -23,6 +23,7 @@ def describe(ledger: Ledger, experiment: Experiment) -> None:
             "interval": experiment.growth.interval if experiment.growth else "t",
             "ended": "",
             "search": experiment.search.sampler if experiment.search else "",
+            "design": experiment.design.model_dump_json() if experiment.design else "",
             "metric": experiment.metric.model_dump_json(),
             "metrics": json.dumps([metric.name for metric in experiment.metrics]),
             "compared": json.dumps([metric.model_dump() for metric in experiment.metrics]),

@@ -122,7 +122,7 @@ class TrialQueue:
     def _rank_arrived(self) -> None:
         for work in self._arrived:
             if self._fork:
-                part = self.family.computed(work.spec, self._begun) / work.spec.config.steps
+                part = self.family.computed(work.spec, self._begun) / work.spec.steps
                 work = replace(work, part=part)
                 self._begun.append(work.spec.id)
             self.countdown.count(work.load, work.part)

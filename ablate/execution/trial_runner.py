@@ -69,6 +69,8 @@ class EventsFile:
         self.store, self.trial = store, trial
         self._file = (store.folder(trial) / f"events-{attempt}.jsonl").open("wb")
         self._tally = Tally()
+        self._step = 0
+        """Last step of the records so far."""
         self._ahead: deque[Event] = deque()
         """Records of earlier attempts, beyond the last record of this one."""
         self._written: list[Event] = []
@@ -90,7 +92,7 @@ class EventsFile:
             if event["step"] > start
         )
         for event in before:
-            self._tally.add(event)
+            self._note(event)
         return before
 
     def add(self, event: Event) -> list[Event]:
@@ -114,13 +116,15 @@ class EventsFile:
         self._write(event)
         return self._take_written()
 
-    def reach(self, step: int) -> dict[str, Json]:
+    def reach(self, step: int) -> dict[str, Json] | None:
         """Flush all records up to a step to disk, before a checkpoint is written; return their number and
         digest.
+
+        The step may lie before the last record: a trial whose trunk's states are gone trains the trunk again.
         """
         self._catch_up(step)
         os.fsync(self._file.fileno())
-        return self._tally.sealed()
+        return self._tally.sealed() if step >= self._step else self.recorded(self.trial, step)
 
     def finish(self) -> tuple[list[Event], dict[str, Json]]:
         """Return the remaining records, and number and digest of all."""
@@ -142,8 +146,12 @@ class EventsFile:
         while self._ahead and self._ahead[0]["step"] <= step:
             self._write(self._ahead.popleft())
 
-    def _write(self, event: Event) -> None:
+    def _note(self, event: Event) -> None:
         self._tally.add(event)
+        self._step = event["step"]
+
+    def _write(self, event: Event) -> None:
+        self._note(event)
         self._file.write(line(event, self.trial))
         self._file.flush()
         self._written.append(event)
@@ -285,9 +293,7 @@ def _events(spec: TrialSpec, telemetry: TelemetrySettings, checkpoints: "Checkpo
     from ablate.training.metrics import ALARMS
 
     marked = False
-    for record in spec.config.records(
-        spec.recipe, spec.seed, spec.engine, spec.device, Telemetry.model_validate(telemetry), checkpoints
-    ):
+    for record in spec.records(Telemetry.model_validate(telemetry), checkpoints):
         event = {"step": record.step, "time": time.time(), "metrics": record.metrics}
         if record.verdict:
             event["events"] = [str(record.verdict)]

@@ -48,14 +48,23 @@ class Arm:
     config: Workload
     recipe: Recipe
     baseline: str | None = None
+    twin: bool = False
+    """True for a second run of the baseline, which differs in nothing that matters."""
+    known_bad: bool = False
+    """True for an arm that was added as the design's known-bad one."""
 
     @property
-    def content(self) -> tuple[Spec, Recipe]:
-        """Workload and recipe by which two arms are the same: fields that change no number have their
+    def outside(self) -> bool:
+        """Return True for an arm that is run beside the question's own, as a check."""
+        return self.twin or self.known_bad
+
+    @property
+    def content(self) -> tuple[Spec, Recipe, bool]:
+        """Workload, recipe and twin by which two arms are the same: fields that change no number have their
         defaults."""
         fields = type(self.config).model_fields
         same = {name: fields[name].default for name in getattr(self.config, "SAME_BITS", ())}
-        return self.config.model_copy(update=same), self.recipe
+        return self.config.model_copy(update=same), self.recipe, self.twin
 
 
 class KnobError(ValueError):

@@ -49,7 +49,7 @@ def arms_and_ends(
             for point in indices
         ]
     arms: list[Arm] = []
-    first: dict[tuple[Spec, Recipe], Arm] = {}
+    first: dict[tuple[Spec, Recipe, bool], Arm] = {}
     for name, values, positions in points:
         arm = build_arm(base, values, name, positions, document)
         if arm is None:

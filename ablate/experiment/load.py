@@ -29,13 +29,17 @@ from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint, reason
 from ablate.experiment.baseline import Against, baseline_of, compared, read_against, with_baselines
 from ablate.experiment.engine_selection import Choice, check, choose, misfit
 from ablate.experiment.expand import arms_and_ends
+from ablate.experiment.forked_design import misfits as fork_misfits
+from ablate.experiment.forked_design import resolved
 from ablate.experiment.phases import unreached
 from ablate.experiment.recipe_source import SUFFIXES, parse, recipe_name
 from ablate.experiment.recipe_source import load as recipe_of
+from ablate.experiment.roles import BAD, NULL
 from ablate.experiment.schema import (
     MOST_TRIALS,
     Budget,
     Constraint,
+    Design,
     ExperimentFile,
     Growth,
     Metric,
@@ -50,7 +54,9 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import Document, read
 from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
+from ablate.training.fork_design import Forks
 from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.trained import Trained
 
 _LONGEST_NAME = 200
 """Largest length of a sweep's name in bytes: file systems allow 255, and files named after a sweep have
@@ -94,6 +100,8 @@ class Experiment:
     patience: float
     budget: Budget
     telemetry: TelemetryKeys
+    design: Design | None = None
+    """Forks of a trunk in place of full runs; None: full runs."""
     notes: tuple[str, ...] = ()
     """Remarks on what is odd in the file but can run, each with its line and column."""
 
@@ -136,7 +144,13 @@ class Experiment:
                 raise KnobError([("resources", why)])
             if why := misfit(self.engine, candidate, self.resources.most):
                 raise KnobError([("engine", why)])
+            if self.design and (unfit := [*fork_misfits(self.design, candidate.config, candidate.recipe)]):
+                raise KnobError([*unfit])
         return compared(arm, baseline), baseline
+
+    def forks(self, arm: Arm) -> Forks | None:
+        """Return the windows of an arm's trials; None for full runs."""
+        return resolved(self.design, arm.config) if self.design else None
 
     def spec(self, arm: Arm, seed: int, device: str) -> TrialSpec:
         """Return the trial of an arm at a seed, on a class of device (`cpu` or `cuda`)."""
@@ -147,6 +161,8 @@ class Experiment:
             seed=seed,
             engine=self.engine,
             device=device,
+            forks=self.forks(arm),
+            twin=arm.twin,
         )
 
 
@@ -199,7 +215,10 @@ def load(path: Path, device: str | None = None) -> Experiment:
     check_search(file, base, ends, len(seeds), metrics, name, document)
     document.check()
     added, arms = with_baselines(file, base, arms, against, document)
-    every_arm = (*added, *arms)
+    design, bad = _known_bad(file, base, against, [*added, *arms], document)
+    null = _null_arm(file, [*added, *arms], document)
+    every_arm = (*added, *arms, *bad, *null)
+    _check_design(file, base, (*every_arm, *ends), metrics, document)
     if (trials := len(seeds) * len(every_arm)) > MOST_TRIALS:
         document.problem(
             ("seeds",), f"make {trials} trials of all arms; an experiment has at most {MOST_TRIALS}"
@@ -230,8 +249,94 @@ def load(path: Path, device: str | None = None) -> Experiment:
         patience=file.patience,
         budget=file.budget,
         telemetry=file.telemetry,
+        design=design,
         notes=tuple(_notes(file, base, knobs, (*every_arm, *ends), document)),
     )
+
+
+_LEVELS = ("val/loss", "val/loss_bf16", "val/bits_per_byte", "val/perplexity")
+"""Metrics that a forked trial has at the end of its windows."""
+
+
+def _null_arm(file: ExperimentFile, arms: list[Arm], document: Document) -> list[Arm]:
+    """Return the twin of the first baseline, if the file asks for one."""
+    if not file.null:
+        return []
+    first = next((arm for arm in arms if arm.baseline is None), None)
+    if first is None or not isinstance(first.config, Trained):
+        document.problem(
+            ("null",),
+            "needs a baseline and a workload that this package trains (gpt, mae, finetune), "
+            "so that its twin can be made; leave it out",
+        )
+        document.check()
+        return []
+    return [replace(first, name=f"{NULL}{first.name}", baseline=first.name, twin=True)]
+
+
+def _known_bad(
+    file: ExperimentFile, base: StartingPoint, against: Against, arms: list[Arm], document: Document
+) -> tuple[Design | None, list[Arm]]:
+    """Return the design with the name of its known-bad arm, and that arm if it has to be added."""
+    design = file.design
+    if design is None or design.bad is None or any(arm.name == design.bad for arm in arms):
+        return design, []
+    if design.bad not in PRESETS:
+        names = [*(arm.name for arm in arms), *PRESETS]
+        document.problem(
+            ("design", "bad"), f"neither an arm nor a preset; {nearest(design.bad, names)}", design.bad
+        )
+        document.check()
+    arm = base.arm({"recipe": design.bad})
+    same = next((other for other in arms if other.content == arm.content), None)
+    if same:
+        return design.model_copy(update={"bad": same.name}), []
+    baseline = baseline_of(base, against, {})
+    listed = next((other for other in arms if other.content == baseline.content), None)
+    if listed is None:
+        document.problem(
+            ("design", "bad"),
+            "the sweep has no baseline at the workload's own values; name one of its arms instead",
+            design.bad,
+        )
+        document.check()
+        return design, []
+    arm = replace(arm, name=f"{BAD}{design.bad}", baseline=listed.name, known_bad=True)
+    return design.model_copy(update={"bad": arm.name}), [arm]
+
+
+def _check_design(
+    file: ExperimentFile,
+    base: StartingPoint,
+    arms: Iterable[Arm],
+    metrics: Iterable[Metric],
+    document: Document,
+) -> None:
+    """Note what cannot be forked, each reason once."""
+    if file.design is None:
+        return
+    shown = set()
+    for arm in arms:
+        for field, why in fork_misfits(file.design, arm.config, arm.recipe):
+            if (field, why) not in shown:
+                shown.add((field, why))
+                at = field.partition(".")[0]
+                document.problem(
+                    ("design",) if at != "workload" else ("workload", base.workload, *field.split(".")[1:]),
+                    f"arm {arm.name!r}: {field}: {why}" if field != "design" else why,
+                )
+    for metric in metrics:
+        if metric.name not in _LEVELS:
+            document.problem(
+                ("metric",),
+                f"a forked trial is compared at the end of its windows, by {' or '.join(_LEVELS)}",
+                metric.name,
+            )
+    if file.search and file.search.pruner:
+        document.problem(
+            ("search", "pruner"), "has nothing to prune by: windows are evaluated at their ends; leave it out"
+        )
+    document.check()
 
 
 def _notes(

@@ -3,10 +3,14 @@ none."""
 
 from typing import Literal, Protocol
 
-Role = Literal["baseline", "listed", "searched", "refused", "confirmed"]
-"""Added as a baseline, listed in the file, proposed by a sampler, proposed but impossible, or rerun of a
-search's winner."""
+Role = Literal["baseline", "listed", "searched", "refused", "confirmed", "null", "bad"]
+"""Added as a baseline, listed in the file, proposed by a sampler, proposed but impossible, rerun of a
+search's winner, the baseline's twin, or an arm that is known to be bad."""
 
+NULL = "null: "
+"""Name prefix of the baseline's twin. It is for readers; code reads the role."""
+BAD = "known bad: "
+"""Name prefix of a known-bad arm that was added."""
 CONFIRM = "confirm: "
 """Name prefix of the arm that reruns a search's winner on fresh seeds. It is for readers; code reads the
 role."""

@@ -182,6 +182,50 @@ class Published(Spec):
         return _ORDERINGS[str(self.value)] if self.amount is None else (self.amount > 0) - (self.amount < 0)
 
 
+Multiple = Annotated[int, Field(ge=1, le=1000)]
+START = "start"
+"""Trunk of windows that begin from the weights that the workload itself starts from."""
+
+
+class Design(Spec):
+    """Forks of a trunk in place of full runs.
+
+    What is compared is the damage that a recipe does given a past in high precision, not the gap of full runs
+    (docs/statistics.md).
+    """
+
+    trunk: str = "bf16"
+    """Recipe of the trunk: a preset; or `start`: there is none, and windows begin from the weights that the
+    workload starts from (`finetune`: those of its model)."""
+    positions: Annotated[int, Field(ge=1, le=100)] | Annotated[tuple[float, ...], Field(strict=False)] = 3
+    """Number of positions at which windows leave the trunk, evenly between .4 of the steps (or the end of the
+    warm-up) and the start of the decay; or a list of shares of the steps."""
+    window: float = Field(0.15, gt=0, le=4)
+    """Steps of the shortest window, as a share of the workload's steps."""
+    horizons: Annotated[tuple[Multiple, ...], Field(strict=False, min_length=1)] = (1, 2, 4)
+    """Lengths of the windows, in multiples of the shortest. The longest is the one that verdicts are on."""
+    bad: str | None = None
+    """A known-bad arm: an arm of this file, or a preset, which is added as an arm.
+
+    A design that resolves it can see something: only then is an arm called equivalent, and without
+    `min_effect` a fifth of its damage is the smallest that matters.
+    """
+    anneal: bool = True
+    """The learning rate falls linearly to zero within a window; false: it stays the trunk's own."""
+
+    @model_validator(mode="after")
+    def _known(self) -> "Design":
+        if self.trunk != START and self.trunk not in PRESETS:
+            raise ValueError(f"trunk {self.trunk!r} is neither a preset nor {START}")
+        if list(self.horizons) != sorted(set(self.horizons)):
+            raise ValueError(f"horizons {list(self.horizons)} must be different numbers in ascending order")
+        if not isinstance(self.positions, int) and not all(0 < share <= 1 for share in self.positions):
+            raise ValueError(
+                f"positions {list(self.positions)} must be shares of the steps, above 0 and up to 1"
+            )
+        return self
+
+
 class Search(Spec):
     """Search over the ranges under `ablate`: its sampler, and the pruner that stops arms early."""
 
@@ -346,6 +390,11 @@ class ExperimentFile(Spec):
     """One metric, or a list: arms are then compared by each, and a search has several objectives."""
     published: Annotated[tuple[Published, ...], Field(strict=False)] = ()
     search: Search | None = None
+    design: Design | None = None
+    """Forks of a trunk in place of full runs."""
+    null: bool = False
+    """Add an arm that is the baseline again and differs from it in nothing that matters: where a recipe draws
+    random numbers, by other draws; else by one ulp of the starting weights."""
     engine: str = AUTO
     """Engine that computes the linear layers: emulated (any device), transformer_engine (its kernels), or
     auto: Transformer Engine if its kernels were found to agree with the emulator, else the emulator."""

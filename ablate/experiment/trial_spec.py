@@ -4,7 +4,7 @@ these: trials with the same id have the same numbers, and are run once."""
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,13 @@ from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Spec
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import Run
+from ablate.training.fork_design import Forks
 from ablate.training.hyperparameters import Training
 from ablate.training.workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from ablate.training.checkpoints import Checkpoints
+    from ablate.training.loop import Record, Telemetry
 
 
 class TrialSpec(Spec):
@@ -36,6 +41,29 @@ class TrialSpec(Spec):
     seed: int
     engine: str
     device: str
+    forks: Forks | None = None
+    """Windows that the trial trains from a trunk; None: one run of `config.steps` steps."""
+    twin: bool = False
+    """True for a second trial of the same recipe and seed, which differs in nothing that matters."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that the trial counts."""
+        return self.forks.steps if self.forks else self.config.steps
+
+    def records(self, telemetry: "Telemetry", checkpoints: "Checkpoints | None" = None) -> Iterator["Record"]:
+        """Run the trial and yield its records; see `Trained.records`.
+
+        Args:
+            telemetry: intervals between measurements.
+            checkpoints: the trial's checkpoint files, on rank 0.
+        """
+        variation: dict[str, object] = {"forks": self.forks} if self.forks else {}
+        if self.twin:
+            variation["twin"] = True
+        return self.config.records(
+            self.recipe, self.seed, self.engine, self.device, telemetry, checkpoints, **variation
+        )
 
     @cached_property
     def id(self) -> str:
@@ -56,6 +84,8 @@ class TrialSpec(Spec):
         """
         if not isinstance(self.config, Training):
             return ()
+        if self.forks:
+            return self._forked_segments(self.forks)
         run = Run(self.config.steps, self.config.tokens_per_step, self.config.decay_start)
         excluded = {"schedule"} if not self.recipe.triggers else set()
         starts = {
@@ -65,16 +95,32 @@ class TrialSpec(Spec):
         segments: list[tuple[int, str]] = []
         for start in sorted({0} | {start for start in starts if start < run.steps}):
             recipe = to_json(self.recipe.at(start, run).canonical(excluded)).decode()
+            recipe = f'["twin",{recipe}]' if self.twin else recipe
             if not segments or segments[-1][1] != recipe:
                 segments.append((start, recipe))
         return tuple(segments)
+
+    def _forked_segments(self, forks: Forks) -> tuple[tuple[int, str], ...]:
+        """Return the segments of the trunk up to the last position, and all windows as one segment."""
+        if forks.trunk is None:
+            return ()
+        trunk = self.model_copy(update={"recipe": forks.trunk, "forks": None, "twin": False})
+        windows = [forks.canonical({"trunk"}), self.recipe.canonical(), self.twin]
+        own = json.dumps(windows, sort_keys=True, separators=(",", ":"))
+        before = tuple(point for point in trunk.segments if point[0] < forks.trunk_steps)
+        return (*before, (forks.trunk_steps, own))
+
+    @property
+    def kept_steps(self) -> tuple[int, ...]:
+        """Steps of the trunk after which the trial's windows begin, so that their states are kept."""
+        return self.forks.positions if self.forks and self.forks.trunk else ()
 
     def history(self, step: int) -> str:
         """Return the name of a checkpoint after `step` steps: 16 hex digits of the SHA-256 of everything that
         determined the state."""
         points = [point for point in self.segments if point[0] < step]
         version = numerics.version((json.loads(recipe) for _, recipe in points), self.device)
-        content = self._content(self.config.identity(), {}) | {
+        content = self._content(self.config.identity(), {}, varied=False) | {
             "recipe": points,
             "numerics_version": version,
             "step": step,
@@ -89,7 +135,7 @@ class TrialSpec(Spec):
         starts = sorted({start for start, _ in (*self.segments, *other.segments)})
         return next(
             (start for start in starts if self._recipe_at(start) != other._recipe_at(start)),
-            self.config.steps,
+            self.steps,
         )
 
     def _recipe_at(self, step: int) -> str:
@@ -107,13 +153,22 @@ class TrialSpec(Spec):
             self.config.model_dump(mode="json"), self.recipe.model_dump(mode="json")
         )
 
-    def _content(self, config: dict[str, Json], recipe: dict[str, Json]) -> dict[str, Json]:
-        return {
+    def _content(
+        self, config: dict[str, Json], recipe: dict[str, Json], varied: bool = True
+    ) -> dict[str, Json]:
+        """Return what determines the trial. `varied`: with forks and twin, which a plain trial's lacks."""
+        others: dict[str, Json] = {"forks": self.forks.canonical()} if varied and self.forks else {}
+        if varied and self.twin:
+            others["twin"] = True
+        recipes: list[Json] = [recipe]
+        if varied and self.forks and self.forks.trunk:
+            recipes.append(self.forks.trunk.canonical())
+        return others | {
             "workload": {self.workload: config},
             "workload_version": self.config.VERSION,
             "data": self.config.fingerprint(),
             "recipe": recipe,
-            "numerics_version": numerics.version([recipe], self.device),
+            "numerics_version": numerics.version(recipes, self.device),
             "seed": self.seed,
             "engine": self.engine,
             "device": self.device,
@@ -138,6 +193,8 @@ class TrialSpec(Spec):
             workload=name,
             config=WORKLOADS[name].model_validate(config, strict=False),
             recipe=Recipe.model_validate(content["recipe"], strict=False),
+            forks=content.get("forks") and Forks.model_validate(content["forks"], strict=False),
+            twin=content.get("twin", False),
             **{key: content[key] for key in ("seed", "engine", "device")},
         )
         if spec.id != content["id"]:

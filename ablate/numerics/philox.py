@@ -16,10 +16,9 @@ from torch import Tensor
 
 GROUP = 16
 """Elements that share one Philox call at 8 bits an element."""
-STREAMS = {
-    name: number
-    for number, name in enumerate(("training", "evaluation", "data", "weights", "augmentation", "masking"))
-}
+_NAMES = ("training", "evaluation", "data", "weights", "augmentation", "masking", "twin")
+STREAMS = {name: number for number, name in enumerate(_NAMES)}
+"""Numbers of the streams. `twin` is that of a second run with the same recipe and seed."""
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF

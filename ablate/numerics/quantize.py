@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ablate.numerics import choices
 from ablate.numerics.choices import SIGNS, STATISTICS
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import rotate, signs
@@ -163,7 +162,7 @@ def quantize(
     """
     _refuse(x, quant, rotation, clock, history, partition)
     reduced = None if partition is None else _reduced_amax(x, quant, rotation, partition)
-    independent = partition is None or (not draws(quant) and (reduced is not None or quant.outer is None))
+    independent = partition is None or (not quant.draws and (reduced is not None or quant.outer is None))
     if independent and target is None and keep is not True:
         compiled = _compiled(x, quant, rotation, clock, where, product, history, keep == "source", reduced)
         if compiled:
@@ -286,7 +285,7 @@ def _refuse(
         raise ValueError(
             f"quantize takes a matrix, not {x.ndim} dimensions; flatten the leading ones into rows"
         )
-    if clock is None and (draws(quant) or (rotation is not None and SIGNS[rotation.signs].drawn)):
+    if clock is None and (quant.draws or (rotation is not None and SIGNS[rotation.signs].drawn)):
         raise ValueError(
             "stochastic rounding and drawn signs take their random bits from a clock: pass clock to quantize"
         )
@@ -370,14 +369,7 @@ def lasts(quant: Quant, rotation: Hadamard | None) -> bool:
     That holds if nothing is drawn anew and no statistic depends on earlier steps.
     """
     earlier = quant.outer is not None and STATISTICS[tag(quant.outer.statistic)].earlier
-    return not (draws(quant) or earlier or (rotation is not None and not SIGNS[rotation.signs].lasting))
-
-
-def draws(quant: Quant) -> bool:
-    """Return True if quantising takes random bits."""
-    return choices.ROUNDINGS[quant.rounding].draws or (
-        quant.scale is not None and choices.ROUNDINGS[quant.scale.rounding].draws
-    )
+    return not (quant.draws or earlier or (rotation is not None and not SIGNS[rotation.signs].lasting))
 
 
 def ms_eden(

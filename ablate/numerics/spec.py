@@ -314,6 +314,13 @@ class Quant(Spec):
         return int(rows), int(columns)
 
     @property
+    def draws(self) -> bool:
+        """Return True if quantising takes random bits."""
+        return ROUNDINGS[self.rounding].draws or (
+            self.scale is not None and ROUNDINGS[self.scale.rounding].draws
+        )
+
+    @property
     def four_bits(self) -> bool:
         """Return True if an element has four bits; parts that a transform takes out are not counted."""
         return ELEMENTS[self.element].bits == 4

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ablate.numerics.partition import Partition
 from ablate.numerics.philox import Clock
-from ablate.numerics.quantize import Operand, draws, pad, quantize
+from ablate.numerics.quantize import Operand, pad, quantize
 from ablate.numerics.spec import Hadamard, Quant
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -300,7 +300,7 @@ def store(
         raise ValueError(
             "the rotation acts on the transposed copy; pass transposed_quant too, or leave the rotation out"
         )
-    if where[0] == where[1] and transposed_quant and draws(quant) and draws(transposed_quant):
+    if where[0] == where[1] and transposed_quant and quant.draws and transposed_quant.draws:
         raise ValueError(
             f"both copies draw random bits at site {where[0]} and would share them; pass two sites in where"
         )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ablate.numerics.choices import DTYPES, GEMM_OUTPUTS
+from ablate.numerics.choices import DTYPES, GEMM_OUTPUTS, SIGNS
 from ablate.numerics.spec import Hadamard, Quant, Spec, argument, tag
 from ablate.recipes.layers import Layer, Match, blocks_in, select
 
@@ -129,6 +129,14 @@ class Products(Spec):
     def plain(self) -> bool:
         """True if nothing is quantised or rotated."""
         return self.fprop.plain and self.dgrad.plain and self.wgrad.plain
+
+    @property
+    def draws(self) -> bool:
+        """True if a product draws other random bits in each step."""
+        turns = (product.hadamard for product in (self.fprop, self.dgrad, self.wgrad))
+        return any(quant.draws for _, quant in self.quantised()) or any(
+            turn and not SIGNS[turn.signs].lasting for turn in turns
+        )
 
     def fp4(self, trained: bool = True) -> tuple[int, int]:
         """Return the number of products that multiply FP4 operands, and the number of products.
@@ -467,6 +475,12 @@ class Recipe(Products):
         """True if nothing is quantised or rotated anywhere, at any time."""
         others = (*(rule.use for rule in self.layers.rules), *(phase.use for phase in self.schedule))
         return super().plain and all(part is None or part.plain for part in others)
+
+    @property
+    def draws(self) -> bool:
+        """True if a product anywhere, at any time, draws random bits in each step."""
+        others = (*(rule.use for rule in self.layers.rules), *(phase.use for phase in self.schedule))
+        return super().draws or any(part is not None and part.draws for part in others)
 
     @property
     def triggers(self) -> set[Trigger]:

@@ -83,7 +83,7 @@ class Answer(VerdictSentences):
 
     def averages(self) -> Table | None:
         """Return the table of main effects and interactions of a grid."""
-        return answer_tables.factors_table(self.grid, self.main_effects, self._judge)
+        return answer_tables.factors_table(self.grid, self.main_effects, self.interactions)
 
     def components(self) -> Table | None:
         """Return the table of leave-one-out differences and Shapley shares of a grid of components."""

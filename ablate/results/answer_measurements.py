@@ -1,16 +1,18 @@
 """Numbers that the parts of a report share: arms, contrasts, main effects, records. Each is computed once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
 
 from ablate.experiment.schema import Metric
-from ablate.results.attribution import Effect, Grid, grid, main_effects
+from ablate.results.attribution import Effect, Grid, grid, interactions, main_effects
 from ablate.results.contrasts import Contrast, contrasts
+from ablate.results.forked import sharpened, views
 from ablate.results.ledger import Ledger
-from ablate.results.paired_stats import Verdict
+from ablate.results.paired_stats import Difference, Verdict
 from ablate.results.records import frame
 from ablate.results.summary import ArmSummary, foremost, judge_learned, metrics_of, summaries
 from ablate.training.workloads import unit
@@ -118,13 +120,32 @@ class Measurements:
         if self.grid is None:
             return []
         chosen = self.turned_knobs or list(self.grid.levels)
-        effects = [effect for effect in main_effects(self.grid) if effect.knobs[0] in chosen]
-        return list(zip(effects, self._judge(effects), strict=True))
+        return self._judged(
+            lambda grid: [effect for effect in main_effects(grid) if effect.knobs[0] in chosen]
+        )
 
-    def _judge(self, effects: Sequence[Effect]) -> list[Verdict]:
-        """Return the verdicts on effects of the grid, corrected over all of them."""
-        arms = self.grid.arms if self.grid else ()
-        return judge_learned([(effect.effect, effect.margin, arms) for effect in effects], self.metric)
+    @cached_property
+    def interactions(self) -> list[tuple[Effect, Verdict]]:
+        """Interactions of every two knobs, judged together."""
+        return self._judged(interactions)
+
+    def _judged(self, compute: Callable[[Grid], list[Effect]]) -> list[tuple[Effect, Verdict]]:
+        """Return effects of the grid with their verdicts, corrected over all of them."""
+        if self.grid is None:
+            return []
+        effects = compute(self.grid)
+
+        def again(arms: list[ArmSummary]) -> list[Difference]:
+            other = grid(arms)
+            return [effect.effect for effect in compute(other)] if other else []
+
+        seen = views(self.arms, again, len(effects))
+        effects = [
+            replace(effect, effect=sharpened(effect.effect, view))
+            for effect, view in zip(effects, seen, strict=True)
+        ]
+        compared = [(effect.effect, effect.margin, self.grid.arms) for effect in effects]
+        return list(zip(effects, judge_learned(compared, self.metric, seen=seen), strict=True))
 
     @property
     def one_seed(self) -> bool:

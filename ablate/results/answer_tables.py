@@ -3,12 +3,12 @@ provenance."""
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ablate.experiment.schema import Metric
-from ablate.results.attribution import Effect, Grid, extra_tokens, interactions, main_effects, shares
+from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
 from ablate.results.contrasts import Contrast
 from ablate.results.decomposition import correlation, damages
 from ablate.results.inference import FEWEST_RANKED, wilcoxon
@@ -144,24 +144,23 @@ def contrasts_table(contrasts: Sequence[Contrast]) -> Table | None:
 def factors_table(
     grid: Grid | None,
     judged: Sequence[tuple[Effect, Verdict]],
-    judge: Callable[[Sequence[Effect]], list[Verdict]],
+    judged_pairs: Sequence[tuple[Effect, Verdict]],
 ) -> Table | None:
     """Return the table of a grid's main effects and interactions, None for fewer than two knobs.
 
     Args:
         grid: Arms that are a product of knobs' levels.
         judged: Main effects with their verdicts. Other main effects are shown without one.
-        judge: Function that returns the verdicts on interactions.
+        judged_pairs: Interactions with their verdicts.
     """
     if grid is None or len(grid.levels) < 2:
         return None
-    pairs = interactions(grid)
     stated = {(effect.knobs, effect.change) for effect, _ in judged}
     others = [effect for effect in main_effects(grid) if (effect.knobs, effect.change) not in stated]
     lines: list[tuple[Effect, Verdict | None]] = [
         *judged,
         *((effect, None) for effect in others),
-        *zip(pairs, judge(pairs), strict=True),
+        *judged_pairs,
     ]
     rows = [
         {

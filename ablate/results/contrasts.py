@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ablate.experiment.arms import label
 from ablate.experiment.schema import Metric
+from ablate.results.forked import Views, sharpened, views
 from ablate.results.paired_stats import Difference, Verdict, paired_difference
 from ablate.results.summary import ArmSummary, judge_learned
 
@@ -23,6 +24,8 @@ class Contrast:
     """Smallest effect that matters, in the metric's unit."""
     verdict: Verdict
     """Verdict, corrected for all contrasts of the table."""
+    view: Views | None = None
+    """The effect, seen in other ways; None for full runs."""
 
 
 def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -> list[Contrast]:
@@ -47,12 +50,24 @@ def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -
     pairs.sort()
     switches = {knob for knob in {knob for knob, _, _ in pairs} if is_switch(arms, knob)}
     unjudged = [_contrast(arms[first], arms[second], knob, knob in switches) for knob, first, second in pairs]
+
+    def effects(those: list[ArmSummary]) -> list[Difference]:
+        return [_contrast(those[a], those[b], knob, knob in switches).effect for knob, a, b in pairs]
+
+    seen = views(arms, effects, len(pairs))
+    unjudged = [
+        replace(contrast, effect=sharpened(contrast.effect, view))
+        for contrast, view in zip(unjudged, seen, strict=True)
+    ]
     compared = [
         (contrast.effect, contrast.margin, (arms[first], arms[second]))
         for contrast, (_, first, second) in zip(unjudged, pairs, strict=True)
     ]
-    verdicts = judge_learned(compared, metric)
-    return [replace(contrast, verdict=verdict) for contrast, verdict in zip(unjudged, verdicts, strict=True)]
+    verdicts = judge_learned(compared, metric, seen=seen)
+    return [
+        replace(contrast, verdict=verdict, view=view)
+        for contrast, verdict, view in zip(unjudged, verdicts, seen, strict=True)
+    ]
 
 
 def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:

@@ -1,4 +1,4 @@
-"""What a gap is made of, and what pairing by seed is worth: damage of the cast and of training, correlation.
+"""Parts of a gap, damage of the cast and of training, and the worth of pairing by seed: correlation.
 
 The problem. A full-run gap says that an arm ends higher than its baseline, not why: its weights may have
 learnt less, or may be as good and only be read through coarse numbers.

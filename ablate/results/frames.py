@@ -91,7 +91,7 @@ class Results:
 
     @property
     def damage(self) -> pd.DataFrame:
-        """What each gap is made of; without rows for a metric that has no second reading in high precision.
+        """Parts of each gap; without rows for a metric that has no second reading in high precision.
 
         Columns:
             arm, gap: the gap to the baseline, over the seeds that have both readings.

@@ -45,7 +45,7 @@ def of_arms(arms: Sequence[ArmSummary], unit: str) -> Statements:
     """Return a sentence on every arm against its baseline, except those that a search proposed."""
     statements = []
     for arm in arms:
-        if arm.gap is not None and arm.gap.pairs > 1 and arm.role != "searched":
+        if arm.gap is not None and arm.gap.pairs > 1 and arm.role not in ("searched", "null"):
             sentence = (_of_winner if arm.role == "confirmed" else _of_arm)(arm, arm.gap, unit)
             statements.append((f"{sentence}{_seeds(arm.verdict)}", arm.verdict))
     return statements

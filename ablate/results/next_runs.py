@@ -25,7 +25,7 @@ def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, s
     return [
         (arm.name, arm.baseline)
         for arm in summaries(ledger, metric)
-        if arm.gap and arm.baseline is not None
+        if arm.gap and arm.baseline is not None and arm.role != "null"
         if 0 < arm.gap.pairs == arm.seeds and arm.verdict.reason != "nothing_learned"
         if not arm.verdict.decided
     ]

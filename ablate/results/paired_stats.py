@@ -32,7 +32,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy import special
@@ -73,6 +73,10 @@ class Difference:
     """Number of distinct values among the differences. None: as many as pairs."""
     whole: bool = False
     """True if all values of both arms are whole numbers, as counts are."""
+    shared_error: float = 0.0
+    """Standard error of the mean that all pairs share, as from an evaluation on the same data.
+
+    More pairs do not reduce it."""
     runs_equal: bool = field(default=True, compare=False)
     """False for a difference of averages whose runs are not equal one by one: such averages can agree by
     chance."""
@@ -95,6 +99,23 @@ class Difference:
     def same(self) -> bool:
         """True if the arms agree on every seed, run by run, and there are two seeds or more."""
         return self.runs_equal and self.pairs > 1 and self.mean == self.deviation == 0
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean: of the pairs, and the one that they share."""
+        return math.hypot(self.deviation / math.sqrt(self.pairs), self.shared_error)
+
+    def with_shared_error(self, error: float) -> "Difference":
+        """Return the difference with an interval that includes an error that all pairs share.
+
+        Args:
+            error: its standard error, in the metric's unit.
+        """
+        if not self.has_interval:
+            return self
+        shared = replace(self, shared_error=error)
+        half = shared.error * math.sqrt(self.pairs) * self.interval.half_width(self.pairs)
+        return replace(shared, low=self.mean - half, high=self.mean + half)
 
 
 def common(arm: Mapping[int, float], baseline: Mapping[int, float]) -> list[int]:
@@ -161,7 +182,7 @@ def p_value(difference: Difference, at: float = 0.0) -> float:
     """
     if not difference.informative:
         return math.nan
-    t = (difference.mean - at) / difference.deviation * math.sqrt(difference.pairs)
+    t = (difference.mean - at) / difference.error
     if difference.interval.kind == "sequence":
         return min(1.0, 1 / sequence_factor(t, difference.pairs))
     return min(1.0, difference.interval.looks * 2 * float(special.stdtr(difference.pairs - 1, -abs(t))))
@@ -213,7 +234,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
 Kind = Literal["better", "worse", "equivalent", "same", "undecided", "unjudged"]
 """Kinds of verdict. docs/statistics.md defines each."""
 Reason = Literal[
-    "no_pair", "one_pair", "few_values", "equal_counts", "nothing_learned", "baseline", "refused", "pruned"
+    "no_pair",
+    "one_pair",
+    "few_values",
+    "equal_counts",
+    "nothing_learned",
+    "baseline",
+    "refused",
+    "pruned",
+    "horizon",
+    "position",
+    "blind",
 ]
 """Reasons why there is no verdict."""
 
@@ -389,9 +420,22 @@ def seeds_needed(
     scaled = difference.mean / margin, difference.deviation / margin
     if max(map(abs, scaled)) > _VAST:
         return Needed(None, None, None)
-    return _needed(
-        difference.pairs, *scaled, difference.interval, (effects + 1) / 2, (equivalences + 1) / 2, ranged
+    rule = _Rule(
+        difference.interval, (effects + 1) / 2, (equivalences + 1) / 2, difference.shared_error / margin
     )
+    return _needed(difference.pairs, *scaled, rule, ranged)
+
+
+class _Rule(NamedTuple):
+    """Rule by which a verdict is given at some number of pairs."""
+
+    interval: Interval
+    effects: float
+    """Number by which the 5 % are divided for "no effect"."""
+    equivalences: float
+    """The same for "an effect that matters"."""
+    shared_error: float
+    """Standard error that all pairs share, in units of the margin."""
 
 
 @functools.lru_cache(4096)
@@ -399,13 +443,10 @@ def _needed(
     pairs: int,
     mean: float,
     deviation: float,
-    interval: Interval,
-    effects: float,
-    equivalences: float,
+    rule: _Rule,
     ranged: bool,
 ) -> Needed:
     posterior = _Posterior(pairs, mean, deviation)
-    rule = interval, effects, equivalences
     count = posterior.smallest(posterior.quantiles(_uniform()[0]), rule)
     return Needed(
         count,
@@ -441,11 +482,10 @@ class _Posterior:
         share = np.cumsum(np.exp(log - log.max()))
         return np.exp(np.interp(levels, share / share[-1], grid))
 
-    def chance(self, total: int, spreads: np.ndarray, rule: tuple[Interval, float, float]) -> float:
+    def chance(self, total: int, spreads: np.ndarray, rule: _Rule) -> float:
         """Return the chance of a verdict at `total` pairs, over these deviations and the effects that go with
         each."""
         _, *uniform = _uniform()
-        interval, effects, equivalences = rule
         new = total - self.pairs
         variance = 1 / (1 / _PRIOR**2 + self.pairs / spreads**2)
         effect = variance * self.pairs * self.mean / spreads**2 + np.sqrt(variance) * special.ndtri(
@@ -459,11 +499,12 @@ class _Posterior:
             + self.pairs * new / total * (self.mean - added) ** 2
         )
         mean, deviation = (self.pairs * self.mean + new * added) / total, np.sqrt(squares / (total - 1))
-        excludes = np.abs(mean) > interval.half_width(total, effects) * deviation
-        within = np.abs(mean) + interval.half_width(total, equivalences) * deviation < 1
+        error = np.hypot(deviation, rule.shared_error * math.sqrt(total))
+        excludes = np.abs(mean) > rule.interval.half_width(total, rule.effects) * error
+        within = np.abs(mean) + rule.interval.half_width(total, rule.equivalences) * error < 1
         return float(np.mean(excludes | within))
 
-    def smallest(self, spreads: np.ndarray, rule: tuple[Interval, float, float]) -> int | None:
+    def smallest(self, spreads: np.ndarray, rule: _Rule) -> int | None:
         """Return the smallest number of pairs with an 80 % chance of a verdict, None for more than 200."""
         low, high = self.pairs, MOST_SEEDS + 1  # never enough, taken for enough
         while high - low > 1:

@@ -10,11 +10,13 @@ from pathlib import Path
 from ablate.experiment.roles import Role, role_of
 from ablate.experiment.schema import Metric, Published
 from ablate.files import Damaged, Json
-from ablate.results.intervals import Interval
+from ablate.results.forked import FIFTH, Readings, Views, design_of, qualified, readings_of, sharpened, views
+from ablate.results.intervals import ALPHA, Interval
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import OVER, ArmRow, Member
-from ablate.results.paired_stats import Difference, Reason, Verdict, judge, paired_difference
+from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
 from ablate.results.trial_store import Store
+from ablate.training.fork_design import WINDOW_FAMILIES
 from ablate.training.metric_names import FIRST_NONFINITE, parse
 from ablate.training.workloads import context_free
 
@@ -63,6 +65,12 @@ class ArmSummary:
     training."""
     loss: float = math.nan
     """Mean val/loss over the seeds that have it."""
+    readings: Readings | None = None
+    """Values at other horizons and positions; None for full runs."""
+    view: Views | None = None
+    """Its gap, seen in other ways; None for full runs."""
+    sees: bool = True
+    """False if the design of the sweep resolves no known-bad arm, so that it cannot tell "equivalent"."""
 
     @property
     def learned(self) -> bool:
@@ -142,7 +150,8 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
     """Return one summary for each arm, in the ledger's order.
 
     Verdicts are corrected by Holm over the arms that are compared; a search's proposals are corrected apart
-    from the others. An arm has no verdict if neither it nor its baseline learned anything.
+    from the others, and so is the baseline's twin. An arm has no verdict if neither it nor its baseline
+    learned anything.
 
     Args:
         ledger: Ledger of the sweep.
@@ -150,21 +159,27 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
     """
     metric = metric or metric_of(ledger)
     arms = _summaries(ledger, metric)
-    searched, others = (
-        [arm for arm in arms if (arm.role == "searched") == of_search] for of_search in (True, False)
-    )
-    judged = _judged(searched, arms, metric) | _judged(others, arms, metric)
+    judged: dict[str, Verdict] = {}
+    for family in {_family(arm.role): None for arm in arms}:
+        judged |= _judged([arm for arm in arms if _family(arm.role) == family], arms, metric)
     return [
         replace(arm, verdict=_qualified(arm, verdict)) if (verdict := judged.get(arm.name)) else arm
         for arm in arms
     ]
 
 
+def _family(role: Role) -> str:
+    """Return the name of the family of comparisons that arms with this role are corrected in."""
+    return role if role in ("searched", "null", "bad") else "listed"
+
+
 def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
     """Return one summary for each arm, without the verdicts on gaps."""
     arms = {arm.arm: arm for arm in ledger.arms()}
     always = {metric.name, LOSS, FIRST_NONFINITE}
-    lasts = ledger.finals(lambda name: name.metric == _SQNR or str(name) in always)
+    lasts = ledger.finals(
+        lambda name: name.metric == _SQNR or name.family in WINDOW_FAMILIES or str(name) in always
+    )
     speeds = ledger.rates("throughput/tokens_per_s")
     peaks = ledger.largest("memory/rss") | ledger.largest("memory/peak_allocated")
     members: dict[int, list[Member]] = {number: [] for number in arms}
@@ -174,7 +189,40 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
     searches = bool(ledger.fact("search"))
     readings = _Readings(arms, lasts, speeds, peaks, values, metric, interval_of(ledger), searches)
     without_references = [_summary(readings, number, members[number]) for number in arms]
-    return _with_references(without_references, ledger, members, metric)
+    return _with_references(_in_windows(without_references, ledger, metric), ledger, members, metric)
+
+
+def _in_windows(arms: list[ArmSummary], ledger: Ledger, metric: Metric) -> list[ArmSummary]:
+    """Return the arms of a forked design with their gaps as other horizons and positions see them.
+
+    Full runs are returned as they are.
+
+    A gap's interval then includes the error of the evaluation. Without `min_effect`, a fifth of the known-bad
+    arm's damage is the smallest that matters.
+    """
+    design = design_of(ledger)
+    by_name = {arm.name: arm for arm in arms}
+    pairs = [arm.name for arm in arms if arm.gap is not None and arm.baseline in by_name]
+
+    def gaps(those: Sequence[ArmSummary]) -> list[Difference]:
+        values = {arm.name: arm.values for arm in those}
+        return [
+            paired_difference(values[name], values[by_name[name].baseline or ""], by_name[name].interval)
+            for name in pairs
+        ]
+
+    if design is None:
+        return arms
+    views_by_name = dict(zip(pairs, views(arms, gaps, len(pairs)), strict=True))
+    arms = [
+        replace(arm, gap=arm.gap and sharpened(arm.gap, view), view=view)
+        for arm in arms
+        for view in [views_by_name.get(arm.name)]
+    ]
+    bad = next((arm.gap for arm in arms if arm.name == design.bad), None)
+    sees = bad is not None and p_value(bad) < ALPHA
+    margin = FIFTH * abs(bad.mean) if sees and bad and metric.min_effect is None else None
+    return [replace(arm, sees=sees, margin=margin or arm.margin) for arm in arms]
 
 
 @dataclass(frozen=True)
@@ -209,6 +257,7 @@ def judge_learned(
     metric: Metric,
     plan: bool = True,
     unseen: int = 0,
+    seen: Sequence[Views | None] | None = None,
 ) -> list[Verdict]:
     """Return the verdicts on comparisons, corrected over those in which at least one arm learned something.
 
@@ -220,10 +269,14 @@ def judge_learned(
         metric: Metric that is compared.
         plan: True to name the seeds that undecided comparisons need.
         unseen: Comparisons of the family without a result yet; they count in the correction.
+        seen: Each comparison of a forked design, seen in other ways, which may leave it without a winner.
     """
     learned = [(difference, margin) for difference, margin, arms in compared if not nothing_learned(arms)]
     verdicts = iter(judge(learned, metric.direction == "minimize", plan, len(learned) + unseen))
-    return [UNLEARNED if nothing_learned(arms) else next(verdicts) for _, _, arms in compared]
+    return [
+        UNLEARNED if nothing_learned(arms) else qualified(next(verdicts), view, all(arm.sees for arm in arms))
+        for (_, _, arms), view in zip(compared, seen or [None] * len(compared), strict=True)
+    ]
 
 
 def _context_free(store: Store, members: Iterable[Member], noted: Mapping[str, float]) -> float | None:
@@ -250,8 +303,10 @@ def _judged(
         for arm in arms
         if arm.gap is not None and arm.baseline is not None and not arm.pruned
     }
-    plan = any(arm.role != "searched" for arm in arms)
-    verdicts = judge_learned(list(compared.values()), metric, plan, unseen)
+    plan = any(arm.role not in ("searched", "null", "bad") for arm in arms)
+    verdicts = judge_learned(
+        list(compared.values()), metric, plan, unseen, [by_name[name].view for name in compared]
+    )
     return dict(zip(compared, verdicts, strict=True))
 
 
@@ -300,7 +355,7 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
         bool(ledger.fact("search")),
     )
     roles = {number: role_of(row, searches, 1) for number, row in rows.items() if row.baseline is not None}
-    family = [number for number, role in roles.items() if (role == "searched") == (roles[arm] == "searched")]
+    family = [number for number, role in roles.items() if _family(role) == _family(roles[arm])]
     if roles[arm] != "searched":
         arms = dict(zip(rows, _summaries(ledger, metric), strict=True))
         open_ = {member.arm for member in ledger.members() if member.status not in OVER} - {arm}
@@ -315,13 +370,15 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
         summary = arms[arm]
     else:
         groups = {arm: members, baseline: others}
+        names = [metric.name, LOSS]
+        names += [text for text in ledger.names().values() if parse(text).family in WINDOW_FAMILIES]
         lasts = {
-            m.trial: {name: ledger.last_value(m.trial, name) for name in (metric.name, LOSS)}
-            for m in (*members, *others)
+            m.trial: {name: ledger.last_value(m.trial, name) for name in names} for m in (*members, *others)
         }
         values = {number: _values(group, lasts, metric.name) for number, group in groups.items()}
         readings = _Readings(rows, lasts, {}, {}, values, metric, interval_of(ledger), searches)
         pair = [_summary(readings, number, group) for number, group in groups.items()]
+        pair = _in_windows(pair, ledger, metric)
         summary, base = _with_references(pair, ledger, groups, metric)
         judged = _judged([summary], [summary, base], metric, len(family) - 1)
     if summary.gap is None:
@@ -389,6 +446,10 @@ def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSumm
         ),
         pruned=pruned,
         reason=arm.reason or "",
+        readings=readings_of(
+            ((member.seed, lasts[member.trial]) for member in members if member.status == "done"),
+            "loss_bf16" if readings.metric.name.endswith("_bf16") else "loss",
+        ),
         loss=mean_of([loss for trial in done if math.isfinite(loss := lasts[trial].get(LOSS, math.nan))]),
     )
 

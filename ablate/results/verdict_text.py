@@ -23,9 +23,12 @@ REASONS: Mapping[str, str] = {
     "baseline": "baseline",
     "refused": "refused",
     "pruned": "pruned",
+    "horizon": "depends on the horizon",
+    "position": "depends on the position",
+    "blind": "this design cannot tell",
 }
 """Text of the reason why there is no verdict, by its code."""
-_OWN_WORD = ("baseline", "refused", "pruned")
+_OWN_WORD = ("baseline", "refused", "pruned", "horizon", "position", "blind")
 """Reasons that are the word in a table's column, instead of "not judged"."""
 NOT_JUDGED = "not judged"
 

@@ -12,7 +12,6 @@ only if no pass with a graph waits. If several wait and bits would be drawn, the
 import torch
 
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.numerics.quantize import draws
 
 
 class Calls:
@@ -67,5 +66,5 @@ def _draws(layer: EmulatedLinear) -> bool:
     products = layer.products
     turns = (products.fprop.hadamard, products.dgrad.hadamard, products.wgrad.hadamard)
     return any(turn and turn.signs == "per_call" for turn in turns) or any(
-        draws(quant) for _, quant in products.quantised()
+        quant.draws for _, quant in products.quantised()
     )

@@ -57,12 +57,19 @@ class RunState(ModelState):
     """Seconds spent in steps so far."""
     trial: NotRequired[str]
     """Id of the trial that wrote the file; present in a state that was read from one."""
+    readings: NotRequired["Readings"]
+    """Losses at the end of a forked trial's earlier windows."""
+
+
+Readings = dict[str, dict[str, list[float]]]
+"""Losses at the end of windows: by window (`position/steps`), by reading (`loss`, `loss_bf16`), one a
+validation batch."""
 
 
 class Journal(Protocol):
     """Interface that checkpoints need of the object that records the trial."""
 
-    def reach(self, step: int) -> dict[str, Any]: ...
+    def reach(self, step: int) -> dict[str, Any] | None: ...
     def recorded(self, trial: str, step: int) -> dict[str, Any] | None: ...
 
 
@@ -125,6 +132,10 @@ class Checkpoints:
         state, self._state = self._state, None
         self.resumed = state["step"] if state else None
         return state
+
+    def read(self, step: int) -> RunState | None:
+        """Return the shared state after a step; None if there is none, or if it cannot be used."""
+        return self._read(self.shared[step])
 
     def wanted(self, step: int) -> tuple[bool, bool]:
         """Return two flags: shared state wanted, and own checkpoint wanted.
@@ -235,13 +246,21 @@ class Standing(NamedTuple):
             "engine": gathered(self.engine.state(), kept),
         }
 
-    def restore(self, state: ModelState) -> int:
-        """Restore the state of a checkpoint, on the devices of model and optimizer; return its step.
+    def restore_weights(self, state: ModelState) -> None:
+        """Restore model and optimizer from the state of a run under any recipe, whose own state stays out.
 
         Args:
             state: the state, with whole tensors, in any layout of ranks; all ranks pass the same one.
         """
         self.model.load_state_dict(placed(state["model"], self.model.state_dict()))
         self.optimizer.load_state_dict(placed_optimizer(state["optimizer"], self.optimizer))
+
+    def restore(self, state: ModelState) -> int:
+        """Restore the state of a checkpoint, on the devices of model and optimizer; return its step.
+
+        Args:
+            state: the state, with whole tensors, in any layout of ranks; all ranks pass the same one.
+        """
+        self.restore_weights(state)
         self.engine.restore(state["engine"], state["step"])
         return state["step"]

@@ -35,7 +35,8 @@ from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe, Run
 from ablate.training.checkpoints import Checkpoints, MeterState, RunState, Standing
 from ablate.training.data.batches import Batch
-from ablate.training.distributed import RankPart, clip, world
+from ablate.training.distributed import RankPart, clip, placed, world
+from ablate.training.fork_design import Forks, Window
 from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
 from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED
@@ -183,8 +184,28 @@ class PreparedRun(NamedTuple):
     """Function that returns the mean loss of a batch; None: the model returns it."""
 
 
+class Twin(NamedTuple):
+    """Difference between a run and its twin of the same recipe: other random numbers, or other weights.
+
+    A twin shows how far two runs drift apart that differ in nothing that matters.
+    """
+
+    stream: bool
+    """True to draw the rounding from another stream; False to move each starting weight by one ulp, with a
+    random sign."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, engine: str) -> "Twin":
+        """Return the difference for a recipe: other draws where it draws by the clock, else other weights."""
+        return cls(recipe.draws and engine == "emulated")
+
+
 def train(
-    run: PreparedRun, config: Training, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+    run: PreparedRun,
+    config: Training,
+    telemetry: Telemetry,
+    checkpoints: Checkpoints | None = None,
+    twin: Twin | None = None,
 ) -> Iterator[Record]:
     """Train for `config.steps` steps, or until the time budget is spent, and yield records.
 
@@ -198,6 +219,7 @@ def train(
         config: length, learning rate, optimizer, guard and evaluation of the run.
         telemetry: intervals between measurements.
         checkpoints: the trial's checkpoint files; None: the run starts at step 0 and writes none.
+        twin: difference from the run of the same recipe and seed; None: there is none.
 
     Yields:
         A record after each step that measured something.
@@ -205,13 +227,10 @@ def train(
     Raises:
         OSError: a checkpoint cannot be written.
     """
-    if config.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS reads it before its first product
-        torch.use_deterministic_algorithms(True)
-    loop, ranks = Loop(run, config, telemetry), world()
+    loop, ranks = Loop(run, config, telemetry, twin=twin), world()
     first = loop.restore(ranks.broadcast(checkpoints.take() if checkpoints else None))
+    if twin and not twin.stream and first == 0:
+        loop.move_weights()
     for step in range(first, config.steps):
         if step > first:
             wanted = ranks.broadcast(checkpoints.wanted(step) if checkpoints else (False, False))
@@ -227,10 +246,37 @@ def train(
 
 
 class Loop:
-    """State of one training run: its optimizer, its guard, and the measurements since the last record."""
+    """State of one training run: its optimizer, its guard, and the measurements since the last record.
 
-    def __init__(self, run: PreparedRun, config: Training, telemetry: Telemetry) -> None:
-        self.run, self.config, self.telemetry = run, config, telemetry
+    Args:
+        run: model, engine and data.
+        config: the run's hyperparameters.
+        telemetry: intervals between measurements.
+        window: the part of a forked trial that it trains, with the forks' design; None: the whole run.
+        twin: difference from the run of the same recipe and seed; None: there is none.
+    """
+
+    def __init__(
+        self,
+        run: PreparedRun,
+        config: Training,
+        telemetry: Telemetry,
+        window: tuple[Forks, Window] | None = None,
+        twin: Twin | None = None,
+    ) -> None:
+        if config.deterministic:
+            os.environ.setdefault(
+                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+            )  # cuBLAS reads it before its first product
+            torch.use_deterministic_algorithms(True)
+        self.run, self.config, self.telemetry, self.window = run, config, telemetry, window
+        self.last = window[1].position + window[1].steps if window else config.steps
+        """Step after the last, by the clock of the run."""
+        self.counted = window[1].begun - window[1].position if window else 0
+        """Steps that the trial counts before the run's step 0."""
+        self.stream = "twin" if twin and twin.stream else "training"
+        self.evaluated: Evaluation | None = None
+        """Last evaluation."""
         self.loss = run.loss or run.model
         self.parameters = [p for p in run.model.parameters() if p.requires_grad]
         self.world = world()
@@ -271,12 +317,36 @@ class Loop:
                 its["nonfinite"] = 0
         return self.standing.restore(state)
 
+    def move_weights(self) -> None:
+        """Move trained weights to the next number of their type, up or down by a random sign.
+
+        All weights of fp32 are moved. An ulp of bf16 is large, so there it is one weight of each parameter.
+        """
+        draws = torch.Generator().manual_seed(self.run.engine.clock.seed)
+        for parameter in self.parameters:
+            own = whole(parameter.data)
+            ends = torch.where(torch.rand(own.shape, generator=draws) < 0.5, math.inf, -math.inf).to(own)
+            moved = torch.nextafter(own, ends)
+            if own.dtype != torch.float32:
+                one = int(torch.randint(own.numel(), (), generator=draws))
+                others = torch.arange(own.numel(), device=own.device).view_as(own) != one
+                moved = torch.where(others, own, moved)
+            parameter.data.copy_(placed({"": moved}, {"": parameter.data})[""])
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, without the factor of a guard's fallbacks."""
+        own = self.config.lr_at(step)
+        if self.window is None:
+            return own
+        forks, window = self.window
+        return forks.rate(self.config.lr_at(window.position), step, window, own)
+
     def step(self, step: int) -> Record | None:
         """Take one step and return its record; None if there is nothing to record."""
-        engine, config, telemetry = self.run.engine, self.config, self.telemetry
+        engine, telemetry = self.run.engine, self.telemetry
         recipe = engine.at(step, self.plan)
         look = Look(
-            step % telemetry.every == 0 or step == config.steps - 1, _shadows(recipe, step, telemetry, engine)
+            step % telemetry.every == 0 or step == self.last - 1, _shadows(recipe, step, telemetry, engine)
         )
         start = time.perf_counter()
         loss, norm = self.world.broadcast(self._gradient_of(step, look))
@@ -294,8 +364,8 @@ class Loop:
     ) -> Record | None:
         config, stopped, diverges = self.config, verdict.kind == "stop", verdict.cause is not None
         budget = config.time_budget is not None and self.world.broadcast(self.spent >= config.time_budget)
-        self.over = stopped or budget or done == config.steps
-        evaluates = not stopped and (self.over or done % config.eval_every == 0)
+        self.over = stopped or budget or done == self.last
+        evaluates = not stopped and (self.over or (not self.window and done % config.eval_every == 0))
         finite = self.meter.finite
         closes = evaluates or diverges or self.over or done % self.telemetry.log == 0
         if metrics or closes:
@@ -304,12 +374,13 @@ class Loop:
         if closes:
             self.meter.reset()
         if evaluates:
-            metrics |= evaluate(self.run, recipe, self.part)
+            self.evaluated = evaluate(self.run, recipe, self.part)
+            metrics |= self.evaluated.metrics
         if self.over:
             metrics["flops/fp4_share"] = self.run.engine.fp4_share()
         if stopped:
-            metrics[GUARD_STOPPED if finite else FIRST_NONFINITE] = float(done)
-        return Record(done, metrics, verdict if diverges else None) if metrics else None
+            metrics[GUARD_STOPPED if finite else FIRST_NONFINITE] = float(done + self.counted)
+        return Record(done + self.counted, metrics, verdict if diverges else None) if metrics else None
 
     def _seen(self, done: int) -> dict[str, float]:
         """Return the engine's counts so far: non-finite activations, and bytes of gathered weights."""
@@ -324,10 +395,10 @@ class Loop:
 
         Return the mean loss, and the norm of the gradient before clipping.
         """
-        engine, config = self.run.engine, self.config
+        engine = self.run.engine
         for group in self.optimizer.param_groups:
-            group["lr"] = config.lr_at(step) * self.watch.lr
-        engine.clock.stream, engine.clock.step = "training", step
+            group["lr"] = self.rate(step) * self.watch.lr
+        engine.clock.stream, engine.clock.step = self.stream, step
         reference = _timed(look, lambda: self._shadow(step)) if look.shadow else None
         errors = SlotErrors() if look.errors else None
         engine.listen(errors)
@@ -399,12 +470,26 @@ def _timed(look: Look, work: Callable[[], T]) -> T:
     return result
 
 
-@torch.no_grad()
-def evaluate(run: PreparedRun, recipe: Recipe, part: RankPart) -> dict[str, float]:
-    """Return `val/loss` in the precision now in force, and `val/loss_bf16` with all layers in high precision.
+class Evaluation(NamedTuple):
+    """Losses of the validation batches, in the unit of the loss."""
 
-    Both are in the unit of the loss. Ranks share out whole batches, so the values are the same on any number
-    of ranks. Collective.
+    own: list[float]
+    """In the precision in force."""
+    high: list[float]
+    """With all layers in high precision."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the means over the batches: `val/loss` and `val/loss_bf16`."""
+        own, high = (math.fsum(losses) / len(losses) for losses in self)
+        return {"val/loss": own, "val/loss_bf16": high}
+
+
+@torch.no_grad()
+def evaluate(run: PreparedRun, recipe: Recipe, part: RankPart) -> Evaluation:
+    """Return the losses of all validation batches, in the precision now in force and in high precision.
+
+    Ranks share out whole batches, so the values are the same on any number of ranks. Collective.
 
     Args:
         run: model, engine and validation batches.
@@ -413,18 +498,18 @@ def evaluate(run: PreparedRun, recipe: Recipe, part: RankPart) -> dict[str, floa
     """
     run.engine.clock.stream = "evaluation"
     run.model.eval()
-    own = high = _mean_loss(run, part)
+    own = high = _losses(run, part)
     if not recipe.plain:
         with run.engine.high_precision():
-            high = _mean_loss(run, part)
+            high = _losses(run, part)
     run.model.train()
-    return {"val/loss": own, "val/loss_bf16": high}
+    return Evaluation(own, high)
 
 
-def _mean_loss(run: PreparedRun, part: RankPart) -> float:
+def _losses(run: PreparedRun, part: RankPart) -> list[float]:
     losses = []
     with run.engine.still_weights():
         for number in part.shares(len(run.validation)):
             run.engine.clock.micro_batch = number
             losses.append((run.loss or run.model)(*run.validation[number]).item())
-    return math.fsum(part.in_order(losses, len(run.validation))) / len(run.validation)
+    return part.in_order(losses, len(run.validation))

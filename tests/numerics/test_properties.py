@@ -15,7 +15,7 @@ from support.cases import every
 from ablate.numerics.formats import ELEMENTS, SCALES
 from ablate.numerics.history import History
 from ablate.numerics.philox import STREAMS, Clock
-from ablate.numerics.quantize import draws, pad, quantize
+from ablate.numerics.quantize import pad, quantize
 from ablate.numerics.rounding import ROUNDINGS, SCALE_ROUNDINGS, nearest
 from ablate.numerics.select import CANDIDATES, CRITERIA, INT_STEP
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
@@ -75,7 +75,7 @@ def _cases() -> dict[str, Quant]:
 
 
 CASES = _cases()
-DRAWING = [name for name, quant in CASES.items() if draws(quant)]
+DRAWING = [name for name, quant in CASES.items() if quant.draws]
 TWO_DIMENSIONAL = [
     *(Quant(element=element, block="16x16") for element in ELEMENTS),
     *(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from ablate.numerics.philox import Clock
     from ablate.training.checkpoints import Checkpoints
+    from ablate.training.fork_design import Forks
     from ablate.training.loop import PreparedRun, Record, Telemetry
 
 P = TypeVar("P", bound=Products)
@@ -228,6 +229,8 @@ class Finetune(TextWorkload):
         device: str,
         telemetry: Telemetry,
         checkpoints: Checkpoints | None = None,
+        forks: Forks | None = None,
+        twin: bool = False,
     ) -> Iterator[Record]:
         """Train, and yield a Record after every step that measured something.
 
@@ -245,7 +248,7 @@ class Finetune(TextWorkload):
                     if time.monotonic() - beat >= BEAT_SECONDS:
                         beat = time.monotonic()
                         yield Record(0, {})
-        yield from super().records(recipe, seed, engine, device, telemetry, checkpoints)
+        yield from super().records(recipe, seed, engine, device, telemetry, checkpoints, forks, twin)
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
         """Return the model, with the weights from which it starts, and windows of the text."""

@@ -375,13 +375,12 @@ class _Means:
 
     def __init__(self, layer: EmulatedLinear, tensors: dict[str, Tensor]) -> None:
         from ablate.numerics.choices import SIGNS
-        from ablate.numerics.quantize import draws
 
         self.layer, self.tensors = layer, tensors
         self.slots = [
             slot
             for slot, quant in layer.products.quantised()
-            if draws(quant) and not ((rotation := self._rotation(slot)) and SIGNS[rotation.signs].drawn)
+            if quant.draws and not ((rotation := self._rotation(slot)) and SIGNS[rotation.signs].drawn)
         ]
         self.sums: dict[str, Tensor] = {}
         self.curves: dict[str, dict[int, float]] = {slot: {} for slot in self.slots}

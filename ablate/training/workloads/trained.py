@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
     from ablate.training.checkpoints import Checkpoints
     from ablate.training.data.batches import Batch
-    from ablate.training.loop import PreparedRun, Record, Telemetry
+    from ablate.training.fork_design import Forks
+    from ablate.training.loop import PreparedRun, Record, Telemetry, Twin
 
 
 class Subject(NamedTuple):
@@ -102,6 +103,8 @@ class Trained(Training):
         device: str,
         telemetry: Telemetry,
         checkpoints: Checkpoints | None = None,
+        forks: Forks | None = None,
+        twin: bool = False,
     ) -> Iterator[Record]:
         """Train, and yield a Record after every step that measured something. All ranks call it.
 
@@ -113,17 +116,26 @@ class Trained(Training):
             telemetry: intervals between measurements.
             checkpoints: the trial's checkpoint files, on rank 0; None: the run starts at step 0 and writes
                 none.
+            forks: windows to train from a trunk; None: one run of all steps.
+            twin: True for a second run of the same recipe and seed (`loop.Twin`).
 
         Raises:
             ValueError: engine or ranks cannot train this, or the data are damaged.
             OSError: the data cannot be read, or a checkpoint cannot be written.
         """
         from ablate.training.distributed import world
+        from ablate.training.forked_training import train_forks
+        from ablate.training.loop import Twin
 
         world().begin(self, recipe, engine)
+        other = Twin.of(recipe, engine) if twin else None
+        if forks:
+            prepare = partial(self.prepare, seed=seed, device=device, engine=engine)
+            yield from self._derived(train_forks(prepare, self, forks, recipe, telemetry, checkpoints, other))
+            return
         run = self.prepare(recipe, seed, device, engine)
         stopped = False
-        for record in self.train(run, telemetry, checkpoints):
+        for record in self.train(run, telemetry, checkpoints, other):
             yield record
             stopped = not ENDINGS.isdisjoint(record.metrics)
         if checkpoints and not stopped:
@@ -169,7 +181,11 @@ class Trained(Training):
         )
 
     def train(
-        self, run: PreparedRun, telemetry: Telemetry, checkpoints: Checkpoints | None = None
+        self,
+        run: PreparedRun,
+        telemetry: Telemetry,
+        checkpoints: Checkpoints | None = None,
+        twin: Twin | None = None,
     ) -> Iterator[Record]:
         """Train the prepared model and yield its records, with derived metrics.
 
@@ -177,10 +193,14 @@ class Trained(Training):
             run: from `prepare`.
             telemetry: intervals between measurements.
             checkpoints: the trial's checkpoint files; None: the run starts at step 0 and writes none.
+            twin: difference from the run of the same recipe and seed; None: there is none.
         """
         from ablate.training.loop import train
 
-        for record in train(run, self, telemetry, checkpoints):
+        yield from self._derived(train(run, self, telemetry, checkpoints, twin))
+
+    def _derived(self, records: Iterator[Record]) -> Iterator[Record]:
+        for record in records:
             record.metrics.update(self.derived(record.metrics))
             yield record
 

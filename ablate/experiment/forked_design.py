@@ -1,0 +1,85 @@
+"""Resolve `design` of an experiment file for one arm: after which steps windows begin, and how long they are.
+
+    design: {trunk: bf16, positions: 3, window: 0.15, horizons: [1, 2, 4]}
+
+With 300 steps, of which the last 60 decay, windows of 45, 90 and 180 steps begin after steps 120, 180, 240.
+"""
+
+from collections.abc import Iterator
+from math import ceil
+
+from ablate.experiment.schema import START, Design
+from ablate.recipes import PRESETS, Recipe
+from ablate.training.fork_design import Forks
+from ablate.training.hyperparameters import Training
+from ablate.training.workloads import Workload
+from ablate.training.workloads.trained import Trained
+
+_FIRST, _LAST = 0.4, 0.8
+"""Shares of the trunk between which positions lie, unless its warm-up ends later or its decay begins
+earlier."""
+
+
+def resolved(design: Design, config: Workload) -> Forks:
+    """Return the windows of the trials of an arm.
+
+    Args:
+        design: the file's `design`.
+        config: the arm's workload, which can be forked.
+
+    Raises:
+        ValueError: there is no such design for a run of so few steps; the message names the field.
+    """
+    windows = tuple(max(1, round(design.window * config.steps)) * times for times in design.horizons)
+    if design.trunk == START:
+        return Forks(trunk=None, positions=(0,), windows=windows, anneal=design.anneal)
+    positions = _positions(design, config)
+    if len(set(positions)) < len(positions) or not positions[0]:
+        raise ValueError(
+            f"design.positions {list(positions)} are not different steps of {config.steps}; "
+            "give fewer positions, or workload.steps more"
+        )
+    return Forks(trunk=PRESETS[design.trunk](), positions=positions, windows=windows, anneal=design.anneal)
+
+
+def _positions(design: Design, config: Workload) -> tuple[int, ...]:
+    if not isinstance(design.positions, int):
+        return tuple(round(share * config.steps) for share in design.positions)
+    first, last = _FIRST * config.steps, _LAST * config.steps
+    if isinstance(config, Training):
+        first = max(first, ceil(config.warmup * config.steps))
+        if config.decay == "wsd" and config.decay_start is not None:
+            last = max(first, config.decay_start - 1)
+    if design.positions == 1:
+        return (round((first + last) / 2),)
+    step = (last - first) / (design.positions - 1)
+    return tuple(round(first + number * step) for number in range(design.positions))
+
+
+def misfits(design: Design, config: Workload, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (field, reason) for each reason why an arm cannot be run in a forked design.
+
+    Args:
+        design: the file's `design`.
+        config: the arm's workload.
+        recipe: the arm's recipe.
+    """
+    if not isinstance(config, Trained):
+        yield "design", "forks need a workload that trains from a checkpoint: gpt, mae or finetune"
+        return
+    if config.time_budget is not None:
+        yield (
+            "workload.time_budget",
+            "ends a run by its seconds, and windows have a fixed length; leave it out",
+        )
+    if recipe.schedule:
+        yield (
+            "recipe.schedule",
+            f"phases ({recipe.schedule[0].start}) belong to a full run, and windows have no such moment; "
+            "leave out the phases, or the design",
+        )
+    try:
+        resolved(design, config)
+    except ValueError as error:
+        field, _, why = str(error).partition(" ")
+        yield field, why

@@ -1,0 +1,238 @@
+"""Training of a forked trial: the trunk up to its last position, then every window from the trunk's states.
+
+`fork_design` defines what a window is. Here a trial trains the trunk only as far as nobody has left its
+states, and then each window with its own model, optimizer and engine, which begin from a state of the trunk.
+The steps that records are counted by go on over all windows: the trunk's first, then window after window.
+
+An interrupted trial goes on in the window in which it was. What earlier windows ended with is part of its
+checkpoint.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from statistics import fmean
+
+from ablate.recipes.recipe import Recipe
+from ablate.training.checkpoints import Checkpoints, Readings, RunState
+from ablate.training.distributed import world
+from ablate.training.fork_design import EVALUATED, FORK, Forks, Window
+from ablate.training.hyperparameters import Training
+from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Telemetry, Twin
+from ablate.training.metric_names import ENDINGS
+
+_PARTS = 32
+"""Largest number of parts of the validation data whose losses are recorded one by one."""
+_LEVELS = ("train/loss", "val/loss", "val/loss_bf16")
+"""Metrics that are not recorded within windows: at a falling rate, and with a jump from each window to the
+next, a curve of them says nothing."""
+
+
+class Trunk:
+    """States of a trunk at the positions of its windows: in shared files, or in memory without any.
+
+    Every method is collective. Rank 0 alone reads and writes.
+    """
+
+    def __init__(self, checkpoints: Checkpoints | None) -> None:
+        self._checkpoints, self._ranks = checkpoints, world()
+        self._kept: dict[int, RunState] = {}
+
+    def has(self, step: int) -> bool:
+        """Return True if the state after a step can be had."""
+        files = self._checkpoints.shared if self._checkpoints else {}
+        return self._ranks.broadcast(step in self._kept or (step in files and files[step].exists()))
+
+    def read(self, step: int) -> RunState | None:
+        """Return the state after a step; None if there is none, or if its file is damaged."""
+        state = deepcopy(self._kept.get(step))  # an optimizer trains the moments that it loads
+        if state is None and self._checkpoints and step in self._checkpoints.shared:
+            state = self._checkpoints.read(step)
+        return self._ranks.broadcast(state)
+
+    def leave(self, step: int, loop: Loop, wanted: bool) -> None:
+        """Keep the state after a step of the trunk, if a window begins there or others want it.
+
+        Args:
+            step: steps of the trunk that are done.
+            loop: the trunk's training.
+            wanted: a window begins there.
+        """
+        checkpoints = self._checkpoints
+        files = self._ranks.broadcast(checkpoints.wanted(step) if checkpoints else (False, False))
+        in_file = self._ranks.broadcast(bool(checkpoints and step in checkpoints.shared))
+        if not any(files) and not (wanted and not in_file):
+            return
+        state = loop.state(step)
+        if checkpoints and any(files):
+            checkpoints.leave(step, state, files)
+        if wanted and not in_file:
+            self._kept[step] = deepcopy(state)  # whose tensors change as training goes on
+
+
+def train_forks(
+    prepare: Callable[[Recipe], PreparedRun],
+    config: Training,
+    forks: Forks,
+    recipe: Recipe,
+    telemetry: Telemetry,
+    checkpoints: Checkpoints | None = None,
+    twin: Twin | None = None,
+) -> Iterator[Record]:
+    """Train the trunk as far as needed, then all windows, and yield their records.
+
+    The last record has `val/loss` and `val/loss_bf16` at the end of the longest window, as means over the
+    positions; the same for parts of the validation data (`evaluated/<part>/...`); and every window's own
+    (`fork/<position>/<window>/...`). The run ends early if a guard stops a window. All ranks call it.
+
+    Args:
+        prepare: returns the model with a recipe applied, and its data.
+        config: hyperparameters of the trunk, whose rate at its position a window begins with.
+        forks: positions and windows.
+        recipe: the recipe of the windows.
+        telemetry: intervals between measurements.
+        checkpoints: the trial's checkpoint files, and those of the trunk's states.
+        twin: difference from the windows of the same recipe and seed; None: there is none.
+
+    Raises:
+        OSError: a checkpoint cannot be written.
+    """
+    ranks, trunk = world(), Trunk(checkpoints)
+    state = ranks.broadcast(checkpoints.take() if checkpoints else None)
+    begun = state["step"] if state else 0
+    readings: Readings = dict(state.get("readings", {})) if state else {}
+    left = [window for window in forks.cells if window.last > begun]
+
+    def to_positions(missing: list[int]) -> Iterator[Record]:
+        assert forks.trunk is not None
+        run = prepare(forks.trunk)
+        records = _train_trunk(run, config, missing, state, telemetry, checkpoints, trunk)
+        yield from (record for record in records if record.step > begun)
+
+    if forks.trunk and (missing := _missing(trunk, left)):
+        yield from to_positions(missing)
+        if not trunk.has(missing[-1]):  # the guard stopped the trunk
+            return
+    for window in left:
+        own = state if state and state["step"] > window.begun else None
+        origin = None
+        if forks.trunk and own is None and (origin := trunk.read(window.position)) is None:
+            begun = max(begun, window.begun)  # its file was removed or damaged
+            yield from to_positions([window.position])
+            if (origin := trunk.read(window.position)) is None:
+                raise OSError(
+                    f"the state of the trunk after step {window.position} can be written but not read"
+                )
+        loop = Loop(prepare(recipe), config, telemetry, (forks, window), twin)
+        first = _begin(loop, window, own, origin, twin)
+        state = None
+        for step in range(first, loop.last):
+            counted = step + loop.counted
+            if step > first:
+                wanted = ranks.broadcast(checkpoints.wanted(counted) if checkpoints else (False, False))
+                if any(wanted):
+                    left_state = loop.state(counted)
+                    if checkpoints:
+                        checkpoints.leave(counted, left_state | {"readings": readings}, wanted)
+            record = loop.step(step)
+            if record and not ENDINGS.isdisjoint(record.metrics):
+                yield record
+                return
+            if loop.over:
+                readings[window.key] = _reading(loop.evaluated)
+                record = _ended(record, window, readings, forks)
+            if record:
+                yield record._replace(metrics=_without_levels(record.metrics, window == forks.cells[-1]))
+
+
+def _missing(trunk: Trunk, left: Sequence[Window]) -> list[int]:
+    """Return the positions of these windows whose states nobody has left, ascending."""
+    return [p for p in sorted({window.position for window in left}) if not trunk.has(p)]
+
+
+def _train_trunk(
+    run: PreparedRun,
+    config: Training,
+    missing: Sequence[int],
+    state: RunState | None,
+    telemetry: Telemetry,
+    checkpoints: Checkpoints | None,
+    trunk: Trunk,
+) -> Iterator[Record]:
+    """Train the trunk to the last missing position, from the furthest state before the first."""
+    loop = Loop(run, config, telemetry)
+    earlier = sorted(step for step in (checkpoints.shared if checkpoints else ()) if step < missing[0])
+    start = state if state and state["step"] < missing[0] else None
+    for step in reversed(world().broadcast(earlier)):
+        if start is not None and start["step"] >= step:
+            break
+        if trunk.has(step) and (found := trunk.read(step)):
+            start = found
+            break
+    first = loop.restore(start)
+    for step in range(first, missing[-1]):
+        if step > first:
+            trunk.leave(step, loop, step in missing)
+        record = loop.step(step)
+        if record:
+            yield record
+        if loop.over:
+            return
+    trunk.leave(missing[-1], loop, True)
+
+
+def _begin(
+    loop: Loop, window: Window, own: RunState | None, origin: RunState | None, twin: Twin | None
+) -> int:
+    """Restore the state in which the window's next step begins; return that step by the trunk's clock.
+
+    Args:
+        loop: the window's training.
+        window: the window.
+        own: the trial's own checkpoint within this window; None: the window has not begun.
+        origin: the trunk's state at its position; None without a trunk.
+        twin: difference from the windows of the same recipe and seed.
+    """
+    if own is not None:
+        return loop.restore(own) - loop.counted
+    if origin is not None:
+        loop.standing.restore_weights(origin)
+    if twin and not twin.stream:
+        loop.move_weights()
+    return window.position
+
+
+def _reading(evaluation: Evaluation | None) -> dict[str, list[float]]:
+    """Return a window's last losses by reading, one a part of the validation data."""
+    assert evaluation is not None, "a window ends with an evaluation"
+    return {"loss": evaluation.own, "loss_bf16": evaluation.high}
+
+
+def _ended(record: Record | None, window: Window, readings: Readings, forks: Forks) -> Record:
+    """Return the record of a window's last step with the window's readings; of the last, with all."""
+    assert record is not None, "the last step of a window is recorded"
+    own = {f"{FORK}/{window.key}/{name}": fmean(losses) for name, losses in readings[window.key].items()}
+    if window != forks.cells[-1]:
+        return record._replace(metrics=record.metrics | own)
+    keys = [Window(position, forks.windows[-1], 0).key for position in forks.positions]
+    parts: dict[str, float] = {}
+    for name in ("loss", "loss_bf16"):
+        batches = [fmean(each) for each in zip(*(readings[key][name] for key in keys), strict=True)]
+        parts[f"val/{name}"] = fmean(batches)
+        shares = _parts(batches)
+        if len(shares) > 1:
+            parts |= {f"{EVALUATED}/{number}/{name}": value for number, value in enumerate(shares)}
+    return record._replace(metrics=record.metrics | own | parts)
+
+
+def _parts(values: Sequence[float]) -> list[float]:
+    """Return means of consecutive values, in at most 32 parts of equal size; what is over is left out."""
+    size = math.ceil(len(values) / _PARTS)
+    return [fmean(values[first : first + size]) for first in range(0, len(values) - size + 1, size)]
+
+
+def _without_levels(metrics: Mapping[str, float], last: bool) -> dict[str, float]:
+    """Return a window's metrics without those of levels, which only the trial's last record has."""
+    return {
+        name: value for name, value in metrics.items() if name not in _LEVELS or (last and "val/" in name)
+    }
