@@ -14,6 +14,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from scipy import stats
 from ablate.files import Json
 from ablate.results.ledger import Ledger
 from ablate.results.summary import open_ledger
-from ablate.training.fork_design import cell_of
+from ablate.training.metric_names import cell_of
 
 SEEDS = 8
 MODEL = {"layers": 3, "width": 96, "heads": 3, "context": 64, "batch": 4, "steps": 300, "eval_tokens": 32768}
@@ -140,7 +141,7 @@ def averaged(table: Readings, window: int) -> dict[int, dict[str, float]]:
 
 def rows(sweep: Sweep, state: Path) -> Iterator[list[str]]:
     """Yield the lines of one design: damage by part, its spread, Student's t, and t after one hour."""
-    with open_ledger(state, sweep.name) as ledger:
+    with closing(open_ledger(state, sweep.name)) as ledger:
         arms, seconds = readings(ledger)
     base = arms.pop("bf16")
     windows = sorted({steps for _, steps in base})

@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from ablate.recipes import PRESETS, Recipe
 from ablate.results.trial_store import Store
 from ablate.training import distributed
 from ablate.training.checkpoints import Checkpoints
-from ablate.training.fork_design import Forks, cell_of
+from ablate.training.fork_design import Forks
 from ablate.training.forked_training import train_forks
 from ablate.training.loop import Loop, Telemetry, Twin
+from ablate.training.metric_names import cell_of
 from ablate.training.rank_layout import Layout
 from ablate.training.workloads.gpt import Gpt
 
@@ -316,11 +318,11 @@ def test_a_sweep_in_a_forked_design_has_one_trial_an_arm_and_seed(tmp_path):
     found = values(tmp_path / "runs")
     assert found.keys() == {(name, seed) for name in names for seed in (0, 1)}
     spec = experiment.spec(experiment.arms[1], 0, "cpu")
-    assert spec.forks == Forks(trunk=PRESETS["bf16"](), positions=(3, 6), windows=(2, 4))
+    assert spec.forks == Forks(trunk=PRESETS["bf16"](), positions=(3, 5), windows=(2, 4))
     assert found["rht=true", 0] == last(spec)["val/loss"]
     assert found["null: bf16", 0] != found["bf16", 0]
     assert set(statuses(tmp_path / "runs").values()) == {"done"}
-    with ledger(tmp_path / "runs") as book:
+    with closing(ledger(tmp_path / "runs")) as book:
         assert {arm.name: arm.role for arm in book.arms()} == {
             "bf16": "baseline",
             "rht=true": "listed",

@@ -391,6 +391,24 @@ WORDS = {
         ["learned nothing: a model that ignores its input reaches 3.15"],
         "worse (learned nothing: a model that ignores its input reaches 3.15)",
     ),
+    "depends on the horizon": (
+        Verdict("unjudged", "horizon"),
+        "depends on the horizon",
+        [],
+        "depends on the horizon",
+    ),
+    "depends on the position": (
+        Verdict("unjudged", "position"),
+        "depends on the position",
+        [],
+        "depends on the position",
+    ),
+    "sees nothing": (
+        Verdict("unjudged", "blind"),
+        "this design cannot tell",
+        [],
+        "this design cannot tell",
+    ),
     "some diverged": (
         Verdict("worse", diverged=1, seeds=4),
         "diverged; worse",

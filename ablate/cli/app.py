@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ablate import __version__
 from ablate.cli import bench, data, recipe
+from ablate.cli.calibrate import calibrate
 from ablate.cli.check import check
 from ablate.cli.common import Device, Mlflow, Profile, State, console, run
 from ablate.cli.doctor import doctor
@@ -50,7 +51,7 @@ def options(
 
 
 _SWEEPS, _FILES, _MACHINE = "Sweeps", "Recipes and files", "This machine"
-for command in (sweep, plan, report, status, ui, leaderboard, stop, workers, sync, rebuild):
+for command in (sweep, plan, calibrate, report, status, ui, leaderboard, stop, workers, sync, rebuild):
     app.command(rich_help_panel=_SWEEPS)(command)
 app.command(rich_help_panel=_FILES)(init)
 app.command(rich_help_panel=_FILES)(check)

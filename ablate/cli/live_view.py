@@ -16,6 +16,7 @@ from ablate.errors import one_line
 from ablate.execution.progress import Progress
 from ablate.experiment.schema import Metric
 from ablate.results.contrasts import Contrast
+from ablate.results.forked import DIFFERENCES, difference_word
 from ablate.results.number_text import interval, number
 from ablate.results.paired_stats import Verdict
 from ablate.results.plain_text import footnotes
@@ -111,7 +112,7 @@ def summary_table(arms: Iterable[ArmSummary], metric: Metric, width: int | None 
             f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}"
             for arm in shown
         ],
-        "gap to baseline": ["" if arm.gap is None else interval(arm.gap) for arm in shown],
+        DIFFERENCES[difference_word(shown)]: ["" if arm.gap is None else interval(arm.gap) for arm in shown],
         "SQNR dB": ["-" if math.isnan(arm.sqnr_db) else f"{arm.sqnr_db:.1f}" for arm in shown],
         "tokens/s": ["-" if math.isnan(arm.tokens_per_s) else f"{arm.tokens_per_s:,.0f}" for arm in shown],
         "memory": ["-" if math.isnan(arm.memory) else f"{arm.memory / 1e6:,.0f} MB" for arm in shown],

@@ -475,7 +475,7 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
     from ablate.results.contrasts import contrasts
     from ablate.results.published import replications
     from ablate.results.summary import open_ledger, summaries
-    from ablate.results.table_notes import emulated
+    from ablate.results.table_notes import emulated, null_warning
 
     ledger = open_ledger(settings.state, experiment.name)
     for metric in experiment.metrics:
@@ -489,6 +489,8 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
             screen.print(table, "")
     if experiment.published:
         screen.print(replication_table(replications(ledger, experiment.published)), "")
+    if null := null_warning(arms):
+        screen.print(Text(null.replace("**", ""), "yellow"))
     screen.print(how_to_read(experiment, arms), emulated(ledger))
     for line in never_began(ledger):
         screen.print(Text(line.replace("**", "")))
@@ -497,8 +499,10 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
 
 def how_to_read(experiment: Experiment, arms: "list[ArmSummary]") -> str:
     """Return a few sentences that explain the table."""
+    from ablate.results.forked import estimand
     from ablate.results.table_notes import reading
 
     facts = experiment.base.config.summary() if experiment.metric.name == "val/loss" else {}
     floors = [_FLOORS[name].format(value) for name, value in facts.items() if name in _FLOORS]
-    return " ".join((reading(arms), *floors))
+    meaning = [estimand(experiment.design, arms)] if experiment.design else []
+    return " ".join((*meaning, reading(arms), *floors))

@@ -98,10 +98,14 @@ class Family:
     def _name(self, spec: TrialSpec, step: int) -> str:
         return f"{spec.history(step)}{self._note}"
 
+    def trunks(self) -> set[str]:
+        """Return the names of the states at which windows leave a trunk: another sweep may fork it too."""
+        return {self._name(spec, step) for spec in self for step in spec.kept_steps}
+
 
 def wanted_elsewhere(state: Path, sweep: str) -> set[str] | None:
-    """Return the names of the shared states that other unfinished sweeps need; None if one of them does not
-    record its needs.
+    """Return the names of the shared states that other unfinished sweeps need, and of all trunks that sweeps
+    have forked; None if an unfinished one does not record its needs.
     """
     names: set[str] = set()
     for path in state.glob("sweeps/*/ledger.db"):
@@ -109,6 +113,7 @@ def wanted_elsewhere(state: Path, sweep: str) -> set[str] | None:
             continue
         try:
             with closing(Ledger(path, readonly=True)) as other:
+                names |= set(json.loads(other.fact("trunks") or "[]"))
                 if other.unfinished():
                     names |= set(json.loads(other.fact("shared") or "null"))
         except (sqlite3.Error, TypeError):  # damaged, just begun, or of an earlier version

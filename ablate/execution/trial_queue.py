@@ -108,12 +108,15 @@ class TrialQueue:
     def tidy(self) -> None:
         """Remove shared checkpoints that no trial can use any more, whichever run left them.
 
-        Those that an unfinished sweep of this state folder needs stay. If the needs of one are unknown, only
-        this sweep's own checkpoints are removed.
+        Those that an unfinished sweep of this state folder needs stay, and so do the states of trunks: other
+        sweeps can fork them. If the needs of a sweep are unknown, only this one's own checkpoints are
+        removed.
         """
-        paths = self._store.checkpoints()
+        paths, trunks = self._store.checkpoints(), self.family.trunks()
         wanted = wanted_elsewhere(self._store.root, self._ledger.name) if paths else set()
+        wanted = wanted if wanted is None else wanted | trunks
         own = {name for spec in self.family for _, name in self.family.points(spec)} if paths else set()
+        own -= trunks
         for path in paths:
             name = path.name.partition(".pt")[0]  # or the unfinished file of a trial that was killed
             if name not in (wanted or ()) and (wanted is not None or name in own):
@@ -129,7 +132,8 @@ class TrialQueue:
             heapq.heappush(self._ranked, (self._rank(work), work))
         if self._arrived:
             self._arrived = []
-            self._ledger.describe(shared=json.dumps(sorted(self._shared)))
+            names = {"shared": self._shared, "trunks": self.family.trunks()}
+            self._ledger.describe(**{key: json.dumps(sorted(each)) for key, each in names.items()})
 
     def _rank(self, work: Work) -> tuple[int, int, int]:
         """Return the sort key: seed, then most shared steps first, then order of arrival."""

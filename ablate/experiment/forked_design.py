@@ -2,7 +2,7 @@
 
     design: {trunk: bf16, positions: 3, window: 0.15, horizons: [1, 2, 4]}
 
-With 300 steps, of which the last 60 decay, windows of 45, 90 and 180 steps begin after steps 120, 180, 240.
+With 300 steps, of which the last 60 decay, windows of 45, 90 and 180 steps begin after steps 120, 180, 239.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from ablate.recipes import PRESETS, Recipe
 from ablate.training.fork_design import Forks
 from ablate.training.hyperparameters import Training
 from ablate.training.workloads import Workload
+from ablate.training.workloads.python import Python
 from ablate.training.workloads.trained import Trained
 
 _FIRST, _LAST = 0.4, 0.8
@@ -64,10 +65,18 @@ def misfits(design: Design, config: Workload, recipe: Recipe) -> Iterator[tuple[
         config: the arm's workload.
         recipe: the arm's recipe.
     """
-    if not isinstance(config, Trained):
-        yield "design", "forks need a workload that trains from a checkpoint: gpt, mae or finetune"
+    if not isinstance(config, Trained | Python):
+        yield "design", "forks need a workload that trains from a checkpoint: gpt, mae, finetune or python"
         return
-    if config.time_budget is not None:
+    if isinstance(config, Python) and design.trunk != START:
+        yield (
+            "design.trunk",
+            f"{design.trunk} would be trained by your own code, which begins where it wants; write"
+            " trunk: start,"
+            " and the checkpoint that it goes on from as workload.start",
+        )
+        return
+    if isinstance(config, Trained) and config.time_budget is not None:
         yield (
             "workload.time_budget",
             "ends a run by its seconds, and windows have a fixed length; leave it out",

@@ -56,6 +56,7 @@ from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.fork_design import Forks
 from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.python import Python
 from ablate.training.workloads.trained import Trained
 
 _LONGEST_NAME = 200
@@ -254,7 +255,7 @@ def load(path: Path, device: str | None = None) -> Experiment:
     )
 
 
-_LEVELS = ("val/loss", "val/loss_bf16", "val/bits_per_byte", "val/perplexity")
+_LEVELS = ("val/loss", "val/loss_bf16")
 """Metrics that a forked trial has at the end of its windows."""
 
 
@@ -263,10 +264,10 @@ def _null_arm(file: ExperimentFile, arms: list[Arm], document: Document) -> list
     if not file.null:
         return []
     first = next((arm for arm in arms if arm.baseline is None), None)
-    if first is None or not isinstance(first.config, Trained):
+    if first is None or not isinstance(first.config, Trained | Python):
         document.problem(
             ("null",),
-            "needs a baseline and a workload that this package trains (gpt, mae, finetune), "
+            "needs a baseline and a workload whose weights are known (gpt, mae, finetune, python), "
             "so that its twin can be made; leave it out",
         )
         document.check()
@@ -325,7 +326,7 @@ def _check_design(
                     ("design",) if at != "workload" else ("workload", base.workload, *field.split(".")[1:]),
                     f"arm {arm.name!r}: {field}: {why}" if field != "design" else why,
                 )
-    for metric in metrics:
+    for metric in metrics if isinstance(base.config, Trained) else ():
         if metric.name not in _LEVELS:
             document.problem(
                 ("metric",),

@@ -9,7 +9,7 @@ files or terminals cannot hold. Every refusal has its line and column.
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -305,21 +305,42 @@ def _unusable(value: object) -> str | None:
 
 def as_text(value: Json) -> str:
     """Return data as YAML that `read` reads back: keys in their order, innermost mappings in one line."""
-
-    def styled(part: Json) -> object:
-        if isinstance(part, list):
-            return [styled(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        mapping = CommentedMap((key, styled(item)) for key, item in part.items())
-        if not any(isinstance(item, dict | list) for item in part.values()):
-            mapping.fa.set_flow_style()
-        return mapping
-
     writer, text = YAML(typ="rt", pure=True), io.StringIO()
     writer.width = 110
     writer.representer.add_representer(
         type(None), lambda to, _: to.represent_scalar("tag:yaml.org,2002:null", "null")
     )
-    writer.dump(styled(value), text)
+    writer.dump(_styled(value), text)
     return text.getvalue()
+
+
+def _styled(part: Json) -> object:
+    """Return data for a writer, with innermost mappings in one line."""
+    if isinstance(part, list):
+        return [_styled(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    mapping = CommentedMap((key, _styled(item)) for key, item in part.items())
+    if not any(isinstance(item, dict | list) for item in part.values()):
+        mapping.fa.set_flow_style()
+    return mapping
+
+
+def with_values(text: str, values: Mapping[str, Json]) -> str:
+    """Return an experiment's text with other values of some top-level keys; comments and order stay.
+
+    Args:
+        text: YAML that `parse` accepts.
+        values: values by key; None removes the key.
+    """
+    yaml = YAML()
+    yaml.preserve_quotes, yaml.width = True, _LARGEST_FILE  # no line is folded
+    content = yaml.load(text)
+    for key, value in values.items():
+        if value is None:
+            content.pop(key, None)
+            continue
+        content[key] = _styled(value)
+    stream = io.StringIO()
+    yaml.dump(content, stream)
+    return stream.getvalue()

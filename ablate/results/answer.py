@@ -18,6 +18,7 @@ from typing import Self
 from ablate.experiment.schema import Metric
 from ablate.results import answer_tables
 from ablate.results.answer_verdict import VerdictSentences
+from ablate.results.forked import design_of, estimand
 from ablate.results.number_text import counted
 from ablate.results.page import Code, Gallery, Part, Section, Table, Text, section
 from ablate.results.paired_stats import FEWEST_DISTINCT
@@ -93,6 +94,10 @@ class Answer(VerdictSentences):
         """Return the table of what each gap is made of: the cast of the last weights, and the training."""
         return answer_tables.damage_table(self.ledger, self.shown, self.metric)
 
+    def windows(self) -> Table | None:
+        """Return the table of damage at every horizon and position of a forked design."""
+        return answer_tables.windows_table(self.shown)
+
     def pairing(self) -> Table | None:
         """Return the table of correlations with baselines, and of the spread with and without pairing."""
         return answer_tables.pairing_table(self.shown)
@@ -150,6 +155,8 @@ class Answer(VerdictSentences):
             else ""
         )
         interval = self.arms[0].interval if self.arms else ""
+        if design := design_of(self.ledger):
+            matters += f" {estimand(design, self.arms)}"
         return Text(
             f"{counted(len(self.arms), 'arm')} of workload {workload} ({shape}), {number_of_seeds} per arm."
             " An arm and its baseline share initial weights and data order at each seed, so gaps are taken"

@@ -11,6 +11,7 @@ from ablate.experiment.schema import Metric
 from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
 from ablate.results.contrasts import Contrast
 from ablate.results.decomposition import correlation, damages
+from ablate.results.forked import DIFFERENCES, difference_word
 from ablate.results.inference import FEWEST_RANKED, wilcoxon
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Intervention
@@ -30,6 +31,7 @@ from ablate.results.registration import registered_text
 from ablate.results.summary import ArmSummary, published_of
 from ablate.results.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
+from ablate.training.metric_names import DAMAGE
 
 _LOSSES = ("train/loss", "val/loss", "val/loss_bf16")
 """Metrics whose curves fall with the tokens seen, so that a gap can be expressed in tokens."""
@@ -47,7 +49,8 @@ def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: M
         metric: Metric that is compared.
     """
     values = {arm.name: arm.values for arm in arms}
-    tokens = _extra_tokens(ledger, arms, metric)
+    forked = difference_word(arms) == DAMAGE
+    tokens = {} if forked else _extra_tokens(ledger, arms, metric)
     rows = []
     for arm in arms:
         pairs = f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}"
@@ -55,9 +58,13 @@ def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: M
             {
                 "arm": arm.name,
                 metric.name: (number(arm.mean), arm.mean) if arm.values else "-",
-                "gap to baseline": "" if arm.gap is None else (interval(arm.gap), arm.gap.mean),
+                DIFFERENCES[difference_word(arms)]: ""
+                if arm.gap is None
+                else (interval(arm.gap), arm.gap.mean),
                 **_verdict_cells(arm.verdict),
-                "in percent": _percent(arm, None if arm.baseline is None else values.get(arm.baseline)),
+                "in percent": ""
+                if forked
+                else _percent(arm, None if arm.baseline is None else values.get(arm.baseline)),
                 "tokens to match": tokens.get(arm.name, ""),
                 "p (Holm)": "" if arm.role == "searched" else _p_cell(arm.verdict.p),
                 "seeds": (pairs, len(arm.values)),
@@ -68,10 +75,14 @@ def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: M
         )
     more = f" {total - len(arms):,} more arms, none of them better." if len(arms) < total else ""
     kind = arms[0].interval if arms else "interval"
-    caption = (
-        f"Gaps are arm minus baseline, paired by seed; ± is half a {kind}. in percent: the gap as a share of"
-        f" the baseline's value at the same seed.{more} {emulated(ledger)}"
+    meaning = (
+        f"Damage is arm minus baseline at the end of the longest windows, paired by seed; ± is half a {kind}."
+        if forked
+        else f"Gaps are arm minus baseline, paired by seed; ± is half a {kind}. in percent: the gap"
+        " as a share of"
+        " the baseline's value at the same seed."
     )
+    caption = f"{meaning}{more} {emulated(ledger)}"
     return Table(
         f"effects-{metric.name.replace('/', '-')}",
         rows,
@@ -204,10 +215,11 @@ def components_table(grid: Grid | None) -> Table | None:
 
 def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> Table | None:
     """Return the table of what each gap is made of; None without a second reading in high precision."""
+    forked = difference_word(arms) == DAMAGE
     rows: list[dict[str, Cell]] = [
         {
             "arm": damage.arm,
-            "gap": (interval(damage.gap), damage.gap.mean),
+            "total" if forked else "gap": (interval(damage.gap), damage.gap.mean),
             "direct damage": (interval(damage.direct), damage.direct.mean),
             "learnt damage": (interval(damage.learnt), damage.learnt.mean),
         }
@@ -215,10 +227,45 @@ def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> 
     ]
     caption = (
         f"Direct damage: {metric.name} minus {metric.name}_bf16 of the same weights, less the baseline's."
-        f" Learnt damage: the gap in {metric.name}_bf16, both arms' weights read in high precision. The two"
-        " add up to the gap, which has the verdict; their intervals are not corrected."
+        f" Learnt damage: the difference in {metric.name}_bf16, both arms' weights read in high"
+        " precision. The"
+        " two add up to the first column, which has the verdict; their intervals are not corrected."
     )
     return Table("damage", rows, caption) if rows else None
+
+
+def windows_table(arms: Sequence[ArmSummary]) -> Table | None:
+    """Return the table of every comparison at each horizon and each position; None for full runs."""
+    rows: list[dict[str, Cell]] = []
+    for arm in arms:
+        if arm.view is None or arm.gap is None:
+            continue
+        share = arm.view.error**2 / arm.gap.error**2 if arm.gap.has_interval else math.nan
+        rows.append(
+            {
+                "arm": arm.name,
+                **{
+                    f"after {steps} steps": (interval(one), one.mean)
+                    for steps, one in arm.view.horizons.items()
+                },
+                **{
+                    f"from step {step}": (interval(one), one.mean) for step, one in arm.view.positions.items()
+                },
+                "share of evaluation": _cell(share, f"{100 * share:.0f} %"),
+            }
+        )
+    caption = (
+        "Damage after windows of several lengths, as means over positions; and at the end of the"
+        " longest, by the"
+        " step of the trunk at which it begins. A window sees noise at once and bias late, so a"
+        " short one favours"
+        " rounding to nearest: resolved signs that differ, or damage that grows faster than the"
+        " window, name no"
+        " winner. Share of evaluation: the part of the interval's variance that comes from the"
+        " validation data,"
+        " which all seeds share. Intervals are not corrected."
+    )
+    return Table("windows", rows, caption) if rows else None
 
 
 def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:

@@ -8,11 +8,12 @@ import pandas as pd
 
 from ablate.results import answer_tables
 from ablate.results.answer_measurements import Measurements
+from ablate.results.forked import design_of, estimand
 from ablate.results.headline import headline, of_arms, of_best, of_knobs
 from ablate.results.number_text import number
 from ablate.results.page import Part, Text
 from ablate.results.summary import nothing_learned
-from ablate.results.table_notes import dropped, emulated, reading
+from ablate.results.table_notes import dropped, emulated, null_warning, reading
 from ablate.results.unmet_phases import never_began
 from ablate.training.metric_names import parse
 
@@ -25,7 +26,15 @@ class VerdictSentences(Measurements):
 
     def headline(self) -> list[Part]:
         """Return the verdict, what limits it (missing runs, divergence), and how to read the table below."""
-        return [Text(self.verdict(), "verdict"), *self.losses(), Text(reading(self.arms))]
+        null = null_warning(self.arms)
+        design = design_of(self.ledger)
+        return [
+            *([Text(null, "warning")] if null else []),
+            Text(self.verdict(), "verdict"),
+            *([Text(estimand(design, self.arms))] if design else []),
+            *self.losses(),
+            Text(reading(self.arms)),
+        ]
 
     def verdict(self) -> str:
         """Return the verdict in one or two sentences: on every knob's main effect for a grid, else on every

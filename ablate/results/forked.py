@@ -20,26 +20,37 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
-from ablate.experiment.schema import Design
+from ablate.experiment.schema import START, Design
+from ablate.results.intervals import ALPHA
 from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, Verdict, p_value
-from ablate.training.fork_design import EVALUATED, cell_of
-
-if TYPE_CHECKING:
-    from ablate.results.summary import ArmSummary
+from ablate.training.metric_names import DAMAGE, cell_of, part_of
 
 FEWEST_PARTS = 8
 """Fewest parts of the validation data from which the error of the evaluation is estimated."""
 FIFTH = 0.2
 """Share of the known-bad arm's damage that counts as the smallest effect that matters."""
-_ALPHA = 0.05
+
+DIFFERENCES = {"gap": "gap to baseline", DAMAGE: "damage"}
+"""Heading of a column of arms minus their baselines: of full runs, and in a forked design."""
 
 Values = Mapping[int, float]
 """Value of the metric by seed."""
+
+
+class Read(Protocol):
+    """Arm of a sweep as `views` needs it."""
+
+    @property
+    def readings(self) -> "Readings | None": ...
+    def with_values(self, values: Values) -> Self: ...
+
+
+A = TypeVar("A", bound=Read)
 
 
 class Cell(NamedTuple):
@@ -107,10 +118,29 @@ class Views:
     NaN if there are too few parts of the data to estimate it."""
 
 
+def difference_word(arms: Iterable[A]) -> str:
+    """Return the word for an arm minus its baseline: `gap` of full runs, `damage` in a forked design."""
+    return DAMAGE if any(arm.readings and arm.readings.cells for arm in arms) else "gap"
+
+
 def design_of(ledger: Ledger) -> Design | None:
     """Return the design of a sweep's forks; None for full runs."""
     text = ledger.fact("design")
     return Design.model_validate_json(text, strict=False) if text else None
+
+
+def estimand(design: Design, arms: Iterable[A]) -> str:
+    """Return a sentence that says what damage is an estimate of."""
+    windows = next((arm.readings.windows for arm in arms if arm.readings and arm.readings.cells), [0])
+    past = (
+        "the weights that the workload starts from" if design.trunk == START else f"a trunk in {design.trunk}"
+    )
+    rate = ", at a rate that falls to zero" if design.anneal else ""
+    return (
+        f"Damage: the difference after {windows[-1]} steps that go on from {past}{rate}. It is the"
+        " harm that a"
+        " recipe does given that past, and not the gap of full runs."
+    )
 
 
 def readings_of(members: Iterable[tuple[int, Mapping[str, float]]], reading: str) -> Readings:
@@ -118,7 +148,7 @@ def readings_of(members: Iterable[tuple[int, Mapping[str, float]]], reading: str
 
     Args:
         members: seed and last values of each finished trial of the arm.
-        reading: `loss` or `loss_bf16`.
+        reading: name of the metric among the readings of a window.
     """
     cells: dict[Cell, dict[int, float]] = {}
     parts: dict[int, dict[int, float]] = {}
@@ -126,14 +156,14 @@ def readings_of(members: Iterable[tuple[int, Mapping[str, float]]], reading: str
         for name, value in values.items():
             if (cell := cell_of(name)) and cell[2] == reading:
                 cells.setdefault(Cell(*cell[:2]), {})[seed] = value
-            elif name.startswith(f"{EVALUATED}/") and name.endswith(f"/{reading}"):
-                parts.setdefault(int(name.split("/")[1]), {})[seed] = value
+            elif (part := part_of(name)) and part[1] == reading:
+                parts.setdefault(part[0], {})[seed] = value
     return Readings(cells, parts)
 
 
 def views(
-    arms: Sequence["ArmSummary"],
-    compute: Callable[[list["ArmSummary"]], Sequence[Difference]],
+    arms: Sequence[A],
+    compute: Callable[[list[A]], Sequence[Difference]],
     count: int,
 ) -> list[Views | None]:
     """Return every comparison of some arms, seen in other ways; None for each if they are full runs.
@@ -150,9 +180,7 @@ def views(
     windows = known[0].windows
 
     def computed(values: Callable[[Readings], Values]) -> Sequence[Difference]:
-        return compute(
-            [replace(arm, values=dict(values(arm.readings))) if arm.readings else arm for arm in arms]
-        )
+        return compute([arm.with_values(values(arm.readings)) if arm.readings else arm for arm in arms])
 
     horizons = {steps: computed(partial(Readings.at, window=steps)) for steps in windows}
     positions = {step: computed(partial(Readings.at_position, position=step)) for step in known[0].positions}
@@ -193,26 +221,32 @@ def qualified(verdict: Verdict, view: Views | None, sees: bool) -> Verdict:
     """
     if view is None or verdict.kind not in ("better", "worse", "equivalent", "undecided"):
         return verdict
-    if _opposed(view.positions.values()):
+    if _opposed(view.positions):
         return replace(verdict, kind="unjudged", reason="position", planned=None)
-    if _opposed(view.horizons.values()) or _grows(view):
+    if _opposed(view.horizons) or (verdict.kind in ("better", "worse") and _grows(view)):
         return replace(verdict, kind="unjudged", reason="horizon", planned=None)
     if verdict.kind == "equivalent" and not sees:
         return replace(verdict, kind="unjudged", reason="blind", planned=None)
     return verdict
 
 
-def _opposed(differences: Iterable[Difference]) -> bool:
-    """Return True if two of some differences are resolved, with opposite signs."""
-    signs = {math.copysign(1, each.mean) for each in differences if p_value(each) < _ALPHA}
-    return len(signs) == 2
+def _opposed(differences: Mapping[int, Difference]) -> bool:
+    """Return True if two of some differences are resolved, with opposite signs.
+
+    The 5 % are divided by their number (Bonferroni).
+    """
+    alpha = ALPHA / len(differences)
+    return len({math.copysign(1, each.mean) for each in differences.values() if p_value(each) < alpha}) == 2
 
 
 def _grows(view: Views) -> bool:
-    """Return True if the damage per step is larger at the longest window than at a shorter one, and resolved
-    to be."""
+    """Return True if the damage per step is resolved to be larger at the longest window than at a
+    shorter one.
+
+    The 5 % are divided by the number of shorter ones (Bonferroni).
+    """
     longest = view.horizons[max(view.horizons)]
     return any(
-        p_value(growth) < _ALPHA and (growth.mean > 0) == (longest.mean > 0)
+        p_value(growth) < ALPHA / len(view.growth) and (growth.mean > 0) == (longest.mean > 0)
         for growth in view.growth.values()
     )

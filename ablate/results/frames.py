@@ -116,6 +116,28 @@ class Results:
         return pd.DataFrame(rows)
 
     @property
+    def windows(self) -> pd.DataFrame:
+        """Damage at every horizon and position of a forked design; without rows for full runs.
+
+        Columns:
+            arm: its name.
+            position, window: in steps; `position` is NaN for means over all positions.
+            damage, low, high, pairs: arm minus baseline and its 95 % interval, not corrected.
+        """
+        rows = []
+        for arm in summaries(self._ledger, self._metric):
+            if arm.view is None:
+                continue
+            longest = max(arm.view.horizons)
+            cells = [(math.nan, steps, one) for steps, one in arm.view.horizons.items()]
+            cells += [(step, longest, one) for step, one in arm.view.positions.items()]
+            rows += [
+                {"arm": arm.name, "position": step, "window": steps, **_interval(one, "damage")}
+                for step, steps, one in cells
+            ]
+        return pd.DataFrame(rows)
+
+    @property
     def trials(self) -> pd.DataFrame:
         """A row for each arm and seed.
 

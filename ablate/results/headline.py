@@ -8,7 +8,7 @@ from ablate.results.attribution import Effect
 from ablate.results.number_text import counted, interval, number
 from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict
 from ablate.results.summary import ArmSummary
-from ablate.results.verdict_text import diverged_text, needed_text
+from ablate.results.verdict_text import REASONS, diverged_text, needed_text
 
 MOST_STATED = 6
 """Largest number of comparisons that are stated one by one."""
@@ -21,6 +21,12 @@ _RELATIONS = {
     "unjudged": "is not judged against",
 }
 """Words between an arm and its baseline, by the kind of the verdict."""
+_UNJUDGED = {
+    "horizon": "is not ranked (that depends on the horizon) against",
+    "position": "is not ranked (that depends on the position) against",
+    "blind": "cannot be told from (no known-bad arm is resolved)",
+}
+"""The same, by the reason why a forked design names no winner."""
 
 Statements = list[tuple[str, Verdict]]
 """Sentences about comparisons, with their verdicts."""
@@ -28,17 +34,24 @@ Statements = list[tuple[str, Verdict]]
 
 def of_knobs(effects: Sequence[tuple[Effect, Verdict]], unit: str, averaged: bool) -> Statements:
     """Return a sentence on every knob's main effect; `averaged`: other knobs were turned beside it."""
-    kinds = {"same": "the same, number by number", "unjudged": "not judged"}
     mean = ", on average over the other knobs" if averaged else ""
     return [
         (
-            f"{effect.knobs[0]}: {effect.change} is {kinds.get(verdict.kind, verdict.kind)},"
+            f"{effect.knobs[0]}: {effect.change} {_relation(verdict)},"
             f" {amount(effect.effect, unit)}{mean}{_seeds(verdict)}",
             verdict,
         )
         for effect, verdict in effects
         if effect.effect.pairs > 1
     ]
+
+
+def _relation(verdict: Verdict) -> str:
+    """Return the words between an effect and its amount."""
+    if verdict.reason in _UNJUDGED:
+        return REASONS[verdict.reason]
+    kinds = {"same": "the same, number by number", "unjudged": "not judged"}
+    return f"is {kinds.get(verdict.kind, verdict.kind)}"
 
 
 def of_arms(arms: Sequence[ArmSummary], unit: str) -> Statements:
@@ -53,7 +66,7 @@ def of_arms(arms: Sequence[ArmSummary], unit: str) -> Statements:
 
 def _of_arm(arm: ArmSummary, gap: Difference, unit: str) -> str:
     """Return a sentence on an arm and its baseline."""
-    relation = _RELATIONS[arm.verdict.kind]
+    relation = _UNJUDGED.get(arm.verdict.reason or "", _RELATIONS[arm.verdict.kind])
     return f"{arm.name} {relation} {arm.baseline}, {amount(gap, unit)}{_remarks(arm)}"
 
 

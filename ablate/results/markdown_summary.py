@@ -1,5 +1,6 @@
 """Question and table of arms of a sweep as Markdown, for the description of its run in MLflow."""
 
+from ablate.results.forked import DIFFERENCES, difference_word
 from ablate.results.ledger import Ledger
 from ablate.results.number_text import interval, number
 from ablate.results.plain_text import footnotes, markdown_cell
@@ -16,14 +17,14 @@ def summary_markdown(ledger: Ledger) -> str:
     Args:
         ledger: Ledger of the sweep.
     """
-    metric = metric_of(ledger)
+    metric, arms = metric_of(ledger), summaries(ledger)
+    differences = f"{DIFFERENCES[difference_word(arms)]}, {interval_of(ledger)}"
     lines = [
         f"**{ledger.fact('question')}**",
         "",
-        f"| arm | {metric.name} | gap to baseline, {interval_of(ledger)} | seeds | verdict | seeds needed |",
+        f"| arm | {metric.name} | {differences} | seeds | verdict | seeds needed |",
         "|---|---|---|---|---|---|",
     ]
-    arms = summaries(ledger)
     shown = foremost(arms, metric, _MOST_LINES)
     marks, notes = footnotes([verdict_notes(arm.verdict) for arm in shown])
     for arm, mark in zip(shown, marks, strict=True):

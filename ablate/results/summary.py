@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from ablate.experiment.roles import Role, role_of
 from ablate.experiment.schema import Metric, Published
@@ -16,8 +17,7 @@ from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import OVER, ArmRow, Member
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
 from ablate.results.trial_store import Store
-from ablate.training.fork_design import WINDOW_FAMILIES
-from ablate.training.metric_names import FIRST_NONFINITE, parse
+from ablate.training.metric_names import FIRST_NONFINITE, parse, reading
 from ablate.training.workloads import context_free
 
 LOSS = "val/loss"
@@ -71,6 +71,10 @@ class ArmSummary:
     """Its gap, seen in other ways; None for full runs."""
     sees: bool = True
     """False if the design of the sweep resolves no known-bad arm, so that it cannot tell "equivalent"."""
+
+    def with_values(self, values: Mapping[int, float]) -> Self:
+        """Return the arm with other values by seed, as at another horizon."""
+        return replace(self, values=dict(values))
 
     @property
     def learned(self) -> bool:
@@ -177,9 +181,7 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
     """Return one summary for each arm, without the verdicts on gaps."""
     arms = {arm.arm: arm for arm in ledger.arms()}
     always = {metric.name, LOSS, FIRST_NONFINITE}
-    lasts = ledger.finals(
-        lambda name: name.metric == _SQNR or name.family in WINDOW_FAMILIES or str(name) in always
-    )
+    lasts = ledger.finals(lambda name: name.metric == _SQNR or name.of_window or str(name) in always)
     speeds = ledger.rates("throughput/tokens_per_s")
     peaks = ledger.largest("memory/rss") | ledger.largest("memory/peak_allocated")
     members: dict[int, list[Member]] = {number: [] for number in arms}
@@ -371,7 +373,7 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
     else:
         groups = {arm: members, baseline: others}
         names = [metric.name, LOSS]
-        names += [text for text in ledger.names().values() if parse(text).family in WINDOW_FAMILIES]
+        names += [text for text in ledger.names().values() if parse(text).of_window]
         lasts = {
             m.trial: {name: ledger.last_value(m.trial, name) for name in names} for m in (*members, *others)
         }
@@ -448,7 +450,7 @@ def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSumm
         reason=arm.reason or "",
         readings=readings_of(
             ((member.seed, lasts[member.trial]) for member in members if member.status == "done"),
-            "loss_bf16" if readings.metric.name.endswith("_bf16") else "loss",
+            reading(readings.metric.name),
         ),
         loss=mean_of([loss for trial in done if math.isfinite(loss := lasts[trial].get(LOSS, math.nan))]),
     )

@@ -2,9 +2,11 @@
 emulated formats."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from ablate.experiment.roles import CONFIRM
+from ablate.results.forked import FEWEST_PARTS, difference_word
 from ablate.results.intervals import Interval
 from ablate.results.ledger import Ledger
 from ablate.results.number_text import counted
@@ -36,10 +38,21 @@ def reading(arms: Sequence[ArmSummary]) -> str:
         else "by seed, each arm over its own seeds, so compare gaps and not means"
     )
     interval = arms[0].interval if arms else Interval()
+    noun = difference_word(arms).capitalize().replace("Gap", "Gaps")
     notes = [
-        f"Gaps and effects are paired {over}; ± is half a {interval} of one comparison by itself; verdicts"
+        f"{noun} and effects are paired {over}; ± is half a {interval} of one comparison by itself; verdicts"
         " are corrected by Holm for the number of comparisons in their table."
     ]
+    if any(arm.view and math.isnan(arm.view.error) for arm in arms):
+        notes.append(
+            f"Intervals leave out the error of the evaluation, which needs {FEWEST_PARTS} batches of"
+            " validation"
+            " data: raise eval_tokens, or lower eval_batch."
+        )
+    if not all(arm.sees for arm in arms):
+        notes.append(
+            "No known-bad arm is resolved here (design.bad), so that nothing can be called equivalent."
+        )
     if interval.kind == "sequence":
         notes.append("The sequence is valid at every look, however often seeds are added.")
     undecided = [arm for arm in arms if arm.verdict.kind == "undecided"]
@@ -62,6 +75,18 @@ def reading(arms: Sequence[ArmSummary]) -> str:
             " rerun it on fresh seeds before you rely on it."
         )
     return " ".join(notes)
+
+
+def null_warning(arms: Iterable[ArmSummary]) -> str:
+    """Return a sentence if the baseline's twin is told from the baseline; empty otherwise."""
+    found = [arm for arm in arms if arm.role == "null" and arm.verdict.kind in ("better", "worse")]
+    return (
+        f"**The A/A arm is resolved:** {found[0].name} is {found[0].verdict.kind} than {found[0].baseline},"
+        " although the two differ in nothing that matters. That happens in 1 sweep of 20 by chance; read the"
+        " other verdicts with that in mind, or run more seeds."
+        if found
+        else ""
+    )
 
 
 def dropped(arms: Iterable[ArmSummary]) -> Iterator[str]:

@@ -16,7 +16,6 @@ The batches and the random draws of step p + j are those of the trunk's step p +
 carries (amax histories, moving averages) starts empty.
 """
 
-from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -25,15 +24,7 @@ from pydantic import model_validator
 
 from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe
-
-FORK = "fork"
-"""Family of the metrics of single windows: `fork/<position>/<window>/loss` and `.../loss_bf16`."""
-EVALUATED = "evaluated"
-"""Family of the metrics of single parts of the validation data, `evaluated/<part>/loss`: means over positions
-at the longest window."""
-
-WINDOW_FAMILIES = frozenset({FORK, EVALUATED})
-"""Families of metrics that forked trials alone have."""
+from ablate.training.metric_names import window_metric
 
 
 class Window(NamedTuple):
@@ -49,6 +40,10 @@ class Window(NamedTuple):
     def last(self) -> int:
         """Steps that the trial counts at the window's end."""
         return self.begun + self.steps
+
+    def metric(self, name: str) -> str:
+        """Return the name of a metric at the window's end: `fork/120/45/loss` of `val/loss`."""
+        return window_metric(self.position, self.steps, name)
 
     @property
     def key(self) -> str:
@@ -104,18 +99,3 @@ class Forks(Spec):
             own: the rate that the trunk itself has at that step.
         """
         return trunk_rate * (1 - (step - window.position) / window.steps) if self.anneal else own
-
-
-def cell_of(metric: str) -> tuple[int, int, str] | None:
-    """Return position, window and reading (`loss`, `loss_bf16`) of a metric; None for any other metric."""
-    family, _, rest = metric.partition("/")
-    parts = rest.split("/")
-    if family != FORK or len(parts) != 3:
-        return None
-    return int(parts[0]), int(parts[1]), parts[2]
-
-
-def cell_metrics(window: Window, losses: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield the metrics of one window, by reading."""
-    for reading, value in losses.items():
-        yield f"{FORK}/{window.key}/{reading}", value

@@ -16,13 +16,14 @@ from statistics import fmean
 from ablate.recipes.recipe import Recipe
 from ablate.training.checkpoints import Checkpoints, Readings, RunState
 from ablate.training.distributed import world
-from ablate.training.fork_design import EVALUATED, FORK, Forks, Window
+from ablate.training.fork_design import Forks, Window
 from ablate.training.hyperparameters import Training
 from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Telemetry, Twin
-from ablate.training.metric_names import ENDINGS
+from ablate.training.metric_names import ENDINGS, part_metric, plain_metric
 
 _PARTS = 32
 """Largest number of parts of the validation data whose losses are recorded one by one."""
+_READINGS = ("loss", "loss_bf16")
 _LEVELS = ("train/loss", "val/loss", "val/loss_bf16")
 """Metrics that are not recorded within windows: at a falling rate, and with a jump from each window to the
 next, a curve of them says nothing."""
@@ -205,23 +206,23 @@ def _begin(
 def _reading(evaluation: Evaluation | None) -> dict[str, list[float]]:
     """Return a window's last losses by reading, one a part of the validation data."""
     assert evaluation is not None, "a window ends with an evaluation"
-    return {"loss": evaluation.own, "loss_bf16": evaluation.high}
+    return dict(zip(_READINGS, evaluation, strict=True))
 
 
 def _ended(record: Record | None, window: Window, readings: Readings, forks: Forks) -> Record:
     """Return the record of a window's last step with the window's readings; of the last, with all."""
     assert record is not None, "the last step of a window is recorded"
-    own = {f"{FORK}/{window.key}/{name}": fmean(losses) for name, losses in readings[window.key].items()}
+    own = {window.metric(name): fmean(losses) for name, losses in readings[window.key].items()}
     if window != forks.cells[-1]:
         return record._replace(metrics=record.metrics | own)
     keys = [Window(position, forks.windows[-1], 0).key for position in forks.positions]
     parts: dict[str, float] = {}
-    for name in ("loss", "loss_bf16"):
+    for name in _READINGS:
         batches = [fmean(each) for each in zip(*(readings[key][name] for key in keys), strict=True)]
-        parts[f"val/{name}"] = fmean(batches)
+        parts[plain_metric(name)] = fmean(batches)
         shares = _parts(batches)
         if len(shares) > 1:
-            parts |= {f"{EVALUATED}/{number}/{name}": value for number, value in enumerate(shares)}
+            parts |= {part_metric(number, name): value for number, value in enumerate(shares)}
     return record._replace(metrics=record.metrics | own | parts)
 
 
@@ -233,6 +234,5 @@ def _parts(values: Sequence[float]) -> list[float]:
 
 def _without_levels(metrics: Mapping[str, float], last: bool) -> dict[str, float]:
     """Return a window's metrics without those of levels, which only the trial's last record has."""
-    return {
-        name: value for name, value in metrics.items() if name not in _LEVELS or (last and "val/" in name)
-    }
+    kept = tuple(map(plain_metric, _READINGS)) if last else ()
+    return {name: value for name, value in metrics.items() if name not in _LEVELS or name in kept}

@@ -21,7 +21,7 @@ it raises no error.
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -200,6 +200,27 @@ class Twin(NamedTuple):
         return cls(recipe.draws and engine == "emulated")
 
 
+def move_by_ulp(parameters: Iterable[nn.Parameter], seed: int) -> None:
+    """Move weights to the next number of their type, up or down by a random sign. Collective.
+
+    All weights of fp32 are moved. An ulp of bf16 is large, so there it is one weight of each parameter.
+
+    Args:
+        parameters: weights, which are changed in place.
+        seed: seed of the signs.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        own = whole(parameter.data)
+        ends = torch.where(torch.rand(own.shape, generator=draws) < 0.5, math.inf, -math.inf).to(own)
+        moved = torch.nextafter(own, ends)
+        if own.dtype != torch.float32:
+            one = int(torch.randint(own.numel(), (), generator=draws))
+            others = torch.arange(own.numel(), device=own.device).view_as(own) != one
+            moved = torch.where(others, own, moved)
+        parameter.data.copy_(placed({"": moved}, {"": parameter.data})[""])
+
+
 def train(
     run: PreparedRun,
     config: Training,
@@ -318,20 +339,8 @@ class Loop:
         return self.standing.restore(state)
 
     def move_weights(self) -> None:
-        """Move trained weights to the next number of their type, up or down by a random sign.
-
-        All weights of fp32 are moved. An ulp of bf16 is large, so there it is one weight of each parameter.
-        """
-        draws = torch.Generator().manual_seed(self.run.engine.clock.seed)
-        for parameter in self.parameters:
-            own = whole(parameter.data)
-            ends = torch.where(torch.rand(own.shape, generator=draws) < 0.5, math.inf, -math.inf).to(own)
-            moved = torch.nextafter(own, ends)
-            if own.dtype != torch.float32:
-                one = int(torch.randint(own.numel(), (), generator=draws))
-                others = torch.arange(own.numel(), device=own.device).view_as(own) != one
-                moved = torch.where(others, own, moved)
-            parameter.data.copy_(placed({"": moved}, {"": parameter.data})[""])
+        """Move the trained weights as a twin's differ (`move_by_ulp`)."""
+        move_by_ulp(self.parameters, self.run.engine.clock.seed)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, without the factor of a guard's fallbacks."""

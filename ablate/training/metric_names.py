@@ -31,6 +31,17 @@ GAP = "gap"
 They exist in MLflow alone, since the ledger can compute them.
 """
 
+DAMAGE = "damage"
+"""Family of the same metrics in a forked design, whose arms have no gap but damage."""
+
+FORK = "fork"
+"""Family of the readings of single windows: `fork/<position>/<window>/loss` and `.../loss_bf16`."""
+EVALUATED = "evaluated"
+"""Family of the readings of parts of the validation data: `evaluated/<part>/loss`.
+
+They are means over positions at the longest window."""
+
+_OF_WINDOWS = frozenset({FORK, EVALUATED})
 _WITH_SLOTS = frozenset({"quant", "gemm", "mean"})
 _OF_DATA = frozenset({"train", "val"})
 _OF_MACHINE = frozenset({"throughput", "memory"})
@@ -81,13 +92,20 @@ class Name:
 
     @property
     def for_tracker(self) -> bool:
-        """Return True if MLflow gets this metric: all but per-layer series and most errors of slots.
+        """Return True if MLflow gets this metric: all but per-layer series, most errors of slots, and
+        readings
+        of parts of the data.
 
         The ledger keeps the rest. A run in MLflow then has about 30 keys, which its page can still show.
         """
-        return self.family != "quant" or (
-            self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS
-        )
+        if self.family == "quant":
+            return self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS
+        return self.family != EVALUATED
+
+    @property
+    def of_window(self) -> bool:
+        """Return True for a reading of one window or one part of the data, which forked trials alone have."""
+        return self.family in _OF_WINDOWS
 
     @property
     def is_count(self) -> bool:
@@ -137,3 +155,44 @@ def each_layer(metric: str) -> str:
 def is_added(text: str) -> bool:
     """Return True for a metric that the platform adds to those that a user's own code logs."""
     return text == "tokens" or parse(text).family in _ADDED
+
+
+def reading(metric: str) -> str:
+    """Return the name of a metric among the readings of a window: `loss` for `val/loss`."""
+    return metric.removeprefix("val/")
+
+
+def plain_metric(reading: str) -> str:
+    """Return the name of a reading in a plain run: `val/loss` for `loss`."""
+    return f"val/{reading}"
+
+
+def window_metric(position: int, window: int, metric: str) -> str:
+    """Return the name of a metric at the end of a window, `fork/120/45/loss` of `val/loss`.
+
+    Args:
+        position: step of the trunk after which the window begins.
+        window: its steps.
+        metric: name of the metric in a plain run.
+    """
+    return f"{FORK}/{position}/{window}/{reading(metric)}"
+
+
+def cell_of(metric: str) -> tuple[int, int, str] | None:
+    """Return position, window and reading of a window's metric; None for any other metric."""
+    family, _, rest = metric.partition("/")
+    position, _, rest = rest.partition("/")
+    window, _, own = rest.partition("/")
+    return (int(position), int(window), own) if family == FORK and own else None
+
+
+def part_metric(number: int, metric: str) -> str:
+    """Return the name of a metric of one part of the validation data."""
+    return f"{EVALUATED}/{number}/{reading(metric)}"
+
+
+def part_of(metric: str) -> tuple[int, str] | None:
+    """Return number and reading of a metric of one part of the validation data; None for any other metric."""
+    family, _, rest = metric.partition("/")
+    number, _, own = rest.partition("/")
+    return (int(number), own) if family == EVALUATED and own else None

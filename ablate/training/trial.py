@@ -4,9 +4,11 @@ The function is called once for each arm and seed. It may be any training loop:
 
     def train(trial):
         model = trial.convert(Net(trial.config.width))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr * trial.lr_factor)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr)
         trial.checkpoint(model=model, optimizer=optimizer)
         for step, batch in trial.steps(loader(trial.seed)):
+            for group in optimizer.param_groups:
+                group["lr"] = trial.config.lr * trial.lr_factor
             with trial.step():
                 loss = model(batch)
                 loss.backward()
@@ -27,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,7 +38,7 @@ from torch import Tensor, nn
 from ablate.recipes.recipe import Recipe, Run
 from ablate.training.checkpoints import Checkpoints, RunState
 from ablate.training.conversion import Conversion, ConversionState, convert
-from ablate.training.loop import Record, Telemetry
+from ablate.training.loop import Record, Telemetry, move_by_ulp
 from ablate.training.metric_names import FIRST_NONFINITE
 from ablate.training.metrics import memory
 
@@ -80,6 +82,15 @@ class TrialState(TypedDict):
     """States of the global generators of torch, numpy and random."""
 
 
+class TrialWindow(NamedTuple):
+    """Window of a forked design that one call of the function trains."""
+
+    begun: int
+    """Steps that the trial counts before its first."""
+    anneal: bool
+    """True if the rate falls to zero within it."""
+
+
 class Stopped(BaseException):
     """The sweep has ended this trial; raised in the user's function at its next call of the trial."""
 
@@ -109,8 +120,6 @@ class Trial:
         max_steps: optimizer steps of the run.
         folder: folder for files of this trial; it may not exist yet.
         start: the file or folder given as `start`; None without one.
-        lr_factor: factor of the learning rate, 1.0 in a full run. Code that multiplies its rate by it can be
-            used in designs that turn the rate.
     """
 
     def __init__(
@@ -124,17 +133,22 @@ class Trial:
         checkpoints: Checkpoints | None,
         emit: Callable[[Record], None],
         start: Path | None = None,
+        saved: TrialState | None = None,
+        window: TrialWindow | None = None,
+        twin: bool = False,
     ) -> None:
         self.recipe, self.seed, self.config = recipe, seed, Config(config)
         self.device, self.max_steps, self.start = torch.device(device), run.steps, start
         self.folder = checkpoints.artifacts if checkpoints else Path("artifacts")
-        self.lr_factor = 1.0
         self._run, self._telemetry, self._checkpoints, self._emit = run, telemetry, checkpoints, emit
         self._conversions: list[Conversion] = []
         self._stateful: dict[str, Stateful] = {}
-        # A trial's checkpoints hold what its workload gave: here `_state`.
-        self._saved = cast(TrialState | None, checkpoints.take() if checkpoints else None)
-        self._first = self._saved["step"] if self._saved else 0
+        self._saved, self._window, self._twin = saved, window, twin
+        self._before = window.begun if window else 0
+        """Steps that the trial counts before the first of this run."""
+        self._first = saved["step"] - self._before if saved else 0
+        self._rates = set[int]()
+        """Steps at which the function asked for the learning rate's factor."""
         self._between_done = -1
         self._done = self._first
         self._metrics: dict[str, float] = {}
@@ -143,6 +157,16 @@ class Trial:
         self._recorded = self._first
 
     # --- for the user's function ----------------------------------------------------------------------
+
+    @property
+    def lr_factor(self) -> float:
+        """Factor of the learning rate in the present step: 1 in a full run; in a window it falls to zero.
+
+        Code that multiplies its rate by it in every step can be used in a forked design (`design: {trunk:
+        start}`).
+        """
+        self._rates.add(self._done)
+        return 1 - self._done / self.max_steps if self._window and self._window.anneal else 1.0
 
     def convert(
         self,
@@ -247,7 +271,7 @@ class Trial:
             except (TypeError, ValueError):
                 raise ValueError(f"trial.log: {name} is {value!r}, which is no number") from None
         if not math.isfinite(self._metrics.get("train/loss", 0.0)):
-            self._metrics[FIRST_NONFINITE] = float(max(1, self._done))
+            self._metrics[FIRST_NONFINITE] = float(max(1, self._done) + self._before)
             self._flush()
             raise Stopped
 
@@ -297,6 +321,14 @@ class Trial:
             raise RuntimeError(
                 "the training function took no step: put each step inside `with trial.step():`"
             )
+        steps = self._done - self._first
+        if self._window and self._window.anneal and len(self._rates) < steps - 1:
+            raise RuntimeError(
+                f"the training function read trial.lr_factor in {len(self._rates)} of {steps} steps:"
+                " in a forked"
+                " design its learning rate must be multiplied by trial.lr_factor in every step, to"
+                " fall to zero"
+            )
         for conversion in self._conversions:
             self._metrics["flops/fp4_share"] = conversion.metrics()["flops/fp4_share"]
         self._flush(last=True)
@@ -315,14 +347,18 @@ class Trial:
         self._between_done = self._done
         if self._saved and self._done == self._first:
             self._continue()
+        elif self._twin and self._done == 0:
+            for conversion in self._conversions:
+                move_by_ulp([p for p in conversion.model.parameters() if p.requires_grad], self.seed)
         due = self._done % self._telemetry.log == 0 or time.monotonic() - self._last_record > _BEAT_SECONDS
         if self._done > self._recorded and (self._metrics or due):
             self._flush()
         checkpoints = self._checkpoints
         if checkpoints and self._stateful and self._done > self._first:
-            wanted = checkpoints.wanted(self._done)
+            counted = self._done + self._before
+            wanted = checkpoints.wanted(counted)
             if any(wanted):
-                checkpoints.leave(self._done, cast(RunState, self._state()), wanted)
+                checkpoints.leave(counted, cast(RunState, self._state()), wanted)
 
     def _continue(self) -> None:
         """Restore what the checkpoint has beside the user's objects, before the first step."""
@@ -340,7 +376,7 @@ class Trial:
 
     def _state(self) -> TrialState:
         return {
-            "step": self._done,
+            "step": self._done + self._before,
             "objects": {name: part.state_dict() for name, part in self._stateful.items()},
             "conversions": [conversion.state_dict() for conversion in self._conversions],
             "generators": _generators(),
@@ -359,7 +395,7 @@ class Trial:
             metrics["nan/activation"] = conversion.metrics()["nan/activation"]
         metrics |= memory(self.device)
         self._recorded, self._last_record = self._done, time.monotonic()
-        self._emit(Record(self._done, metrics))
+        self._emit(Record(self._done + self._before, metrics))
 
 
 def emitted(work: Callable[[Callable[[Record], None]], None]) -> Iterator[Record]:

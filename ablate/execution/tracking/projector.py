@@ -289,7 +289,8 @@ class Projector:
         knobs = dict.fromkeys(knob for arm in ledger.arms() for knob in json.loads(arm.knobs))
         counted = next((unit(member.spec, metric.name) for member in ledger.members()), "")
         minimize, now = metric.direction == "minimize", int(time.time() * 1000)
-        shown = runs.view(knobs, metric.name, self._metrics or [metric.name], counted, minimize, now)
+        gaps = runs.gap_names(ledger, counted)
+        shown = runs.view(knobs, metric.name, self._metrics or [metric.name], gaps, minimize, now)
         if shown:
             client.set_experiment_tag(self.experiment, _VIEW_TAG, shown)
 

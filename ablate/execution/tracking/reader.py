@@ -23,7 +23,7 @@ from ablate.experiment.roles import Role
 from ablate.files import Json
 from ablate.results.databases import open_readonly, path_of
 from ablate.results.ledger import Ledger
-from ablate.training.metric_names import GAP, parse
+from ablate.training.metric_names import DAMAGE, GAP, parse
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -260,7 +260,7 @@ def _read(client: "MlflowClient", run: "Run") -> tuple[str, list[Event]]:
         "device": tags["ablate.device"],
     }
     spec = _artifact(client, run, "spec.json")
-    keys = [key for key in run.data.metrics if parse(key).family != GAP]
+    keys = [key for key in run.data.metrics if parse(key).family not in (GAP, DAMAGE)]
     points = (point for key in keys for point in client.get_metric_history(run.info.run_id, key))
     events = [
         {"step": point.step, "time": point.timestamp / 1000, "metrics": {point.key: _value(point.value)}}

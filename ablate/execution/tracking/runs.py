@@ -17,7 +17,7 @@ from ablate.files import Json
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
-from ablate.training.metric_names import GAP, Name, parse
+from ablate.training.metric_names import DAMAGE, GAP, Name, parse
 from ablate.training.workloads import context_free, unit
 
 TURNED = "ablate."
@@ -27,7 +27,7 @@ PAGES = "ABLATE_MLFLOW_PAGES"
 """Environment variable with the server's address for browsers, if it differs from the sweep's, as it does
 between containers.
 """
-_FACTS = ("name", "question", "metric", "metrics", "interval", "search", "provenance.json")
+_FACTS = ("name", "question", "metric", "metrics", "interval", "search", "design", "provenance.json")
 _COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#56b4e9", "#ece133", "#fbafe4")
 """Safe for colour-blind readers, as in this project's figures."""
 _BASELINE_COLOUR = "#595959"
@@ -150,11 +150,16 @@ def gaps(
 
     Each is (member, step, time, metrics), with step and time of the member's last value.
     """
+    forked = bool(ledger.fact("design"))
     for other in ledger.counterparts(member.arm, member.seed):
         compared, baseline = (member, other) if member.baseline == other.arm else (other, member)
         last, reference = (ledger.last_record(one.trial, metric) for one in (compared, baseline))
         if last and reference and member.status == other.status == "done":
-            found = _gap(unit(member.spec, metric), last[1], reference[1])
+            found = (
+                _damage(ledger, compared, baseline)
+                if forked
+                else _gap(unit(member.spec, metric), last[1], reference[1])
+            )
             if found:
                 yield compared, last[0], last[2], found
 
@@ -165,6 +170,25 @@ def _gap(counted: str, value: float, baseline: float) -> dict[str, float]:
     if not math.isfinite(gap):
         return {}
     return {gap_in(counted): gap} | ({gap_in("pct"): 100 * gap / abs(baseline)} if baseline else {})
+
+
+def gap_names(ledger: Ledger, unit: str) -> tuple[str, ...]:
+    """Return the names of the metrics that compare a sweep's members with their baselines."""
+    if ledger.fact("design"):
+        return tuple(str(Name(DAMAGE, None, None, name)) for name in ("total", "learnt", "direct"))
+    return gap_in(unit), gap_in("pct")
+
+
+def _damage(ledger: Ledger, member: Member, baseline: Member) -> dict[str, float]:
+    """Return the damage of a forked member: its total, the training's (learnt), and the cast's (direct)."""
+    own, other = (
+        [ledger.last_value(one.trial, name) for name in ("val/loss", "val/loss_bf16")]
+        for one in (member, baseline)
+    )
+    if not all(map(math.isfinite, (*own, *other))):
+        return {}
+    learnt, total = own[1] - other[1], own[0] - other[0]
+    return dict(zip(gap_names(ledger, ""), (total, learnt, total - learnt), strict=True))
 
 
 def gap_in(unit: str) -> str:
@@ -220,7 +244,12 @@ def description(ledger: Ledger) -> str:
 
 
 def view(
-    knobs: Iterable[str], metric: str, metrics: Iterable[str], counted: str, minimize: bool, now_ms: int
+    knobs: Iterable[str],
+    metric: str,
+    metrics: Iterable[str],
+    gaps: Iterable[str],
+    minimize: bool,
+    now_ms: int,
 ) -> str | None:
     """Return the saved view of a sweep's runs in the format of MLflow's pages; None if it is too long for a
     tag.
@@ -231,7 +260,7 @@ def view(
     columns = [f"params.`{TURNED}{knob}`" for knob in knobs][:_MOST_COLUMNS]
     columns += [
         "tags.`ablate.status`",
-        *(f"metrics.`{key}`" for key in (*metrics, gap_in(counted), gap_in("pct"))),
+        *(f"metrics.`{key}`" for key in (*metrics, *gaps)),
     ]
     state = {
         "searchFilter": "tags.`ablate.kind` = 'trial'",

@@ -11,18 +11,21 @@ it imports, of the declared data, and on `config`; never on where they lie.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
 
 from ablate.recipes.recipe import Recipe, Run
 from ablate.training import user_code
+from ablate.training.metric_names import ENDINGS, is_added
 from ablate.training.user_code import Code
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
-    from ablate.training.checkpoints import Checkpoints
+    from ablate.training.checkpoints import Checkpoints, RunState
+    from ablate.training.fork_design import Forks, Window
     from ablate.training.loop import Record, Telemetry
 
 
@@ -100,18 +103,68 @@ class Python(OwnCode):
         device: str,
         telemetry: Telemetry,
         checkpoints: Checkpoints | None = None,
+        forks: Forks | None = None,
+        twin: bool = False,
     ) -> Iterator[Record]:
-        """Call the function, and yield a Record for each step of which it logged something."""
-        from ablate.training.trial import Trial, emitted, seeded
+        """Call the function, and yield a Record for each step of which it logged something.
+
+        With `forks` it is called once for each window, from `start`. What it logged last there is
+        recorded under
+        the window's name. `twin`: move the weights of converted models by one ulp before the first step.
+        """
+        saved = checkpoints.take() if checkpoints else None
+        call = partial(self._call, recipe, seed, device, telemetry, checkpoints, twin)
+        if forks is None:
+            yield from call(saved, None)
+            return
+        begun = saved["step"] if saved else 0
+        for window in (window for window in forks.cells if window.last > begun):
+            own, saved = (saved if saved and saved["step"] > window.begun else None), None
+            for record in call(own, (forks, window)):
+                yield record._replace(metrics=in_window(record, window, window == forks.cells[-1]))
+                if not ENDINGS.isdisjoint(record.metrics):
+                    return
+
+    def _call(
+        self,
+        recipe: Recipe,
+        seed: int,
+        device: str,
+        telemetry: Telemetry,
+        checkpoints: Checkpoints | None,
+        twin: bool,
+        saved: RunState | None,
+        place: tuple[Forks, Window] | None,
+    ) -> Iterator[Record]:
+        """Call the function for a whole run or for one window, and yield its records."""
+        from ablate.training.trial import Trial, TrialState, TrialWindow, emitted, seeded
 
         code = self._code
         function, declared = user_code.load(code), user_code.declares_config(code)
         run = Run(self.steps, self.tokens_per_step, self.decay_start)
+        window = None
+        if place:
+            run = Run(place[1].steps, self.tokens_per_step)
+            window = TrialWindow(place[1].begun, place[0].anneal)
         start = Path(self.start).expanduser() if self.start else None
+        state = cast("TrialState | None", saved)  # checkpoints hold what a workload gave
 
         def work(emit: Callable[[Record], None]) -> None:
             with seeded(seed):
-                trial = Trial(recipe, seed, self.config, device, run, telemetry, checkpoints, emit, start)
+                trial = Trial(
+                    recipe,
+                    seed,
+                    self.config,
+                    device,
+                    run,
+                    telemetry,
+                    checkpoints,
+                    emit,
+                    start,
+                    state,
+                    window,
+                    twin,
+                )
                 if declared:
                     from ablate.training.config_schema import built
 
@@ -121,3 +174,22 @@ class Python(OwnCode):
                 trial.finish()
 
         yield from emitted(work)
+
+
+def in_window(record: Record, window: Window, longest: bool) -> dict[str, float]:
+    """Return the metrics of a record of own code in a window.
+
+    The last record has what the code logged under the window's name. Only the longest window's records
+    have it
+    under its own: curves of several windows would jump from one to the next.
+
+    Args:
+        record: the record.
+        window: the window.
+        longest: the window is the last and longest.
+    """
+    logged = {name for name in record.metrics if not is_added(name)}
+    kept = {name: value for name, value in record.metrics.items() if longest or name not in logged}
+    if record.step == window.last:
+        kept |= {window.metric(name): record.metrics[name] for name in logged}
+    return kept

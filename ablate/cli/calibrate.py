@@ -1,0 +1,217 @@
+"""`ablate calibrate X.yaml`: find the sharpest design for a model, and write it into the experiment."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ablate.cli.common import FAILED, Device, Profile, State, console, duration, program
+from ablate.cli.plan import forecast
+from ablate.cli.settings import Settings, find_settings
+from ablate.errors import InputError
+from ablate.experiment.load import Experiment, load
+from ablate.experiment.roles import BAD
+from ablate.experiment.schema import START
+from ablate.experiment.yaml_document import with_values
+from ablate.files import Json
+from ablate.results.calibration import FEWEST_SEEDS, Candidate, best, from_forks, from_full_runs
+from ablate.results.forked import design_of
+from ablate.results.summary import open_ledger
+from ablate.training.workloads.own_code import OwnCode
+
+FORKS, FULL = "_calibration", "_calibration_full"
+"""Suffixes of the names of a calibration's two sweeps."""
+_FIRST_SEED = 900_000
+"""Calibrations have seeds of their own: a design is not chosen by the seeds that it is used on."""
+_MOST_UNLIKE = 3
+"""Number of the experiment's own arms that a calibration runs."""
+
+
+def calibrate(
+    file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
+    hours: Annotated[
+        float | None, typer.Option(min=0.001, help="Longest time for the calibration; fewer seeds fit less.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=FEWEST_SEEDS, max=100, help="Seeds to calibrate on.")] = 4,
+    bad: Annotated[
+        str, typer.Option(help="Known-bad arm: a preset that is certainly worse than the others.")
+    ] = "mxfp4",
+    full: Annotated[bool, typer.Option(help="Try full runs beside forks.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the proposal nowhere.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Trials to run at once.")] = None,
+    state: State = None,
+    profile: Profile = None,
+    device: Device = None,
+) -> None:
+    """Find the design that tells most per hour for this model, and write it into the experiment.
+
+    Two small sweeps on seeds of their own, X_calibration and X_calibration_full, run the baseline, its
+    twin, a
+    known-bad arm and up to three arms of the experiment: in forks of a trunk, and in full runs. Designs and
+    seeds follow from their noise and their speed. The same command continues it. Exit status: 0 done, 1
+    a trial
+    failed or the known-bad arm cannot be seen, 2 bad input.
+    """
+    settings = find_settings(profile, state=state, device=device, workers=workers)
+    experiment = load(file, settings.device)
+    screen = console()
+    seeds, sweeps = _fitting(file, experiment, seeds, bad, full, hours, settings)
+    options = ["--state", str(settings.state)]
+    options += ["--profile", profile] if profile else []
+    options += ["--device", device] if device else []
+    options += ["--workers", str(workers)] if workers else []
+    for path in sweeps:
+        screen.print(f"Calibrating: {path.name}, {seeds} seeds of its own")
+        command = [sys.executable, "-m", "ablate.sweep", str(path), "--quiet", "--no-report", *options]
+        if (status := subprocess.run(command, check=False).returncode) not in (0,):
+            raise typer.Exit(status)
+    candidates = read_candidates(file, experiment, settings.state)
+    arms = len(experiment.arms) + (experiment.search.trials if experiment.search else 0)
+    chosen = best(candidates, arms)
+    screen.print(_table(candidates, chosen, arms))
+    if chosen.sharpness(arms) == 0:
+        screen.print(
+            f"No design sees the known-bad arm ({bad}): its damage is smaller than its standard error"
+            " in each."
+            " Give more seeds (--seeds), more steps, or another arm (--bad). Nothing is written."
+        )
+        raise typer.Exit(FAILED)
+    count = chosen.proposed_seeds()
+    screen.print(
+        f"Sharpest: {chosen.name}. With {count} seeds of {arms} arms a 95 % interval is expected to be"
+        f" ±{chosen.half_width(count):.2g} wide (at most ±{chosen.half_width(count, True):.2g} with a"
+        " chance of"
+        f" 80 %), after {duration(count * chosen.seconds(arms))} of one worker. A fifth of the"
+        " known-bad arm's"
+        f" damage is {chosen.goal:.2g}."
+    )
+    if not dry_run:
+        file.write_text(with_values(file.read_text(), _proposal(experiment, chosen, count, bad)))
+        screen.print(f"Written into {file}: `{program('ablate')} plan {file}` shows it.")
+
+
+def _sweeps(
+    file: Path, experiment: Experiment, seeds: int, bad: str, full: bool
+) -> dict[Path, dict[str, Json]]:
+    """Return the files of the calibration's sweeps, with what they change of the experiment."""
+    own = [arm for arm in experiment.arms if not arm.outside and arm.name not in experiment.added]
+    own = [arm for arm in own if arm.baseline is not None] or [experiment.base.arm({})]
+    middle = sorted({0, len(own) // 2, len(own) - 1})
+    chosen = [own[index] for index in middle][:_MOST_UNLIKE]
+    named = [experiment.against.arm] if experiment.against.arm else []
+    arms: dict[str, Json] = {arm.name: dict(arm.knobs) for arm in (*named, *chosen)}
+    trunk = START if isinstance(experiment.base.config, OwnCode) else "bf16"
+    design: dict[str, Json] = {"trunk": experiment.design.trunk if experiment.design else trunk}
+    common: dict[str, Json] = {
+        "question": f"Calibration of {experiment.name}: {experiment.question}",
+        "arms": arms,
+        "seeds": list(range(_FIRST_SEED, _FIRST_SEED + seeds)),
+        "null": True,
+        "metric": {"name": experiment.metric.name, "direction": experiment.metric.direction},
+        **dict.fromkeys(("ablate", "search", "published", "constraints", "budget", "design")),
+    }
+    sweeps = {_beside(file, FORKS): common | {"design": design | {"bad": bad}}}
+    if full and not isinstance(experiment.base.config, OwnCode):
+        bad_arm: dict[str, Json] = {f"{BAD}{bad}": {"recipe": bad}}
+        sweeps[_beside(file, FULL)] = common | {"arms": arms | bad_arm}
+    return sweeps
+
+
+def _beside(file: Path, suffix: str) -> Path:
+    return file.with_name(f"{file.stem}{suffix}.yaml")
+
+
+def _fitting(
+    file: Path,
+    experiment: Experiment,
+    seeds: int,
+    bad: str,
+    full: bool,
+    hours: float | None,
+    settings: Settings,
+) -> tuple[int, list[Path]]:
+    """Write the sweeps' files with as many seeds as fit into the hours; return their number and the files.
+
+    Raises:
+        InputError: not even three seeds of the forks fit.
+    """
+    workers = settings.workers or 1
+    for count, both in ((seeds, full), (FEWEST_SEEDS, full), (FEWEST_SEEDS, False)):
+        files, total = _sweeps(file, experiment, count, bad, both), 0.0
+        for path, values in files.items():
+            path.write_text(with_values(experiment.text, values))
+            total += forecast(load(path, settings.device), settings.state, settings.device).seconds
+        if hours is None or total / workers <= 3600 * hours:
+            return count, list(files)
+    raise InputError(
+        [
+            f"{file}: a calibration on {FEWEST_SEEDS} seeds takes about {duration(total / workers)};"
+            " give more --hours, or a smaller workload"
+        ]
+    )
+
+
+def read_candidates(file: Path, experiment: Experiment, state: Path) -> list[Candidate]:
+    """Return the designs that a finished calibration compares; none without one.
+
+    Args:
+        file: the experiment's file.
+        experiment: the experiment.
+        state: state folder.
+    """
+    config, found = experiment.base.config, []
+    for suffix in (FORKS, FULL):
+        name = f"{file.stem}{suffix}"
+        if not (state / "sweeps" / name / "ledger.db").exists():
+            continue
+        with closing(open_ledger(state, name)) as ledger:
+            design = design_of(ledger)
+            bad = (
+                design.bad
+                if design
+                else next((arm.name for arm in ledger.arms() if arm.name.startswith(BAD)), None)
+            )
+            if bad is None:
+                continue
+            if design:
+                found += from_forks(ledger, design, config.steps, config.tokens_per_step, bad)
+            else:
+                found.append(from_full_runs(ledger, config.steps, config.tokens_per_step, bad))
+    return found
+
+
+def _table(candidates: Sequence[Candidate], chosen: Candidate, arms: int) -> Table:
+    table = Table(header_style="bold", pad_edge=False, box=None, padding=(0, 2, 0, 0))
+    for column in ("design", "known-bad arm", "deviation", "s a seed", "t after 1 h", "± at 3, 5, 8 seeds"):
+        table.add_column(column, justify="left" if column == "design" else "right")
+    for one in sorted(candidates, key=lambda each: -each.sharpness(arms)):
+        widths = ", ".join(f"{one.half_width(seeds):.2g}" for seeds in (3, 5, 8))
+        table.add_row(
+            one.name,
+            f"{one.effect:+.2g} ±{one.effect_error:.1g}",
+            f"{one.deviation:.2g}",
+            f"{one.seconds(arms):.0f}",
+            f"{one.sharpness(arms):.1f}",
+            widths,
+            style="bold" if one is chosen else "",
+        )
+    return table
+
+
+def _proposal(experiment: Experiment, chosen: Candidate, seeds: int, bad: str) -> dict[str, Json]:
+    """Return the keys that the proposal changes in the experiment's file."""
+    if chosen.design is None:
+        return {"design": None, "seeds": seeds}
+    design = chosen.design.model_dump(mode="json", exclude_defaults=True) | {
+        "trunk": chosen.design.trunk,
+        "bad": bad,
+    }
+    metric: dict[str, Json] = {"name": experiment.metric.name}
+    if experiment.metric.direction != "minimize":
+        metric["direction"] = experiment.metric.direction
+    return {"design": design, "seeds": seeds, "metric": metric}

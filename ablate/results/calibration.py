@@ -1,0 +1,257 @@
+"""Calibration: which design tells most per hour for one model, and how narrow its intervals will be.
+
+The problem. Whether full runs or forks are sharper, how long windows must be and how many seeds a question
+takes depend on the model, its data and its rate. A design that is chosen by its results makes them look
+better
+than they are.
+
+The idea. A small sweep on seeds of its own runs a known-bad arm, a few unlike arms and the baseline in the
+longest design. Every smaller one is part of it, so each candidate's noise and cost can be read off it:
+
+    sharpness = |damage of the known-bad arm| / deviation of contrasts of unlike arms / sqrt(hours a seed)
+
+which is Student's t of the known-bad arm after one hour. Contrasts are of unlike arms, never of twins, whose
+noise is smaller. The width of an interval follows from deviation, seeds and the error of the evaluation.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from ablate.experiment.schema import Design
+from ablate.results.forked import FIFTH, Readings, views
+from ablate.results.intervals import SINGLE_LOOK
+from ablate.results.ledger import Ledger
+from ablate.results.paired_stats import Difference, common, paired_difference
+from ablate.results.summary import ArmSummary, metric_of, summaries
+
+MOST_SEEDS = 32
+"""Largest number of seeds that is proposed."""
+FEWEST_SEEDS = 3
+_SURE = 0.9
+_CAREFUL = 0.8
+"""Probability with which the width at the proposed number of seeds is kept, as far as the deviation goes."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A design with what a calibration found of it."""
+
+    name: str
+    design: Design | None
+    """None: full runs."""
+    effect: float
+    """Damage, or gap, of the known-bad arm; positive if it is worse than its baseline."""
+    effect_error: float
+    """Its standard error."""
+    deviation: float
+    """Standard deviation of a paired difference of unlike arms, pooled over the contrasts."""
+    seeds: int
+    """Seeds that it was estimated from."""
+    error: float
+    """Standard error of the evaluation, which all seeds share; 0 if it is not known."""
+    steps: float
+    """Steps of one arm at one seed."""
+    trunk: float
+    """Steps of the trunk at one seed."""
+    step_seconds: float
+    """Mean seconds of a step over the arms."""
+    trunk_step_seconds: float
+
+    def seconds(self, arms: int) -> float:
+        """Return the seconds that one seed of all arms takes, one after the other."""
+        return arms * self.steps * self.step_seconds + self.trunk * self.trunk_step_seconds
+
+    def sharpness(self, arms: int) -> float:
+        """Return Student's t of the known-bad arm after one hour.
+
+        The effect is the lower end of its one-sided 90 % interval, since the best of many candidates owes
+        something to chance; 0 if the arm looks better than its baseline.
+        """
+        bound = float(special.stdtrit(self.seeds - 1, _SURE)) * self.effect_error
+        effect = max(0.0, self.effect - bound)
+        return effect / self.deviation / math.sqrt(self.seconds(arms) / 3600)
+
+    def half_width(self, seeds: int, careful: bool = False) -> float:
+        """Return half the width of a 95 % interval of one comparison.
+
+        Args:
+            seeds: number of seeds, 2 or more.
+            careful: use the deviation that is exceeded with a probability of 20 % only.
+        """
+        deviation = self.deviation
+        if careful:
+            free = self.seeds - 1
+            deviation *= math.sqrt(free / float(special.chdtri(free, _CAREFUL)))
+        return math.hypot(
+            deviation * SINGLE_LOOK.half_width(seeds),
+            self.error * SINGLE_LOOK.half_width(seeds) * math.sqrt(seeds),
+        )
+
+    @property
+    def goal(self) -> float:
+        """A fifth of the known-bad arm's effect: the smallest that matters."""
+        return FIFTH * abs(self.effect)
+
+    def proposed_seeds(self) -> int:
+        """Return the number of seeds at which the interval is as narrow as the smallest effect that
+        matters."""
+        wanted = (
+            seeds for seeds in range(FEWEST_SEEDS, MOST_SEEDS) if self.half_width(seeds, True) <= self.goal
+        )
+        return next(wanted, MOST_SEEDS)
+
+
+def from_full_runs(ledger: Ledger, steps: int, tokens_per_step: int, bad: str) -> Candidate:
+    """Return full runs as a candidate.
+
+    Args:
+        ledger: ledger of the calibration's full runs.
+        steps: steps of a run.
+        tokens_per_step: tokens of one step.
+        bad: name of the known-bad arm.
+
+    Raises:
+        ValueError: too few runs are finished.
+    """
+    arms = summaries(ledger)
+    values = {arm.name: arm.values for arm in arms}
+    return _candidate(ledger, "full runs", None, arms, values, bad, (steps, 0), tokens_per_step, 0.0)
+
+
+def from_forks(ledger: Ledger, design: Design, steps: int, tokens_per_step: int, bad: str) -> list[Candidate]:
+    """Return the designs that are part of a calibration's forks: fewer positions, shorter windows.
+
+    A candidate has three horizons, 1, 2 and 4 times its shortest window.
+
+    Args:
+        ledger: ledger of the calibration's forks.
+        design: their design.
+        steps: steps of the trunk's schedule.
+        tokens_per_step: tokens of one step.
+        bad: name of the known-bad arm.
+
+    Raises:
+        ValueError: too few trials are finished.
+    """
+    arms = summaries(ledger)
+    known = next((arm.readings for arm in arms if arm.readings and arm.readings.cells), None)
+    if known is None:
+        raise ValueError("no forked trial is finished")
+    error = _evaluation_error(arms)
+    found = []
+    for longest in known.windows[1:] or known.windows:  # a shorter one would have windows of a few steps
+        for positions in _subsets(known.positions):
+            values = {arm.name: _values(arm.readings, positions, longest) for arm in arms}
+            shortest = longest / design.horizons[-1]
+            smaller = design.model_copy(
+                update={"window": round(shortest / steps, 6), "positions": _shares(positions, known, steps)}
+            )
+            count = len(positions)
+            shape = count * sum(shortest * times for times in design.horizons), positions[-1]
+            name = f"{count} position{'s' if count > 1 else ''}, windows up to {longest} steps"
+            found.append(_candidate(ledger, name, smaller, arms, values, bad, shape, tokens_per_step, error))
+    return found
+
+
+def _shares(positions: Sequence[int], known: Readings, steps: int) -> int | tuple[float, ...]:
+    """Return positions as a file writes them: their number if they are those of the calibration."""
+    if list(positions) == known.positions:
+        return len(positions)
+    return tuple(round(position / steps, 4) for position in positions)
+
+
+def _subsets(positions: Sequence[int]) -> Iterator[list[int]]:
+    """Yield all positions, the first and the last, and the middle one."""
+    yield list(positions)
+    if len(positions) > 2:
+        yield [positions[0], positions[-1]]
+    if len(positions) > 1:
+        yield [positions[len(positions) // 2]]
+
+
+def _values(readings: Readings | None, positions: Sequence[int], window: int) -> dict[int, float]:
+    if readings is None:
+        return {}
+    tables = [values for cell, values in readings.cells.items() if cell.window == window]
+    chosen = [
+        values
+        for cell, values in readings.cells.items()
+        if cell.window == window and cell.position in positions
+    ]
+    seeds = set.intersection(*(set(table) for table in tables)) if tables else set()
+    return {seed: math.fsum(table[seed] for table in chosen) / len(chosen) for seed in sorted(seeds)}
+
+
+def _evaluation_error(arms: Sequence[ArmSummary]) -> float:
+    """Return the root of the mean square of the evaluation's error over all contrasts; 0 if it is not
+    known."""
+    pairs = list(_pairs(arms))
+
+    def differences(those: list[ArmSummary]) -> list[Difference]:
+        by_name = {arm.name: arm for arm in those}
+        return [paired_difference(by_name[one].values, by_name[other].values) for one, other in pairs]
+
+    errors = [view.error for view in views(arms, differences, len(pairs)) if view]
+    known = [error for error in errors if math.isfinite(error)]
+    return math.sqrt(math.fsum(error**2 for error in known) / len(known)) if known else 0.0
+
+
+def _pairs(arms: Sequence[ArmSummary]) -> Iterator[tuple[str, str]]:
+    """Yield every two arms that are unlike: all but twins."""
+    names = [arm.name for arm in arms if arm.role != "null"]
+    yield from itertools.combinations(names, 2)
+
+
+def _candidate(
+    ledger: Ledger,
+    name: str,
+    design: Design | None,
+    arms: Sequence[ArmSummary],
+    values: Mapping[str, Mapping[int, float]],
+    bad: str,
+    shape: tuple[float, float],
+    tokens_per_step: int,
+    error: float,
+) -> Candidate:
+    by_name = {arm.name: arm for arm in arms}
+    minimize = metric_of(ledger).direction == "minimize"
+    baseline = by_name[bad].baseline if bad in by_name else None
+    if baseline is None:
+        raise ValueError(f"the calibration has no arm {bad} with a baseline")
+    effect = paired_difference(values[bad], values[baseline])
+    differences = [
+        [values[one][seed] - values[other][seed] for seed in common(values[one], values[other])]
+        for one, other in _pairs(arms)
+    ]
+    if effect.pairs < FEWEST_SEEDS:
+        raise ValueError(f"{effect.pairs} seeds are finished; a calibration takes {FEWEST_SEEDS} or more")
+    variances = [float(np.var(each, ddof=1)) for each in differences if len(each) > 1]
+    speeds = {arm.name: arm.tokens_per_s for arm in arms if arm.tokens_per_s > 0}
+    unlike = [tokens_per_step / speed for name, speed in speeds.items() if by_name[name].role != "null"]
+    return Candidate(
+        name,
+        design,
+        effect.mean if minimize else -effect.mean,
+        effect.deviation / math.sqrt(effect.pairs),
+        math.sqrt(math.fsum(variances) / len(variances)),
+        effect.pairs,
+        error,
+        *shape,
+        math.fsum(unlike) / len(unlike) if unlike else math.nan,
+        tokens_per_step / speeds[baseline] if baseline in speeds else math.nan,
+    )
+
+
+def best(candidates: Sequence[Candidate], arms: int) -> Candidate:
+    """Return the candidate with the greatest sharpness.
+
+    Args:
+        candidates: one or more.
+        arms: number of arms of the sweep that is planned, its baselines included.
+    """
+    return max(candidates, key=lambda candidate: candidate.sharpness(arms))

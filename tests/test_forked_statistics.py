@@ -1,0 +1,233 @@
+"""Verdicts of a forked design: what the windows, the positions and the evaluation leave of them, on simulated readings."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ablate.experiment.schema import Design
+from ablate.results.calibration import Candidate, best
+from ablate.results.forked import Cell, Readings, Views, difference_word, qualified, sharpened, views
+from ablate.results.paired_stats import (
+    Difference,
+    Verdict,
+    equivalence,
+    judge,
+    p_value,
+    paired_difference,
+    seeds_needed,
+)
+
+SEEDS = range(8)
+WINDOWS, POSITIONS = (10, 20, 40), (100, 200, 300)
+
+
+class Arm:
+    """An arm with the readings that `damage(window, position)` gives, and independent noise."""
+
+    def __init__(self, name: str, damage, noise: float = 1e-5, draw: int = 0, parts: int = 16) -> None:
+        random = np.random.default_rng(draw)
+        self.name = name
+        cells = {
+            Cell(position, window): {
+                seed: 3 + damage(window, position) + noise * random.normal() for seed in SEEDS
+            }
+            for position in POSITIONS
+            for window in WINDOWS
+        }
+        own = {number: dict.fromkeys(SEEDS, 3 + 1e-3 * random.normal()) for number in range(parts)}
+        self.readings: Readings | None = Readings(cells, own)
+        self.values = self.readings.at(WINDOWS[-1])
+
+    def with_values(self, values):
+        other = object.__new__(Arm)
+        other.name, other.readings, other.values = self.name, self.readings, dict(values)
+        return other
+
+
+def compared(damage, noise: float = 1e-5) -> tuple[Difference, Views]:
+    """The damage of one arm, and its views."""
+    arms = [Arm("bf16", lambda window, position: 0.0, noise, 1), Arm("fp4", damage, noise, 2)]
+
+    def gap(those):
+        return [paired_difference(those[1].values, those[0].values)]
+
+    (view,) = views(arms, gap, 1)
+    return gap(arms)[0], view
+
+
+def verdict(damage, sees: bool = True, margin: float | None = None, noise: float = 1e-5) -> Verdict:
+    gap, view = compared(damage, noise)
+    return qualified(judge([(gap, margin)], True)[0], view, sees)
+
+
+def test_damage_in_proportion_to_the_window_keeps_its_verdict():
+    assert verdict(lambda window, position: 1e-4 * window).kind == "worse"
+    assert verdict(lambda window, position: -1e-4 * window).kind == "better"
+    assert (
+        verdict(lambda window, position: 1e-3 * math.sqrt(window)).kind == "worse"
+    )  # noise at once, then less
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_damage_that_changes_its_sign_or_grows_faster_than_the_window_depends_on_the_horizon(sign):
+    changing = verdict(lambda window, position: sign * 1e-3 * (window - 15))
+    growing = verdict(lambda window, position: sign * 1e-5 * window**2)
+    for one in (changing, growing):
+        assert (one.kind, one.reason, one.needed) == ("unjudged", "horizon", None)
+
+
+def test_damage_of_opposite_signs_at_two_positions_depends_on_the_position():
+    assert verdict(lambda window, position: 1e-3 * (position - 150)).reason == "position"
+    assert verdict(lambda window, position: 1e-3 * position).kind == "worse"
+
+
+def test_nothing_is_equivalent_in_a_design_that_sees_nothing():
+    nothing = lambda window, position: 0.0  # noqa: E731
+    assert verdict(nothing, margin=1e-2).kind == "equivalent"
+    assert verdict(nothing, sees=False, margin=1e-2).reason == "blind"
+    assert verdict(lambda window, position: 1e-4 * window, sees=False).kind == "worse"
+
+
+def test_an_arm_without_an_effect_is_left_without_a_winner_no_more_often_than_declared():
+    """1,000 experiments on noise alone: "worse" or "better" in at most 5 %, and what depends on something in fewer."""
+    random, kinds = np.random.default_rng(0), []
+    for _ in range(1000):
+        tables = [
+            {Cell(p, w): dict(enumerate(random.normal(size=8))) for p in POSITIONS for w in WINDOWS}
+            for _ in range(2)
+        ]
+        arms = [Arm("a", lambda window, position: 0.0), Arm("b", lambda window, position: 0.0)]
+        for arm, cells in zip(arms, tables, strict=True):
+            arm.readings = Readings(cells, {})
+            arm.values = arm.readings.at(WINDOWS[-1])
+
+        def gap(those):
+            return [paired_difference(those[1].values, those[0].values)]
+
+        (view,) = views(arms, gap, 1)
+        found = qualified(judge([(gap(arms)[0], None)], True, plan=False)[0], view, True)
+        kinds.append(found.reason or found.kind)
+    assert sum(kind in ("better", "worse") for kind in kinds) / 1000 < 0.05 + 3 * math.sqrt(
+        0.05 * 0.95 / 1000
+    )
+    assert sum(kind in ("horizon", "position") for kind in kinds) / 1000 < 0.05
+
+
+def test_views_are_those_of_the_readings_by_hand():
+    arms = [Arm("bf16", lambda w, p: 0.0, 1e-3, 1), Arm("fp4", lambda w, p: 1e-4 * w, 1e-3, 2)]
+    one, other = (arm.readings for arm in arms)
+    (view,) = views(arms, lambda those: [paired_difference(those[1].values, those[0].values)], 1)
+    for window in WINDOWS:
+        by_seed = [
+            np.mean([other.cells[p, window][s] - one.cells[p, window][s] for p in POSITIONS]) for s in SEEDS
+        ]
+        assert view.horizons[window].mean == pytest.approx(np.mean(by_seed), rel=1e-12)
+        assert view.horizons[window].deviation == pytest.approx(np.std(by_seed, ddof=1), rel=1e-9)
+    for position in POSITIONS:
+        by_seed = [other.cells[position, 40][seed] - one.cells[position, 40][seed] for seed in SEEDS]
+        assert view.positions[position].mean == pytest.approx(np.mean(by_seed), rel=1e-12)
+    rates = [(other.at(40)[s] - one.at(40)[s]) / 40 - (other.at(10)[s] - one.at(10)[s]) / 10 for s in SEEDS]
+    assert view.growth[10].mean == pytest.approx(np.mean(rates), rel=1e-6)
+    parts = [other.parts[number][0] - one.parts[number][0] for number in range(16)]
+    assert view.error == pytest.approx(stats.sem(parts), rel=1e-9)
+
+
+def test_full_runs_have_no_views_and_a_gap():
+    arm = Arm("a", lambda window, position: 0.0)
+    assert difference_word([arm]) == "damage"
+    arm.readings = None
+    assert views([arm], lambda those: [], 2) == [None, None]
+    assert difference_word([arm]) == "gap"
+
+
+# The error of the evaluation
+
+
+def test_an_error_that_all_seeds_share_widens_the_interval_and_is_in_every_p_value():
+    values = {seed: 0.001 * math.sin(seed) + 0.01 for seed in range(6)}
+    alone = paired_difference(values, dict.fromkeys(values, 0.0))
+    shared = alone.with_shared_error(0.002)
+    spread = math.hypot(alone.deviation / math.sqrt(6), 0.002)
+    assert shared.high - shared.mean == pytest.approx(stats.t.ppf(0.975, 5) * spread, rel=1e-9)
+    assert p_value(shared) == pytest.approx(2 * stats.t.sf(shared.mean / spread, 5), rel=1e-9)
+    assert (p_value(shared) < 0.05) == (shared.low > 0)
+    assert equivalence(shared, 0.05) > equivalence(alone, 0.05)
+    assert alone.with_shared_error(0.0).high == pytest.approx(alone.high, rel=1e-12)
+
+
+def test_no_number_of_seeds_decides_below_the_error_of_the_evaluation():
+    values = {seed: 1e-3 * math.sin(7 * seed) for seed in range(5)}
+    alone = paired_difference(values, dict.fromkeys(values, 0.0))
+    shared = replace(alone, shared_error=1e-3)
+    few, many = seeds_needed(alone, 1e-3), seeds_needed(shared, 1e-3)
+    assert few.count is not None
+    assert few.count < 30
+    assert many.count is None or many.count > few.count
+
+
+def test_the_interval_covers_a_mean_over_seeds_and_data():
+    """2,000 experiments with noise of seeds and of the data: the t of seeds alone covers far fewer than 95 %."""
+    random, covered, alone_covered = np.random.default_rng(1), 0, 0
+    for _ in range(2000):
+        parts = random.normal(size=16) * 4  # of the data, common to all seeds
+        by_seed = random.normal(size=6) + parts.mean()
+        gap = paired_difference(dict(enumerate(by_seed)), dict.fromkeys(range(6), 0.0))
+        view = Views({}, {}, {}, float(stats.sem(parts)))
+        whole = sharpened(gap, view)
+        covered += whole.low <= 0 <= whole.high
+        alone_covered += gap.low <= 0 <= gap.high
+    assert covered / 2000 > 0.95 - 3 * math.sqrt(0.05 * 0.95 / 2000)
+    assert alone_covered / 2000 < 0.85
+
+
+# Calibration
+
+
+def candidate(**fields) -> Candidate:
+    base = {
+        "name": "a",
+        "design": Design(),
+        "effect": 0.01,
+        "effect_error": 0.001,
+        "deviation": 0.002,
+        "seeds": 4,
+        "error": 0.0,
+        "steps": 100,
+        "trunk": 200,
+        "step_seconds": 0.1,
+        "trunk_step_seconds": 0.05,
+    }
+    return Candidate(**(base | fields))
+
+
+def test_the_sharpest_design_has_the_largest_t_after_an_hour():
+    plain = candidate()
+    hours = (3 * 100 * 0.1 + 200 * 0.05) / 3600
+    lower = 0.01 - stats.t.ppf(0.9, 3) * 0.001
+    assert plain.sharpness(3) == pytest.approx(lower / 0.002 / math.sqrt(hours), rel=1e-9)
+    for worse in ({"deviation": 0.004}, {"steps": 400}, {"effect": 0.005}, {"effect_error": 0.003}):
+        assert best([candidate(name="b", **worse), plain], 3) is plain
+    assert candidate(effect=-0.01).sharpness(3) == 0  # a known-bad arm that looks better is not seen
+
+
+def test_the_expected_width_is_that_of_the_interval_and_kept_as_often_as_said():
+    """Deviations of 4 seeds are drawn, and widths at 8 seeds: within the careful width in 80 % up to chance."""
+    random, kept = np.random.default_rng(2), 0
+    for _ in range(4000):
+        four, eight = random.normal(size=4), random.normal(size=8)
+        one = candidate(deviation=float(np.std(four, ddof=1)), seeds=4)
+        came = paired_difference(dict(enumerate(eight)), dict.fromkeys(range(8), 0.0))
+        true_width = stats.t.ppf(0.975, 7) / math.sqrt(8)
+        assert came.high - came.mean == pytest.approx(stats.t.ppf(0.975, 7) * came.deviation / math.sqrt(8))
+        kept += true_width <= one.half_width(8, careful=True)
+    assert kept / 4000 == pytest.approx(0.8, abs=3 * math.sqrt(0.8 * 0.2 / 4000))
+
+
+def test_seeds_are_proposed_until_the_width_is_a_fifth_of_the_damage():
+    one = candidate(effect=0.02)
+    count = one.proposed_seeds()
+    assert one.half_width(count, True) <= 0.004 < one.half_width(count - 1, True)
+    assert candidate(effect=1e-6).proposed_seeds() == 32
