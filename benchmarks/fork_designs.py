@@ -28,7 +28,7 @@ from ablate.results.ledger import Ledger
 from ablate.results.summary import open_ledger
 from ablate.training.metric_names import cell_of
 
-SEEDS = 8
+SEEDS, FEW_SEEDS = 8, 4
 MODEL = {"layers": 3, "width": 96, "heads": 3, "context": 64, "batch": 4, "steps": 300, "eval_tokens": 32768}
 """256 tokens a step: the model of METHODS' first measurements and of the shipped demonstrations."""
 BAD = "mxfp4"
@@ -42,6 +42,16 @@ ARMS: dict[str, dict[str, Json]] = {
     BAD: {"recipe": "mxfp4"},
 }
 FEW = ("nvfp4", BAD)
+_BACKWARD = ("recipe.dgrad.g", "recipe.dgrad.w", "recipe.wgrad.g", "recipe.wgrad.x")
+MORE: dict[str, dict[str, Json]] = {
+    "last_bf16": {"recipe": "nvfp4", "skip_last": 1},
+    "headroom": {"recipe": "nvfp4", "sr_headroom": 1.0625},
+    "signs_per_step": {"recipe": "nvfp4", "rht_signs": "per_step"},
+    "block_32": {"recipe": "nvfp4", "block": "1x32"},
+    "forward_only": {"recipe": "nvfp4", "rht": False} | dict.fromkeys(_BACKWARD),
+    "no_scale_2d_nearest": {"recipe": "nvfp4", "sr": False, "rht": False, "weights_2d": False},
+}
+"""Further recipes for the calibration line, on fewer seeds."""
 ANNEALED: dict[str, Json] = {"trunk": "bf16", "positions": 3, "window": 0.15, "horizons": [1, 2, 4]}
 IN_DECAY: dict[str, Json] = {
     "trunk": "bf16",
@@ -60,6 +70,7 @@ class Sweep:
     arms: tuple[str, ...]
     lr: float
     design: dict[str, Json] | None
+    seeds: int = SEEDS
 
     def write(self, folder: Path) -> Path:
         """Write the experiment file and return its path."""
@@ -67,10 +78,10 @@ class Sweep:
             "schema": 1,
             "question": f"How sharp is the design {self.name}?",
             "workload": {"gpt": MODEL | {"lr": self.lr, "eval_every": 100}},
-            "arms": {name: ARMS[name] for name in self.arms},
+            "arms": {name: (ARMS | MORE)[name] for name in self.arms},
             "against": "bf16",
             "null": True,
-            "seeds": SEEDS,
+            "seeds": self.seeds,
             "metric": {"name": "val/loss", "min_effect": 0.001},
             "telemetry": {"every": 100000, "shadow": 100000, "log": 50},
         }
@@ -86,9 +97,11 @@ SWEEPS = (
     Sweep("annealed", tuple(ARMS), 1e-3, ANNEALED),
     Sweep("full", tuple(ARMS), 1e-3, None),
     Sweep("in_decay", tuple(ARMS), 1e-3, IN_DECAY),
-    Sweep("annealed_fast", FEW, 3e-3, ANNEALED),
-    Sweep("full_fast", FEW, 3e-3, None),
-    Sweep("in_decay_fast", FEW, 3e-3, IN_DECAY),
+    Sweep("annealed_more", tuple(MORE), 1e-3, ANNEALED, FEW_SEEDS),
+    Sweep("full_more", tuple(MORE), 1e-3, None, FEW_SEEDS),
+    Sweep("annealed_fast", FEW, 3e-3, ANNEALED, FEW_SEEDS),
+    Sweep("full_fast", FEW, 3e-3, None, FEW_SEEDS),
+    Sweep("in_decay_fast", FEW, 3e-3, IN_DECAY, FEW_SEEDS),
 )
 
 
