@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -19,13 +18,9 @@ from ablate.experiment.roles import BAD
 from ablate.experiment.schema import START
 from ablate.experiment.yaml_document import with_values
 from ablate.files import Json
-from ablate.results.calibration import FEWEST_SEEDS, Candidate, best, from_forks, from_full_runs
-from ablate.results.forked import design_of
-from ablate.results.summary import open_ledger
+from ablate.results.calibration import FEWEST_SEEDS, FORKS, FULL, Candidate, best, candidates_of
 from ablate.training.workloads.own_code import OwnCode
 
-FORKS, FULL = "_calibration", "_calibration_full"
-"""Suffixes of the names of a calibration's two sweeps."""
 _FIRST_SEED = 900_000
 """Calibrations have seeds of their own: a design is not chosen by the seeds that it is used on."""
 _MOST_UNLIKE = 3
@@ -70,7 +65,7 @@ def calibrate(
         command = [sys.executable, "-m", "ablate.sweep", str(path), "--quiet", "--no-report", *options]
         if (status := subprocess.run(command, check=False).returncode) not in (0,):
             raise typer.Exit(status)
-    candidates = read_candidates(file, experiment, settings.state)
+    candidates = candidates_of(experiment, settings.state)
     arms = len(experiment.arms) + (experiment.search.trials if experiment.search else 0)
     chosen = best(candidates, arms)
     screen.print(_table(candidates, chosen, arms))
@@ -154,35 +149,6 @@ def _fitting(
             " give more --hours, or a smaller workload"
         ]
     )
-
-
-def read_candidates(file: Path, experiment: Experiment, state: Path) -> list[Candidate]:
-    """Return the designs that a finished calibration compares; none without one.
-
-    Args:
-        file: the experiment's file.
-        experiment: the experiment.
-        state: state folder.
-    """
-    config, found = experiment.base.config, []
-    for suffix in (FORKS, FULL):
-        name = f"{file.stem}{suffix}"
-        if not (state / "sweeps" / name / "ledger.db").exists():
-            continue
-        with closing(open_ledger(state, name)) as ledger:
-            design = design_of(ledger)
-            bad = (
-                design.bad
-                if design
-                else next((arm.name for arm in ledger.arms() if arm.name.startswith(BAD)), None)
-            )
-            if bad is None:
-                continue
-            if design:
-                found += from_forks(ledger, design, config.steps, config.tokens_per_step, bad)
-            else:
-                found.append(from_full_runs(ledger, config.steps, config.tokens_per_step, bad))
-    return found
 
 
 def _table(candidates: Sequence[Candidate], chosen: Candidate, arms: int) -> Table:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.table import Table
@@ -37,6 +37,9 @@ from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.own_code import OwnCode
 from ablate.training.workloads.text import outlined
+
+if TYPE_CHECKING:
+    from ablate.results.calibration import Candidate
 
 _START_SECONDS = {"ray": 8.0, "inline": 6.0}
 """Start-up time by executor: imports and the check of the numerics; with Ray also its start, and torch in
@@ -264,8 +267,34 @@ def show(experiment: Experiment, settings: Settings) -> None:
     bound = "At most " if result.later else ""
     counts = f"{bound}{result.trials + result.later} trials to run, {result.done} done."
     screen.print(f"\n{counts} {_duration_text(result, settings, layout.ranks)}", markup=False, soft_wrap=True)
+    if width := expected_width(experiment, settings.state):
+        screen.print(f"Expected half-width of a 95 % interval: {width}.", markup=False, soft_wrap=True)
     if result.grown:
         screen.print(f"At most {result.grown} more trials, on more seeds, if arms stay undecided.")
+
+
+def expected_width(experiment: Experiment, state: Path) -> str:
+    """Return the half-width that the experiment's calibration promises for its design and seeds, as
+    text; empty
+    without a calibration.
+    """
+    chosen = _planned(experiment, state)
+    if chosen is None:
+        return ""
+    seeds = len(experiment.seeds)
+    likely, careful = (chosen.half_width(seeds, careful) for careful in (False, True))
+    return f"{likely:.2g} with {seeds} seeds (at most {careful:.2g} with a chance of 80 %; {chosen.name})"
+
+
+def _planned(experiment: Experiment, state: Path) -> "Candidate | None":
+    """Return what a calibration found of the experiment's design; None without one."""
+    if not (state / "sweeps" / f"{experiment.name}_calibration" / "ledger.db").exists():
+        return None
+    from ablate.results.calibration import (
+        planned,  # imports numpy and scipy: only if there is something to read
+    )
+
+    return planned(experiment, state)
 
 
 def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
@@ -300,6 +329,9 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
         "at_once": time.at_once if time else None,
         "measured_trials": result.measured,
         "changed_arms": list(result.redefined),
+        "expected_half_width": width.half_width(len(experiment.seeds))
+        if (width := _planned(experiment, settings.state))
+        else None,
         "notes": list(remarks(experiment)),
     }
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -34,7 +35,7 @@ from ablate.cli.common import (
     program,
     raise_on_sigterm,
 )
-from ablate.cli.plan import remarks, show
+from ablate.cli.plan import expected_width, remarks, show
 from ablate.cli.settings import Settings, find_settings, writable
 from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
@@ -489,12 +490,30 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
             screen.print(table, "")
     if experiment.published:
         screen.print(replication_table(replications(ledger, experiment.published)), "")
+    if came := _width_that_came(experiment, settings, arms):
+        screen.print(Text(came))
     if null := null_warning(arms):
         screen.print(Text(null.replace("**", ""), "yellow"))
     screen.print(how_to_read(experiment, arms), emulated(ledger))
     for line in never_began(ledger):
         screen.print(Text(line.replace("**", "")))
     ledger.close()
+
+
+def _width_that_came(experiment: Experiment, settings: Settings, arms: "list[ArmSummary]") -> str:
+    """Return the half-width that a calibration expected beside the one that came; empty without a
+    calibration.
+    """
+    if not (expected := expected_width(experiment, settings.state)):
+        return ""
+    widths = [
+        arm.gap.high - arm.gap.mean for arm in arms if arm.gap and arm.gap.has_interval and arm.role != "null"
+    ]
+    return (
+        f"Half-width: {median(widths):.2g} came (median of the arms), expected was {expected}."
+        if widths
+        else ""
+    )
 
 
 def how_to_read(experiment: Experiment, arms: "list[ArmSummary]") -> str:

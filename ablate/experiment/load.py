@@ -55,6 +55,7 @@ from ablate.experiment.yaml_document import Document, read
 from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.fork_design import Forks
+from ablate.training.metric_names import target_of
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.python import Python
 from ablate.training.workloads.trained import Trained
@@ -326,8 +327,8 @@ def _check_design(
                     ("design",) if at != "workload" else ("workload", base.workload, *field.split(".")[1:]),
                     f"arm {arm.name!r}: {field}: {why}" if field != "design" else why,
                 )
-    for metric in metrics if isinstance(base.config, Trained) else ():
-        if metric.name not in _LEVELS:
+    for metric in metrics:
+        if metric.name not in _LEVELS and (isinstance(base.config, Trained) or target_of(metric.name)):
             document.problem(
                 ("metric",),
                 f"a forked trial is compared at the end of its windows, by {' or '.join(_LEVELS)}",
@@ -520,6 +521,12 @@ def _refuse_unknown(
     name: str, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
 ) -> None:
     metrics = WORKLOADS[base.workload].METRICS if base is not None else None
+    if target_of(name) is not None:
+        if path == ("metric", "name") or path[:2] == ("metric", 0) or path[0] != "metric":
+            document.problem(
+                path, "is computed from the curve of val/loss: list it after a main metric", name
+            )
+        return
     if base is not None and metrics is not None and name not in metrics:
         document.problem(path, f"no such metric of {base.workload}; {nearest(name, sorted(metrics))}", name)
 

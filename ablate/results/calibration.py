@@ -17,18 +17,24 @@ noise is smaller. The width of an interval follows from deviation, seeds and the
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from scipy import special
 
+from ablate.experiment.load import Experiment
+from ablate.experiment.roles import BAD
 from ablate.experiment.schema import Design
-from ablate.results.forked import FIFTH, Readings, views
+from ablate.results.forked import FIFTH, Readings, design_of, views
 from ablate.results.intervals import SINGLE_LOOK
 from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, common, paired_difference
-from ablate.results.summary import ArmSummary, metric_of, summaries
+from ablate.results.summary import ArmSummary, metric_of, open_ledger, summaries
 
+FORKS, FULL = "_calibration", "_calibration_full"
+"""Suffixes of the names of a calibration's two sweeps."""
 MOST_SEEDS = 32
 """Largest number of seeds that is proposed."""
 FEWEST_SEEDS = 3
@@ -104,6 +110,46 @@ class Candidate:
             seeds for seeds in range(FEWEST_SEEDS, MOST_SEEDS) if self.half_width(seeds, True) <= self.goal
         )
         return next(wanted, MOST_SEEDS)
+
+
+def candidates_of(experiment: Experiment, state: Path) -> list[Candidate]:
+    """Return the designs that an experiment's calibration compares; none without a calibration.
+
+    Args:
+        experiment: the experiment that is calibrated.
+        state: state folder.
+    """
+    config, found = experiment.base.config, list[Candidate]()
+    shape = config.steps, config.tokens_per_step
+    for suffix in (FORKS, FULL):
+        name = f"{experiment.name}{suffix}"
+        if not (state / "sweeps" / name / "ledger.db").exists():
+            continue
+        with closing(open_ledger(state, name)) as ledger:
+            if design := design_of(ledger):
+                found += from_forks(ledger, design, *shape, design.bad or "")
+            else:
+                bad = [arm.name for arm in ledger.arms() if arm.name.startswith(BAD)]
+                found.append(from_full_runs(ledger, *shape, "".join(bad)))
+    return found
+
+
+def planned(experiment: Experiment, state: Path) -> Candidate | None:
+    """Return what the calibration found of the design that an experiment has; None if it does not know it.
+
+    Args:
+        experiment: the experiment.
+        state: state folder.
+    """
+
+    def shape(design: Design | None) -> object:
+        return design and design.model_copy(update={"bad": None})
+
+    try:
+        candidates = candidates_of(experiment, state)
+    except ValueError:  # it is not finished
+        return None
+    return next((one for one in candidates if shape(one.design) == shape(experiment.design)), None)
 
 
 def from_full_runs(ledger: Ledger, steps: int, tokens_per_step: int, bad: str) -> Candidate:

@@ -17,7 +17,7 @@ from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import OVER, ArmRow, Member
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
 from ablate.results.trial_store import Store
-from ablate.training.metric_names import FIRST_NONFINITE, parse, reading
+from ablate.training.metric_names import FIRST_NONFINITE, parse, reading, target_of
 from ablate.training.workloads import context_free
 
 LOSS = "val/loss"
@@ -187,6 +187,10 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
     members: dict[int, list[Member]] = {number: [] for number in arms}
     for member in ledger.members():
         members[member.arm].append(member)
+    target = target_of(metric.name)
+    if target is not None:
+        for trial, values_of in lasts.items():
+            values_of[metric.name] = steps_to(ledger.series(trial, LOSS), target)
     values = {number: _values(group, lasts, metric.name) for number, group in members.items()}
     searches = bool(ledger.fact("search"))
     readings = _Readings(arms, lasts, speeds, peaks, values, metric, interval_of(ledger), searches)
@@ -401,6 +405,26 @@ def _with_references(
         replace(arm, context_free=_context_free(store, group, noted))
         for arm, group in zip(arms, members.values(), strict=True)
     ]
+
+
+def steps_to(losses: Mapping[int, float], target: float) -> float:
+    """Return the steps after which a loss is down to a target for the first time; NaN if it never is.
+
+    Between two evaluations the loss is taken to fall with the logarithm of the steps.
+
+    Args:
+        losses: loss by step, ascending.
+        target: loss to reach.
+    """
+    earlier: tuple[int, float] | None = None
+    for step, loss in losses.items():
+        if loss <= target:
+            if earlier is None or loss == target:
+                return float(step)
+            share = (earlier[1] - target) / (earlier[1] - loss)
+            return math.exp(math.log(earlier[0]) + share * math.log(step / earlier[0]))
+        earlier = (step, loss) if math.isfinite(loss) else earlier
+    return math.nan
 
 
 def _values(members: list[Member], lasts: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:

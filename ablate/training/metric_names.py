@@ -14,6 +14,7 @@ families `quant`, `gemm` and `mean` have slots and layers; in any other name, ev
 is the metric. Names of earlier versions therefore stay valid, and `str(parse(text)) == text`.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -34,6 +35,9 @@ They exist in MLflow alone, since the ledger can compute them.
 DAMAGE = "damage"
 """Family of the same metrics in a forked design, whose arms have no gap but damage."""
 
+STEPS_TO = "steps_to"
+"""Family of the metrics that no trial records: steps after which val/loss is down to a target,
+`steps_to/2.5`."""
 FORK = "fork"
 """Family of the readings of single windows: `fork/<position>/<window>/loss` and `.../loss_bf16`."""
 EVALUATED = "evaluated"
@@ -160,6 +164,18 @@ def is_added(text: str) -> bool:
 def reading(metric: str) -> str:
     """Return the name of a metric among the readings of a window: `loss` for `val/loss`."""
     return metric.removeprefix("val/")
+
+
+def target_of(metric: str) -> float | None:
+    """Return the val/loss of a metric `steps_to/<loss>`; None for any other metric, and for a target
+    that is no
+    positive number."""
+    family, _, rest = metric.partition("/")
+    try:
+        target = float(rest) if family == STEPS_TO else math.nan
+    except ValueError:
+        return None
+    return target if 0 < target < math.inf else None
 
 
 def plain_metric(reading: str) -> str:
