@@ -1,0 +1,115 @@
+"""`ablate calibrate` measures designs on seeds of its own and writes the sharpest into the file, comments kept."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from support.experiments import ablate, content, ledger, problems, sweep, tiny, write
+
+from ablate.experiment.load import load
+from ablate.experiment.yaml_document import with_values
+from ablate.results.summary import metrics_of, steps_to, summaries
+
+TEXT = """\
+# Why this file exists.
+schema: 1
+question: Does it matter?   # really
+workload: {gpt: GPT}
+ablate:
+  rht: [true, false]        # the knob
+seeds: 2                    # few
+metric: {name: val/loss, min_effect: 0.005}
+"""
+
+
+def test_values_are_written_into_a_file_whose_comments_and_order_stay():
+    text = with_values(
+        TEXT.replace("GPT", "{steps: 8}"), {"seeds": 5, "design": {"trunk": "bf16"}, "metric": None}
+    )
+    assert text.splitlines() == [
+        "# Why this file exists.",
+        "schema: 1",
+        "question: Does it matter?   # really",
+        "workload: {gpt: {steps: 8}}",
+        "ablate:",
+        "  rht: [true, false]        # the knob",
+        "seeds: 5                    # few",
+        "design: {trunk: bf16}",
+    ]
+
+
+@pytest.mark.slow
+def test_a_calibration_writes_a_design_that_runs_and_the_plan_says_how_wide(tmp_path):
+    shape = {"steps": 20, "eval_every": 20, "eval_tokens": 512, "lr": 3e-3}
+    gpt = content(tmp_path, shape)["workload"]["gpt"]
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TEXT.replace("GPT", json.dumps(gpt)))
+    state = tmp_path / "runs"
+    done = ablate("calibrate", path, "--state", state, "--seeds", 3, "--bad", "mxfp4")
+    assert "known-bad arm" in done.stdout
+    assert done.returncode in (0, 1), done.stderr
+    both = {name: load(tmp_path / f"{name}.yaml") for name in ("tiny_calibration", "tiny_calibration_full")}
+    for experiment in both.values():
+        assert min(experiment.seeds) >= 900_000  # no seed of the experiment's own
+        assert [arm.name for arm in experiment.arms if arm.twin] == ["null: bf16"]
+    if done.returncode:  # so small a model may see nothing: then nothing is written, and that is said
+        assert "Nothing is written" in done.stdout
+        assert path.read_text() == TEXT.replace("GPT", json.dumps(gpt))
+        return
+    text = path.read_text()
+    assert "# Why this file exists." in text
+    assert "# the knob" in text
+    plan = ablate("plan", path, "--state", state)
+    assert "Expected half-width of a 95 % interval: " in plan.stdout
+    again = ablate("calibrate", path, "--state", state, "--seeds", 3, "--dry-run")
+    assert again.returncode == 0
+    assert path.read_text() == text
+
+
+def test_hours_that_no_calibration_fits_into_are_refused(tmp_path):
+    path = write(tmp_path, shape={"steps": 100_000, "eval_every": 100_000})
+    done = ablate("calibrate", path, "--state", tmp_path / "runs", "--hours", 0.001)
+    assert done.returncode == 2
+    assert "give more --hours" in done.stderr
+
+
+# Steps to a loss
+
+
+def test_steps_to_a_loss_are_interpolated_in_the_logarithm_of_the_steps():
+    """The oracle is numpy's interpolation of the curve, turned round."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        steps = np.sort(random.choice(np.arange(1, 500), 8, replace=False))
+        losses = np.sort(random.uniform(1, 4, 8))[::-1]
+        target = random.uniform(losses[-1], losses[0])
+        expected = math.exp(np.interp(-target, -losses, np.log(steps)))
+        assert steps_to(dict(zip(steps.tolist(), losses.tolist(), strict=True)), target) == pytest.approx(
+            expected
+        )
+    assert math.isnan(steps_to({10: 3.0, 20: 2.0}, 1.5))
+    assert steps_to({10: 3.0, 20: 2.0}, 3.5) == 10
+    assert steps_to({10: math.nan, 20: 2.0}, 2.5) == 20
+
+
+def test_arms_are_compared_by_the_steps_that_they_need(tmp_path):
+    metric = [{"name": "val/loss"}, {"name": "steps_to/3.9"}]
+    experiment = tiny(tmp_path, shape={"steps": 12, "eval_every": 2, "lr": 1e-2}, metric=metric)
+    sweep(experiment, tmp_path / "runs")
+    book = ledger(tmp_path / "runs")
+    second = metrics_of(book)[1]
+    for arm in summaries(book, second):
+        trials = {member.seed: member.trial for member in book.members() if member.name == arm.name}
+        for seed, value in arm.values.items():
+            assert value == steps_to(book.series(trials[seed], "val/loss"), 3.9)
+    book.close()
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["steps_to/3.9", [{"name": "steps_to/3.9"}], [{"name": "val/loss"}, {"name": "steps_to/low"}]],
+)
+def test_a_target_that_is_none_or_stands_first_is_refused(metric, tmp_path):
+    found = problems(write(tmp_path, metric={"name": metric} if isinstance(metric, str) else metric))
+    assert any("steps_to" in str(problem) for problem in found)
