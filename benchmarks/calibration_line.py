@@ -5,11 +5,10 @@ fork_designs.py.
 
 Forks estimate the harm that a recipe does given a past in high precision. Whether that foretells the gap of
 full runs is a question of its own, for each class of recipe. Printed are, for all recipes and for each class:
-the line with errors in both variables (least squares of both, weighted by standard errors), a 95 %
-interval of
-its slope and intercept by a parametric bootstrap, the root mean square of the error with which each recipe's
-gap is foretold by the others' line, Spearman's rank correlation, and every comparison of two arms in which
-forks and full runs have opposite signs.
+the line with errors in both variables (least squares of both, weighted by standard errors), a 95 % interval
+of its slope and intercept by a parametric bootstrap, the root mean square of the error with which each
+recipe's gap is foretold by the others' line, Spearman's rank correlation, and every comparison of two arms in
+which forks and full runs have opposite signs.
 """
 
 import argparse
@@ -126,8 +125,7 @@ def line(chosen: Sequence[Point]) -> str:
     foretold = float(np.sqrt(np.mean(np.square(errors))))
     return (
         f"{len(chosen)} | {slope:.2f} ({low:.2f} to {high:.2f}) | {intercept:+.4f} ({below:+.4f} to"
-        f" {above:+.4f})"
-        f" | {foretold:.4f} | {rank:.2f}"
+        f" {above:+.4f}) | {foretold:.4f} | {rank:.2f}"
     )
 
 

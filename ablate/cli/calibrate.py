@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -13,13 +13,16 @@ from ablate.cli.common import FAILED, Device, Profile, State, console, duration,
 from ablate.cli.plan import forecast
 from ablate.cli.settings import Settings, find_settings
 from ablate.errors import InputError
+from ablate.experiment.forked_design import CALIBRATION, FEWEST_SEEDS, FULL_CALIBRATION
 from ablate.experiment.load import Experiment, load
 from ablate.experiment.roles import BAD
 from ablate.experiment.schema import START
 from ablate.experiment.yaml_document import with_values
 from ablate.files import Json
-from ablate.results.calibration import FEWEST_SEEDS, FORKS, FULL, Candidate, best, candidates_of
 from ablate.training.workloads.own_code import OwnCode
+
+if TYPE_CHECKING:
+    from ablate.results.calibration import Candidate
 
 _FIRST_SEED = 900_000
 """Calibrations have seeds of their own: a design is not chosen by the seeds that it is used on."""
@@ -45,13 +48,13 @@ def calibrate(
 ) -> None:
     """Find the design that tells most per hour for this model, and write it into the experiment.
 
-    Two small sweeps on seeds of their own, X_calibration and X_calibration_full, run the baseline, its
-    twin, a
-    known-bad arm and up to three arms of the experiment: in forks of a trunk, and in full runs. Designs and
-    seeds follow from their noise and their speed. The same command continues it. Exit status: 0 done, 1
-    a trial
-    failed or the known-bad arm cannot be seen, 2 bad input.
+    Two small sweeps on seeds of their own, X_calibration and X_calibration_full, run the baseline, its twin,
+    a known-bad arm and up to three arms of the experiment: in forks of a trunk, and in full runs. Designs and
+    seeds follow from their noise and their speed. The same command continues it. Exit status: 0 done, 1 a
+    trial failed or the known-bad arm cannot be seen, 2 bad input.
     """
+    from ablate.results.calibration import best, candidates_of  # imports scipy: only to read results
+
     settings = find_settings(profile, state=state, device=device, workers=workers)
     experiment = load(file, settings.device)
     screen = console()
@@ -71,19 +74,16 @@ def calibrate(
     screen.print(_table(candidates, chosen, arms))
     if chosen.sharpness(arms) == 0:
         screen.print(
-            f"No design sees the known-bad arm ({bad}): its damage is smaller than its standard error"
-            " in each."
-            " Give more seeds (--seeds), more steps, or another arm (--bad). Nothing is written."
+            f"No design sees the known-bad arm ({bad}): its damage is smaller than its standard error in"
+            " each. Give more seeds (--seeds), more steps, or another arm (--bad). Nothing is written."
         )
         raise typer.Exit(FAILED)
     count = chosen.proposed_seeds()
     screen.print(
         f"Sharpest: {chosen.name}. With {count} seeds of {arms} arms a 95 % interval is expected to be"
-        f" ±{chosen.half_width(count):.2g} wide (at most ±{chosen.half_width(count, True):.2g} with a"
-        " chance of"
-        f" 80 %), after {duration(count * chosen.seconds(arms))} of one worker. A fifth of the"
-        " known-bad arm's"
-        f" damage is {chosen.goal:.2g}."
+        f" ±{chosen.half_width(count):.2g} wide (at most ±{chosen.half_width(count, True):.2g} with a chance"
+        f" of 80 %), after {duration(count * chosen.seconds(arms))} of one worker. A fifth of the known-bad"
+        f" arm's damage is {chosen.goal:.2g}."
     )
     if not dry_run:
         file.write_text(with_values(file.read_text(), _proposal(experiment, chosen, count, bad)))
@@ -110,10 +110,10 @@ def _sweeps(
         "metric": {"name": experiment.metric.name, "direction": experiment.metric.direction},
         **dict.fromkeys(("ablate", "search", "published", "constraints", "budget", "design")),
     }
-    sweeps = {_beside(file, FORKS): common | {"design": design | {"bad": bad}}}
+    sweeps = {_beside(file, CALIBRATION): common | {"design": design | {"bad": bad}}}
     if full and not isinstance(experiment.base.config, OwnCode):
         bad_arm: dict[str, Json] = {f"{BAD}{bad}": {"recipe": bad}}
-        sweeps[_beside(file, FULL)] = common | {"arms": arms | bad_arm}
+        sweeps[_beside(file, FULL_CALIBRATION)] = common | {"arms": arms | bad_arm}
     return sweeps
 
 
@@ -151,7 +151,7 @@ def _fitting(
     )
 
 
-def _table(candidates: Sequence[Candidate], chosen: Candidate, arms: int) -> Table:
+def _table(candidates: "Sequence[Candidate]", chosen: "Candidate", arms: int) -> Table:
     table = Table(header_style="bold", pad_edge=False, box=None, padding=(0, 2, 0, 0))
     for column in ("design", "known-bad arm", "deviation", "s a seed", "t after 1 h", "± at 3, 5, 8 seeds"):
         table.add_column(column, justify="left" if column == "design" else "right")
@@ -169,7 +169,7 @@ def _table(candidates: Sequence[Candidate], chosen: Candidate, arms: int) -> Tab
     return table
 
 
-def _proposal(experiment: Experiment, chosen: Candidate, seeds: int, bad: str) -> dict[str, Json]:
+def _proposal(experiment: Experiment, chosen: "Candidate", seeds: int, bad: str) -> dict[str, Json]:
     """Return the keys that the proposal changes in the experiment's file."""
     if chosen.design is None:
         return {"design": None, "seeds": seeds}

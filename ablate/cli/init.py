@@ -68,7 +68,7 @@ class Net(nn.Module):
 def train(trial):
     torch.manual_seed(trial.seed)                       # weights and data come from the seed alone
     model = trial.convert(Net(trial.config.width)).to(trial.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr * trial.lr_factor)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr)
     trial.checkpoint(model=model, optimizer=optimizer)  # what a killed run continues from
     inputs, turn = torch.randn(2048, 16), torch.randn(16, 16) / 4
     data = torch.utils.data.TensorDataset(inputs, torch.tanh(inputs @ turn))

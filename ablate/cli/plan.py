@@ -23,6 +23,7 @@ from ablate.execution.estimate import Load, TimeModel, time_left, unproposed
 from ablate.execution.shared_prefixes import Family, note
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.edits import PlannedTrial, redefined, redefinition
+from ablate.experiment.forked_design import CALIBRATION
 from ablate.experiment.load import Experiment, load
 from ablate.experiment.roles import role_of
 from ablate.experiment.search_space import conditions
@@ -274,9 +275,8 @@ def show(experiment: Experiment, settings: Settings) -> None:
 
 
 def expected_width(experiment: Experiment, state: Path) -> str:
-    """Return the half-width that the experiment's calibration promises for its design and seeds, as
-    text; empty
-    without a calibration.
+    """Return the half-width that the experiment's calibration promises for its design and seeds, as text;
+    empty without a calibration.
     """
     chosen = _planned(experiment, state)
     if chosen is None:
@@ -288,7 +288,7 @@ def expected_width(experiment: Experiment, state: Path) -> str:
 
 def _planned(experiment: Experiment, state: Path) -> "Candidate | None":
     """Return what a calibration found of the experiment's design; None without one."""
-    if not (state / "sweeps" / f"{experiment.name}_calibration" / "ledger.db").exists():
+    if not (state / "sweeps" / f"{experiment.name}{CALIBRATION}" / "ledger.db").exists():
         return None
     from ablate.results.calibration import (
         planned,  # imports numpy and scipy: only if there is something to read

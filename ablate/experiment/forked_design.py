@@ -16,6 +16,10 @@ from ablate.training.workloads import Workload
 from ablate.training.workloads.python import Python
 from ablate.training.workloads.trained import Trained
 
+CALIBRATION, FULL_CALIBRATION = "_calibration", "_calibration_full"
+"""Suffixes of the names of a calibration's two sweeps: in forks, and in full runs."""
+FEWEST_SEEDS = 3
+"""Smallest number of seeds of a calibration."""
 _FIRST, _LAST = 0.4, 0.8
 """Shares of the trunk between which positions lie, unless its warm-up ends later or its decay begins
 earlier."""
@@ -71,9 +75,8 @@ def misfits(design: Design, config: Workload, recipe: Recipe) -> Iterator[tuple[
     if isinstance(config, Python) and design.trunk != START:
         yield (
             "design.trunk",
-            f"{design.trunk} would be trained by your own code, which begins where it wants; write"
-            " trunk: start,"
-            " and the checkpoint that it goes on from as workload.start",
+            f"{design.trunk} would be trained by your own code, which begins where it wants; write trunk:"
+            " start, and the checkpoint that it goes on from as workload.start",
         )
         return
     if isinstance(config, Trained) and config.time_budget is not None:

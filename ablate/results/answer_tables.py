@@ -79,8 +79,7 @@ def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: M
         f"Damage is arm minus baseline at the end of the longest windows, paired by seed; ± is half a {kind}."
         if forked
         else f"Gaps are arm minus baseline, paired by seed; ± is half a {kind}. in percent: the gap"
-        " as a share of"
-        " the baseline's value at the same seed."
+        " as a share of the baseline's value at the same seed."
     )
     caption = f"{meaning}{more} {emulated(ledger)}"
     return Table(
@@ -227,9 +226,8 @@ def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> 
     ]
     caption = (
         f"Direct damage: {metric.name} minus {metric.name}_bf16 of the same weights, less the baseline's."
-        f" Learnt damage: the difference in {metric.name}_bf16, both arms' weights read in high"
-        " precision. The"
-        " two add up to the first column, which has the verdict; their intervals are not corrected."
+        f" Learnt damage: the difference in {metric.name}_bf16, both arms' weights read in high precision."
+        " The two add up to the first column, which has the verdict; their intervals are not corrected."
     )
     return Table("damage", rows, caption) if rows else None
 
@@ -255,15 +253,11 @@ def windows_table(arms: Sequence[ArmSummary]) -> Table | None:
             }
         )
     caption = (
-        "Damage after windows of several lengths, as means over positions; and at the end of the"
-        " longest, by the"
-        " step of the trunk at which it begins. A window sees noise at once and bias late, so a"
-        " short one favours"
-        " rounding to nearest: resolved signs that differ, or damage that grows faster than the"
-        " window, name no"
-        " winner. Share of evaluation: the part of the interval's variance that comes from the"
-        " validation data,"
-        " which all seeds share. Intervals are not corrected."
+        "Damage after windows of several lengths, as means over positions; and at the end of the longest,"
+        " by the step of the trunk at which it begins. A window sees noise at once and bias late, so a"
+        " short one favours rounding to nearest: resolved signs that differ, or damage that grows faster"
+        " than the window, name no winner. Share of evaluation: the part of the interval's variance that"
+        " comes from the validation data, which all seeds share. Intervals are not corrected."
     )
     return Table("windows", rows, caption) if rows else None
 

@@ -2,8 +2,7 @@
 
 The problem. Whether full runs or forks are sharper, how long windows must be and how many seeds a question
 takes depend on the model, its data and its rate. A design that is chosen by its results makes them look
-better
-than they are.
+better than they are.
 
 The idea. A small sweep on seeds of its own runs a known-bad arm, a few unlike arms and the baseline in the
 longest design. Every smaller one is part of it, so each candidate's noise and cost can be read off it:
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from scipy import special
 
+from ablate.experiment.forked_design import CALIBRATION, FEWEST_SEEDS, FULL_CALIBRATION
 from ablate.experiment.load import Experiment
 from ablate.experiment.roles import BAD
 from ablate.experiment.schema import Design
@@ -33,11 +33,8 @@ from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, common, paired_difference
 from ablate.results.summary import ArmSummary, metric_of, open_ledger, summaries
 
-FORKS, FULL = "_calibration", "_calibration_full"
-"""Suffixes of the names of a calibration's two sweeps."""
 MOST_SEEDS = 32
 """Largest number of seeds that is proposed."""
-FEWEST_SEEDS = 3
 _SURE = 0.9
 _CAREFUL = 0.8
 """Probability with which the width at the proposed number of seeds is kept, as far as the deviation goes."""
@@ -121,7 +118,7 @@ def candidates_of(experiment: Experiment, state: Path) -> list[Candidate]:
     """
     config, found = experiment.base.config, list[Candidate]()
     shape = config.steps, config.tokens_per_step
-    for suffix in (FORKS, FULL):
+    for suffix in (CALIBRATION, FULL_CALIBRATION):
         name = f"{experiment.name}{suffix}"
         if not (state / "sweeps" / name / "ledger.db").exists():
             continue

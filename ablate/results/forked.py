@@ -137,9 +137,8 @@ def estimand(design: Design, arms: Iterable[A]) -> str:
     )
     rate = ", at a rate that falls to zero" if design.anneal else ""
     return (
-        f"Damage: the difference after {windows[-1]} steps that go on from {past}{rate}. It is the"
-        " harm that a"
-        " recipe does given that past, and not the gap of full runs."
+        f"Damage: the difference after {windows[-1]} steps that go on from {past}{rate}. It is the harm that"
+        " a recipe does given that past, and not the gap of full runs."
     )
 
 

@@ -46,8 +46,7 @@ def reading(arms: Sequence[ArmSummary]) -> str:
     if any(arm.view and math.isnan(arm.view.error) for arm in arms):
         notes.append(
             f"Intervals leave out the error of the evaluation, which needs {FEWEST_PARTS} batches of"
-            " validation"
-            " data: raise eval_tokens, or lower eval_batch."
+            " validation data: raise eval_tokens, or lower eval_batch."
         )
     if not all(arm.sees for arm in arms):
         notes.append(

@@ -74,8 +74,8 @@ class Name:
             raise ValueError(f"layer {self.layer!r} without a slot: give slot, such as fprop.x")
         if self.slot is not None and not slots:
             raise ValueError(
-                f"slot {self.slot!r} in family {self.family!r}: "
-                f"only {', '.join(sorted(_WITH_SLOTS))} have slots"
+                f"slot {self.slot!r} in family {self.family!r}: only {', '.join(sorted(_WITH_SLOTS))} have"
+                " slots"
             )
         closed = [self.family, self.slot, *([self.metric] if slots or self.family is None else [])]
         if wrong := [part for part in closed if part is not None and "/" in part]:
@@ -97,8 +97,7 @@ class Name:
     @property
     def for_tracker(self) -> bool:
         """Return True if MLflow gets this metric: all but per-layer series, most errors of slots, and
-        readings
-        of parts of the data.
+        readings of parts of the data.
 
         The ledger keeps the rest. A run in MLflow then has about 30 keys, which its page can still show.
         """
@@ -167,9 +166,8 @@ def reading(metric: str) -> str:
 
 
 def target_of(metric: str) -> float | None:
-    """Return the val/loss of a metric `steps_to/<loss>`; None for any other metric, and for a target
-    that is no
-    positive number."""
+    """Return the val/loss of a metric `steps_to/<loss>`; None for any other metric, and for a target that is
+    no positive number."""
     family, _, rest = metric.partition("/")
     try:
         target = float(rest) if family == STEPS_TO else math.nan

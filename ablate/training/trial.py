@@ -168,6 +168,11 @@ class Trial:
         self._rates.add(self._done)
         return 1 - self._done / self.max_steps if self._window and self._window.anneal else 1.0
 
+    @property
+    def forked(self) -> bool:
+        """True in a window of a forked design: the rate is then constant but for `lr_factor`."""
+        return self._window is not None
+
     def convert(
         self,
         model: nn.Module,
@@ -324,9 +329,8 @@ class Trial:
         steps = self._done - self._first
         if self._window and self._window.anneal and len(self._rates) < steps - 1:
             raise RuntimeError(
-                f"the training function read trial.lr_factor in {len(self._rates)} of {steps} steps:"
-                " in a forked"
-                " design its learning rate must be multiplied by trial.lr_factor in every step, to"
+                f"the training function read trial.lr_factor in {len(self._rates)} of {steps} steps: in a"
+                " forked design its learning rate must be multiplied by trial.lr_factor in every step, to"
                 " fall to zero"
             )
         for conversion in self._conversions:

@@ -17,6 +17,8 @@ def train(trial):
     rows = text.unfold(0, context + 1, 1)
     training, validation = rows[: len(rows) * 9 // 10], rows[len(rows) * 9 // 10 :]
     model = Transformer(vocabulary=256, context=context, width=trial.config.width).to(trial.device)
+    if trial.start:
+        model.load_state_dict(torch.load(trial.start, weights_only=True))
     model = trial.convert(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr)
     trial.checkpoint(model=model, optimizer=optimizer)
@@ -26,8 +28,9 @@ def train(trial):
         return training[torch.randint(len(training), (8,), generator=order)].to(trial.device)
 
     for step, tokens in trial.steps(batch):
+        decay = 1.0 if trial.forked else min(1.0, 2 * (1 - step / trial.max_steps))
         for group in optimizer.param_groups:
-            group["lr"] = trial.config.lr * trial.lr_factor * min(1.0, 2 * (1 - step / trial.max_steps))
+            group["lr"] = trial.config.lr * trial.lr_factor * decay
         with trial.step():
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()

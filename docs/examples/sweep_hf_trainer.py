@@ -26,7 +26,7 @@ def train(trial):
         seed=trial.seed,
         max_steps=trial.max_steps,
         logging_steps=1,
-        learning_rate=trial.config.lr * trial.lr_factor,
+        learning_rate=trial.config.lr,
         per_device_train_batch_size=trial.config.batch,
         use_cpu=trial.device.type == "cpu",
         save_strategy="no",

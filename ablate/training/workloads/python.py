@@ -108,9 +108,9 @@ class Python(OwnCode):
     ) -> Iterator[Record]:
         """Call the function, and yield a Record for each step of which it logged something.
 
-        With `forks` it is called once for each window, from `start`. What it logged last there is
-        recorded under
-        the window's name. `twin`: move the weights of converted models by one ulp before the first step.
+        With `forks` it is called once for each window, from `start`. What it logged last there is recorded
+        under the window's name. `twin`: move the weights of converted models by one ulp before the first
+        step.
         """
         saved = checkpoints.take() if checkpoints else None
         call = partial(self._call, recipe, seed, device, telemetry, checkpoints, twin)
@@ -179,9 +179,8 @@ class Python(OwnCode):
 def in_window(record: Record, window: Window, longest: bool) -> dict[str, float]:
     """Return the metrics of a record of own code in a window.
 
-    The last record has what the code logged under the window's name. Only the longest window's records
-    have it
-    under its own: curves of several windows would jump from one to the next.
+    The last record has what the code logged under the window's name. Only the longest window's records have
+    it under its own: curves of several windows would jump from one to the next.
 
     Args:
         record: the record.

@@ -7,7 +7,7 @@ from model import Net
 def train(trial):
     torch.manual_seed(trial.seed)
     model = trial.convert(Net(trial.config.width)).to(trial.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr * trial.lr_factor)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr)
     trial.checkpoint(model=model, optimizer=optimizer)
     data = torch.randn(48, 16, 8)
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
