@@ -34,6 +34,7 @@ VERBS = {
     "ablate bench linear": "test_bench.py",
     "ablate bench start": "test_bench.py",
     "ablate bench step": "test_bench.py",
+    "ablate calibrate": "test_calibrate.py",
     "ablate check": "workloads/test_python.py",
     "ablate data prepare": "test_data_command.py",
     "ablate data show": "test_data_command.py",
