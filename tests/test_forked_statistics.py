@@ -135,6 +135,16 @@ def test_views_are_those_of_the_readings_by_hand():
     assert view.error == pytest.approx(stats.sem(parts), rel=1e-9)
 
 
+def test_an_arm_without_a_finished_trial_has_no_number_at_any_horizon():
+    arms = [Arm("bf16", lambda w, p: 0.0), Arm("fp4", lambda w, p: 0.0)]
+    arms[1].readings, arms[1].values = Readings({}, {}), {}
+    (view,) = views(arms, lambda those: [paired_difference(those[1].values, those[0].values)], 1)
+    assert all(
+        one.pairs == 0 for part in (view.horizons, view.positions, view.growth) for one in part.values()
+    )
+    assert qualified(Verdict("unjudged", "no_pair"), view, True).reason == "no_pair"
+
+
 def test_full_runs_have_no_views_and_a_gap():
     arm = Arm("a", lambda window, position: 0.0)
     assert difference_word([arm]) == "damage"

@@ -392,3 +392,28 @@ def test_ids_of_plain_trials_have_no_word_of_forks(tmp_path):
 def replace_trunk(spec: TrialSpec) -> TrialSpec:
     trunk: Recipe = PRESETS["fp8_current"]()
     return spec.model_copy(update={"forks": FORKS.model_copy(update={"trunk": trunk})})
+
+
+def test_states_of_trunks_outlive_their_sweep_and_serve_the_next_until_the_disk_is_short(
+    tmp_path, monkeypatch
+):
+    design = {"positions": 2, "window": 0.25, "horizons": [1]}
+    keys = {"shape": {"steps": 8, "eval_every": 8}, "design": design, "seeds": 1}
+    sweep(tiny(tmp_path, **keys), tmp_path / "runs")
+    states = sorted((tmp_path / "runs" / "checkpoints").iterdir())
+    assert len(states) == 2
+    written = [path.stat().st_ino for path in states]
+    other = tiny(tmp_path, "other", **keys | {"design": design | {"window": 0.5}})
+    sweep(other, tmp_path / "runs")
+    assert [path.stat().st_ino for path in states] == written  # nobody trained the trunk again
+    with closing(ledger(tmp_path / "runs", "other")) as book:
+        begun = [json.loads(path.read_bytes()) for path in (tmp_path / "runs").glob("trials/*/trunk-1.json")]
+        assert len(begun) == len(book.members()) + 2
+    plain = tiny(tmp_path, "plain", **keys | {"design": None, "ablate": {"cooldown": [0.25, 0.5]}})
+    sweep(plain, tmp_path / "runs")
+    assert sorted((tmp_path / "runs" / "checkpoints").iterdir()) == states
+    store = Store(tmp_path / "runs")
+    store.trim([path.stem for path in states], 1.0)
+    assert all(path.exists() for path in states)
+    store.trim([path.stem for path in states], 0.0)
+    assert not any(path.exists() for path in states)

@@ -4,7 +4,7 @@ import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ablate.experiment.schema import TelemetryKeys
@@ -104,18 +104,28 @@ class Family:
 
 
 def wanted_elsewhere(state: Path, sweep: str) -> set[str] | None:
-    """Return the names of the shared states that other unfinished sweeps need, and of all trunks that sweeps
-    have forked; None if an unfinished one does not record its needs.
+    """Return the names of the shared states that other unfinished sweeps need; None if one of them does not
+    record its needs.
     """
     names: set[str] = set()
-    for path in state.glob("sweeps/*/ledger.db"):
-        if path.parent.name == sweep:
-            continue
+    for path in _other_ledgers(state, sweep):
         try:
             with closing(Ledger(path, readonly=True)) as other:
-                names |= set(json.loads(other.fact("trunks") or "[]"))
                 if other.unfinished():
                     names |= set(json.loads(other.fact("shared") or "null"))
         except (sqlite3.Error, TypeError):  # damaged, just begun, or of an earlier version
             return None
     return names
+
+
+def trunks_elsewhere(state: Path, sweep: str) -> set[str]:
+    """Return the names of the states at which windows of other sweeps leave their trunks."""
+    names: set[str] = set()
+    for path in _other_ledgers(state, sweep):
+        with suppress(sqlite3.Error), closing(Ledger(path, readonly=True)) as other:
+            names |= set(json.loads(other.fact("trunks") or "[]"))
+    return names
+
+
+def _other_ledgers(state: Path, sweep: str) -> Iterator[Path]:
+    return (path for path in state.glob("sweeps/*/ledger.db") if path.parent.name != sweep)

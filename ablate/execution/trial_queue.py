@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ablate.execution.estimate import Countdown, Load, Timed
-from ablate.execution.shared_prefixes import Family, note, wanted_elsewhere
+from ablate.execution.shared_prefixes import Family, note, trunks_elsewhere, wanted_elsewhere
 from ablate.experiment.arms import Arm
 from ablate.experiment.load import Experiment
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.results.ledger import Ledger
 from ablate.results.trial_store import Store
+
+_TRUNKS_SHARE = 0.1
+"""Largest share of the disk's free space that the states of trunks take once a sweep is over."""
 
 
 @dataclass(frozen=True)
@@ -108,19 +111,23 @@ class TrialQueue:
     def tidy(self) -> None:
         """Remove shared checkpoints that no trial can use any more, whichever run left them.
 
-        Those that an unfinished sweep of this state folder needs stay, and so do the states of trunks: other
-        sweeps can fork them. If the needs of a sweep are unknown, only this one's own checkpoints are
-        removed.
+        Those that an unfinished sweep of this state folder needs stay. If the needs of one are unknown, only
+        this sweep's own checkpoints are removed. States of trunks stay too, since another sweep can fork
+        them, the most recently used first, while they take less than a tenth of the disk's free space.
         """
-        paths, trunks = self._store.checkpoints(), self.family.trunks()
-        wanted = wanted_elsewhere(self._store.root, self._ledger.name) if paths else set()
-        wanted = wanted if wanted is None else wanted | trunks
-        own = {name for spec in self.family for _, name in self.family.points(spec)} if paths else set()
-        own -= trunks
+        if not (paths := self._store.checkpoints()):
+            return
+        wanted = wanted_elsewhere(self._store.root, self._ledger.name)
+        own = {name for spec in self.family for _, name in self.family.points(spec)}
+        trunks = self.family.trunks() | trunks_elsewhere(self._store.root, self._ledger.name)
         for path in paths:
             name = path.name.partition(".pt")[0]  # or the unfinished file of a trial that was killed
+            whole = path.name == f"{name}.pt"
+            if whole and name in trunks:
+                continue
             if name not in (wanted or ()) and (wanted is not None or name in own):
                 path.unlink(missing_ok=True)
+        self._store.trim(trunks - (wanted or set()), _TRUNKS_SHARE)
 
     def _rank_arrived(self) -> None:
         for work in self._arrived:

@@ -179,7 +179,9 @@ def views(
     windows = known[0].windows
 
     def computed(values: Callable[[Readings], Values]) -> Sequence[Difference]:
-        return compute([arm.with_values(values(arm.readings)) if arm.readings else arm for arm in arms])
+        """Return the comparisons by other values; an arm without a finished trial has none."""
+        read = [(arm, arm.readings) for arm in arms]
+        return compute([arm.with_values(values(own) if own and own.cells else {}) for arm, own in read])
 
     horizons = {steps: computed(partial(Readings.at, window=steps)) for steps in windows}
     positions = {step: computed(partial(Readings.at_position, position=step)) for step in known[0].positions}

@@ -27,7 +27,7 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -289,6 +289,22 @@ class Store:
                 break
             path.unlink(missing_ok=True)
         return shutil.disk_usage(self.root).free >= free
+
+    def trim(self, names: Collection[str], share: float) -> None:
+        """Delete the least recently used of some shared checkpoints until they take no more of the disk.
+
+        Args:
+            names: Their names.
+            share: Largest share of the disk's free space that they may take.
+        """
+        paths = [self.shared(name) for name in names if self.shared(name).exists()]
+        sizes = {path: path.stat() for path in paths}
+        total = sum(about.st_size for about in sizes.values())
+        for path in sorted(paths, key=lambda path: sizes[path].st_mtime):
+            if total <= share * shutil.disk_usage(self.root).free:
+                return
+            path.unlink(missing_ok=True)
+            total -= sizes[path].st_size
 
     def checkpoints(self) -> list[Path]:
         """Return the shared checkpoints, including partial files of killed trials."""
