@@ -10,7 +10,7 @@ import pandas as pd
 from ablate.experiment.schema import Metric
 from ablate.results.attribution import Effect, Grid, grid, interactions, main_effects
 from ablate.results.contrasts import Contrast, contrasts
-from ablate.results.forked import sharpened, views
+from ablate.results.forked import design_of, sharpened, views
 from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, Verdict
 from ablate.results.records import frame
@@ -146,6 +146,11 @@ class Measurements:
         ]
         compared = [(effect.effect, effect.margin, self.grid.arms) for effect in effects]
         return list(zip(effects, judge_learned(compared, self.metric, seen=seen), strict=True))
+
+    @property
+    def forked(self) -> bool:
+        """True for a forked design: its arms share a trunk, and have values at the end of windows alone."""
+        return design_of(self.ledger) is not None
 
     @property
     def one_seed(self) -> bool:
