@@ -138,7 +138,8 @@ def estimand(design: Design, arms: Iterable[A]) -> str:
     rate = ", at a rate that falls to zero" if design.anneal else ""
     return (
         f"Damage: the difference after {windows[-1]} steps that go on from {past}{rate}. It is the harm that"
-        " a recipe does given that past, and not the gap of full runs."
+        " a recipe does given that past, and not the gap of full runs. A window sees noise at once and bias"
+        " late, so it favours rounding to nearest: do not decide rounding or rotation by forks alone."
     )
 
 
