@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import here
 from support.experiments import SHAPE, ledger, problems, shards, statuses, sweep, tiny, values, write
 from support.ranks import in_ranks
 
+from ablate.errors import InputError
 from ablate.execution.shared_prefixes import Family
 from ablate.execution.trial_runner import run
 from ablate.experiment.trial_spec import TrialSpec
@@ -367,6 +369,13 @@ WRONG = {
         },
         "nothing to prune by",
     ),
+    "figures of full runs": (
+        {
+            "design": {},
+            "published": [{"arm": "rht=true", "metric": "val/loss", "value": 1.0, "source": "a paper"}],
+        },
+        "figures of full runs",
+    ),
     "a workload that cannot": ({"design": {}, "workload": {"idle": {}}}, "trains from a checkpoint"),
     "a twin of what is not trained here": ({"null": True, "workload": {"idle": {}}}, "twin"),
 }
@@ -417,3 +426,29 @@ def test_states_of_trunks_outlive_their_sweep_and_serve_the_next_until_the_disk_
     assert all(path.exists() for path in states)
     store.trim([path.stem for path in states], 0.0)
     assert not any(path.exists() for path in states)
+
+
+def test_a_search_in_forks_is_not_warmed_by_full_runs(tmp_path):
+    keys = {
+        "shape": {"steps": 8, "eval_every": 8},
+        "ablate": {"workload.lr": {"uniform": [1e-4, 1e-2]}},
+        "seeds": 1,
+    }
+    sweep(tiny(tmp_path, "earlier", **keys, search={"sampler": "random", "trials": 2}), tmp_path / "runs")
+    design = {"positions": 1, "window": 0.25, "horizons": [1]}
+    again = {"sampler": "random", "trials": 2, "warm": ["earlier"]}
+    later = tiny(tmp_path, "later", **keys, search=again, design=design)
+    with pytest.raises(InputError, match=r"full runs and this search of forks \(bf16\)"):
+        sweep(later, tmp_path / "runs")
+
+
+def test_damage_is_ranked_apart_from_gaps(tmp_path):
+    keys = {"shape": {"steps": 8, "eval_every": 8}, "seeds": 1}
+    designs = {"full": None, "forked": {"positions": 1, "window": 0.25, "horizons": [1], "bad": "mxfp4"}}
+    for name, design in designs.items():
+        sweep(tiny(tmp_path, name, **keys, design=design, null=bool(design)), tmp_path / "runs")
+    done = here("leaderboard", "--json", "--state", tmp_path / "runs")
+    entries = json.loads(done.stdout)
+    assert {entry["arm"] for entry in entries} == {"rht=true", "rht=false"}  # no check is ranked
+    tasks = {name: {entry["task"] for entry in entries if entry["sweep"] == name} for name in designs}
+    assert tasks["full"].isdisjoint(tasks["forked"])

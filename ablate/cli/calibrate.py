@@ -85,7 +85,9 @@ def calibrate(
         f" of 80 %), after {duration(count * chosen.seconds(arms))} of one worker. A fifth of the known-bad"
         f" arm's damage is {chosen.goal:.2g}."
     )
-    if not dry_run:
+    if chosen.design and experiment.published:
+        screen.print(f"{file} has published figures of full runs, which forks do not measure: not written.")
+    elif not dry_run:
         file.write_text(with_values(file.read_text(), _proposal(experiment, chosen, count, bad)))
         screen.print(f"Written into {file}: `{program('ablate')} plan {file}` shows it.")
 

@@ -177,7 +177,7 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
         members.setdefault(member.name, []).append(member)
     seconds = {trial.trial: trial.seconds or 0.0 for trial in ledger.wanted_trials()}
     for arm in summaries(ledger):
-        if arm.gap is None or arm.baseline is None:
+        if arm.gap is None or arm.baseline is None or arm.role in ("null", "bad"):
             continue
         if not members.get(arm.name) or not members.get(arm.baseline):
             continue
@@ -254,7 +254,17 @@ def _facts(spec: Fields, against: str) -> Fields:
     about = {"data": _source(config.get("data")), "data content": spec["data"], "against": preset}
     about |= {"engine": spec["engine"], "device": spec["device"]}
     versions = {f"{kind} version": spec.get(f"{kind}_version") for kind in ("workload", "numerics")}
-    return dict(_flat(fields)) | about | versions
+    return dict(_flat(fields)) | about | versions | _forks(spec.get("forks"))
+
+
+def _forks(forks: object) -> Fields:
+    """Return what distinguishes the damage of forked trials from gaps, and from damage in other windows."""
+    if not isinstance(forks, dict):
+        return {}
+    trunk = _recipe(json.dumps(forks["trunk"])) if forks.get("trunk") else None
+    name = next((preset for preset, content in _presets().items() if content == trunk), trunk)
+    about = {key: json.dumps(forks[key]) for key in ("positions", "windows", "anneal") if key in forks}
+    return {f"forks.{key}": value for key, value in (about | {"trunk": name}).items()}
 
 
 def _source(data: object) -> object:

@@ -13,9 +13,10 @@ from typing import TypedDict
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
-from ablate.experiment.schema import Constraint, Metric, Search
+from ablate.experiment.schema import Constraint, Design, Metric, Search
 from ablate.experiment.search_space import Dimension
 from ablate.files import Json
+from ablate.results.forked import design_of
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import OVER, Member
 
@@ -244,8 +245,17 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
         )
     book = Ledger(sweeps[name], readonly=True)
     try:
+        here, there = experiment.design, design_of(book)
+        if _windows(here) != _windows(there):
+            kinds = [f"forks ({one.trunk})" if one else "full runs" for one in (there, here)]
+            raise InputError(
+                [
+                    f"{experiment.file}: search.warm: {name!r} is of {kinds[0]} and this search of {kinds[1]}"
+                    f"{' in other windows' if here and there else ''}: their values cannot be compared"
+                ]
+            )
         arms: list[_WarmArm] = []
-        for arm in book.arms():
+        for arm in (arm for arm in book.arms() if arm.role not in ("null", "bad")):
             members = book.members(arm.arm)
             if members and over(members):
                 result = outcome(book, members, experiment)
@@ -260,6 +270,11 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
         return [warm_arm for warm_arm in arms if not any(map(math.isnan, warm_arm["values"]))]
     finally:
         book.close()
+
+
+def _windows(design: Design | None) -> Design | None:
+    """Return a design without its known-bad arm, which changes no value of another."""
+    return design and design.model_copy(update={"bad": None})
 
 
 def inside(knobs: Mapping[str, Json], space: Mapping[str, Dimension]) -> dict[str, Json] | None:

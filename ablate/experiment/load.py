@@ -334,6 +334,10 @@ def _check_design(
                 f"a forked trial is compared at the end of its windows, by {' or '.join(_LEVELS)}",
                 metric.name,
             )
+    if file.published:
+        document.problem(
+            ("published",), "are figures of full runs, and a forked design measures damage; leave them out"
+        )
     if file.search and file.search.pruner:
         document.problem(
             ("search", "pruner"), "has nothing to prune by: windows are evaluated at their ends; leave it out"
