@@ -10,8 +10,11 @@ from scipy import stats
 from ablate.experiment.schema import Design
 from ablate.results.calibration import Candidate, best
 from ablate.results.forked import Cell, Readings, Views, difference_word, qualified, sharpened, views
+from ablate.results.ledger import Ledger
+from ablate.results.next_runs import seeds_to_settle
 from ablate.results.paired_stats import (
     Difference,
+    Needed,
     Verdict,
     equivalence,
     judge,
@@ -241,3 +244,38 @@ def test_seeds_are_proposed_until_the_width_is_a_fifth_of_the_damage():
     count = one.proposed_seeds()
     assert one.half_width(count, True) <= 0.004 < one.half_width(count - 1, True)
     assert candidate(effect=1e-6).proposed_seeds() == 32
+
+
+# Seeds for all comparisons, and their hours
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        (
+            (8, 20),
+            "With 20 seeds in all, each undecided comparison has an 80 % chance of a verdict: about 3 min more",
+        ),
+        ((8, None), "With 8 seeds in all, 1 of 2 undecided comparisons has an 80 % chance of a verdict"),
+        ((None, None), "Each of the 2 undecided comparisons needs over 200 seeds."),
+        ((), ""),
+    ],
+)
+def test_one_number_of_seeds_settles_a_table_with_its_hours(counts, expected, tmp_path, monkeypatch):
+    """Three finished seeds of two arms, 5 and 4 seconds a run: a seed of the sweep is 9 seconds."""
+    book = Ledger(tmp_path / "ledger.db")
+    for name, seconds in (("bf16", 5.0), ("fp4", 4.0)):
+        arm = book.add_arm(name, {}, None, None)
+        for seed in range(3):
+            trial = book.add_member(arm, seed, f"{name}{seed}", '{"seed": 0}')
+            book.settle(trial, "done", None, seconds, False)
+    verdicts = [Verdict("worse")]
+    for count in counts:
+        verdict = Verdict("undecided")
+        object.__setattr__(verdict, "needed", Needed(count, count, count))
+        verdicts.append(verdict)
+    text = seeds_to_settle(book, verdicts)
+    assert text.startswith(expected)
+    if counts == (8, 20):
+        assert f"{17 * 9 / 60:.0f} min more" in text
+    book.close()

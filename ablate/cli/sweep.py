@@ -474,6 +474,7 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
     """Print the table of arms, the effect of each knob, and how to read them."""
     from ablate.cli.live_view import MOST_CONTRASTS, contrast_table, replication_table, summary_table
     from ablate.results.contrasts import contrasts
+    from ablate.results.next_runs import seeds_to_settle
     from ablate.results.published import replications
     from ablate.results.summary import open_ledger, summaries
     from ablate.results.table_notes import emulated, null_warning
@@ -490,6 +491,10 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
             screen.print(table, "")
     if experiment.published:
         screen.print(replication_table(replications(ledger, experiment.published)), "")
+    if not experiment.search and (
+        seeds := seeds_to_settle(ledger, [arm.verdict for arm in arms if arm.role == "listed"])
+    ):
+        screen.print(Text(seeds))
     if came := _width_that_came(experiment, settings, arms):
         screen.print(Text(came))
     if null := null_warning(arms):

@@ -10,6 +10,7 @@ from ablate.results import answer_tables
 from ablate.results.answer_measurements import Measurements
 from ablate.results.forked import design_of, estimand
 from ablate.results.headline import headline, of_arms, of_best, of_knobs
+from ablate.results.next_runs import seeds_to_settle
 from ablate.results.number_text import number
 from ablate.results.page import Part, Text
 from ablate.results.summary import nothing_learned
@@ -33,8 +34,20 @@ class VerdictSentences(Measurements):
             Text(self.verdict(), "verdict"),
             *([Text(estimand(design, self.arms))] if design else []),
             *self.losses(),
+            *([Text(seeds)] if (seeds := self.seeds_to_settle()) else []),
             Text(reading(self.arms)),
         ]
+
+    def seeds_to_settle(self) -> str:
+        """Return a sentence on the seeds and hours that would settle the comparisons of the verdict;
+        empty for a
+        search, and if nothing is undecided."""
+        if self.ledger.fact("search"):
+            return ""
+        main = [verdict for _, verdict in self.main_effects] if self.turned_knobs else []
+        return seeds_to_settle(
+            self.ledger, main or [arm.verdict for arm in self.arms if arm.role == "listed"]
+        )
 
     def verdict(self) -> str:
         """Return the verdict in one or two sentences: on every knob's main effect for a grid, else on every

@@ -2,10 +2,12 @@
 seeds."""
 
 import itertools
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 
 from ablate.experiment.schema import Metric
 from ablate.results.ledger import Ledger
+from ablate.results.paired_stats import MOST_SEEDS, Verdict
 from ablate.results.summary import metric_of, summaries
 
 
@@ -60,3 +62,36 @@ def fresh_seeds(ledger: Ledger, count: int) -> tuple[int, ...]:
     """
     used = set(ledger.studied_seeds())
     return tuple(itertools.islice((seed for seed in itertools.count() if seed not in used), count))
+
+
+def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> str:
+    """Return a sentence on the seeds, in all, at which each undecided comparison of a family has an 80 %
+    chance
+    of a verdict, with the hours that they take; empty if none is undecided or no number is known.
+
+    Args:
+        ledger: Ledger of the sweep, whose finished trials give the time of a seed.
+        verdicts: Verdicts of the family.
+    """
+    open_ = [verdict for verdict in verdicts if verdict.kind == "undecided"]
+    counts = [verdict.needed.count for verdict in open_ if verdict.needed]
+    if not open_ or len(counts) < len(open_):
+        return ""
+    known = [count for count in counts if count is not None]
+    if not known:
+        return f"Each of the {len(open_)} undecided comparisons needs over {MOST_SEEDS} seeds."
+    seconds: dict[str, list[float]] = {}
+    for member in ledger.members():
+        if member.status == "done" and member.seconds:
+            seconds.setdefault(member.name, []).append(member.seconds)
+    each = math.fsum(math.fsum(times) / len(times) for times in seconds.values())
+    have = max((len(times) for times in seconds.values()), default=0)
+    hours = max(0, max(known) - have) * each / 3600
+    rest = len(open_) - len(known)
+    others = f"; the other {rest} would need over {MOST_SEEDS}" if rest else ""
+    which = "each undecided comparison" if not rest else f"{len(known)} of {len(open_)} undecided comparisons"
+    time = f"{hours:.1f} h" if hours >= 1.5 else f"{60 * hours:.0f} min"
+    return (
+        f"With {max(known)} seeds in all, {which} has an 80 % chance of a verdict: about {time} more of one"
+        f" worker{others}."
+    )
