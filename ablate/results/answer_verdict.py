@@ -39,9 +39,10 @@ class VerdictSentences(Measurements):
         ]
 
     def seeds_to_settle(self) -> str:
-        """Return a sentence on the seeds and hours that would settle the comparisons of the verdict;
-        empty for a
-        search, and if nothing is undecided."""
+        """Return a sentence on the seeds and hours that would settle the comparisons of the verdict.
+
+        It is empty for a search, and if nothing is undecided.
+        """
         if self.ledger.fact("search"):
             return ""
         main = [verdict for _, verdict in self.main_effects] if self.turned_knobs else []

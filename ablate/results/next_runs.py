@@ -65,9 +65,10 @@ def fresh_seeds(ledger: Ledger, count: int) -> tuple[int, ...]:
 
 
 def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> str:
-    """Return a sentence on the seeds, in all, at which each undecided comparison of a family has an 80 %
-    chance
-    of a verdict, with the hours that they take; empty if none is undecided or no number is known.
+    """Return a sentence on the seeds that settle a family of comparisons, with the hours that they take.
+
+    At that number, in all, each undecided comparison has an 80 % chance of a verdict. The sentence is empty
+    if none is undecided or no number is known.
 
     Args:
         ledger: Ledger of the sweep, whose finished trials give the time of a seed.
