@@ -67,6 +67,8 @@ OTHERS = {
     'python -c "from ablate.execution.trial_process import *; tune_process(); rehearse()"': "below",
     "python benchmarks/platform_costs.py": "test_platform.py",
     "python benchmarks/peers.py": "below",
+    "python benchmarks/calibration_line.py": "test_fork_benchmarks.py",
+    "python benchmarks/fork_designs.py": "test_fork_benchmarks.py",
     "python benchmarks/fuzz_yaml.py": "test_fuzz.py",
     "python benchmarks/simulated_truth.py": "test_simulated_truth.py",
     "python -m pytest": "is this suite",

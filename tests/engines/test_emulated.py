@@ -84,7 +84,8 @@ def test_forward_and_backward_equal_transformer_engines_reference(shape, outlier
 
 
 def test_bf16_products_are_the_fp32_ones_rounded_once():
-    # The order of additions moves a value across a rounding boundary: 7e-6 of the outputs measured, always by one ulp.
+    # The order of additions moves a value across a rounding boundary: 7e-6 of the outputs measured, by one ulp; and sums
+    # that nearly cancel by as much as their largest terms are rounded, one fp32 ulp of the largest output.
     x, w, dy = drawn(512, 512, seed=1), drawn(512, 512, seed=2), drawn(512, 512, seed=3)
     wide = exact_outputs(NVFP4)
     narrow = wide.model_copy(
@@ -100,7 +101,7 @@ def test_bf16_products_are_the_fp32_ones_rounded_once():
         differs = expected != mine
         assert differs.double().mean() <= 1e-4
         one_ulp = 2.0**-7 * torch.maximum(expected.abs(), mine.abs())[differs]
-        assert ((expected - mine)[differs].abs() <= one_ulp).all()
+        assert ((expected - mine)[differs].abs() <= one_ulp + 2.0**-23 * expected.abs().max()).all()
 
 
 # --- what is drawn, and for what ------------------------------------------------------------------
