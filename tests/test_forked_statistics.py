@@ -256,7 +256,7 @@ def test_seeds_are_proposed_until_the_width_is_a_fifth_of_the_damage():
             (8, 20),
             "With 20 seeds in all, each undecided comparison has an 80 % chance of a verdict: about 3 min more",
         ),
-        ((8, None), "With 8 seeds in all, 1 of 2 undecided comparisons has an 80 % chance of a verdict"),
+        ((8, None), "With 8 seeds in all, 1 of 2 undecided ones have an 80 % chance of a verdict"),
         ((None, None), "Each of the 2 undecided comparisons needs over 200 seeds."),
         ((), ""),
     ],

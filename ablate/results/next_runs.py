@@ -90,9 +90,11 @@ def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> str:
     hours = max(0, max(known) - have) * each / 3600
     rest = len(open_) - len(known)
     others = f"; the other {rest} would need over {MOST_SEEDS}" if rest else ""
-    which = "each undecided comparison" if not rest else f"{len(known)} of {len(open_)} undecided comparisons"
+    which = (
+        "each undecided comparison has" if not rest else f"{len(known)} of {len(open_)} undecided ones have"
+    )
     time = f"{hours:.1f} h" if hours >= 1.5 else f"{60 * hours:.0f} min"
     return (
-        f"With {max(known)} seeds in all, {which} has an 80 % chance of a verdict: about {time} more of one"
+        f"With {max(known)} seeds in all, {which} an 80 % chance of a verdict: about {time} more of one"
         f" worker{others}."
     )
