@@ -16,7 +16,6 @@ from ablate.experiment.load import Experiment
 from ablate.experiment.schema import Constraint, Design, Metric, Search
 from ablate.experiment.search_space import Dimension
 from ablate.files import Json
-from ablate.results.forked import design_of
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import OVER, Member
 
@@ -237,6 +236,8 @@ class _WarmArm(TypedDict):
 
 def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
     """Return every arm of an earlier sweep that is over and has all objectives."""
+    from ablate.results.forked import design_of  # imports scipy: only to read an earlier sweep
+
     sweeps = {path.parent.name: path for path in (state / "sweeps").glob("*/ledger.db")}
     if name not in sweeps:
         others = sorted(sweeps.keys() - {experiment.name})
