@@ -83,6 +83,7 @@ makes that arm the baseline of all others.
 | [`finetune`](#finetune) | a causal model of transformers: all weights, or LoRA adapters | `val/loss` |
 | [`mae`](#mae) | a vision transformer as a masked autoencoder | `val/loss` of pixels |
 | [`tensors`](#tensors) | nothing: distributions or captured tensors go through quantisers | errors |
+| [`python`](#python) | a training function of your own ([tutorial](tutorial.md), 11) | what it logs |
 | [`command`](#command) | any command: [your own training process](command_workload.md) | what it logs |
 | [`idle`](#idle) | nothing, to try a cluster | `val/loss` |
 

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 
 import pytest
+from support.books import ALIKE, BASE, LOOSE, SPEC, WORSE, add, noisy, whole_grid
 
 from ablate.cli.live_view import summary_table
 from ablate.experiment.schema import Metric, Published
@@ -18,12 +19,6 @@ from ablate.results.summary import UNLEARNED, gap, summaries
 from ablate.results.trial_store import Store
 from ablate.results.verdict_text import REASONS, needed_text
 
-SPEC = json.dumps({"workload": {"gpt": {"batch": 2, "context": 16}}, "seed": 0, "data": "abc"})
-BASE = {0: 3.00, 1: 3.10, 2: 3.20, 3: 3.05}
-WORSE = {seed: value + 0.1 + 0.001 * seed for seed, value in BASE.items()}
-ALIKE = {seed: value + 0.0001 * (-1) ** seed * (1 + seed) for seed, value in BASE.items()}
-LOOSE = {seed: value + 0.2 * (-1) ** seed * (1 + 0.1 * seed) for seed, value in BASE.items()}
-
 
 @pytest.fixture
 def book(tmp_path):
@@ -33,28 +28,9 @@ def book(tmp_path):
     ledger.close()
 
 
-def add(
-    book,
-    name: str,
-    losses: dict,
-    baseline: int | None = 1,
-    knobs: dict | None = None,
-    status="done",
-    optuna=None,
-) -> int:
-    arm = book.add_arm(name, {name: True} if knobs is None else knobs, baseline, optuna)
-    for seed, loss in losses.items():
-        trial = book.add_member(arm, seed, f"{name}/{seed}", SPEC)
-        steps = ((10, loss + 0.4), (20, loss + 0.2), (40, loss))
-        book.record(
-            trial, [{"step": step, "time": 0.0, "metrics": {"val/loss": value}} for step, value in steps]
-        )
-        book.settle(trial, status, seconds=3600.0)
-    return arm
-
-
 def said(book) -> str:
-    return "\n".join(part.markdown() for part in Answer(book).headline())
+    answer = Answer(book)
+    return "\n".join(part.markdown() for part in (*answer.headline(), answer.reading()))
 
 
 def notes(table) -> set[str]:
@@ -67,7 +43,8 @@ def test_the_verdict_states_every_arm_and_none_is_picked(book):
     add(book, "odd", LOOSE)
     add(book, "mxfp4", WORSE)
     add(book, "nvfp4", ALIKE)
-    stated = Answer(book).verdict().removesuffix(".").split("; ")
+    assert Answer(book).answer.lead == "Answered in part, 2 of 3."
+    stated = Answer(book).answer.text.removesuffix(".").split("; ")
     assert [part.split(",")[0] for part in stated] == [
         "odd is undecided against bf16",
         "mxfp4 is worse than bf16",
@@ -75,16 +52,6 @@ def test_the_verdict_states_every_arm_and_none_is_picked(book):
     ]
     assert stated[1].endswith("+0.1015 ±0.0021 nats")
     assert ", and needs over 200 seeds in all for a verdict" in stated[0]
-
-
-def noisy(book, count: int) -> None:
-    """Arms without an effect."""
-    for number in range(count):
-        add(
-            book,
-            f"noise {number}",
-            {seed: value + 0.1 * math.sin(7 * seed + number) for seed, value in BASE.items()},
-        )
 
 
 def test_what_does_not_stand_after_holm_is_a_verdict_nowhere(book):
@@ -130,24 +97,10 @@ def test_equivalence_is_corrected_too(book):
     assert among.verdict.alone == "equivalent"
 
 
-def whole_grid(book) -> None:
-    """Two knobs: sr costs .1, rht nothing, and each arm's gap to the baseline is drowned in the baseline's own noise."""
-    add(
-        book,
-        "bf16",
-        {seed: value + 0.3 * math.sin(5 * seed) for seed, value in BASE.items()},
-        None,
-        knobs={"recipe": "bf16"},
-    )
-    for place, (rht, sr) in enumerate(((True, True), (True, False), (False, True), (False, False))):
-        losses = {seed: value + 0.1 * sr + 0.002 * math.sin(3 * seed + place) for seed, value in BASE.items()}
-        add(book, f"rht={rht} sr={sr}", losses, knobs={"rht": rht, "sr": sr})
-
-
 def test_a_grids_verdict_states_each_knobs_main_effect_and_nothing_else(book):
     whole_grid(book)
     answer = Answer(book)
-    stated = answer.verdict().removesuffix(".").split("; ")
+    stated = answer.answer.text.removesuffix(".").split("; ")
     assert [part.split(",")[0] for part in stated] == [
         "rht: true instead of false is equivalent",
         "sr: true instead of false is worse",
@@ -285,7 +238,9 @@ def test_a_grid_that_learned_nothing_has_no_verdict_though_its_baseline_learned(
     learn(book, 4.0)
     answer = Answer(book)
     assert {arm.verdict.kind for arm in answer.arms[1:]} == {"worse"}
-    assert notes(answer.averages()) == notes(answer.turned()) == {REASONS["nothing_learned"]}
+    assert notes(answer.averages()) == {REASONS["nothing_learned"]}
+    contrasts = [line for line in answer.comparisons().lines if not line.group.startswith("gap")]
+    assert {line.verdict.reason for line in contrasts} == {"nothing_learned"}
     assert answer.verdict().startswith("No answer: nothing was learned. ")
 
 
@@ -348,11 +303,11 @@ def test_tokens_to_match_and_percent_are_those_of_the_curves(book):
 @pytest.mark.parametrize(
     ("fill", "expected"),
     [
-        (lambda b: add(b, "bf16", BASE, None), "Only one arm has finished"),
+        (lambda b: add(b, "bf16", BASE, None), "No answer: only one arm has finished"),
         (lambda b: (add(b, "bf16", {0: 3.0}, None), add(b, "a", {0: 3.1})), "One seed per arm"),
         (
             lambda b: (add(b, "bf16", BASE, None, status="diverged"), add(b, "a", BASE, status="diverged")),
-            "Every run diverged",
+            "No answer: every run diverged",
         ),
         (
             lambda b: (add(b, "bf16", BASE, None, status="failed"), add(b, "a", BASE, status="failed")),
@@ -366,7 +321,6 @@ def test_where_nothing_can_be_claimed_that_is_said_and_why(book, fill, expected)
     answer = Answer(book)
     assert answer.verdict().startswith(expected)
     for table in (
-        answer.turned(),
         answer.averages(),
         answer.components(),
         answer.power(),
@@ -470,7 +424,7 @@ def test_a_comparison_without_a_verdict_is_not_counted_as_undecided(book):
     add(book, "mxfp4", WORSE)
     answer = Answer(book)
     assert Counter(arm.verdict.kind for arm in answer.arms[1:]) == {"undecided": 4, "unjudged": 2, "worse": 1}
-    first, undecided_, unjudged = answer.verdict().removesuffix(".").split(". ")
+    first, undecided_, unjudged = answer.answer.text.removesuffix(".").split(". ")
     assert first.startswith("mxfp4 is worse than bf16")
     assert undecided_.startswith("4 of 7 comparisons are undecided")
     assert unjudged == "2 of 7 comparisons are not judged"
@@ -484,7 +438,8 @@ def test_seeds_are_promised_to_undecided_comparisons_though_others_have_no_verdi
     add(book, "one", {0: 3.1, 1: 3.2})
     answer = Answer(book)
     needed = [arm.verdict.needed.count for arm in answer.arms[1:7]]
-    assert f"with {max(needed)} seeds in all each of them has an 80 % chance" in answer.verdict()
+    assert answer.answer.settling.seeds == max(needed)
+    assert f"With {max(needed)} seeds in all, each undecided comparison has an 80 % chance" in said(book)
     assert answer.verdict().endswith("1 of 7 comparisons is not judged.")
 
 
@@ -554,7 +509,7 @@ def test_a_loss_is_in_nats_where_its_workload_says_so(book):
 
 
 def test_a_loss_of_pixels_is_in_no_nats(tmp_path, monkeypatch):
-    monkeypatch.setattr("test_answer.SPEC", json.dumps({"workload": {"mae": {}}}))
+    monkeypatch.setattr("support.books.SPEC", json.dumps({"workload": {"mae": {}}}))
     book = Ledger(tmp_path / "sweeps" / "y" / "ledger.db")
     book.describe(question="Does it?", metric='{"name": "val/loss"}', search="")
     add(book, "bf16", BASE, None)

@@ -357,6 +357,7 @@ PATTERNS = {
     "training.data.tokenisers": ["the hub's rule for a name"],
     "results.databases": ["octal escapes of the kernel's mounts table"],
     "cli.doctor": ["characters that a file name does not keep"],
+    "cli.report": ["headings of a page"],
     "recipes.layers": [
         "blocks in the module names of other libraries' models",
         "a range of blocks, as a user writes it",
@@ -377,6 +378,7 @@ PATTERNS = {
         "... and again",
     ],
     "results.page": [
+        "characters that an anchor does not keep",
         "the longest fence in a quoted file",
         "characters that a file name does not keep",
         "Markdown's bold",

@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 import statsmodels.formula.api as smf
 from pandas import DataFrame
+from support.books import add
 
+from ablate.results.answer import Answer
 from ablate.results.attribution import extra_tokens, front, grid, interactions, main_effects, shares
+from ablate.results.doses import doses, sentence
 from ablate.results.intervals import Interval
+from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Verdict, paired_difference
 from ablate.results.summary import ArmSummary
 
@@ -144,3 +148,61 @@ def test_the_front_is_what_nothing_beats():
     assert front(points, (1, -1)) == ["a", "b", "e"]
     assert front(points, (1, 1)) == ["a", "c", "e"]
     assert front({}, (1, 1)) == []
+
+
+# Dose-response
+
+
+def cooled(book, gaps: dict[float, float], noise: float = 0.001) -> None:
+    """Arms of one ordered knob with these mean gaps to the baseline."""
+    random = np.random.default_rng(0)
+    base = {seed: 3.0 + 0.05 * seed for seed in range(6)}
+    add(book, "bf16", base, None, knobs={"recipe": "bf16"})
+    for value, gap in gaps.items():
+        losses = {seed: loss + gap + noise * random.normal() for seed, loss in base.items()}
+        add(book, f"cooldown={value}", losses, knobs={"cooldown": value})
+
+
+def found_doses(book):
+    answer = Answer(book)
+    return doses(answer.grid, {arm.name: arm for arm in answer.arms}).get("cooldown")
+
+
+def test_doses_are_in_order_with_the_share_of_the_gap_that_each_closes(tmp_path):
+    book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    book.describe(question="Q?", metric='{"name": "val/loss"}', search="")
+    cooled(book, {0.2: 0.02, 0: 0.1, 0.1: 0.06})
+    found = found_doses(book)
+    assert [dose.value for dose in found] == [0, 0.1, 0.2]
+    assert [dose.closed for dose in found] == [
+        None,
+        pytest.approx(0.4, abs=0.03),
+        pytest.approx(0.8, abs=0.03),
+    ]
+    assert found[2].change.mean == pytest.approx(found[2].gap.mean - found[0].gap.mean)
+    assert sentence("cooldown", found).startswith("cooldown 0.2 closes 80 % of the gap of cooldown 0")
+    book.close()
+
+
+@pytest.mark.parametrize(
+    ("gaps", "said"),
+    [
+        ({0: 0.0, 0.1: 0.05, 0.2: 0.1}, "is not told from zero, so that no share"),
+        ({0: 0.1, 0.1: 0.2, 0.2: 0.15}, "widens 50 % of the gap of cooldown 0, not steadily"),
+        ({0: 0.1, 0.1: 0.1, 0.2: 0.1}, "that change is not told from zero"),
+    ],
+)
+def test_a_dose_says_what_it_cannot(gaps, said, tmp_path):
+    book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    book.describe(question="Q?", metric='{"name": "val/loss"}', search="")
+    cooled(book, gaps, noise=1e-4)
+    assert said in sentence("cooldown", found_doses(book))
+    book.close()
+
+
+def test_two_values_or_names_are_no_doses(tmp_path):
+    book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    book.describe(question="Q?", metric='{"name": "val/loss"}', search="")
+    cooled(book, {0: 0.1, 0.1: 0.2})
+    assert found_doses(book) is None
+    book.close()

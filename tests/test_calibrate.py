@@ -8,7 +8,7 @@ import pytest
 from support.experiments import ablate, content, ledger, problems, sweep, tiny, write
 
 from ablate.experiment.load import load
-from ablate.experiment.yaml_document import with_values
+from ablate.experiment.yaml_document import parse, with_values
 from ablate.results.summary import metrics_of, steps_to, summaries
 
 TEXT = """\
@@ -37,6 +37,14 @@ def test_values_are_written_into_a_file_whose_comments_and_order_stay():
         "seeds: 5                    # few",
         "design: {trunk: bf16}",
     ]
+
+
+@pytest.mark.parametrize("key", ["null", '"null"'])
+def test_a_null_arm_that_a_file_has_already_stays_one_key(key):
+    """A bare null is no text to YAML: a second key would be refused as given twice."""
+    text = with_values(f"schema: 1\n{key}: true\nseeds: 2\n", {"null": True})
+    assert text.count("null") == 1
+    assert parse(text, "x.yaml").value["null"] is True
 
 
 @pytest.mark.slow

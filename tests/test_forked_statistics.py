@@ -9,9 +9,18 @@ from scipy import stats
 
 from ablate.experiment.schema import Design
 from ablate.results.calibration import Candidate, best
-from ablate.results.forked import Cell, Readings, Views, difference_word, qualified, sharpened, views
+from ablate.results.forked import (
+    Cell,
+    Readings,
+    Views,
+    difference_word,
+    qualified,
+    shared_error,
+    sharpened,
+    views,
+)
 from ablate.results.ledger import Ledger
-from ablate.results.next_runs import seeds_to_settle
+from ablate.results.next_runs import seeds_to_settle, undecided
 from ablate.results.paired_stats import (
     Difference,
     Needed,
@@ -22,6 +31,7 @@ from ablate.results.paired_stats import (
     paired_difference,
     seeds_needed,
 )
+from ablate.results.summary import gap, summaries
 
 SEEDS = range(8)
 WINDOWS, POSITIONS = (10, 20, 40), (100, 200, 300)
@@ -138,6 +148,146 @@ def test_views_are_those_of_the_readings_by_hand():
     assert view.error == pytest.approx(stats.sem(parts), rel=1e-9)
 
 
+def test_arms_of_other_windows_are_not_compared():
+    """Their damage is of another length; half of the positions alike would compare the others with nothing."""
+    one, other = (
+        Arm(name, lambda window, position: 0.0, draw=draw) for draw, name in enumerate(("bf16", "fp4"))
+    )
+    assert other.readings
+    longer = {Cell(cell.position, 2 * cell.window): values for cell, values in other.readings.cells.items()}
+    other.readings = replace(other.readings, cells={**other.readings.cells, **longer})
+
+    def gap(those):
+        return [paired_difference(those[1].values, those[0].values)]
+
+    (view,) = views([one, other], gap, 1)
+    found = qualified(judge([(gap([one, other])[0], None)], True)[0], view, True)
+    assert (found.kind, found.reason) == ("unjudged", "windows")
+
+    def grid_of_them(those):  # as a grid without a common seed gives
+        return [] if not all(arm.values for arm in those) else gap(those)
+
+    assert (
+        qualified(
+            judge([(gap([one, other])[0], None)], True)[0], views([one, other], grid_of_them, 1)[0], True
+        ).reason
+        == "windows"
+    )
+
+
+@pytest.mark.parametrize(("of_data", "of_both"), [(0.0, 3.0), (1.0, 3.0), (2.0, 0.5)])
+def test_the_error_of_the_evaluation_has_no_noise_of_seeds_in_it(of_data, of_both):
+    """Two-way tables: its mean square is that of the data's share alone, which is truncated at 0 from below."""
+    random, seeds, parts = np.random.default_rng(7), 8, 16
+    squares = []
+    for _ in range(2000):
+        table = (
+            random.normal(0, 5, (1, seeds))
+            + random.normal(0, of_data, (parts, 1))
+            + random.normal(0, of_both, (parts, seeds))
+        )
+        squares.append(shared_error(table.tolist()) ** 2)
+    expected = of_data**2 / parts
+    naive = (of_data**2 + of_both**2 / seeds) / parts
+    assert np.mean(squares) == pytest.approx(expected, rel=0.06, abs=0.25 * naive)
+    assert of_data or np.mean(squares) < 0.5 * naive
+    assert math.isnan(shared_error([[1.0, 2.0]] * 7))
+    assert math.isnan(shared_error([[1.0, 2.0]] * 8 + [[1.0]]))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 2.0, 4.0])
+def test_damage_in_proportion_is_called_growing_in_one_of_twenty_whatever_the_evaluation(share):
+    """The error of the evaluation, drawn anew for each window, is `share` times that of the seeds."""
+    random, flagged, rounds = np.random.default_rng(5), 0, 300
+    noise = 1e-4
+
+    def gap(those):
+        return [paired_difference(those[1].values, those[0].values)]
+
+    for _ in range(rounds):
+        arms = [Arm("bf16", lambda window, position: 0.0), Arm("fp4", lambda window, position: 0.0)]
+        common = noise * share / math.sqrt(len(SEEDS))
+        shift = {window: common * random.normal() for window in WINDOWS[:-1]}
+        by_part = common * math.sqrt(16) * random.normal(size=16)
+        shift[WINDOWS[-1]] = float(np.mean(by_part))
+        for arm, sign in zip(arms, (0, 1), strict=True):
+            own = {seed: noise * random.normal() for seed in SEEDS}
+            early = {window: {seed: noise * random.normal() for seed in SEEDS} for window in WINDOWS[:-1]}
+            spread = {**early, WINDOWS[-1]: own}
+            cells = {
+                Cell(position, window): {
+                    seed: 3
+                    + sign * (1e-4 * window + shift[window] + spread[window][seed] * window / WINDOWS[-1])
+                    for seed in SEEDS
+                }
+                for position in POSITIONS
+                for window in WINDOWS
+            }
+            parts = {
+                number: {seed: 3 + sign * (4e-3 + by_part[number] + own[seed]) for seed in SEEDS}
+                for number in range(16)
+            }
+            arm.readings = Readings(cells, parts)
+            arm.values = arm.readings.at(WINDOWS[-1])
+        (view,) = views(arms, gap, 1)
+        found = qualified(judge([(sharpened(gap(arms)[0], view), None)], True)[0], view, True)
+        flagged += found.reason == "horizon"
+    assert flagged <= 0.05 * rounds + 3 * math.sqrt(0.05 * 0.95 * rounds)
+
+
+def forked_book(folder, bad: float, direction: str = "minimize", search: str = "") -> Ledger:
+    """A ledger of a forked design: an arm without an effect, and a known-bad one."""
+    book = Ledger(folder / "sweeps" / "x" / "ledger.db")
+    design = Design(trunk="bf16", positions=1, window=0.5, horizons=(1, 2), bad="bad")
+    book.describe(
+        question="Q?",
+        metric=f'{{"name": "val/loss", "direction": "{direction}"}}',
+        search=search,
+        design=design.model_dump_json(),
+    )
+    random = np.random.default_rng(0)
+    for name, effect, baseline in (("bf16", 0.0, None), ("bad", bad, 1), ("alike", 0.0, 1)):
+        optuna = 0 if search and name == "alike" else None
+        arm = book.add_arm(name, {name: True}, baseline, optuna, "bad" if name == "bad" else None)
+        for seed in range(6):
+            trial = book.add_member(arm, seed, f"{name}{seed}", '{"seed": 0, "workload": {"gpt": {}}}')
+            value = 3 + effect + 1e-4 * random.normal()
+            metrics = {"val/loss": value, "fork/5/2/loss": 3 + effect / 2, "fork/5/4/loss": value}
+            book.record(trial, [{"step": 9, "time": 0.0, "metrics": metrics}])
+            book.settle(trial, "done", seconds=1.0)
+    return book
+
+
+@pytest.mark.parametrize(
+    ("bad", "direction", "kind"),
+    [(0.01, "minimize", "equivalent"), (-0.01, "minimize", "undecided"), (-0.01, "maximize", "equivalent")],
+)
+def test_a_known_bad_arm_that_looks_better_shows_that_nothing_is_seen(bad, direction, kind, tmp_path):
+    book = forked_book(tmp_path, bad, direction)
+    assert {arm.name: arm.verdict.kind for arm in summaries(book)}["alike"] == kind
+    book.close()
+
+
+def test_a_searchs_proposal_is_judged_with_the_known_bad_arm_as_the_whole_table_is(tmp_path):
+    book = forked_book(tmp_path, 0.01, search="tpe")
+    whole = {arm.name: arm for arm in summaries(book)}["alike"]
+    difference, verdict = gap(book, 3)
+    assert (difference, verdict.kind) == (whole.gap, whole.verdict.kind)
+    book.close()
+
+
+def test_more_seeds_are_not_asked_for_where_they_decide_nothing(tmp_path, monkeypatch):
+    book = forked_book(tmp_path, 0.01)
+    for reason in ("horizon", "position", "windows"):
+        arms = [
+            replace(arm, verdict=Verdict("unjudged", reason)) if arm.name == "alike" else arm
+            for arm in summaries(book)
+        ]
+        monkeypatch.setattr("ablate.results.next_runs.summaries", lambda *_, arms=arms: arms)
+        assert ("alike", "bf16") not in undecided(book)
+    book.close()
+
+
 def test_an_arm_without_a_finished_trial_has_no_number_at_any_horizon():
     arms = [Arm("bf16", lambda w, p: 0.0), Arm("fp4", lambda w, p: 0.0)]
     arms[1].readings, arms[1].values = Readings({}, {}), {}
@@ -206,6 +356,7 @@ def candidate(**fields) -> Candidate:
         "effect": 0.01,
         "effect_error": 0.001,
         "deviation": 0.002,
+        "largest": 0.0,
         "seeds": 4,
         "error": 0.0,
         "steps": 100,
@@ -274,8 +425,10 @@ def test_one_number_of_seeds_settles_a_table_with_its_hours(counts, expected, tm
         verdict = Verdict("undecided")
         object.__setattr__(verdict, "needed", Needed(count, count, count))
         verdicts.append(verdict)
-    text = seeds_to_settle(book, verdicts)
+    settling = seeds_to_settle(book, verdicts)
+    text = settling.text if settling else ""
     assert text.startswith(expected)
+    assert bool(text) == bool(expected)
     if counts == (8, 20):
         assert f"{17 * 9 / 60:.0f} min more" in text
     book.close()

@@ -452,3 +452,29 @@ def test_damage_is_ranked_apart_from_gaps(tmp_path):
     assert {entry["arm"] for entry in entries} == {"rht=true", "rht=false"}  # no check is ranked
     tasks = {name: {entry["task"] for entry in entries if entry["sweep"] == name} for name in designs}
     assert tasks["full"].isdisjoint(tasks["forked"])
+
+
+def test_arms_that_train_other_windows_are_refused_together(tmp_path):
+    """Their damage is of other lengths, and a table would compare the one with the other."""
+    design = {"trunk": "bf16", "positions": 2, "window": 0.25, "horizons": [1, 2]}
+    for knob, levels in (("workload.steps", [24, 48]), ("workload.decay_fraction", [0.1, 0.5])):
+        path = write(tmp_path, shape={"steps": 24, "eval_every": 24}, ablate={knob: levels}, design=design)
+        found = [str(problem) for problem in problems(path)]
+        assert any("train other windows" in text for text in found), (knob, found)
+
+
+def test_a_position_between_two_that_are_there_raises_no_alarm_and_gives_what_a_fresh_start_gives(
+    tmp_path, capfd
+):
+    """A trial continues from the furthest state; the one before it lies among records of another trial."""
+
+    def run_at(positions: int, state: str) -> dict:
+        keys = {"ablate": {"rht": [True, False]}, "seeds": 1, "shape": {"steps": 24, "eval_every": 24}}
+        design = {"positions": positions, "window": 0.1, "horizons": [1, 2]}
+        sweep(tiny(tmp_path, "one", **keys, design=design), tmp_path / state)
+        return values(tmp_path / state, "one")
+
+    run_at(2, "grown")
+    grown, fresh = run_at(3, "grown"), run_at(3, "fresh")
+    assert grown == fresh
+    assert "not those that it was left after" not in capfd.readouterr().out

@@ -80,7 +80,7 @@ def test_notes_are_numbered_under_the_table_equal_ones_once_and_the_csv_has_them
 def test_a_section_of_nothing_is_nothing_and_parts_that_are_not_there_are_left_out():
     assert (section("Title", None, []).html(), section("Title", None).markdown()) == ("", "")
     found = section("Title", None, Text("one & two"), [Text("three")])
-    assert found.html() == "<h2>Title</h2>\n<p>one &amp; two</p>\n<p>three</p>"
+    assert found.html() == '<h2 id="title">Title</h2>\n<p>one &amp; two</p>\n<p>three</p>'
     assert found.markdown() == "## Title\n\none & two\n\nthree"
     assert "<details>" in Section("T", [Text("x")], folded=True).html()
 

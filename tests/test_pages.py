@@ -230,8 +230,32 @@ def test_a_report_opens_from_its_file_asks_for_nothing_and_shows_its_figures(bro
 
 def test_a_reports_answer_stands_on_the_first_screen(browser, report):
     browser.get(report.index.as_uri())
-    bottom = browser.execute_script("return document.querySelector('figure svg').getBoundingClientRect().top")
-    assert bottom < browser.execute_script("return innerHeight")
+    for part in ("p.verdict", "ul.chips", "tr.question"):
+        place = f"document.querySelector({part!r}).getBoundingClientRect().bottom"
+        assert browser.execute_script(f"return {place} < innerHeight"), part
+
+
+def test_a_command_is_copied_by_its_button_and_sections_are_reached_from_the_contents(browser, report):
+    browser.get(report.index.as_uri())
+    anchors = browser.execute_script(
+        "return [...document.querySelectorAll('nav a')].map(a => a.hash.slice(1))"
+    )
+    assert anchors
+    assert all(browser.execute_script(f"return !!document.getElementById({name!r})") for name in anchors)
+    assert browser.execute_script(
+        "return [...document.querySelectorAll('button.copy')].every(b => !b.hidden)"
+    )
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+def test_a_page_is_as_wide_as_its_window(browser, report, width):
+    browser.get(report.index.as_uri())
+    browser.set_window_size(width, 900)
+    try:
+        wide = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+        assert wide[0] <= wide[1]
+    finally:
+        browser.set_window_size(1300, 900)
 
 
 def test_a_click_on_a_tables_head_sorts_it_and_another_turns_it_round(browser, report):

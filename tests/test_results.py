@@ -18,7 +18,9 @@ from ablate.cli.live_view import replication_table, summary_table
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import Growth, Metric, Published
 from ablate.results.attribution import grid, main_effects
+from ablate.results.comparisons import Comparisons
 from ablate.results.contrasts import contrasts
+from ablate.results.headline import headline_of
 from ablate.results.intervals import Interval
 from ablate.results.ledger import Ledger
 from ablate.results.markdown_summary import summary_markdown
@@ -175,6 +177,8 @@ def test_the_frame_has_a_row_a_record_and_a_column_a_knob(book):
 def test_the_markdown_is_the_question_and_a_line_an_arm(book):
     text = summary_markdown(book).splitlines()
     assert text[0] == "**Does it?**"
+    assert text[2] == headline_of(Comparisons(book)).sentence
+    text = text[2:]
     assert text[4] == "| bf16 | 3.1000 | baseline | 3 | baseline |  |"
     assert "| rht=false sr=true | 3.0000 | -0.1000 ±0.0248 | 3 | better |  |" in text
     assert text[5 + 3].endswith("| 1 | not judged² |  |")

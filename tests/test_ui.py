@@ -203,21 +203,24 @@ def test_the_list_names_every_sweep_with_its_question_the_last_first(state):
     page = index(state)
     assert page.index("And this?") < page.index("Does &lt;it&gt; matter?")
     assert 'href="first/index.html"' in page
-    assert 'src="second/gap.png"' in page
 
 
-def test_the_list_says_each_reports_answer_and_shows_its_gaps(state):
+def test_the_list_says_each_reports_answer_and_whether_it_is_one(state):
     page = index(state)
     assert "<p>a &lt;b&gt; is worse, +0.01</p>" in page
     assert "<small>ablate, experiment first: 15 runs</small>" in page
-    assert '<a href="first/index.html"><img src="first/figures/forest-loss.png"' in page
+    assert page.count('class="chip unknown"') == 2  # the report's file is of an earlier version
+    for answered, valid, chip in ((True, True, "answered"), (False, True, "open"), (False, False, "none")):
+        about = {"answer": "So.", "about": "", "answered": answered, "valid": valid}
+        (state / "reports" / "first" / "index.json").write_text(json.dumps(about))
+        assert f'class="chip {chip}"' in index(state)
 
 
 def test_a_report_of_an_earlier_version_is_listed_without_its_answer(state, tmp_path):
     shutil.copytree(state, tmp_path / "copy")
     (tmp_path / "copy" / "reports" / "first" / "index.json").unlink()
     page = index(tmp_path / "copy")
-    assert '<a href="first/index.html"><b>first</b></a><br>Does &lt;it&gt; matter?<br>' in page
+    assert '<a href="first/index.html"><b>first</b></a></td><td>Does &lt;it&gt; matter?</td>' in page
 
 
 def test_a_ledger_that_cannot_be_read_is_listed_with_why(state, tmp_path):

@@ -12,7 +12,9 @@ from ablate.cli import bench, data, recipe
 from ablate.cli.calibrate import calibrate
 from ablate.cli.check import check
 from ablate.cli.common import Device, Mlflow, Profile, State, console, run
+from ablate.cli.compare import compare
 from ablate.cli.doctor import doctor
+from ablate.cli.export import evidence, export_tables
 from ablate.cli.init import init
 from ablate.cli.leaderboard import leaderboard
 from ablate.cli.plan import plan
@@ -51,7 +53,8 @@ def options(
 
 
 _SWEEPS, _FILES, _MACHINE = "Sweeps", "Recipes and files", "This machine"
-for command in (sweep, plan, calibrate, report, status, ui, leaderboard, stop, workers, sync, rebuild):
+_VERBS = (sweep, plan, calibrate, report, status, ui, compare, evidence, export_tables, leaderboard)
+for command in (*_VERBS, stop, workers, sync, rebuild):
     app.command(rich_help_panel=_SWEEPS)(command)
 app.command(rich_help_panel=_FILES)(init)
 app.command(rich_help_panel=_FILES)(check)

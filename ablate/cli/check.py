@@ -10,6 +10,7 @@ from ablate.cli.common import DONE, FAILED, console
 from ablate.errors import InputError
 from ablate.experiment.arms import KnobError, StartingPoint
 from ablate.experiment.load import load
+from ablate.experiment.schema import START
 from ablate.experiment.yaml_document import scalar
 from ablate.files import Json
 from ablate.recipes import Recipe
@@ -33,14 +34,14 @@ def check(
     measurements, pass the recipe on to its layers, and resume bit for bit. Exit status: 0 all kept, 1 one is
     not, 2 bad input.
     """
-    workload, recipe, metrics = _workload(file, function, config or [])
+    workload, recipe, metrics, anneals = _workload(file, function, config or [])
     workload = workload.model_copy(update={"steps": steps})
     screen = console()
     screen.print(f"Running {file} for {steps} steps, several times ...")
     from ablate.verification.workload_checks import Runs, promises
 
     broken = 0
-    for promise in promises(Runs(workload, recipe=recipe, metrics=metrics)):
+    for promise in promises(Runs(workload, recipe=recipe, metrics=metrics, anneals=anneals)):
         broken += not promise.kept
         word = Text("PASS", "green") if promise.kept else Text("FAIL", "bold red")
         screen.print(Text.assemble(word, "  ", promise.name))
@@ -51,8 +52,11 @@ def check(
     raise typer.Exit(FAILED if broken else DONE)
 
 
-def _workload(file: Path, function: str, pairs: list[str]) -> tuple[Workload, Recipe | None, tuple[str, ...]]:
-    """Return workload, recipe and metrics of an experiment, or the workload of a Python file.
+def _workload(
+    file: Path, function: str, pairs: list[str]
+) -> tuple[Workload, Recipe | None, tuple[str, ...], bool]:
+    """Return workload, recipe and metrics of an experiment, or the workload of a Python file; and whether a
+    forked design lets the rate fall.
 
     The recipe is that of the first arm that quantises, or the baseline's if none does; None for a file. The
     check then compares it with bf16. InputError with every reason if there is no such workload.
@@ -61,7 +65,13 @@ def _workload(file: Path, function: str, pairs: list[str]) -> tuple[Workload, Re
         experiment = load(file)
         recipes = [arm.recipe for arm in experiment.arms] or [experiment.base.arm({}).recipe]
         first = next((recipe for recipe in recipes if not recipe.plain), recipes[0])
-        return experiment.base.config, first, tuple(metric.name for metric in experiment.metrics)
+        names = tuple(metric.name for metric in experiment.metrics)
+        return (
+            experiment.base.config,
+            first,
+            names,
+            bool(experiment.design and experiment.design.anneal and experiment.design.trunk == START),
+        )
     if not file.is_file():
         raise InputError([f"{file}: no such file"])
     parts = [pair.partition("=") for pair in pairs]
@@ -73,6 +83,6 @@ def _workload(file: Path, function: str, pairs: list[str]) -> tuple[Workload, Re
         "config": {key: scalar(value) for key, _, value in parts},
     }
     try:
-        return StartingPoint("python", values, "nvfp4").arm({}).config, None, ()
+        return StartingPoint("python", values, "nvfp4").arm({}).config, None, (), False
     except KnobError as error:
         raise InputError([f"{file}: {why}" for _, why in error.reasons]) from None

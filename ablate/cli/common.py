@@ -32,6 +32,12 @@ State = Annotated[
         rich_help_panel=WHERE,
     ),
 ]
+Seeds = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=10_000, help="Number of seeds, as if the file said so; finished runs are reused."
+    ),
+]
 Profile = Annotated[
     str | None,
     typer.Option(

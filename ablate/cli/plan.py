@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import Device, JsonOption, Profile, State, console, duration
+from ablate.cli.common import Device, JsonOption, Profile, Seeds, State, console, duration
 from ablate.cli.recipe import placements
 from ablate.cli.settings import Settings, find_settings
 from ablate.errors import one_line
@@ -34,6 +34,7 @@ from ablate.recipes.recipe import Layers
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
+from ablate.training.fork_design import Forks
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.own_code import OwnCode
@@ -53,6 +54,7 @@ _LEAST_COVERED = 0.5
 def plan(
     file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
     as_json: JsonOption = False,
+    seeds: Seeds = None,
     state: State = None,
     profile: Profile = None,
     device: Device = None,
@@ -61,7 +63,7 @@ def plan(
     Runs nothing.
     """
     settings = find_settings(profile, state=state, device=device)
-    experiment = load(file, settings.device)
+    experiment = load(file, settings.device, seeds)
     if as_json:
         print(json.dumps(as_data(experiment, settings), indent=2))
     else:
@@ -239,6 +241,8 @@ def show(experiment: Experiment, settings: Settings) -> None:
         screen.print(f"\nand {search} within:")
         for knob, dimension in experiment.space.items():
             screen.print(f"  {knob}: {one_line(_range(dimension))}")
+    if experiment.design and (first := experiment.forks(experiment.arms[0])):
+        screen.print(f"\nForks: {one_line(_windows(first))}.", markup=False, soft_wrap=True)
     if experiment.engine_why:
         screen.print(f"\nEngine: {experiment.engine} (auto), since {experiment.engine_why}.", markup=False)
     elif experiment.engine != "emulated":
@@ -274,6 +278,19 @@ def show(experiment: Experiment, settings: Settings) -> None:
         screen.print(f"At most {result.grown} more trials, on more seeds, if arms stay undecided.")
 
 
+def _windows(forks: Forks) -> str:
+    """Return the windows of a forked design in words."""
+    *rest, last = map(str, forks.windows)
+    lengths = f"{', '.join(rest)} and {last} steps" if rest else f"{last} steps"
+    where = (
+        f"after steps {', '.join(map(str, forks.positions))} of a trunk"
+        if forks.trunk
+        else "from the weights that the workload starts from"
+    )
+    rate = ", the rate falling to zero" if forks.anneal else ""
+    return f"every arm trains windows of {lengths} {where}{rate}"
+
+
 def expected_width(experiment: Experiment, state: Path) -> str:
     """Return the half-width that the experiment's calibration promises for its design and seeds, as text;
     empty without a calibration.
@@ -281,8 +298,11 @@ def expected_width(experiment: Experiment, state: Path) -> str:
     chosen = _planned(experiment, state)
     if chosen is None:
         return ""
+    from ablate.results.intervals import Interval
+
     seeds = len(experiment.seeds)
-    likely, careful = (chosen.half_width(seeds, careful) for careful in (False, True))
+    interval = Interval.parse(experiment.growth.interval if experiment.growth else "t")
+    likely, careful = (chosen.half_width(seeds, careful, interval) for careful in (False, True))
     return f"{likely:.2g} with {seeds} seeds (at most {careful:.2g} with a chance of 80 %; {chosen.name})"
 
 

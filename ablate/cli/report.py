@@ -5,9 +5,9 @@ The only file that uses papermill and nbconvert. This interpreter runs each note
 independently of the kernels and profiles that the user has installed. The pages load nothing from a network.
 """
 
-import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,8 +29,12 @@ from ablate.execution.sweep_control import check
 from ablate.files import short_for_sockets
 from ablate.results.databases import path_of
 from ablate.results.ledger import Ledger
+from ablate.results.report_about import ABOUT, current, stamp
 from ablate.results.trial_store import Store
 from ablate.results.verify import verify
+
+if TYPE_CHECKING:
+    from ablate.results.headline import Headline
 
 NOTEBOOKS = {
     "ablation": "Does it matter, and by how much?",
@@ -40,8 +44,6 @@ NOTEBOOKS = {
     "numerics_walkthrough": "How does the recipe compute, step by step?",
 }
 """Question that each notebook answers, by name; the files are in `analysis/`."""
-ABOUT = "index.json"
-"""File of a report with its question, its first sentence and the state that it shows, for `ablate ui`."""
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "microsoft-edge")
 _TIMEOUT_SECONDS = 600
 """Time limit of a cell, far above what any of them takes, so that a kernel that hangs is ended."""
@@ -197,8 +199,8 @@ def make(
         heading = _Heading(
             ledger.fact("question") or name,
             _about(ledger, name, checked),
-            _stamp(ledger),
-            Answer(ledger).verdict(),
+            stamp(ledger),
+            Answer(ledger).answer,
         )
         with ThreadPoolExecutor(1) as thread:
             # In parallel with the notebooks, since its imports take seconds.
@@ -215,20 +217,10 @@ def make(
 
 def is_current(state: Path, name: str) -> bool:
     """Return True if a report exists and shows the present state of the ledger."""
-    about = state / "reports" / name / ABOUT
-    if not about.exists():
-        return False
     ledger = Ledger(state / "sweeps" / name / "ledger.db", readonly=True)
-    stamp = _stamp(ledger)
+    found = current(state / "reports" / name, ledger)
     ledger.close()
-    return json.loads(about.read_text(encoding="utf-8"))["stamp"] == stamp
-
-
-def _stamp(ledger: Ledger) -> str:
-    """Return a hash of the state of a sweep: its experiment file and the status of each run."""
-    runs = [(member.name, member.seed, member.id, member.status) for member in ledger.members()]
-    content = [ledger.fact("experiment.yaml"), runs]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    return bool(found)
 
 
 def _default_notebooks(ledger: Ledger) -> list[str]:
@@ -240,12 +232,27 @@ def _default_notebooks(ledger: Ledger) -> list[str]:
 
 
 def _about(ledger: Ledger, name: str, verified: str) -> str:
-    """Return the line above the title: experiment, number of runs, verification and date."""
-    statuses = [member.status for member in ledger.members()]
-    unfinished = sum(status not in ("done", "diverged") for status in statuses)
+    """Return the line above the title: experiment, model, number of runs, commit, verification and date."""
+    members = ledger.members()
+    unfinished = sum(member.status not in ("done", "diverged") for member in members)
     partial = f", {unfinished} of them not finished" if unfinished else ""
-    runs = f"ablate, experiment {name}: {len(statuses)} runs{partial}"
-    return f"{runs}; {verified}. Report of {time.strftime('%Y-%m-%d %H:%M')}"
+    commit = json.loads(ledger.fact("provenance.json") or "{}").get("commit")
+    facts = [
+        f"ablate, experiment {name}",
+        _model(json.loads(members[0].spec)) if members else "",
+        f"{len(members)} runs{partial}",
+        f"commit {commit[:8]}" if commit else "",
+    ]
+    shown = " · ".join(filter(None, facts))
+    return f"{shown} · {verified} · Report of {time.strftime('%Y-%m-%d %H:%M')}"
+
+
+def _model(spec: dict[str, Any]) -> str:
+    """Return workload and size of a trial: `gpt 3x96, 300 steps`."""
+    ((workload, config),) = (spec.get("workload") or {"": {}}).items()
+    size = f" {config['layers']}x{config['width']}" if {"layers", "width"} <= config.keys() else ""
+    steps = f", {config['steps']} steps" if "steps" in config else ""
+    return f"{workload}{size}{steps}"
 
 
 @dataclass(frozen=True)
@@ -255,8 +262,8 @@ class _Heading:
     title: str
     about: str = ""
     stamp: str = ""
-    answer: str = ""
-    """First sentence of the report."""
+    answer: "Headline | None" = None
+    """The answer of the sweep."""
 
 
 def _write(
@@ -284,9 +291,12 @@ def _write(
             (made / names[number]).with_suffix(".md").write_text(
                 _markdown(notebook, page_heading), encoding="utf-8"
             )
+        answer = heading.answer
         about = {
             "question": heading.title,
-            "answer": heading.answer,
+            "answer": answer.sentence if answer else "",
+            "answered": bool(answer and answer.answered),
+            "valid": bool(answer and answer.valid),
             "about": heading.about,
             "stamp": heading.stamp,
         }
@@ -449,7 +459,15 @@ def _html(notebook: Any, heading: _Heading, links: Sequence[tuple[str, str]]) ->
         template_file=str(template), mathjax_url="", require_js_url="", exclude_anchor_links=True
     )
     page = {"heading": heading, "links": links, "version": __version__}
-    return exporter.from_notebook_node(notebook, resources={"page": page})[0]
+    return _with_contents(exporter.from_notebook_node(notebook, resources={"page": page})[0])
+
+
+def _with_contents(page: str) -> str:
+    """Return the page with links to its headings."""
+    headings = re.findall(r'<h2 id="([^"]*)">(.*?)</h2>', page)
+    items = "".join(f'<li><a href="#{anchor}">{title}</a></li>' for anchor, title in headings)
+    contents = f'<nav class="contents" aria-label="Contents"><ul>{items}</ul></nav>' if items else ""
+    return page.replace("<!--contents-->", contents, 1)
 
 
 def _markdown(notebook: Any, heading: _Heading) -> str:

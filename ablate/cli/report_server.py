@@ -4,20 +4,22 @@ dashboard.
 
 import html
 import ipaddress
-import json
 import re
 import socket
 import sqlite3
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from socketserver import BaseServer
+from typing import Any
 from urllib.parse import quote
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from ablate.execution.sweep_control import changed, folders
+from ablate.execution.sweep_control import changed, folders, holder
 from ablate.results.ledger import Ledger
+from ablate.results.report_about import about
 
 # The Host header
 
@@ -116,67 +118,99 @@ class ReportHandler(SimpleHTTPRequestHandler):
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Sweeps</title><style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 3rem auto; padding: 0 1rem;
-       color: #222 }}
-li {{ margin: 2rem 0; list-style: none }} ul {{ padding: 0 }} a {{ color: #0173b2 }}
-p {{ margin: .5rem 0; padding-left: .7rem; border-left: .2rem solid #0173b2 }}
-small {{ color: #595959 }}
-img {{ max-width: 24rem; max-height: 12rem; border: 1px solid #ddd; margin: .3rem .3rem 0 0 }}
-</style></head><body><h1>Sweeps</h1><ul>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Sweeps</title><style>
+:root {{ color-scheme: light dark; --ink: #1a1d21; --soft: #5c6570; --line: #d9dee3; --paper: #fff;
+  --good: #0b6e4f; --open: #7a5c1e; --bad: #a4262c; --accent: #0072b2 }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e9ec; --soft: #9aa4ae; --line: #2c343b;
+  --paper: #12171b; --good: #5fc49b; --open: #d2b16a; --bad: #ef8a8f; --accent: #6db6e8 }} }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+  color: var(--ink); background: var(--paper) }}
+a {{ color: var(--accent) }} table {{ border-collapse: collapse; width: 100% }}
+th, td {{ text-align: left; vertical-align: top; padding: .5rem .8rem .5rem 0;
+  border-bottom: 1px solid var(--line) }}
+th {{ font-size: .85rem; color: var(--soft) }} small {{ color: var(--soft) }} p {{ margin: .2rem 0 }}
+input {{ font: inherit; padding: .25rem .6rem; width: 24rem; max-width: 100%; margin: 0 0 1rem }}
+.chip {{ border: 1px solid; border-radius: 1rem; padding: 0 .6rem; font-size: .82rem; white-space: nowrap }}
+.answered {{ color: var(--good) }} .open {{ color: var(--open) }} .none {{ color: var(--bad) }}
+.running {{ color: var(--accent) }} .unknown {{ color: var(--soft) }}
+@media (max-width: 46rem) {{ thead {{ display: none }} td {{ display: block; border: 0; padding: .1rem 0 }}
+  tr {{ display: block; border-bottom: 1px solid var(--line); padding: .6rem 0 }} }}
+</style></head><body><h1>Sweeps</h1>
+<input type="search" id="filter" placeholder="Show sweeps with these words" aria-label="Filter" hidden>
+<table><thead><tr><th>sweep</th><th>question and answer</th><th>verdict</th><th>runs</th></tr></thead>
+<tbody>
 {items}
-</ul></body></html>
+</tbody></table>
+<script>
+const box = document.getElementById("filter");
+box.hidden = false;
+box.oninput = () => {{
+  const words = box.value.toLowerCase().split(/\\s+/).filter(Boolean);
+  for (const row of document.querySelectorAll("tbody tr")) {{
+    const text = row.textContent.toLowerCase();
+    row.hidden = !words.every(word => text.includes(word));
+  }}
+}};
+</script></body></html>
 """
+_CHIPS = {
+    "answered": "answered",
+    "open": "not answered yet",
+    "none": "no answer",
+    "running": "running",
+    "unknown": "no report",
+}
+"""Text of a sweep's chip by its class."""
 
 
 def index(state: Path) -> str:
-    """Return a page of all sweeps, last run first, with their questions and links to their reports or
-    figures.
+    """Return a page of all sweeps: running ones first, then the last that were run, with question, answer,
+    verdict and runs.
     """
     sweeps = sorted(folders(state, None), key=changed, reverse=True)
+    sweeps.sort(key=lambda folder: holder(folder) is None)
     return _PAGE.format(items="\n".join(_item(state, folder) for folder in sweeps))
 
 
 def _item(state: Path, folder: Path) -> str:
     report, path = state / "reports" / folder.name, quote(folder.name)
-    name, question = html.escape(folder.name), html.escape(_question(folder))
-    if (report / "index.html").exists():
-        figures = "".join(
-            _figure(f"{path}/figures/{quote(file.name)}", f"{path}/index.html")
-            for file in sorted(report.glob("figures/forest-*.png"))[:1]
-        )
-        link = f'<a href="{path}/index.html"><b>{name}</b></a>'
-        return f"<li>{link}<br>{question}{_answer(report / 'index.json')}<br>{figures}</li>"
-    figures = "".join(
-        _figure(f"{path}/{quote(file.name)}", f"{path}/{quote(file.name)}")
-        for file in sorted(report.glob("*.png"))
+    name, (question, runs) = html.escape(folder.name), _facts(folder)
+    found = about(report)
+    title = (
+        f'<a href="{path}/index.html"><b>{name}</b></a>'
+        if (report / "index.html").exists()
+        else f"<b>{name}</b>"
     )
-    return f"<li><b>{name}</b><br>{question}<br>{figures or '<small>no report, no figures</small>'}</li>"
+    kind = "running" if holder(folder) else _kind(found)
+    answer = f"<p>{html.escape(found['answer'])}</p>" if found.get("answer") else ""
+    when = f"<br><small>{html.escape(found['about'])}</small>" if found.get("about") else ""
+    return (
+        f"<tr><td>{title}</td><td>{html.escape(question)}{answer}{when}</td>"
+        f'<td><span class="chip {kind}">{_CHIPS[kind]}</span></td><td>{html.escape(runs)}</td></tr>'
+    )
 
 
-def _answer(file: Path) -> str:
-    """Return the answer of a report, then its runs and date; nothing for reports of earlier versions, without
-    that file.
-    """
-    if not file.exists():
-        return ""
-    about = json.loads(file.read_text(encoding="utf-8"))
-    return f"<p>{html.escape(about['answer'])}</p><small>{html.escape(about['about'])}</small>"
+def _kind(found: Mapping[str, Any]) -> str:
+    """Return the class of a sweep's chip; "unknown" without a report, or with one of an earlier version."""
+    if "answered" not in found:
+        return "unknown"
+    return "answered" if found["answered"] else "open" if found["valid"] else "none"
 
 
-def _figure(source: str, leads_to: str) -> str:
-    return f'<a href="{leads_to}"><img src="{source}" alt="{html.escape(Path(source).stem)}"></a>'
+def _facts(folder: Path) -> tuple[str, str]:
+    """Return a sweep's question and its runs in words, or the reason why its ledger cannot be read."""
+    try:
+        with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
+            counts = Counter(member.status for member in ledger.members())
+            question = ledger.fact("question") or ""
+    except sqlite3.DatabaseError as error:
+        return f"(its ledger cannot be read: {error})", ""
+    return question, ", ".join(f"{count} {status}" for status, count in counts.items())
 
 
 def read_fact(folder: Path, key: str) -> str | None:
     """Return a fact of a sweep, or None; sqlite3.DatabaseError if its ledger cannot be read."""
     with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
         return ledger.fact(key)
-
-
-def _question(folder: Path) -> str:
-    """Return the question of a sweep, or the reason why its ledger cannot be read."""
-    try:
-        return read_fact(folder, "question") or ""
-    except sqlite3.DatabaseError as error:
-        return f"(its ledger cannot be read: {error})"

@@ -26,6 +26,7 @@ from ablate.files import Holder
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_progress import Attempt, last_attempt, pace, running_attempts
 from ablate.results.ledger_rows import Member
+from ablate.results.report_about import current
 from ablate.results.trial_store import Store
 from ablate.results.verify import Mismatch, Verified, verify
 from ablate.training.workloads import WORKLOADS
@@ -83,6 +84,8 @@ class Status:
     """Records that MLflow does not have; None if the sweep is not sent to MLflow."""
     quiet_s: float | None = None
     """Seconds since the ledger last changed."""
+    answer: str | None = None
+    """Answer to its question, of a report that shows its present state; None without one."""
     trouble: str | None = None
     """Reason why the sweep cannot be read."""
 
@@ -220,6 +223,7 @@ def _read(folder: Path, ledger: Ledger, store: Store, controller: str | None) ->
         seconds_left=_seconds_left(ledger, now) if controller else None,
         mlflow_behind=behind(ledger) if ledger.fact("mlflow") else None,
         quiet_s=max(0.0, now - changed(folder)),
+        answer=current(folder.parents[1] / "reports" / folder.name, ledger).get("answer"),
     )
 
 
@@ -308,6 +312,7 @@ def _sweep(sweep: Status) -> list[RenderableType]:
         _counts(sweep),
     )
     parts: list[RenderableType] = [head, _state(sweep), bar]
+    parts += [Text(sweep.answer)] if sweep.answer else []
     parts += ["", _running_table(sweep.running)] if sweep.running else []
     parts += ["", *_failure_lines(sweep.failures)] if sweep.failures else []
     return parts

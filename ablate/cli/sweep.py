@@ -27,6 +27,7 @@ from ablate.cli.common import (
     Device,
     Mlflow,
     Profile,
+    Seeds,
     State,
     console,
     duration,
@@ -51,6 +52,7 @@ from ablate.results.unmet_phases import never_began
 
 if TYPE_CHECKING:
     from ablate.cli.doctor import Checkup
+    from ablate.results.headline import Headline
     from ablate.results.summary import ArmSummary
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
@@ -66,6 +68,7 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and its estimated duration; run nothing.")
     ] = False,
+    seeds: Seeds = None,
     fork: Annotated[bool, typer.Option(help="Compute a prefix that several trials share only once.")] = True,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Run all trials again, including finished ones.")
@@ -170,7 +173,7 @@ def sweep(
         profile, **given, notify=notify, price=price, priority=priority, shared_state=shared_state or None
     )
     print_starting(f"reading {file} and its data", quiet=quiet or not sys.stderr.isatty())
-    experiment = load(file, settings.device)
+    experiment = load(file, settings.device, seeds)
     if dry_run:
         show(experiment, settings)
         return
@@ -184,7 +187,7 @@ def sweep(
     hook = Hook(settings.notify) if settings.notify else None
     options = RunOptions(fork, fresh, accept_version, settings.price)
     if detach:
-        raise typer.Exit(_detach(file, folder, settings, options, report))
+        raise typer.Exit(_detach(file, folder, settings, options, report, seeds))
     try:
         with lock(folder / "lock", wait=False), raise_on_sigterm():
             check(folder, str(file))
@@ -401,7 +404,9 @@ def _message(
 # One run in a process that outlives the terminal
 
 
-def _detach(file: Path, folder: Path, settings: Settings, options: RunOptions, report: bool) -> int:
+def _detach(
+    file: Path, folder: Path, settings: Settings, options: RunOptions, report: bool, seeds: int | None
+) -> int:
     """Start the same sweep in a new session, wait until it holds its lock, and return the exit status.
 
     If the process ends before that, print its output and return its exit status.
@@ -412,7 +417,11 @@ def _detach(file: Path, folder: Path, settings: Settings, options: RunOptions, r
     log = folder / "console.txt"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*_command(file, settings, options), *([] if report else ["--no-report"])],
+            [
+                *_command(file, settings, options),
+                *([] if report else ["--no-report"]),
+                *(["--seeds", str(seeds)] if seeds else []),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -471,13 +480,16 @@ def _command(file: Path, settings: Settings, options: RunOptions) -> list[str]:
 
 
 def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -> None:
-    """Print the table of arms, the effect of each knob, and how to read them."""
+    """Print the answer and what to do next, the table of arms, the effect of each knob, and how to read
+    them.
+    """
     from ablate.cli.live_view import MOST_CONTRASTS, contrast_table, replication_table, summary_table
+    from ablate.results.comparisons import Comparisons
     from ablate.results.contrasts import contrasts
-    from ablate.results.next_runs import seeds_to_settle
+    from ablate.results.headline import headline_of
     from ablate.results.published import replications
     from ablate.results.summary import open_ledger, summaries
-    from ablate.results.table_notes import emulated, null_warning
+    from ablate.results.table_notes import emulated
 
     ledger = open_ledger(settings.state, experiment.name)
     for metric in experiment.metrics:
@@ -491,18 +503,37 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
             screen.print(table, "")
     if experiment.published:
         screen.print(replication_table(replications(ledger, experiment.published)), "")
-    if not experiment.search and (
-        seeds := seeds_to_settle(ledger, [arm.verdict for arm in arms if arm.role == "listed"])
-    ):
-        screen.print(Text(seeds))
     if came := _width_that_came(experiment, settings, arms):
         screen.print(Text(came))
-    if null := null_warning(arms):
-        screen.print(Text(null.replace("**", ""), "yellow"))
     screen.print(how_to_read(experiment, arms), emulated(ledger))
     for line in never_began(ledger):
         screen.print(Text(line.replace("**", "")))
+    screen.print("")
+    print_headline(headline_of(Comparisons(ledger)), screen, _state_option(settings))
     ledger.close()
+
+
+def print_headline(answer: "Headline", screen: Console, state_option: str = "") -> None:
+    """Print question, answer, checks that did not pass, and the command that settles it.
+
+    Args:
+        answer: the sweep's answer.
+        screen: the terminal.
+        state_option: option that the command needs for this state folder.
+    """
+    style = "green" if answer.answered else "red" if not answer.valid else "yellow"
+    screen.print(Text(answer.question, "bold"))
+    screen.print(Text.assemble((answer.lead, f"bold {style}"), " " if answer.lead else "", answer.text))
+    for remark in answer.checks:
+        if remark.kind in ("warning", "failed"):
+            screen.print(Text(f"{'Failed' if remark.kind == 'failed' else 'Mind'}: {remark.text}.", "yellow"))
+    if answer.simplest:
+        screen.print(Text(answer.simplest))
+    if answer.command:
+        screen.print(Text(f"{answer.cost[0].upper()}{answer.cost[1:]}:"))
+        screen.print(f"  {answer.command}{state_option}", soft_wrap=True, markup=False)
+    elif answer.settling:
+        screen.print(Text(answer.settling.text))
 
 
 def _width_that_came(experiment: Experiment, settings: Settings, arms: "list[ArmSummary]") -> str:

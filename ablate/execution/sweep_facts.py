@@ -19,11 +19,13 @@ def describe(ledger: Ledger, experiment: Experiment) -> None:
     ledger.describe(
         **{
             "name": experiment.name,
+            "file": experiment.file,
             "question": experiment.question,
             "interval": experiment.growth.interval if experiment.growth else "t",
             "ended": "",
             "search": experiment.search.sampler if experiment.search else "",
             "design": experiment.design.model_dump_json() if experiment.design else "",
+            "answer": experiment.asked.model_dump_json() if experiment.asked else "",
             "metric": experiment.metric.model_dump_json(),
             "metrics": json.dumps([metric.name for metric in experiment.metrics]),
             "compared": json.dumps([metric.model_dump() for metric in experiment.metrics]),
@@ -54,6 +56,7 @@ def register_design(ledger: Ledger, experiment: Experiment, store: Store, device
         experiment.growth.model_dump() if experiment.growth else None,
         experiment.search.model_dump() if experiment.search else None,
         [[knob, dataclasses.asdict(part)] for knob, part in experiment.space.items()],
+        *([experiment.asked.model_dump()] if experiment.asked else []),
     )
     ids = set(trials.values())
     register(ledger, digest, time.time(), len(ids), lambda: sum(map(store.finished, ids)))

@@ -79,6 +79,13 @@ def misfits(design: Design, config: Workload, recipe: Recipe) -> Iterator[tuple[
             " start, and the checkpoint that it goes on from as workload.start",
         )
         return
+    if isinstance(config, Python) and not config.start:
+        yield (
+            "workload.start",
+            "is missing: trunk: start goes on from your checkpoint, whose content is part of what a trial is;"
+            " give its file or folder as start, and load trial.start",
+        )
+        return
     if isinstance(config, Trained) and config.time_budget is not None:
         yield (
             "workload.time_budget",

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint, reason
+from ablate.experiment.asked import check_asked
 from ablate.experiment.baseline import Against, baseline_of, compared, read_against, with_baselines
 from ablate.experiment.engine_selection import Choice, check, choose, misfit
 from ablate.experiment.expand import arms_and_ends
@@ -37,6 +38,7 @@ from ablate.experiment.recipe_source import load as recipe_of
 from ablate.experiment.roles import BAD, NULL
 from ablate.experiment.schema import (
     MOST_TRIALS,
+    Asked,
     Budget,
     Constraint,
     Design,
@@ -51,7 +53,8 @@ from ablate.experiment.schema import (
 from ablate.experiment.search_checks import check_search
 from ablate.experiment.search_space import Dimension, refuse_twins, size, space, spell_out
 from ablate.experiment.trial_spec import TrialSpec
-from ablate.experiment.yaml_document import Document, read
+from ablate.experiment.yaml_document import Document, read, with_values
+from ablate.experiment.yaml_document import parse as parse_yaml
 from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.fork_design import Forks
@@ -104,6 +107,8 @@ class Experiment:
     telemetry: TelemetryKeys
     design: Design | None = None
     """Forks of a trunk in place of full runs; None: full runs."""
+    asked: Asked | None = None
+    """The comparison that the question is about; None: inferred."""
     notes: tuple[str, ...] = ()
     """Remarks on what is odd in the file but can run, each with its line and column."""
 
@@ -185,13 +190,14 @@ def sweep_name(path: Path) -> str:
     raise InputError([f"{str(path)!r}: {why}; rename the file, to rht_sr.yaml for example"])
 
 
-def load(path: Path, device: str | None = None) -> Experiment:
+def load(path: Path, device: str | None = None, count: int | None = None) -> Experiment:
     """Read, check and expand an experiment file.
 
     Args:
         path: the YAML file. Its name without the suffix is the name of the sweep.
         device: class of device that trials will run on (`cpu` or `cuda`), on which `engine: auto` depends;
             None: that of this machine.
+        count: number of seeds in place of the file's, as if it were written there; None: the file's.
 
     Returns:
         The experiment. Every arm that it names can be built and computed by its engine.
@@ -201,6 +207,8 @@ def load(path: Path, device: str | None = None) -> Experiment:
     """
     name = sweep_name(path)
     document = read(path)
+    if count is not None:
+        document = parse_yaml(with_values(document.text, {"seeds": count}), document.file)
     spell_out(document)
     file = _surface(document)
     _check_engine(file, document)
@@ -220,6 +228,8 @@ def load(path: Path, device: str | None = None) -> Experiment:
     design, bad = _known_bad(file, base, against, [*added, *arms], document)
     null = _null_arm(file, [*added, *arms], document)
     every_arm = (*added, *arms, *bad, *null)
+    asked = check_asked(file, knobs, every_arm, document)
+    document.check()
     _check_design(file, base, (*every_arm, *ends), metrics, document)
     if (trials := len(seeds) * len(every_arm)) > MOST_TRIALS:
         document.problem(
@@ -252,6 +262,7 @@ def load(path: Path, device: str | None = None) -> Experiment:
         budget=file.budget,
         telemetry=file.telemetry,
         design=design,
+        asked=asked,
         notes=tuple(_notes(file, base, knobs, (*every_arm, *ends), document)),
     )
 
@@ -317,9 +328,13 @@ def _check_design(
     """Note what cannot be forked, each reason once."""
     if file.design is None:
         return
-    shown = set()
+    shown, shapes = set(), dict[tuple[object, ...], str]()
     for arm in arms:
-        for field, why in fork_misfits(file.design, arm.config, arm.recipe):
+        misfits = [*fork_misfits(file.design, arm.config, arm.recipe)]
+        if not misfits:
+            forks = resolved(file.design, arm.config)
+            shapes.setdefault((forks.positions, forks.windows), arm.name)
+        for field, why in misfits:
             if (field, why) not in shown:
                 shown.add((field, why))
                 at = field.partition(".")[0]
@@ -327,6 +342,13 @@ def _check_design(
                     ("design",) if at != "workload" else ("workload", base.workload, *field.split(".")[1:]),
                     f"arm {arm.name!r}: {field}: {why}" if field != "design" else why,
                 )
+    if len(shapes) > 1:
+        one, other = list(shapes.values())[:2]
+        document.problem(
+            ("design",),
+            f"arms {one!r} and {other!r} train other windows, since their steps, warm-up or decay differ, and"
+            " damage depends on the window; write an experiment for each",
+        )
     for metric in metrics:
         if metric.name not in _LEVELS and (isinstance(base.config, Trained) or target_of(metric.name)):
             document.problem(

@@ -216,13 +216,42 @@ class Design(Spec):
     @model_validator(mode="after")
     def _known(self) -> "Design":
         if self.trunk != START and self.trunk not in PRESETS:
-            raise ValueError(f"trunk {self.trunk!r} is neither a preset nor {START}")
+            raise ValueError(
+                f"trunk {self.trunk!r} is neither a preset nor {START}; to go on from a checkpoint of your"
+                f" own, write trunk: {START}, and the file as workload.start"
+            )
         if list(self.horizons) != sorted(set(self.horizons)):
             raise ValueError(f"horizons {list(self.horizons)} must be different numbers in ascending order")
         if not isinstance(self.positions, int) and not all(0 < share <= 1 for share in self.positions):
             raise ValueError(
                 f"positions {list(self.positions)} must be shares of the steps, above 0 and up to 1"
             )
+        return self
+
+
+class Asked(Spec):
+    """The comparison that the question is about.
+
+    Either a knob's values, on average over the other knobs but those that are held; or an arm and another.
+    """
+
+    knob: str | None = None
+    """Knob of `ablate`: each of its values is compared with the reference (false, or the first value)."""
+    given: dict[str, Plain] = Field(default_factory=dict)
+    """Values at which other knobs are held; the effect is the mean over those that are not named."""
+    arm: str | None = None
+    """Name of an arm."""
+    against: str | None = None
+    """Name of the arm that it is compared with; default: its baseline."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "Asked":
+        if (self.knob is None) == (self.arm is None):
+            raise ValueError("name either a knob, with the values of others as given, or an arm")
+        if self.given and self.knob is None:
+            raise ValueError("given holds knobs beside a knob; an arm has its own values")
+        if self.against is not None and self.arm is None:
+            raise ValueError("against is the arm that an arm is compared with; name the arm")
         return self
 
 
@@ -386,6 +415,9 @@ class ExperimentFile(Spec):
         1,
         2,
     )
+    answer: Asked | None = None
+    """The comparison that answers the question; default: the main effects of the knobs that are turned, else
+    every arm against its baseline."""
     metric: Annotated[Plain, WithJsonSchema(_METRICS_SCHEMA)] = Field(default_factory=dict)
     """One metric, or a list: arms are then compared by each, and a search has several objectives."""
     published: Annotated[tuple[Published, ...], Field(strict=False)] = ()

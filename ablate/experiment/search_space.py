@@ -66,6 +66,10 @@ def spell_out(document: Document) -> None:
     for name in document.mapping(("arms",)):
         _spell_out(("arms", name), document)
     _spell_out(("against",), document)
+    _spell_out(("answer", "given"), document)
+    asked = document.mapping(("answer",)).get("knob")
+    if asked in WORKLOAD_KNOBS:
+        document.mapping(("answer",))["knob"] = f"workload.{asked}"
 
 
 def _spell_out(path: tuple[str, ...], document: Document) -> None:

@@ -337,6 +337,8 @@ def with_values(text: str, values: Mapping[str, Json]) -> str:
     yaml.preserve_quotes, yaml.width = True, _LARGEST_FILE  # no line is folded
     content = yaml.load(text)
     for key, value in values.items():
+        if key == "null":
+            content.pop(None, None)  # a bare null: as a key is no text to YAML
         if value is None:
             content.pop(key, None)
             continue

@@ -15,7 +15,12 @@ def differences(first: Recipe, second: Recipe) -> dict[str, tuple[object, object
         The values of both, JSON data, by path (`wgrad.g.rounding`); a part that one of them lacks is a whole:
         `wgrad.hadamard`, (None, {...}).
     """
-    return dict(_differences(first.model_dump(mode="json"), second.model_dump(mode="json"), ""))
+    return parts_that_differ(first.model_dump(mode="json"), second.model_dump(mode="json"))
+
+
+def parts_that_differ(first: object, second: object) -> dict[str, tuple[object, object]]:
+    """Return the same of any two JSON values: both values by path."""
+    return dict(_differences(first, second, ""))
 
 
 def _differences(one: object, other: object, path: str) -> Iterator[tuple[str, tuple[object, object]]]:

@@ -15,14 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from ablate.experiment.schema import Metric
+from ablate.experiment.schema import START, Metric
 from ablate.results import answer_tables
 from ablate.results.answer_verdict import VerdictSentences
+from ablate.results.doses import doses, parts
+from ablate.results.effect_table import EffectTable, lines
 from ablate.results.forked import design_of, estimand
 from ablate.results.number_text import counted
 from ablate.results.page import Code, Gallery, Part, Section, Table, Text, section
 from ablate.results.paired_stats import FEWEST_DISTINCT
+from ablate.results.run_tables import recipes_table, runs_table
 from ablate.results.summary import foremost, open_ledger, summaries
+from ablate.results.table_notes import reading
 from ablate.results.trial_store import Store
 
 _MOST_GALLERIES = 12
@@ -67,6 +71,13 @@ class Answer(VerdictSentences):
             shown.save(self.out)
         return shown
 
+    def comparisons(self) -> EffectTable:
+        """Return the table of all comparisons, each with its interval drawn in its line."""
+        minimize = self.metric.direction == "minimize"
+        return EffectTable(
+            "comparisons", lines(self), self.metric.name, self.unit, minimize, self.answer.valid
+        )
+
     def effects(self, metric: Metric | None = None) -> Table:
         """Return the table of arms: means, gaps to the baseline, verdicts, speed.
 
@@ -78,13 +89,13 @@ class Answer(VerdictSentences):
         arms = foremost(summaries(self.ledger, metric), metric, self.most_arms)
         return answer_tables.arms_table(self.ledger, arms, len(self.arms), metric)
 
-    def turned(self) -> Table | None:
-        """Return the table of every two arms that differ in one knob."""
-        return answer_tables.contrasts_table(self.contrasts)
-
     def averages(self) -> Table | None:
         """Return the table of main effects and interactions of a grid."""
         return answer_tables.factors_table(self.grid, self.main_effects, self.interactions)
+
+    def doses(self) -> list[Table | Text]:
+        """Return what each value of an ordered knob does to the gap: a table and a sentence for each knob."""
+        return parts(doses(self.grid, {arm.name: arm for arm in self.arms}))
 
     def components(self) -> Table | None:
         """Return the table of leave-one-out differences and Shapley shares of a grid of components."""
@@ -109,6 +120,18 @@ class Answer(VerdictSentences):
     def checks(self) -> Table | None:
         """Return the table of the same gaps by other tests."""
         return answer_tables.checks_table(self.arms, self.shown)
+
+    def recipes(self) -> Table | None:
+        """Return the table of what the arms' recipes differ in."""
+        return recipes_table(self.ledger, self.shown)
+
+    def runs(self) -> Table:
+        """Return the table of every run, with links to its specification and log."""
+        return runs_table(self.ledger, self.metric, self.out)
+
+    def reading(self) -> Text:
+        """Return sentences on how the table of arms is to be read."""
+        return Text(reading(self.arms))
 
     def interventions(self) -> Table | None:
         """Return the table of what guards did, by run."""
@@ -155,11 +178,14 @@ class Answer(VerdictSentences):
             else ""
         )
         interval = self.arms[0].interval if self.arms else ""
+        shared = "initial weights and data order"
         if design := design_of(self.ledger):
+            if design.trunk == START:
+                shared = "the data order (the weights that they start from are the same at every seed)"
             matters += f" {estimand(design, self.arms)}"
         return Text(
             f"{counted(len(self.arms), 'arm')} of workload {workload} ({shape}), {number_of_seeds} per arm."
-            " An arm and its baseline share initial weights and data order at each seed, so gaps are taken"
+            f" An arm and its baseline share {shared} at each seed, so gaps are taken"
             f" seed by seed; a gap is their mean with a {interval}. Verdicts are corrected by Holm over the"
             " comparisons of their table. Better or worse: the hypothesis of no effect is rejected; the"
             " probability that any such verdict in a table is wrong is at most 5 %. Equivalent: an effect of"

@@ -9,7 +9,6 @@ import numpy as np
 
 from ablate.experiment.schema import Metric
 from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
-from ablate.results.contrasts import Contrast
 from ablate.results.decomposition import correlation, damages
 from ablate.results.forked import DIFFERENCES, difference_word
 from ablate.results.inference import FEWEST_RANKED, wilcoxon
@@ -33,6 +32,8 @@ from ablate.results.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
 from ablate.training.metric_names import DAMAGE
 
+_FEWEST_SHARED = 3
+"""Fewest knobs for Shapley shares: of two, the contrasts say the same."""
 _LOSSES = ("train/loss", "val/loss", "val/loss_bf16")
 """Metrics whose curves fall with the tokens seen, so that a gap can be expressed in tokens."""
 _AGREEMENTS = {"agrees": "better", "disagrees": "worse", "differs": "worse"}
@@ -122,35 +123,6 @@ def _extra_tokens(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) ->
     return cells
 
 
-def contrasts_table(contrasts: Sequence[Contrast]) -> Table | None:
-    """Return the table of every two arms that differ in one knob, None if there are none."""
-    if not contrasts:
-        return None
-    rows = [
-        {
-            "knob": contrast.knob,
-            "turned to": contrast.change,
-            "with": contrast.held,
-            "effect": (interval(contrast.effect), contrast.effect.mean),
-            **_verdict_cells(contrast.verdict),
-            "p (Holm)": _p_cell(contrast.verdict.p),
-        }
-        for contrast in contrasts
-    ]
-    caption = (
-        "Two arms that differ in one knob, with all other knobs held. The effect is the value named first"
-        " minus the other, paired by seed."
-    )
-    verdicts = [contrast.verdict for contrast in contrasts]
-    return Table(
-        "contrasts",
-        rows,
-        caption,
-        [verdict.kind for verdict in verdicts],
-        [verdict_notes(verdict) for verdict in verdicts],
-    )
-
-
 def factors_table(
     grid: Grid | None,
     judged: Sequence[tuple[Effect, Verdict]],
@@ -197,13 +169,15 @@ def factors_table(
 
 def components_table(grid: Grid | None) -> Table | None:
     """Return the table of leave-one-out differences and Shapley shares, None if the arms are no such grid."""
+    if grid is None or len(grid.levels) < _FEWEST_SHARED:
+        return None
     rows: list[dict[str, Cell]] = [
         {
             "component": f"{share.knob} = {share.on}",
             "whole recipe minus without it": (interval(share.left_out), share.left_out.mean),
             "Shapley share": (interval(share.shapley), share.shapley.mean),
         }
-        for share in (shares(grid) if grid else [])
+        for share in shares(grid)
     ]
     caption = (
         "Shapley share: a component's mean contribution over every order in which the components could be"
@@ -247,7 +221,9 @@ def windows_table(arms: Sequence[ArmSummary]) -> Table | None:
                     for steps, one in arm.view.horizons.items()
                 },
                 **{
-                    f"from step {step}": (interval(one), one.mean) for step, one in arm.view.positions.items()
+                    f"from step {step}": (interval(one), one.mean)
+                    for step, one in arm.view.positions.items()
+                    if len(arm.view.positions) > 1
                 },
                 "share of evaluation": _cell(share, f"{100 * share:.0f} %"),
             }

@@ -1,20 +1,17 @@
 """Sentences of a report: the verdict, what limits it, how training went, and cautions."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 
 import pandas as pd
 
 from ablate.results import answer_tables
 from ablate.results.answer_measurements import Measurements
 from ablate.results.forked import design_of, estimand
-from ablate.results.headline import headline, of_arms, of_best, of_knobs
-from ablate.results.next_runs import seeds_to_settle
-from ablate.results.number_text import number
-from ablate.results.page import Part, Text
-from ablate.results.summary import nothing_learned
-from ablate.results.table_notes import dropped, emulated, null_warning, reading
+from ablate.results.headline import Headline, headline_of
+from ablate.results.page import Answered, Chips, Command, Part, Text
+from ablate.results.table_notes import dropped, emulated, null_warning
 from ablate.results.unmet_phases import never_began
 from ablate.training.metric_names import parse
 
@@ -25,71 +22,29 @@ _MOST_NAMED = 8
 class VerdictSentences(Measurements):
     """Part of `Answer` that states results in sentences."""
 
+    @cached_property
+    def answer(self) -> Headline:
+        """The answer, as every surface states it."""
+        return headline_of(self)
+
     def headline(self) -> list[Part]:
-        """Return the verdict, what limits it (missing runs, divergence), and how to read the table below."""
-        null = null_warning(self.arms)
+        """Return the answer with its checks, what limits it, what to do next, and how to read the table."""
+        null, answer = null_warning(self.arms), self.answer
         design = design_of(self.ledger)
+        settling = [Text(answer.settling.text)] if answer.settling else []
         return [
+            Answered(answer.lead, answer.text, answer.answered, answer.valid),
+            Chips([(check.kind, check.text) for check in answer.checks]),
+            *([Command(answer.command, answer.cost)] if answer.command else settling),
+            *([Text(answer.simplest)] if answer.simplest else []),
             *([Text(null, "warning")] if null else []),
-            Text(self.verdict(), "verdict"),
             *([Text(estimand(design, self.arms))] if design else []),
             *self.losses(),
-            *([Text(seeds)] if (seeds := self.seeds_to_settle()) else []),
-            Text(reading(self.arms)),
         ]
 
-    def seeds_to_settle(self) -> str:
-        """Return a sentence on the seeds and hours that would settle the comparisons of the verdict.
-
-        It is empty for a search, and if nothing is undecided.
-        """
-        if self.ledger.fact("search"):
-            return ""
-        main = [verdict for _, verdict in self.main_effects] if self.turned_knobs else []
-        return seeds_to_settle(
-            self.ledger, main or [arm.verdict for arm in self.arms if arm.role == "listed"]
-        )
-
     def verdict(self) -> str:
-        """Return the verdict in one or two sentences: on every knob's main effect for a grid, else on every
-        arm.
-
-        All comparisons of the family are stated. If they are too many to read, those are that are decided
-        after the correction for all, so nothing is picked by its size.
-        """
-        arms = self.grid.arms if self.grid and self.turned_knobs else self.arms
-        if nothing_learned(arms):
-            best = min((arm for arm in arms if not math.isnan(arm.loss)), key=lambda arm: arm.loss)
-            subset = "" if nothing_learned(self.arms) else " of the arms that turn these knobs"
-            reference = math.nan if best.context_free is None else best.context_free
-            return (
-                f"No answer: nothing was learned. The lowest loss{subset} is {number(best.loss)}"
-                f" ({best.name}); a model that ignores its input reaches {number(reference)}. Train for more"
-                " steps, or change the learning rate."
-            )
-        statements = (
-            of_knobs(self.main_effects, self.unit, self.averaged)
-            if self.turned_knobs
-            else of_arms(self.arms, self.unit)
-        )
-        return headline(statements) if statements else self._no_comparison()
-
-    def _no_comparison(self) -> str:
-        """Return the reason why no comparison has two pairs, or the best arm of a search so far."""
-        searched = [arm for arm in self.shown if arm.role == "searched" and arm.values and not arm.pruned]
-        if searched:
-            again = next((arm for arm in self.arms if arm.role == "confirmed"), None)
-            return of_best(searched, again, self.metric.name, self.unit)
-        if any(arm.diverged for arm in self.arms) and not any(arm.values for arm in self.arms):
-            return "Every run diverged: no arm has a finite value to compare."
-        if self.one_seed:
-            return (
-                "One seed per arm: no difference has an interval, so none can be told from chance. Nothing"
-                " is claimed."
-            )
-        if len([arm for arm in self.arms if arm.values]) == 1:
-            return "Only one arm has finished, so there is nothing to compare it with."
-        return "No answer yet: no arm shares two finished seeds with its baseline."
+        """Return the answer in one or two sentences."""
+        return self.answer.sentence
 
     def losses(self) -> list[Part]:
         """Return sentences on missing runs, pruned and refused arms, phases that never began, and

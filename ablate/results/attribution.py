@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ablate.files import Json
 from ablate.results.contrasts import is_switch
@@ -65,6 +65,8 @@ class Effect:
     effect: Difference
     margin: float | None = None
     """Smallest effect that matters, in the metric's unit."""
+    given: Mapping[str, Json] = field(default_factory=dict)
+    """Values at which other knobs are held."""
 
 
 def grid(arms: Sequence[ArmSummary]) -> Grid | None:
@@ -112,14 +114,31 @@ def main_effects(grid: Grid) -> list[Effect]:
     Args:
         grid: Arms that are a product of knobs' levels.
     """
-    effects = []
-    for position, (knob, levels) in enumerate(grid.levels.items()):
-        for level in range(1, len(levels)):
-            cells = grid.cells(**{knob: level})
-            effect = _difference(grid, cells, grid.cells(**{knob: 0}))
-            effect = _of_runs(grid, effect, _unchanged(grid, cells, position))
-            effects.append(Effect((knob,), _change(levels, level), effect, grid.margin))
+    return [effect for knob in grid.levels for effect in held_effects(grid, knob, {})]
+
+
+def held_effects(grid: Grid, knob: str, given: Mapping[str, Json]) -> list[Effect]:
+    """Return the effect of each level of one knob against its reference, with others held or averaged over.
+
+    Args:
+        grid: Arms that are a product of knobs' levels.
+        knob: Knob of the grid.
+        given: Values at which other knobs are held; over the rest, the effect is averaged.
+    """
+    names = list(grid.levels)
+    held = {name: _level(grid, name, value) for name, value in given.items() if name in names}
+    levels, position, effects = grid.levels.get(knob, ()), names.index(knob) if knob in names else 0, []
+    for level in range(1, len(levels)):
+        cells = grid.cells(**held, **{knob: level})
+        effect = _difference(grid, cells, grid.cells(**held, **{knob: 0}))
+        effect = _of_runs(grid, effect, _unchanged(grid, cells, position))
+        effects.append(Effect((knob,), _change(levels, level), effect, grid.margin, given))
     return effects
+
+
+def _level(grid: Grid, knob: str, value: Json) -> int:
+    """Return the index of a knob's value among its levels: true is not 1."""
+    return [json.dumps(level) for level in grid.levels[knob]].index(json.dumps(value))
 
 
 def _unchanged(grid: Grid, cells: Sequence[Cell], position: int) -> bool:

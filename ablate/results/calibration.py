@@ -14,21 +14,23 @@ noise is smaller. The width of an interval follows from deviation, seeds and the
 """
 
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
 
 from ablate.experiment.forked_design import CALIBRATION, FEWEST_SEEDS, FULL_CALIBRATION
 from ablate.experiment.load import Experiment
-from ablate.experiment.roles import BAD
+from ablate.experiment.roles import BAD, NULL
 from ablate.experiment.schema import Design
 from ablate.results.forked import FIFTH, Readings, design_of, views
-from ablate.results.intervals import SINGLE_LOOK
+from ablate.results.intervals import SINGLE_LOOK, Interval
 from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, common, paired_difference
 from ablate.results.summary import ArmSummary, metric_of, open_ledger, summaries
@@ -53,6 +55,8 @@ class Candidate:
     """Its standard error."""
     deviation: float
     """Standard deviation of a paired difference of unlike arms, pooled over the contrasts."""
+    largest: float
+    """The largest of the contrasts' deviations."""
     seeds: int
     """Seeds that it was estimated from."""
     error: float
@@ -77,23 +81,23 @@ class Candidate:
         """
         bound = float(special.stdtrit(self.seeds - 1, _SURE)) * self.effect_error
         effect = max(0.0, self.effect - bound)
-        return effect / self.deviation / math.sqrt(self.seconds(arms) / 3600)
+        return effect / math.hypot(self.deviation * math.sqrt(self.seconds(arms) / 3600), self.error)
 
-    def half_width(self, seeds: int, careful: bool = False) -> float:
+    def half_width(self, seeds: int, careful: bool = False, interval: Interval = SINGLE_LOOK) -> float:
         """Return half the width of a 95 % interval of one comparison.
 
         Args:
             seeds: number of seeds, 2 or more.
-            careful: use the deviation that is exceeded with a probability of 20 % only.
+            careful: use the deviation that is exceeded with a probability of 20 % only, or the largest of the
+                contrasts' deviations: some comparisons spread more than others.
+            interval: kind of the interval that the sweep will have.
         """
         deviation = self.deviation
         if careful:
             free = self.seeds - 1
             deviation *= math.sqrt(free / float(special.chdtri(free, _CAREFUL)))
-        return math.hypot(
-            deviation * SINGLE_LOOK.half_width(seeds),
-            self.error * SINGLE_LOOK.half_width(seeds) * math.sqrt(seeds),
-        )
+            deviation = max(deviation, self.largest)
+        return math.hypot(deviation, self.error * math.sqrt(seeds)) * interval.half_width(seeds)
 
     @property
     def goal(self) -> float:
@@ -187,18 +191,58 @@ def from_forks(ledger: Ledger, design: Design, steps: int, tokens_per_step: int,
         raise ValueError("no forked trial is finished")
     error = _evaluation_error(arms)
     found = []
+    for part in parts(design, known, steps):
+        values = {arm.name: part.values(arm.readings) for arm in arms}
+        # Known for the mean over all positions; over fewer it is larger by up to the root of their ratio.
+        own_error = error * math.sqrt(len(known.positions) / len(part.positions))
+        own = (part.name, part.design, arms, values, bad, part.shape, tokens_per_step, own_error)
+        found.append(_candidate(ledger, *own))
+    return found
+
+
+class Part(NamedTuple):
+    """Smaller design that is part of a calibration's forks."""
+
+    design: Design
+    positions: list[int]
+    longest: int
+    """Steps of its longest window."""
+    shape: tuple[float, float]
+    """Steps of one arm at one seed, and steps of the trunk."""
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        count = len(self.positions)
+        return f"{count} position{'s' if count > 1 else ''}, windows up to {self.longest} steps"
+
+    def values(self, readings: Readings | None) -> dict[int, float]:
+        """Return an arm's means over the positions, by seed; seeds that lack a position are left out."""
+        tables = [
+            values
+            for cell, values in (readings.cells.items() if readings else ())
+            if cell.window == self.longest and cell.position in self.positions
+        ]
+        seeds = set.intersection(*(set(table) for table in tables)) if tables else set()
+        return {seed: math.fsum(table[seed] for table in tables) / len(tables) for seed in sorted(seeds)}
+
+
+def parts(design: Design, known: Readings, steps: int) -> Iterator[Part]:
+    """Yield a design and the smaller ones that are part of it: fewer positions, shorter windows.
+
+    Args:
+        design: design of a calibration.
+        known: readings of one of its arms.
+        steps: steps of the trunk's schedule.
+    """
     for longest in known.windows[1:] or known.windows:  # a shorter one would have windows of a few steps
         for positions in _subsets(known.positions):
-            values = {arm.name: _values(arm.readings, positions, longest) for arm in arms}
             shortest = longest / design.horizons[-1]
             smaller = design.model_copy(
                 update={"window": round(shortest / steps, 6), "positions": _shares(positions, known, steps)}
             )
-            count = len(positions)
-            shape = count * sum(shortest * times for times in design.horizons), positions[-1]
-            name = f"{count} position{'s' if count > 1 else ''}, windows up to {longest} steps"
-            found.append(_candidate(ledger, name, smaller, arms, values, bad, shape, tokens_per_step, error))
-    return found
+            shape = len(positions) * sum(shortest * times for times in design.horizons), positions[-1]
+            yield Part(smaller, positions, longest, shape)
 
 
 def _shares(positions: Sequence[int], known: Readings, steps: int) -> int | tuple[float, ...]:
@@ -215,19 +259,6 @@ def _subsets(positions: Sequence[int]) -> Iterator[list[int]]:
         yield [positions[0], positions[-1]]
     if len(positions) > 1:
         yield [positions[len(positions) // 2]]
-
-
-def _values(readings: Readings | None, positions: Sequence[int], window: int) -> dict[int, float]:
-    if readings is None:
-        return {}
-    tables = [values for cell, values in readings.cells.items() if cell.window == window]
-    chosen = [
-        values
-        for cell, values in readings.cells.items()
-        if cell.window == window and cell.position in positions
-    ]
-    seeds = set.intersection(*(set(table) for table in tables)) if tables else set()
-    return {seed: math.fsum(table[seed] for table in chosen) / len(chosen) for seed in sorted(seeds)}
 
 
 def _evaluation_error(arms: Sequence[ArmSummary]) -> float:
@@ -266,27 +297,82 @@ def _candidate(
     baseline = by_name[bad].baseline if bad in by_name else None
     if baseline is None:
         raise ValueError(f"the calibration has no arm {bad} with a baseline")
-    effect = paired_difference(values[bad], values[baseline])
-    differences = [
-        [values[one][seed] - values[other][seed] for seed in common(values[one], values[other])]
-        for one, other in _pairs(arms)
-    ]
-    if effect.pairs < FEWEST_SEEDS:
-        raise ValueError(f"{effect.pairs} seeds are finished; a calibration takes {FEWEST_SEEDS} or more")
-    variances = [float(np.var(each, ddof=1)) for each in differences if len(each) > 1]
     speeds = {arm.name: arm.tokens_per_s for arm in arms if arm.tokens_per_s > 0}
     unlike = [tokens_per_step / speed for name, speed in speeds.items() if by_name[name].role != "null"]
+    rest = _beside_steps(ledger, {name: tokens_per_step / speed for name, speed in speeds.items()}, baseline)
+    seconds = (
+        rest * math.fsum(unlike) / len(unlike) if unlike else math.nan,
+        rest * tokens_per_step / speeds[baseline] if baseline in speeds else math.nan,
+    )
+    one = measured(name, design, values, (bad, baseline), list(_pairs(arms)), shape, seconds, error)
+    return one if minimize else replace(one, effect=-one.effect)
+
+
+def _beside_steps(ledger: Ledger, step_seconds: Mapping[str, float], baseline: str) -> float:
+    """Return the seconds of trials over those of their steps: evaluations and checkpoints take time too.
+
+    The baseline is left out, since its trials train the trunk. 1 without a finished trial.
+    """
+    whole = steps = 0.0
+    left_out = {baseline, *(arm.name for arm in ledger.arms() if arm.name.startswith(NULL))}
+    for member in ledger.members():
+        if member.status == "done" and member.seconds and member.name in step_seconds.keys() - left_out:
+            spec = json.loads(member.spec)
+            forks = spec.get("forks")
+            ((_, config),) = spec["workload"].items()
+            count = (
+                len(forks["positions"]) * sum(forks["windows"]) if forks else config.get("steps", math.nan)
+            )
+            whole += member.seconds
+            steps += count * step_seconds[member.name]
+    return whole / steps if steps > 0 else 1.0
+
+
+def measured(
+    name: str,
+    design: Design | None,
+    values: Mapping[str, Mapping[int, float]],
+    known: tuple[str, str],
+    pairs: Sequence[tuple[str, str]],
+    shape: tuple[float, float],
+    seconds: tuple[float, float],
+    error: float = 0.0,
+) -> Candidate:
+    """Return a candidate with the effect and the noise that some values have.
+
+    Args:
+        name: name of the design.
+        design: the design; None: full runs.
+        values: losses by arm and seed.
+        known: the known-bad arm and its baseline.
+        pairs: unlike arms, whose contrasts give the noise.
+        shape: steps of one arm at one seed, and steps of the trunk.
+        seconds: mean seconds of a step over the arms, and of a step of the trunk.
+        error: standard error of the evaluation.
+
+    Raises:
+        ValueError: too few seeds are finished.
+    """
+    bad, baseline = known
+    effect = paired_difference(values[bad], values[baseline])
+    if effect.pairs < FEWEST_SEEDS:
+        raise ValueError(f"{effect.pairs} seeds are finished; a calibration takes {FEWEST_SEEDS} or more")
+    differences = [
+        [values[one][seed] - values[other][seed] for seed in common(values[one], values[other])]
+        for one, other in pairs
+    ]
+    variances = [float(np.var(each, ddof=1)) for each in differences if len(each) > 1]
     return Candidate(
         name,
         design,
-        effect.mean if minimize else -effect.mean,
+        effect.mean,
         effect.deviation / math.sqrt(effect.pairs),
         math.sqrt(math.fsum(variances) / len(variances)),
+        math.sqrt(max(variances)),
         effect.pairs,
         error,
         *shape,
-        math.fsum(unlike) / len(unlike) if unlike else math.nan,
-        tokens_per_step / speeds[baseline] if baseline in speeds else math.nan,
+        *seconds,
     )
 
 

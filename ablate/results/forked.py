@@ -27,7 +27,7 @@ import numpy as np
 from ablate.experiment.schema import START, Design
 from ablate.results.intervals import ALPHA
 from ablate.results.ledger import Ledger
-from ablate.results.paired_stats import Difference, Verdict, p_value
+from ablate.results.paired_stats import Difference, Verdict, p_value, paired_difference
 from ablate.training.metric_names import DAMAGE, cell_of, part_of
 
 FEWEST_PARTS = 8
@@ -77,6 +77,11 @@ class Readings:
     def positions(self) -> list[int]:
         """Positions of the windows, ascending."""
         return sorted({cell.position for cell in self.cells})
+
+    @property
+    def shape(self) -> tuple[list[int], list[int]]:
+        """Positions and lengths of the windows."""
+        return self.positions, self.windows
 
     def at(self, window: int) -> dict[int, float]:
         """Return the means over positions at the end of windows of one length, by seed."""
@@ -180,30 +185,80 @@ def views(
     windows = known[0].windows
 
     def computed(values: Callable[[Readings], Values]) -> Sequence[Difference]:
-        """Return the comparisons by other values; an arm without a finished trial has none."""
+        """Return the comparisons by other values; an arm without a finished trial, or with other windows, has
+        none."""
         read = [(arm, arm.readings) for arm in arms]
-        return compute([arm.with_values(values(own) if own and own.cells else {}) for arm, own in read])
+        found = compute(
+            [
+                arm.with_values(values(own) if own and own.cells and own.shape == known[0].shape else {})
+                for arm, own in read
+            ]
+        )
+        return found or [paired_difference({}, {})] * count
 
     horizons = {steps: computed(partial(Readings.at, window=steps)) for steps in windows}
     positions = {step: computed(partial(Readings.at_position, position=step)) for step in known[0].positions}
     growth = {steps: computed(partial(Readings.growth, window=steps)) for steps in windows[:-1]}
     parts = [computed(partial(Readings.of_part, number=number)) for number in sorted(known[0].parts)]
     return [
-        Views(
-            {steps: each[index] for steps, each in horizons.items()},
-            {step: each[index] for step, each in positions.items()},
-            {steps: each[index] for steps, each in growth.items()},
-            _shared_error([each[index].mean for each in parts]),
+        _sharpened(
+            Views(
+                {steps: each[index] for steps, each in horizons.items()},
+                {step: each[index] for step, each in positions.items()},
+                {steps: each[index] for steps, each in growth.items()},
+                shared_error([each[index].values for each in parts]),
+            )
         )
         for index in range(count)
     ]
 
 
-def _shared_error(means: Sequence[float]) -> float:
-    """Return the standard error of a mean over parts of the validation data."""
-    if len(means) < FEWEST_PARTS or not all(map(math.isfinite, means)):
+def shared_error(parts: Sequence[Sequence[float]]) -> float:
+    """Return the standard error of a mean over seeds and parts of the validation data that the choice of the
+    data alone causes.
+
+    The variance of the parts' means has noise of single seeds on single parts in it. Seeds' own spread counts
+    that already, so it is taken off: with the residual mean square of the two-way table, divided by the
+    seeds.
+
+    Args:
+        parts: a difference by part of the data, and by seed.
+
+    Returns:
+        The standard error, 0 or more; NaN if there are too few parts, or seeds that a part lacks.
+    """
+    if len(parts) < FEWEST_PARTS or len({len(each) for each in parts}) > 1 or not parts[0]:
         return math.nan
-    return float(np.std(means, ddof=1)) / math.sqrt(len(means))
+    table = np.array(parts)
+    means = table.mean(axis=1)
+    variance = float(np.var(means, ddof=1))
+    seeds = table.shape[1]
+    if seeds > 1:
+        rest = table - means[:, None] - table.mean(axis=0) + table.mean()
+        residual = float(np.sum(rest**2)) / ((len(parts) - 1) * (seeds - 1))
+        variance = max(0.0, variance - residual / seeds)
+    return math.sqrt(variance / len(parts))
+
+
+def _sharpened(view: Views) -> Views:
+    """Return the views with the error of the evaluation in their intervals.
+
+    It is known at the longest windows, as means over positions. A shorter window's is taken to be as large,
+    one position's larger by the root of their number, and those of two windows independent: upper bounds.
+    """
+    if not view.error > 0:
+        return view
+    longest = max(view.horizons)
+    one = view.error * math.sqrt(len(view.positions))
+    return replace(
+        view,
+        horizons={steps: each.with_shared_error(view.error) for steps, each in view.horizons.items()},
+        positions={step: each.with_shared_error(one) for step, each in view.positions.items()},
+        growth={
+            steps: each.with_shared_error(math.hypot(view.error / longest, view.error / steps))
+            for steps, each in view.growth.items()
+        },
+    )
 
 
 def sharpened(difference: Difference, view: Views | None) -> Difference:
@@ -223,6 +278,8 @@ def qualified(verdict: Verdict, view: Views | None, sees: bool) -> Verdict:
     """
     if view is None or verdict.kind not in ("better", "worse", "equivalent", "undecided"):
         return verdict
+    if any(not one.pairs for one in (*view.horizons.values(), *view.positions.values())):
+        return replace(verdict, kind="unjudged", reason="windows", planned=None)
     if _opposed(view.positions):
         return replace(verdict, kind="unjudged", reason="position", planned=None)
     if _opposed(view.horizons) or (verdict.kind in ("better", "worse") and _grows(view)):

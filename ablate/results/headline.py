@@ -1,13 +1,27 @@
-"""First sentence of a report: the verdicts of one family of comparisons, corrected for their number."""
+"""The answer of a sweep, as terminal, status, report, index and notes state it: one `Headline` for all.
 
+It is about the comparison that the file names (`answer`), else about one whole family: the main effects of
+the knobs that are turned, or every arm against its baseline. Nothing is picked by its size. Above it stand
+the checks of `gate`: if one of them fails there is no answer. Below it stands what to do next.
+"""
+
+import json
+import math
+import shlex
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ablate.experiment.roles import CONFIRM
+from ablate.experiment.schema import Metric
 from ablate.results.attribution import Effect
-from ablate.results.number_text import counted, interval, number
+from ablate.results.comparisons import Comparisons
+from ablate.results.gate import Check, checks
+from ablate.results.ledger import Ledger
+from ablate.results.next_runs import Settling, seeds_to_settle
+from ablate.results.number_text import counted, interval, number, signed
 from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict
-from ablate.results.summary import ArmSummary
+from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.results.verdict_text import REASONS, diverged_text, needed_text
 
 MOST_STATED = 6
@@ -25,8 +39,25 @@ _UNJUDGED = {
     "horizon": "is not ranked (that depends on the horizon) against",
     "position": "is not ranked (that depends on the position) against",
     "blind": "cannot be told from (no known-bad arm is resolved)",
+    "windows": "is not compared (the windows are others) with",
 }
 """The same, by the reason why a forked design names no winner."""
+
+NO_ANSWER = "No answer:"
+_LEADS = {
+    "better": "Better.",
+    "worse": "Worse.",
+    "equivalent": "No difference that matters.",
+    "same": "No difference at all.",
+    "undecided": "Not answered yet.",
+    "unjudged": "No verdict.",
+    "horizon": "It depends on the horizon.",
+    "position": "It depends on the position.",
+    "blind": "This design cannot tell.",
+    "windows": "No verdict.",
+    "nothing_learned": NO_ANSWER,
+}
+"""First words of an answer by the kind of its verdict, or the reason why there is none."""
 
 Statements = list[tuple[str, Verdict]]
 """Sentences about comparisons, with their verdicts."""
@@ -58,7 +89,7 @@ def of_arms(arms: Sequence[ArmSummary], unit: str) -> Statements:
     """Return a sentence on every arm against its baseline, except those that a search proposed."""
     statements = []
     for arm in arms:
-        if arm.gap is not None and arm.gap.pairs > 1 and arm.role not in ("searched", "null"):
+        if arm.gap is not None and arm.gap.pairs > 1 and arm.role not in ("searched", "null", "bad"):
             sentence = (_of_winner if arm.role == "confirmed" else _of_arm)(arm, arm.gap, unit)
             statements.append((f"{sentence}{_seeds(arm.verdict)}", arm.verdict))
     return statements
@@ -108,24 +139,27 @@ def of_best(searched: Sequence[ArmSummary], again: ArmSummary | None, metric: st
     )
 
 
-def headline(statements: Statements) -> str:
-    """Return the sentences as one or two.
+def _of_family(statements: Statements) -> tuple[str, str]:
+    """Return lead and sentences on a family of comparisons.
 
-    Of many comparisons, those are stated that are decided after the correction for all; the others are
-    counted. A comparison without a verdict is not called undecided: no number of seeds is promised for it.
+    Of many, those are stated that are decided after the correction for all; the others are counted. A
+    comparison without a verdict is not called undecided: no number of seeds is promised for it.
     """
     verdicts = [verdict for _, verdict in statements]
     if all(verdict.reason == "nothing_learned" for verdict in verdicts):
         return (
-            "No answer: in each comparison, neither arm has a lower loss than a model that ignores its input."
+            NO_ANSWER,
+            "in each comparison, neither arm has a lower loss than a model that ignores its input.",
         )
-    if all(verdict.kind == "unjudged" and verdict.reason != "nothing_learned" for verdict in verdicts):
+    if all(verdict.kind == "unjudged" and verdict.reason not in _UNJUDGED for verdict in verdicts):
         return (
-            f"No verdict: a comparison needs {FEWEST_DISTINCT} or more seeds whose differences have at least"
-            f" {FEWEST_DISTINCT} distinct values."
+            "No verdict:",
+            f"a comparison needs {FEWEST_DISTINCT} or more seeds whose differences have at least"
+            f" {FEWEST_DISTINCT} distinct values.",
         )
+    lead = _lead(verdicts)
     if len(statements) <= MOST_STATED:
-        return f"{'; '.join(text for text, _ in statements)}."
+        return lead, f"{'; '.join(text for text, _ in statements)}."
     decided = [text for text, verdict in statements if verdict.decided]
     more = len(decided) - MOST_STATED
     decided = decided[:MOST_STATED] + ([f"{counted(more, 'more comparison')} decided"] if more > 0 else [])
@@ -133,17 +167,245 @@ def headline(statements: Statements) -> str:
     total = f"of {len(statements)} comparisons"
     counts = Counter(verdict.kind for verdict in verdicts)
     if undecided := counts["undecided"]:
-        needed = [verdict.needed for verdict in verdicts if verdict.kind == "undecided"]
-        seeds = [each.count for each in needed if each and each.count]
-        chance = (
-            f"; with {max(seeds)} seeds in all each of them has an 80 % chance of a verdict"
-            if len(seeds) == undecided
-            else ""
-        )
-        sentences.append(f"{undecided} {total} {'is' if undecided == 1 else 'are'} undecided{chance}.")
+        sentences.append(f"{undecided} {total} {'is' if undecided == 1 else 'are'} undecided.")
     if unjudged := counts["unjudged"]:
         sentences.append(f"{unjudged} {total} {'is' if unjudged == 1 else 'are'} not judged.")
-    return " ".join(sentences)
+    return lead, " ".join(sentences)
+
+
+def _lead(verdicts: Sequence[Verdict]) -> str:
+    """Return the first words on a family of comparisons."""
+    if len(verdicts) == 1:
+        return _LEADS.get(verdicts[0].reason or "") or _LEADS[verdicts[0].kind]
+    decided = sum(verdict.decided for verdict in verdicts)
+    if decided == len(verdicts):
+        return "Answered."
+    return f"Answered in part, {decided} of {len(verdicts)}." if decided else _LEADS["undecided"]
+
+
+def _of_one(effect: Effect, verdict: Verdict, metric: Metric, unit: str, averaged: bool) -> tuple[str, str]:
+    """Return lead and sentence on the one comparison that was asked for."""
+    held = " and ".join(f"{knob} {json.dumps(value)}" for knob, value in effect.given.items())
+    given = f"With {held}, " if held else ""
+    mean = ", on average over the other knobs," if averaged else ""
+    knob = f"{effect.knobs[0]} " if effect.knobs else ""
+    difference = effect.effect
+    if verdict.kind == "same":
+        return _LEADS["same"], f"{given}{knob}{effect.change}{mean} gives the same numbers on every seed."
+    if not difference.pairs:
+        return "No answer yet:", "the arms of this comparison share no finished seed."
+    unit = f" {unit}" if unit else ""
+    bounds = (
+        f", 95 % interval {signed(difference.low, difference)} to {signed(difference.high, difference)}"
+        if difference.has_interval
+        else f" on {counted(difference.pairs, 'seed')}"
+    )
+    tail = _possible(difference, verdict, effect.margin, metric.direction == "minimize")
+    text = (
+        f"{given}{knob}{effect.change}{mean} changes {metric.name} by"
+        f" {signed(difference.mean, difference)}{unit}{bounds}{tail}."
+    )
+    return _lead([verdict]), text
+
+
+def _possible(difference: Difference, verdict: Verdict, margin: float | None, minimize: bool) -> str:
+    """Return a clause on what the interval leaves possible."""
+    if verdict.reason:
+        return f": {REASONS[verdict.reason].format(count=verdict.count)}"
+    if verdict.kind == "equivalent":
+        return f": an effect of {margin:.3g} or more is excluded"
+    if verdict.kind in ("better", "worse"):
+        if margin is None or not difference.has_interval:
+            return ""
+        sure = min(abs(difference.low), abs(difference.high)) >= margin
+        return (
+            f": more than {margin:.3g}, the smallest effect that matters"
+            if sure
+            else f"; whether it exceeds {margin:.3g}, the smallest effect that matters, is open"
+        )
+    if not difference.has_interval or margin is None:
+        return ": its sign is still open"
+    low, high = difference.low < -margin, difference.high > margin
+    gain, loss = (low, high) if minimize else (high, low)
+    if gain and loss:
+        return (
+            f": both a gain and a loss of more than {margin:.3g}, the smallest effect that matters, are still"
+            " possible"
+        )
+    if gain or loss:
+        possible, excluded = ("gain", "loss") if gain else ("loss", "gain")
+        return (
+            f": a {possible} of more than {margin:.3g}, the smallest effect that matters, is still possible,"
+            f" a {excluded} that large is not"
+        )
+    return ": alone it would be decided, not after the correction for all comparisons"
+
+
+# The object
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Answer of a sweep: whether its numbers may be believed, the answer, and what to do next."""
+
+    question: str
+    lead: str
+    """First words: `Better.`, `Not answered yet.`, `No answer:`."""
+    text: str
+    """The sentences that follow."""
+    checks: tuple[Check, ...]
+    verdicts: tuple[Verdict, ...] = ()
+    """Verdicts of the comparisons that the answer is about."""
+    settling: Settling | None = None
+    """Seeds that would settle it."""
+    command: str = ""
+    """Command that adds these seeds; empty if there is none."""
+    simplest: str = ""
+    """Sentence on the recipe to take while nothing is resolved; empty otherwise."""
+
+    @property
+    def sentence(self) -> str:
+        """Lead and text."""
+        return f"{self.lead} {self.text}".strip()
+
+    @property
+    def valid(self) -> bool:
+        """False if a check failed, so that no comparison may be coloured."""
+        return not any(check.kind == "failed" for check in self.checks)
+
+    @property
+    def answered(self) -> bool:
+        """True if every comparison that the question is about is decided."""
+        return self.valid and bool(self.verdicts) and all(verdict.decided for verdict in self.verdicts)
+
+    @property
+    def cost(self) -> str:
+        """What the command buys, and what it takes: a comment behind it."""
+        if not self.command or not self.settling:
+            return ""
+        return f"80 % chance of a verdict; +{counted(self.settling.runs, 'run')}, about {self.settling.time}"
+
+
+def headline_of(sweep: Comparisons) -> Headline:
+    """Return the answer of a sweep.
+
+    Args:
+        sweep: its comparisons.
+    """
+    lead, text, verdicts = _answer(sweep)
+    found = tuple(checks(sweep.ledger, sweep.arms))
+    valid = not any(check.kind == "failed" for check in found)
+    search = bool(sweep.ledger.fact("search"))
+    settling = seeds_to_settle(sweep.ledger, verdicts) if valid and not search else None
+    open_ = valid and not search and not any(verdict.decided for verdict in verdicts)
+    return Headline(
+        sweep.question,
+        lead,
+        text,
+        found,
+        tuple(verdicts),
+        settling,
+        _command(sweep.ledger, settling),
+        _simplest(sweep) if open_ and verdicts else "",
+    )
+
+
+def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
+    """Return lead, text and verdicts of the comparisons that the question is about."""
+    arms = sweep.grid.arms if sweep.grid and sweep.turned_knobs else sweep.arms
+    if nothing_learned(arms):
+        best = min((arm for arm in arms if not math.isnan(arm.loss)), key=lambda arm: arm.loss)
+        subset = "" if nothing_learned(sweep.arms) else " of the arms that turn these knobs"
+        reference = math.nan if best.context_free is None else best.context_free
+        text = (
+            f"nothing was learned. The lowest loss{subset} is {number(best.loss)} ({best.name}); a model that"
+            f" ignores its input reaches {number(reference)}. Train for more steps, or change the learning"
+            " rate."
+        )
+        return NO_ANSWER, text, []
+    asked = sweep.asked_effects
+    if len(asked) == 1:
+        ((effect, verdict),) = asked
+        averaged = bool(effect.knobs) and len(effect.given) + 1 < len(sweep.grid.levels if sweep.grid else ())
+        lead, text = _of_one(effect, verdict, sweep.metric, sweep.unit, averaged)
+        return _in_windows(lead, verdict) if sweep.forked else lead, text, [verdict]
+    statements = (
+        of_knobs(asked, sweep.unit, sweep.averaged)
+        if asked
+        else of_knobs(sweep.main_effects, sweep.unit, sweep.averaged)
+        if sweep.turned_knobs
+        else of_arms(sweep.arms, sweep.unit)
+    )
+    if not statements:
+        return _no_comparison(sweep)
+    lead, text = _of_family(statements)
+    if any(arm.role == "confirmed" for arm in sweep.arms):  # whose sentence begins with its own lead
+        lead, _, text = text.partition(": ")
+        lead += ":"
+    return lead, text, [verdict for _, verdict in statements]
+
+
+def _in_windows(lead: str, verdict: Verdict) -> str:
+    """Return the first words for a forked design, whose answer holds for its windows alone."""
+    decided = verdict.kind in ("better", "worse", "equivalent", "same")
+    return f"{lead.removesuffix('.')} in these windows." if decided else lead
+
+
+def _no_comparison(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
+    """Return lead and text where no comparison has two pairs: the reason, or the best arm of a search so
+    far."""
+    searched = [arm for arm in sweep.arms if arm.role == "searched" and arm.values and not arm.pruned]
+    if searched:
+        sign = 1 if sweep.metric.direction == "minimize" else -1
+        again = next((arm for arm in sweep.arms if arm.role == "confirmed"), None)
+        searched.sort(key=lambda arm: sign * arm.mean)
+        return "", of_best(searched, again, sweep.metric.name, sweep.unit), []
+    if any(arm.diverged for arm in sweep.arms) and not any(arm.values for arm in sweep.arms):
+        return NO_ANSWER, "every run diverged, and no arm has a finite value to compare.", []
+    if sweep.one_seed:
+        text = "no difference has an interval, so none can be told from chance. Nothing is claimed."
+        return "One seed per arm:", text, []
+    if len([arm for arm in sweep.arms if arm.values]) == 1:
+        return NO_ANSWER, "only one arm has finished, so there is nothing to compare it with.", []
+    return "No answer yet:", "no arm shares two finished seeds with its baseline.", []
+
+
+def _command(ledger: Ledger, settling: Settling | None) -> str:
+    """Return the command that adds the seeds, for a file with a number of seeds: they count from 0."""
+    file, seeds = ledger.fact("file"), {member.seed for member in ledger.members()}
+    if (
+        seeds != set(range(len(seeds)))
+        or not file
+        or settling is None
+        or not settling.runs
+        or ledger.fact("interval") not in (None, "t")
+    ):
+        return ""
+    return f"ablate sweep {shlex.quote(file)} --seeds {settling.seeds}"
+
+
+def _simplest(sweep: Comparisons) -> str:
+    """Return a sentence on the arm whose recipe has the fewest settings: what to take while nothing is
+    resolved."""
+    specs = {member.name: member.spec for member in sweep.ledger.members()}
+    sizes = {
+        arm.name: _settings(json.loads(specs[arm.name]).get("recipe"))
+        for arm in sweep.arms
+        if arm.role == "listed" and arm.gap is not None and arm.name in specs
+    }
+    if len(sizes) < 2 or len({*sizes.values()}) < 2 or any(arm.verdict.decided for arm in sweep.arms):
+        return ""
+    least = min(sizes, key=lambda name: sizes[name])
+    return f"Until then nothing here is evidence against the simplest recipe of these: {least}."
+
+
+def _settings(part: object) -> int:
+    """Return the number of settings that a recipe turns on."""
+    if isinstance(part, dict):
+        return sum(map(_settings, part.values()))
+    if isinstance(part, list):
+        return sum(map(_settings, part))
+    return int(part not in (None, False, 0, "nearest"))
 
 
 def amount(difference: Difference, unit: str) -> str:

@@ -1,6 +1,8 @@
-"""Question and table of arms of a sweep as Markdown, for the description of its run in MLflow."""
+"""Question, answer and table of arms of a sweep as Markdown, for the description of its run in MLflow."""
 
+from ablate.results.comparisons import Comparisons
 from ablate.results.forked import DIFFERENCES, difference_word
+from ablate.results.headline import headline_of
 from ablate.results.ledger import Ledger
 from ablate.results.number_text import interval, number
 from ablate.results.plain_text import footnotes, markdown_cell
@@ -12,16 +14,20 @@ _MOST_LINES = 40
 
 
 def summary_markdown(ledger: Ledger) -> str:
-    """Return the question and the table of arms as Markdown.
+    """Return the question, its answer and the table of arms as Markdown.
 
     Args:
         ledger: Ledger of the sweep.
     """
     metric, arms = metric_of(ledger), summaries(ledger)
     differences = f"{DIFFERENCES[difference_word(arms)]}, {interval_of(ledger)}"
+    answer = headline_of(Comparisons(ledger))
     lines = [
-        f"**{ledger.fact('question')}**",
+        f"**{markdown_cell(answer.question)}**",
         "",
+        markdown_cell(answer.sentence),
+        "",
+        *([f"`{answer.command}` ({answer.cost})", ""] if answer.command else []),
         f"| arm | {metric.name} | {differences} | seeds | verdict | seeds needed |",
         "|---|---|---|---|---|---|",
     ]

@@ -4,11 +4,15 @@ seeds."""
 import itertools
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
 from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import MOST_SEEDS, Verdict
 from ablate.results.summary import metric_of, summaries
+
+_SETTLED = ("horizon", "position", "windows")
+"""Reasons without a verdict that more seeds do not remove."""
 
 
 def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, str]]:
@@ -29,7 +33,7 @@ def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, s
         for arm in summaries(ledger, metric)
         if arm.gap and arm.baseline is not None and arm.role != "null"
         if 0 < arm.gap.pairs == arm.seeds and arm.verdict.reason != "nothing_learned"
-        if not arm.verdict.decided
+        if not arm.verdict.decided and arm.verdict.reason not in _SETTLED
     ]
 
 
@@ -64,11 +68,51 @@ def fresh_seeds(ledger: Ledger, count: int) -> tuple[int, ...]:
     return tuple(itertools.islice((seed for seed in itertools.count() if seed not in used), count))
 
 
-def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> str:
-    """Return a sentence on the seeds that settle a family of comparisons, with the hours that they take.
+@dataclass(frozen=True)
+class Settling:
+    """Seeds that settle a family of comparisons, and what they cost."""
 
-    At that number, in all, each undecided comparison has an 80 % chance of a verdict. The sentence is empty
-    if none is undecided or no number is known.
+    undecided: int
+    """Undecided comparisons."""
+    known: int
+    """Those of them for which 200 seeds or fewer are enough."""
+    seeds: int
+    """Seeds in all at which each of those has an 80 % chance of a verdict; 0 if there is none."""
+    runs: int
+    """Runs that are missing for that."""
+    hours: float
+    """Hours of one worker that these take."""
+
+    @property
+    def time(self) -> str:
+        """The hours, or minutes, in words."""
+        return f"{self.hours:.1f} h" if self.hours >= 1.5 else f"{60 * self.hours:.0f} min"
+
+    @property
+    def text(self) -> str:
+        """The number as a sentence."""
+        if not self.known:
+            count = "" if self.undecided == 1 else f"each of the {self.undecided} "
+            noun = "undecided comparison" + ("" if self.undecided == 1 else "s")
+            which = f"{count or 'the '}{noun}"
+            return f"{which[0].upper()}{which[1:]} needs over {MOST_SEEDS} seeds."
+        rest = self.undecided - self.known
+        others = f"; the other {rest} would need over {MOST_SEEDS}" if rest else ""
+        which = (
+            f"{self.known} of {self.undecided} undecided ones have"
+            if rest
+            else "the undecided comparison has"
+            if self.undecided == 1
+            else "each undecided comparison has"
+        )
+        return (
+            f"With {self.seeds} seeds in all, {which} an 80 % chance of a verdict: about {self.time} more of"
+            f" one worker{others}."
+        )
+
+
+def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> Settling | None:
+    """Return the seeds that settle a family of comparisons; None if none is undecided or no number is known.
 
     Args:
         ledger: Ledger of the sweep, whose finished trials give the time of a seed.
@@ -77,24 +121,13 @@ def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> str:
     open_ = [verdict for verdict in verdicts if verdict.kind == "undecided"]
     counts = [verdict.needed.count for verdict in open_ if verdict.needed]
     if not open_ or len(counts) < len(open_):
-        return ""
+        return None
     known = [count for count in counts if count is not None]
-    if not known:
-        return f"Each of the {len(open_)} undecided comparisons needs over {MOST_SEEDS} seeds."
     seconds: dict[str, list[float]] = {}
     for member in ledger.members():
         if member.status == "done" and member.seconds:
             seconds.setdefault(member.name, []).append(member.seconds)
     each = math.fsum(math.fsum(times) / len(times) for times in seconds.values())
     have = max((len(times) for times in seconds.values()), default=0)
-    hours = max(0, max(known) - have) * each / 3600
-    rest = len(open_) - len(known)
-    others = f"; the other {rest} would need over {MOST_SEEDS}" if rest else ""
-    which = (
-        "each undecided comparison has" if not rest else f"{len(known)} of {len(open_)} undecided ones have"
-    )
-    time = f"{hours:.1f} h" if hours >= 1.5 else f"{60 * hours:.0f} min"
-    return (
-        f"With {max(known)} seeds in all, {which} an 80 % chance of a verdict: about {time} more of one"
-        f" worker{others}."
-    )
+    more = max(0, max(known, default=0) - have)
+    return Settling(len(open_), len(known), max(known, default=0), more * len(seconds), more * each / 3600)

@@ -24,12 +24,22 @@ def interval(difference: Difference) -> str:
     if not difference.pairs:
         return "-"
     half = difference.high - difference.mean if difference.has_interval else 0.0
-    smallest = half or abs(difference.mean)
-    decimals = max(4, 1 - math.floor(math.log10(smallest))) if smallest else 4
+    decimals = _decimals(difference)
     bound = (
         f" ±{half:.{decimals}f}" if difference.has_interval else " ±∞" if math.isinf(difference.low) else ""
     )
     return f"{difference.mean:+z.{decimals}f}{bound}"
+
+
+def signed(value: float, difference: Difference) -> str:
+    """Return a number with its sign, and with as many decimals as the difference's interval needs."""
+    return f"{value:+z.{_decimals(difference)}f}"
+
+
+def _decimals(difference: Difference) -> int:
+    half = difference.high - difference.mean if difference.has_interval else 0.0
+    smallest = half or abs(difference.mean)
+    return max(4, 1 - math.floor(math.log10(smallest))) if smallest and math.isfinite(smallest) else 4
 
 
 def percents(difference: Difference) -> str:

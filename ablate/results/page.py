@@ -32,6 +32,18 @@ class Part(Protocol):
         """Write its data and its pictures into the folder, which is created if it is missing."""
 
 
+class Link(str):
+    """Text of a cell that leads to a file or a page."""
+
+    target: str
+
+    def __new__(cls, text: str, target: str) -> "Link":
+        """Return the text with its target."""
+        link = super().__new__(cls, text)
+        link.target = target
+        return link
+
+
 Cell = str | tuple[str, float] | None
 """Cell of a table: text, or text with the number to sort by. None and an empty text are empty cells."""
 
@@ -54,7 +66,7 @@ class Text:
     def html(self) -> str:
         """Return one HTML paragraph for each paragraph."""
         mark = f' class="{self.kind}"' if self.kind else ""
-        return "\n".join(f"<p{mark}>{_inline(part)}</p>" for part in self.text.split("\n\n"))
+        return "\n".join(f"<p{mark}>{inline(part)}</p>" for part in self.text.split("\n\n"))
 
     def markdown(self) -> str:
         """Return the text; a verdict is bold."""
@@ -62,6 +74,82 @@ class Text:
 
     def save(self, folder: Path) -> None:
         """A text has no data."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer to the report's question, in a coloured box."""
+
+    lead: str
+    """Its first words."""
+    text: str
+    decided: bool
+    """True if the question is decided."""
+    valid: bool = True
+    """False if a check failed."""
+
+    def html(self) -> str:
+        """Return one paragraph."""
+        kind = "answered" if self.decided else "open" if self.valid else "none"
+        text = inline(self.text).replace(" %", "&nbsp;%")
+        return f'<p class="verdict {kind}"><b>{inline(self.lead)}</b> {text}</p>'
+
+    def markdown(self) -> str:
+        """Return the answer with bold first words."""
+        return f"**{self.lead}** {self.text}" if self.lead else f"**{self.text}**"
+
+    def save(self, folder: Path) -> None:
+        """A text has no data."""
+
+
+@dataclass(frozen=True)
+class Chips:
+    """Short remarks in a row, each with a mark of its kind."""
+
+    chips: Sequence[tuple[str, str]]
+    """Kind (passed, warning, failed or note) and text."""
+
+    def html(self) -> str:
+        """Return a list of chips."""
+        items = "".join(
+            f'<li class="{kind}">{inline(f"{_MARKS[kind]} {text}".strip())}</li>' for kind, text in self.chips
+        )
+        return f'<ul class="chips" aria-label="Checks">{items}</ul>'
+
+    def markdown(self) -> str:
+        """Return the remarks in one line."""
+        return " · ".join(f"{_MARKS[kind]} {text}".strip() for kind, text in self.chips)
+
+    def save(self, folder: Path) -> None:
+        """Remarks have no data."""
+
+
+_MARKS = {"passed": "✓", "warning": "!", "failed": "✗", "note": ""}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command to copy, with a comment on what it does."""
+
+    command: str
+    comment: str = ""
+
+    def html(self) -> str:
+        """Return the command with a button that copies it; without scripts the button is hidden."""
+        comment = f' <span class="comment"># {inline(self.comment)}</span>' if self.comment else ""
+        command = html.escape(printable(self.command))
+        return (
+            f'<div class="command"><code>{command}</code>{comment}'
+            f'<button type="button" class="copy" data-copy="{command}" hidden>copy</button></div>'
+        )
+
+    def markdown(self) -> str:
+        """Return a code block."""
+        comment = f"  # {self.comment}" if self.comment else ""
+        return f"```sh\n{self.command}{comment}\n```"
+
+    def save(self, folder: Path) -> None:
+        """A command has no data."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +205,7 @@ class Table:
         """Return the table in a box that scrolls."""
         right = {name for name in self.columns if any(isinstance(row.get(name), tuple) for row in self.rows)}
         head = "".join(
-            f'<th{_right(name, right)}><button type="button">{_inline(name)}</button></th>'
+            f'<th{_right(name, right)}><button type="button">{inline(name)}</button></th>'
             for name in self.columns
         )
         marks, notes = footnotes(self.notes)
@@ -128,7 +216,7 @@ class Table:
         body = "\n".join(
             f"<tr{_class(name)}>{inside}</tr>" for name, inside in itertools.zip_longest(self.classes, cells)
         )
-        caption = "<br>".join(_inline(line) for line in (*notes, self.caption) if line)
+        caption = "<br>".join(inline(line) for line in (*notes, self.caption) if line)
         caption = f"<caption>{caption}</caption>" if caption else ""
         return (
             f'<div class="scroll"><table class="sortable" id="table-{self.name}">{caption}'
@@ -140,7 +228,9 @@ class Table:
         value = row.get(name)
         key = f' data-sort="{value[1]!r}"' if isinstance(value, tuple) and math.isfinite(value[1]) else ""
         kind = _right(name, right) or (' class="verdict"' if name == VERDICT else "")
-        return f"<td{kind}{key}>{_inline(_text(value) + (mark if name == VERDICT else ''))}</td>"
+        if isinstance(value, Link):
+            return f'<td{kind}><a href="{html.escape(value.target)}">{inline(value)}</a></td>'
+        return f"<td{kind}{key}>{inline(_text(value) + (mark if name == VERDICT else ''))}</td>"
 
     def markdown(self) -> str:
         """Return a pipe table with its notes and its caption."""
@@ -175,7 +265,7 @@ class Gallery:
     def html(self) -> str:
         """Return the pictures, embedded as data."""
         figures = (
-            f'<figure><figcaption>{_inline(title)}</figcaption><img alt="{html.escape(title)}"'
+            f'<figure><figcaption>{inline(title)}</figcaption><img alt="{html.escape(title)}"'
             f' src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></figure>'
             for title, path in self.pictures
         )
@@ -215,8 +305,12 @@ class Section:
         if not self.parts:
             return ""
         if self.folded:
-            return f"<details><summary><h2>{_inline(self.title)}</h2></summary>\n{inside}\n</details>"
-        return f"<h2>{_inline(self.title)}</h2>\n{inside}" if self.title else inside
+            return f"<details><summary>{self._heading}</summary>\n{inside}\n</details>"
+        return f"{self._heading}\n{inside}" if self.title else inside
+
+    @property
+    def _heading(self) -> str:
+        return f'<h2 id="{slug(self.title)}">{inline(self.title)}</h2>'
 
     def markdown(self) -> str:
         """Return the heading and the parts as Markdown."""
@@ -266,7 +360,12 @@ def _class(name: str | None) -> str:
     return f' class="{name}"' if name in _CLASSES else ""
 
 
-def _inline(text: str) -> str:
+def slug(title: str) -> str:
+    """Return the name of a heading's anchor."""
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
+
+
+def inline(text: str) -> str:
     """Return text escaped for HTML, with the Markdown of `code` and **bold** as tags."""
     escaped = html.escape(printable(text), quote=False)
     return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", escaped))

@@ -80,6 +80,8 @@ class Difference:
     runs_equal: bool = field(default=True, compare=False)
     """False for a difference of averages whose runs are not equal one by one: such averages can agree by
     chance."""
+    values: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    """The differences by seed, ascending."""
 
     @property
     def has_interval(self) -> bool:
@@ -153,15 +155,22 @@ def paired_difference(
     differences = values[:, 0] - values[:, 1]
     mean = float(np.mean(differences))
     if len(seeds) == 1:
-        return Difference(mean, math.nan, math.nan, 1, math.nan, interval, 1)
+        return Difference(mean, math.nan, math.nan, 1, math.nan, interval, 1, values=(mean,))
     distinct = 1 + int(np.sum(np.diff(np.sort(differences)) > _RESOLUTION * np.abs(values).max()))
     scale = 2.0**512 if np.abs(differences).max() > _VAST else 1.0  # their squares would overflow
     deviation = float(np.std(differences / scale, ddof=1)) * scale if distinct > 1 else 0.0
-    whole = bool((values == np.round(values)).all())
-    if distinct < FEWEST_DISTINCT:
-        return Difference(mean, math.nan, math.nan, len(seeds), deviation, interval, distinct, whole)
     half = deviation * interval.half_width(len(seeds))
-    return Difference(mean, mean - half, mean + half, len(seeds), deviation, interval, distinct, whole)
+    return Difference(
+        mean,
+        mean - half if distinct >= FEWEST_DISTINCT else math.nan,
+        mean + half if distinct >= FEWEST_DISTINCT else math.nan,
+        len(seeds),
+        deviation,
+        interval,
+        distinct,
+        bool((values == np.round(values)).all()),
+        values=tuple(differences.tolist()),
+    )
 
 
 # p-values
@@ -245,6 +254,7 @@ Reason = Literal[
     "horizon",
     "position",
     "blind",
+    "windows",
 ]
 """Reasons why there is no verdict."""
 

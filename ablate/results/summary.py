@@ -1,5 +1,6 @@
 """Summaries of a sweep's arms, read back from its ledger: values, gap to the baseline, verdict. Read-only."""
 
+import itertools
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -226,7 +227,7 @@ def _in_windows(arms: list[ArmSummary], ledger: Ledger, metric: Metric) -> list[
         for view in [views_by_name.get(arm.name)]
     ]
     bad = next((arm.gap for arm in arms if arm.name == design.bad), None)
-    sees = bad is not None and p_value(bad) < ALPHA
+    sees = bad is not None and p_value(bad) < ALPHA and (bad.mean > 0) == (metric.direction == "minimize")
     margin = FIFTH * abs(bad.mean) if sees and bad and metric.min_effect is None else None
     return [replace(arm, sees=sees, margin=margin or arm.margin) for arm in arms]
 
@@ -376,16 +377,21 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
         summary = arms[arm]
     else:
         groups = {arm: members, baseline: others}
+        design = design_of(ledger)
+        for number, row in rows.items():  # without its known-bad arm a forked design cannot tell "equivalent"
+            if design and design.bad == row.name and row.baseline is not None:
+                groups |= {each: ledger.members(each) for each in (number, row.baseline)}
         names = [metric.name, LOSS]
         names += [text for text in ledger.names().values() if parse(text).of_window]
         lasts = {
-            m.trial: {name: ledger.last_value(m.trial, name) for name in names} for m in (*members, *others)
+            m.trial: {name: ledger.last_value(m.trial, name) for name in names}
+            for m in itertools.chain.from_iterable(groups.values())
         }
         values = {number: _values(group, lasts, metric.name) for number, group in groups.items()}
         readings = _Readings(rows, lasts, {}, {}, values, metric, interval_of(ledger), searches)
         pair = [_summary(readings, number, group) for number, group in groups.items()]
         pair = _in_windows(pair, ledger, metric)
-        summary, base = _with_references(pair, ledger, groups, metric)
+        summary, base, *_ = _with_references(pair, ledger, groups, metric)
         judged = _judged([summary], [summary, base], metric, len(family) - 1)
     if summary.gap is None:
         return None

@@ -46,7 +46,13 @@ def reading(arms: Sequence[ArmSummary]) -> str:
     if any(arm.view and math.isnan(arm.view.error) for arm in arms):
         notes.append(
             f"Intervals leave out the error of the evaluation, which needs {FEWEST_PARTS} batches of"
-            " validation data: raise eval_tokens, or lower eval_batch."
+            " validation data: raise eval_tokens, or lower eval_batch; own code gives their losses to"
+            " trial.log_batches."
+        )
+    margins = {arm.margin for arm in arms if arm.view and arm.margin}
+    if margins:
+        notes.append(
+            f"Damage below {min(margins):.2g} counts as none (min_effect, or a fifth of the known-bad arm's)."
         )
     if not all(arm.sees for arm in arms):
         notes.append(

@@ -26,9 +26,10 @@ REASONS: Mapping[str, str] = {
     "horizon": "depends on the horizon",
     "position": "depends on the position",
     "blind": "this design cannot tell",
+    "windows": "not the same windows",
 }
 """Text of the reason why there is no verdict, by its code."""
-_OWN_WORD = ("baseline", "refused", "pruned", "horizon", "position", "blind")
+_OWN_WORD = ("baseline", "refused", "pruned", "horizon", "position", "blind", "windows")
 """Reasons that are the word in a table's column, instead of "not judged"."""
 NOT_JUDGED = "not judged"
 

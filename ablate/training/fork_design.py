@@ -16,8 +16,11 @@ The batches and the random draws of step p + j are those of the trunk's step p +
 carries (amax histories, moving averages) starts empty.
 """
 
+import math
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from statistics import fmean
 from typing import NamedTuple
 
 from pydantic import model_validator
@@ -25,6 +28,16 @@ from pydantic import model_validator
 from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe
 from ablate.training.metric_names import window_metric
+
+_PARTS = 32
+"""Largest number of parts of the validation data whose losses are recorded one by one."""
+
+
+def parts_of(losses: Sequence[float]) -> list[float]:
+    """Return means of consecutive batches' losses, in at most 32 parts of equal size; what is over is left
+    out."""
+    size = math.ceil(len(losses) / _PARTS)
+    return [fmean(losses[first : first + size]) for first in range(0, len(losses) - size + 1, size)]
 
 
 class Window(NamedTuple):

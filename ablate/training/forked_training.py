@@ -8,7 +8,6 @@ An interrupted trial goes on in the window in which it was. What earlier windows
 checkpoint.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from statistics import fmean
@@ -16,13 +15,11 @@ from statistics import fmean
 from ablate.recipes.recipe import Recipe
 from ablate.training.checkpoints import Checkpoints, Readings, RunState
 from ablate.training.distributed import world
-from ablate.training.fork_design import Forks, Window
+from ablate.training.fork_design import Forks, Window, parts_of
 from ablate.training.hyperparameters import Training
 from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Telemetry, Twin
 from ablate.training.metric_names import ENDINGS, part_metric, plain_metric
 
-_PARTS = 32
-"""Largest number of parts of the validation data whose losses are recorded one by one."""
 _READINGS = ("loss", "loss_bf16")
 _LEVELS = ("train/loss", "val/loss", "val/loss_bf16")
 """Metrics that are not recorded within windows: at a falling rate, and with a jump from each window to the
@@ -35,8 +32,15 @@ class Trunk:
     Every method is collective. Rank 0 alone reads and writes.
     """
 
-    def __init__(self, checkpoints: Checkpoints | None) -> None:
-        self._checkpoints, self._ranks = checkpoints, world()
+    def __init__(self, checkpoints: Checkpoints | None, begun: int = 0) -> None:
+        """Begin with the shared files.
+
+        Args:
+            checkpoints: the trial's checkpoint files; None: states are kept in memory alone.
+            begun: step of the state that the trial itself continues from. States before it stay in memory: a
+                file names the records that it was left after, and those before are another trial's.
+        """
+        self._checkpoints, self._ranks, self._begun = checkpoints, world(), begun
         self._kept: dict[int, RunState] = {}
 
     def has(self, step: int) -> bool:
@@ -60,8 +64,9 @@ class Trunk:
             wanted: a window begins there.
         """
         checkpoints = self._checkpoints
-        files = self._ranks.broadcast(checkpoints.wanted(step) if checkpoints else (False, False))
-        in_file = self._ranks.broadcast(bool(checkpoints and step in checkpoints.shared))
+        lasting = checkpoints if step >= self._begun else None
+        files = self._ranks.broadcast(lasting.wanted(step) if lasting else (False, False))
+        in_file = self._ranks.broadcast(bool(lasting and step in lasting.shared))
         if not any(files) and not (wanted and not in_file):
             return
         state = loop.state(step)
@@ -98,9 +103,10 @@ def train_forks(
     Raises:
         OSError: a checkpoint cannot be written.
     """
-    ranks, trunk = world(), Trunk(checkpoints)
+    ranks = world()
     state = ranks.broadcast(checkpoints.take() if checkpoints else None)
     begun = state["step"] if state else 0
+    trunk = Trunk(checkpoints, begun)
     readings: Readings = dict(state.get("readings", {})) if state else {}
     left = [window for window in forks.cells if window.last > begun]
 
@@ -220,16 +226,10 @@ def _ended(record: Record | None, window: Window, readings: Readings, forks: For
     for name in _READINGS:
         batches = [fmean(each) for each in zip(*(readings[key][name] for key in keys), strict=True)]
         parts[plain_metric(name)] = fmean(batches)
-        shares = _parts(batches)
+        shares = parts_of(batches)
         if len(shares) > 1:
             parts |= {part_metric(number, name): value for number, value in enumerate(shares)}
     return record._replace(metrics=record.metrics | own | parts)
-
-
-def _parts(values: Sequence[float]) -> list[float]:
-    """Return means of consecutive values, in at most 32 parts of equal size; what is over is left out."""
-    size = math.ceil(len(values) / _PARTS)
-    return [fmean(values[first : first + size]) for first in range(0, len(values) - size + 1, size)]
 
 
 def _without_levels(metrics: Mapping[str, float], last: bool) -> dict[str, float]:

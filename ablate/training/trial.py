@@ -26,7 +26,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict, TypeVar, cast
@@ -38,8 +38,9 @@ from torch import Tensor, nn
 from ablate.recipes.recipe import Recipe, Run
 from ablate.training.checkpoints import Checkpoints, RunState
 from ablate.training.conversion import Conversion, ConversionState, convert
+from ablate.training.fork_design import parts_of
 from ablate.training.loop import Record, Telemetry, move_by_ulp
-from ablate.training.metric_names import FIRST_NONFINITE
+from ablate.training.metric_names import FIRST_NONFINITE, part_metric
 from ablate.training.metrics import memory
 
 if TYPE_CHECKING:
@@ -279,6 +280,24 @@ class Trial:
             self._metrics[FIRST_NONFINITE] = float(max(1, self._done) + self._before)
             self._flush()
             raise Stopped
+
+    def log_batches(self, losses: Sequence[float], name: str = "val/loss") -> None:
+        """Record the mean loss of an evaluation, given the loss of each validation batch.
+
+        In a forked design the losses also give the error of the evaluation, which all seeds share.
+
+        Args:
+            losses: losses of batches of equal size, in the same order each time; 8 or more give an error.
+            name: name of the metric: `val/loss`; `val/loss_bf16` for one read in high precision.
+
+        Raises:
+            ValueError: there are no losses, or one is no number.
+        """
+        if not losses:
+            raise ValueError(f"trial.log_batches: {name} has no losses; give that of each validation batch")
+        parts = parts_of([float(loss) for loss in losses]) if self.forked else []
+        self.log({name: math.fsum(losses) / len(losses)})
+        self._metrics |= {part_metric(number, name): value for number, value in enumerate(parts)}
 
     def checkpoint(self, **objects: Stateful | torch.Generator) -> None:
         """Name the objects whose state a checkpoint holds; if the trial is resumed, load their states now.

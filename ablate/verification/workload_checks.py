@@ -18,10 +18,12 @@ from pathlib import Path
 from ablate.errors import nearest
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.checkpoints import Checkpoints
+from ablate.training.fork_design import Forks
 from ablate.training.loop import Record, Telemetry
 from ablate.training.metric_names import is_added
 from ablate.training.workloads import Workload
 from ablate.training.workloads.command import Command
+from ablate.training.workloads.python import Python
 
 STEPS = 6
 """Optimizer steps of a check's runs."""
@@ -54,6 +56,7 @@ class Runs:
         device: str = "cpu",
         recipe: Recipe | None = None,
         metrics: Collection[str] = (),
+        anneals: bool = False,
     ) -> None:
         """Make no run yet.
 
@@ -62,8 +65,9 @@ class Runs:
             device: device to compute on.
             recipe: the recipe of the runs; None: nvfp4.
             metrics: names that the experiment compares arms by.
+            anneals: the experiment forks the code's checkpoint at a rate that falls to zero.
         """
-        self.workload, self.device, self.metrics = workload, device, metrics
+        self.workload, self.device, self.metrics, self.anneals = workload, device, metrics, anneals
         self.recipe = recipe or PRESETS["nvfp4"]()
         self._kept: dict[tuple[object, ...], list[Record]] = {}
 
@@ -82,6 +86,12 @@ class Runs:
                 self.workload.records(recipe or self.recipe, seed, "emulated", self.device, telemetry)
             )
         return self._kept[key]
+
+    def forked(self, anneal: bool) -> list[Record]:
+        """Return the records of one window from the code's own checkpoint, with a falling rate or not."""
+        assert isinstance(self.workload, Python), "only such code forks its own checkpoint"
+        forks = Forks(trunk=None, positions=(0,), windows=(self.workload.steps,), anneal=anneal)
+        return list(self.workload.records(self.recipe, 0, "emulated", self.device, _SELDOM, forks=forks))
 
     def interrupted(self, at: int, folder: Path) -> tuple[list[Record], int | None]:
         """Return the records of a run that was stopped after `at` steps and continued, and where from."""
@@ -111,7 +121,8 @@ def promises(runs: Runs) -> Iterator[Promise]:
     if runs.metrics:
         yield _compared(first, runs.metrics)
     reaches = () if runs.recipe.plain else (_recipe,)
-    for check in (_repeats, _seeds, *reaches, _telemetry, _resumes):
+    forks = (_anneals,) if runs.anneals else ()
+    for check in (_repeats, _seeds, *reaches, *forks, _telemetry, _resumes):
         try:
             yield check(runs)
         except Exception as error:
@@ -205,6 +216,24 @@ def _recipe(runs: Runs) -> Promise:
         else "nvfp4 and bf16 differ" + (f"; {share:.0%} of the layers' FLOPs in FP4" if share else ""),
         "the model that is trained is not the one that trial.convert changed: convert it before the first"
         " step, and call its layers (not their weights)"
+        if same
+        else "",
+    )
+
+
+def _anneals(runs: Runs) -> Promise:
+    """The rate is multiplied by the factor: a window in which it falls gives other numbers."""
+    try:
+        same = not _difference(runs.forked(True), runs.forked(False))
+        detail = "a window with a falling rate and one without give the same numbers" if same else ""
+    except RuntimeError as error:
+        same, detail = True, str(error)
+    return Promise(
+        "the learning rate falls in a window",
+        not same,
+        detail or "a window with a falling rate and one without differ",
+        "multiply the rate by trial.lr_factor in every step, before the optimizer's; leave out a warm-up and"
+        " a decay of your own where trial.forked is true"
         if same
         else "",
     )

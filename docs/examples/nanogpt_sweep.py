@@ -17,10 +17,12 @@ def train(trial):
     rows = text.unfold(0, context + 1, 1)
     training, validation = rows[: len(rows) * 9 // 10], rows[len(rows) * 9 // 10 :]
     model = Transformer(vocabulary=256, context=context, width=trial.config.width).to(trial.device)
-    if trial.start:
-        model.load_state_dict(torch.load(trial.start, weights_only=True))
     model = trial.convert(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr)
+    if trial.start:  # a checkpoint of your own; before trial.checkpoint, which loads that of an interruption
+        saved = torch.load(trial.start, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
     trial.checkpoint(model=model, optimizer=optimizer)
 
     def batch(step):
@@ -38,5 +40,9 @@ def train(trial):
             optimizer.zero_grad()
         trial.log({"train/loss": loss.item()})
     with trial.evaluation(), torch.no_grad():
-        tokens = validation[:: context // 4].to(trial.device)
-        trial.log({"val/loss": model(tokens[:, :-1], tokens[:, 1:]).item()})
+        batches = validation[:: context // 4].to(trial.device).tensor_split(16)
+        trial.log_batches([model(tokens[:, :-1], tokens[:, 1:]).item() for tokens in batches])
+    if trial.forked:
+        with trial.evaluation(high_precision=True), torch.no_grad():
+            losses = [model(tokens[:, :-1], tokens[:, 1:]).item() for tokens in batches]
+            trial.log_batches(losses, "val/loss_bf16")

@@ -5,7 +5,6 @@ import statistics
 
 import numpy as np
 import pytest
-from matplotlib.lines import Line2D
 from scipy import stats
 from support import made_up
 from support.made_up import LOSS
@@ -13,7 +12,6 @@ from support.made_up import LOSS
 from ablate.experiment.schema import Metric
 from ablate.results import figures, summary
 from ablate.results.attribution import grid
-from ablate.results.contrasts import contrasts
 from ablate.results.records import frame
 
 
@@ -89,18 +87,8 @@ def test_a_forest_shows_gaps_with_intervals_and_what_does_not_matter(book):
 def test_a_margin_in_percent_is_drawn_at_its_baseline(book):
     arms = summary.summaries(book, metric := Metric(min_effect="1%"))
     level = next(arm for arm in arms if arm.name == "bf16").mean
-    for picture in (
-        figures.forest(arms, metric),
-        figures.contrast_forest(contrasts(arms, metric), metric),
-    ):
-        assert max(picture.data["margin"]) == pytest.approx(0.01 * level, rel=0.05)
-
-
-def test_contrasts_are_drawn_as_they_are_told(book):
-    effects = contrasts(summary.summaries(book), LOSS)
-    data = figures.contrast_forest(effects, LOSS).data
-    assert list(data["effect"]) == [effect.effect.mean for effect in effects]
-    assert list(data["knob"]) == ["rht", "rht", "sr", "sr"]
+    picture = figures.forest(arms, metric)
+    assert max(picture.data["margin"]) == pytest.approx(0.01 * level, rel=0.05)
 
 
 def test_an_interaction_shows_the_mean_of_every_cell(book):
@@ -190,21 +178,6 @@ def test_a_front_is_what_no_other_beats(tmp_path):
             (data[LOSS.name] <= line[1]) & (data[made_up.SPEED.name] >= line[2]) & (data["arm"] != line.arm)
         ).any()
         assert line.front == (not beaten)
-    ledger.close()
-
-
-def test_parallel_axes_put_each_value_at_its_height(tmp_path):
-    ledger = made_up.search(tmp_path)
-    picture = figures.parallel(summary.summaries(ledger), LOSS)
-    rates = picture.data["workload.lr"].astype(float)
-    best = max(
-        (line for line in picture.figure.axes[0].lines if len(line.get_xdata()) == 5),
-        key=Line2D.get_linewidth,
-    )
-    low, high = math.log(rates.min()), math.log(rates.max())
-    assert best.get_ydata()[0] == pytest.approx((math.log(rates.iloc[0]) - low) / (high - low))
-    assert picture.data["val/loss"].is_monotonic_increasing
-    assert (best.get_ydata()[3] < 0) == (picture.data["sr_bits"].iloc[0] is None)
     ledger.close()
 
 

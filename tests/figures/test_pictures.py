@@ -2,7 +2,6 @@
 
 import re
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from support.made_up import LOSS, SPEED
 from ablate.experiment.schema import Metric
 from ablate.results import figures, summary
 from ablate.results.attribution import grid
-from ablate.results.contrasts import contrasts
 from ablate.results.figures import Picture
 from ablate.results.ledger import Ledger
 from ablate.results.records import frame
@@ -34,10 +32,8 @@ class Sweep:
 
 FROM_A_SWEEP = {
     "forest": lambda of: figures.forest(of.arms, of.metric),
-    "contrast_forest": lambda of: figures.contrast_forest(contrasts(of.arms, of.metric), of.metric),
     "dots": lambda of: figures.dots(of.arms, of.metric),
     "interaction": lambda of: figures.interaction(grid(of.arms), of.metric),
-    "seed_spread": lambda of: figures.seed_spread(of.arms, of.metric),
     "throughput_gap": lambda of: figures.throughput_gap(of.arms, of.metric),
     "curves": lambda of: figures.curves(of.table, of.metric.name),
     "gap_curve": lambda of: figures.gap_curve(of.table, of.metric),
@@ -48,10 +44,9 @@ FROM_A_SWEEP = {
     "divergence": lambda of: figures.divergence(of.arms, of.table),
     "errors_by_slot": lambda of: figures.errors_by_slot(of.table),
     "history": lambda of: figures.history(of.arms, of.metric),
-    "parallel": lambda of: figures.parallel(of.arms, of.metric),
     "objectives": lambda of: figures.objectives({of.metric: of.arms, SPEED: of.speeds}),
 }
-OF_A_SEARCH = {"history", "parallel", "objectives"}
+OF_A_SEARCH = {"history", "objectives"}
 LINES = [
     {"operation": name, "dtype": dtype, "back end": end, "ms": speed + ord(name[0]), "a": 0.25, "b": 0.75}
     for name in ("nearest", "stochastic")
@@ -273,9 +268,7 @@ def lonely(tmp_path_factory):
     return Sweep(made_up.grid(tmp_path_factory.mktemp("lonely"), seeds=1, steps=3, only=1))
 
 
-@pytest.mark.parametrize(
-    "name", sorted(FROM_A_SWEEP.keys() - {"contrast_forest", "interaction"} - OF_A_SEARCH)
-)
+@pytest.mark.parametrize("name", sorted(FROM_A_SWEEP.keys() - {"interaction"} - OF_A_SEARCH))
 def test_one_arm_with_one_seed_is_enough_and_has_no_interval(name, lonely):
     picture = FROM_A_SWEEP[name](lonely)
     assert len(picture.data)
@@ -294,9 +287,7 @@ def thousand(tmp_path_factory):
     return Sweep(many(tmp_path_factory.mktemp("many")))
 
 
-@pytest.mark.parametrize(
-    "name", sorted(FROM_A_SWEEP.keys() - {"interaction", "contrast_forest", "slot_layers"} - OF_A_SEARCH)
-)
+@pytest.mark.parametrize("name", sorted(FROM_A_SWEEP.keys() - {"interaction", "slot_layers"} - OF_A_SEARCH))
 def test_of_a_thousand_arms_the_best_forty_are_drawn_and_that_is_said(name, thousand):
     picture = FROM_A_SWEEP[name](thousand)
     assert 39 <= picture.data["arm"].nunique() <= 41
@@ -308,12 +299,7 @@ def test_of_a_thousand_arms_the_best_forty_are_drawn_and_that_is_said(name, thou
         assert any(arm.endswith("long 1000") for arm in picture.data["arm"])
 
 
-@pytest.mark.parametrize("name", sorted({"slot_layers", "contrast_forest"} | OF_A_SEARCH))
+@pytest.mark.parametrize("name", sorted({"slot_layers"} | OF_A_SEARCH))
 def test_what_names_no_arm_draws_a_thousand(name, thousand):
-    if name == "contrast_forest":
-        effects = contrasts([replace(arm, role="listed") for arm in thousand.arms[:60]], LOSS)
-        picture = figures.contrast_forest(effects, LOSS)
-        assert len(picture.data) == 40
-    else:
-        picture = FROM_A_SWEEP[name](thousand)
-        assert picture.data["arm"].nunique() >= 1000 if "arm" in picture.data else len(picture.data) == 2
+    picture = FROM_A_SWEEP[name](thousand)
+    assert picture.data["arm"].nunique() >= 1000 if "arm" in picture.data else len(picture.data) == 2

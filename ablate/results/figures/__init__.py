@@ -8,22 +8,19 @@ are. Only this folder imports seaborn.
 from ablate.results.figures.bench import bars, shares, speeds
 from ablate.results.figures.curves import curves, decay, gap_curve
 from ablate.results.figures.effects import (
-    contrast_forest,
     dots,
     forest,
     interaction,
-    seed_spread,
     throughput_gap,
 )
 from ablate.results.figures.health import divergence, fractions, slot_errors, slot_layers
-from ablate.results.figures.search import history, importance, objectives, parallel
+from ablate.results.figures.search import history, importance, objectives
 from ablate.results.figures.style import Picture
 from ablate.results.figures.tensors import errors_by_slot, rotation_histogram, rounding_histogram
 
 __all__ = [
     "Picture",
     "bars",
-    "contrast_forest",
     "curves",
     "decay",
     "divergence",
@@ -36,10 +33,8 @@ __all__ = [
     "importance",
     "interaction",
     "objectives",
-    "parallel",
     "rotation_histogram",
     "rounding_histogram",
-    "seed_spread",
     "shares",
     "slot_errors",
     "slot_layers",

@@ -20,12 +20,17 @@ from ablate.results.figures.style import (
     canvas,
     finished,
     house,
+    label,
     legend,
     log_axis,
     marks,
+    panels,
     stem,
 )
 from ablate.results.intervals import Interval
+
+_COLUMNS = 4
+"""Panels in a row."""
 
 
 @house
@@ -63,7 +68,8 @@ def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
 
 @house
 def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
-    """Draw each arm minus its baseline at the same step and seed, over tokens.
+    """Draw each arm minus its baseline at the same step and seed, over tokens: one panel an arm, with the
+    others thin behind it.
 
     Lines are means over seeds; bands are 95 % t intervals at each step on its own, for two seeds or more.
     Steps replace tokens if the workload counts none. Records before the first step are left out: a log axis
@@ -85,19 +91,28 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
     over = "tokens" if lines["tokens"].notna().all() else "step"
     question = f"How does each arm's gap to its baseline in {metric.name} develop?"
     note = _band(lines, "the 95 % t interval of the paired differences, at each step on its own")
-    body = canvas(question, 7.5, _height(shown), note, best_of(len(shown), total))
-    axes = body.subplots()
-    axes.axhline(0, color="0.4", linewidth=1)
-    if margin := _margin(table, gaps, metric):
-        axes.axhspan(-margin, margin, color="0.93", zorder=0)
-    draw_lines(axes, lines, over, marks(shown))
-    axes.set(
-        xscale="log",
-        xlabel=over,
-        ylabel=f"{metric.name}: arm minus baseline\n({better(metric.direction == 'minimize')})",
-    )
-    log_axis(axes.xaxis)
-    name_lines(body, shown)
+    margin = _margin(table, gaps, metric)
+    matters = f"Grey: smaller than {margin:g}, the smallest gap that matters." if margin else ""
+    rows = -(-len(shown) // _COLUMNS)
+    body = canvas(question, 10.0, 0.5 + 1.6 * rows, note, matters, best_of(len(shown), total))
+    looks = marks(shown)
+    every = panels(body, len(shown), _COLUMNS, sharex=True, sharey=True)
+    for number, (axes, name) in enumerate(zip(every, shown, strict=True)):
+        axes.axhline(0, color="0.4", linewidth=1)
+        if margin:
+            axes.axhspan(-margin, margin, color="0.93", zorder=0)
+        for other, line in lines.groupby("arm", sort=False):
+            if other != name:
+                axes.plot(line[over], line["mean"], color="0.75", linewidth=0.7, zorder=1)
+        draw_lines(axes, lines[lines["arm"] == name], over, {name: looks[name]})
+        axes.set_xscale("log")
+        axes.set_title(label(name, 30), loc="left", size="small", weight="bold")
+        log_axis(axes.xaxis)
+        if number % _COLUMNS == 0:
+            axes.set_ylabel(f"arm minus baseline\n({better(metric.direction == 'minimize')})", size="small")
+        if number + _COLUMNS >= len(shown):
+            axes.set_xlabel(over)
+            axes.tick_params(labelbottom=True)
     return finished(stem("gap_curve", metric.name), question, body, lines.rename(columns={"mean": "gap"}))
 
 

@@ -15,7 +15,6 @@ from matplotlib.typing import FillStyleType
 
 from ablate.experiment.schema import Metric, Published
 from ablate.results.attribution import Grid, front, interactions
-from ablate.results.contrasts import Contrast
 from ablate.results.figures.style import (
     COLOURS,
     GREY,
@@ -96,50 +95,6 @@ def forest(arms: list[ArmSummary], metric: Metric) -> Picture | None:
     )
     note = best_of(len(best), len(arms))
     return _forest(stem("forest", metric.name), question, axis, lines, data, note)
-
-
-@house
-def contrast_forest(contrasts: list[Contrast], metric: Metric) -> Picture | None:
-    """Draw the effect of each knob with all others held, in the style of `forest`.
-
-    Args:
-        contrasts: Arms that differ in one knob. Of many, the largest effects are drawn.
-        metric: Metric that is compared.
-
-    Returns:
-        The picture; None if no contrast has a pair.
-    """
-    measured = [contrast for contrast in contrasts if contrast.effect.pairs]
-    if not measured:
-        return None
-    largest = {
-        id(contrast)
-        for contrast in sorted(measured, key=lambda contrast: -abs(contrast.effect.mean))[:MOST_ARMS]
-    }
-    shown = [contrast for contrast in measured if id(contrast) in largest]
-    question = f"What does turning one knob do to {metric.name}?"
-    axis = (
-        f"{metric.name}: first value minus the other, paired, {shown[0].effect.interval}\n"
-        f"({better(metric.direction == 'minimize')})"
-    )
-    lines = [
-        _Line(
-            f"{c.knob}: {c.change}" + (f" (with {c.held})" if c.held else ""), c.effect, c.margin, c.verdict
-        )
-        for c in shown
-    ]
-    data = pd.DataFrame(
-        {
-            "knob": c.knob,
-            "change": c.change,
-            "held": c.held,
-            **_numbers(c.effect, c.margin, "effect"),
-            "verdict": verdict_text(c.verdict),
-        }
-        for c in shown
-    )
-    note = "" if len(shown) == len(measured) else f"The {len(shown)} largest of {len(measured):,} effects."
-    return _forest(stem("contrast_forest", metric.name), question, axis, lines, data, note)
 
 
 def _numbers(difference: Difference, margin: float | None, name: str = "gap") -> dict[str, float]:
@@ -361,66 +316,6 @@ def _means(grid: Grid, one: str, other: str) -> np.ndarray:
             ]
             for a in range(len(grid.levels[one]))
         ]
-    )
-
-
-@house
-def seed_spread(arms: list[ArmSummary], metric: Metric) -> Picture | None:
-    """Draw each seed's values as a line across arms. Pairing removes the part that all lines have in common.
-
-    Args:
-        arms: Arms of the sweep. Of many, the best are drawn.
-        metric: Metric that is drawn.
-
-    Returns:
-        The picture; None if no arm has a value.
-    """
-    best = foremost(arms, metric, MOST_ARMS)
-    shown = [arm for arm in best if arm.values]
-    if not shown:
-        return None
-    data = pd.DataFrame(
-        [(arm.name, seed, value) for arm in shown for seed, value in sorted(arm.values.items())],
-        columns=["arm", "seed", "value"],
-    )
-    seeds = sorted(set(data["seed"]))
-    question = f"How much of {metric.name} is the seed's?"
-    body = canvas(
-        question,
-        6 + name_column(arm.name for arm in shown),
-        max(0.36 * len(shown) + 1, 2.2),
-        _spread(shown),
-        best_of(len(best), len(arms)),
-    )
-    axes = body.subplots()
-    rows(axes, [arm.name for arm in shown])
-    for seed, mark in marks(map(str, seeds)).items():
-        axes.plot(
-            [arm.values.get(int(seed), math.nan) for arm in shown],
-            range(len(shown)),
-            **mark._asdict(),
-            markersize=5,
-            linewidth=1,
-        )
-    axes.set_xlabel(f"{metric.name} ({better(metric.direction == 'minimize')})")
-    if len(seeds) <= 12:
-        legend(body, axes.lines, [f"seed {seed}" for seed in seeds])
-    return finished(stem("seed_spread", metric.name), question, body, data)
-
-
-def _spread(arms: list[ArmSummary]) -> str:
-    """Return a sentence with the standard deviations of values and of paired differences.
-
-    Their ratio is the gain from pairing. Empty if no gap has two pairs.
-    """
-    of_values = [np.std(list(arm.values.values()), ddof=1) for arm in arms if len(arm.values) > 1]
-    of_gaps = [arm.gap.deviation for arm in arms if arm.gap is not None and arm.gap.pairs > 1]
-    if not of_gaps:
-        return "One seed: no spread." if not of_values else ""
-    values, gaps = (math.sqrt(np.mean(np.square(each))) for each in (of_values, of_gaps))
-    return (
-        f"Standard deviation over seeds: {values:.2g} of an arm's values, {gaps:.2g} of its differences from"
-        " its baseline."
     )
 
 

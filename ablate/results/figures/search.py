@@ -1,21 +1,15 @@
 """Figures of a search: its progress, the knobs that its best arms share, the importance of knobs, and the
 front of two objectives."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ablate.experiment.schema import Metric
-from ablate.files import Json
 from ablate.results.attribution import front
 from ablate.results.figures.style import (
     COLOURS,
@@ -34,12 +28,8 @@ from ablate.results.figures.style import (
 )
 from ablate.results.summary import ArmSummary
 
-_FEW = 6
-"""Largest number of distinct numbers of a knob that are all labelled on its axis."""
 _MOST_NAMED = 12
 """Largest number of arms of a front that the legend names."""
-_NOT_SET = -0.14
-"""Height at which an arm's line crosses the axis of a knob that it does not have."""
 
 
 @house
@@ -114,120 +104,6 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     ]
     body.legend(*zip(*present, strict=True), loc="outside lower center", ncols=len(present))
     return finished(stem("history", metric.name), question, body, data)
-
-
-@house
-def parallel(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
-    """Draw searched arms as lines through the values of their knobs: the best in colour, the others pale.
-
-    A line crosses the axis below its end for a knob that the arm does not have, or that is null.
-
-    Args:
-        arms: Arms of the sweep. If none was searched, all that set a knob are drawn.
-        metric: Metric that orders the arms.
-
-    Returns:
-        The picture; None if no such arm has a value.
-    """
-    searched = [arm for arm in arms if arm.role == "searched"] or [arm for arm in arms if arm.knobs]
-    shown = [arm for arm in searched if arm.values and arm.knobs]
-    if not shown:
-        return None
-    minimize = metric.direction == "minimize"
-    order = sorted(shown, key=lambda arm: arm.mean if minimize else -arm.mean)
-    coloured = {arm.name for arm in order[:MOST_ARMS]}
-    knobs = list(dict.fromkeys(knob for arm in shown for knob in arm.knobs))
-    columns = {knob: [arm.knobs.get(knob) for arm in order] for knob in knobs} | {
-        metric.name: [arm.mean for arm in order]
-    }
-    heights, ticks = zip(*(_axis(values) for values in columns.values()), strict=True)
-    question = f"Which knobs do the arms with the {'least' if minimize else 'most'} {metric.name} share?"
-    note = (
-        ""
-        if len(shown) <= MOST_ARMS
-        else f"The best {MOST_ARMS} of {len(shown):,} arms in colour, the others pale."
-    )
-    body = canvas(question, min(1.5 * len(columns) + 2.2, 16), 4.2, "The thick line is the best arm.", note)
-    axes = body.subplots()
-    ends = order[0].mean, order[min(len(order), MOST_ARMS) - 1].mean
-    scale = ScalarMappable(Normalize(min(ends), max(ends)), colormaps["viridis" if minimize else "viridis_r"])
-    for rank in reversed(range(len(order))):
-        pale = order[rank].name not in coloured
-        look = (
-            {"color": "0.88", "linewidth": 0.6}
-            if pale
-            else {"color": scale.to_rgba(order[rank].mean), "linewidth": 1.1}
-        )
-        axes.plot([height[rank] for height in heights], **(look | ({"linewidth": 3} if not rank else {})))
-    _columns(axes, list(columns), ticks)
-    bar = body.colorbar(scale, ax=axes, label=f"{metric.name} ({better(minimize)})", shrink=0.9)
-    bar.outline.set_visible(False)
-    texts = {
-        knob: [None if value is None else json.dumps(value) for value in columns[knob]] for knob in knobs
-    }
-    data = pd.DataFrame({"arm": [arm.name for arm in order]} | texts | {metric.name: columns[metric.name]})
-    return finished(stem("parallel", metric.name), question, body, data)
-
-
-def _axis(values: Sequence[Json]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Return each value's height in [0, 1], and the ticks: heights with their labels.
-
-    Numbers lie on a linear scale, or on a log scale if they span a factor of 50. Other values, and few
-    distinct numbers, lie at equal distances.
-    """
-    present = {json.dumps(value): value for value in values if value is not None}
-    numbers = sorted(
-        value for value in present.values() if isinstance(value, int | float) and not isinstance(value, bool)
-    )
-    numeric = len(numbers) == len(present)
-    distinct: list[Json] = [*numbers] if numeric else [present[text] for text in sorted(present)]
-    unset = [(_NOT_SET, "not set")] if None in values else []
-    if not numeric or len(distinct) <= _FEW:
-        height_of = {
-            json.dumps(value): position / (len(distinct) - 1) if len(distinct) > 1 else 0.5
-            for position, value in enumerate(distinct)
-        }
-        every = -(-len(distinct) // 12)
-        ticks = [
-            (height_of[json.dumps(value)], f"{value:.4g}" if numeric else str(value))
-            for value in distinct[::every]
-        ]
-        return [
-            _NOT_SET if value is None else height_of[json.dumps(value)] for value in values
-        ], unset + ticks
-    low, high = numbers[0], numbers[-1]
-    bend, back = (math.log, math.exp) if low > 0 and high > 50 * low else (float, float)
-    span = bend(high) - bend(low)
-    heights = [
-        (bend(value) - bend(low)) / span if isinstance(value, int | float) else _NOT_SET for value in values
-    ]
-    return heights, unset + [
-        (part, f"{back(bend(low) + part * span):.4g}") for part in (0, 0.25, 0.5, 0.75, 1)
-    ]
-
-
-def _columns(axes: Axes, names: Sequence[str], ticks: Sequence[Sequence[tuple[float, str]]]) -> None:
-    """Draw a vertical axis for each name, with its own ticks."""
-    for column, named in enumerate(ticks):
-        axes.axvline(column, color="0.3", linewidth=1)
-        for height, text in named:
-            axes.plot(column, height, "_", color="0.3", markersize=5)
-            box = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
-            axes.annotate(
-                label(text, 24, 1),
-                (column, height),
-                (5, 0),
-                textcoords="offset points",
-                va="center",
-                size="small",
-                bbox=box,
-                zorder=5,
-            )
-    axes.set_xticks(range(len(names)), [label(name, 18, 3) for name in names])
-    axes.tick_params(length=0)
-    axes.set_yticks([])
-    axes.set_xlim(-0.1, len(names) - 0.55)
-    axes.spines[:].set_visible(False)
 
 
 @house

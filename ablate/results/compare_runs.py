@@ -1,0 +1,108 @@
+"""Two arms, of one sweep or of two, side by side: what differs in them, and their difference by seed."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ablate.recipes.compare import parts_that_differ
+from ablate.results.ledger import Ledger
+from ablate.results.ledger_rows import Member
+from ablate.results.paired_stats import Difference, paired_difference
+from ablate.results.summary import metric_of
+
+_IGNORED = ("seed", "id")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One arm of a sweep."""
+
+    sweep: str
+    arm: str
+    metric: str
+    values: dict[int, float]
+    """Value of the metric by seed."""
+    trials: dict[int, str]
+    """Id of the trial by seed."""
+    spec: dict[str, Any]
+    """Resolved specification, without seed."""
+    provenance: dict[str, Any]
+    """Commit, versions and hardware."""
+
+    @property
+    def name(self) -> str:
+        """Sweep and arm."""
+        return f"{self.sweep}: {self.arm}"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What differs in two arms, and their difference."""
+
+    parts: dict[str, tuple[object, object]]
+    """Values of both by path in the specification."""
+    origin: dict[str, tuple[object, object]]
+    """The same of commit, versions and hardware."""
+    same: int
+    """Number of seeds at which both are the same trial."""
+    difference: Difference | None
+    """The second minus the first, paired by seed; None if that would say nothing."""
+    why: str
+    """Reason why there is no difference; empty if there is one."""
+
+
+def arms_of(ledger: Ledger) -> list[str]:
+    """Return the names of a sweep's arms."""
+    return [arm.name for arm in ledger.arms()]
+
+
+def side(ledger: Ledger, arm: str) -> Side:
+    """Return one arm of a sweep.
+
+    Args:
+        ledger: ledger of the sweep.
+        arm: name of the arm, which exists.
+    """
+    metric = metric_of(ledger).name
+    members: Sequence[Member] = [member for member in ledger.members() if member.name == arm]
+    lasts = ledger.finals(lambda name: str(name) == metric)
+    done = [member for member in members if member.status == "done" and metric in lasts.get(member.trial, {})]
+    spec = json.loads(members[0].spec) if members else {}
+    return Side(
+        ledger.name,
+        arm,
+        metric,
+        {member.seed: lasts[member.trial][metric] for member in done},
+        {member.seed: member.id for member in members},
+        {key: value for key, value in spec.items() if key not in _IGNORED},
+        json.loads(ledger.fact("provenance.json") or "{}"),
+    )
+
+
+def compare(first: Side, second: Side) -> Compared:
+    """Compare two arms.
+
+    They are paired by seed if they have the same data, metric and class of device: the same seed then means
+    the same order of the data, and the same initial weights if the models have the same shape.
+
+    Args:
+        first: the arm that is subtracted.
+        second: the other arm.
+    """
+    parts = parts_that_differ(first.spec, second.spec)
+    origin = parts_that_differ(first.provenance, second.provenance)
+    shared = first.values.keys() & second.values.keys()
+    same = sum(first.trials[seed] == second.trials.get(seed) for seed in first.trials)
+    apart = [key for key in ("data", "device") if first.spec.get(key) != second.spec.get(key)]
+    why = (
+        f"they are compared by different metrics, {first.metric} and {second.metric}"
+        if first.metric != second.metric
+        else f"they differ in {' and '.join(apart)}, so that a seed means another thing in each"
+        if apart
+        else "they have no finished seed in common"
+        if not shared
+        else ""
+    )
+    difference = None if why else paired_difference(second.values, first.values)
+    return Compared(parts, origin, same, difference, why)

@@ -1,0 +1,139 @@
+"""Comparisons of one sweep: arms, contrasts, main effects and interactions, each judged once.
+
+Terminal, status, notes and reports read them here. Nothing of it needs pandas.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+from ablate.experiment.schema import Asked
+from ablate.results.attribution import Effect, Grid, grid, held_effects, interactions, main_effects
+from ablate.results.contrasts import Contrast, contrasts
+from ablate.results.forked import design_of, sharpened, views
+from ablate.results.ledger import Ledger
+from ablate.results.paired_stats import Difference, Verdict, paired_difference
+from ablate.results.summary import ArmSummary, judge_learned, metrics_of, summaries
+from ablate.training.workloads import unit
+
+_MOST_CONTRASTS = 60
+"""Largest number of contrasts that a table shows."""
+
+
+class Comparisons:
+    """What a sweep compares.
+
+    Args:
+        ledger: ledger of the sweep, opened for reading.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.question = ledger.fact("question") or ledger.name
+        self.metrics = metrics_of(ledger)
+        self.metric = self.metrics[0]
+
+    @cached_property
+    def arms(self) -> list[ArmSummary]:
+        """Every arm, by the main metric."""
+        return summaries(self.ledger, self.metric)
+
+    @cached_property
+    def contrasts(self) -> list[Contrast]:
+        """Every two arms that differ in one knob; empty if there are too many to read."""
+        return contrasts(self.arms, self.metric, _MOST_CONTRASTS)
+
+    @cached_property
+    def grid(self) -> Grid | None:
+        """Arms as a complete product of knobs, None if they are not one."""
+        return grid(self.arms)
+
+    @cached_property
+    def unit(self) -> str:
+        """Unit of the main metric; empty if it has no name."""
+        return next((unit(member.spec, self.metric.name) for member in self.ledger.members()), "")
+
+    @cached_property
+    def turned_knobs(self) -> list[str]:
+        """Knobs of the grid that belong to a recipe: neither presets nor knobs of the workload."""
+        names = list(self.grid.levels) if self.grid else []
+        return [name for name in names if not name.startswith("workload.") and name != "recipe"]
+
+    @property
+    def averaged(self) -> bool:
+        """True if a main effect is a mean over other knobs, of the recipe or of the workload."""
+        return self.grid is not None and len(self.grid.levels) > 1
+
+    @cached_property
+    def main_effects(self) -> list[tuple[Effect, Verdict]]:
+        """Main effects of `turned_knobs`, or of all knobs if there are none of these, judged together."""
+        if self.grid is None:
+            return []
+        chosen = self.turned_knobs or list(self.grid.levels)
+        return self._judged(
+            lambda grid: [effect for effect in main_effects(grid) if effect.knobs[0] in chosen]
+        )
+
+    @cached_property
+    def interactions(self) -> list[tuple[Effect, Verdict]]:
+        """Interactions of every two knobs, judged together."""
+        return self._judged(interactions)
+
+    def _judged(self, compute: Callable[[Grid], list[Effect]]) -> list[tuple[Effect, Verdict]]:
+        """Return effects of the grid with their verdicts, corrected over all of them."""
+        if self.grid is None:
+            return []
+        effects = compute(self.grid)
+
+        def again(arms: list[ArmSummary]) -> list[Difference]:
+            other = grid(arms)
+            return [effect.effect for effect in compute(other)] if other else []
+
+        seen = views(self.arms, again, len(effects))
+        effects = [
+            replace(effect, effect=sharpened(effect.effect, view))
+            for effect, view in zip(effects, seen, strict=True)
+        ]
+        compared = [(effect.effect, effect.margin, self.grid.arms) for effect in effects]
+        return list(zip(effects, judge_learned(compared, self.metric, seen=seen), strict=True))
+
+    @property
+    def forked(self) -> bool:
+        """True for a forked design: its arms share a trunk, and have values at the end of windows alone."""
+        return design_of(self.ledger) is not None
+
+    @property
+    def one_seed(self) -> bool:
+        """True if no arm was given more than one seed."""
+        return bool(self.arms) and max(arm.seeds for arm in self.arms) == 1
+
+    @cached_property
+    def asked(self) -> Asked | None:
+        """The comparison that the file says its question is about; None if it does not say."""
+        text = self.ledger.fact("answer")
+        return Asked.model_validate_json(text, strict=False) if text else None
+
+    @cached_property
+    def asked_effects(self) -> list[tuple[Effect, Verdict]]:
+        """The comparisons that the file asks for, a family of their own; [] if it asks for none, or if an arm
+        of them has no finished run."""
+        asked = self.asked
+        if asked is None:
+            return []
+        if asked.arm is None:
+            return self._judged(lambda grid: held_effects(grid, asked.knob or "", asked.given))
+        by_name = {arm.name: arm for arm in self.arms}
+        arm = by_name.get(asked.arm)
+        other = by_name.get(asked.against or (arm.baseline if arm else None) or "")
+        if arm is None or other is None:
+            return []
+
+        def compared(those: list[ArmSummary]) -> list[Difference]:
+            values = {one.name: one.values for one in those}
+            return [paired_difference(values[arm.name], values[other.name], arm.interval)]
+
+        (difference,), (view,) = compared(self.arms), views(self.arms, compared, 1)
+        effect = Effect((), f"{arm.name} instead of {other.name}", sharpened(difference, view), arm.margin)
+        margin = arm.margin or other.margin
+        verdicts = judge_learned([(effect.effect, margin, (arm, other))], self.metric, seen=[view])
+        return [(replace(effect, margin=margin), verdicts[0])]

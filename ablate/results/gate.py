@@ -1,0 +1,109 @@
+"""Checks above every verdict: may the numbers of this sweep be believed at all?
+
+A verdict on runs that diverged, or that learned nothing, is arithmetic on noise. So a report begins with
+checks: are the runs finished, are they finite, did the model learn, how far do seeds lie apart, is a twin
+told from its baseline. If one of them fails there is no answer, and no line is coloured.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median, stdev, variance
+from typing import Literal
+
+from ablate.results.ledger import Ledger
+from ablate.results.number_text import counted, number
+from ablate.results.paired_stats import common
+from ablate.results.summary import ArmSummary, nothing_learned
+from ablate.training.metric_names import parse
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check, in a few words."""
+
+    kind: Literal["passed", "warning", "failed", "note"]
+    text: str
+
+
+def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
+    """Return the checks of a sweep.
+
+    Args:
+        ledger: ledger of the sweep.
+        arms: its arms, by the main metric.
+    """
+    found = [_finished(arms), _finite(ledger, arms), _learned(arms), _twin(arms), *_spread(arms)]
+    return [check for check in found if check]
+
+
+def _finished(arms: Sequence[ArmSummary]) -> Check:
+    total = sum(arm.seeds for arm in arms if arm.role != "refused")
+    missing = sum(len(arm.missing) for arm in arms)
+    if not any(arm.values or arm.diverged for arm in arms):
+        return Check("failed", f"none of {counted(total, 'run')} has finished")
+    text = f"{total - missing} of {counted(total, 'run')} finished"
+    return Check("warning" if missing else "passed", text)
+
+
+def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
+    """Return the check for NaN, divergence and interventions of guards."""
+    runs = sum(len(arm.diverged) for arm in arms)
+    over = runs + sum(len(arm.values) for arm in arms)
+    if runs:
+        return Check("failed" if runs == over else "warning", f"{runs} of {counted(over, 'run')} diverged")
+    if not over:
+        return None
+    counts = [text for text in ledger.names().values() if parse(text).is_count]
+    nans = {trial for text in counts for trial, value in ledger.largest(text).items() if value > 0}
+    acted = len({(event.arm, event.seed) for event in ledger.events()})
+    if nans or acted:
+        words = [f"non-finite values in {counted(len(nans), 'run')}"] if nans else []
+        words += [f"a guard acted in {counted(acted, 'run')}"] if acted else []
+        return Check("warning", "; ".join(words))
+    return Check("passed", "no NaN, no divergence, no guard acted")
+
+
+def _learned(arms: Sequence[ArmSummary]) -> Check | None:
+    measured = [arm for arm in arms if arm.context_free is not None and not math.isnan(arm.loss)]
+    if not measured:
+        return None
+    best = min(measured, key=lambda arm: arm.loss)
+    words = f"{number(best.loss)}, context-free {number(best.context_free or math.nan)}"
+    if nothing_learned(arms):
+        return Check("failed", f"nothing was learned: {words}")
+    idle = [arm.name for arm in measured if not arm.learned]
+    if idle:
+        return Check("warning", f"{', '.join(idle[:3])} learned nothing; best {words}")
+    return Check("passed", f"learned: {words}")
+
+
+def _twin(arms: Sequence[ArmSummary]) -> Check | None:
+    twin = next((arm for arm in arms if arm.role == "null" and arm.gap is not None), None)
+    if twin is None or twin.verdict.kind == "unjudged":
+        return None
+    if twin.verdict.kind in ("better", "worse"):
+        return Check("warning", f"the A/A arm is resolved: {twin.verdict.kind} than {twin.baseline}")
+    return Check("passed", "the A/A arm is not resolved")
+
+
+def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield notes on the baseline's spread over seeds, and on what pairing by seed is worth."""
+    by_name = {arm.name: arm for arm in arms}
+    baselines = [arm for arm in arms if arm.is_baseline and len(arm.values) > 2]
+    if not baselines:
+        return
+    first = max(baselines, key=lambda arm: len(arm.values))
+    spread = stdev(first.values.values())
+    yield Check("note", f"{first.name} spreads by {spread:.2g} over seeds")
+    worth = []
+    for arm in arms:
+        if arm.gap is None or not arm.gap.informative or arm.role == "null" or arm.baseline not in by_name:
+            continue
+        base = by_name[arm.baseline].values
+        seeds = common(arm.values, base)
+        sides = ([side[seed] / arm.gap.deviation for seed in seeds] for side in (arm.values, base))
+        worth.append(sum(variance(side) for side in sides))
+    if worth:
+        times = median(worth)
+        yield Check("note", f"pairing by seed worth {times:.{1 if times < 10 else 0}f}x seeds")

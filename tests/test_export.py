@@ -1,0 +1,113 @@
+"""Results that leave: a block of evidence, tables for other programs, two arms side by side."""
+
+import json
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+from support.commands import here
+from support.experiments import sweep, tiny
+
+from ablate.results import frames
+
+KEYS = {"seeds": 3, "ablate": {"rht": [True], "sr": [True, False]}, "answer": {"knob": "sr"}}
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    """Two sweeps: the second at another rate, with one arm of another name."""
+    folder = tmp_path_factory.mktemp("export")
+    sweep(tiny(folder, "one", **KEYS), folder / "runs")
+    sweep(tiny(folder, "other", **KEYS, shape={"steps": 4, "eval_every": 2, "lr": 2e-3}), folder / "runs")
+    return folder / "runs"
+
+
+def values(state, name: str) -> dict[str, dict[int, float]]:
+    with frames.open(name, state=state) as results:
+        return {
+            arm: dict(zip(part["seed"], part["value"], strict=True))
+            for arm, part in results.trials.groupby("arm")
+        }
+
+
+def test_the_block_has_claim_design_interval_checks_command_and_commit(state):
+    done = here("evidence", "one", "--state", state)
+    known = values(state, "one")
+    on, off = (np.array([known[f"rht=true sr={sr}"][seed] for seed in range(3)]) for sr in ("true", "false"))
+    assert f"{np.mean(on - off):+.4f}"[:6] in done.stdout
+    for word in (
+        "Claim: ",
+        "Design: gpt (",
+        "Interval: 95 % t interval",
+        "Checks: ",
+        "Registered: ",
+        "Command: `ablate sweep ",
+        "commit ",
+    ):
+        assert word in done.stdout
+    assert done.stdout.count("(the question)") == 1
+    page = here("evidence", "one", "--to", "html", "--state", state).stdout
+    assert page.startswith('<section class="ablate">')
+    assert "<svg" in page
+    assert not re.search(r"https?://(?!www\.w3\.org)|<script|<link", page)
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_tables_are_the_frames_that_python_gives(state, tmp_path, form):
+    done = here("export-tables", "one", "--to", form, "--out", tmp_path, "--state", state)
+    assert done.returncode == 0, done.stderr
+    read = pd.read_csv if form == "csv" else pd.read_parquet
+    with frames.open("one", state=state) as results:
+        for name, expected in (
+            ("arms", results.arms),
+            ("trials", results.trials),
+            ("records", results.records()),
+        ):
+            found = read(tmp_path / f"{name}.{form}")
+            assert list(found.columns) == list(expected.columns)
+            assert len(found) == len(expected)
+        assert np.allclose(read(tmp_path / f"arms.{form}")["mean"], results.arms["mean"])
+    without = here("export-tables", "one", "--no-records", "--out", tmp_path / "few", "--state", state)
+    assert "records" not in without.stdout
+
+
+def test_two_arms_are_paired_by_seed_and_what_differs_in_them_is_named(state):
+    """The oracle is scipy's paired t."""
+    done = here("compare", "one:rht=true sr=true", "one:rht=true sr=false", "--json", "--state", state)
+    (row,) = json.loads(done.stdout)
+    assert row["differs"] == {
+        f"recipe.{product}.g.rounding": ["stochastic", "nearest"] for product in ("dgrad", "wgrad")
+    }
+    known = values(state, "one")
+    test = stats.ttest_rel(
+        *([known[f"rht=true sr={sr}"][seed] for seed in range(3)] for sr in ("false", "true"))
+    )
+    low, high = test.confidence_interval()
+    assert row["difference"]["pairs"] == 3
+    assert (row["difference"]["low"], row["difference"]["high"]) == pytest.approx((low, high))
+
+
+def test_two_sweeps_are_compared_arm_by_arm(state):
+    text = here("compare", "one", "other", "--state", state).stdout
+    assert text.count("workload.gpt.lr") == 3
+    assert "val/loss: " in text
+    assert "the same trials at 3 seeds" in here("compare", "one", "one", "--state", state).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("compare", "one", "onne"), "onne: no such sweep; 'one' is the nearest"),
+        (("compare", "one:rht", "one"), "one has no such arm"),
+        (("compare", "one:bf16", "other"), "name two sweeps, or two arms as SWEEP:ARM"),
+        (("evidence", "nothing"), "no such sweep has been run"),
+        (("export-tables", "nothing"), "no such sweep"),
+    ],
+)
+def test_what_is_not_there_is_told(state, words, said):
+    done = here(*words, "--state", state)
+    assert done.returncode == 2
+    assert said in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr

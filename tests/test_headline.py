@@ -1,0 +1,288 @@
+"""One answer for every surface: about the comparison that the file names, below checks of whether anything may be said."""
+
+import csv
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from scipy import stats
+from support.books import ALIKE, BASE, LOOSE, WORSE, add, whole_grid
+from support.experiments import ablate, problems, write
+
+from ablate.experiment.load import load
+from ablate.experiment.schema import Asked
+from ablate.results.answer import Answer
+from ablate.results.comparisons import Comparisons
+from ablate.results.gate import checks
+from ablate.results.headline import headline_of
+from ablate.results.ledger import Ledger
+from ablate.results.summary import summaries
+
+GRID = {"rht": [True, False], "sr": [True, False]}
+
+
+@pytest.fixture
+def book(tmp_path):
+    ledger = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    ledger.describe(
+        question="Does it?", metric='{"name": "val/loss", "min_effect": 0.01}', search="", file="x.yaml"
+    )
+    yield ledger
+    ledger.close()
+
+
+def asked(book, **keys) -> None:
+    book.describe(answer=Asked(**keys).model_dump_json())
+
+
+# The file
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"knob": "srr"}, "answer.knob: 'srr': is not turned by this file"),
+        ({"knob": "sr", "given": {"rht": 1}}, "answer.given.rht: 1: is not among its values: true, false"),
+        ({"knob": "sr", "given": {"sr": True}}, "is the knob that is asked for; hold other knobs"),
+        (
+            {"knob": "sr", "given": {"block": "1x16"}},
+            "answer.given.block: 'block': is not turned by this file",
+        ),
+        ({"arm": "nvfp4"}, "no arm has this name"),
+        ({"arm": "bf16"}, "is a baseline; name the arm that it is compared with as against"),
+        ({"arm": "rht=true sr=true", "against": "rht=true sr=true"}, "is the arm itself"),
+        ({}, "name either a knob, with the values of others as given, or an arm"),
+        ({"arm": "bf16", "given": {"rht": True}}, "given holds knobs beside a knob"),
+        ({"knob": "sr", "against": "bf16"}, "name the arm"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_is_refused_at_its_place(answer, said, tmp_path):
+    found = problems(write(tmp_path, ablate=GRID, answer=answer))
+    assert any(said in str(problem) for problem in found), found
+
+
+def test_a_search_answers_by_its_winner(tmp_path):
+    search = {"sampler": "random", "trials": 2}
+    knobs = {"sr": {"choice": [True, False]}}
+    (problem,) = problems(write(tmp_path, ablate=knobs, search=search, answer={"knob": "sr"}))
+    assert "a search answers by its winner" in str(problem)
+
+
+def test_a_short_name_of_a_workloads_knob_may_be_asked_for(tmp_path):
+    path = write(
+        tmp_path,
+        ablate={"lr": [1e-3, 2e-3], "sr": [True, False]},
+        answer={"knob": "sr", "given": {"lr": 1e-3}},
+    )
+    assert load(path).asked.given == {"workload.lr": 1e-3}
+    path = write(tmp_path, ablate={"lr": [1e-3, 2e-3]}, answer={"knob": "lr"})
+    assert load(path).asked.knob == "workload.lr"
+
+
+def test_a_number_of_seeds_on_the_command_line_is_as_if_the_file_said_so(tmp_path):
+    path = write(tmp_path, seeds=2)
+    grown = load(path, count=5)
+    assert grown.seeds == (0, 1, 2, 3, 4)
+    assert [grown.spec(grown.arms[0], seed, "cpu").id for seed in (0, 1)] == [
+        load(path).spec(load(path).arms[0], seed, "cpu").id for seed in (0, 1)
+    ]
+    assert "5" in re.search(r"seeds.*", grown.text)[0]
+    plan = json.loads(ablate("plan", path, "--seeds", 5, "--json", "--state", tmp_path / "runs").stdout)
+    assert [len(arm["trials"]) for arm in plan["arms"]] == [5] * len(grown.arms)
+
+
+# What it is about
+
+
+def test_the_asked_comparison_is_one_paired_t_test_of_the_two_arms_it_names(book):
+    """The oracle is scipy's paired t on the runs at rht true alone."""
+    whole_grid(book)
+    asked(book, knob="sr", given={"rht": True})
+    values = {arm.name: arm.values for arm in summaries(book)}
+    on, off = ([values[f"rht=True sr={sr}"][seed] for seed in BASE] for sr in (True, False))
+    test = stats.ttest_rel(on, off)
+    low, high = test.confidence_interval(0.95)
+    ((effect, verdict),) = Comparisons(book).asked_effects
+    assert effect.effect.mean == pytest.approx(np.mean(np.subtract(on, off)))
+    assert (effect.effect.low, effect.effect.high) == pytest.approx((low, high))
+    assert verdict.p == pytest.approx(test.pvalue)  # alone in its family: nothing is corrected
+    answer = headline_of(Comparisons(book))
+    assert answer.lead == "Worse."
+    assert answer.text.startswith("With rht true, sr true instead of false changes val/loss by +0.1")
+
+
+def test_what_is_not_held_is_averaged_over(book):
+    whole_grid(book)
+    asked(book, knob="sr")
+    values = {arm.name: arm.values for arm in summaries(book)}
+    means = [
+        np.mean([[values[f"rht={rht} sr={sr}"][seed] for seed in BASE] for rht in (True, False)], axis=0)
+        for sr in (True, False)
+    ]
+    ((effect, _),) = Comparisons(book).asked_effects
+    assert effect.effect.mean == pytest.approx(np.mean(means[0] - means[1]))
+    assert "on average over the other knobs" in headline_of(Comparisons(book)).text
+
+
+def test_two_arms_may_be_asked_for(book):
+    add(book, "bf16", BASE, None)
+    add(book, "one", WORSE)
+    add(book, "other", ALIKE)
+    asked(book, arm="one", against="other")
+    ((effect, verdict),) = Comparisons(book).asked_effects
+    assert effect.effect.mean == pytest.approx(np.mean([WORSE[seed] - ALIKE[seed] for seed in BASE]))
+    assert verdict.kind == "worse"
+    assert headline_of(Comparisons(book)).text.startswith("one instead of other changes val/loss by")
+
+
+@pytest.mark.parametrize(
+    ("gaps", "lead", "said"),
+    [
+        ((0.1, 0.12, 0.11, 0.13), "Worse.", "more than 0.01, the smallest effect that matters"),
+        ((0.008, 0.012, 0.011, 0.013), "Worse.", "whether it exceeds 0.01"),
+        ((-0.1, -0.12, -0.11, -0.13), "Better.", "more than 0.01, the smallest effect that matters"),
+        (
+            (0.001, -0.001, 0.0005, 0.0),
+            "No difference that matters.",
+            "an effect of 0.01 or more is excluded",
+        ),
+        ((0.05, -0.06, 0.04, -0.05), "Not answered yet.", "both a gain and a loss of more than 0.01"),
+        (
+            (0.02, -0.003, 0.01, 0.005),
+            "Not answered yet.",
+            "a loss of more than 0.01, the smallest effect that matters, is still possible, a gain that large is not",
+        ),
+        ((0.0, 0.0, 0.0, 0.0), "No difference at all.", "the same numbers on every seed"),
+    ],
+)
+def test_the_sentence_says_what_the_interval_leaves_possible(book, gaps, lead, said):
+    add(book, "bf16", BASE, None)
+    add(book, "a", {seed: BASE[seed] + gap for seed, gap in zip(BASE, gaps, strict=True)})
+    asked(book, arm="a")
+    answer = headline_of(Comparisons(book))
+    assert answer.lead == lead
+    assert said in answer.text
+    assert answer.answered == (lead != "Not answered yet.")
+
+
+def test_an_undecided_answer_has_the_command_that_adds_its_seeds_and_what_it_costs(book):
+    add(book, "bf16", BASE, None)
+    add(book, "close", {seed: BASE[seed] + gap for seed, gap in enumerate((0.012, -0.009, 0.004, 0.001))})
+    answer = headline_of(Comparisons(book))
+    needed = summaries(book)[1].verdict.needed.count
+    assert answer.command == f"ablate sweep x.yaml --seeds {needed}"
+    runs = 2 * (needed - 4)
+    assert answer.cost == f"80 % chance of a verdict; +{runs} runs, about {runs}.0 h"  # an hour a run
+    other = add(book, "late", {9: 3.0})
+    assert headline_of(Comparisons(book)).command == ""  # --seeds would drop seeds that a list names
+    book.db.execute("DELETE FROM members WHERE arm = ?", (other,))
+    book.describe(interval="split:4")
+    assert headline_of(Comparisons(book)).command == ""  # such a file grows by itself
+
+
+def test_the_simplest_recipe_is_named_only_while_nothing_is_told_from_anything(book):
+    def recipe(rounding):
+        return json.dumps({"workload": {"gpt": {}}, "recipe": {"wgrad": {"g": {"rounding": rounding}}}})
+
+    add(book, "bf16", BASE, None)
+    for name, rounding in (("sr", "stochastic"), ("rn", "nearest")):
+        arm = book.add_arm(name, {name: True}, 1, None)
+        for seed, loss in LOOSE.items():
+            trial = book.add_member(arm, seed, f"{name}/{seed}", recipe(rounding))
+            value = loss + 0.05 * math.sin(seed + len(name + rounding))
+            book.record(trial, [{"step": 40, "time": 0.0, "metrics": {"val/loss": value}}])
+            book.settle(trial, "done", seconds=1.0)
+    assert headline_of(Comparisons(book)).simplest.endswith("the simplest recipe of these: rn.")
+    add(book, "bad", WORSE)
+    assert headline_of(Comparisons(book)).simplest == ""
+
+
+# The gate
+
+
+def kinds(book) -> dict[str, str]:
+    return {check.text: check.kind for check in checks(book, summaries(book))}
+
+
+def test_finished_finite_runs_pass_and_the_spread_is_noted(book):
+    add(book, "bf16", BASE, None)
+    add(book, "a", WORSE)
+    found = kinds(book)
+    assert found["8 of 8 runs finished"] == found["no NaN, no divergence, no guard acted"] == "passed"
+    spread = np.std(list(BASE.values()), ddof=1)
+    assert found[f"bf16 spreads by {spread:.2g} over seeds"] == "note"
+    unpaired = np.var(list(BASE.values()), ddof=1) + np.var(list(WORSE.values()), ddof=1)
+    paired = np.var([WORSE[seed] - BASE[seed] for seed in BASE], ddof=1)
+    assert found[f"pairing by seed worth {unpaired / paired:.0f}x seeds"] == "note"
+
+
+def test_missing_diverged_and_non_finite_runs_are_named_above_the_verdict(book):
+    add(book, "bf16", BASE, None)
+    add(book, "wild", WORSE, status="diverged")
+    add(book, "late", ALIKE, status="pending")
+    trial = book.members()[0].trial
+    book.record(trial, [{"step": 41, "time": 0.0, "metrics": {"nan/grad": 2.0}}])
+    found = kinds(book)
+    assert found["8 of 12 runs finished"] == "warning"
+    assert found["4 of 8 runs diverged"] == "warning"
+
+
+def test_without_a_finite_run_there_is_no_answer_and_no_colour(book):
+    add(book, "bf16", BASE, None, status="diverged")
+    add(book, "a", WORSE, status="diverged")
+    answer = Answer(book)
+    assert not answer.answer.valid
+    assert answer.answer.command == answer.answer.simplest == ""
+    assert not re.search(r'<tr class="(better|worse|equivalent)', answer.comparisons().html())
+
+
+# The table
+
+
+def test_every_comparison_is_one_line_with_the_numbers_that_decide_it(book, tmp_path):
+    whole_grid(book)
+    asked(book, knob="sr", given={"rht": True})
+    answer = Answer(book)
+    table = answer.comparisons()
+    labels = [(line.group, line.label) for line in table.lines]
+    assert len(labels) == len(set(labels)) == 4 + 2 + 4  # contrasts, main effects, gaps: the asked one once
+    assert labels[0] == ("sr: true instead of false", "with rht true")
+    assert [line.asked for line in table.lines].count(True) == 1
+    by_effect = [line.difference.mean for line in table.lines if line.group == "gap to bf16"]
+    assert by_effect == sorted(by_effect)
+    table.save(tmp_path)
+    with (tmp_path / "comparisons.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row, line in zip(rows, table.lines, strict=True):
+        each = [float(value) for value in row["differences by seed"].split()]
+        assert float(row["effect"]) == pytest.approx(np.mean(each), rel=1e-4)
+        assert line.difference.low < np.mean(each) < line.difference.high
+
+
+def test_a_drawing_has_its_numbers_as_text_and_nothing_beyond_its_edge(book):
+    add(book, "bf16", BASE, None)
+    add(book, "near", ALIKE)
+    add(book, "far <b>", {seed: value + 50.0 * (seed + 1) for seed, value in BASE.items()})
+    page = Answer(book).comparisons().html()
+    assert 'aria-label="gap to bf16, far &lt;b&gt;: +125.' in page
+    assert "<b>" not in page
+    for x in re.findall(r'(?:x1|x2|cx|x)="(-?[\d.]+)"', page):
+        assert 0 <= float(x) <= 300
+
+
+def test_the_answer_is_not_about_the_arms_that_a_design_adds(book):
+    """A known-bad arm that is worse, and a twin, answer no question; they stand in the table."""
+    add(book, "bf16", BASE, None)
+    add(book, "open", {seed: value + 0.1 * math.sin(7 * seed) for seed, value in BASE.items()})
+    for name, role in (("known bad: mxfp4", "bad"), ("null: bf16", "null")):
+        arm = book.add_arm(name, {}, 1, None, role)
+        for seed, loss in WORSE.items():
+            trial = book.add_member(arm, seed, f"{name}/{seed}", "{}")
+            book.record(trial, [{"step": 40, "time": 0.0, "metrics": {"val/loss": loss}}])
+            book.settle(trial, "done", seconds=1.0)
+    answer = headline_of(Comparisons(book))
+    assert (answer.lead, len(answer.verdicts)) == ("Not answered yet.", 1)
+    assert "mxfp4" not in answer.text
+    assert {line.label for line in Answer(book).comparisons().lines} >= {"known bad: mxfp4", "null: bf16"}
