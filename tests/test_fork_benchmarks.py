@@ -1,17 +1,23 @@
 """The scripts behind the figures of forks: their designs load, their line is that of an independent method."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import optimize
+import torch
+from scipy import optimize, stats
 from support.experiments import sweep, tiny
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import calibration_line
+import equal_compute
 import fork_designs
+import pool_truth
+import validity
 
+from ablate.errors import InputError
 from ablate.experiment.load import load
 
 
@@ -51,3 +57,87 @@ def test_the_line_with_errors_in_both_variables_is_the_one_nearest_to_all_points
 
         found = optimize.least_squares(distances, np.concatenate([[1.0, 0.0], noisy])).x[:2]
         assert [slope, intercept] == pytest.approx(list(found), rel=1e-3, abs=1e-3)
+
+
+# The pool whose truth is known
+
+
+def made_up_pool(seeds: int = 120) -> list[dict]:
+    """Normal values: `effect` is .5 deviations of a difference away from bf16, a twin nothing."""
+    random, lines = np.random.default_rng(0), []
+    for seed in range(seeds):
+        shared = random.normal()
+        for arm, effect in (("bf16", 0.0), ("mxfp4", 2.0), ("noise 1", 0.5), ("bf16 twin", 0.0)):
+            value = 10 + shared + effect + random.normal() / np.sqrt(2)
+            lines.append(
+                {"design": "full", "arm": arm, "seed": seed, "seconds": 1.0, "values": {"val/loss": value}}
+            )
+    return lines
+
+
+def test_tables_of_a_pool_of_normal_values_say_what_is_known_of_them(monkeypatch):
+    monkeypatch.setattr(pool_truth, "EXPERIMENTS", 200)
+    found = pool_truth.sides(made_up_pool())
+    covered = [row.split(" | ") for row in pool_truth.coverage(found) if row.startswith("| full")]
+    assert [float(row[2].removesuffix(" %")) for row in covered] == pytest.approx([95] * 3, abs=3)
+    (alone,) = [row for row in pool_truth.twins(found) if row.startswith("| full | bf16 | 3 |")]
+    assert " 40 | " in alone  # 120 seeds in disjoint threes
+    for row in pool_truth.planted(found):
+        cells = row.split(" | ")
+        if cells[0] == "| full":
+            assert abs(float(cells[-1].removesuffix(" |"))) < 10
+    kept = [row for row in pool_truth.promised_seeds(found) if row.startswith("| full")]
+    assert len(kept) == 6
+
+
+@pytest.mark.parametrize(("effect", "size"), [(1.0, 3), (1.0, 8), (0.3, 5)])
+def test_predicted_power_is_that_of_a_simulation(effect, size):
+    random = np.random.default_rng(1)
+    drawn = random.normal(effect, 1, (20_000, size))
+    resolved = np.mean(stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05)
+    assert pool_truth.power(effect, 1.0, size) == pytest.approx(resolved, abs=0.012)
+
+
+@pytest.mark.parametrize("kind", ["noise", "bias"])
+def test_a_planted_disturbance_has_its_size_and_is_new_or_the_same_in_each_step(kind):
+    model = torch.nn.Linear(8, 16)
+    validity.disturb(model, validity.Planted(kind, 0.25), seed=3)
+    inputs, added = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), []
+    for _ in range(2):
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        got, bias = model.weight.grad.clone(), model.bias.grad.clone()
+        plain = torch.nn.Linear(8, 16)
+        plain.load_state_dict(model.state_dict())
+        plain(inputs).square().sum().backward()
+        added.append(got - plain.weight.grad)
+        assert torch.equal(bias, plain.bias.grad)
+        assert float(added[-1].norm() / plain.weight.grad.norm()) == pytest.approx(0.25, rel=1e-5)
+    assert torch.allclose(*added, rtol=1e-4, atol=1e-5) == (kind == "bias")
+
+
+def test_a_pool_that_was_cut_off_in_a_line_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(validity, "SEEDS", {"full": {"bf16": 2}})
+    monkeypatch.setattr(validity, "MODEL", validity.MODEL | {"steps": 2})
+    monkeypatch.setattr(validity, "ProcessPoolExecutor", ThreadPoolExecutor)
+    path = tmp_path / "pool.jsonl"
+    path.write_text('{"design": "full", "arm": "bf16", "se')
+    validity.run(path, 1, 1.0)
+    assert [line["seed"] for line in validity.pool(path)] == [0, 1]
+    before = path.read_text()
+    validity.run(path, 1, 1.0)
+    assert path.read_text() == before
+
+
+def test_every_shipped_experiment_that_can_be_forked_is_of_equal_computation(tmp_path):
+    refused = []
+    for name in equal_compute.FILES:
+        path = equal_compute.forked(equal_compute.SHIPPED / f"{name}.yaml", tmp_path)
+        try:
+            experiment = load(path)
+        except InputError as error:
+            refused.append((name, "phases" in str(error)))
+            continue
+        forks = experiment.forks(experiment.arms[0])
+        assert sum(forks.windows) * len(forks.positions) / experiment.base.config.steps == pytest.approx(1.05)
+    assert refused == [("reproductions/late_switch", True)]
