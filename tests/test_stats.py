@@ -454,6 +454,7 @@ WORDS = {
     "a baseline": (Verdict("unjudged", "baseline"), "baseline", [], "baseline"),
     "refused": (Verdict("unjudged", "refused"), "refused", [], "refused"),
     "pruned": (Verdict("unjudged", "pruned"), "pruned", [], "pruned"),
+    "windows": (Verdict("unjudged", "windows"), "not the same windows", [], "not the same windows"),
 }
 """By case: the verdict, its word in a table, its footnotes, and all of it in a line."""
 

@@ -38,7 +38,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Compared:
-    """What differs in two arms, and their difference."""
+    """The recipe knobs that differ in two arms, and the difference of their results."""
 
     parts: dict[str, tuple[object, object]]
     """Values of both by path in the specification."""

@@ -21,7 +21,7 @@ _MOST_CONTRASTS = 60
 
 
 class Comparisons:
-    """What a sweep compares.
+    """The comparisons of a sweep, each computed once.
 
     Args:
         ledger: ledger of the sweep, opened for reading.

@@ -280,7 +280,7 @@ class Headline:
 
     @property
     def cost(self) -> str:
-        """What the command buys, and what it takes: a comment behind it."""
+        """A comment behind the command: its chance of a verdict, its runs and its time."""
         if not self.command or not self.settling:
             return ""
         return f"80 % chance of a verdict; +{counted(self.settling.runs, 'run')}, about {self.settling.time}"

@@ -1,4 +1,4 @@
-"""What a report says about itself in index.json: its question, its answer, and the state that it shows."""
+"""The facts of a report in index.json: its question, its answer, and the state that it shows."""
 
 import hashlib
 import json

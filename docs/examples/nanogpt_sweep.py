@@ -40,7 +40,7 @@ def train(trial):
             optimizer.zero_grad()
         trial.log({"train/loss": loss.item()})
     with trial.evaluation(), torch.no_grad():
-        batches = validation[:: context // 4].to(trial.device).tensor_split(16)
+        batches = validation[:: context // 4].to(trial.device).split(1)
         trial.log_batches([model(tokens[:, :-1], tokens[:, 1:]).item() for tokens in batches])
     if trial.forked:
         with trial.evaluation(high_precision=True), torch.no_grad():
