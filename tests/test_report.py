@@ -12,7 +12,8 @@ from support.commands import here
 from support.experiments import ablate, sweep, tiny, write
 
 from ablate.cli import report
-from ablate.cli.report import NOTEBOOKS, ReportError, analysis, is_current, make
+from ablate.cli.notebooks import NotebookError
+from ablate.cli.report import NOTEBOOKS, analysis, is_current, make
 from ablate.errors import InputError
 from ablate.results.answer import Answer
 from ablate.results.ledger import Ledger
@@ -120,7 +121,7 @@ def test_pictures_tables_and_markdown_lie_beside(made):
         "gap_curve-val-loss",
         "slot_errors",
     ):
-        assert {f"{stem}.png", f"{stem}.svg", f"{stem}.csv"} <= figures
+        assert {f"{stem}.svg", f"{stem}.csv"} <= figures
     assert {"effects-val-loss.csv", "comparisons.csv", "runs.csv", "provenance.csv"} <= figures
     assert not {"power.csv", "checks.csv"} & figures  # two seeds: the tables would say nothing
     markdown = text_of(made.folder / "index.md")
@@ -199,7 +200,7 @@ def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(
         nbformat.write(broken, tmp_path / f"{name}.ipynb")
     monkeypatch.setattr(report, "analysis", lambda: tmp_path)
     with pytest.raises(
-        ReportError, match="notebook ablation stopped in cell 1: ZeroDivisionError: division by zero"
+        NotebookError, match="notebook ablation stopped in cell 1: ZeroDivisionError: division by zero"
     ):
         make(state, "grid")
     assert text_of(made.index) == before

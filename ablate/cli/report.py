@@ -1,20 +1,18 @@
 """`ablate report X`: run the notebooks of an experiment, and write them as self-contained HTML, Markdown,
 figures and CSV.
 
-The only file that uses papermill and nbconvert. This interpreter runs each notebook in a new process,
-independently of the kernels and profiles that the user has installed. The pages load nothing from a network.
+The notebooks run in this process (`ablate/cli/notebooks.py`), independently of the kernels and profiles that
+the user has installed. The pages load nothing from a network.
 """
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,10 +21,10 @@ import typer
 
 from ablate import __version__
 from ablate.cli.common import DONE, FAILED, Mlflow, Profile, State, complete_sweeps, console, print_starting
+from ablate.cli.notebooks import Cell, NotebookError, markdown, page, run
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
-from ablate.files import short_for_sockets
 from ablate.results.databases import path_of
 from ablate.results.ledger import Ledger
 from ablate.results.report_about import ABOUT, current, stamp
@@ -45,12 +43,6 @@ NOTEBOOKS = {
 }
 """Question that each notebook answers, by name; the files are in `analysis/`."""
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "microsoft-edge")
-_TIMEOUT_SECONDS = 600
-"""Time limit of a cell, far above what any of them takes, so that a kernel that hangs is ended."""
-
-
-class ReportError(Exception):
-    """A notebook failed. The message names the notebook, the cell and the error."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +109,7 @@ def report(
     for name in names:
         try:
             made = make(settings.state, name, notebook, settings.mlflow, fetch=from_mlflow, pdf=pdf, out=out)
-        except ReportError as error:
+        except NotebookError as error:
             screen.print(f"{name}: {error}", soft_wrap=True, markup=False)
             status = FAILED
         else:
@@ -163,7 +155,7 @@ def make(
 
     Raises:
         InputError: There is no such sweep, its records are damaged, or no report can be written.
-        ReportError: A notebook failed.
+        NotebookError: A notebook failed.
     """
     from ablate.results.answer import Answer  # pandas
 
@@ -275,10 +267,9 @@ def _write(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as making:
         made = Path(making)
-        with _kernel() as kernel, ThreadPoolExecutor(len(notebooks)) as threads:
-            ran = list(threads.map(lambda word: _run(word, state, name, made, kernel), notebooks))
+        ran = [_run(word, state, name, made) for word in notebooks]
         names = ["index.html", *(f"{word}.html" for word in notebooks[1:])]
-        for number, (word, notebook) in enumerate(zip(notebooks, ran, strict=True)):
+        for number, (word, cells) in enumerate(zip(notebooks, ran, strict=True)):
             others = [
                 (NOTEBOOKS[other], page)
                 for other, page in zip(notebooks, names, strict=True)
@@ -287,9 +278,9 @@ def _write(
             page_heading = (
                 heading if number == 0 else replace(heading, title=f"{NOTEBOOKS[word]} {heading.title}")
             )
-            (made / names[number]).write_text(_html(notebook, page_heading, others), encoding="utf-8")
+            (made / names[number]).write_text(_html(cells, page_heading, others), encoding="utf-8")
             (made / names[number]).with_suffix(".md").write_text(
-                _markdown(notebook, page_heading), encoding="utf-8"
+                _markdown(cells, page_heading), encoding="utf-8"
             )
         answer = heading.answer
         about = {
@@ -364,82 +355,9 @@ def _fetched(state: Path, name: str, mlflow: str | None) -> Path:
 # Running
 
 
-@contextmanager
-def _kernel() -> Iterator[str]:
-    """Yield the name of a kernel that runs this interpreter.
-
-    Jupyter's search path is set to its folder alone, so that no kernel of the user with the same name is used
-    instead.
-    """
-    from ipykernel.kernelspec import write_kernel_spec
-
-    with tempfile.TemporaryDirectory(
-        prefix="ablate-kernel-", dir=short_for_sockets(tempfile.gettempdir())
-    ) as folder:
-        extra = ["--IPKernelApp.log_level=CRITICAL"]  # no message when the kernel ends
-        write_kernel_spec(Path(folder) / "kernels" / "ablate", extra_arguments=extra)
-        own = {
-            "JUPYTER_PATH": folder,
-            "IPYTHONDIR": f"{folder}/ipython",
-            "JUPYTER_RUNTIME_DIR": f"{folder}/run",
-            "MPLBACKEND": "agg",
-        }
-        # tqdm.auto, which Optuna imports, warns in kernels without ipywidgets; reports show no progress bar.
-        own["PYTHONWARNINGS"] = ",".join(
-            filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"])
-        )
-        before = {key: os.environ.get(key) for key in own}
-        os.environ |= own
-        try:
-            yield "ablate"
-        finally:
-            for key, value in before.items():
-                if value is None:
-                    del os.environ[key]
-                else:
-                    os.environ[key] = value
-
-
-def _run(notebook: str, state: Path, name: str, out: Path, kernel: str) -> Any:
-    """Run a notebook and return it with its outputs; ReportError with cell and error if it fails."""
-    import papermill
-    from jupyter_core.utils import ensure_event_loop
-    from papermill.exceptions import PapermillExecutionError
-    from traitlets.config import Config
-
-    path = str(analysis() / f"{notebook}.ipynb")
-    given = {"state": str(state.resolve()), "sweep": name, "out": str((out / "figures").resolve())}
-    parameters = {key: given[key] for key in papermill.inspect_notebook(path)}
-    options = {
-        "kernel_name": kernel,
-        "progress_bar": False,
-        "log_output": False,
-        "execution_timeout": _TIMEOUT_SECONDS,
-    }
-    connection = Config(
-        KernelManager={"transport": "ipc", "ip": str(Path(os.environ["JUPYTER_PATH"]) / notebook)}
-    )  # this user's files, no port
-    try:
-        return _without_warnings(
-            papermill.execute_notebook(path, None, parameters, config=connection, **options)
-        )
-    except PapermillExecutionError as error:
-        raise ReportError(
-            f"notebook {notebook} stopped in cell {error.exec_count}: {error.ename}: {error.evalue}; "
-            f"run it in Jupyter to see more: {path}"
-        ) from None
-    finally:
-        ensure_event_loop().close()  # this thread's, which Jupyter leaves open
-
-
-def _without_warnings(notebook: Any) -> Any:
-    """Remove standard error from the outputs: warnings name files of this machine, but the page is for
-    others, too.
-    """
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-    return notebook
+def _run(notebook: str, state: Path, name: str, out: Path) -> list[Cell]:
+    parameters = {"state": str(state.resolve()), "sweep": name, "out": str((out / "figures").resolve())}
+    return run(analysis() / f"{notebook}.ipynb", parameters)
 
 
 def analysis() -> Path:
@@ -451,36 +369,14 @@ def analysis() -> Path:
 # Writing
 
 
-def _html(notebook: Any, heading: _Heading, links: Sequence[tuple[str, str]]) -> str:
-    from nbconvert import HTMLExporter
-
+def _html(cells: list[Cell], heading: _Heading, links: Sequence[tuple[str, str]]) -> str:
     template = Path(__file__).parent / "report_page" / "page.html.j2"
-    exporter = HTMLExporter(
-        template_file=str(template), mathjax_url="", require_js_url="", exclude_anchor_links=True
-    )
-    page = {"heading": heading, "links": links, "version": __version__}
-    return _with_contents(exporter.from_notebook_node(notebook, resources={"page": page})[0])
+    return page(cells, template, heading=heading, links=links, version=__version__)
 
 
-def _with_contents(page: str) -> str:
-    """Return the page with links to its headings."""
-    headings = re.findall(r'<h2 id="([^"]*)">(.*?)</h2>', page)
-    items = "".join(f'<li><a href="#{anchor}">{title}</a></li>' for anchor, title in headings)
-    contents = f'<nav class="contents" aria-label="Contents"><ul>{items}</ul></nav>' if items else ""
-    return page.replace("<!--contents-->", contents, 1)
-
-
-def _markdown(notebook: Any, heading: _Heading) -> str:
-    """Return the report as Markdown: without code, figures as links to their files."""
-    parts = [f"# {heading.title}", f"*{heading.about}*" if heading.about else ""]
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            parts.append(cell.source)
-        for output in cell.get("outputs", ()):
-            data = output.get("data", {})
-            plain = data.get("text/plain") or output.get("text", "")
-            parts.append(data.get("text/markdown", plain))  # an empty section has an empty one
-    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+def _markdown(cells: list[Cell], heading: _Heading) -> str:
+    about = f"*{heading.about}*\n\n" if heading.about else ""
+    return f"# {heading.title}\n\n{about}{markdown(cells)}"
 
 
 def _print(page: Path) -> None:

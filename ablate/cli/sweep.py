@@ -312,7 +312,8 @@ class SweepRun:
         """Write the report unless it is up to date; print its path and the command that shows the sweep."""
         settings, name = self.settings, self.experiment.name
         index = settings.state / "reports" / name / "index.html"
-        from ablate.cli.report import ReportError, is_current, make
+        from ablate.cli.notebooks import NotebookError
+        from ablate.cli.report import is_current, make
 
         if self.report and not is_current(settings.state, name):
             try:
@@ -320,7 +321,7 @@ class SweepRun:
                     made = make(settings.state, name, mlflow=settings.mlflow)
                 if made.trouble:
                     self.screen.print(made.trouble, soft_wrap=True, markup=False)
-            except (ReportError, InputError) as error:
+            except (NotebookError, InputError) as error:
                 remedy = f"The results are safe; `ablate report {name}` tries again."
                 message = f"The report was not written: {error}. {remedy}"
                 self.screen.print(message, soft_wrap=True, markup=False)

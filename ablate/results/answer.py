@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+import pandas as pd
+
 from ablate.experiment.schema import START, Metric
-from ablate.results import answer_tables
+from ablate.results import answer_tables, operand_health
 from ablate.results.answer_verdict import VerdictSentences
 from ablate.results.doses import doses, parts
 from ablate.results.effect_table import EffectTable, lines
@@ -38,7 +40,7 @@ class Answer(VerdictSentences):
 
     Args:
         ledger: Ledger of the sweep, opened for reading.
-        out: Folder for the report's files: figures as PNG and SVG, all numbers as CSV. None: nothing is
+        out: Folder for the report's files: figures as SVG, all numbers as CSV. None: nothing is
             saved.
         most_arms: Largest number of arms that a table shows, without the baselines of these.
     """
@@ -88,6 +90,22 @@ class Answer(VerdictSentences):
             return answer_tables.arms_table(self.ledger, self.shown, len(self.arms), self.metric)
         arms = foremost(summaries(self.ledger, metric), metric, self.most_arms)
         return answer_tables.arms_table(self.ledger, arms, len(self.arms), metric)
+
+    def layers(self, table: pd.DataFrame) -> operand_health.LayerMaps | None:
+        """Return the maps of layers by operand, an arm at a time; None if no layer was recorded.
+
+        Args:
+            table: Records as `records` returns them, which include `quant/*/sqnr_db`.
+        """
+        return operand_health.layer_maps(table)
+
+    def shares(self, table: pd.DataFrame) -> list[Table]:
+        """Return the tables of what became zero and of what lay beyond the grid.
+
+        Args:
+            table: Records as `records` returns them, which include `quant/*/zero_frac`.
+        """
+        return operand_health.shares_tables(table)
 
     def averages(self) -> Table | None:
         """Return the table of main effects and interactions of a grid."""

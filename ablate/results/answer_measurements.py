@@ -20,7 +20,7 @@ class Measurements(Comparisons):
 
     Args:
         ledger: Ledger of the sweep, opened for reading.
-        out: Folder for the report's files: figures as PNG and SVG, all numbers as CSV. None: nothing is
+        out: Folder for the report's files: figures as SVG, all numbers as CSV. None: nothing is
             saved.
         most_arms: Largest number of arms that a table shows, without the baselines of these.
     """

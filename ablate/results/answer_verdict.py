@@ -6,7 +6,7 @@ from functools import cached_property
 
 import pandas as pd
 
-from ablate.results import answer_tables
+from ablate.results import answer_tables, operand_health
 from ablate.results.answer_measurements import Measurements
 from ablate.results.forked import design_of, estimand
 from ablate.results.headline import Headline, headline_of
@@ -116,8 +116,19 @@ class VerdictSentences(Measurements):
             else "No NaN or infinite value was recorded."
         )
         interventions = answer_tables.interventions_table(self.ledger)
-        verdict = Text(f"{statuses.total()} runs: {runs}. {finite}", "verdict")
-        return [verdict, *self.losses(), *([interventions] if interventions else [])]
+        odd = operand_health.exceptions(table)
+        healthy = not (odd or affected or interventions) and {*statuses} <= {"done"}
+        usual = (
+            " No operand, layer or share stands out." if operand_health.recorded(table) and not odd else ""
+        )
+        verdict = Answered(
+            "Healthy." if healthy else "To look at.",
+            f"{statuses.total()} runs: {runs}. {finite}{usual}",
+            healthy,
+            True,
+        )
+        warnings = [Text(text, "warning") for text in odd]
+        return [verdict, *warnings, *self.losses(), *([interventions] if interventions else [])]
 
     def emulation(self) -> Text | None:
         """Return a caution on speed and memory if formats were emulated."""

@@ -254,7 +254,7 @@ def view(
     """Return the saved view of a sweep's runs in the format of MLflow's pages; None if it is too long for a
     tag.
 
-    It lists members only, with knobs and results as columns, best first.
+    It lists members only, grouped by arm with means over their seeds; columns are knobs and results.
     """
     metrics = list(metrics)
     columns = [f"params.`{TURNED}{knob}`" for knob in knobs][:_MOST_COLUMNS]
@@ -267,6 +267,10 @@ def view(
         "orderByKey": f"metrics.`{metric}`",
         "orderByAsc": minimize,
         "selectedColumns": columns,
+        "groupBy": {
+            "aggregateFunction": "average",
+            "groupByKeys": [{"mode": "param", "groupByData": "arm"}],
+        },
         "runsHiddenMode": "SHOW_ALL",
         "chartsSearchFilter": f"^({'|'.join(dict.fromkeys((*metrics, 'train/loss')))})$",
     }

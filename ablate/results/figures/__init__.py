@@ -13,7 +13,7 @@ from ablate.results.figures.effects import (
     interaction,
     throughput_gap,
 )
-from ablate.results.figures.health import divergence, fractions, slot_errors, slot_layers
+from ablate.results.figures.health import divergence, slot_errors
 from ablate.results.figures.search import history, importance, objectives
 from ablate.results.figures.style import Picture
 from ablate.results.figures.tensors import errors_by_slot, rotation_histogram, rounding_histogram
@@ -27,7 +27,6 @@ __all__ = [
     "dots",
     "errors_by_slot",
     "forest",
-    "fractions",
     "gap_curve",
     "history",
     "importance",
@@ -37,7 +36,6 @@ __all__ = [
     "rounding_histogram",
     "shares",
     "slot_errors",
-    "slot_layers",
     "speeds",
     "throughput_gap",
 ]

@@ -1,7 +1,7 @@
 """Curves of a metric over steps or tokens, one line for each arm: its values, its gap to the baseline, or an
 error that falls with the number of draws."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -23,7 +23,6 @@ from ablate.results.figures.style import (
     label,
     legend,
     log_axis,
-    marks,
     panels,
     stem,
 )
@@ -59,10 +58,11 @@ def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
         best_of(len(shown), total),
     )
     axes = body.subplots()
-    draw_lines(axes, lines, "step", marks(shown))
+    looks = tables.looks(records, shown)
+    draw_lines(axes, lines, "step", looks)
     axes.set(xlabel="step", ylabel=metric.name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    name_lines(body, shown)
+    name_lines(body, looks)
     return finished(stem("curves", metric.name), question, body, lines)
 
 
@@ -95,7 +95,7 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
     matters = f"Grey: smaller than {margin:g}, the smallest gap that matters." if margin else ""
     rows = -(-len(shown) // _COLUMNS)
     body = canvas(question, 10.0, 0.5 + 1.6 * rows, note, matters, best_of(len(shown), total))
-    looks = marks(shown)
+    looks = tables.looks(table, shown)
     every = panels(body, len(shown), _COLUMNS, sharex=True, sharey=True)
     for number, (axes, name) in enumerate(zip(every, shown, strict=True)):
         axes.axhline(0, color="0.4", linewidth=1)
@@ -178,7 +178,7 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
         best_of(len(shown), total),
     )
     axes = body.subplots()
-    drawn = marks(shown)
+    drawn = tables.looks(records, shown)
     draw_lines(axes, lines, "step", drawn)
     for line in stated:
         axes.plot(line.step, line.value, "D", markersize=11, fillstyle="none", color=drawn[line.arm].color)
@@ -198,7 +198,7 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     log_axis(axes.xaxis)
     log_axis(axes.yaxis)
     axes.grid()
-    name_lines(body, shown)
+    name_lines(body, drawn)
     points = pd.DataFrame(
         {"arm": line.arm, "step": float(line.step or 0), "published": line.value} for line in stated
     )
@@ -227,9 +227,7 @@ def draw_lines(axes: Axes, lines: pd.DataFrame, over: str, drawn: dict[str, Mark
             )
 
 
-def name_lines(body: SubFigure, shown: Sequence[str]) -> None:
+def name_lines(body: SubFigure, drawn: Mapping[str, Mark]) -> None:
     """Add the legend of `draw_lines`."""
-    handles = [
-        Line2D([], [], **mark._asdict(), markersize=4, linewidth=1.4) for mark in marks(shown).values()
-    ]
-    legend(body, handles, shown)
+    handles = [Line2D([], [], **mark._asdict(), markersize=4, linewidth=1.4) for mark in drawn.values()]
+    legend(body, handles, list(drawn))

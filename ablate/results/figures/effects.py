@@ -365,7 +365,9 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
     axes.plot(edge["tokens_per_s"], edge["gap"], "-", color="0.6", zorder=1)
     axes.plot(edge["tokens_per_s"], edge["gap"], "o", markersize=13, fillstyle="none", color="0.35", zorder=1)
     handles = []
-    for arm, mark in zip(shown, marks(gaps).values(), strict=True):
+    looks = marks((arm.name for arm in arms), {arm.name for arm in arms if arm.is_baseline})
+    for arm in shown:
+        mark = looks[arm.name]
         half = arm.gap.high - arm.gap.mean if arm.gap is not None and arm.gap.has_interval else None
         axes.errorbar(
             arm.tokens_per_s,

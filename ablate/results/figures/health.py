@@ -1,5 +1,4 @@
-"""Figures of the health of runs: errors of quantisation by operand and by layer, shares that rounded to zero,
-and divergence."""
+"""Figures of the health of runs: errors of quantisation by operand, and divergence."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter
 
 from ablate.experiment.schema import Metric
 from ablate.recipes.recipe import SLOTS
@@ -25,7 +24,6 @@ from ablate.results.figures.style import (
     house,
     label,
     legend,
-    marks,
     name_column,
     panels,
     plain,
@@ -34,9 +32,6 @@ from ablate.results.summary import ArmSummary
 from ablate.training.metric_names import FIRST_NONFINITE, parse
 
 _SQNR = Metric(name="sqnr_db", direction="maximize")
-_MOST_COLUMNS = 60
-_MOST_NAMED = 28
-"""Largest number of rows of a panel that are all named. Of more rows, some at equal distances are named."""
 _STATES = ("done", "done, value not finite", "diverged", "missing")
 _STATE_COLOURS = ("#dfe9e2", COLOURS[8], COLOURS[3], "white")
 _COUNTED = ("nan/loss", "nan/grad", "nan/activation", "nan/steps_skipped")
@@ -68,119 +63,16 @@ def slot_errors(records: pd.DataFrame) -> Picture | None:
     columns = min(3, len(slots))
     height = max(2.1 * -(-len(slots) // columns) + 0.3, 0.3 * len(shown) + 0.4)
     body = canvas(question, 2.5 * columns + 2.6, height, note, best_of(len(shown), total))
+    looks = tables.looks(records, shown)
     for axes, slot in zip(panels(body, len(slots), columns, sharex=True, sharey=True), slots, strict=True):
-        draw_lines(axes, lines[lines["slot"] == slot], "step", marks(shown))
+        draw_lines(axes, lines[lines["slot"] == slot], "step", looks)
         axes.set_title(slot)
         axes.grid(axis="y")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     body.supxlabel("step", size="medium")
     body.supylabel("SQNR, dB", size="medium")
-    name_lines(body, shown)
+    name_lines(body, looks)
     return finished("slot_errors", question, body, lines.rename(columns={"mean": "sqnr_db"}))
-
-
-@house
-def slot_layers(table: pd.DataFrame, arm: str | None = None) -> Picture | None:
-    """Draw the SQNR of each layer over steps, mean over seeds, in one panel for each slot.
-
-    Args:
-        table: Tidy frame of records, with `quant/<slot>/sqnr_db/<layer>` (dB).
-        arm: Name of the arm; None for the mean over all arms.
-
-    Returns:
-        The picture; None if no layer was recorded, or there is no such arm.
-    """
-    selected = table if arm is None else table[table["arm"] == arm]
-    names = {text: parse(text) for text in selected["metric"].unique()}
-    per_layer = [text for text, name in names.items() if name.metric == "sqnr_db" and name.layer is not None]
-    selected = selected[selected["metric"].isin(per_layer)]
-    means = (
-        selected.groupby(["metric", "step"], observed=True)["value"]
-        .mean()
-        .dropna()
-        .reset_index(name="sqnr_db")
-    )
-    if means.empty:
-        return None
-    arms = selected.loc[selected["metric"].isin(set(means["metric"])), "arm"].unique()
-    for field in ("slot", "layer"):
-        means[field] = [getattr(names[text], field) for text in means["metric"]]
-    means = means.drop(columns="metric")
-    steps = np.unique(means["step"])
-    shown_steps = steps[:: -(-len(steps) // _MOST_COLUMNS)]
-    means = means[means["step"].isin([*shown_steps, steps[-1]])]
-    slots, layers = in_order(means["slot"]), sorted(dict.fromkeys(means["layer"]), key=_block)
-    means = means.assign(order=means["layer"].map(layers.index)).sort_values(["slot", "order", "step"])
-    means = means[["slot", "layer", "step", "sqnr_db"]]
-    whose = f"the mean over {len(arms)} arms" if len(arms) > 1 else arms[0]
-    question = "Which layers lose most to quantisation, and when?"
-    columns = min(3, len(slots))
-    tall = max(1.6, 0.17 * min(len(layers), 2 * _MOST_NAMED) + 0.5)
-    note = f"Of {whose}, mean over seeds: signal to quantisation noise, more is better. Grey: no value."
-    body = canvas(
-        question, 2.3 * columns + 0.8 + name_column(layers), tall * -(-len(slots) // columns) + 0.4, note
-    )
-    limits = np.percentile(means["sqnr_db"], [2, 98])  # an outlier would use up the range of colours
-    drawn = panels(body, len(slots), columns, sharex=True, sharey=True)
-    for axes, slot in zip(drawn, slots, strict=True):
-        matrix = (
-            means[means["slot"] == slot]
-            .pivot(index="layer", columns="step", values="sqnr_db")
-            .reindex(layers)
-        )
-        matrix = matrix.reindex(columns=sorted(set(means["step"])))
-        image = heat(axes, matrix.to_numpy(), *limits)
-        axes.set_title(slot)
-        every = -(-len(layers) // _MOST_NAMED)
-        axes.set_yticks(
-            range(0, len(layers), every), [label(layer) for layer in layers[::every]], size="small"
-        )
-        ticks = np.unique(np.linspace(0, matrix.shape[1] - 1, 4).astype(int))
-        axes.set_xticks(ticks, [f"{matrix.columns[tick]:g}" for tick in ticks], size="small")
-    body.supxlabel("step", size="medium")
-    body.colorbar(image, ax=drawn, label="SQNR, dB", extend="both").outline.set_visible(False)
-    return finished("slot_layers", question, body, means)
-
-
-@house
-def fractions(table: pd.DataFrame) -> Picture | None:
-    """Draw the shares of each operand's elements that round to zero and that saturate, over steps.
-
-    Args:
-        table: Tidy frame of records, with `quant/<slot>/zero_frac` or `saturated_frac` (mean over layers).
-
-    Returns:
-        The picture; None if neither was recorded.
-    """
-    selected = tables.errors_of_slots(table, {"zero_frac", "saturated_frac"}, "what")
-    if selected.empty:
-        return None
-    shown, total = tables.arms(selected, Metric(name="zero_frac"))
-    by = ["what", "slot", "arm"]
-    lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], by), by)
-    slots = in_order(lines["slot"])
-    kinds = [what for what in ("zero_frac", "saturated_frac") if what in set(lines["what"])]
-    question = "How much of each operand rounds to zero, or lies beyond the grid?"
-    note = "Share of elements, mean over layers and seeds; bands: from the smallest to the largest seed."
-    body = canvas(
-        question,
-        1.75 * len(slots) + 3,
-        max(2.1 * len(kinds) + 0.4, 0.3 * len(shown) + 0.4),
-        note,
-        best_of(len(shown), total),
-    )
-    grid = body.subplots(len(kinds), len(slots), squeeze=False, sharex=True, sharey="row")
-    for line, what in zip(grid, kinds, strict=True):
-        for axes, slot in zip(line, slots, strict=True):
-            draw_lines(axes, lines[(lines["what"] == what) & (lines["slot"] == slot)], "step", marks(shown))
-            axes.set_title(slot if what == kinds[0] else "")
-            axes.grid(axis="y")
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-            axes.yaxis.set_major_formatter(PercentFormatter(1))
-        line[0].set_ylabel({"zero_frac": "rounded to zero", "saturated_frac": "beyond the grid"}[what])
-    body.supxlabel("step", size="medium")
-    name_lines(body, shown)
-    return finished("fractions", question, body, lines.rename(columns={"mean": "share"}))
 
 
 @house
@@ -310,9 +202,3 @@ def _lattice(axes: Axes, shape: tuple[int, ...]) -> None:
 def in_order(slots: Iterable[str]) -> list[str]:
     """Return the slots in the order in which a layer uses them. Unknown slots come last."""
     return sorted(set(slots), key=lambda slot: (SLOTS.index(slot) if slot in SLOTS else len(SLOTS), slot))
-
-
-def _block(layer: str) -> list[int]:
-    """Return a key that sorts blocks.2 before blocks.10. Layers of one block keep the order of their
-    records."""
-    return [int(part) for part in layer.split(".") if part.isdecimal()]

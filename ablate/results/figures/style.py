@@ -8,8 +8,9 @@ is needed.
 import io
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import AxesImage
@@ -77,27 +79,26 @@ class Picture:
     """Numbers that are drawn, as a tidy frame."""
 
     def save(self, folder: Path) -> Path:
-        """Write <name>.png, <name>.svg and <name>.csv. Equal pictures give equal bytes.
+        """Write <name>.svg and <name>.csv. Equal pictures give equal bytes.
 
         Args:
             folder: Folder for the files; it is created if it is missing.
 
         Returns:
-            Path of the PNG file.
+            Path of the SVG file.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self.write(folder / f"{self.name}.svg")
         safe = self.data.rename(columns=csv_cell).apply(
             lambda column: column.map(csv_cell) if _textual(column) else column
         )
         csv = safe.to_csv(index=False, float_format="%.9g", lineterminator="\n")
         (folder / f"{self.name}.csv").write_text(csv, encoding="utf-8")
-        return self.write(folder / f"{self.name}.png")
+        return self.write(folder / f"{self.name}.svg")
 
     def write(self, path: Path) -> Path:
         """Write one file, in the format that its suffix names, and return its path."""
         if path.suffix == ".svg":
-            path.write_text(f'<?xml version="1.0" encoding="utf-8"?>\n{self.svg()}', encoding="utf-8")
+            path.write_text(f'<?xml version="1.0" encoding="utf-8"?>\n{self.svg}', encoding="utf-8")
         else:
             with matplotlib.rc_context(STYLE):
                 self.figure.savefig(
@@ -105,8 +106,9 @@ class Picture:
                 )
         return path
 
+    @cached_property
     def svg(self) -> str:
-        """Return the figure as an SVG element for a page.
+        """The figure as an SVG element for a page, drawn once.
 
         Every id begins with the picture's name: on a page with several pictures, equal ids would let the clip
         path of one cut another.
@@ -114,7 +116,9 @@ class Picture:
         written = io.StringIO()
         settings: dict[RcKeyType, Any] = {**STYLE, "svg.hashsalt": self.name}
         with matplotlib.rc_context(settings):
-            self.figure.savefig(written, format="svg", metadata={"Date": None, "Title": self.question})
+            # Not by savefig, which draws twice: once to find out how large the figure is.
+            FigureCanvasSVG(self.figure).print_svg(written, metadata={"Date": None, "Title": self.question})
+            self.figure.dpi = DPI
         text = written.getvalue()
         text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
         return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{self.name}-", text)
@@ -125,7 +129,7 @@ class Picture:
 
     def html(self) -> str:
         """Return the figure as an HTML element."""
-        return f"<figure>{self.svg()}</figure>"
+        return f"<figure>{self.svg}</figure>"
 
     def markdown(self) -> str:
         """Return a Markdown link to its file, relative to the folder above `figures`."""
@@ -134,7 +138,7 @@ class Picture:
     def _repr_mimebundle_(
         self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
     ) -> dict[str, str]:
-        bundle = {"image/svg+xml": self.svg(), "text/markdown": self.markdown()}
+        bundle = {"image/svg+xml": self.svg, "text/markdown": self.markdown()}
         return {
             kind: text
             for kind, text in bundle.items()
@@ -222,13 +226,20 @@ class Mark(NamedTuple):
     linestyle: _Dash
 
 
-def marks(names: Iterable[str]) -> dict[str, Mark]:
-    """Return a mark for each name. The first 140 are distinct, and the first 28 are distinct in grey."""
-    distinct = dict.fromkeys(names)
-    return {
-        name: Mark(COLOURS[i % len(COLOURS)], _MARKERS[i % len(_MARKERS)], _DASHES[i % len(_DASHES)])
-        for i, name in enumerate(distinct)
-    }
+def marks(names: Iterable[str], baselines: Collection[str] = ()) -> dict[str, Mark]:
+    """Return a mark for each name. The first 140 are distinct, and the first 28 are distinct in print.
+
+    Args:
+        names: All arms in their order, drawn or not, so that an arm looks the same in every figure.
+        baselines: Those that are drawn in grey.
+    """
+    looks, used = dict[str, Mark](), {True: 0, False: 0}
+    for name in dict.fromkeys(names):
+        i = used[grey := name in baselines]
+        used[grey] += 1
+        colour = GREY if grey else COLOURS[i % len(COLOURS)]
+        looks[name] = Mark(colour, _MARKERS[i % len(_MARKERS)], _DASHES[i % len(_DASHES)])
+    return looks
 
 
 def plain(text: str) -> str:

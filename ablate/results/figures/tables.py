@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from ablate.experiment.schema import Metric
-from ablate.results.figures.style import MOST_ARMS
+from ablate.results.figures.style import MOST_ARMS, Mark, marks
 from ablate.training.metric_names import Name, parse
 
 _MOST_POINTS = 400
@@ -76,6 +76,20 @@ def arms(selected: pd.DataFrame, metric: Metric) -> tuple[list[str], int]:
     best |= set(selected.loc[selected["arm"].isin(best), "baseline"].dropna())
     shown = [arm for arm in present if arm in best]
     return shown, len(present)
+
+
+def looks(records: pd.DataFrame, shown: Sequence[str]) -> dict[str, Mark]:
+    """Return the marks of the arms that are drawn: the same in every figure of these records, baselines grey.
+
+    Args:
+        records: Tidy frame of records, of all arms.
+        shown: Arms to draw, named as `chosen` names them.
+    """
+    found = records[["sweep", "arm", "baseline"]].drop_duplicates()
+    several = found["sweep"].nunique() > 1
+    prefix = found["sweep"].astype(str) + ": " if several else ""
+    every = marks(prefix + found["arm"].astype(str), set(prefix + found["baseline"].dropna().astype(str)))
+    return {arm: every[arm] for arm in shown}
 
 
 def last(selected: pd.DataFrame) -> pd.DataFrame:

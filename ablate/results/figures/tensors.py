@@ -16,6 +16,7 @@ from ablate.results.figures.style import (
     COLOURS,
     GREY,
     HATCHES,
+    Mark,
     Picture,
     best_of,
     canvas,
@@ -23,7 +24,6 @@ from ablate.results.figures.style import (
     house,
     legend,
     log_axis,
-    marks,
     rows,
 )
 
@@ -68,6 +68,7 @@ def errors_by_slot(
     several = compared["baseline"].nunique() > 1
     data = (compared if several else data.drop(columns="baseline_mean")).reset_index(drop=True)
     arms = [arm for arm in shown if arm in set(data["arm"])]
+    looks = tables.looks(table, arms)
     kinds, slots = [error for error in errors if error in set(data["error"])], in_order(data["slot"])
     question = "In which operands do the arms' quantisation errors differ?"
     strokes = "Grey strokes: the arm's baseline." if several else ""
@@ -80,12 +81,12 @@ def errors_by_slot(
         best_of(len(shown), total),
     )
     for axes, kind in zip(body.subplots(1, len(kinds), squeeze=False, sharey=True)[0], kinds, strict=True):
-        _error_panel(axes, data[data["error"] == kind], slots, arms)
+        _error_panel(axes, data[data["error"] == kind], slots, looks)
         axes.set_xlabel(_MEANING.get(kind, kind))
         axes.set_title(kind)
     handles = [
         Line2D([], [], color=mark.color, marker=mark.marker, linestyle="", markersize=5)
-        for mark in marks(arms).values()
+        for mark in looks.values()
     ]
     legend(body, handles, arms)
     return finished("errors_by_slot", question, body, data)
@@ -107,12 +108,12 @@ def _errors(selected: pd.DataFrame) -> pd.DataFrame:
     return data.astype({"baseline": object}).merge(level, on=["error", "slot", "baseline"], how="left")
 
 
-def _error_panel(axes: Axes, data: pd.DataFrame, slots: list[str], arms: list[str]) -> None:
+def _error_panel(axes: Axes, data: pd.DataFrame, slots: list[str], looks: dict[str, Mark]) -> None:
     """Draw a band for each slot, with a row for each arm."""
     rows(axes, slots)
-    for position, (arm, mark) in enumerate(marks(arms).items()):
+    for position, (arm, mark) in enumerate(looks.items()):
         line = data[data["arm"] == arm]
-        heights = [slots.index(slot) + 0.8 * ((position + 0.5) / len(arms) - 0.5) for slot in line["slot"]]
+        heights = [slots.index(slot) + 0.8 * ((position + 0.5) / len(looks) - 0.5) for slot in line["slot"]]
         if "baseline_mean" in line:
             axes.plot(line["baseline_mean"], heights, "|", color=GREY, markersize=7, markeredgewidth=1.5)
         bars = np.maximum([line["mean"] - line["low"], line["high"] - line["mean"]], 0)

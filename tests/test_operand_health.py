@@ -1,0 +1,89 @@
+"""What stands out among operands is said once, with its numbers; a healthy sweep has nothing to say."""
+
+import re
+
+import pandas as pd
+import pytest
+
+from ablate.results.operand_health import BELOW, BEYOND, FALL, exceptions, layer_maps, shares_tables
+
+LAYERS = [f"blocks.{number}.mlp.up" for number in range(12)]
+
+
+def records(**changed: float) -> pd.DataFrame:
+    """Two arms on two seeds: 20 dB everywhere, no element beyond the grid. `changed`: last values of arm b by metric,
+    with dots as in the names."""
+    usual = {f"quant/fprop.x/{layer}/sqnr_db": 20.0 for layer in LAYERS}
+    usual |= {
+        "quant/fprop.x/sqnr_db": 20.0,
+        "quant/fprop.x/saturated_frac": 0.0,
+        "quant/fprop.x/zero_frac": 0.05,
+    }
+    lines = [
+        {
+            "sweep": "s",
+            "arm": arm,
+            "baseline": None if arm == "a" else "a",
+            "seed": seed,
+            "step": step,
+            "tokens": step,
+        }
+        | {"metric": name, "value": changed.get(name, value) if (arm, step) == ("b", 9) else value}
+        for arm in "ab"
+        for seed in (0, 1)
+        for step in (1, 9)
+        for name, value in usual.items()
+    ]
+    return pd.DataFrame(lines)
+
+
+def test_a_healthy_sweep_has_nothing_to_say():
+    assert exceptions(records()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "better", "words"),
+    [
+        (
+            "quant/fprop.x/blocks.3.mlp.up/sqnr_db",
+            20 - BELOW,
+            0.1,
+            "fprop.x of blocks.3.mlp.up in b, 14.0 dB (6.0 below)",
+        ),
+        ("quant/fprop.x/sqnr_db", 20 - FALL, 0.1, "fprop.x in b, 20.0 to 17.0 dB"),
+        ("quant/fprop.x/saturated_frac", BEYOND + 0.001, -0.002, "fprop.x in b, 10.10%"),
+    ],
+)
+def test_what_crosses_its_limit_is_named_with_its_numbers_and_what_does_not_is_not(
+    name, limit, better, words
+):
+    (sentence,) = exceptions(records(**{name: limit}))
+    assert sentence.endswith(f": {words}.")
+    assert exceptions(records(**{name: limit + better})) == []
+
+
+def test_of_many_the_worst_are_named_and_the_rest_are_counted():
+    few = {f"quant/fprop.x/{layer}/sqnr_db": 13.0 - number for number, layer in enumerate(LAYERS[:5])}
+    (sentence,) = exceptions(records(**few))
+    assert re.findall(r"blocks\.(\d+)", sentence) == ["4", "3", "2", "1", "0"]
+    both = pd.concat(
+        [records(**few), records(**few).assign(arm=lambda lines: lines["arm"] + "2")], ignore_index=True
+    )
+    assert exceptions(both)[0].endswith("; and 4 more.")
+
+
+def test_the_map_of_the_arm_with_the_lowest_layer_is_open_and_the_others_are_a_click_away():
+    maps = layer_maps(records(**{"quant/fprop.x/blocks.10.mlp.up/sqnr_db": 4.0}))
+    html = maps.html()
+    first, second = re.findall(r"<details(.*?)><summary><b>(.*?)</b> (.*?)</summary>", html)
+    assert first == (' name="layers" open', "b", "lowest 4.0 dB, fprop.x of blocks.10.mlp.up")
+    assert second[:2] == (' name="layers"', "a")
+    assert html.index("blocks.2.mlp.up") < html.index("blocks.10.mlp.up</th>")  # by number
+    assert layer_maps(records().iloc[:0]) is None
+
+
+def test_shares_are_a_row_an_arm_and_a_column_an_operand():
+    zero, beyond = shares_tables(records(**{"quant/fprop.x/saturated_frac": 0.00004}))
+    assert [row["fprop.x"] for row in zero.rows] == [("5.0 %", 0.05)] * 2
+    assert [row["fprop.x"][0] for row in beyond.rows] == ["0", "0.0040 %"]
+    assert len(shares_tables(records())) == 1  # nothing lies beyond the grid: no table says so
