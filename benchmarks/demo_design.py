@@ -26,11 +26,12 @@ ARMS, WORKERS = 7, 2
 BAD = "mxfp4"
 BASE = {"heads": 2, "batch": 2, "steps": 300, "lr": 1.0e-3, "eval_every": 50}
 MODELS: dict[str, dict[str, Any]] = {
-    "3x96": BASE | {"layers": 3, "width": 96, "heads": 3},
     "2x64": BASE | {"layers": 2, "width": 64},
-    "1x64": BASE | {"layers": 1, "width": 64},
+    "2x64_slow": BASE | {"layers": 2, "width": 64, "lr": 5.0e-4},
+    "2x64_short": BASE | {"layers": 2, "width": 64, "batch": 4, "context": 64},
+    "3x96": BASE | {"layers": 3, "width": 96, "heads": 3},
 }
-DESIGN = {"trunk": "bf16", "positions": [0.25, 0.5, 0.75], "window": 0.1, "horizons": [1, 2, 4], "bad": BAD}
+DESIGN = {"trunk": "bf16", "positions": [0.5, 0.7, 0.9], "window": 0.05, "horizons": [1, 2, 4], "bad": BAD}
 
 
 class Proposal(NamedTuple):
@@ -54,7 +55,7 @@ def sweep(model: str, folder: Path) -> Path:
         "question": f"Which design tells most in two minutes with the model {model}?",
         "workload": {"gpt": MODELS[model]},
         "recipe": "nvfp4",
-        "arms": {"nvfp4": {}, "no sr": {"sr": False}, "nearest": {"sr": False, "rht": False}},
+        "arms": {"nvfp4": {}, "nearest": {"sr": False, "rht": False}},
         "against": "bf16",
         "seeds": list(SEEDS),
         "design": DESIGN,

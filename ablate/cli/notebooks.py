@@ -16,8 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import nbformat
-
 from ablate.results.page import slug
 
 if TYPE_CHECKING:
@@ -55,6 +53,7 @@ def run(path: Path, parameters: Mapping[str, object]) -> list[Cell]:
     Raises:
         NotebookError: a cell failed.
     """
+    import nbformat
     from IPython.utils.capture import capture_output
 
     cells, number = [], 0

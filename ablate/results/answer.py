@@ -18,7 +18,7 @@ from typing import Self
 import pandas as pd
 
 from ablate.experiment.schema import START, Metric
-from ablate.results import answer_tables, operand_health
+from ablate.results import answer_tables, operand_health, search_effects
 from ablate.results.answer_verdict import VerdictSentences
 from ablate.results.doses import doses, parts
 from ablate.results.effect_table import EffectTable, lines
@@ -90,6 +90,15 @@ class Answer(VerdictSentences):
             return answer_tables.arms_table(self.ledger, self.shown, len(self.arms), self.metric)
         arms = foremost(summaries(self.ledger, metric), metric, self.most_arms)
         return answer_tables.arms_table(self.ledger, arms, len(self.arms), metric)
+
+    def knob_effects(self) -> list[Part]:
+        """Return the table of what a search's knobs do, with intervals; empty where it cannot tell them
+        apart."""
+        return search_effects.effects_parts(self.arms, self.unit)
+
+    def front(self) -> list[Part]:
+        """Return the arms that no other equals or beats in all objectives, in a sentence and a table."""
+        return search_effects.front_parts(self.objectives)
 
     def layers(self, table: pd.DataFrame) -> operand_health.LayerMaps | None:
         """Return the maps of layers by operand, an arm at a time; None if no layer was recorded.

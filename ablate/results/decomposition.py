@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, common, paired_difference
@@ -103,10 +103,10 @@ def correlation(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Corr
     x, y = (np.array([values[seed] for seed in seeds]) for values in (arm, baseline))
     if len(seeds) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Correlation(math.nan, math.nan, math.nan, len(seeds))
-    value = float(stats.pearsonr(x, y).statistic)
+    value = float(np.clip(np.corrcoef(x, y)[0, 1], -1, 1))
     if len(seeds) < FEWEST_CORRELATED or abs(value) == 1:
         return Correlation(value, math.nan, math.nan, len(seeds))
-    half = stats.norm.ppf(0.975) / math.sqrt(len(seeds) - 3)
+    half = special.ndtri(0.975) / math.sqrt(len(seeds) - 3)
     return Correlation(
         value, math.tanh(math.atanh(value) - half), math.tanh(math.atanh(value) + half), len(seeds)
     )

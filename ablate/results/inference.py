@@ -5,8 +5,6 @@ It needs scipy.stats, which takes a second to import, so sweeps do not import th
 
 from collections.abc import Mapping
 
-from scipy import stats as scipy_stats
-
 from ablate.results.intervals import ALPHA
 from ablate.results.paired_stats import common
 
@@ -30,4 +28,6 @@ def wilcoxon(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
             f"Wilcoxon's test cannot decide with {len(seeds)} pairs: two-sided its p is at least"
             f" {2 / 2 ** len(seeds):.3g}, above {ALPHA}; it takes {FEWEST_RANKED}"
         )
-    return float(scipy_stats.wilcoxon([arm[seed] - baseline[seed] for seed in seeds], method="auto").pvalue)
+    from scipy import stats  # takes most of a second, and few reports rank
+
+    return float(stats.wilcoxon([arm[seed] - baseline[seed] for seed in seeds], method="auto").pvalue)

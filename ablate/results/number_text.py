@@ -36,9 +36,18 @@ def signed(value: float, difference: Difference) -> str:
     return f"{value:+z.{_decimals(difference)}f}"
 
 
+def around(mean: float, half: float) -> str:
+    """Return a number with its sign and half its interval: `+0.0123 ±0.0023`."""
+    places = _places(half or abs(mean))
+    return f"{mean:+z.{places}f} ±{half:.{places}f}"
+
+
 def _decimals(difference: Difference) -> int:
     half = difference.high - difference.mean if difference.has_interval else 0.0
-    smallest = half or abs(difference.mean)
+    return _places(half or abs(difference.mean))
+
+
+def _places(smallest: float) -> int:
     return max(4, 1 - math.floor(math.log10(smallest))) if smallest and math.isfinite(smallest) else 4
 
 

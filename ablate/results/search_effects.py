@@ -1,0 +1,190 @@
+"""What a search says about its knobs and its objectives: effects with intervals, and the arms of the front.
+
+The effects are those of one least-squares fit of the arms' values on all knobs at once: what a value does
+while the others stay. A sampler that learns looks where it has found good arms, so the arms are no random
+sample, and a fit of main effects knows no interaction; a grid of the few knobs that seem to matter is the
+comparison that holds.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from ablate.experiment.schema import Metric
+from ablate.files import Json
+from ablate.results.attribution import front
+from ablate.results.intervals import ALPHA
+from ablate.results.number_text import around, counted, number
+from ablate.results.page import Cell, Part, Table, Text
+from ablate.results.summary import ArmSummary
+
+FEWEST_FREE = 5
+"""Fewest degrees of freedom of a fit whose effects are shown."""
+_WIDE = 4.0
+"""A positive knob whose largest value is this many times its smallest acts by its logarithm."""
+_MOST_ON_FRONT = 12
+
+
+@dataclass(frozen=True)
+class KnobEffect:
+    """Effect of one knob in a search."""
+
+    knob: str
+    change: str
+    """What is changed: `true instead of false`, `per doubling`, `from 0.1 to 0.5`."""
+    mean: float
+    """Change of the metric."""
+    half: float
+    """Half of its 95 % t interval."""
+    p: float
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One column of the fit."""
+
+    knob: str
+    change: str
+    values: list[float]
+    scale: float
+    """Factor from the coefficient to the change that is shown."""
+
+
+def knob_effects(arms: Sequence[ArmSummary]) -> list[KnobEffect]:
+    """Return the effects of a search's knobs, those that are surest first.
+
+    Args:
+        arms: arms of the sweep; searched ones with a value are fitted.
+
+    Returns:
+        One effect for each number, and for each value of other knobs but the most frequent; none where the
+        arms do not tell the knobs apart with `FEWEST_FREE` degrees of freedom to spare.
+    """
+    searched = [arm for arm in arms if arm.role == "searched" and arm.values and not arm.pruned]
+    columns = [
+        column
+        for knob in dict.fromkeys(knob for arm in searched for knob in arm.knobs)
+        for column in _columns(knob, [arm.knobs.get(knob) for arm in searched])
+    ]
+    free = len(searched) - len(columns) - 1
+    if not columns or free < FEWEST_FREE:
+        return []
+    design = np.column_stack([np.ones(len(searched)), *(column.values for column in columns)])
+    if np.linalg.matrix_rank(design) < design.shape[1]:
+        return []
+    values = np.array([arm.mean for arm in searched])
+    inverse = np.linalg.inv(design.T @ design)
+    coefficients = inverse @ design.T @ values
+    residual = values - design @ coefficients
+    errors = np.sqrt(np.diag(inverse) * (residual @ residual) / free)
+    quantile = float(special.stdtrit(free, 1 - ALPHA / 2))
+    found = []
+    for column, mean, error in zip(columns, coefficients[1:], errors[1:], strict=True):
+        t = abs(mean) / error if error > 0 else math.inf
+        p = 2 * float(special.stdtr(free, -t))
+        half = quantile * float(error) * abs(column.scale)
+        found.append(KnobEffect(column.knob, column.change, float(mean) * column.scale, half, p))
+    return sorted(found, key=lambda effect: effect.p)
+
+
+def _columns(knob: str, values: Sequence[Json]) -> list[_Column]:
+    """Return the columns of a knob; none if it has one value only."""
+    numbers = [float(one) for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
+    distinct = sorted(set(numbers))
+    if len(numbers) == len(values) and len(distinct) > 2:
+        low, high = distinct[0], distinct[-1]
+        if low > 0 and high >= _WIDE * low:
+            return [_Column(knob, "per doubling", [math.log2(one) for one in numbers], 1.0)]
+        return [_Column(knob, f"from {low:g} to {high:g}", numbers, high - low)]
+    texts = [_text(one) for one in values]
+    usual, *others = sorted(set(texts), key=lambda text: (-texts.count(text), text))
+    if {usual, *others} == {"true", "false"}:  # the usual question is what the part does
+        usual, others = "false", ["true"]
+    return [
+        _Column(knob, f"{other} instead of {usual}", [float(text == other) for text in texts], 1.0)
+        for other in others
+    ]
+
+
+def _text(value: Json) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
+    """Return the effects as a table with its caution; nothing without effects.
+
+    Args:
+        arms: arms of the sweep.
+        unit: unit of the metric, for the head of the table.
+    """
+    effects = knob_effects(arms)
+    if not effects:
+        return []
+    rows: list[dict[str, Cell]] = [
+        {
+            "knob": effect.knob,
+            "change": effect.change,
+            f"effect, {unit}" if unit else "effect": (
+                around(effect.mean, effect.half),
+                effect.mean,
+            ),
+            "p": (f"{effect.p:.2g}", effect.p),
+        }
+        for effect in effects
+    ]
+    caption = (
+        "Least squares over all arms that the search finished, all knobs at once; 95 % t intervals and p of"
+        f" each by itself, of {counted(len(effects), 'effect')}. The sampler chose where to look: a grid of"
+        " the knobs that seem to matter is the comparison that holds."
+    )
+    return [Table("knob-effects", rows, caption)]
+
+
+def front_parts(by_metric: Mapping[Metric, Sequence[ArmSummary]] | None) -> list[Part]:
+    """Return the arms that no other equals or beats in all objectives: a sentence and a table.
+
+    Args:
+        by_metric: summaries of the arms by each objective; None for a single objective.
+    """
+    if not by_metric:
+        return []
+    metrics = list(by_metric)
+    means = [{arm.name: arm.mean for arm in arms if arm.values} for arms in by_metric.values()]
+    roles = {arm.name: arm.role for arm in by_metric[metrics[0]]}
+    names = [name for name in means[0] if all(name in each for each in means) and roles[name] != "null"]
+    points = {name: [each[name] for each in means] for name in names}
+    signs = [1 if metric.direction == "minimize" else -1 for metric in metrics]
+    best = sorted(front(points, signs), key=lambda name: signs[0] * points[name][0])
+    if not best:
+        return []
+    rows: list[dict[str, Cell]] = [
+        {"arm": name}
+        | {metric.name: (_value(value), value) for metric, value in zip(metrics, points[name], strict=True)}
+        for name in best[:_MOST_ON_FRONT]
+    ]
+    more = f" The first {_MOST_ON_FRONT} are listed." if len(best) > _MOST_ON_FRONT else ""
+    caption = f"Means over seeds, without intervals: which arms are here depends on noise, too.{more}"
+    return [Text(_trade(best, points, metrics)), Table("front", rows, caption)]
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else number(value)
+
+
+def _trade(best: Sequence[str], points: Mapping[str, Sequence[float]], metrics: Sequence[Metric]) -> str:
+    """Return the front in a sentence: what its first arm gives up, and for what, to become its last."""
+    words = " and ".join(metric.name for metric in metrics)
+    if len(best) == 1:
+        return f"Of {counted(len(points), 'arm')} {best[0]} is best in {words} alike."
+    first, last = points[best[0]], points[best[-1]]
+    changes = [
+        f"{metric.name} from {_value(a)} to {_value(b)}"
+        for metric, a, b in zip(metrics, first, last, strict=True)
+    ]
+    return (
+        f"{len(best)} of {counted(len(points), 'arm')} are beaten by no other in {words}. From {best[0]} to"
+        f" {best[-1]} the front goes {', and '.join(changes)}."
+    )
