@@ -2,10 +2,12 @@
 
     python benchmarks/demo_design.py run --state DIR      # goes on where it was stopped
     python benchmarks/demo_design.py table --state DIR
+    python benchmarks/demo_design.py again --state DIR    # experiments/rht_sr.yaml on five other sets of seeds
 
 Each model is a sweep of forks on seeds of its own, as `ablate calibrate` runs it; the demonstration's arms
 never enter with the seeds that it uses. Of every design that is part of a sweep the table says how many seeds
-it takes, and how long two workers need for the 7 arms of the demonstration.
+it takes, and how long two workers need for the 7 arms of the demonstration. `again` says how often its answer
+is the same.
 """
 
 import argparse
@@ -18,8 +20,12 @@ from typing import Any, NamedTuple
 from ruamel.yaml import YAML
 
 from ablate.results.calibration import Candidate, from_forks
+from ablate.results.comparisons import Comparisons
 from ablate.results.forked import design_of
+from ablate.results.headline import headline_of
+from ablate.results.number_text import interval
 from ablate.results.summary import open_ledger
+from ablate.results.verdict_text import verdict_text
 
 SEEDS = range(900_000, 900_006)
 ARMS, WORKERS = 7, 2
@@ -28,10 +34,14 @@ BASE = {"heads": 2, "batch": 2, "steps": 300, "lr": 1.0e-3, "eval_every": 50}
 MODELS: dict[str, dict[str, Any]] = {
     "2x64": BASE | {"layers": 2, "width": 64},
     "2x64_slow": BASE | {"layers": 2, "width": 64, "lr": 5.0e-4},
-    "2x64_short": BASE | {"layers": 2, "width": 64, "batch": 4, "context": 64},
     "3x96": BASE | {"layers": 3, "width": 96, "heads": 3},
 }
 DESIGN = {"trunk": "bf16", "positions": [0.5, 0.7, 0.9], "window": 0.05, "horizons": [1, 2, 4], "bad": BAD}
+
+
+SHIPPED = Path(__file__).parent.parent / "experiments" / "rht_sr.yaml"
+SETS = (100, 200, 300, 400, 500)
+"""First seed of each set."""
 
 
 class Proposal(NamedTuple):
@@ -109,16 +119,42 @@ def table(state: Path) -> None:
         )
 
 
+def again(state: Path) -> None:
+    """Run the demonstration on other sets of seeds, and print a line for each."""
+    state.mkdir(parents=True, exist_ok=True)
+    print("| seeds | first words | sr with the rotation | known-bad arm | A/A arm |")
+    print("|---|---|---|---|---|")
+    for first in SETS:
+        content = YAML(typ="safe").load(SHIPPED)
+        content["seeds"] = list(range(first, first + content["seeds"]))
+        path = state / f"demo_{first}.yaml"
+        with path.open("w") as file:
+            YAML().dump(content, file)
+        command = [sys.executable, "-m", "ablate.sweep", str(path), "--state", str(state), "--no-report"]
+        subprocess.run([*command, "--quiet"], check=True, stdout=subprocess.DEVNULL)
+        with closing(open_ledger(state, path.stem)) as ledger:
+            sweep = Comparisons(ledger)
+            ((effect, verdict),) = sweep.asked_effects
+            arms = {arm.role: arm for arm in sweep.arms if arm.role in ("bad", "null")}
+            words = {role: verdict_text(arm.verdict, short=True) for role, arm in arms.items()}
+            print(
+                f"| {first} to {first + effect.effect.pairs - 1} | {headline_of(sweep).lead}"
+                f" | {interval(effect.effect)}, {verdict_text(verdict, short=True)}"
+                f" | {interval(arms['bad'].gap)}, {words['bad']} | {words['null']} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("run", "table"))
+    parser.add_argument("what", choices=("run", "table", "again"))
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     if options.what == "run":
         sys.exit(run(options.state, options.models))
-    table(options.state)
+    (table if options.what == "table" else again)(options.state)
 
 
 if __name__ == "__main__":

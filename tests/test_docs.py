@@ -175,6 +175,8 @@ def test_the_readmes_answer_is_of_the_shipped_experiment_and_its_text_quotes_tha
     assert [
         number for number in re.findall(r"\d*\.\d{3,}", text) if number not in table + file.read_text()
     ] == []
+    full = ROOT / "experiments" / "rht_sr_full.yaml"
+    assert f"ablate sweep {full.relative_to(ROOT)} --seeds" in readme
     verdicts = set(re.findall(r"\b(?:better|worse|equivalent)\b(?! alone)", table))
     assert set(re.findall(r"\bis (better|worse|equivalent)\b", text)) <= verdicts
     assert ("do not answer the question" in text) == ("Not answered yet." in table)

@@ -12,6 +12,7 @@ from support.experiments import sweep, tiny
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import calibration_line
+import demo_design
 import equal_compute
 import fork_designs
 import pool_truth
@@ -127,6 +128,17 @@ def test_a_pool_that_was_cut_off_in_a_line_goes_on(tmp_path, monkeypatch):
     before = path.read_text()
     validity.run(path, 1, 1.0)
     assert path.read_text() == before
+
+
+def test_the_demonstration_has_a_model_and_a_design_that_were_tried_on_other_seeds(tmp_path):
+    shipped = load(demo_design.SHIPPED)
+    tried = [load(demo_design.sweep(model, tmp_path)) for model in demo_design.MODELS]
+    assert not set(shipped.seeds) & {seed for experiment in tried for seed in experiment.seeds}
+    (same,) = [one for one in tried if one.base.config == shipped.base.config]
+    assert len(shipped.arms) == demo_design.ARMS
+    ours, theirs = (one.forks(one.arms[0]) for one in (shipped, same))
+    assert set(ours.positions) <= set(theirs.positions)
+    assert set(ours.windows) <= set(theirs.windows)
 
 
 def test_every_shipped_experiment_that_can_be_forked_is_of_equal_computation(tmp_path):

@@ -146,7 +146,7 @@ def test_two_arms_may_be_asked_for(book):
         (
             (0.001, -0.001, 0.0005, 0.0),
             "No difference that matters.",
-            "an effect of 0.01 or more is excluded",
+            "an effect of 0.01, the smallest that matters, or more is excluded",
         ),
         ((0.05, -0.06, 0.04, -0.05), "Not answered yet.", "both a gain and a loss of more than 0.01"),
         (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,8 +60,8 @@ def state(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(state):
-    """The addresses of a running `ablate ui`, of the sweep that was run last."""
-    process = start("ui", "--state", state)
+    """The addresses of a running `ablate ui`, of the grid."""
+    process = start("ui", "grid", "--state", state)
     yield addresses(process)
     end(process)
 
@@ -181,27 +182,47 @@ def test_the_sweeps_own_run_tells_its_question_and_its_answer(browser, found):
     sees(browser, "Does the rotation matter?", "gap to baseline", "rht=false")
 
 
+def studies(board: str) -> dict[str, int]:
+    """The numbers of all studies by name, asked by REST."""
+    import urllib.request
+
+    with urllib.request.urlopen(f"{board}/api/studies", timeout=300) as answer:
+        return {study["study_name"]: study["study_id"] for study in json.load(answer)["study_summaries"]}
+
+
 def test_the_dashboard_shows_the_study_its_history_and_importance_and_our_note(browser, state, found):
     board = found["Optuna"].partition("/dashboard")[0]
     browser.get(f"{board}/dashboard")
     sees(browser, "grid", "searched")
-    import urllib.request
-
-    with urllib.request.urlopen(f"{board}/api/studies", timeout=300) as answer:
-        numbers = {study["study_name"]: study["study_id"] for study in json.load(answer)["study_summaries"]}
+    numbers = studies(board)
     browser.get(f"{board}/dashboard/studies/{numbers['searched']}")
     sees(browser, "searched", "History", "Hyperparameter Importance", "cooldown", "rht")
     browser.get(f"{board}/dashboard/studies/{numbers['searched']}/note")
     sees(browser, "Which cooldown is best?", "gap to baseline")
 
 
-def test_the_dashboard_draws_the_gaps(browser, found):
+def test_without_a_name_the_dashboard_opens_on_the_search_though_the_grid_is_newer(state):
+    process = start("ui", "--state", state, "--mlflow", "none")
+    try:
+        address = addresses(process)["Optuna"]
+        board, number = re.fullmatch(r"(.*)/dashboard/studies/(\d+)", address).groups()
+        assert studies(board)["searched"] == int(number)
+    finally:
+        end(process)
+
+
+def test_of_a_grid_the_dashboard_opens_on_the_note_with_the_answer(browser, found):
     browser.get(found["Optuna"])
+    sees(browser, "Does the rotation matter?", "gap to baseline")
+
+
+def test_the_dashboard_draws_the_gaps(browser, found):
+    browser.get(found["Optuna"].removesuffix("/note"))
     sees(browser, "How far is each arm from its baseline?", "rht=true", "arm minus baseline, paired")
 
 
 def test_an_arms_page_in_the_dashboard_says_what_came_of_it(browser, found):
-    browser.get(f"{found['Optuna']}/trials?numbers=0")
+    browser.get(f"{found['Optuna'].removesuffix('/note')}/trials?numbers=0")
     sees(browser, "rht=true: ", "against bf16 over 2 seeds", "verdict ", "gap ", "mlflow_runs [")
 
 

@@ -71,6 +71,7 @@ OTHERS = {
     "python benchmarks/platform_costs.py": "test_platform.py",
     "python benchmarks/peers.py": "below",
     "python benchmarks/calibration_line.py": "test_fork_benchmarks.py",
+    "python benchmarks/demo_design.py": "test_fork_benchmarks.py",
     "python benchmarks/equal_compute.py": "test_fork_benchmarks.py",
     "python benchmarks/validity.py": "test_fork_benchmarks.py",
     "python benchmarks/fork_designs.py": "test_fork_benchmarks.py",

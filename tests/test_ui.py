@@ -104,7 +104,7 @@ def studies(found: dict[str, str]) -> tuple[str, list[str]]:
     """The study that the address of Optuna's dashboard names, and all there are."""
     import json
 
-    board, number = re.fullmatch(r"(http://[\d.:]+)/dashboard/studies/(\d+)", found["Optuna"]).groups()
+    board, number = re.fullmatch(r"(http://[\d.:]+)/dashboard/studies/(\d+)/note", found["Optuna"]).groups()
     known = {
         study["study_id"]: study["study_name"]
         for study in json.loads(read(f"{board}/api/studies"))["study_summaries"]

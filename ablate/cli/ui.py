@@ -80,6 +80,7 @@ def ui(
     """
     settings, screen = find_settings(profile, state=state, mlflow=mlflow), console()
     name = _choose_sweep(settings.state, sweep, wait)
+    searched = name if sweep else _newest_search(settings.state) or name
     names = own_names(host, allowed_hosts)
     optuna = bind_first_free("optuna", optuna_port, lambda port: _WsgiServer((host, port), _QuietHandler))
     reports = bind_first_free(
@@ -94,7 +95,7 @@ def ui(
             with screen.status("starting ...") if screen.is_terminal else ExitStack():
                 stack.callback(mlflow_server.close)
                 _serve(reports, stack)
-                servers = _start(settings.state, name, mlflow_server, optuna, names, stack)
+                servers = _start(settings.state, name, searched, mlflow_server, optuna, names, stack)
                 servers.append(
                     Served("Reports", _address(reports), "question of each sweep, and its report or figures")
                 )
@@ -122,6 +123,7 @@ def _choose_sweep(state: Path, sweep: str | None, wait: bool) -> str | None:
 def _start(
     state: Path,
     sweep: str | None,
+    searched: str | None,
     mlflow: MlflowServer,
     optuna: "_WsgiServer",
     names: frozenset[str],
@@ -134,14 +136,28 @@ def _start(
     application, number = dashboard(state)
     optuna.set_app(guarded_application(application, names))
     _serve(optuna, stack)
-    study, experiment = number(sweep) if sweep else None, None
-    with suppress(sqlite3.DatabaseError):
-        experiment = read_fact(state / "sweeps" / sweep, "mlflow_experiment") if sweep else None
-    address = _address(optuna) if study is None else f"{_address(optuna)}dashboard/studies/{study}"
+    experiment = _fact(state, sweep, "mlflow_experiment") if sweep else None
+    study = number(searched) if searched else None
+    # Of a grid, whose importances say nothing, the note with the answer.
+    page = "" if searched and _fact(state, searched, "search") else "/note"
+    address = _address(optuna) if study is None else f"{_address(optuna)}dashboard/studies/{study}{page}"
     return [
         mlflow.served(experiment),
         Served("Optuna", address, "the arms as a study: history, importance, gaps"),
     ]
+
+
+def _fact(state: Path, sweep: str, key: str) -> str | None:
+    """Return a fact of a sweep; None if it has none, or if its ledger cannot be read."""
+    with suppress(sqlite3.DatabaseError):
+        return read_fact(state / "sweeps" / sweep, key)
+    return None
+
+
+def _newest_search(state: Path) -> str | None:
+    """Return the search that changed last, which Optuna's dashboard opens on; None without one."""
+    newest = sorted(folders(state, None), key=changed, reverse=True)
+    return next((folder.name for folder in newest if _fact(state, folder.name, "search")), None)
 
 
 def _serve(server: TCPServer, stack: ExitStack) -> None:

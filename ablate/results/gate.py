@@ -12,7 +12,7 @@ from statistics import median, stdev, variance
 from typing import Literal
 
 from ablate.results.ledger import Ledger
-from ablate.results.number_text import counted, number
+from ablate.results.number_text import counted, number, signed
 from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.training.metric_names import parse
@@ -33,7 +33,7 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
         ledger: ledger of the sweep.
         arms: its arms, by the main metric.
     """
-    found = [_finished(arms), _finite(ledger, arms), _learned(arms), _twin(arms), *_spread(arms)]
+    found = [_finished(arms), _finite(ledger, arms), _learned(arms), _twin(arms), _bad(arms), *_spread(arms)]
     return [check for check in found if check]
 
 
@@ -85,6 +85,16 @@ def _twin(arms: Sequence[ArmSummary]) -> Check | None:
     if twin.verdict.kind in ("better", "worse"):
         return Check("warning", f"the A/A arm is resolved: {twin.verdict.kind} than {twin.baseline}")
     return Check("passed", "the A/A arm is not resolved")
+
+
+def _bad(arms: Sequence[ArmSummary]) -> Check | None:
+    """Return the check that a design sees what it should see."""
+    bad = next((arm for arm in arms if arm.role == "bad"), None)
+    if bad is None or bad.gap is None or bad.gap.pairs < 2:
+        return None
+    if bad.sees:
+        return Check("passed", f"sees the known-bad arm: {signed(bad.gap.mean, bad.gap)}")
+    return Check("warning", "the known-bad arm is not resolved: this design cannot tell")
 
 
 def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:

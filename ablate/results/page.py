@@ -340,7 +340,7 @@ def section(title: str, *parts: Part | Sequence[Part | None] | None, folded: boo
     shown: list[Part] = []
     for group in parts:
         for part in group if isinstance(group, Sequence) else (group,):
-            if part is not None and not (isinstance(part, Table) and part.empty):
+            if part is not None and not getattr(part, "empty", False):
                 shown.append(part)
     return Section(title, shown, folded)
 

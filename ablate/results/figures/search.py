@@ -87,10 +87,13 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
         transform=axes.get_xaxis_transform(),
         label="no value",
     )
-    for arm in (arm for arm in arms if arm.role == "baseline" and arm.values):
-        axes.axhline(
-            arm.mean, color="0.3", linestyle="--", linewidth=1, label=f"{label(arm.name, 26)}, the baseline"
-        )
+    baselines = {arm.name: arm.mean for arm in arms if arm.role == "baseline" and arm.values}
+    if len(baselines) == 1:
+        ((name, mean),) = baselines.items()
+        axes.axhline(mean, color="0.3", linestyle="--", linewidth=1, label=f"{label(name, 26)}, the baseline")
+    elif baselines:  # each belongs to arms of its own, so that a line across all would compare unlike runs
+        own = [baselines.get(arm.baseline or "", math.nan) for arm in searched]
+        axes.plot(data["order"], own, "_", color="0.3", markersize=9, label="its own baseline")
     axes.set(
         xlabel="arms proposed so far", ylabel=f"{metric.name} ({better(metric.direction == 'minimize')})"
     )
