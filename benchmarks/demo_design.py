@@ -2,7 +2,7 @@
 
     python benchmarks/demo_design.py run --state DIR      # goes on where it was stopped
     python benchmarks/demo_design.py table --state DIR
-    python benchmarks/demo_design.py again --state DIR    # experiments/rht_sr.yaml on five other sets of seeds
+    python benchmarks/demo_design.py again --state DIR    # rht_sr.yaml on five other sets of seeds
 
 Each model is a sweep of forks on seeds of its own, as `ablate calibrate` runs it; the demonstration's arms
 never enter with the seeds that it uses. Of every design that is part of a sweep the table says how many seeds

@@ -146,7 +146,7 @@ def test_two_arms_may_be_asked_for(book):
         (
             (0.001, -0.001, 0.0005, 0.0),
             "No difference that matters.",
-            "an effect of 0.01, the smallest that matters, or more is excluded",
+            "an effect of 0.01 or more, which would matter, is excluded",
         ),
         ((0.05, -0.06, 0.04, -0.05), "Not answered yet.", "both a gain and a loss of more than 0.01"),
         (
@@ -215,7 +215,7 @@ def test_finished_finite_runs_pass_and_the_spread_is_noted(book):
     assert found[f"bf16 spreads by {spread:.2g} over seeds"] == "note"
     unpaired = np.var(list(BASE.values()), ddof=1) + np.var(list(WORSE.values()), ddof=1)
     paired = np.var([WORSE[seed] - BASE[seed] for seed in BASE], ddof=1)
-    assert found[f"pairing by seed worth {unpaired / paired:.0f}x seeds"] == "note"
+    assert found[f"pairing by seed is worth {unpaired / paired:,.0f} times the seeds"] == "note"
 
 
 def test_missing_diverged_and_non_finite_runs_are_named_above_the_verdict(book):

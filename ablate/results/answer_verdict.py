@@ -11,7 +11,7 @@ from ablate.results.answer_measurements import Measurements
 from ablate.results.forked import design_of, estimand
 from ablate.results.headline import Headline, headline_of
 from ablate.results.page import Answered, Chips, Command, Part, Text
-from ablate.results.table_notes import dropped, emulated, null_warning
+from ablate.results.table_notes import dropped, emulated, null_warning, smallest_damage
 from ablate.results.unmet_phases import never_began
 from ablate.training.metric_names import parse
 
@@ -38,7 +38,7 @@ class VerdictSentences(Measurements):
             *([Command(answer.command, answer.cost)] if answer.command else settling),
             *([Text(answer.simplest)] if answer.simplest else []),
             *([Text(null, "warning")] if null else []),
-            *([Text(estimand(design, self.arms))] if design else []),
+            *([Text(f"{estimand(design, self.arms)} {smallest_damage(self.arms)}")] if design else []),
             *self.losses(),
         ]
 

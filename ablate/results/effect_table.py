@@ -135,16 +135,16 @@ class EffectTable:
             f"<th>{inline(self.metric)}{inline(unit)} ({self._better})</th>"
             f'<th class="drawn">{scale.axis()}</th>'
             '<th class="number">effect, 95 % interval</th><th>verdict</th>'
-            '<th class="number">for a verdict</th>'
-        )
+        ) + ('<th class="number">for a verdict</th>' if self._open else "")
         margins = {line.margin for line in self.lines}
         matters = (
             f"; grey: |effect| below {margins.pop():g}" if len(margins) == 1 and None not in margins else ""
         )
+        seeds = " For a verdict: seeds in all for an 80 % chance." if self._open else ""
         what = (
             f"Bars: 95 % interval of the paired differences, each by itself; dots: seeds{matters}. Verdicts"
-            " are corrected by Holm for the number of comparisons of their kind. For a verdict: seeds in all"
-            f' for an 80 % chance. All numbers: <a href="figures/{self.name}.csv">CSV</a>.'
+            f" are corrected by Holm for the number of comparisons of their kind.{seeds} All numbers:"
+            f' <a href="figures/{self.name}.csv">CSV</a>.'
         )
         caption = "<br>".join([*map(inline, notes), what])
         inside = "\n".join(body)
@@ -154,6 +154,11 @@ class EffectTable:
         )
 
     @property
+    def _open(self) -> bool:
+        """True if any comparison needs more seeds, which have a column then."""
+        return any(_seeds(line.verdict) for line in self.lines)
+
+    @property
     def _better(self) -> str:
         return "less is better" if self.minimize else "more is better"
 
@@ -161,11 +166,12 @@ class EffectTable:
         kind = line.verdict.kind if self.coloured and not line.verdict.exploratory else ""
         asked = ' <span class="asked">the question</span>' if line.asked else ""
         classes = " ".join(filter(None, (kind, "question" if line.asked else "")))
+        seeds = f'<td class="number">{inline(_seeds(line.verdict))}</td>' if self._open else ""
         return (
             f'<tr class="{classes}" data-arm="{html.escape(line.label)}"><td>{inline(line.label)}{asked}</td>'
             f'<td class="drawn">{scale.draw(line)}</td><td class="number">{_bounds(line.difference)}</td>'
             f'<td class="verdict">{inline(verdict_text(line.verdict, short=True) + mark)}</td>'
-            f'<td class="number">{inline(_seeds(line.verdict))}</td></tr>'
+            f"{seeds}</tr>"
         )
 
     def markdown(self) -> str:

@@ -69,7 +69,7 @@ def _learned(arms: Sequence[ArmSummary]) -> Check | None:
     if not measured:
         return None
     best = min(measured, key=lambda arm: arm.loss)
-    words = f"{number(best.loss)}, context-free {number(best.context_free or math.nan)}"
+    words = f"{number(best.loss)}; ignoring context gives {number(best.context_free or math.nan)}"
     if nothing_learned(arms):
         return Check("failed", f"nothing was learned: {words}")
     idle = [arm.name for arm in measured if not arm.learned]
@@ -116,4 +116,4 @@ def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
         worth.append(sum(variance(side) for side in sides))
     if worth:
         times = median(worth)
-        yield Check("note", f"pairing by seed worth {times:.{1 if times < 10 else 0}f}x seeds")
+        yield Check("note", f"pairing by seed is worth {times:,.{1 if times < 10 else 0}f} times the seeds")

@@ -213,7 +213,7 @@ def _possible(difference: Difference, verdict: Verdict, margin: float | None, mi
     if verdict.reason:
         return f": {REASONS[verdict.reason].format(count=verdict.count)}"
     if verdict.kind == "equivalent":
-        return f": an effect of {margin:.3g}, the smallest that matters, or more is excluded"
+        return f": an effect of {margin:.3g} or more, which would matter, is excluded"
     if verdict.kind in ("better", "worse"):
         if margin is None or not difference.has_interval:
             return ""

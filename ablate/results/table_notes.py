@@ -28,6 +28,14 @@ def emulated(ledger: Ledger) -> str:
     return note if "emulated" in engines and ledger.rates("throughput/tokens_per_s") else ""
 
 
+def smallest_damage(arms: Sequence[ArmSummary]) -> str:
+    """Return the sentence on the smallest damage that matters; empty for full runs."""
+    margins = {arm.margin for arm in arms if arm.view and arm.margin}
+    if not margins:
+        return ""
+    return f"Damage below {min(margins):.3g} counts as none (min_effect, or a fifth of the known-bad arm's)."
+
+
 def reading(arms: Sequence[ArmSummary]) -> str:
     """Return sentences that explain a table of these arms: pairing, intervals, seeds needed, a search's
     gaps."""
@@ -49,11 +57,8 @@ def reading(arms: Sequence[ArmSummary]) -> str:
             " validation data: raise eval_tokens, or lower eval_batch; own code gives their losses to"
             " trial.log_batches."
         )
-    margins = {arm.margin for arm in arms if arm.view and arm.margin}
-    if margins:
-        notes.append(
-            f"Damage below {min(margins):.2g} counts as none (min_effect, or a fifth of the known-bad arm's)."
-        )
+    if matters := smallest_damage(arms):
+        notes.append(matters)
     if not all(arm.sees for arm in arms):
         notes.append(
             "No known-bad arm is resolved here (design.bad), so that nothing can be called equivalent."
