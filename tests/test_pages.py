@@ -279,6 +279,22 @@ def test_a_page_is_as_wide_as_its_window(browser, report, width):
         browser.set_window_size(1300, 900)
 
 
+def test_a_click_on_an_arm_in_a_legend_hides_its_lines_and_another_shows_them(browser, report):
+    browser.get((report.folder / "training_health.html").as_uri())
+    lines = (
+        "[...document.querySelectorAll('#curves-train-loss-arm-1-line-0, #curves-train-loss-arm-1-band-0')]"
+    )
+    shown = f"return {lines}.map(line => line.style.display)"
+    pressed = "return document.querySelector('#curves-train-loss-key-1-text').getAttribute('aria-pressed')"
+    click = "document.querySelector('#curves-train-loss-key-1-text').dispatchEvent(new Event('click'))"
+    for hidden in (True, False):
+        browser.execute_script(click)
+        assert browser.execute_script(shown) == ["none" if hidden else ""] * 2
+        assert browser.execute_script(pressed) == ("false" if hidden else "true")
+    others = "return document.querySelector('#curves-train-loss-arm-0-line-0').style.display"
+    assert browser.execute_script(others) == ""
+
+
 def test_a_click_on_a_tables_head_sorts_it_and_another_turns_it_round(browser, report):
     browser.get(report.index.as_uri())
     head = "document.querySelector('#table-effects-val-loss th:nth-child(2) button')"

@@ -216,18 +216,29 @@ def _band(lines: pd.DataFrame, what: str) -> str:
 
 
 def draw_lines(axes: Axes, lines: pd.DataFrame, over: str, drawn: dict[str, Mark]) -> None:
-    """Draw the mean of each arm, and a band if it has more than one seed."""
-    for arm, mark in drawn.items():
+    """Draw the mean of each arm, and a band if it has more than one seed.
+
+    They are groups `arm-<number>-...` of the SVG, which a click on `key-<number>` in the legend hides.
+    """
+    figure = axes.get_figure(root=True)
+    place = figure.axes.index(axes) if figure else 0
+    for number, (arm, mark) in enumerate(drawn.items()):
         line = lines[lines["arm"] == arm]
-        every = max(1, len(line) // 8)
-        axes.plot(line[over], line["mean"], **mark._asdict(), markersize=4, markevery=every, linewidth=1.4)
+        look = mark._asdict() | {"markersize": 4, "markevery": max(1, len(line) // 8), "linewidth": 1.4}
+        axes.plot(line[over], line["mean"], **look, gid=f"arm-{number}-line-{place}")
         if (line["high"] > line["low"]).any():
-            axes.fill_between(
+            band = axes.fill_between(
                 line[over], line["low"], line["high"], color=mark.color, alpha=0.18, linewidth=0
             )
+            band.set_gid(f"arm-{number}-band-{place}")
 
 
 def name_lines(body: SubFigure, drawn: Mapping[str, Mark]) -> None:
     """Add the legend of `draw_lines`."""
     handles = [Line2D([], [], **mark._asdict(), markersize=4, linewidth=1.4) for mark in drawn.values()]
-    legend(body, handles, list(drawn))
+    drawn_legend = legend(body, handles, list(drawn))
+    entries = zip(drawn_legend.legend_handles, drawn_legend.get_texts(), strict=True)
+    for number, (handle, text) in enumerate(entries):
+        text.set_gid(f"key-{number}-text")
+        if handle:
+            handle.set_gid(f"key-{number}-line")
