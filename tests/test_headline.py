@@ -206,6 +206,19 @@ def kinds(book) -> dict[str, str]:
     return {check.text: check.kind for check in checks(book, summaries(book))}
 
 
+def test_a_contrast_that_is_asked_for_has_one_verdict_in_every_table(book):
+    """Among all contrasts Holm would leave it undecided; asked for, it is a family of its own."""
+    whole_grid(book)
+    before = {(one.knob, one.held): one.verdict for one in Comparisons(book).contrasts}
+    asked(book, knob="sr", given={"rht": True})
+    sweep = Comparisons(book)
+    ((_, verdict),) = sweep.asked_effects
+    after = {(one.knob, one.held): one.verdict for one in sweep.contrasts}
+    assert after.pop(("sr", "rht=true")) == verdict
+    assert verdict != before.pop(("sr", "rht=true"))
+    assert after == before
+
+
 def test_finished_finite_runs_pass_and_the_spread_is_noted(book):
     add(book, "bf16", BASE, None)
     add(book, "a", WORSE)

@@ -7,6 +7,7 @@ kernel for each takes longer than all that they compute. Only this file uses IPy
 import atexit
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -67,16 +68,18 @@ def run(path: Path, parameters: Mapping[str, object]) -> list[Cell]:
             # The trap's hook gives way to that of the capture only if the trap is set before.
             with shell.display_trap, capture_output() as captured:
                 result = shell.run_cell(cell.source)
+            if isinstance(result.error_in_exec, KeyboardInterrupt):  # the user's, which the shell has caught
+                raise result.error_in_exec
             if error := result.error_before_exec or result.error_in_exec:
                 raise NotebookError(
                     f"notebook {path.stem} stopped in cell {number}: {type(error).__name__}: {error}; "
                     f"run it in Jupyter to see more: {path}"
                 )
-            if named := "parameters" in cell.metadata.get("tags", ()):
+            if hidden := "parameters" in cell.metadata.get("tags", ()):
                 shell.user_ns.update({key: parameters[key] for key in parameters if key in shell.user_ns})
             printed = [{"text/plain": captured.stdout}] if captured.stdout.strip() else []
             outputs = (*printed, *(output.data for output in captured.outputs))
-            cells.append(Cell(False, cell.source, outputs, named))
+            cells.append(Cell(False, cell.source, outputs, hidden))
     return cells
 
 
@@ -100,6 +103,7 @@ def _shell() -> "Iterator[InteractiveShell]":
             atexit.unregister(shell.atexit_operations)  # what it would do then is done now
             shell.atexit_operations()
             InteractiveShell.clear_instance()
+            sys.modules.pop(module.__name__, None)
             os.environ.pop("IPYTHONDIR")
             if before is not None:
                 os.environ["IPYTHONDIR"] = before

@@ -493,14 +493,17 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
     from ablate.results.table_notes import emulated
 
     ledger = open_ledger(settings.state, experiment.name)
+    compared = Comparisons(ledger)
     for metric in experiment.metrics:
         arms = summaries(ledger, metric)
         if experiment.search:
             sign = 1 if metric.direction == "minimize" else -1
             arms.sort(key=lambda arm: (arm.baseline is not None, not arm.values, sign * arm.mean))
         screen.print(summary_table(arms, metric, screen.width), "")
-        table = contrast_table(contrasts(arms, metric, MOST_CONTRASTS), screen.width)
-        if table:
+        main = metric == compared.metric
+        found = compared.contrasts if main else contrasts(arms, metric, MOST_CONTRASTS)
+        table = contrast_table(found, screen.width)
+        if table and len(found) <= MOST_CONTRASTS:
             screen.print(table, "")
     if experiment.published:
         screen.print(replication_table(replications(ledger, experiment.published)), "")
@@ -510,7 +513,7 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
     for line in never_began(ledger):
         screen.print(Text(line.replace("**", "")))
     screen.print("")
-    print_headline(headline_of(Comparisons(ledger)), screen, _state_option(settings))
+    print_headline(headline_of(compared), screen, _state_option(settings))
     ledger.close()
 
 

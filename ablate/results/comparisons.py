@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
+from ablate.experiment.arms import label
 from ablate.experiment.schema import Asked
 from ablate.results.attribution import Effect, Grid, grid, held_effects, interactions, main_effects
 from ablate.results.contrasts import Contrast, contrasts
@@ -40,8 +41,27 @@ class Comparisons:
 
     @cached_property
     def contrasts(self) -> list[Contrast]:
-        """Every two arms that differ in one knob; empty if there are too many to read."""
-        return contrasts(self.arms, self.metric, _MOST_CONTRASTS)
+        """Every two arms that differ in one knob; empty if there are too many to read.
+
+        One that the file asks for has the verdict of its own family, as it has wherever it is stated.
+        """
+        own = {
+            (
+                effect.knobs[0],
+                effect.change,
+                label({knob: effect.given[knob] for knob in self._held(effect)}),
+            ): verdict
+            for effect, verdict in self.asked_effects
+            if effect.knobs
+        }
+        return [
+            replace(one, verdict=own.get((one.knob, one.change, one.held), one.verdict))
+            for one in contrasts(self.arms, self.metric, _MOST_CONTRASTS)
+        ]
+
+    def _held(self, effect: Effect) -> list[str]:
+        """Return the knobs that an effect holds, in the order of the arms' names."""
+        return [knob for knob in (self.grid.levels if self.grid else ()) if knob in effect.given]
 
     @cached_property
     def grid(self) -> Grid | None:
