@@ -240,10 +240,12 @@ def _about(ledger: Ledger, name: str, verified: str) -> str:
 
 
 def _model(spec: dict[str, Any]) -> str:
-    """Return workload and size of a trial: `gpt 3x96, 300 steps`."""
+    """Return workload and size of a trial: `gpt 3x96, 300 steps`, or `300 steps forked for 60`."""
     ((workload, config),) = (spec.get("workload") or {"": {}}).items()
     size = f" {config['layers']}x{config['width']}" if {"layers", "width"} <= config.keys() else ""
     steps = f", {config['steps']} steps" if "steps" in config else ""
+    if forks := spec.get("forks"):
+        steps += f" forked for {max(forks['windows'])}"
     return f"{workload}{size}{steps}"
 
 

@@ -136,22 +136,27 @@ class EffectTable:
             f'<th class="drawn">{scale.axis()}</th>'
             '<th class="number">effect, 95 % interval</th><th>verdict</th>'
         ) + ('<th class="number">for a verdict</th>' if self._open else "")
-        margins = {line.margin for line in self.lines}
-        matters = (
-            f"; grey: |effect| below {margins.pop():g}" if len(margins) == 1 and None not in margins else ""
-        )
         seeds = " For a verdict: seeds in all for an 80 % chance." if self._open else ""
         what = (
-            f"Bars: 95 % interval of the paired differences, each by itself; dots: seeds{matters}. Verdicts"
-            f" are corrected by Holm for the number of comparisons of their kind.{seeds} All numbers:"
+            "Intervals are of the paired differences, each by itself; verdicts are corrected by Holm for the"
+            f" number of comparisons of their kind.{seeds} All numbers:"
             f' <a href="figures/{self.name}.csv">CSV</a>.'
         )
         caption = "<br>".join([*map(inline, notes), what])
         inside = "\n".join(body)
         return (
+            f'<p class="about">{self._key}</p>'
             f'<div class="scroll"><table class="effects" id="table-{self.name}"><caption>{caption}</caption>'
             f"<thead><tr>{head}</tr></thead>\n<tbody>\n{inside}\n</tbody></table></div>"
         )
+
+    @property
+    def _key(self) -> str:
+        """The key to the drawing: one line above the table."""
+        margins = {line.margin for line in self.lines}
+        margin = margins.pop() if len(margins) == 1 else None
+        band = f"; grey band: below {margin:.3g}, too small to matter" if margin else ""
+        return f"Bar: 95 % interval; large dot: mean; small dots: seeds{band}."
 
     @property
     def _open(self) -> bool:
