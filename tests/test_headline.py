@@ -228,7 +228,7 @@ def test_finished_finite_runs_pass_and_the_spread_is_noted(book):
     assert found[f"bf16 spreads by {spread:.2g} over seeds"] == "note"
     unpaired = np.var(list(BASE.values()), ddof=1) + np.var(list(WORSE.values()), ddof=1)
     paired = np.var([WORSE[seed] - BASE[seed] for seed in BASE], ddof=1)
-    assert found[f"pairing by seed is worth {unpaired / paired:,.0f} times the seeds"] == "note"
+    assert found[f"unpaired it would take {unpaired / paired:,.0f} times the seeds"] == "note"
 
 
 def test_missing_diverged_and_non_finite_runs_are_named_above_the_verdict(book):
