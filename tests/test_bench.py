@@ -52,6 +52,16 @@ def test_kernels_are_timed_by_operation_shape_dtype_and_back_end(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_step_is_timed_in_every_preset_there_is_once_each():
+    shape = ("--layers", 1, "--width", 64, "--tokens", 128, "--rounds", 1)
+    done = ablate("bench", "step", "--all-presets", *shape, "--json")
+    assert done.returncode == 0, done.stderr
+    found = [line["preset"] for line in json.loads(done.stdout)]
+    assert len(found) == len(PRESETS)
+    assert set(found) == PRESETS.keys()
+
+
+@pytest.mark.slow
 def test_a_step_is_timed_in_every_preset_that_is_named_and_in_bf16(tmp_path):
     shape = ("--layers", 1, "--width", 64, "--tokens", 128, "--rounds", 1)
     done = ablate(

@@ -101,6 +101,9 @@ def step(
     width: Annotated[int, typer.Option(min=64, help="Width of the gpt, a multiple of 64.")] = 256,
     tokens: Annotated[int, typer.Option(min=128, help="Tokens in a step, a multiple of 128.")] = 2048,
     rounds: Rounds = 9,
+    all_presets: Annotated[
+        bool, typer.Option("--all-presets", help="Time every preset, each in its default mode alone.")
+    ] = False,
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="Also time each preset with compile: true; takes half a minute more."),
@@ -117,12 +120,12 @@ def step(
     Quantised presets are timed twice: with products in bf16_out, the default, and with all products in
     fp32_out.
     """
-    names = _presets(presets or ["fp32", "nvfp4"])
+    names = _presets([*PRESETS] if all_presets else presets or ["fp32", "nvfp4"])
     print_starting("importing torch, then timing training steps", quiet=as_json)
     _device(device)
     _check(png)
     timing.one_thread()
-    recipes = in_both_modes(names)
+    recipes = {name: PRESETS[name]() for name in names} if all_presets else in_both_modes(names)
     steppers = {name: stepper(recipe, layers, width, tokens, device) for name, recipe in recipes.items()}
     if compiled:
         whole = {name: recipe for name, recipe in recipes.items() if recipe.products.backward_needs is None}
