@@ -32,6 +32,7 @@ from ablate.results.paired_stats import (
     seeds_needed,
 )
 from ablate.results.summary import gap, summaries
+from ablate.results.table_notes import smallest_damage
 
 SEEDS = range(8)
 WINDOWS, POSITIONS = (10, 20, 40), (100, 200, 300)
@@ -265,6 +266,17 @@ def forked_book(folder, bad: float, direction: str = "minimize", search: str = "
 def test_a_known_bad_arm_that_looks_better_shows_that_nothing_is_seen(bad, direction, kind, tmp_path):
     book = forked_book(tmp_path, bad, direction)
     assert {arm.name: arm.verdict.kind for arm in summaries(book)}["alike"] == kind
+    book.close()
+
+
+def test_what_counts_as_none_and_why_is_said(tmp_path):
+    book = forked_book(tmp_path, 0.01)
+    arms = {arm.name: arm for arm in summaries(book)}
+    fifth = arms["bad"].gap.mean / 5
+    derived = f"Damage below {fifth:.3g} counts as none: a fifth of what bad does, which is known to be bad."
+    assert smallest_damage(list(arms.values())) == derived
+    book.describe(metric='{"name": "val/loss", "min_effect": 0.003}')
+    assert smallest_damage(summaries(book)) == "Damage below 0.003 counts as none: min_effect."
     book.close()
 
 

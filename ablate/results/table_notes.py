@@ -5,8 +5,8 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from ablate.experiment.roles import CONFIRM
-from ablate.results.forked import FEWEST_PARTS, difference_word
+from ablate.experiment.roles import BAD, CONFIRM
+from ablate.results.forked import FEWEST_PARTS, FIFTH, difference_word
 from ablate.results.intervals import Interval
 from ablate.results.ledger import Ledger
 from ablate.results.number_text import counted
@@ -33,7 +33,11 @@ def smallest_damage(arms: Sequence[ArmSummary]) -> str:
     margins = {arm.margin for arm in arms if arm.view and arm.margin}
     if not margins:
         return ""
-    return f"Damage below {min(margins):.3g} counts as none (min_effect, or a fifth of the known-bad arm's)."
+    source = "min_effect"
+    for arm in arms:
+        if arm.role == "bad" and arm.gap and math.isclose(min(margins), FIFTH * abs(arm.gap.mean)):
+            source = f"a fifth of what {arm.name.removeprefix(BAD)} does, which is known to be bad"
+    return f"Damage below {min(margins):.3g} counts as none: {source}."
 
 
 def reading(arms: Sequence[ArmSummary]) -> str:
