@@ -13,6 +13,7 @@ from support.experiments import ablate, problems, write
 
 from ablate.experiment.load import load
 from ablate.experiment.schema import Asked
+from ablate.recipes import KNOBS
 from ablate.results.answer import Answer
 from ablate.results.comparisons import Comparisons
 from ablate.results.gate import checks
@@ -217,6 +218,12 @@ def test_a_contrast_that_is_asked_for_has_one_verdict_in_every_table(book):
     assert after.pop(("sr", "rht=true")) == verdict
     assert verdict != before.pop(("sr", "rht=true"))
     assert after == before
+
+
+def test_the_table_says_beside_a_knob_what_it_is(book):
+    whole_grid(book)
+    html = Answer(book).comparisons().html()
+    assert f'sr: true instead of false <span class="means">{KNOBS["sr"].help}</span>' in html
 
 
 def test_finished_finite_runs_pass_and_the_spread_is_noted(book):

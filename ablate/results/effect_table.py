@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ablate.recipes import KNOBS
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import difference_word
 from ablate.results.number_text import signed
@@ -128,7 +129,10 @@ class EffectTable:
         for line, mark in zip(self.lines, marks or [""] * len(self.lines), strict=True):
             if line.group != group:
                 group = line.group
-                body.append(f'<tr class="group"><th colspan="5" scope="colgroup">{inline(group)}</th></tr>')
+                knob = KNOBS.get(group.partition(":")[0])
+                means = f' <span class="means">{inline(knob.help)}</span>' if knob else ""
+                head = f'<th colspan="5" scope="colgroup">{inline(group)}{means}</th>'
+                body.append(f'<tr class="group">{head}</tr>')
             body.append(self._row(line, mark, scale))
         unit = f", {self.unit}" if self.unit else ""
         head = (
