@@ -25,8 +25,29 @@ FLAGS = (
 )  # no contraction: every rounding is specified
 
 
+MACOS = "aarch64-macos.11.0"
+"""Target of builds on Apple silicon: named, so that they run from macOS 11 on, whatever release they are
+built on."""
+
+
+def levels(machine: str, system: str) -> dict[str, tuple[str, ...]]:
+    """Return the compiler's options of each build, by level.
+
+    Each names its instructions: without -mcpu zig compiles for the processor of the machine that builds, and
+    a processor that lacks one of them ends with SIGILL.
+
+    Args:
+        machine: processor, as `platform.machine` names it.
+        system: operating system, as `platform.system` names it.
+    """
+    if machine.lower() in ("x86_64", "amd64"):
+        return {"portable": ("-mcpu=x86_64",), **{f"x86_64_v{n}": (f"-mcpu=x86_64_v{n}",) for n in (3, 4)}}
+    target = ("-target", MACOS) if (machine, system) == ("arm64", "Darwin") else ()
+    return {"portable": (*target, "-mcpu=baseline")}
+
+
 class Kernels(BuildHookInterface):
-    """Hook that compiles nvfp4.c and census.c to nvfp4_<level>.so beside them."""
+    """Hook that compiles all kernels, to nvfp4_<level>.so beside them."""
 
     PLUGIN_NAME = "kernels"
 
@@ -35,15 +56,9 @@ class Kernels(BuildHookInterface):
         if version != "editable":  # an editable package finds them beside itself
             build_data["force_include"]["analysis"] = "ablate/analysis"
         folder = Path(self.root) / FOLDER
-        intel = platform.machine().lower() in ("x86_64", "amd64")
-        levels = (
-            {"portable": ("-mcpu=x86_64",), **{f"x86_64_v{n}": (f"-mcpu=x86_64_v{n}",) for n in (3, 4)}}
-            if intel
-            else {"portable": ()}
-        )
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
-            for level, target in levels.items():
+            for level, target in levels(platform.machine(), platform.system()).items():
                 output = folder / f"nvfp4_{level}.so"
                 command = [
                     sys.executable,

@@ -50,7 +50,6 @@ HOMES = {
     "IPython",
     "jinja2",
     "markdown_it",
-    "nbformat",
     "datasets",
     "huggingface_hub",
     "tokenizers",

@@ -19,7 +19,7 @@ from ablate.recipes import PRESETS
 from ablate.verification import linear_layers, peers
 from ablate.verification.gpu_peaks import GPUS, known, share
 from ablate.verification.linear_layers import NATIVE, Shape, multiplied, refused, shapes_of
-from ablate.verification.timing import GROUPS, medians, profile, stretches
+from ablate.verification.timing import GROUPS, medians, medians_by, profile, stretches
 
 ENGINES = Path(__file__).parent / "engines"
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
@@ -47,8 +47,31 @@ def test_kernels_are_timed_by_operation_shape_dtype_and_back_end(tmp_path):
         {tuple(line[key] for key in ("operation", "shape", "dtype", "back end")) for line in found}
     ) == len(found)
     assert len(found) == 2 * (8 + 6) * len(builds)  # bf16 is rotated too
-    assert all(line[key] > 0 for line in found for key in ("Melem/s", "ms", "of memcpy"))
+    assert all(line[key] > 0 for line in found for key in ("Melem/s", "ms", "copy GB/s", "of memcpy"))
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_the_kernels_of_a_gpu_are_timed_beside_a_copy_in_its_memory():
+    done = ablate("bench", "kernels", "64x64", "--rounds", 1, "--device", "cuda", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {line["back end"] for line in found} == {"triton"}
+    assert len(found) == 7 + 5
+    assert all(line[key] > 0 for line in found for key in ("Melem/s", "copy GB/s", "of memcpy"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_a_step_is_timed_on_a_gpu(tmp_path):
+    shape = ("--layers", 1, "--width", 64, "--tokens", 128, "--rounds", 1, "--trace", tmp_path)
+    done = ablate("bench", "step", "nvfp4", *shape, "--device", "cuda", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [line["preset"] for line in found] == ["bf16", "nvfp4", "nvfp4, fp32_out"]
+    assert all(line["step ms"] > 0 < line["peak MiB"] for line in found)
+    assert (tmp_path / "nvfp4.json").exists()
 
 
 @pytest.mark.slow
@@ -329,6 +352,7 @@ def test_the_start_of_a_trial_is_timed():
         ),
         (("linear", "--device", "cuda"), "--device cuda: torch sees no GPU with CUDA here; use --device cpu"),
         (("step", "--device", "cuda"), "--device cuda: torch sees no GPU with CUDA here"),
+        (("kernels", "--device", "cuda"), "--device cuda: torch sees no GPU with CUDA here"),
     ],
 )
 def test_what_is_asked_wrongly_is_told_before_anything_is_measured(arguments, said):
@@ -408,3 +432,9 @@ def test_short_calls_are_repeated_within_a_round_for_as_long_as_asked():
         {"a": call}, 2, clock, least=7
     )  # a call takes 1: 7 calls a round, after one that warms up and one that is timed for that
     assert len(calls) == 2 + 2 * 7
+
+
+def test_the_median_of_a_call_is_that_between_its_two_marks():
+    clock = Scripted([0, 90, 0, 3, 0, 1, 0, 2])
+    assert medians_by(clock, {"a": lambda: None}, 3) == {"a": 2}
+    assert clock.begun == 4

@@ -16,7 +16,7 @@ from support.experiments import ablate, end, environment, gone, statuses, until,
 
 from ablate.cli import doctor
 from ablate.numerics import hadamard, philox, product, quantize, rounding, scaling, stored
-from ablate.numerics.kernels import cpu
+from ablate.numerics.kernels import builds
 from ablate.recipes.recipe import Phase
 from ablate.verification import checks, machine, peers
 from ablate.verification.check_result import Row
@@ -235,12 +235,12 @@ TAMPERED = {
 @pytest.mark.parametrize("name", TAMPERED)
 def test_tampered_numerics_turn_the_right_rows_off(name, monkeypatch):
     function, other, check, expected = TAMPERED[name]
-    monkeypatch.setattr(cpu, "build", lambda: None)  # what is compiled would hide what is tampered with
+    monkeypatch.setattr(builds, "build", lambda: None)  # what is compiled would hide what is tampered with
     tamper(monkeypatch, function, other)
     assert expected <= {row.what for row in rows(check) if row.ok is False}
 
 
-@pytest.mark.skipif(cpu.build() is None, reason="the package was installed without compiled quantisers")
+@pytest.mark.skipif(builds.build() is None, reason="the package was installed without compiled quantisers")
 @pytest.mark.parametrize(
     ("function", "other"),
     [(rounding.nearest, ties_away), (scaling.block_scales, old_order)],

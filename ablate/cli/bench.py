@@ -30,6 +30,7 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(metavar="[PRESET]...", help="Presets besides bf16; default: fp32 and nvfp4."),
 ]
+OnDevice = Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to measure on.")]
 Line = linear_layers.Line
 
 FORMS = {
@@ -39,7 +40,13 @@ FORMS = {
     "backward ms": "{:.3g}",
     "tokens/s": "{:,.0f}",
 }
-FORMS |= {"Melem/s": "{:,.0f}", "of memcpy": "{:.2f}", "of bf16": "{:.2f}", "of fp32": "{:.2f}"}
+FORMS |= {
+    "Melem/s": "{:,.0f}",
+    "copy GB/s": "{:,.0f}",
+    "of memcpy": "{:.2f}",
+    "of bf16": "{:.2f}",
+    "of fp32": "{:.2f}",
+}
 FORMS |= {"peak MiB": "{:,.0f}", "joules": "{:.2f}"} | dict.fromkeys((*timing.GROUPS, "rest"), "{:.0%}")
 FORMS |= {f"{way} {unit}": "{:,.0f}" for way in ("forward", "backward") for unit in ("GFLOP/s", "TFLOP/s")}
 FORMS |= {f"{way} of peak": "{:.0%}" for way in ("forward", "backward")}
@@ -59,34 +66,47 @@ def kernels(
             "--builds", help="Time every compiled build that this CPU can run, not only the fastest."
         ),
     ] = False,
+    device: OnDevice = "cpu",
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
     """Time the quantisers: million elements per second, including amax, and speed relative to a copy of the
     tensor.
+
+    On a GPU the compiled quantisers alone are timed, by CUDA events and with an empty L2 cache, beside a copy
+    within its memory. A tensor should be larger than that cache.
     """
     print_starting("importing torch, then timing the quantisers", quiet=as_json)
     import torch
 
     sizes = [_size(text, 2) for text in shapes or ["1024x1024"]]
+    _device(device)
+    if builds and device == "cuda":
+        raise InputError(["--builds: the builds are for CPUs; leave it out, or use --device cpu"])
     _check(png)
     timing.one_thread()
     lines = []
     for (rows, columns), dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):
-        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         work = {
             (back_end, name): partial(with_build, build, partial(call, x))
             for (back_end, build), (name, call) in itertools.product(
-                back_ends(builds).items(), operations(x).items()
+                back_ends(builds, x.device).items(), operations(x).items()
             )
         }
-        seconds = timing.medians(work | {"copy": partial(torch.empty_like(x).copy_, x)}, rounds, least=0.01)
+        calls = work | {"copy": partial(torch.empty_like(x).copy_, x)}
+        seconds = (
+            timing.medians_by(timing.CudaStopwatch(), calls, rounds, least=0.02)
+            if device == "cuda"
+            else timing.medians(calls, rounds, least=0.01)
+        )
         about = {"shape": f"{rows}x{columns}", "dtype": str(dtype).removeprefix("torch.")}
         for back_end, name in work:
             spent = seconds[back_end, name]
             speed = {
                 "ms": 1000 * spent,
                 "Melem/s": x.numel() / spent / 1e6,
+                "copy GB/s": 2 * x.nbytes / seconds["copy"] / 1e9,
                 "of memcpy": seconds["copy"] / spent,
             }
             lines.append({"operation": name, **about, "back end": back_end, **speed})
@@ -111,18 +131,22 @@ def step(
     trace: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder for a profiler trace of each preset's step.")
     ] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to measure on.")] = "cpu",
+    device: OnDevice = "cpu",
     as_json: AsJson = False,
     png: Png = None,
 ) -> None:
     """Time a training step of a gpt in each preset: tokens per second, time by operation, and peak memory.
 
     Quantised presets are timed twice: with products in bf16_out, the default, and with all products in
-    fp32_out.
+    fp32_out. On a GPU the time is not divided by operation; --trace shows its kernels.
     """
     names = _presets([*PRESETS] if all_presets else presets or ["fp32", "nvfp4"])
     print_starting("importing torch, then timing training steps", quiet=as_json)
     _device(device)
+    if png and device == "cuda":
+        raise InputError(
+            [f"--png {png}: the figure divides a step by operation, which is measured on CPUs; use --trace"]
+        )
     _check(png)
     timing.one_thread()
     recipes = {name: PRESETS[name]() for name in names} if all_presets else in_both_modes(names)
@@ -139,12 +163,19 @@ def step(
     lines: list[Line] = []
     for name, run in steppers.items():
         file = trace and trace / f"{name.replace(', ', '-')}.json"
-        shares = timing.profile(run.step, file, run.layers)
         line: Line = {"preset": name, "step ms": 1000 * seconds[name], "tokens/s": tokens / seconds[name]}
         line |= {f"of {base}": seconds[name] / seconds[base] for base in ("bf16", "fp32") if base in seconds}
+        lines.append(line)
+        if device == "cuda":
+            line["peak MiB"] = timing.cuda_peak(run.step) / 2**20
+            if file:
+                timing.profile(run.step, file, run.layers)
+            continue
+        shares = timing.profile(run.step, file, run.layers)
         line |= {"peak MiB": shares.pop("peak") / 2**20, **shares}
         energy = timing.joules(run.step)
-        lines.append(line if energy is None else line | {"joules": energy})
+        if energy is not None:
+            line["joules"] = energy
     _draw(png, "shares", lines, "step ms", "preset", (*timing.GROUPS, "rest"))
     _show(lines, as_json)
 

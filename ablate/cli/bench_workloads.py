@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ablate.engines.emulated_layer import EmulatedLinear
@@ -17,7 +18,10 @@ from ablate.recipes import PRESETS, Recipe
 
 
 def operations(x: "Tensor") -> dict[str, Callable[["Tensor"], object]]:
-    """Return the quantisers to time, by name. `x` decides on the amax given and on rotations."""
+    """Return the quantisers to time, by name. `x` decides on the amax given and on rotations.
+
+    On a GPU the amax is always that of the tensor: no kernel there takes another.
+    """
     import torch
 
     from ablate.numerics.philox import Clock
@@ -35,6 +39,8 @@ def operations(x: "Tensor") -> dict[str, Callable[["Tensor"], object]]:
         "columns, stochastic": lambda x: drawn(x.t()),
         "16x16, nearest": lambda x: quantize(x, square),
     }
+    if x.device.type == "cuda":
+        del quantisers["rows, nearest, amax given"]
     if x.dtype == torch.bfloat16:  # only bf16 is rotated
         quantisers |= {
             "columns, rotated, nearest": lambda x: quantize(x.t(), nearest, rotation=rotation),
@@ -43,25 +49,27 @@ def operations(x: "Tensor") -> dict[str, Callable[["Tensor"], object]]:
     return quantisers
 
 
-def back_ends(every: bool) -> dict[str, CDLL | None]:
+def back_ends(every: bool, device: "torch.device") -> dict[str, CDLL | None]:
     """Return compiled builds by name: the one in use, with `every` the others that can run, and None for the
-    reference.
+    reference. On a GPU: None alone, named after the kernels that run there.
     """
-    from ablate.numerics.kernels import cpu
+    from ablate.numerics.kernels import builds, cuda
 
-    mine = cpu.level()
-    levels = list(cpu.LEVELS.values())
+    if device.type == "cuda":
+        return {"triton" if cuda.runs_on(device) else "reference": None}
+    mine = builds.level()
+    levels = list(builds.LEVELS.values())
     others = [*levels[levels.index(mine) + 1 :], "portable"] if mine in levels else []
-    return {name: cpu.load(cpu.path(name)) for name in (mine, *(others if every else []))} | {
+    return {name: builds.load(builds.path(name)) for name in (mine, *(others if every else []))} | {
         "reference": None
     }
 
 
 def with_build(build: CDLL | None, call: Callable[[], object]) -> None:
     """Call a function that quantises with this build; None for the reference."""
-    from ablate.numerics.kernels import cpu
+    from ablate.numerics.kernels import builds
 
-    with cpu.using(build):
+    with builds.using(build):
         call()
 
 

@@ -55,7 +55,7 @@ from ablate.numerics.hadamard import rotate
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import first_order, linear, split_product
-from ablate.numerics.quantize import Operand, lasts, pad, quantize, quantize_both
+from ablate.numerics.quantize import Keep, Operand, lasts, pad, quantize, quantize_both
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.numerics.transform import split
 from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products
@@ -210,7 +210,7 @@ class EmulatedLinear(nn.Linear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def operand(
-        self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: bool = False
+        self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: Keep = False
     ) -> list[Operand]:
         """Return `x` as the operand `slot` of a product: rotated and quantised as the recipe has it.
 
@@ -219,7 +219,7 @@ class EmulatedLinear(nn.Linear):
             slot: one of SLOTS.
             quant: format of the operand; None leaves it in bf16.
             rotation: the product's Hadamard rotation along the contraction, if any.
-            keep: keep the values before the cast in the operand (an estimator's slope reads them).
+            keep: what to keep in the operand: "source" is enough for an estimator's slope.
 
         Returns:
             Parts that sum to the operand: one, or more if `quant.transform` takes something out of it.
@@ -266,7 +266,7 @@ class EmulatedLinear(nn.Linear):
         quant: Quant | None,
         rotation: Hadamard | None,
         weight: Tensor,
-        keep: bool = False,
+        keep: Keep = False,
     ) -> list[Operand]:
         """Return the weight as the operand `slot`, from the cache `casts` if possible.
 
@@ -342,7 +342,7 @@ class EmulatedLinear(nn.Linear):
                 self.nonfinite += 1
 
     def _part(
-        self, x: Tensor, slot: str, how: Quant | None, rotation: Hadamard | None, main: Quant, keep: bool
+        self, x: Tensor, slot: str, how: Quant | None, rotation: Hadamard | None, main: Quant, keep: Keep
     ) -> Operand:
         if how is None:
             return Operand(self.rotated(x, slot, rotation))
@@ -379,9 +379,7 @@ class EmulatedLinear(nn.Linear):
         """Return `x` padded and rotated as the product of `slot` requires; with `back`, rotated back."""
         if rotation is None:
             return x
-        return rotate(
-            pad(x, 1, rotation.size).contiguous(), rotation, self.clock, self._turns[slot], back=back
-        )
+        return rotate(x, rotation, self.clock, self._turns[slot], back=back)
 
     def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor:
         """Return the sum of an operand's dequantised parts, rotated back, fp32 [rows, width]."""
@@ -493,8 +491,8 @@ def forward(layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor) -> 
         y = x w^T [tokens, out] in the dtype of `x`, and the tensors that `backward` needs.
     """
     xb, spec = x.to(torch.bfloat16), products.fprop
-    keep = {
-        name: quant is not None and quant.estimator is not None
+    keep: dict[str, Keep] = {
+        name: "source" if quant is not None and quant.estimator is not None else False
         for name, quant in (("x", spec.x), ("w", spec.w))
     }
     operands = {

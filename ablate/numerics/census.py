@@ -53,8 +53,11 @@ def last_step(quant: Quant) -> float:
 
 
 def census(operand: Operand) -> Census:
-    """Return the census of an operand that kept its source, in one compiled pass if a kernel quantised it."""
-    return _reference(operand) if operand.scaled is not None else _compiled(operand)
+    """Return the census of an operand that kept its source, in one compiled pass if its form has one."""
+    assert operand.quant is not None
+    if operand.scaled is None and cpu.covers(operand.quant):
+        return _compiled(operand)
+    return _reference(operand)
 
 
 def _compiled(operand: Operand) -> Census:
@@ -93,11 +96,10 @@ def _compiled(operand: Operand) -> Census:
 
 
 def _reference(operand: Operand) -> Census:
-    quant, source, scaled = operand.quant, operand.source, operand.scaled
+    quant, source = operand.quant, operand.source
     assert quant is not None
     assert source is not None
-    assert scaled is not None
-    x, q, y = source.double(), operand.dequantize().double(), scaled.abs()
+    x, q, y = source.double(), operand.dequantize().double(), operand.rescaled().abs()
     top = ELEMENTS[quant.element].max
     blocks = _blocks(operand, x)
     return Census(

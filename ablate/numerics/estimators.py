@@ -35,19 +35,19 @@ def dge(operand: Operand) -> Tensor:
 
 
 def _kept(operand: Operand) -> tuple[Quant, Tensor]:
-    """Return the quantiser and the scaled elements of an operand that was quantised with `keep`."""
+    """Return the quantiser and the scaled elements of an operand that kept its source."""
     assert operand.quant is not None
-    assert operand.scaled is not None
-    return operand.quant, operand.scaled
+    return operand.quant, operand.rescaled()
 
 
 def slope(operand: Operand) -> Tensor:
     """Return the factor of every element of the gradient of a cast, fp32 like its scaled elements.
 
     Args:
-        operand: Result of the cast, quantised with `keep`, whose quantiser names an estimator.
+        operand: Result of the cast, which kept its source and whose quantiser names an estimator.
     """
-    name = _kept(operand)[0].estimator
+    assert operand.quant is not None
+    name = operand.quant.estimator
     return ESTIMATORS[name if isinstance(name, str) else type(name).__name__.lower()](operand)
 
 

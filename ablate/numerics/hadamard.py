@@ -22,9 +22,11 @@ from dataclasses import replace
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ablate.numerics import choices
+from ablate.numerics.kernels import general
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.spec import Hadamard
 
@@ -95,20 +97,23 @@ def rotate(
     """Return z R along the last dimension, rounded to the dtype of `z`, as hardware does.
 
     Args:
-        z: [rows, columns], bf16, fp16 or fp32; `columns` is a multiple of `spec.size`.
+        z: [rows, columns], bf16, fp16 or fp32; zeros are appended up to a multiple of `spec.size` columns.
         spec: Size of the rotation and rule for its signs.
         clock: Seed, stream, step and micro-batch; needed if the signs are drawn.
         where: Draw site of the product.
         back: Undo the rotation: return z R^T.
 
     Returns:
-        Tensor like `z`. R R^T = I holds exactly for sizes 4, 16 and 64, whose factor 1 / sqrt(size) is a
-        power of two.
+        [rows, padded columns] in the dtype of `z`. R R^T = I holds exactly for sizes 4, 16 and 64, whose
+        factor 1 / sqrt(size) is a power of two.
     """
-    blocks = z.reshape(-1, spec.size).to(torch.float32)
     flips = signs(spec, z.device, clock, where)
+    if general.can_rotate(z):
+        return general.rotate(z, flips, back)
+    padded = F.pad(z, (0, -z.shape[1] % spec.size))
+    blocks = padded.reshape(-1, spec.size).to(torch.float32)
     rotated = butterflies(blocks) if back else butterflies(blocks * flips)
-    return (rotated * flips if back else rotated).to(z.dtype).view(z.shape)
+    return (rotated * flips if back else rotated).to(z.dtype).view(padded.shape)
 
 
 def butterflies(z: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ resumed run, a forked run, a recomputed activation, every device and every threa
 same bits, and evaluation advances no state. docs/numerics.md (section 5) lists the words of key and counter.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor
+
+from ablate.numerics.kernels import builds
 
 GROUP = 16
 """Elements that share one Philox call at 8 bits an element."""
@@ -102,6 +105,11 @@ def random_bits(
         fp32 [rows, columns]. Counter: (row-major index of the group, step, micro-batch, site).
     """
     groups = rows * columns // GROUP
+    if device.type == "cpu" and (kernels := builds.build()):
+        bits = torch.empty(rows, columns, dtype=torch.float32)
+        key, now = (ctypes.c_uint32 * 2)(*philox_key(clock, purpose)), (clock.step, clock.micro_batch, where)
+        kernels.random_bits(key, (ctypes.c_uint32 * 3)(*now), width, groups, bits.data_ptr())
+        return bits
     counter = torch.empty(4, groups, dtype=torch.int64, device=device)
     torch.arange(groups, out=counter[0])
     for word, value in enumerate((clock.step, clock.micro_batch, where), start=1):

@@ -1,13 +1,17 @@
 """Matrix product of two operands: exact values, fp32 sums, tensor scales after them, and one rounding."""
 
-from collections.abc import Callable, Sequence
-from functools import cache, wraps
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ablate.errors import InputError
 from ablate.numerics.quantize import Operand, pad
 
 Arguments = ParamSpec("Arguments")
@@ -68,13 +72,72 @@ def split_product(a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype) 
     return sum(product(left, right, torch.float32) for left in a for right in b).to(out)
 
 
-@cache
-def multiplies_bf16() -> bool:
-    """Return True if this CPU has bf16 instructions (AVX-512 BF16, AMX, Arm).
+MODES = {"bf16": 16, "fp32": 32}
+"""Ways in which a CPU multiplies bf16 operands, with the bits of what it multiplies: by its bf16
+instructions, or as fp32, in which the operands are as exact, with one rounding of the result. Sums add in
+another order."""
+MODE_VARIABLE = "ABLATE_PRODUCTS"
+"""Environment variable that asks for one of them."""
+_FORCED: list[str] = []
+"""Modes of `multiplying`; the last one counts."""
 
-    Without them oneDNN's bf16 product is slower than its fp32 product.
+
+def _native_mode() -> str:
+    intel = platform.machine().lower() in ("x86_64", "amd64")
+    own = not intel or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if own and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
+
+
+NATIVE_MODE = _native_mode()
+"""The faster exact way on this CPU, a function of its instructions and of oneDNN's limit on them.
+
+Without bf16 instructions (AVX-512 BF16, AMX, Arm's) a bf16 product takes 2 to 300 times as long as one of the
+same operands as fp32.
+"""
+
+
+def mode() -> str:
+    """Return the mode in force: that of `multiplying`, of the environment, or this CPU's own.
+
+    Raises:
+        InputError: the environment names another word.
     """
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if _FORCED:
+        return _FORCED[-1]
+    asked = os.environ.get(MODE_VARIABLE)
+    if asked is not None and asked not in MODES:
+        raise InputError([f"{MODE_VARIABLE}={asked}: CPUs multiply in {' or '.join(MODES)}; leave it out"])
+    return asked or NATIVE_MODE
+
+
+def multiplies_bf16() -> bool:
+    """Return True if bf16 operands are multiplied by bf16 instructions."""
+    return mode() == "bf16"
+
+
+def why_not(recorded: str) -> str:
+    """Return why a run that multiplied in another mode cannot go on in it here; empty if it can."""
+    here = mode()
+    if recorded == here:
+        return ""
+    if MODE_VARIABLE in os.environ:
+        return f"{MODE_VARIABLE} asks for {here} here; set it to {recorded}, or leave it out"
+    if recorded == "bf16":
+        return (
+            "this CPU has no bf16 instructions, and would be many times slower; go on on one that has, or"
+            f" set {MODE_VARIABLE}=bf16"
+        )
+    return ""
+
+
+@contextmanager
+def multiplying(how: str) -> Iterator[None]:
+    """Multiply in one mode inside this context."""
+    _FORCED.append(how)
+    try:
+        yield
+    finally:
+        _FORCED.pop()
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

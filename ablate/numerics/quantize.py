@@ -35,7 +35,7 @@ from ablate.numerics.choices import SIGNS, STATISTICS
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import rotate, signs
 from ablate.numerics.history import History
-from ablate.numerics.kernels import cpu, cuda
+from ablate.numerics.kernels import cpu, cuda, general
 from ablate.numerics.partition import Partition
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.rounding import ROUNDINGS, toward
@@ -47,6 +47,7 @@ from ablate.numerics.scaling import (
     encode_scale,
     outer_statistic,
     round_scale,
+    tree_sum,
 )
 from ablate.numerics.select import Candidate, select
 from ablate.numerics.spec import Hadamard, Outer, Quant, argument, tag
@@ -93,6 +94,25 @@ class Operand:
         return Operand(
             self.values.t(), self.quant, self.amax, self.block_scale.permute(2, 1, 0, 3), self.largest
         )
+
+    def rescaled(self) -> Tensor:
+        """Return the input of the rounding, fp32 like `source`, which was kept; a kernel keeps nothing else.
+
+        Of MS-EDEN, which changes the block scales afterwards, and of an outer scale of 128 elements, which
+        ends up in the values, no kernel makes an operand that keeps its source.
+        """
+        if self.scaled is not None:
+            return self.scaled
+        assert self.quant is not None
+        assert self.source is not None
+        one = torch.ones((), dtype=torch.float32, device=self.source.device)
+        scale = one if self.amax is None else encode_scale(self.amax.view(-1, 1, 1, 1), self.quant)
+        factor = scale if self.block_scale is None else element_scales(self.block_scale, scale)
+        (rows, columns), (high, wide) = self.source.shape, self.quant.tile
+        scaled = self.source.to(torch.float32).view(rows // high, high, columns // wide, wide) * factor
+        if self.quant.range.prescale != 1:
+            scaled = scaled * self.quant.range.prescale
+        return scaled.view(rows, columns)
 
     def dequantize(self) -> Tensor:
         """Return value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
@@ -237,24 +257,30 @@ def _compiled(
 
     `reduced` is the amax of the whole matrix if `x` is a part of it.
     """
-    on_cpu = cpu.can_quantize(x, quant, rotation) and (reduced is None or bool(reduced.isfinite()))
-    if not on_cpu and (keep or reduced is not None or not cuda.can_quantize(x, quant, rotation)):
+    if reduced is not None and not reduced.isfinite():
         return None
-    flips = rotation and signs(rotation, x.device, clock, product)
-    if not on_cpu:
+    if not keep and reduced is None and cuda.can_quantize(x, quant, rotation):
+        flips = rotation and signs(rotation, x.device, clock, product)
         values, amax, block_scale = cuda.quantize(x, quant, flips, clock, where)
         return Operand(values, quant, amax, block_scale, amax)
-    assert quant.outer is not None  # every form of the kernels has one
+    nvidia = cpu.can_quantize(x, quant, rotation)
+    if not nvidia and not general.can_quantize(x, quant):
+        return None
     statistic = _statistic(quant.outer, history, clock) if reduced is None else reduced.item()
-    made = cpu.quantize(x, quant, flips, clock, where, keep, statistic)
+    if nvidia:
+        flips = rotation and signs(rotation, x.device, clock, product)
+        made = cpu.quantize(x, quant, flips, clock, where, keep, statistic)
+    else:
+        turned, size = (rotate(x, rotation, clock, product), rotation.size) if rotation else (x, 0)
+        made = general.quantize(turned, quant, size, clock, where, keep, statistic)
     return made and Operand(made.values, quant, made.amax, made.block_scale, made.largest, made.source)
 
 
 def _statistic(
-    outer: Outer, history: History | None, clock: Clock | None
+    outer: Outer | None, history: History | None, clock: Clock | None
 ) -> float | Callable[[Tensor, Tensor], Tensor] | None:
     """Return the outer statistic as a compiled quantiser takes it; None for amax, which it computes."""
-    if outer.statistic == "amax":
+    if outer is None or outer.statistic == "amax":
         return None
     if tag(outer.statistic) == "static":
         return float(argument(outer.statistic) or 0)
@@ -396,7 +422,7 @@ def ms_eden(
     y = torch.where(block_scale == 0, 0.0, scaled)
     rows, _, columns, length = y.shape
     grouped = (rows, columns * length // group, group)
-    power, inner = (product.reshape(grouped).sum(dim=2) for product in (y * y, y * codes))
+    power, inner = (tree_sum(product.reshape(grouped)) for product in (y * y, y * codes))
     correction = torch.where(inner == 0, 1.0, power / inner).repeat_interleave(group // length, dim=1)
     return round_scale(
         block_scale * correction.view(rows, 1, columns, 1),
@@ -408,8 +434,7 @@ def ms_eden(
 def _rotated(z: Tensor | None, rotation: Hadamard | None, clock: Clock | None, product: int) -> Tensor | None:
     if z is None:
         return None
-    z = z.contiguous()
-    return rotate(pad(z, 1, rotation.size), rotation, clock, product) if rotation else z
+    return rotate(z, rotation, clock, product) if rotation else z.contiguous()
 
 
 def _tiles(x: Tensor | None, quant: Quant) -> Tensor | None:

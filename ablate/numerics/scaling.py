@@ -46,14 +46,40 @@ def block_amax(tiles: Tensor) -> Tensor:
 
 def block_rms(tiles: Tensor) -> Tensor:
     """Return the root mean square of each block, fp32 [row tiles, 1, column tiles, 1]."""
-    return tiles.square().mean(dim=(1, 3), keepdim=True).sqrt()
+    return _root(_block_mean(tiles.square()))
 
 
 def block_std(tiles: Tensor) -> Tensor:
     """Return the population standard deviation of each block, fp32 [row tiles, 1, column tiles, 1]."""
-    if not tiles.numel():  # torch warns about the variance of empty tensors
-        return block_amax(tiles)
-    return tiles.var(dim=(1, 3), correction=0, keepdim=True).sqrt()
+    return _root(_block_mean((tiles - _block_mean(tiles)).square()))
+
+
+def _root(x: Tensor) -> Tensor:
+    """Return the square root, rounded correctly, which torch's in fp32 is not on a CPU with MKL."""
+    return x.double().sqrt().to(torch.float32)
+
+
+def _block_mean(tiles: Tensor) -> Tensor:
+    rows, columns = tiles.shape[1], tiles.shape[3]
+    total = tree_sum(tiles.permute(0, 2, 1, 3).flatten(2)) / (rows * columns)
+    return total[:, None, :, None]
+
+
+def tree_sum(terms: Tensor) -> Tensor:
+    """Add along the last dimension: the second half to the first, and so on, on every device alike.
+
+    Torch's own order depends on the machine.
+
+    Args:
+        terms: fp32 [..., n], n a power of two.
+
+    Returns:
+        fp32 [...].
+    """
+    while terms.shape[-1] > 1:
+        first, second = terms.chunk(2, dim=-1)
+        terms = first + second
+    return terms.squeeze(-1)
 
 
 BLOCK_STATISTICS = {
@@ -92,19 +118,19 @@ def percentile(
     Blocks whose largest magnitude is above it get the largest block scale, and their elements saturate.
     """
     assert p is not None
-    if amaxes.ndim == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        return _counted(x, math.ceil(p * x.numel()))
-    rows = x.reshape(1, -1) if amaxes.ndim == 1 else x
-    value = rows.abs().kthvalue(math.ceil(p * rows.shape[1]), dim=1).values.to(torch.float32)
-    return value[0] if amaxes.ndim == 1 else value.view(-1, 1, 1, 1)
+    if amaxes.ndim == 1:
+        return order_statistic(x, math.ceil(p * x.numel()))
+    return x.abs().kthvalue(math.ceil(p * x.shape[1]), dim=1).values.to(torch.float32).view(-1, 1, 1, 1)
 
 
-def _counted(x: Tensor, k: int) -> Tensor:
-    """Return the k-th smallest magnitude of bf16 `x`, fp32.
+def order_statistic(x: Tensor, k: int) -> Tensor:
+    """Return the k-th smallest magnitude of `x`, which is not empty, as an fp32 scalar.
 
-    There are only 32,768 magnitudes, ordered as their bits are; counting them is eight times as fast as
-    selecting.
+    In bf16 there are only 32,768 magnitudes, ordered as their bits are; counting them on a CPU is eight times
+    as fast as selecting.
     """
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return x.reshape(-1).abs().kthvalue(k).values.to(torch.float32)
     counts = torch.bincount(x.reshape(-1).view(torch.int16) & 0x7FFF, minlength=2**15)
     return torch.searchsorted(counts.cumsum(0), k).to(torch.int16).view(torch.bfloat16).to(torch.float32)
 

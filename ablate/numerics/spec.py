@@ -32,19 +32,28 @@ STATIC_ROTATED_VERSION = 4
 """Version of the recipes that rotate by 16 and give an amax (`outer.statistic: static:v`), on a CPU: up to
 version 3 the compiled quantiser ignored the given amax of rotated columns. The bits of no other recipe
 changed, so the ids of its trials stay."""
+TREE_SUMS_VERSION = 5
+"""Version of the recipes that add up a block: `range.statistic` rms or std, and MS-EDEN. Up to version 3 they
+added in torch's order, which differs between machines; now by halves (`scaling.tree_sum`)."""
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 """JSON data, as `ablate.files` has it: this package imports none of the others."""
 
 
 def version(recipes: Iterable[Json], device: str) -> int:
     """Return the version of the numerics of some recipes (as JSON data) on a device class."""
-    words = {word for recipe in recipes for word in _words(recipe)} if device == "cpu" else set()
-    return STATIC_ROTATED_VERSION if words >= {"rotated", "static"} else VERSION
+    words = {word for recipe in recipes for word in _words(recipe)}
+    if "sums" in words:
+        return TREE_SUMS_VERSION
+    return STATIC_ROTATED_VERSION if device == "cpu" and words >= {"rotated", "static"} else VERSION
 
 
 def _words(data: Json) -> Iterator[str]:
-    """Yield `rotated` for each rotation by 16 in a recipe's data, `static` for each given amax."""
+    """Yield `rotated` for each rotation by 16 in a recipe's data, `static` for each given amax, `sums`."""
     if isinstance(data, dict):
+        if isinstance(range_ := data.get("range"), dict) and str(range_.get("statistic")) != "amax":
+            yield "sums"
+        if data.get("rounding") == "ms_eden":
+            yield "sums"
         if isinstance(turn := data.get("hadamard"), dict) and turn.get("size") == 16:
             yield "rotated"
         if isinstance(outer := data.get("outer"), dict) and str(outer["statistic"]).startswith("static"):

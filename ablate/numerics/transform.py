@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ablate.numerics.choices import CHANNELS
 from ablate.numerics.philox import GROUP, Clock, random_bits
+from ablate.numerics.scaling import order_statistic
 from ablate.numerics.spec import Quant, Transform
 
 CHANNEL_FORMATS = {
@@ -39,7 +40,7 @@ def split(x: Tensor, quant: Quant, channels: int) -> list[tuple[Tensor, Quant | 
         rest = rest - part
         taken.append((part, part_quant))
     if quant.transform.clamp is not None:
-        limit = quantile(rest, quant.transform.clamp)
+        limit = quantile(rest if taken else x, quant.transform.clamp)
         clamped = rest.clamp(-limit, limit)
         if quant.transform.residual:
             taken.append(((rest - clamped).to(x.dtype), None))
@@ -96,7 +97,6 @@ def quantile(x: Tensor, q: float) -> Tensor:
 
     Not modelled: the code of arXiv 2501.17116 takes one quantile of each sign.
     """
-    flat = x.abs().flatten()
-    return (
-        flat.kthvalue(math.ceil(Fraction(repr(q)) * flat.numel())).values if flat.numel() else x.new_zeros(())
-    )
+    if not x.numel():
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return order_statistic(x, math.ceil(Fraction(repr(q)) * x.numel()))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ablate.engines import emulated
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import rotate
-from ablate.numerics.kernels import cpu
+from ablate.numerics.kernels import builds
 from ablate.numerics.philox import Clock, philox, random_bits, site
 from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, quantize
@@ -183,28 +183,24 @@ def nonfinite() -> Iterator[Row]:
 
 
 def kernels() -> Iterator[Row]:
-    """Compare the compiled quantisers with the reference, which `keep=True` selects."""
-    forms = {"nearest": Quant(), "stochastic": Quant(rounding="stochastic"), "16x16": Quant(block="16x16")}
+    """Compare the compiled quantisers and rotations with the reference, on every operand of every preset."""
+    operands = {
+        (quant, getattr(recipe, slot.partition(".")[0]).hadamard)
+        for recipe in (preset() for preset in PRESETS.values())
+        for slot, quant in recipe.quantised()
+    }
     pairs = []
     for exponent in (0, -100, 100, -130):
         x = (normal(48, 80, seed=exponent + 200) * 2.0**exponent).bfloat16()
-        for quant in forms.values():
-            for z, rotation in (
-                (x, None),
-                (x.t(), None),
-                (x.t(), Hadamard() if quant.block == "1x16" else None),
-            ):
-                mine, theirs = (
-                    quantize(z, quant, rotation=rotation, clock=Clock(1), keep=keep) for keep in (False, True)
-                )
-                pairs += [
-                    (mine.values, theirs.values),
-                    (mine.block_scale, theirs.block_scale),
-                    (mine.amax, theirs.amax),
-                ]
+        for quant, rotation in sorted(operands, key=repr):
+            for z in (x, x.t()):
+                mine = quantize(z, quant, rotation=rotation, clock=Clock(1))
+                with builds.using(None):
+                    theirs = quantize(z, quant, rotation=rotation, clock=Clock(1))
+                pairs += [(mine.values, theirs.values), (present(mine.largest), present(theirs.largest))]
     yield same(
-        "compiled quantisers, against the reference"
-        if cpu.build()
+        f"compiled quantisers of {len(operands)} operands, against the reference"
+        if builds.build()
         else "no compiled quantisers: the reference, again",
         *pairs,
     )
@@ -224,7 +220,8 @@ def rotations() -> Iterator[Row]:
     for rotations, limit in ((exact, 0.0), (inexact, 1e-6)):
         worst = 0.0
         for rotation in rotations:
-            turn = rotate(torch.eye(rotation.size), rotation).double()
+            with builds.using(None):
+                turn = rotate(torch.eye(rotation.size), rotation).double()
             worst = max(worst, (turn @ turn.t() - torch.eye(rotation.size)).abs().max().item())
         sizes = ", ".join(str(rotation.size) for rotation in rotations)
         yield below(f"R Rᵀ - I for {sizes} points", worst, limit, "fp32")

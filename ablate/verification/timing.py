@@ -172,6 +172,23 @@ def stretches(
     }
 
 
+def medians_by(
+    stopwatch: Stopwatch[Mark], calls: Mapping[Key, Callable[[], object]], rounds: int, least: float = 0.0
+) -> dict[Key, float]:
+    """Return the median seconds of each call on a device, as `stretches` measures them."""
+
+    def marked(call: Callable[[], object]) -> Callable[[Callable[[], None]], None]:
+        def whole(mark: Callable[[], None]) -> None:
+            mark()
+            call()
+            mark()
+
+        return whole
+
+    measured = stretches({name: marked(call) for name, call in calls.items()}, rounds, stopwatch, least)
+    return {name: spent for name, (spent,) in measured.items()}
+
+
 def _stretches(call: Callable[[Callable[[], None]], None], stopwatch: Stopwatch[Mark]) -> list[float]:
     marks: list[Mark] = []
     stopwatch.begin()
@@ -192,6 +209,18 @@ def joules(call: Callable[[], object]) -> float | None:
     call()
     wrap = int((_ENERGY / "max_energy_range_uj").read_text())
     return (int(counter.read_text()) - before) % wrap / 1e6
+
+
+def cuda_peak(call: Callable[[], object]) -> float:
+    """Return the peak of the allocated bytes of the current GPU during a call, above those before it."""
+    import torch
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return float(torch.cuda.max_memory_allocated() - before)
 
 
 def profile(

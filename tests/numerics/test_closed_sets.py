@@ -175,7 +175,7 @@ EXCEPTIONS = {
     ("verification/peers.py", "format"): OTHERS_FACTS,
     ("verification/peers.py", "block"): OTHERS_FACTS,
     ("verification/peers.py", "rounding"): OTHERS_FACTS,
-    ("verification/checks.py", "rounding"): "one row for each of two roundings of one figure",
+    ("numerics/product.py", "dtype"): "the ways in which a CPU multiplies bf16 operands",
     ("results/walkthrough.py", "block"): "one row for each of two blocks of one figure",
     ("recipes/recipe.py", "slots"): "the registry of directions",
     ("training/hyperparameters.py", "dtype"): "types of the optimizer's moments, which no recipe has",

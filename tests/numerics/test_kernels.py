@@ -1,6 +1,7 @@
 """Compiled quantisers equal the reference bit for bit, in every build that this CPU runs, or say that they cannot."""
 
 import itertools
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,13 +10,14 @@ from support.cases import every
 from torch import Tensor
 
 from ablate.numerics.census import census
-from ablate.numerics.hadamard import SIGNS
-from ablate.numerics.kernels import cpu
-from ablate.numerics.philox import Clock
+from ablate.numerics.hadamard import SIGNS, rotate
+from ablate.numerics.kernels import builds, cpu, general
+from ablate.numerics.philox import Clock, random_bits
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
+from ablate.recipes.presets import PRESETS
 
-BUILDS = sorted(cpu.FOLDER.glob("nvfp4_*.so"))
+BUILDS = sorted(builds.FOLDER.glob("nvfp4_*.so"))
 FORMS = {
     "1x16 nearest": Quant(),
     "16x16 nearest": Quant(block="16x16"),
@@ -36,12 +38,12 @@ pytestmark = pytest.mark.skipif(not BUILDS, reason="the package was installed wi
 def build(request, monkeypatch):
     """Every build in turn, where this CPU has its instructions."""
     level = request.param.stem.removeprefix("nvfp4_")
-    known = list(cpu.LEVELS.values())
-    mine = cpu.LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
+    known = list(builds.LEVELS.values())
+    mine = builds.LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
     if level in known and (mine == "portable" or known.index(level) < known.index(mine)):
         pytest.skip(f"this CPU has no {level}")
-    library = cpu.load(request.param)
-    monkeypatch.setattr(cpu, "build", lambda: library)
+    library = builds.load(request.param)
+    monkeypatch.setattr(builds, "build", lambda: library)
 
 
 def drawn(shape: tuple[int, int], regime: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -58,7 +60,7 @@ def drawn(shape: tuple[int, int], regime: str, dtype: torch.dtype, seed: int = 0
 
 
 def reference(x: Tensor, quant: Quant, **how) -> Operand:
-    with mock.patch.object(cpu, "can_quantize", return_value=False):
+    with mock.patch.object(builds, "build", return_value=None):
         return quantize(x, quant, **how)
 
 
@@ -70,9 +72,12 @@ def bits(x: Tensor) -> Tensor:
 def assert_equal(mine: Operand, theirs: Operand) -> None:
     """The sign of zero included."""
     for name in ("values", "block_scale", "amax", "largest"):
-        assert torch.equal(bits(getattr(mine, name)), bits(getattr(theirs, name))), name
-    with mock.patch.object(cpu, "can_decode", return_value=False):
-        assert torch.equal(bits(mine.dequantize()), bits(theirs.dequantize()))
+        a, b = getattr(mine, name), getattr(theirs, name)
+        assert (a is None) == (b is None), name
+        assert a is None or torch.equal(bits(a), bits(b)), name
+    with mock.patch.object(builds, "build", return_value=None):
+        decoded = theirs.dequantize()
+    assert torch.equal(bits(mine.dequantize()), bits(decoded))
 
 
 @every(transposed=[False, True], dtype=[torch.bfloat16, torch.float32], form=FORMS)
@@ -115,6 +120,62 @@ def test_what_is_decoded_is_what_the_reference_decodes(build, quant):
         mine = made.dequantize()
         with mock.patch.object(cpu, "can_decode", return_value=False):
             assert torch.equal(bits(mine), bits(made.dequantize()))
+
+
+def operands_of_presets() -> dict[str, tuple[Quant, Hadamard | None]]:
+    """Every way in which a preset quantises an operand, once, without what happens outside the quantiser."""
+    ways = {}
+    for name, preset in PRESETS.items():
+        for product in ("fprop", "dgrad", "wgrad"):
+            made = getattr(preset(), product)
+            for slot in sorted({"x", "w", "g"} & set(type(made).model_fields)):
+                if quant := getattr(made, slot):
+                    bare = {"source": "original", "transform": None, "estimator": None}
+                    ways.setdefault(
+                        (quant.model_copy(update=bare), made.hadamard), f"{name} {product}.{slot}"
+                    )
+    return {name: way for way, name in ways.items()}
+
+
+@every(transposed=[False, True], dtype=[torch.bfloat16, torch.float32], way=operands_of_presets())
+def test_every_operand_of_every_preset_has_a_kernel_that_equals_the_reference(build, way, dtype, transposed):
+    quant, rotation = operands_of_presets()[way]
+    how = {"rotation": rotation, "clock": Clock(2**32 - 5, step=3, micro_batch=1), "where": 7, "product": 8}
+    for shape, regime in itertools.product(SHAPES[2:], REGIMES):
+        x = drawn(shape, regime, dtype)
+        x = x.t() if transposed else x
+        with (
+            mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as nvidia,
+            mock.patch.object(general, "quantize", wraps=general.quantize) as other,
+        ):
+            mine = quantize(x, quant, **how)
+        assert nvidia.call_count + other.call_count == 1
+        assert_equal(mine, reference(x, quant, **how))
+
+
+@every(back=[False, True], size=[4, 8, 16, 32, 64, 128], dtype=[torch.bfloat16, torch.float32])
+def test_a_rotation_of_any_size_is_the_references(build, dtype, size, back):
+    for shape, regime in itertools.product(SHAPES, REGIMES):
+        z = drawn((shape[0], shape[1] + -shape[1] % size), regime, dtype)
+        for x in (z, z.t().contiguous().t(), z[:, :size]):
+            mine = rotate(x, Hadamard(size=size), back=back)
+            with mock.patch.object(builds, "build", return_value=None):
+                assert torch.equal(bits(mine), bits(rotate(x, Hadamard(size=size), back=back)))
+
+
+@every(shape=[(1, 1), (3, 5), (16, 32), (33, 65), (64, 47), (130, 96)], dtype=[torch.bfloat16, torch.float32])
+def test_a_transposed_copy_holds_the_same_numbers(build, shape, dtype):
+    x = drawn(shape, "ordinary", dtype)
+    assert torch.equal(bits(general.by_rows(x.t())), bits(x.t().contiguous()))
+
+
+@every(width=[8, 16, 24], purpose=[0, 1])
+def test_compiled_random_bits_are_the_references(build, width, purpose):
+    for rows, columns in ((1, 16), (3, 48), (7, 272), (64, 1024)):
+        draw = partial(random_bits, Clock(2**35 + 3, "masking", 7, 2), 2**32 - 9, rows, columns, width)
+        mine = draw(torch.device("cpu"), purpose)
+        with mock.patch.object(builds, "build", return_value=None):
+            assert torch.equal(mine, draw(torch.device("cpu"), purpose))
 
 
 @pytest.mark.slow
@@ -200,8 +261,24 @@ def test_an_amax_sees_every_element(build, dtype):
         Quant(range=Range(prescale=0.75)),
     ],
 )
-def test_a_form_that_is_not_theirs_is_the_references(quant):
+def test_a_form_that_is_not_nvidias_is_left_to_the_general_kernel(quant):
     assert not cpu.can_quantize(torch.ones(16, 32), quant, None)
+    assert general.can_quantize(torch.ones(16, 32), quant)
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        Quant(element="e3m0"),
+        Quant(block="1x8"),
+        Quant(select=Select(among="grids")),
+        Quant(select=Select(among="scales"), block="16x16"),
+        Quant(outer=Outer(granularity="row", statistic="percentile:0.9")),
+        Quant(block="16x16", range=Range(statistic="rms:2")),
+    ],
+)
+def test_a_form_without_a_kernel_is_the_references(quant):
+    assert not general.can_quantize(torch.ones(16, 32), quant)
 
 
 def test_so_is_another_dtype_an_empty_matrix_and_memory_with_gaps():
@@ -211,11 +288,11 @@ def test_so_is_another_dtype_an_empty_matrix_and_memory_with_gaps():
 
 
 def test_a_package_without_builds_says_so_in_one_line_and_uses_the_reference(monkeypatch, capsys, tmp_path):
-    cpu.installed_build.cache_clear()
-    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    builds.installed_build.cache_clear()
+    monkeypatch.setattr(builds, "FOLDER", tmp_path)
     x = drawn((16, 32), "ordinary", torch.float32)
     first, again = quantize(x, Quant()), quantize(x, Quant())
-    cpu.installed_build.cache_clear()
+    builds.installed_build.cache_clear()
     assert torch.equal(first.values, again.values)
     told = capsys.readouterr().err
     assert told.count("\n") == 1

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ablate.numerics.census import census
 from ablate.numerics.history import History
-from ablate.numerics.kernels import cpu
+from ablate.numerics.kernels import builds, cpu, general
 from ablate.numerics.partition import Partition
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Keep, Operand, quantize
@@ -187,11 +187,29 @@ def accepted_form(random: Random) -> Quant:
     )
 
 
-def quantiser(random: Random) -> Quant:
-    """Draw a quantiser: an accepted form, in one case of four with some fields drawn anew."""
+def any_form(random: Random) -> Quant:
+    """Draw a form of which every other field of the arithmetic is drawn, and every third of its parts."""
+    arithmetic = ("element", "select", "block", "scale", "range", "outer", "rounding", "bits")
     while True:
-        quant = accepted_form(random)
+        names = [name for name in arithmetic if random.random() < (0.15 if name == "select" else 0.5)]
+        fields = {name: value_of(Quant, name, random) for name in names}
+        outer = fields.get("outer")
+        if outer and random.random() < 0.5:  # the statistic that every granularity takes
+            granularity = random.choice(literal_values(Outer, "granularity"))
+            fields["outer"] = Outer(granularity=granularity, bound=outer.bound)
+        try:
+            return Quant(**fields)
+        except ValidationError:
+            continue
+
+
+def quantiser(random: Random) -> Quant:
+    """Draw a quantiser: one of NVIDIA's forms, some of them with fields drawn anew, or one of any form."""
+    while True:
         kind = random.random()
+        if kind < 0.4:
+            return any_form(random)
+        quant, kind = accepted_form(random), (kind - 0.4) / 0.6
         if kind < 0.03:
             outer = Outer(bound=1.0, statistic=FIELDS[Outer]["statistic"](random))
             return Quant(
@@ -390,10 +408,12 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 def runnable_builds() -> list[Path]:
     """The compiled builds that this CPU has the instructions for."""
-    known = list(cpu.LEVELS.values())  # the best first
-    runnable = {"portable", *(known[known.index(cpu.level()) :] if cpu.level() in known else ())}
+    known = list(builds.LEVELS.values())  # the best first
+    runnable = {"portable", *(known[known.index(builds.level()) :] if builds.level() in known else ())}
     return [
-        path for path in sorted(cpu.FOLDER.glob("nvfp4_*.so")) if path.stem.removeprefix("nvfp4_") in runnable
+        path
+        for path in sorted(builds.FOLDER.glob("nvfp4_*.so"))
+        if path.stem.removeprefix("nvfp4_") in runnable
     ]
 
 
@@ -402,13 +422,12 @@ def runnable_builds() -> list[Path]:
 
 @contextmanager
 def reference_only() -> Iterator[None]:
-    """Inside, no compiled kernel is asked, neither to quantise nor to decode."""
-    before = cpu.can_quantize, cpu.can_decode
-    cpu.can_quantize = cpu.can_decode = lambda *_: False
+    """Inside, no compiled kernel is asked, neither to quantise nor to rotate or decode."""
+    before, builds.build = builds.build, lambda: None
     try:
         yield
     finally:
-        cpu.can_quantize, cpu.can_decode = before
+        builds.build = before
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -475,20 +494,22 @@ class Coverage:
     """What a run has compared."""
 
     cases: int = 0
-    compiled: int = 0
-    """Cases of which a kernel quantised at least one call."""
+    compiled: Counter = field(default_factory=Counter)
+    """Cases of which a kernel quantised at least one call, by kernel: `cpu` (NVIDIA's forms) or `general`."""
     decoded: int = 0
     """Operands that a kernel decoded."""
     values: dict[str, Counter] = field(default_factory=dict)
     """How often each value of each field occurred, by `Class.field`."""
-    by_kernel: dict[str, Counter] = field(default_factory=dict)
-    """The same of the cases that a kernel quantised."""
+    by_kernel: dict[str, dict[str, Counter]] = field(default_factory=dict)
+    """The same by kernel, of the cases that it quantised."""
 
-    def add(self, one: Case, compiled: bool) -> None:
-        """Count a case and its fields."""
+    def add(self, one: Case, kernel: str) -> None:
+        """Count a case and its fields; `kernel`: which one quantised it, empty for none."""
         self.cases += 1
-        self.compiled += compiled
-        for values in (self.values, self.by_kernel) if compiled else (self.values,):
+        if kernel:
+            self.compiled[kernel] += 1
+        by_kernel = self.by_kernel.setdefault(kernel, {}) if kernel else {}
+        for values in (self.values, by_kernel):
             for spec in filter(None, (one.quant, one.rotation)):
                 _count(values, spec)
             rest = {
@@ -502,7 +523,7 @@ class Coverage:
 
     def __str__(self) -> str:
         varied = [f"{name} {len(counts)}" for name, counts in sorted(self.values.items())]
-        return f"{self.cases} cases, {self.compiled} by a kernel, {self.decoded} decoded by one; values by field: {', '.join(varied)}"
+        return f"{self.cases} cases, {dict(self.compiled)} by a kernel, {self.decoded} decoded by one; values by field: {', '.join(varied)}"
 
 
 def _count(values: dict[str, Counter], spec: Spec) -> None:
@@ -582,22 +603,27 @@ def _census_difference(mine: Operand, theirs: Operand, one: Case) -> str | None:
 
 
 class _Calls:
-    """Inside, count whether a kernel made an operand."""
+    """Inside, note which kernel made an operand."""
 
-    made = 0
+    made = ""
 
     def __enter__(self) -> None:
-        self.before = cpu.quantize
+        self.before = {module: module.quantize for module in (cpu, general)}
+        for module, quantise in self.before.items():
+            module.quantize = self._noting(module.__name__.rpartition(".")[2], quantise)
 
-        def counted(*args: Any, **options: Any) -> Any:
-            result = self.before(*args, **options)
-            self.made |= result is not None
+    def _noting(self, name: str, quantise: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **options: Any) -> Any:
+            result = quantise(*args, **options)
+            if result is not None:
+                self.made = name
             return result
 
-        cpu.quantize = counted
+        return noting
 
     def __exit__(self, *_: object) -> None:
-        cpu.quantize = self.before
+        for module, quantise in self.before.items():
+            module.quantize = quantise
 
 
 def first_difference(seed: int, count: int, coverage: Coverage) -> tuple[Case, str] | None:

@@ -4,148 +4,21 @@ They take NVIDIA's forms: E2M1 elements, E4M3 scales to nearest, one amax a tens
 blocks of 16 or 16x16. All else is the reference's.
 """
 
-import ctypes
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ablate.numerics.kernels import builds
+from ablate.numerics.kernels.builds import COUNTS, SUMS, CastArguments, Sums
 from ablate.numerics.philox import Clock, philox_key
 from ablate.numerics.spec import BlockScale, Hadamard, Quant, Range
 
-LEVELS = {"AVX512": "x86_64_v4", "AVX2": "x86_64_v3"}
-"""Torch's name for what this CPU can do, and the compiler's; anything else runs the portable build."""
-
-
-FOLDER = Path(__file__).parent
-
 TILES = {"rows": (1, 16), "columns": (16, 1), "tiles": (16, 16)}
 """Rows and columns of memory that share a block scale, by kernel."""
-
-
-class CastArguments(ctypes.Structure):
-    """Arguments of one cast: `spec` in nvfp4.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_float) for name in ("bound", "headroom")),
-        *((name, ctypes.c_int32) for name in ("bf16", "stochastic", "rotated")),
-        ("signs", ctypes.c_uint32),
-        *(("key", ctypes.c_uint32 * 2), ("clock", ctypes.c_uint32 * 3)),
-        *((name, ctypes.c_float) for name in ("amax", "largest", "multiplier", "inverse")),
-    )
-
-
-SUMS = ("power", "error", "inner", "quantised_power", "fourth")
-COUNTS = ("zeros", "saturated", "clipped")
-
-
-class Sums(ctypes.Structure):
-    """Arguments and results of a census: `sums` in census.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_float) for name in ("amax", "inverse", "factor")),
-        *((name, ctypes.c_int32) for name in ("bf16", "tile_rows", "tile_columns")),
-        *((name, ctypes.c_double) for name in SUMS),
-        *((name, ctypes.c_int64) for name in COUNTS),
-    )
-
-
-_FORCED: list[ctypes.CDLL | None] = []
-"""Builds that `using` puts in the place of the installed one; the last one counts."""
-
-
-def build() -> ctypes.CDLL | None:
-    """Return the build that quantises: that of `using`, else the installed one; None: the reference does."""
-    return _FORCED[-1] if _FORCED else installed_build()
-
-
-@contextmanager
-def using(library: ctypes.CDLL | None) -> Iterator[None]:
-    """Quantise with another build within the block; None: with the reference."""
-    _FORCED.append(library)
-    try:
-        yield
-    finally:
-        _FORCED.pop()
-
-
-@cache
-def installed_build() -> ctypes.CDLL | None:
-    """Return the installed build for this CPU; print a line and return None if there is none."""
-    try:
-        return load(path(level()))
-    except OSError as error:
-        print(
-            f"ablate: no compiled quantisers, so all runs on the slow reference ({error}); "
-            "install ablate-fp4 again",
-            file=sys.stderr,
-        )
-        return None
-
-
-def _built() -> ctypes.CDLL:
-    """Return the build for this CPU, which the caller has checked to exist (`can_quantize`, `can_decode`)."""
-    library = build()
-    assert library is not None
-    return library
-
-
-def level() -> str:
-    """Return the name of the best build that this CPU runs."""
-    return LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
-
-
-def path(name: str) -> Path:
-    """Return the path of a build."""
-    return FOLDER / f"nvfp4_{name}.so"
-
-
-def load(path: Path) -> ctypes.CDLL:
-    """Load one build and declare its functions. OSError if it is missing or for another machine."""
-    library, pointer, integer = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_int64
-    for name in ("rows", "columns", "tiles"):
-        getattr(library, name).restype = ctypes.c_int
-        getattr(library, name).argtypes = (
-            pointer,
-            integer,
-            integer,
-            ctypes.POINTER(CastArguments),
-            pointer,
-            pointer,
-        )
-    library.amax.restype, library.amax.argtypes = ctypes.c_float, (pointer, integer, ctypes.c_int32)
-    library.turn.restype, library.turn.argtypes = (
-        ctypes.c_float,
-        (pointer, integer, integer, ctypes.c_uint32, pointer),
-    )
-    library.decode.restype = library.census.restype = None
-    library.decode.argtypes = (
-        pointer,
-        integer,
-        integer,
-        pointer,
-        integer,
-        integer,
-        ctypes.c_float,
-        ctypes.c_float,
-        pointer,
-    )
-    library.census.argtypes = (
-        pointer,
-        pointer,
-        integer,
-        integer,
-        pointer,
-        ctypes.POINTER(Sums),
-        *(pointer,) * 4,
-    )
-    return library
 
 
 @cache
@@ -176,7 +49,7 @@ def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
         and x.dtype in (torch.bfloat16, torch.float32)
         and x.numel() > 0
         and (x.is_contiguous() or x.t().is_contiguous())
-        and build() is not None
+        and builds.build() is not None
     )
 
 
@@ -189,12 +62,14 @@ def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
 class Made(NamedTuple):
     """Result of `quantize`.
 
-    Values are bf16 [rows, columns padded to blocks], block scales fp32 [row tiles, 1, column tiles, 1].
+    Values are [rows, columns padded to blocks], bf16 or, of a wide form, fp32; block scales are fp32
+    [row tiles, 1, column tiles, 1].
     """
 
     values: Tensor
-    amax: Tensor
-    block_scale: Tensor
+    amax: Tensor | None
+    """fp32: a scalar, or [rows, 1]; None without an outer scale, or with one for 128 elements."""
+    block_scale: Tensor | None
     largest: Tensor
     """The largest magnitude; the same as `amax` unless a statistic took its place."""
     source: Tensor | None
@@ -248,7 +123,7 @@ def quantize(
     source = memory.t() if by_columns else memory
     if callable(statistic):
         largest = torch.tensor(
-            _built().amax(memory.data_ptr(), memory.numel(), spec.bf16), dtype=torch.float32
+            builds.built().amax(memory.data_ptr(), memory.numel(), spec.bf16), dtype=torch.float32
         )
         spec.amax = statistic(source, largest) if largest.isfinite() else largest
     elif statistic is not None:
@@ -264,7 +139,7 @@ def quantize(
     values = torch.empty(rows, columns, dtype=torch.bfloat16)
     # The kernel writes fp32, whatever torch's default dtype is.
     scales = torch.empty(rows // tile_rows, columns // tile_columns, dtype=torch.float32)
-    if not getattr(_built(), kernel)(
+    if not getattr(builds.built(), kernel)(
         memory.data_ptr(), rows, columns, spec, values.data_ptr(), scales.data_ptr()
     ):
         return None
@@ -281,7 +156,7 @@ def quantize(
 def _turned(memory: Tensor, signs: int) -> Tensor:
     """Return the columns rotated, in a tensor of its own: the quantiser keeps no rotated copy."""
     turned = torch.empty_like(memory)
-    _built().turn(memory.data_ptr(), *memory.shape, signs, turned.data_ptr())
+    builds.built().turn(memory.data_ptr(), *memory.shape, signs, turned.data_ptr())
     return turned
 
 
@@ -293,7 +168,7 @@ def can_decode(values: Tensor, block_scale: Tensor, amax: Tensor | None) -> bool
         and values.is_contiguous()
         and values.shape[1] % (16 * block_scale.shape[2]) == 0
         and (amax is None or amax.ndim == 0)
-        and build() is not None
+        and builds.build() is not None
     )
 
 
@@ -311,7 +186,7 @@ def decode(
     """
     out, scales = torch.empty(values.shape, dtype=torch.float32), block_scale.contiguous()
     whole = 1.0 if amax is None else amax.item()
-    _built().decode(
+    builds.built().decode(
         values.data_ptr(), *values.shape, scales.data_ptr(), *tile, whole, factor.item(), out.data_ptr()
     )
     return out
@@ -344,7 +219,8 @@ def census(
     sums = Sums(amax=amax, inverse=inverse, factor=factor, bf16=source.dtype == torch.bfloat16)
     sums.tile_rows, sums.tile_columns = rows // scales.shape[0], columns // scales.shape[1]
     outputs = (z.data_ptr() for z in (blocks, block_power, row_sums, column_sums))
-    _built().census(memory.data_ptr(), quantised.data_ptr(), rows, columns, scales.data_ptr(), sums, *outputs)
+    inputs = memory.data_ptr(), quantised.data_ptr(), rows, columns, scales.data_ptr()
+    builds.built().census(*inputs, sums, *outputs)
     if by_columns:
         blocks, block_power = blocks.t(), block_power.t()
     mean = row_sums / columns if by_columns else column_sums / rows

@@ -8,6 +8,7 @@
    transposing it); `tiles`, 16x16. Each takes bf16 or fp32 and writes bf16 values, code times block scale, and the fp32 scales. */
 
 #include "nvfp4.h"
+#include "philox.h"
 
 /* --- rounding ----------------------------------------------------------------------------------------------------------------- */
 
@@ -26,25 +27,6 @@ INLINE pair round_pair(pair x, pair factor, pair scale, int32_t drawn, u32 even,
     if (drawn)
         return (pair){stochastic(e, even) * (scale.even * 0.5f), stochastic(o, odd) * (scale.odd * 0.5f)};
     return (pair){nearest(e, 1, 0) * scale.even, nearest(o, 1, 0) * scale.odd};
-}
-
-/* Philox4x32-10 on sixteen counters, eight in each half: out[w] are their words w. The upper halves of the 64-bit lanes hold what
-   products leave there, and are never read. */
-INLINE void philox(const u64 counters[2], const spec *p, u64 out[4][2]) {
-    for (int h = 0; h < 2; h++) {
-        out[0][h] = counters[h];
-        for (int word = 1; word < 4; word++)
-            out[word][h] = (u64){0} + p->clock[word - 1];
-    }
-    uint32_t k0 = p->key[0], k1 = p->key[1];
-    UNROLL for (int round = 0; round < 10; round++) {
-        UNROLL for (int h = 0; h < 2; h++) {
-            u64 a = (out[0][h] & 0xffffffffu) * 0xD2511F53u, b = (out[2][h] & 0xffffffffu) * 0xCD9E8D57u;
-            out[0][h] = b >> 32 ^ out[1][h] ^ k0, out[1][h] = b;
-            out[2][h] = a >> 32 ^ out[3][h] ^ k1, out[3][h] = a;
-        }
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-    }
 }
 
 /* --- the amax ----------------------------------------------------------------------------------------------------------------- */
@@ -104,13 +86,11 @@ INLINE u32 fold2(u32 a, u32 b, int32_t bf16) {
 /* 255 less each random byte of sixteen blocks, from number `group`. */
 INLINE void row_chances(uint32_t group, const spec *p, uint8_t chances[256]) {
     u64 w[4][2], counters[2] = {(u64){0, 1, 2, 3, 4, 5, 6, 7} + group, (u64){8, 9, 10, 11, 12, 13, 14, 15} + group};
-    philox(counters, p, w);
-    UNROLL for (int h = 0; h < 2; h++) { /* the four words of a block, one beside the other */
-        u32 first = ~__builtin_shufflevector((u32)w[0][h], (u32)w[1][h], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        u32 last = ~__builtin_shufflevector((u32)w[2][h], (u32)w[3][h], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        memory *four = (memory *)(chances + 128 * h);
-        four[0] = __builtin_shufflevector(first, last, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
-        four[1] = __builtin_shufflevector(first, last, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31);
+    philox(counters, p->key, p->clock, w);
+    UNROLL for (int h = 0; h < 2; h++) {
+        u32 four[2];
+        words_of_groups(w, h, four);
+        *(memory *)(chances + 128 * h) = four[0], *(memory *)(chances + 128 * h + 64) = four[1];
     }
 }
 
@@ -281,7 +261,7 @@ INLINE void column_scales(const void *x, int64_t at, int64_t width, int64_t coun
 INLINE void column_chances(int64_t column, int64_t block, int64_t blocks, const spec *p, u32 chances[4]) {
     u64 w[4][2], places[2] = {(u64){0, 2, 4, 6, 8, 10, 12, 14} + column, (u64){16, 18, 20, 22, 24, 26, 28, 30} + column};
     u64 counters[2] = {places[0] * blocks + block, places[1] * blocks + block};
-    philox(counters, p, w);
+    philox(counters, p->key, p->clock, w);
     UNROLL for (int i = 0; i < 4; i++)
         chances[i] = ~__builtin_shufflevector((u32)w[i][0], (u32)w[i][1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 }
