@@ -15,6 +15,7 @@ from support.experiments import SHAPE, events_of, shards, tiny, until
 from support.gates import Gate
 
 from ablate.cli.plan import forecast
+from ablate.errors import InputError
 from ablate.execution.controller import Controller
 from ablate.execution.messages import TrialRequest
 from ablate.execution.progress import RunOptions
@@ -24,12 +25,15 @@ from ablate.execution.trial_runner import run
 from ablate.execution.workers import Inline
 from ablate.experiment.arms import StartingPoint
 from ablate.experiment.trial_spec import TrialSpec
+from ablate.numerics import product
+from ablate.numerics.product import MODES
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Phase
 from ablate.results.ledger import Ledger
 from ablate.results.trial_store import Store
 from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, seal
 from ablate.training.checkpoints import Checkpoints
+from ablate.training.metric_names import PRODUCT_BITS
 from ablate.training.workloads.gpt import Gpt
 
 STEPS = 8
@@ -127,6 +131,56 @@ def test_a_trial_whose_checkpoint_or_records_were_changed_begins_anew_and_ends_a
     told = list(run(spec, store, store.begin(spec.id), OFTEN))
     assert not any("resumed" in event for event in told)
     assert [own(event) for event in told] == on_disk(store, spec) == plain
+
+
+@pytest.mark.parametrize("then", MODES)
+def test_a_trial_keeps_the_mode_of_its_products_on_another_cpu(then, tmp_path, monkeypatch):
+    """Sums add in another order there, so it would not be the trial from the start, bit for bit."""
+    (spec,) = cooldowns(tmp_path, 0.1)
+    (other,) = MODES.keys() - {then}
+    store, how = Store(tmp_path / "runs"), OFTEN | {"every": 1}
+    with product.multiplying(then):
+        plain = [own(event) for event in run(spec, Store(tmp_path / "plain"), 1, how)]
+        begun(spec, store, 12, how=how)
+    monkeypatch.setattr(product, "NATIVE_MODE", other)
+    if then == "bf16":  # asked of a CPU without its instructions
+        with pytest.raises(InputError, match=r"goes on from step 1[12] of a run that multiplied in bf16"):
+            list(run(spec, store, store.begin(spec.id), how))
+        monkeypatch.setenv(product.MODE_VARIABLE, "bf16")
+    told = list(run(spec, store, store.begin(spec.id), how))
+    assert any("resumed" in event for event in told)
+    assert [own(event) for event in told] == plain
+    assert {event["metrics"][PRODUCT_BITS] for event in told if PRODUCT_BITS in event["metrics"]} == {
+        MODES[then]
+    }
+
+
+def test_a_mode_that_the_environment_asks_for_is_not_overruled_by_a_checkpoint(tmp_path, monkeypatch):
+    (spec,) = cooldowns(tmp_path, 0.1)
+    store = Store(tmp_path / "runs")
+    with product.multiplying("fp32"):
+        begun(spec, store, 12)
+    monkeypatch.setenv(product.MODE_VARIABLE, "bf16")
+    with pytest.raises(
+        InputError, match="ABLATE_PRODUCTS asks for bf16 here; set it to fp32, or leave it out"
+    ):
+        list(run(spec, store, store.begin(spec.id), OFTEN))
+    monkeypatch.setenv(product.MODE_VARIABLE, "fp8")
+    with pytest.raises(InputError, match="ABLATE_PRODUCTS=fp8: CPUs multiply in bf16 or fp32"):
+        list(run(spec, store, store.begin(spec.id), OFTEN))
+
+
+def test_a_fork_goes_on_in_the_mode_of_its_trunk(tmp_path, monkeypatch):
+    specs, store = cooldowns(tmp_path, 0, 0.5), Store(tmp_path / "runs")
+    family = Family(specs)
+    with product.multiplying("fp32"):
+        list(run(specs[0], store, 1, OFTEN, family.points(specs[0])))
+        scratch = [own(event) for event in run(specs[1], Store(tmp_path / "scratch"), 1, OFTEN)]
+    monkeypatch.setattr(product, "NATIVE_MODE", "bf16")
+    forked = list(run(specs[1], store, 1, OFTEN, family.points(specs[1])))
+    assert [own(event) for event in forked] == scratch
+    fresh = [event["metrics"] for event in forked if not event.get("again")]
+    assert {metrics[PRODUCT_BITS] for metrics in fresh if PRODUCT_BITS in metrics} == {32}
 
 
 def test_a_trial_goes_on_from_an_earlier_state_where_the_furthest_that_others_left_was_changed(

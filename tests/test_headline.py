@@ -20,6 +20,7 @@ from ablate.results.gate import checks
 from ablate.results.headline import headline_of
 from ablate.results.ledger import Ledger
 from ablate.results.summary import summaries
+from ablate.training.metric_names import PRODUCT_BITS
 
 GRID = {"rht": [True, False], "sr": [True, False]}
 
@@ -236,6 +237,21 @@ def test_finished_finite_runs_pass_and_the_spread_is_noted(book):
     unpaired = np.var(list(BASE.values()), ddof=1) + np.var(list(WORSE.values()), ddof=1)
     paired = np.var([WORSE[seed] - BASE[seed] for seed in BASE], ddof=1)
     assert found[f"unpaired it would take {unpaired / paired:,.0f} times the seeds"] == "note"
+
+
+def test_pairs_of_runs_that_multiplied_in_different_ways_are_named_above_the_verdict(book):
+    add(book, "bf16", BASE, None)
+    add(book, "a", WORSE)
+    for member in book.members():
+        bits = 32.0 if member.name == "a" and member.seed in (1, 3) else 16.0
+        book.record(member.trial, [{"step": 41, "time": 0.0, "metrics": {PRODUCT_BITS: bits}}])
+    found = kinds(book)
+    assert (
+        found[
+            "2 of 8 runs multiplied in fp32, the others by bf16 instructions: pairs of seeds 1, 3 compare the CPUs too"
+        ]
+        == "warning"
+    )
 
 
 def test_missing_diverged_and_non_finite_runs_are_named_above_the_verdict(book):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ablate import provenance
+from ablate.errors import InputError
 from ablate.execution.messages import Event, Result, TelemetrySettings, Waiting
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json, full, write
@@ -48,6 +49,9 @@ def exit_status(work: Callable[[], None]) -> int:
     except OutOfMemory as error:
         print(error, file=sys.stderr, flush=True)
         return OUT_OF_MEMORY
+    except InputError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
     except Exception as error:  # the boundary of the process
         with suppress(OSError):
             traceback.print_exc()
@@ -238,12 +242,18 @@ def _run(
     write(folder / "spec.json", spec.content)
     started, facts = time.time(), spec.config.summary()  # before hours are spent: it reads the data
     event: Event = {}
-    with closing(EventsFile(store, spec.id, attempt)) as journal:
-        from ablate.training.checkpoints import Checkpoints  # torch: only where a trial runs
+    with closing(EventsFile(store, spec.id, attempt)) as journal, ExitStack() as stack:
+        from ablate.numerics import product  # torch: only where a trial runs
+        from ablate.training.checkpoints import Checkpoints
 
-        checkpoints = Checkpoints(
-            folder / "checkpoint.pt", spec.id, telemetry.get("checkpoint", 60.0), shared, journal
-        )
+        products = product.mode() if spec.device == "cpu" else None
+        seconds = telemetry.get("checkpoint", 60.0)
+        checkpoints = Checkpoints(folder / "checkpoint.pt", spec.id, seconds, shared, journal, products)
+        if ranks > 1 and checkpoints.products != products:
+            begun = f"trial {spec.id} began with products in {checkpoints.products}"
+            remedy = f"set {product.MODE_VARIABLE}={checkpoints.products} for all of them"
+            raise InputError([f"{begun}, and its {ranks} ranks would multiply in {products}; {remedy}"])
+        stack.enter_context(product.multiplying(checkpoints.products or product.mode()))
         if trunk := checkpoints.trunk:
             store.fork(spec.id, attempt, trunk)
         # This sweep's ledger may not have the records of the trunk and of earlier attempts.

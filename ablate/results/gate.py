@@ -15,7 +15,7 @@ from ablate.results.ledger import Ledger
 from ablate.results.number_text import counted, number, signed
 from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
-from ablate.training.metric_names import parse
+from ablate.training.metric_names import PRODUCT_BITS, parse
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
         ledger: ledger of the sweep.
         arms: its arms, by the main metric.
     """
-    found = [_finished(arms), _finite(ledger, arms), _learned(arms), _twin(arms), _bad(arms), *_spread(arms)]
+    found = [_finished(arms), _finite(ledger, arms), _learned(arms), _twin(arms), _bad(arms)]
+    found += [_one_product(ledger), *_spread(arms)]
     return [check for check in found if check]
 
 
@@ -62,6 +63,24 @@ def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
         words += [f"a guard acted in {counted(acted, 'run')}"] if acted else []
         return Check("warning", "; ".join(words))
     return Check("passed", "no NaN, no divergence, no guard acted")
+
+
+def _one_product(ledger: Ledger) -> Check | None:
+    """Return the warning that runs of one seed multiplied in different ways, and so compare CPUs too."""
+    bits = ledger.largest(PRODUCT_BITS)
+    by_seed: dict[int, set[float]] = {}
+    for member in ledger.members():
+        if member.trial in bits:
+            by_seed.setdefault(member.seed, set()).add(bits[member.trial])
+    mixed = sorted(seed for seed, seen in by_seed.items() if len(seen) > 1)
+    if not mixed:
+        return None
+    in_fp32 = sum(1 for value in bits.values() if value == 32)
+    return Check(
+        "warning",
+        f"{in_fp32} of {counted(len(bits), 'run')} multiplied in fp32, the others by bf16 instructions: pairs"
+        f" of {'seed' if len(mixed) == 1 else 'seeds'} {', '.join(map(str, mixed))} compare the CPUs too",
+    )
 
 
 def _learned(arms: Sequence[ArmSummary]) -> Check | None:

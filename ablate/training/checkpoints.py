@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.emulated import Engine, EngineState
+from ablate.errors import InputError
 from ablate.files import Damaged
+from ablate.numerics.product import why_not
 from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, Footer, seal, unsealed
 from ablate.training.distributed import gathered, placed, placed_optimizer, world
 from ablate.training.guard import GuardState
@@ -57,6 +59,8 @@ class RunState(ModelState):
     """Seconds spent in steps so far."""
     trial: NotRequired[str]
     """Id of the trial that wrote the file; present in a state that was read from one."""
+    products: NotRequired[str | None]
+    """Mode of the products of a CPU (`product.MODES`), likewise; None or absent: a GPU's, or not recorded."""
     readings: NotRequired["Readings"]
     """Losses at the end of a forked trial's earlier windows."""
 
@@ -84,6 +88,11 @@ class Checkpoints:
         seconds: seconds between two checkpoints of the trial; 0: one after every step.
         shared: files of the states that other trials pass through too, keyed by step; any may not exist yet.
         journal: the object that records the trial; None: checkpoints are not compared with records.
+        products: mode of the products of this CPU; None on a GPU. A trial that goes on keeps the mode that it
+            began with.
+
+    Raises:
+        InputError: this CPU cannot go on in the mode of the state.
     """
 
     def __init__(
@@ -93,8 +102,10 @@ class Checkpoints:
         seconds: float,
         shared: Mapping[int, Path] | None = None,
         journal: Journal | None = None,
+        products: str | None = None,
     ) -> None:
         self.path, self.trial, self.seconds, self.shared = path, trial, seconds, shared or {}
+        self.products = products
         self._journal = journal
         self.resumed: int | None = None
         """Step from which this attempt continued; None if it started at step 0."""
@@ -113,6 +124,8 @@ class Checkpoints:
         )
         """Trial that wrote the shared state from which this one continues, and its step; None without one."""
         self._state = taken or self._state
+        if self._state:
+            self._keep_mode(self._state)
         self.start = self._state["step"] if self._state else 0
         """Step from which this attempt continues."""
 
@@ -135,7 +148,21 @@ class Checkpoints:
 
     def read(self, step: int) -> RunState | None:
         """Return the shared state after a step; None if there is none, or if it cannot be used."""
-        return self._read(self.shared[step])
+        state = self._read(self.shared[step])
+        if state:
+            self._keep_mode(state)
+        return state
+
+    def _keep_mode(self, state: RunState) -> None:
+        recorded = state.get("products")
+        if not recorded or not self.products:
+            return
+        if why := why_not(recorded):
+            begun = (
+                f"trial {self.trial} goes on from step {state['step']} of a run that multiplied in {recorded}"
+            )
+            raise InputError([f"{begun}, and sums add in another order: {why}"])
+        self.products = recorded
 
     def wanted(self, step: int) -> tuple[bool, bool]:
         """Return two flags: shared state wanted, and own checkpoint wanted.
@@ -177,7 +204,7 @@ class Checkpoints:
     def _write(self, path: Path, state: RunState, about: Mapping[str, object]) -> None:
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         with temporary.open("w+b") as file:
-            torch.save({"trial": self.trial, **state}, file)
+            torch.save({"trial": self.trial, "products": self.products, **state}, file)
             seal(file, about)
             file.flush()
             os.fsync(file.fileno())

@@ -40,7 +40,7 @@ from ablate.training.fork_design import Forks, Window
 from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
 from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED
-from ablate.training.metrics import SlotErrors, gradient_noise, memory, oscillation
+from ablate.training.metrics import SlotErrors, gradient_noise, of_machine, oscillation
 from ablate.training.optimizers import optimizer
 
 T = TypeVar("T")
@@ -379,7 +379,7 @@ class Loop:
         closes = evaluates or diverges or self.over or done % self.telemetry.log == 0
         if metrics or closes:
             metrics |= self.meter.metrics(done, self.over) if closes else self.meter.latest(done)
-            metrics |= memory(self.device) | self._seen(done) | self.watch.metrics()
+            metrics |= of_machine(self.device) | self._seen(done) | self.watch.metrics()
         if closes:
             self.meter.reset()
         if evaluates:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.census import census
+from ablate.numerics.product import MODES, mode
 from ablate.numerics.quantize import Operand
 from ablate.training.alarms import Alarm
-from ablate.training.metric_names import Name
+from ablate.training.metric_names import PRODUCT_BITS, Name
 from ablate.training.operand_metrics import OPERAND_METRICS
 
 
@@ -131,6 +132,12 @@ class SlotErrors:
                     result[str(Name("quant", slot, layer, name))] = value
                     by_slot[str(Name("quant", slot, None, name))].append(value)
         return result | {name: math.fsum(values) / len(values) for name, values in by_slot.items()}
+
+
+def of_machine(device: torch.device) -> dict[str, float]:
+    """Return `memory`, and on a CPU the bits of what it multiplies for a bf16 product (`product.MODES`)."""
+    bits = {} if device.type != "cpu" else {PRODUCT_BITS: float(MODES[mode()])}
+    return memory(device) | bits
 
 
 def memory(device: torch.device) -> dict[str, float]:

@@ -41,7 +41,7 @@ from ablate.training.conversion import Conversion, ConversionState, convert
 from ablate.training.fork_design import parts_of
 from ablate.training.loop import Record, Telemetry, move_by_ulp
 from ablate.training.metric_names import FIRST_NONFINITE, part_metric
-from ablate.training.metrics import memory
+from ablate.training.metrics import of_machine
 
 if TYPE_CHECKING:
     Batch = TypeVar("Batch")
@@ -416,7 +416,7 @@ class Trial:
         metrics["tokens"] = float(self._done * self._run.tokens_per_step)
         for conversion in self._conversions:
             metrics["nan/activation"] = conversion.metrics()["nan/activation"]
-        metrics |= memory(self.device)
+        metrics |= of_machine(self.device)
         self._recorded, self._last_record = self._done, time.monotonic()
         self._emit(Record(self._done + self._before, metrics))
 

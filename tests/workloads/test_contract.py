@@ -31,6 +31,7 @@ MORE = (
     "grad/*",
     "guard/*",
     "memory/*",
+    "throughput/product_bits",
     "nan/first_step",
     "nan/steps_skipped",
     "tokens",

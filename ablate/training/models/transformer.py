@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ablate.numerics.product import linear
+
 
 class TransformerShape(Protocol):
     """Sizes of a `Transformer`, as a `Gpt` workload has them."""
@@ -135,7 +137,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens).to(self.dtype)
         for block in self.blocks:
             x = block(x, rotation)
-        logits = F.linear(self.norm(x), self.head.weight.to(self.dtype))
+        logits = linear(self.norm(x), self.head.weight.to(self.dtype))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
