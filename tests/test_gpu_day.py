@@ -1,0 +1,217 @@
+"""A day with a GPU: what is tested without one is that commands exist, that failures stop nothing, and that figures are read.
+
+What its commands find on a GPU is no matter of a test.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.cases import every
+from support.experiments import environment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import gpu_day
+from gpu_day import Machine, Step
+
+from ablate.experiment.load import load
+
+ROOT = Path(__file__).parents[1]
+HERE = Machine(facts={"torch": "none"})
+BLACKWELL = Machine(1, 180.0, {"fp8": None, "nvfp4": None})
+HOPPER = Machine(1, 79.2, {"fp8": None, "nvfp4": "this GPU, SM 9.0, does not train NVFP4"})
+TINY = ("--layers", "1", "--width", "64", "--tokens", "128", "--rounds", "1", "--json")
+
+
+def python(code: str) -> tuple[str, ...]:
+    """Return a command that runs a line of Python."""
+    return (sys.executable, "-c", code)
+
+
+def day(out: Path, *chosen: Step, words: tuple[str, ...] = ()) -> tuple[int, dict[str, dict], str]:
+    """Run these steps; returns the exit status, the results by step, and the summary."""
+    status = gpu_day.main(["--out", str(out), *words], lambda out: list(chosen), lambda: HERE)
+    results = {one["step"]: one for one in json.loads((out / "results.json").read_text())}
+    return status, results, (out / "summary.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_dry_run_passes_without_a_gpu(tmp_path):
+    """Every option of every command exists."""
+    command = [str(ROOT / "benchmarks" / "gpu_day.sh"), "--dry-run"]
+    venv = Path(sys.executable).parents[1]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment(VENV=str(venv)),
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for step in gpu_day.steps(tmp_path):
+        assert f"\n{step.name}: " in f"\n{done.stdout}"
+    assert (
+        done.stdout.splitlines()[-1] == f"{len(gpu_day.steps(tmp_path))} steps, 0 of which would be refused"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("kernels", "--device", "--devise"),
+        ("step-2048", "--tokens", "--token"),
+        ("step-2048", "nvfp4", "nvfp5"),
+        ("step-4096", "4096", "many"),
+        ("linear-8b", "linear", "linears"),
+        ("doctor", "--json", "--jsn"),
+        ("trials-shared", "--no-report", "--noreport"),
+        pytest.param("ranks-gloo", "-k", "--kk", marks=pytest.mark.slow),
+    ],
+)
+def test_a_word_that_does_not_exist_fails_the_dry_run(tmp_path, capsys, name, right, wrong):
+    def make(out):
+        (step,) = (step for step in gpu_day.steps(out) if step.name == name)
+        assert right in step.command
+        return [replace(step, command=tuple(wrong if word == right else word for word in step.command))]
+
+    assert gpu_day.main(["--dry-run", "--out", str(tmp_path)], make, lambda: HERE) == 1
+    assert "REFUSED: " in capsys.readouterr().out
+
+
+def test_a_command_that_nothing_can_check_fails_the_dry_run(tmp_path):
+    step = Step("other", "", python("print(1)"), 5)
+    assert gpu_day.main(["--dry-run", "--out", str(tmp_path)], lambda out: [step], lambda: HERE) == 1
+
+
+def test_a_step_that_fails_stops_no_other_and_is_in_the_summary(tmp_path):
+    status, results, summary = day(
+        tmp_path / "day",
+        Step("broken", "fails", python("print('half'); import sys; sys.exit('why')"), 60),
+        Step("hangs", "never ends", python("import time; time.sleep(600)"), 0.5),
+        Step("elsewhere", "needs more", python("open('never', 'w')"), 60, (gpu_day.gpu,)),
+        Step("unread", "prints no figure", python("print('no JSON')"), 60, figure=gpu_day.of_bf16),
+        Step(
+            "fine",
+            "prints",
+            python("import sys; print('1|2'); print(3, file=sys.stderr)"),
+            60,
+            figure=str.strip,
+        ),
+    )
+    assert status == 1
+    assert {name: one["result"] for name, one in results.items()} == {
+        "broken": "exit status 1",
+        "hangs": "stopped after 0.5 s",
+        "elsewhere": "skipped: torch sees no GPU with CUDA here",
+        "unread": "ok",
+        "fine": "ok",
+    }
+    assert results["broken"]["figure"] == "why"
+    assert results["hangs"]["seconds"] < 60
+    assert (tmp_path / "day" / "broken.out").read_text() == "half\n"
+    assert (tmp_path / "day" / "fine.err").read_text() == "3\n"
+    rows = [line.split(" | ") for line in summary.splitlines() if line.startswith("| ")]
+    assert [len(row) for row in rows] == [5] * 6
+    assert rows[-1] == ["| fine", "prints", "ok", f"{results['fine']['seconds']:.0f}", "1/2 |"]
+
+
+def test_what_a_hanging_command_started_ends_with_it(tmp_path):
+    child = "import time, pathlib; time.sleep(3); pathlib.Path('{}').touch()".format(tmp_path / "late")
+    code = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    )
+    day(
+        tmp_path / "day",
+        Step("hangs", "", python(code), 1),
+        Step("waits", "", python("import time; time.sleep(4)"), 60),
+    )
+    assert not (tmp_path / "late").exists()
+
+
+def test_one_step_can_be_chosen_and_a_name_that_is_not_there_is_refused(tmp_path, capsys):
+    both = Step("one", "", python("print(1)"), 60), Step("two", "", python("print(2)"), 60)
+    status, results, _ = day(tmp_path, *both, words=("--only", "two"))
+    assert (status, list(results)) == (0, ["two"])
+    with pytest.raises(SystemExit) as ended:
+        day(tmp_path, *both, words=("--only", "three"))
+    assert ended.value.code == 2
+    assert "no such step; there are one, two" in capsys.readouterr().err
+
+
+def test_the_machine_is_recorded(tmp_path):
+    day(tmp_path, Step("one", "", python("print(1)"), 60))
+    machine = json.loads((tmp_path / "machine.json").read_text())
+    assert machine["facts"].items() > HERE.facts.items()
+    assert len(machine["facts"]["commit"]) == 40 or "git" in machine["facts"]["commit"]
+    assert (
+        "torch==" in (tmp_path / "packages.txt").read_text()
+        or "pip" in (tmp_path / "packages.txt").read_text()
+    )
+    assert (tmp_path / "nvidia-smi.txt").read_text()
+
+
+def test_this_machine_is_described():
+    machine = gpu_day.probe()
+    assert machine.facts["torch"]
+    assert {*machine.refusals} == {"fp8", "nvfp4"}
+    assert (machine.gpus == 0) == (gpu_day.gpu(machine) is not None)
+
+
+def test_a_step_is_skipped_where_a_gpu_cannot_run_it(tmp_path):
+    def skipped(machine):
+        return {step.name: why for step in gpu_day.steps(tmp_path) if (why := step.obstacle(machine))}
+
+    assert skipped(BLACKWELL) == {"trials-ranks": "needs 2 GPUs, and there are 1"}
+    assert skipped(HOPPER) == skipped(BLACKWELL) | dict.fromkeys(
+        ("te-nvfp4", "te-trials"), "this GPU, SM 9.0, does not train NVFP4"
+    )
+    assert {*skipped(Machine())} == {step.name for step in gpu_day.steps(tmp_path)}
+    assert (
+        {"presets-4096"} < {*skipped(replace(BLACKWELL, memory=31.8))} < {"presets-4096", *skipped(Machine())}
+    )
+
+
+@every(name=["trials-alone", "trials-shared", "trials-ranks", "te-trials"])
+def test_an_experiment_of_the_day_loads(tmp_path, name):
+    (step,) = (step for step in gpu_day.steps(tmp_path) if step.name == name)
+    ((file, text),) = step.files.items()
+    assert (name == "te-trials") == ("engine: transformer_engine" in text)  # which needs a GPU to be loaded
+    (tmp_path / file).write_text(text.replace("transformer_engine", "emulated"))
+    experiment = load(tmp_path / file)
+    assert len(experiment.arms) * len(experiment.seeds) == 12
+    assert Path(step.command[4]).name == file
+
+
+@pytest.mark.slow
+def test_the_main_figures_are_read_from_what_the_commands_print(tmp_path):
+    """The same commands, small and on this processor."""
+    shape = ("bench", "linear", "nvfp4", "--shape", "32x64x48", "--rounds", "1", "--device", "cpu", "--json")
+    status, results, _ = day(
+        tmp_path,
+        Step(
+            "kernels",
+            "",
+            gpu_day.ablate("bench", "kernels", "64x64", "--rounds", "1", "--json"),
+            300,
+            figure=gpu_day.of_copy,
+        ),
+        Step("step", "", gpu_day.ablate("bench", "step", "nvfp4", *TINY), 300, figure=gpu_day.of_bf16),
+        Step("linear", "", gpu_day.ablate(*shape), 300, figure=gpu_day.of_bf16_layers),
+        Step("doctor", "", gpu_day.ablate("doctor", "--fast", "--json"), 300, figure=gpu_day.checks),
+    )
+    assert status == 0
+    figures = {name: one["figure"] for name, one in results.items()}
+    assert figures["kernels"].endswith("goal .8")
+    assert " of a copy at " in figures["kernels"]
+    assert figures["step"].startswith("nvfp4 ")
+    assert ", nvfp4, fp32_out " in figures["step"]
+    assert figures["linear"].startswith("nvfp4 (emulated) ")
+    assert figures["doctor"].endswith(" checks agree")
+    assert gpu_day.trials_run("A question?\n12 trials run in 95 s\n\narm") == "12 trials run in 95 s"
+    assert gpu_day.last_line("x\n===== 3 passed in 2.00s =====\n\n") == "3 passed in 2.00s"
