@@ -130,9 +130,9 @@ def transformer_engine_packages() -> list[str]:
 def incomplete() -> list[str]:
     """Return a sentence for each part that this installation lacks."""
     from ablate.cli.report import NOTEBOOKS, analysis
-    from ablate.numerics.kernels import cpu
+    from ablate.numerics.kernels import builds
 
-    missing = [] if cpu.build() else ["there are no compiled quantisers: see the warnings of the build"]
+    missing = [] if builds.build() else ["there are no compiled quantisers: see the warnings of the build"]
     return missing + [
         f"there is no {analysis() / name}.ipynb"
         for name in NOTEBOOKS

@@ -50,7 +50,6 @@ NOT_FOR_WORKERS = (
     "seaborn",
     "matplotlib",
     "IPython",
-    "nbformat",
     "plotly",
     "optuna_dashboard",
     "statsmodels",

@@ -1,5 +1,6 @@
 """The command line as people and machines use it: real processes, real signals, exit statuses, and what is printed."""
 
+import importlib
 import json
 import math
 import os
@@ -38,6 +39,8 @@ from support.processes import modules
 from support.studies import trials
 
 from ablate import __version__
+from ablate.cli.app import app
+from ablate.cli.start import FILES
 from ablate.cli.sweep import how_to_read
 from ablate.files import lock
 
@@ -484,3 +487,16 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
         if "ablate.trial" in run.data.tags:
             found = [m.step for m in client.get_metric_history(run.info.run_id, "val/loss")]
             assert found == list(range(1, 26))
+
+
+def test_a_verb_that_is_started_alone_is_the_same_command():
+    """`start.FILES` saves the import of all others; each of its functions is the one that the whole app has."""
+    whole = {
+        command.name or command.callback.__name__.replace("_", "-"): command.callback
+        for command in app.registered_commands
+    }
+    for verb, file in FILES.items():
+        module = importlib.import_module(f"ablate.cli.{file}")
+        assert getattr(module, verb.replace("-", "_")) is whole[verb]
+    apart = {"schema", "knobs", "place", "version"}  # in app.py itself
+    assert whole.keys() == FILES.keys() | apart

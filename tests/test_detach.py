@@ -45,6 +45,7 @@ def detached(tmp_path_factory, started):
     pid = pid_of(state)
     started.append(pid)
     until(lambda: list(state.glob("trials/*/result.json")))
+    until(lambda: "done" in statuses(state).values())  # it has told the ledger
     os.kill(pid, signal.SIGINT)
     until(lambda: holder(state / "sweeps" / "tiny") is None)
     return path, state, done, pid

@@ -100,14 +100,36 @@ def test_the_id_of_a_trial_is_the_storages(storage):
     assert optuna_private.trial_id(trial) == storage.get_trial_id_from_study_id_trial_number(number, 0) == 1
 
 
-def test_the_dashboard_writes_and_reads_a_note_of_a_trial_that_was_not_made(storage):
-    from optuna_dashboard import get_note, save_note
+TEXTS = ("a note", "", "long " * 2000, "short again", "ünïcode " * 600)
 
-    study = optuna.create_study(storage=storage, study_name="one")
-    trial = study.ask()
-    target = optuna_private.note_target(study, storage, 0)
-    save_note(target, "a note")
-    assert get_note(target) == get_note(trial) == "a note"
+
+def test_notes_and_figures_are_those_that_the_dashboard_writes_and_reads(storage):
+    from optuna_dashboard import get_note, save_note, save_plotly_graph_object
+    from plotly.graph_objects import Figure, Scatter
+
+    mine, theirs = (optuna.create_study(storage=storage, study_name=name) for name in ("mine", "theirs"))
+    number = storage.get_study_id_from_name("mine")
+    trials = {study: study.ask() for study in (mine, theirs)}
+
+    def attributes(study: optuna.Study) -> dict[str, object]:
+        """The attributes of a study, its trial's id left out of their names."""
+        own = storage.get_study_system_attrs(study._study_id)
+        return {key.replace(f":{trials[study]._trial_id}:", ":trial:"): value for key, value in own.items()}
+
+    for text in TEXTS:
+        optuna_private.save_note(storage, number, None, text)
+        save_note(theirs, text)
+        optuna_private.save_note(storage, number, trials[mine]._trial_id, text)
+        save_note(trials[theirs], text)
+        assert get_note(mine) == get_note(trials[mine]) == text
+        assert optuna_private.note_of(storage, theirs._study_id, None) == text
+        assert optuna_private.note_of(storage, number, trials[mine]._trial_id) == text
+        assert attributes(mine) == attributes(theirs)
+    for points in (2000, 3):
+        figure = Figure(Scatter(x=[*range(points)]))
+        optuna_private.save_figure(storage, number, "one", figure.to_json())
+        save_plotly_graph_object(theirs, figure, graph_object_id="one")
+        assert attributes(mine) == attributes(theirs)
 
 
 def test_a_trial_that_nsga2_proposed_has_its_generation_in_that_attribute():

@@ -1,9 +1,7 @@
 """The `ablate` command. Each subcommand has its own file, except for those here, which print a few lines."""
 
 import json
-from typing import Annotated
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -11,7 +9,7 @@ from ablate import __version__
 from ablate.cli import bench, data, recipe
 from ablate.cli.calibrate import calibrate
 from ablate.cli.check import check
-from ablate.cli.common import Device, Mlflow, Profile, State, console, run
+from ablate.cli.common import Device, Mlflow, Profile, State, console
 from ablate.cli.compare import compare
 from ablate.cli.doctor import doctor
 from ablate.cli.export import evidence, export_tables
@@ -21,6 +19,7 @@ from ablate.cli.plan import plan
 from ablate.cli.rebuild import rebuild
 from ablate.cli.report import report
 from ablate.cli.settings import find_settings
+from ablate.cli.start import new_app
 from ablate.cli.status import status
 from ablate.cli.stop import stop, workers
 from ablate.cli.sweep import sweep
@@ -30,28 +29,7 @@ from ablate.experiment.schema import json_schema
 from ablate.recipes import KNOBS
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
-    ] = False,
-) -> None:
-    """Does this part of my low-precision training recipe matter, for my model, and by how much?"""
-
-
+app = new_app()
 _SWEEPS, _FILES, _MACHINE = "Sweeps", "Recipes and files", "This machine"
 _VERBS = (sweep, plan, calibrate, report, status, ui, compare, evidence, export_tables, leaderboard)
 for command in (*_VERBS, stop, workers, sync, rebuild):
@@ -101,8 +79,3 @@ def place(state: State = None, profile: Profile = None, device: Device = None, m
 def version() -> None:
     """Print the version."""
     print(__version__)
-
-
-def main() -> None:
-    """Run the command line."""
-    run(app)

@@ -5,6 +5,7 @@ kernel for each takes longer than all that they compute. Only this file uses IPy
 """
 
 import atexit
+import json
 import os
 import re
 import sys
@@ -34,7 +35,7 @@ class Cell:
     markdown: bool
     source: str
     outputs: tuple[Mapping[str, Any], ...] = ()
-    """What it showed: texts by media type (`text/html`, `image/svg+xml`, `text/markdown`, `text/plain`)."""
+    """Texts that it showed, by media type (`text/html`, `image/svg+xml`, `text/markdown`, `text/plain`)."""
     hidden: bool = False
     """True for the cell of parameters."""
 
@@ -54,20 +55,20 @@ def run(path: Path, parameters: Mapping[str, object]) -> list[Cell]:
     Raises:
         NotebookError: a cell failed.
     """
-    import nbformat
     from IPython.utils.capture import capture_output
 
     cells, number = [], 0
     # Warnings and standard error are left out: they name files of this machine, but the page is for others.
     with _shell() as shell, warnings.catch_warnings(action="ignore"):
-        for cell in nbformat.read(path, as_version=4).cells:
-            if cell.cell_type != "code":
-                cells.append(Cell(cell.cell_type == "markdown", cell.source))
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            source = "".join(cell["source"])  # one text, or its lines
+            if cell["cell_type"] != "code":
+                cells.append(Cell(cell["cell_type"] == "markdown", source))
                 continue
             number += 1
             # The trap's hook gives way to that of the capture only if the trap is set before.
             with shell.display_trap, capture_output() as captured:
-                result = shell.run_cell(cell.source)
+                result = shell.run_cell(source)
             if isinstance(result.error_in_exec, KeyboardInterrupt):  # the user's, which the shell has caught
                 raise result.error_in_exec
             if error := result.error_before_exec or result.error_in_exec:
@@ -75,11 +76,11 @@ def run(path: Path, parameters: Mapping[str, object]) -> list[Cell]:
                     f"notebook {path.stem} stopped in cell {number}: {type(error).__name__}: {error}; "
                     f"run it in Jupyter to see more: {path}"
                 )
-            if hidden := "parameters" in cell.metadata.get("tags", ()):
+            if hidden := "parameters" in cell["metadata"].get("tags", ()):
                 shell.user_ns.update({key: parameters[key] for key in parameters if key in shell.user_ns})
             printed = [{"text/plain": captured.stdout}] if captured.stdout.strip() else []
             outputs = (*printed, *(output.data for output in captured.outputs))
-            cells.append(Cell(False, cell.source, outputs, hidden))
+            cells.append(Cell(False, source, outputs, hidden))
     return cells
 
 

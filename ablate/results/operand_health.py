@@ -1,4 +1,4 @@
-"""How well the operands of the products survived their quantisation: what stands out, shares, and layers.
+"""Health of the operands of the products after quantisation: what stands out, shares, and layers.
 
 All read the last values that each run recorded, as means over its seeds. What stands out comes first: a
 reader of a healthy sweep has seen everything after one sentence.
@@ -158,7 +158,7 @@ class LayerMaps:
     """SQNR of every layer by operand, an arm at a time: the arm whose lowest value is lowest is open."""
 
     layers: pd.DataFrame
-    """What `by_layer` returned."""
+    """Result of `by_layer`."""
 
     @property
     def empty(self) -> bool:

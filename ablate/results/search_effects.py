@@ -1,4 +1,4 @@
-"""What a search says about its knobs and its objectives: effects with intervals, and the arms of the front.
+"""Findings of a search about its knobs and its objectives: effects with intervals, and the arms of the front.
 
 The effects are those of one least-squares fit of the arms' values on all knobs at once: what a value does
 while the others stay. A sampler that learns looks where it has found good arms, so the arms are no random
@@ -34,7 +34,7 @@ class KnobEffect:
 
     knob: str
     change: str
-    """What is changed: `true instead of false`, `per doubling`, `from 0.1 to 0.5`."""
+    """Change of the knob: `true instead of false`, `per doubling`, `from 0.1 to 0.5`."""
     mean: float
     """Change of the metric."""
     half: float

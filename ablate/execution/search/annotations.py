@@ -17,7 +17,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ablate.execution.search.journal import REPEATS, WARM
-from ablate.execution.search.optuna_private import note_target, trial_id
+from ablate.execution.search.optuna_private import note_of, save_figure, save_note, trial_id
 from ablate.experiment.schema import Metric
 from ablate.results.number_text import interval
 from ablate.results.summary import ArmSummary
@@ -60,8 +60,6 @@ def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], m
     if loaded is None:
         return
     study, storage = loaded
-    from optuna_dashboard import save_plotly_graph_object
-
     arms = list(arms)
     notes = _Notes(study, storage)
     notes.save(None, note)
@@ -72,7 +70,7 @@ def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], m
             notes.save(trial_id(trial), _note(arm, trial.user_attrs))
     notes.close()
     if any(arm.gap and arm.gap.pairs for arm in arms):
-        save_plotly_graph_object(study, _forest(arms, metric), graph_object_id=_FIGURE)
+        save_figure(storage, storage.get_study_id_from_name(sweep), _FIGURE, _forest(arms, metric).to_json())
 
 
 def _load(journal: Path, sweep: str) -> tuple[optuna.Study, JournalStorage] | None:
@@ -96,18 +94,15 @@ class _Notes:
     """Notes of a study and its trials. Notes that somebody else wrote are kept."""
 
     def __init__(self, study: optuna.Study, storage: JournalStorage) -> None:
-        self._study, self._storage = study, storage
+        self._storage = storage
         self._id = storage.get_study_id_from_name(study.study_name)
         self._written = dict(storage.get_study_system_attrs(self._id).get(_WRITTEN, {}))
         self._before = dict(self._written)
 
     def save(self, trial: int | None, text: str) -> None:
-        from optuna_dashboard import get_note, save_note
-
-        target = self._study if trial is None else note_target(self._study, self._storage, trial)
-        now, key = get_note(target), str(trial)
+        now, key = note_of(self._storage, self._id, trial), str(trial)
         if now != text and (not now or _digest(now) == self._written.get(key)):
-            save_note(target, text)
+            save_note(self._storage, self._id, trial, text)
             self._written[key] = _digest(text)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ is needed.
 
 import io
 import re
+import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 import matplotlib
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -55,7 +55,26 @@ STYLE: dict[RcKeyType, Any] = {
     "svg.fonttype": "none",
     "figure.constrained_layout.w_pad": 0.07,  # room for browsers whose font is a little wider
 }
-COLOURS: Sequence[str] = sns.color_palette("colorblind").as_hex()
+
+
+def _palette() -> Sequence[str]:
+    """Return seaborn's palette for readers who are blind to some colours.
+
+    Seaborn goes without the parts of scipy that it imports for densities and dendrograms alone, which take
+    nearly a second.
+    """
+    hidden = [name for name in ("scipy.stats", "scipy.cluster") if name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # makes its import fail
+    try:
+        import seaborn
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+    return seaborn.color_palette("colorblind").as_hex()
+
+
+COLOURS = _palette()
 GREY = "0.45"
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _Dash = str | tuple[int, tuple[float, ...]]
